@@ -42,8 +42,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from benchmarks.ranks import make_batch
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.checkpoint_files import files_at
-from trainer.checkpoint.names import MANIFEST
+from trainer.checkpoint.checkpoint_files import MANIFEST, files_at
 from trainer.checkpoint.object_storage import client_of
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import Config, TinyConfig, policy_role
@@ -125,11 +124,11 @@ class Measured:
         """Write the manifest of a checkpoint; `entries` are this rank's."""
         every: list[Any] = [None] * self.args.ranks
         dist.all_gather_object(every, entries)
-        files = [manifests.FileEntry(**entry) for part in every for entry in part]
-        self.size = sum(file.bytes for file in files)
+        files = [entry for part in every for entry in part]
+        self.size = sum(entry["bytes"] for entry in files)
         if self.number == 0:
             content = {"step": 1, "parts": [], "saved_at": datetime.now(UTC).isoformat(), "parent_step": None}
-            files_at(path).write(MANIFEST, manifests.dump(content, files))
+            files_at(path).write(MANIFEST, manifests.dump({**content, "files": files}))
         dist.barrier()
 
     def load(self, path: str) -> None:

@@ -124,6 +124,7 @@ def _is_finished(directory: RunDirectory, steps: int, exported: bool) -> bool:
     resume = directory.resume
     if resume is None or resume.restore.fork or resume.checkpoint.step < steps:
         return False
-    if directory.checkpoints.store.needs_ranks():
+    uploads = directory.checkpoints.store.uploads
+    if uploads is not None and uploads.needs_ranks():
         return False
     return not exported or is_exported(export_target(directory.cfg, resume.checkpoint.step))

@@ -19,7 +19,7 @@ from trainer.checkpoint.components import (
     json_part,
     models_part,
 )
-from trainer.checkpoint.exports import is_exported, place_for
+from trainer.checkpoint.exports import export_directory, is_exported
 from trainer.checkpoint.start_weights import start_weights_part
 from trainer.config import Config
 from trainer.episodes import Episode
@@ -41,8 +41,7 @@ from trainer.process.startup import stage
 from trainer.run.directory import RunDirectory
 from trainer.run.recovery import Recovery
 from trainer.run.replay import ReplayAudit, audit_of
-from trainer.run.save_tracker import SaveTracker
-from trainer.run.schedule import SaveSchedule
+from trainer.run.saves import SaveSchedule, SaveTracker
 from trainer.run.state import TrainerState, shape_of_state
 from trainer.run.stopping import StopRequest
 from trainer.seeding import derive_seed
@@ -198,8 +197,8 @@ class Trainer:
         metrics |= times | self.learner.speed(len(samples), tokens, times["time/step"])
         metrics |= {f"progress/{name}": getattr(state, name) for name in ("prompts", "samples", "tokens")}
         metrics["progress/epoch"] = self.source.epoch
-        if (lag := self.checkpoints.store.upload_lag_s()) is not None:
-            metrics["time/upload_lag"] = lag
+        if (uploads := self.checkpoints.store.uploads) is not None:
+            metrics["time/upload_lag"] = uploads.lag_s()
         last = step == self.cfg.total_steps
         if t.val_interval > 0 and (step % t.val_interval == 0 or last):
             metrics |= self._evaluate(step)
@@ -413,8 +412,8 @@ class Trainer:
 
     def export(self, target: str) -> None:
         """Write the policy in Hugging Face format to the directory `target`, whole or not at all."""
-        with SIGNALS.waiting(), place_for(target, self.cfg.trainer.run_dir) as place:
-            self.exporter.export(place, self.cfg.export_dtype)
+        with SIGNALS.waiting(), export_directory(target, self.cfg.trainer.run_dir) as directory:
+            self.exporter.export(directory, self.cfg.export_dtype)
         self.state.exported = self.state.step
         LOG.info("exported %s", target)
 
@@ -454,7 +453,7 @@ class Trainer:
         for sentence in self.health.update(step, metrics):
             LOG.warning("%s", sentence)
         if (divergence := self.divergence.update(step, metrics)) is not None:
-            raise self.recovery.diverged(divergence, self.checkpoints.steps())
+            raise self.recovery.diverged(divergence, self.checkpoints.store.steps())
 
     @contextmanager
     def _saves_completed(self) -> Iterator[None]:

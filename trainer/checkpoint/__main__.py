@@ -16,14 +16,13 @@ from typing import Any
 
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint import record
+from trainer.checkpoint.checkpoint_files import MANIFEST, step_in
 from trainer.checkpoint.components import read_config
-from trainer.checkpoint.exports import is_exported, place_for
+from trainer.checkpoint.exports import export_directory, is_exported
 from trainer.checkpoint.inspection import CHECKED, axes_of, check_step, describe, describe_all, find_store, list_steps
-from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.manager import CheckpointManager, Retention
 from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, UnreadableError
-from trainer.checkpoint.names import BOOKKEEPING, MANIFEST, step_in
-from trainer.checkpoint.retention import Retention
-from trainer.checkpoint.store import CheckpointStore, is_there, open_store
+from trainer.checkpoint.store import BOOKKEEPING, CheckpointStore, is_there, open_store
 from trainer.config import TrainerConfig
 from trainer.errors import UserError
 from trainer.files.documents import flatten
@@ -112,7 +111,7 @@ def _ls(args: argparse.Namespace) -> Result:
     if not args.verify and any(row["valid"] for row in rows):
         command = f"trainer checkpoint ls --verify {shlex.quote(args.root)}"
         lines.append(f"sizes agree: the content was not read; `{command}` reads every byte")
-    hidden = [name for name in store.names() if name.startswith(".")]
+    hidden = [name for name in store.storage.names() if name.startswith(".")]
     others = [name for name in hidden if not name.startswith(BOOKKEEPING)]
     lines += [f"also there, and no checkpoints: {', '.join(others)}"] if others else []
     return {"root": store.root, "checkpoints": rows, "others": others}, lines, 0
@@ -226,7 +225,7 @@ def _export(args: argparse.Namespace) -> Result:
     limit = int(args.max_file_gb * 1e9)
     if is_url(args.out) and is_exported(args.out):
         raise UserError(f"{args.out}: exists already; name another")
-    with place_for(args.out) as directory:
+    with export_directory(args.out) as directory:
         files = export(NamedFiles(checkpoint), directory, args.dtype, limit, args.adapter, args.base)
     lines = [f"exported {checkpoint.path}{why} to {args.out}: {', '.join(files)}"]
     return {"checkpoint": checkpoint.path, "out": args.out, "files": files}, lines, 0
@@ -313,7 +312,7 @@ def _open(root: str) -> CheckpointStore:
 
 def _is_checkpoint(path: str) -> bool:
     path = path.rstrip("/")
-    return step_in(path) is not None or MANIFEST in open_store(path).names()
+    return step_in(path) is not None or MANIFEST in open_store(path).storage.names()
 
 
 def _one(path: str, level: str) -> Checkpoint:

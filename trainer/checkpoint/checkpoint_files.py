@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import posixpath
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,10 +19,21 @@ from trainer.files.atomic_io import digest_bytes, digest_file
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import StorageReader, StorageWriter
 
+MANIFEST = "manifest.json"
+_STEP_DIRECTORY = re.compile(r"^global_step_(0|[1-9][0-9]{0,17})\Z")
 FOLDER = "files-"
 """How the name of a folder begins that holds the files of a checkpoint in an object store."""
 _READ_BYTES = 32 << 20
 _CHUNK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of a checkpoint: its path below the checkpoint, its size and its xxh3-128."""
+
+    path: str
+    bytes: int
+    hash: str
 
 
 @dataclass(frozen=True)
@@ -31,8 +43,8 @@ class CheckpointFiles:
     storage: Storage
     replicas: int = 0
     """Of a staging area: the number of other nodes whose disks also get each rank's shards."""
-    written: dict[str, tuple[int, str]] = field(default_factory=dict, compare=False)
-    """Size and hash of the files that were written through this value, by path."""
+    written: dict[str, FileEntry] = field(default_factory=dict, compare=False)
+    """The files that were written through this value, by path."""
 
     @property
     def path(self) -> str:
@@ -49,10 +61,11 @@ class CheckpointFiles:
         """Return the content of a file. No component of `path` may be a link."""
         return self.storage.get(path)
 
-    def write(self, path: str, data: bytes) -> None:
+    def write(self, path: str, data: bytes) -> FileEntry:
         """Write a small file atomically and durably: after a crash it is complete or absent."""
         self.storage.put(path, data)
-        self.written[path] = (len(data), digest_bytes(data))
+        self.written[path] = FileEntry(path, len(data), digest_bytes(data))
+        return self.written[path]
 
     @contextlib.contextmanager
     def open_writer(self, path: str) -> Iterator[HashedStream]:
@@ -60,7 +73,7 @@ class CheckpointFiles:
         with self.storage.open_writer(path) as stream:
             hashed = HashedStream(stream)
             yield hashed
-        self.written[path] = (hashed.tell(), hashed.digest())
+        self.written[path] = FileEntry(path, hashed.tell(), hashed.digest())
 
     def upload(self, source: str, path: str) -> None:
         """Write the content of a file of this machine."""
@@ -78,12 +91,12 @@ class CheckpointFiles:
         Raises:
             FileNotFoundError: there is no regular file.
         """
-        return self.written[path][0] if path in self.written else self.storage.size(path)
+        return self.written[path].bytes if path in self.written else self.storage.size(path)
 
     def digest(self, path: str) -> str:
         """Return the xxh3-128 of a file's content."""
         if path in self.written:
-            return self.written[path][1]
+            return self.written[path].hash
         if self.storage.disk is not None:
             return digest_file(self.storage.disk.path(path))
         digest, size = xxhash.xxh3_128(), self.size(path)
@@ -125,6 +138,12 @@ class CheckpointFiles:
         from trainer.checkpoint.shard_io import ShardWriter
 
         return ShardWriter(self, folder)
+
+
+def step_in(path: str) -> int | None:
+    """Return the step in the name of a checkpoint; None if the name does not belong to a checkpoint."""
+    match = _STEP_DIRECTORY.match(posixpath.basename(path.rstrip("/")))
+    return int(match[1]) if match else None
 
 
 def files_at(path: str) -> CheckpointFiles:

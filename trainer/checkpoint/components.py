@@ -75,9 +75,7 @@ def files_part(
         files = content()
 
         def write() -> list[FileEntry]:
-            for path, data in files.items():
-                staging.write(path, data)
-            return [FileEntry(path, len(data), digest_bytes(data)) for path, data in files.items()]
+            return [staging.write(path, data) for path, data in files.items()]
 
         return write
 

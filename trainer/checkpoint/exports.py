@@ -29,7 +29,7 @@ def is_exported(target: str) -> bool:
 
 
 @contextlib.contextmanager
-def place_for(target: str, scratch: str | None = None) -> Iterator[str]:
+def export_directory(target: str, scratch: str | None = None) -> Iterator[str]:
     """Give the block a local path to export to: `target`, or a directory whose content is then put at the URL `target`.
 
     Args:

@@ -11,10 +11,9 @@ from typing import Any
 
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint import record
-from trainer.checkpoint.checkpoint_files import files_at
+from trainer.checkpoint.checkpoint_files import files_at, step_in
 from trainer.checkpoint.components import read_config
 from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, UnreadableError
-from trainer.checkpoint.names import step_in
 from trainer.checkpoint.store import CheckpointStore, is_there, open_store
 from trainer.config.renamed import METRICS
 from trainer.errors import UserError
@@ -29,7 +28,7 @@ def find_store(path: str) -> CheckpointStore | None:
     for directory in (posixpath.join(path, "checkpoints"), path, None if is_url(path) else record.read(path)):
         if directory is not None and is_there(directory):
             store = open_store(directory)
-            if any("global_step_" in name for name in store.names()):
+            if any("global_step_" in name for name in store.storage.names()):
                 return store
     return None
 

@@ -13,11 +13,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.checkpoint_files import CheckpointFiles, files_at
-from trainer.checkpoint.manifest import CorruptCheckpointError, UnreadableError
-from trainer.checkpoint.names import NODE, step_in
+from trainer.checkpoint.checkpoint_files import CheckpointFiles, files_at, step_in
+from trainer.checkpoint.manifest import CorruptCheckpointError, Fields, FileEntry, UnreadableError
 from trainer.checkpoint.storage import LocalStorage, for_each
-from trainer.checkpoint.store import LocalStore
+from trainer.checkpoint.store import NODE, LocalStore
 from trainer.files.atomic_io import read_file
 
 _PROBLEMS = ".problems.json"
@@ -95,7 +94,7 @@ class LocalTier:
         for name, data in pieces.items():
             self._store.keep_piece(name, data)
 
-    def commit(self, folder: str, step: int, manifest: bytes) -> None:
+    def commit(self, folder: str, step: int, manifest: Fields) -> None:
         """Give a staging area its manifest and the name of the checkpoint, before the disk of the driver does.
 
         A checkpoint of this step that is there was never committed, or was given up: it is deleted.
@@ -145,7 +144,7 @@ class LocalTier:
         """
         store = self._store
         archived = store.archived()
-        for name in store.names():
+        for name in store.storage.names():
             step = step_in(name)
             if name not in names and step is not None:
                 self._delete(step)
@@ -167,7 +166,7 @@ class LocalTier:
         """Begin to copy files of a checkpoint to the staging area at `url`; returns a key for `uploaded`."""
         source, staging = self._store.path(step), files_at(url)
 
-        def upload() -> dict[str, tuple[int, str]]:
+        def upload() -> dict[str, FileEntry]:
             for_each(lambda path: staging.upload(os.path.join(source, path), path), paths, _PARALLEL)
             return staging.written
 
@@ -177,8 +176,8 @@ class LocalTier:
         pool.shutdown(wait=False)
         return key
 
-    def uploaded(self, key: str) -> dict[str, tuple[int, str]] | None:
-        """Return sizes and hashes of the uploaded files; None: the upload runs.
+    def uploaded(self, key: str) -> dict[str, FileEntry] | None:
+        """Return the uploaded files by path; None: the upload runs.
 
         Raises:
             OSError: the store or the disk fails.

@@ -217,8 +217,7 @@ class RunLock:
     def _put(self, content: dict[str, Any], etag: str | None) -> bool:
         self._beats += 1  # every heartbeat changes the content, and with it the etag
         data = json.dumps({**content, "beats": self._beats}).encode()
-        storage = self._storage
-        return storage.put_if_absent(NAME, data) if etag is None else storage.put_if_match(NAME, data, etag)
+        return self._storage.put_if(NAME, data, etag)
 
     def _is_blocked(self) -> bool:
         """Return whether something that no job creates is where the lock should be: a directory, a link, a pipe."""
@@ -278,14 +277,10 @@ def _machine() -> str:
     """Return a name of this boot of this machine, of its process ids and of its process start times."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            view = " ".join(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "time") if _has_namespace(kind))
-            return f"{file.read().strip()} {view}"
+            kinds = [f"/proc/self/ns/{kind}" for kind in ("pid", "time")]  # not every kernel has time namespaces
+            return " ".join([file.read().strip(), *(os.readlink(kind) for kind in kinds if os.path.lexists(kind))])
     except OSError:
         return f"{socket.gethostname()} (unknown)"
-
-
-def _has_namespace(kind: str) -> bool:
-    return os.path.lexists(f"/proc/self/ns/{kind}")  # not every kernel has time namespaces
 
 
 def _started(pid: int) -> str | None:

@@ -13,8 +13,8 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
@@ -24,7 +24,6 @@ from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.checkpoint_files import CheckpointFiles
 from trainer.checkpoint.components import Component, Restore
 from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, FileEntry, UnreadableError
-from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.storage import StoreError
 from trainer.checkpoint.store import CheckpointStore
 from trainer.config.renamed import METRICS
@@ -47,6 +46,39 @@ class SaveResult:
     """Seconds from begin to commit or failure."""
     bytes: int = 0
     error: str | None = None
+
+
+@dataclass(frozen=True)
+class Retention:
+    """The checkpoints to keep besides the newest: see `trainer.max_ckpts_to_keep`, `keep_every` and `keep_best`."""
+
+    newest: int = -1
+    every: int = -1
+    best: int = 0
+    best_mode: str = "max"
+    best_metric: str = ""
+    instead: str = ""
+    """The metric that checkpoints are compared by if none of them has `best_metric`."""
+
+    def disposable(self, scores: Mapping[int, float | None], protected: Collection[int] = ()) -> list[int]:
+        """Return the steps that no rule keeps, oldest first.
+
+        Args:
+            scores: the metric of `keep_best` for each committed step; None: it was not measured at the step.
+            protected: steps to keep regardless of the rules. The newest step is always kept.
+        """
+        if self.newest < 0:
+            return []
+        steps = sorted(scores)
+        keep = set(protected) | set(steps[-max(1, self.newest) :])
+        if self.every > 0:
+            keep |= {step for step in steps if step % self.every == 0}
+        if self.best > 0:
+            sign = 1 if self.best_mode == "max" else -1
+            measured = [step for step in steps if scores[step] is not None]
+            # Of two equal scores keep the earlier step, which had less time to overfit.
+            keep |= set(sorted(measured, key=lambda step: (-sign * scores[step], step))[: self.best])  # type: ignore
+        return [step for step in steps if step not in keep]
 
 
 class CheckpointManager:
@@ -148,7 +180,7 @@ class CheckpointManager:
         finishers: list[Callable[[], list[FileEntry]]],
         description: dict[str, Any],
     ) -> int:
-        """Commit the staging area and delete old checkpoints; returns the bytes of the checkpoint."""
+        """Commit the staging area and delete old checkpoints; returns the bytes of the checkpoint's files."""
         files = [entry for finish in finishers for entry in finish()]
         failpoint("save:parts_written")
         content = {
@@ -158,19 +190,18 @@ class CheckpointManager:
             "trainer_version": __version__,
             "python_version": sys.version.split()[0],
             "versions": {name: version(name) for name in ("torch", "transformers")},
-            "parent_step": max(self.steps(), default=None),
-            **({"folder": staging.folder} if staging.folder else {}),
+            "parent_step": max(self.store.steps(), default=None),
             **description,
+            "files": [asdict(entry) for entry in files],
         }
-        data = manifests.dump(content, files)
-        self.store.commit(staging, step, data, self._before_commit)
+        self.store.commit(staging, step, content, self._before_commit)
         failpoint("save:published")
         _try(lambda: self._committed(step))
         _try(lambda: self.store.write_latest(step))
         failpoint("save:hinted")
         _try(lambda: self._remove_archived(step))
         _try(lambda: self._prune(step))
-        return sum(entry.bytes for entry in files) + len(data)
+        return sum(entry.bytes for entry in files)
 
     def _before_commit(self) -> None:
         failpoint("save:manifest_written")
@@ -193,18 +224,16 @@ class CheckpointManager:
             self.store.remove(name)
 
     def _prune(self, committed: int) -> None:
-        steps = self.steps()
+        steps = self.store.steps()
         scores: dict[int, float | None] = dict.fromkeys(steps)
         for metric in (self.retention.best_metric, self.retention.instead) if self.retention.best > 0 else ():
             scores = {step: self._score(step, metric) for step in steps}
             if any(score is not None for score in scores.values()):
                 break
-        protected = {committed} | ({self.resumed_from} - {None}) | self.store.not_yet_uploaded()
-        self.delete(self.retention.disposable(scores, protected))  # type: ignore[arg-type]
-
-    def delete(self, steps: list[int]) -> None:
-        """Delete these checkpoints."""
-        for step in steps:
+        protected = {committed} | ({self.resumed_from} - {None})
+        if self.store.uploads is not None:
+            protected |= self.store.uploads.not_yet_uploaded()
+        for step in self.retention.disposable(scores, protected):  # type: ignore[arg-type]
             self.store.delete(step)
 
     def _score(self, step: int, metric: str) -> float | None:
@@ -220,10 +249,6 @@ class CheckpointManager:
     # ---------------------------------------------------------------------------------------------------
     # Finding and loading
 
-    def steps(self) -> list[int]:
-        """Return the steps of the directories that are named like checkpoints, ascending."""
-        return self.store.steps()
-
     def latest(self, before: int | None = None, whole: bool = True) -> Checkpoint | None:
         """Return the newest valid checkpoint; None if there is none at all. Newer damaged ones are skipped.
 
@@ -238,7 +263,7 @@ class CheckpointManager:
                 storage is failing.
         """
         problems: list[str] = []
-        for step in reversed(self.steps()):
+        for step in reversed(self.store.steps()):
             if before is not None and step >= before:
                 continue
             unreadable: UserError | None = None
@@ -327,21 +352,22 @@ class CheckpointManager:
 
     def clean_up(self) -> None:
         """Remove what interrupted saves and deletions have left. The caller must hold the run's lock."""
-        self.store.fence()  # a former owner of the lock may be in the middle of a commit
-        for name, kind in self.store.orphans().items():
-            try:
-                self.store.remove(name)
-            except OSError as error:
-                LOG.warning("%s cannot be removed: %s", name, error)
-            else:
-                LOG.info("removed %s, %s", name, kind)
+        for tier in self.store.tiers:
+            tier.fence()  # a former owner of the lock may be in the middle of a commit
+            for name, kind in tier.orphans().items():
+                try:
+                    tier.remove(name)
+                except OSError as error:
+                    LOG.warning("%s/%s cannot be removed: %s", tier.root, name, error)
+                else:
+                    LOG.info("removed %s/%s, %s", tier.root, name, kind)
 
     def archive(self, after: int) -> list[str]:
         """Take checkpoints newer than `after` out of service, by renaming; returns their new names.
 
         Each is deleted when its step is saved again.
         """
-        names = [self.store.archive(step) for step in self.steps() if step > after]
+        names = [self.store.archive(step) for step in self.store.steps() if step > after]
         for name in names:
             LOG.info("archived %s", name)
         return names

@@ -6,32 +6,24 @@ import contextlib
 import json
 import os
 import posixpath
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from types import NoneType
 from typing import Any
 
-from trainer.checkpoint.checkpoint_files import CheckpointFiles, files_at
-from trainer.checkpoint.names import MANIFEST, step_in
+from trainer.checkpoint.checkpoint_files import MANIFEST, CheckpointFiles, FileEntry, files_at, step_in
 from trainer.checkpoint.storage import open_storage
 from trainer.errors import UserError
 from trainer.files.atomic_io import access_problem, digest_bytes, is_unrelated_to_content
 from trainer.files.documents import ObjectShape, Shape, is_count, is_number, mismatch, parse_object
 
+Fields = dict[str, Any]
+"""The fields of a manifest, of which `files` has a dict for each `FileEntry`."""
 FORMAT_VERSION = 2
 VERIFY = ("hash", "size", "off")
 _HASHERS = min(16, os.cpu_count() or 1)
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    """One file of a checkpoint: its path below the checkpoint, its size and its xxh3-128."""
-
-    path: str
-    bytes: int
-    hash: str
 
 
 @dataclass(frozen=True)
@@ -91,21 +83,14 @@ def reading(path: str, name: str) -> Iterator[None]:
         raise CorruptCheckpointError(f"{path}: {name} is damaged ({error})") from error
 
 
-def dump(content: dict[str, Any], files: list[FileEntry]) -> bytes:
+def dump(fields: Fields) -> bytes:
     """Return the bytes of a manifest. The field `self` is a hash of the other fields, so that damage is noticed."""
-    paths = [entry.path for entry in files]
+    files = sorted(fields["files"], key=lambda entry: entry["path"])
+    paths = [entry["path"] for entry in files]
     assert len(set(paths)) == len(paths), f"written twice: {paths}"
-    body = {
-        "format_version": FORMAT_VERSION,
-        **content,
-        "files": [asdict(entry) for entry in sorted(files, key=lambda e: e.path)],
-    }
+    others = {name: value for name, value in fields.items() if name not in ("format_version", "files", "self")}
+    body = {"format_version": FORMAT_VERSION, **others, "files": files}
     return json.dumps({**body, "self": _digest(body)}, indent=2).encode()
-
-
-def content_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a manifest without those that `dump` adds."""
-    return {name: value for name, value in manifest.items() if name not in ("format_version", "files", "self")}
 
 
 def _is_time(value: Any) -> bool:

@@ -146,13 +146,21 @@ class ObjectStorage:
         """Put an object, whole or not at all."""
         self._send(lambda: self.client.put(self.path(key), data))
 
-    def put_if_absent(self, key: str, data: bytes) -> bool:
-        """Put an object if there is none; return whether `data` is the object now."""
-        return self._put_if(key, data, None)
+    def put_if(self, key: str, data: bytes, etag: str | None) -> bool:
+        """Put an object if the present one has this etag (None: if there is none).
 
-    def put_if_match(self, key: str, data: bytes, etag: str) -> bool:
-        """Put an object if the present one has this etag; return whether `data` is the object now."""
-        return self._put_if(key, data, etag)
+        Returns:
+            whether `data` is the object now.
+        """
+        try:
+            self._send(lambda: self.client.put_if(self.path(key), data, etag))
+        except (PreconditionFailed, FileNotFoundError) as error:
+            if isinstance(error, FileNotFoundError) and etag is None:
+                raise StoreError(f"there is no bucket {self._path.partition('/')[0]}") from error
+            with contextlib.suppress(FileNotFoundError):
+                return self.get(key) == data  # the answer to an earlier attempt was lost
+            return False
+        return True
 
     def delete_if_match(self, key: str, etag: str) -> bool:
         """Return False: not every store knows a delete on a condition."""
@@ -191,25 +199,15 @@ class ObjectStorage:
         """Delete all objects below a prefix."""
         for_each(self.delete, self.list(prefix))
 
-    def _put_if(self, key: str, data: bytes, etag: str | None) -> bool:
-        try:
-            self._send(lambda: self.client.put_if(self.path(key), data, etag))
-        except (PreconditionFailed, FileNotFoundError) as error:
-            if isinstance(error, FileNotFoundError) and etag is None:
-                raise StoreError(f"there is no bucket {self._path.partition('/')[0]}") from error
-            with contextlib.suppress(FileNotFoundError):
-                return self.get(key) == data  # the answer to an earlier attempt was lost
-            return False
-        return True
-
     def _send(self, request: Callable[[], T]) -> T:
         """Send a request, again if it fails in a way that may pass."""
         import tenacity  # slow to import
 
+        longest_s = time_limits.STORAGE_LONGEST_BACKOFF_S
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception(_may_pass),
             stop=tenacity.stop_after_attempt(_MAX_ATTEMPTS) | tenacity.stop_after_delay(time_limits.STORAGE_RETRY_S),
-            wait=lambda tries: _JITTER.uniform(0, _longest_backoff_s(tries.attempt_number)),
+            wait=lambda tries: _JITTER.uniform(0, min(0.1 * 2**tries.attempt_number, longest_s)),
             reraise=True,
         )
         with _named_errors():
@@ -226,11 +224,6 @@ def _named_errors() -> Iterator[None]:
     except Exception as error:
         text = redact_text(f"{type(error).__name__}: {error}")
         raise StoreError(f"the object store fails ({one_line(text)})") from error
-
-
-def _longest_backoff_s(attempt: int) -> float:
-    """Return the longest wait before the attempt after this one, which counts from 1."""
-    return min(0.2 * 2 ** (attempt - 1), time_limits.STORAGE_LONGEST_BACKOFF_S)
 
 
 def _may_pass(error: BaseException) -> bool:

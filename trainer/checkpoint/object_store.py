@@ -28,8 +28,9 @@ import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from trainer.checkpoint.checkpoint_files import FOLDER, CheckpointFiles, files_at
-from trainer.checkpoint.names import MANIFEST, step_in
+from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint.checkpoint_files import FOLDER, MANIFEST, CheckpointFiles, files_at, step_in
+from trainer.checkpoint.manifest import Fields
 from trainer.checkpoint.storage import Storage
 from trainer.checkpoint.store import CheckpointStore
 from trainer.files.documents import is_count, parse_object
@@ -58,13 +59,14 @@ class ObjectStore(CheckpointStore):
         self._open.add(folder)
         return files_at(f"{self.path(step)}/{folder}")
 
-    def commit(self, staging: CheckpointFiles, step: int, manifest: bytes, before_commit: Callable[[], None]) -> None:
+    def commit(self, staging: CheckpointFiles, step: int, manifest: Fields, before_commit: Callable[[], None]) -> None:
+        data = manifests.dump({**manifest, "folder": staging.folder})
         self._announce(step)
         etag = self._reserve(step, staging.folder)
         if etag is not None:
             before_commit()
             self._uncertain.add(staging.folder)  # a request that seems to have failed can still be done later
-            committed = self.storage.put_if_match(_manifest(step), manifest, etag)
+            committed = self.storage.put_if(_manifest(step), data, etag)
             self._uncertain.discard(staging.folder)
             if committed:
                 self._open.discard(staging.folder)
@@ -78,7 +80,7 @@ class ObjectStore(CheckpointStore):
             if size == _RESERVATION_BYTES:
                 content, etag = self.storage.get_with_etag(_manifest(step))
                 if _RESERVATION.fullmatch(content) and content.decode() not in self._open:
-                    self.storage.put_if_match(_manifest(step), _new_folder().encode(), etag)
+                    self.storage.put_if(_manifest(step), _new_folder().encode(), etag)
 
     def abort(self, staging: CheckpointFiles) -> None:
         """Delete a staging area, unless its manifest may still appear."""
@@ -125,9 +127,9 @@ class ObjectStore(CheckpointStore):
     def probe(self, size: int = 64) -> None:
         key, data = f"{_PROBE}{secrets.token_hex(8)}", secrets.token_bytes(size)
         try:
-            if not self.storage.put_if_absent(key, data) or self.storage.get(key) != data:
+            if not self.storage.put_if(key, data, None) or self.storage.get(key) != data:
                 raise OSError(errno.EIO, "an object is not read back as it was written")
-            if self.storage.put_if_absent(key, data + b"again"):
+            if self.storage.put_if(key, data + b"again", None):
                 raise OSError(
                     errno.EOPNOTSUPP, "the object store overwrites an object although the request says If-None-Match: *"
                 )
@@ -145,7 +147,7 @@ class ObjectStore(CheckpointStore):
                 return self.storage.size(_manifest(step))
             return None
 
-        listed = {step for step in map(step_in, self.names()) if step is not None}
+        listed = {step for step in map(step_in, self.storage.names()) if step is not None}
         steps = sorted(listed | self._announced()[0])
         with ThreadPoolExecutor(_PARALLEL) as pool:
             return {step: size for step, size in zip(steps, pool.map(size, steps), strict=True) if size is not None}
@@ -153,9 +155,9 @@ class ObjectStore(CheckpointStore):
     def _reserve(self, step: int, folder: str) -> str | None:
         """Reserve a step, also over another reservation; returns its etag. None: another job has committed."""
         key, reservation = _manifest(step), folder.encode()
-        if not self.storage.put_if_absent(key, reservation):
+        if not self.storage.put_if(key, reservation, None):
             content, etag = self.storage.get_with_etag(key)
-            if not _RESERVATION.fullmatch(content) or not self.storage.put_if_match(key, reservation, etag):
+            if not _RESERVATION.fullmatch(content) or not self.storage.put_if(key, reservation, etag):
                 return None
         content, etag = self.storage.get_with_etag(key)
         return etag if content == reservation else None
@@ -187,9 +189,7 @@ class ObjectStore(CheckpointStore):
         if step in known:
             return
         data = json.dumps({"steps": sorted({*self._sizes(), step})}).encode()
-        storage = self.storage
-        done = storage.put_if_absent(_STEPS, data) if etag is None else storage.put_if_match(_STEPS, data, etag)
-        if not done:
+        if not self.storage.put_if(_STEPS, data, etag):
             raise OSError(errno.EBUSY, f"{self.root}/{_STEPS}: another job writes here")
 
 

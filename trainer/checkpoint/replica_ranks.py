@@ -16,13 +16,11 @@ from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.checkpoint_files import CheckpointFiles
+from trainer.checkpoint.checkpoint_files import CheckpointFiles, step_in
 from trainer.checkpoint.local_tier import LocalTier, is_shard
-from trainer.checkpoint.manifest import Checkpoint, FileEntry
-from trainer.checkpoint.names import step_in
+from trainer.checkpoint.manifest import Checkpoint, Fields, FileEntry
 from trainer.checkpoint.store import LocalStore
 from trainer.errors import UserError, one_line
-from trainer.files.documents import parse_object
 from trainer.process import time_limits
 
 LOG = logging.getLogger(__name__)
@@ -75,7 +73,7 @@ class NodeDisks:
         return bool(self._others)
 
     def commit(
-        self, staging: CheckpointFiles, step: int, manifest: bytes, before_commit: Callable[[], None]
+        self, staging: CheckpointFiles, step: int, manifest: Fields, before_commit: Callable[[], None]
     ) -> list[str]:
         """Commit a staging area: on the other nodes, and then on the disk of the driver.
 
@@ -86,8 +84,7 @@ class NodeDisks:
             OSError: a file is on no disk, or a node cannot commit.
         """
         folder = os.path.basename(staging.path)
-        content = parse_object(manifest)
-        entries = [FileEntry(**entry) for entry in content["files"]]
+        entries = [FileEntry(**entry) for entry in manifest["files"]]
         sizes = {self.own: staging.sizes(), **self._ask_all("sizes", folder)}
         for entry in entries:
             if not any(held.get(entry.path) == entry.bytes for held in sizes.values()):
@@ -106,11 +103,11 @@ class NodeDisks:
             name: [entry.path for entry in shards if held.get(entry.path) == entry.bytes]
             for name, held in sizes.items()
         }
-        data = manifests.dump({**manifests.content_of(content), "nodes": nodes}, entries)
+        manifest = {**manifest, "nodes": nodes}
         new = [name for name in self._local.pieces() if name not in self._copied_pieces]
         self._ask_all("keep", folder, small, {name: self._local.piece(name) for name in new})
-        self._ask_all("commit", folder, step, data)
-        self._local.commit(staging, step, data, before_commit)
+        self._ask_all("commit", folder, step, manifest)
+        self._local.commit(staging, step, manifest, before_commit)
         self._copied_pieces.update(new)
         self.reconcile()
         return sorted(set(problems))
@@ -138,7 +135,7 @@ class NodeDisks:
     def reconcile(self) -> None:
         """Let the other nodes delete the checkpoints and pieces that the disk of the driver does not have."""
         local = self._local
-        names = [name for name in local.names() if step_in(name) is not None or name in local.archived()]
+        names = [name for name in local.storage.names() if step_in(name) is not None or name in local.archived()]
         with self._failures_logged():
             self._ask_all("reconcile", names, local.pieces())
 
@@ -152,8 +149,8 @@ class NodeDisks:
         with self._failures_logged():
             self._ask_all("remove", os.path.basename(staging.path))
 
-    def upload(self, checkpoint: Checkpoint, url: str, paths: Collection[str]) -> dict[str, tuple[int, str]]:
-        """Let the nodes copy these files to the staging area at `url`; returns their sizes and hashes by path.
+    def upload(self, checkpoint: Checkpoint, url: str, paths: Collection[str]) -> dict[str, FileEntry]:
+        """Let the nodes copy these files to the staging area at `url`; returns them by path.
 
         Raises:
             OSError: a file is on no disk that lives, a disk fails, or the store does.
@@ -168,7 +165,7 @@ class NodeDisks:
             number: self._ranks.ask([number], self._disk, "begin_upload", checkpoint.step, url, some)[number]
             for number, some in chosen.items()
         }
-        written: dict[str, tuple[int, str]] = {}
+        written: dict[str, FileEntry] = {}
         while keys:
             for number, key in list(keys.items()):
                 done = self._ranks.ask([number], self._disk, "uploaded", key)[number]

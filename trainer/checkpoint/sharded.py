@@ -71,7 +71,7 @@ class ShardedFiles:
             failed, (cause, _) = next(iter(error.failures.items()))
             reason = _reason(str(cause), files.free_bytes(), _size(state))
             raise OSError(f"rank {failed} could not write {name}: {reason}") from None
-        return [FileEntry(path, size, digest) for path, (size, digest) in sorted(files.written.items())]
+        return [files.written[path] for path in sorted(files.written)]
 
     def read(
         self,

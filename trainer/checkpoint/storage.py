@@ -55,8 +55,7 @@ class Storage(Protocol):
     def get_with_etag(self, key: str) -> tuple[bytes, str]: ...
     def get_range(self, key: str, start: int, end: int) -> bytes: ...
     def put(self, key: str, data: bytes) -> None: ...
-    def put_if_absent(self, key: str, data: bytes) -> bool: ...
-    def put_if_match(self, key: str, data: bytes, etag: str) -> bool: ...
+    def put_if(self, key: str, data: bytes, etag: str | None) -> bool: ...
     def open_writer(self, key: str) -> contextlib.AbstractContextManager[IO[bytes]]: ...
     def delete_if_match(self, key: str, etag: str) -> bool: ...
     def size(self, key: str) -> int: ...
@@ -140,13 +139,13 @@ class LocalStorage:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         write_file(path, data)
 
-    def put_if_absent(self, key: str, data: bytes) -> bool:
-        """Write a file if there is none; return whether it was written."""
-        return self._put_if(key, data, None)
-
-    def put_if_match(self, key: str, data: bytes, etag: str) -> bool:
-        """Write a file if the present one has this tag; return whether it was written."""
-        return self._put_if(key, data, etag)
+    def put_if(self, key: str, data: bytes, etag: str | None) -> bool:
+        """Write a file if the present one has this tag (None: if there is none); return whether it was written."""
+        with self._guarded(key):
+            if self._etag(key) != etag:
+                return False
+            write_file(self.path(key), data)
+            return True
 
     def delete_if_match(self, key: str, etag: str) -> bool:
         """Delete a file and its guard if the file has this tag; return whether it was deleted."""
@@ -228,13 +227,6 @@ class LocalStorage:
         with contextlib.suppress(FileNotFoundError):
             return self.get_with_etag(key)[1]
         return None
-
-    def _put_if(self, key: str, data: bytes, etag: str | None) -> bool:
-        with self._guarded(key):
-            if self._etag(key) != etag:
-                return False
-            write_file(self.path(key), data)
-            return True
 
     @contextlib.contextmanager
     def _guarded(self, key: str) -> Iterator[None]:

@@ -12,16 +12,25 @@ import errno
 import os
 import secrets
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trainer.checkpoint.checkpoint_files import CheckpointFiles
+from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint.checkpoint_files import MANIFEST, CheckpointFiles, step_in
 from trainer.checkpoint.lock import RunLock
-from trainer.checkpoint.names import LATEST, MANIFEST, step_in
+from trainer.checkpoint.manifest import Fields
 from trainer.checkpoint.storage import LocalStorage, Storage, for_each, open_storage
 from trainer.files.atomic_io import drop_from_page_cache
 from trainer.process.failpoints import failpoint
 
+if TYPE_CHECKING:
+    from trainer.checkpoint.upload_queue import UploadQueue
+
 _STAGING, _TOMBSTONE, _ARCHIVED, _PROBE, _RECORD = ".writing-", ".deleting-", ".aside-", ".probe-", ".record"
+_LATEST = "latest_ckpt_global_step.txt"
+NODE = ".node"
+"""A file with the name of the disk, in a directory that each node has for itself."""
+BOOKKEEPING = (".lock", _RECORD, ".steps.json", NODE)
+"""What a store keeps for itself: names, by their beginning."""
 _INTERRUPTED = {_STAGING: "an interrupted save", _TOMBSTONE: "an interrupted deletion", _PROBE: "an interrupted test"}
 
 
@@ -48,18 +57,14 @@ class CheckpointStore:
         self.root = storage.root
         self.keeps_record = storage.disk is None
         """Whether checkpoints hold the files of the run directory, because the disk of the driver may be lost."""
+        self.uploads: UploadQueue | None = None
+        """None: a commit is the end of a save."""
+        self.tiers: list[CheckpointStore] = [self]
+        """The stores that this one consists of."""
 
     def locks(self, lease_s: float, name: str, remedy: str) -> list[RunLock]:
         """Return the locks of the storage, not yet taken."""
         return [RunLock(self.root, lease_s, name, remedy)]
-
-    def exists(self) -> bool:
-        """Return whether the root exists."""
-        return self.storage.exists()
-
-    def names(self) -> list[str]:
-        """Return all names directly below the root."""
-        return self.storage.names()
 
     def path(self, step: int) -> str:
         """Return the path or URL of the checkpoint of a step, which need not exist."""
@@ -67,7 +72,7 @@ class CheckpointStore:
 
     def write_latest(self, step: int) -> None:
         """Write the newest step to a file for people and tools. This project never reads it."""
-        self.storage.put(LATEST, f"{step}\n".encode())
+        self.storage.put(_LATEST, f"{step}\n".encode())
 
     def delete(self, step: int) -> None:
         """Delete a checkpoint, atomically at first, so that a kill cannot leave one that is half deleted."""
@@ -86,10 +91,11 @@ class CheckpointStore:
         """Return an empty staging area. A random token in its name keeps it apart from every other."""
         raise NotImplementedError
 
-    def commit(self, staging: CheckpointFiles, step: int, manifest: bytes, before_commit: Callable[[], None]) -> None:
+    def commit(self, staging: CheckpointFiles, step: int, manifest: Fields, before_commit: Callable[[], None]) -> None:
         """Turn a staging area into the checkpoint of a step.
 
         Args:
+            manifest: its fields (see `trainer.checkpoint.manifest.dump`).
             before_commit: called immediately before the commit. If it raises, nothing is committed.
         """
         raise NotImplementedError
@@ -153,15 +159,11 @@ class CheckpointStore:
         for_each(lambda name: self.storage.delete(f"{_RECORD}/{name}"), names)
 
     # ---------------------------------------------------------------------------------------------------
-    # Uploads: there are none if a commit is the end of a save (see `trainer.checkpoint.tiers`)
+    # Several nodes (see `trainer.checkpoint.tiers`)
 
     def locations(self, step: int) -> list[str]:
         """Return where the checkpoint of a step may be, the nearest first."""
         return [self.path(step)]
-
-    def not_yet_uploaded(self) -> set[int]:
-        """Return the steps that retention must not delete yet."""
-        return set()
 
     def connect(self, ranks: Any) -> None:
         """Reach the disks of the nodes through these ranks, which are connected; None: the ranks are about to end."""
@@ -169,20 +171,6 @@ class CheckpointStore:
     def missing(self, checkpoint: Any, level: str) -> list[str]:
         """Return the files of a checkpoint that no rank can read."""
         return []
-
-    def needs_ranks(self) -> bool:
-        """Return whether what is not uploaded yet is on the disks of other nodes, which only ranks reach."""
-        return False
-
-    def start(self, fence: Callable[[], None]) -> None:
-        """Begin to upload. `fence` raises if this process may no longer write to the store."""
-
-    def upload_lag_s(self) -> float | None:
-        """Return how long the oldest checkpoint that is not yet uploaded has waited, in seconds; None: no uploads."""
-        return None
-
-    def finish(self, timeout_s: float) -> None:
-        """Wait until the newest checkpoint is uploaded, and end the uploads."""
 
 
 class LocalStore(CheckpointStore):
@@ -199,14 +187,15 @@ class LocalStore(CheckpointStore):
         self._tried: dict[int, bytes] = {}  # the manifests of the commits that this process has tried
 
     def steps(self) -> list[int]:
-        return sorted(step for step in map(step_in, self.names()) if step is not None)
+        return sorted(step for step in map(step_in, self.storage.names()) if step is not None)
 
     def begin(self, step: int) -> CheckpointFiles:
         staging = LocalStorage(self._disk.path(f"{_STAGING}{_name(step)}-{secrets.token_hex(4)}"))
         os.makedirs(staging.root)
         return CheckpointFiles(staging)
 
-    def commit(self, staging: CheckpointFiles, step: int, manifest: bytes, before_commit: Callable[[], None]) -> None:
+    def commit(self, staging: CheckpointFiles, step: int, manifest: Fields, before_commit: Callable[[], None]) -> None:
+        data = manifests.dump(manifest)
         if os.path.exists(self.path(step)):
             if self.storage.get(f"{_name(step)}/{MANIFEST}") != self._tried.get(step):
                 raise OSError(errno.EEXIST, f"{self.path(step)} has been committed by another job")
@@ -215,9 +204,9 @@ class LocalStore(CheckpointStore):
             return
         name = os.path.basename(staging.path)
         self._disk.sync(name)
-        staging.write(MANIFEST, manifest)
+        staging.write(MANIFEST, data)
         before_commit()
-        self._tried[step] = manifest
+        self._tried[step] = data
         self._disk.rename(name, _name(step))
 
     def abort(self, staging: CheckpointFiles) -> None:
@@ -231,10 +220,15 @@ class LocalStore(CheckpointStore):
 
     def archived(self, step: int | None = None) -> list[str]:
         prefix = _ARCHIVED if step is None else f"{_ARCHIVED}{_name(step)}-"
-        return [name for name in self.names() if name.startswith(prefix)]
+        return [name for name in self.storage.names() if name.startswith(prefix)]
 
     def orphans(self) -> dict[str, str]:
-        return {name: kind for name in self.names() for prefix, kind in _INTERRUPTED.items() if name.startswith(prefix)}
+        return {
+            name: kind
+            for name in self.storage.names()
+            for prefix, kind in _INTERRUPTED.items()
+            if name.startswith(prefix)
+        }
 
     def remove(self, name: str) -> None:
         if name.startswith(_STAGING):  # the job that has begun it may be about to commit it

@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from trainer.checkpoint.checkpoint_files import MANIFEST
 from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, FileEntry, reading
-from trainer.checkpoint.names import MANIFEST
 from trainer.checkpoint.safe_dcp import SafePlanner, load_metadata
 from trainer.errors import UserError
 from trainer.files.atomic_io import digest_bytes

@@ -13,7 +13,6 @@ import dataclasses
 import errno
 import logging
 import os
-import socket
 from collections import Counter
 from collections.abc import Callable, Collection
 
@@ -21,19 +20,15 @@ from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.checkpoint_files import CheckpointFiles
 from trainer.checkpoint.local_tier import LocalTier
 from trainer.checkpoint.lock import RunLock
-from trainer.checkpoint.manifest import Checkpoint
+from trainer.checkpoint.manifest import Checkpoint, Fields
 from trainer.checkpoint.replica_ranks import AskedRanks, NodeDisks
 from trainer.checkpoint.storage import LocalStorage
 from trainer.checkpoint.store import CheckpointStore, LocalStore, open_store
 from trainer.checkpoint.upload_queue import UploadQueue
-from trainer.files.documents import parse_object
 from trainer.process.failpoints import failpoint
-from trainer.process.failure_log import INCIDENTS, INFRASTRUCTURE, Incident
+from trainer.process.failure_log import INCIDENTS
 
 LOG = logging.getLogger(__name__)
-
-_LOCAL, _REMOTE = "local/", "above/"
-"""How the names of orphans and archived checkpoints begin, by tier."""
 
 
 def open_tiers(ckpt_path: str, local_dir: str | None, replicas: int = 0) -> CheckpointStore:
@@ -57,9 +52,8 @@ class TieredStore(CheckpointStore):
         self._local = local
         self._remote = remote
         self._replicas = replicas
-        self._uploads = UploadQueue(local, remote)
-        self._remote_lock: RunLock | None = None
-        self._fence: Callable[[], None] = lambda: None
+        self._uploads = self.uploads = UploadQueue(local, remote)
+        self.tiers = [local, remote]
 
     def locks(self, lease_s: float, name: str, remedy: str) -> list[RunLock]:
         """Return the locks of both tiers, not yet taken.
@@ -67,8 +61,8 @@ class TieredStore(CheckpointStore):
         The remote store may be out of service while checkpoints are committed on the disk. So a save checks what the
         last heartbeat has seen of its lock. Before anything is written or deleted there, the lock itself is checked.
         """
-        self._remote_lock = RunLock(self.root, lease_s, name, remedy, trusts_heartbeat=True)
-        return [*self._local.locks(lease_s, name, remedy), self._remote_lock]
+        self._uploads.lock = RunLock(self.root, lease_s, name, remedy, trusts_heartbeat=True)
+        return [*self._local.locks(lease_s, name, remedy), self._uploads.lock]
 
     def steps(self) -> list[int]:
         return sorted({*self._local.steps(), *self._uploads.uploaded()})
@@ -84,15 +78,15 @@ class TieredStore(CheckpointStore):
     def begin(self, step: int) -> CheckpointFiles:
         return dataclasses.replace(self._local.begin(step), replicas=self._replicas)
 
-    def commit(self, staging: CheckpointFiles, step: int, manifest: bytes, before_commit: Callable[[], None]) -> None:
+    def commit(self, staging: CheckpointFiles, step: int, manifest: Fields, before_commit: Callable[[], None]) -> None:
         """Commit a staging area on the disk, and have it uploaded."""
         if (nodes := self._uploads.nodes) is None:
-            for entry in parse_object(manifest)["files"]:
+            for entry in manifest["files"]:
                 if not os.path.exists(os.path.join(staging.path, entry["path"])):
                     raise OSError(errno.ENOENT, f"trainer.ckpt_cache_dir={self._local.root}: not there", entry["path"])
             self._local.commit(staging, step, manifest, before_commit)
         else:
-            self._fence()  # the other nodes commit before `before_commit` is called
+            self._uploads.fence()  # the other nodes commit before `before_commit` is called
             problems = nodes.commit(staging, step, manifest, before_commit)
             self._check_replicas(nodes, step, problems)
         self._uploads.add(step)
@@ -112,7 +106,7 @@ class TieredStore(CheckpointStore):
         with self._uploads.moving:
             is_uploaded = step in self._uploads.uploaded()
             if is_uploaded:
-                self._check_remote()
+                self._uploads.check()
             if step in self._local.steps():
                 orphans.append((self._local, self._local.tombstone(step)))
             if is_uploaded:
@@ -127,13 +121,12 @@ class TieredStore(CheckpointStore):
         name = ""
         with self._uploads.moving:
             if step in self._uploads.uploaded():
-                self._check_remote()
-                name = _REMOTE + self._remote.archive(step)
+                self._uploads.check()
+                name = self._remote.archive(step)
             if step in self._local.steps():
-                archived = self._local.archive(step)
+                name = self._local.archive(step)
                 if self._uploads.nodes is not None:
-                    self._uploads.nodes.rename(os.path.basename(self._local.path(step)), archived)
-                name = _LOCAL + archived
+                    self._uploads.nodes.rename(os.path.basename(self._local.path(step)), name)
             self._uploads.remove(step)
         return name
 
@@ -142,19 +135,12 @@ class TieredStore(CheckpointStore):
 
         Those of a step in the remote store are deleted when it is uploaded again: a save asks nothing of that store.
         """
-        local = [_LOCAL + name for name in self._local.archived(step)]
-        return local if step is not None else local + [_REMOTE + name for name in self._remote.archived()]
-
-    def fence(self) -> None:
-        self._remote.fence()
-
-    def orphans(self) -> dict[str, str]:
-        local = {_LOCAL + name: kind for name, kind in self._local.orphans().items()}
-        return local | {_REMOTE + name: kind for name, kind in self._remote.orphans().items()}
+        local = self._local.archived(step)
+        return local if step is not None else local + self._remote.archived()
 
     def remove(self, name: str) -> None:
-        tier = self._local if name.startswith(_LOCAL) else self._remote
-        tier.remove(name.removeprefix(_LOCAL).removeprefix(_REMOTE))
+        """Delete an archived checkpoint on the disks."""
+        self._local.remove(name)
         self._reconcile()
 
     def write_latest(self, step: int) -> None:
@@ -180,33 +166,6 @@ class TieredStore(CheckpointStore):
     def remove_pieces(self, names: Collection[str]) -> None:
         self._local.remove_pieces([name for name in self._local.pieces() if name in names])
         self._remote.remove_pieces(names)
-
-    # ---------------------------------------------------------------------------------------------------
-    # Uploads
-
-    def start(self, fence: Callable[[], None]) -> None:
-        """Begin to upload what is on the disk alone, and what is committed from now on."""
-        self._fence = fence
-        self._uploads.check = self._check_remote
-        self._uploads.start()
-
-    def not_yet_uploaded(self) -> set[int]:
-        return self._uploads.not_yet_uploaded()
-
-    def upload_lag_s(self) -> float:
-        return self._uploads.lag_s()
-
-    def needs_ranks(self) -> bool:
-        return self._uploads.needs_ranks()
-
-    def finish(self, timeout_s: float) -> None:
-        self._uploads.finish(timeout_s)
-
-    def _check_remote(self) -> None:
-        """Check that this process may write to the remote store."""
-        self._fence()
-        if self._remote_lock is not None:
-            self._remote_lock.check_now()
 
     # ---------------------------------------------------------------------------------------------------
     # Several nodes
@@ -266,7 +225,4 @@ class TieredStore(CheckpointStore):
 
     def _report(self, text: str) -> None:
         LOG.warning("%s", text)
-        node, cause, action = socket.gethostname(), "missing copies", "continued without copies"
-        INCIDENTS.record(
-            Incident(INCIDENTS.step, "checkpoint", "copies", node, INFRASTRUCTURE, cause, action, 0.0, text)
-        )
+        INCIDENTS.note("checkpoint", "copies", "missing copies", "continued without copies", text)

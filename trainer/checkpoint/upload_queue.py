@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manifest import CorruptCheckpointError
 from trainer.checkpoint.replica_ranks import NodeDisks
 from trainer.checkpoint.storage import for_each
@@ -48,8 +49,10 @@ class UploadQueue:
         """The disks of other nodes, while ranks are there."""
         self.moving = threading.Lock()
         """Held while a step enters or leaves the remote store."""
-        self.check: Callable[[], None] = lambda: None
-        """Raises if this process may no longer write to the remote store."""
+        self.lock: RunLock | None = None
+        """The lock of the remote store, once it is taken."""
+        self.fence: Callable[[], None] = lambda: None
+        """Raises if this process has lost one of its locks, as far as their heartbeats have seen."""
         self._local = local
         self._remote = remote
         self._states: dict[int, StepState] = {}
@@ -133,12 +136,23 @@ class UploadQueue:
     # ---------------------------------------------------------------------------------------------------
     # The thread
 
-    def start(self) -> None:
-        """Begin to upload what waits, and what is committed from now on."""
+    def start(self, fence: Callable[[], None]) -> None:
+        """Begin to upload what waits, and what is committed from now on.
+
+        Args:
+            fence: raises if this process may no longer write to the stores.
+        """
+        self.fence = fence
         self.waiting()  # the time of those that wait counts from now on
         self._wake.set()
         self._thread = threading.Thread(target=self._run, name="uploader", daemon=True)
         self._thread.start()
+
+    def check(self) -> None:
+        """Check that this process may write to the remote store."""
+        self.fence()
+        if self.lock is not None:
+            self.lock.check_now()
 
     def wake(self) -> None:
         """Look again for steps that can be uploaded."""
@@ -218,18 +232,15 @@ class UploadQueue:
                 for _ in copying:
                     pass
             for entry in checkpoint.entries:
-                if staging.written.get(entry.path) != (entry.bytes, entry.hash):
+                if staging.written.get(entry.path) != entry:
                     source = os.path.join(checkpoint.path, entry.path)
                     raise CorruptCheckpointError(f"{source}: does not have the content that was saved")
             failpoint("upload:copied")
-            content = manifests.content_of(checkpoint.manifest)
-            content.pop("nodes", None)
-            folder = {"folder": staging.folder} if staging.folder else {}
-            data = manifests.dump({**content, **folder}, checkpoint.entries)
+            manifest = {name: value for name, value in checkpoint.manifest.items() if name != "nodes"}
             with self.moving:
                 if step not in self._local.steps():
                     raise FileNotFoundError(errno.ENOENT, "it was archived", checkpoint.path)
-                self._remote.commit(staging, step, data, self.check)
+                self._remote.commit(staging, step, manifest, self.check)
                 self._state(step).is_uploaded = True
         except BaseException:
             with contextlib.suppress(OSError):

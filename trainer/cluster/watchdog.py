@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from trainer.cluster.stacks import PY_SPY_S, SCRIPT, allow_stacks, local_stacks,
 from trainer.cluster.worker_groups import Cluster
 from trainer.config import TrainerConfig
 from trainer.process import time_limits
-from trainer.process.failure_log import INCIDENTS, INFRASTRUCTURE, Incident
+from trainer.process.failure_log import INCIDENTS
 from trainer.process.log_setup import LOG_FILE
 from trainer.process.signals import CONTINUES, EXIT_STATUS, SIGNALS, killed
 
@@ -134,14 +133,13 @@ class Watchdog:
 
     def _end_job(self, pause_s: float) -> None:
         limit = "rpc" if pause_s > self._config.rpc_timeout_s else "hang"
-        step, node = INCIDENTS.step, socket.gethostname()
+        step = INCIDENTS.step
         text = f"the driver has made no progress for {pause_s:.0f} s in step {step} (trainer.{limit}_timeout_s)"
-        hang = Incident(step, "driver", "driver", node, INFRASTRUCTURE, "hanging driver", "ended the job", 0.0, text)
         for action in (
             lambda: LOG_FILE.write(f"{text}: {_HINT}"),
             lambda: os.write(2, f"{text}: {_HINT}\n".encode()),
             lambda: self._write_stacks(text),
-            lambda: INCIDENTS.record(hang),
+            lambda: INCIDENTS.note("driver", "driver", "hanging driver", "ended the job", text),
         ):
             _try(action)
         os._exit(EXIT_STATUS)

@@ -14,7 +14,7 @@ import threading
 import zlib
 from collections.abc import Callable
 
-from trainer.files.atomic_io import naming, read_file, write_file
+from trainer.files.atomic_io import naming, read_file, sync_path, write_file
 from trainer.files.documents import parse_object
 
 LOG = logging.getLogger(__name__)
@@ -184,12 +184,7 @@ class AppendedFile:
         """Wait until all lines are on the disk."""
         self.check()
         if self._stamp is not None:
-            handle = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                with naming(self._path):
-                    os.fsync(handle)
-            finally:
-                os.close(handle)
+            sync_path(self._path)
 
     def _load(self) -> None:
         if not self._is_loaded:

@@ -55,14 +55,8 @@ def read_file(path: str, folder: int | None = None) -> bytes:
     Raises:
         OSError: the file is missing, cannot be read, or is not a regular file.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
-    try:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", path)
-        with open(handle, "rb", closefd=False) as file:
-            return file.read()
-    finally:
-        os.close(handle)
+    with open_regular(path, os.O_NOFOLLOW, folder) as file:
+        return file.read()
 
 
 _FILE_TYPES = {
@@ -116,13 +110,17 @@ def access_problem(path: str) -> str:
     return ""
 
 
-def open_regular(path: str) -> BinaryIO:
-    """Open a regular file for reading. Links are followed, and a pipe does not block.
+def open_regular(path: str, flags: int = 0, folder: int | None = None) -> BinaryIO:
+    """Open a regular file for reading. Links are followed, unless the flags forbid it, and a pipe does not block.
+
+    Args:
+        flags: further flags of `os.open`.
+        folder: descriptor of the directory to which `path` is relative.
 
     Raises:
         OSError: the file is missing, cannot be read, or is not a regular file.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise OSError(errno.EINVAL, "not a regular file", path)
@@ -159,7 +157,8 @@ def sync_path(path: str) -> None:
     """Make the content of a file durable, or the creations, renames and deletions in a directory."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with naming(path):
+            os.fsync(handle)
     finally:
         os.close(handle)
 

@@ -99,7 +99,7 @@ def nests_deeply(value: Any) -> bool:
 
 
 def mismatch(value: Any, shape: Shape, where: str = "") -> str | None:
-    """Return a description of the first place where `value` does not have the `shape`, or None if it has the shape."""
+    """Return a description of the first field of `value` that does not have its `shape`, or None if all have it."""
     if isinstance(shape, tuple):
         ok = any(mismatch(value, one, where) is None for one in shape)
     elif isinstance(shape, dict):

@@ -52,7 +52,10 @@ def resolve_model_path(path: str) -> str:
         problem = "the Hub cannot be reached" if is_connection_error(error) else "the Hub has no such model"
         if commit is not None:
             problem += f" at the commit {commit} that the run began with"
-        raise UserError(f"model.path={path}: no such directory, and {problem} ({first_line(error)})") from error
+        raise UserError(
+            f"model.path={path}: no such directory, and {problem} ({first_line(error)}); name a directory with a "
+            "Hugging Face model, or the id of one of the Hub"
+        ) from error
     check_model_files(snapshot)
     return snapshot
 

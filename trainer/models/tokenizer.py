@@ -63,7 +63,7 @@ def load_tokenizer(
     from transformers import AutoTokenizer  # late, because the import takes seconds
 
     if not os.path.isdir(path):
-        raise UserError(f"model.path={path}: no such directory")
+        raise UserError(f"model.path={path}: no such directory; name a directory with a Hugging Face model")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except BaseException as error:  # a corrupt file can raise any exception; tokenizers raises plain `Exception`

@@ -149,6 +149,12 @@ class IncidentLog:
         with contextlib.suppress(OSError, UserError):
             self._file.append(json.dumps(content).encode() + b"\n")
 
+    def note(self, role: str, name: str, cause: str, action: str, text: str, step: int | None = None) -> None:
+        """Append a line about a failure of this machine; `step` None: in the current step."""
+        step = self.step if step is None else step
+        node = socket.gethostname()
+        self.record(Incident(step, role, name, node, INFRASTRUCTURE, cause, action, 0.0, text))
+
 
 INCIDENTS = IncidentLog()
 

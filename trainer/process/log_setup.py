@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import functools
 import io
 import logging
 import os
@@ -60,7 +61,7 @@ class _Messages(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
-        self.write = _print
+        self.write: Callable[[str], object] = functools.partial(print, flush=True)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -68,10 +69,6 @@ class _Messages(logging.Handler):
             self.write(text if record.levelno < logging.WARNING else f"{record.levelname}: {text}")
         except Exception:
             self.handleError(record)
-
-
-def _print(text: str) -> None:
-    print(text, flush=True)
 
 
 _MESSAGES = _Messages()

@@ -63,7 +63,8 @@ class Signals:
         """Number of safe points that the main thread has passed. If it does not change, the main thread may hang."""
         self.is_waiting = False
         """Whether the main thread is in a `waiting` block."""
-        self._count = 0
+        self.count = 0
+        """Number of signals so far."""
         self._handled = 0  # number of signals that the training loop has handled
         self._last_s = 0.0
         self._deferred = 0
@@ -73,11 +74,6 @@ class Signals:
         """The process that watches this one (see `_start_watch`)."""
         self._watch_pipes = (-1, -1)  # for signals and for heartbeats
 
-    @property
-    def count(self) -> int:
-        """Number of signals so far."""
-        return self._count
-
     def listen(self) -> None:
         """Record the signals until the process exits. An entry point calls this before it imports other modules.
 
@@ -85,7 +81,8 @@ class Signals:
         """
         for number in HANDLED:
             signal.signal(number, self._on_signal)
-        signal.signal(signal.SIGALRM, self._on_alarm)
+        # On the alarm, the main thread has reached no safe point: the exception is raised wherever it is.
+        signal.signal(signal.SIGALRM, lambda *_: self.check())
         if self._watch is None:
             self._start_watch()
 
@@ -187,7 +184,7 @@ class Signals:
             yield
         finally:
             self._steps = "after"
-            self._handled = max(self._handled, min(self._count, 1))  # the training loop has handled the first signal
+            self._handled = max(self._handled, min(self.count, 1))  # the training loop has handled the first signal
 
     def restarting(self) -> None:
         """Record that training is interrupted: until the next step begins, a signal ends the run without a save."""
@@ -203,7 +200,8 @@ class Signals:
         if threading.current_thread() is not threading.main_thread():
             return
         self.safe_points += 1
-        if self._wants_to_stop():
+        waits_for_step = self._steps == "inside" and self.count == 1
+        if self.count > self._handled and not (waits_for_step or self._deferred or self.raised):
             signal.setitimer(signal.ITIMER_REAL, 0)
             self.raised = self._exception()
             raise self.raised
@@ -223,10 +221,6 @@ class Signals:
                 self.raised = self._exception()
         return self.raised
 
-    def _wants_to_stop(self) -> bool:
-        waits_for_step = self._steps == "inside" and self._count == 1
-        return self._count > self._handled and not (waits_for_step or self._deferred or self.raised)
-
     def _exception(self) -> BaseException:
         if self._steps == "inside":
             return KeyboardInterrupt(
@@ -237,16 +231,16 @@ class Signals:
 
     def _on_signal(self, number: int, _: object) -> None:
         now = time.monotonic()
-        repeated = self._count > 0 and now - self._last_s < time_limits.SAME_REQUEST_S
+        repeated = self.count > 0 and now - self._last_s < time_limits.SAME_REQUEST_S
         self._last_s = now
         if repeated:
             return
-        self._count += 1
+        self.count += 1
         self.first = self.first or signal.Signals(number).name
-        if self._count > 2:
+        if self.count > 2:
             _say(f"stopped by a third signal, without cleaning up; {CONTINUES}")
             os._exit(EXIT_STATUS)
-        if self._count == 1 and self._steps == "inside":
+        if self.count == 1 and self._steps == "inside":
             _say(f"{self.first}: finishing this step, then saving and stopping; repeat it to stop without a save")
         elif self._is_listening:
             signal.setitimer(signal.ITIMER_REAL, time_limits.SIGNAL_GRACE_S, 1.0)
@@ -314,10 +308,6 @@ class Signals:
             self._watch = None
             with contextlib.suppress(ValueError):
                 signal.set_wakeup_fd(-1)
-
-    def _on_alarm(self, *_: object) -> None:
-        """Raise the exception here, because the main thread has reached no safe point, unless signals are deferred."""
-        self.check()
 
 
 SIGNALS = Signals()

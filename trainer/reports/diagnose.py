@@ -6,10 +6,13 @@ It needs no torch, no Ray and no GPU, and changes nothing, so it may be used on 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import sys
+import time
 from collections import Counter
+from datetime import datetime
 from typing import Any
 
 from trainer.checkpoint import manifest as manifests
@@ -234,7 +237,9 @@ def _advice(start: dict[str, Any], run_dir: str, incidents: list[Incident], last
     """Return the command that continues a run that has not finished."""
     at_fault = incidents and incidents[-1].kind == JOB and incidents[-1].action == "ended the run"
     again = "change what the sentence above names, then: " if at_fault and last_words.startswith("error") else ""
-    changes = {}
+    changes: dict[str, str | None] = {}
+    if _has_passed(start["config"]["trainer"].get("deadline")):
+        changes["trainer.deadline"] = None
     if _moved_from(run_dir, start):
         changes["trainer.run_dir"] = os.path.abspath(run_dir)
     address = start["config"]["trainer"].get("ray_address")
@@ -242,3 +247,9 @@ def _advice(start: dict[str, Any], run_dir: str, incidents: list[Incident], last
         drained = sorted({*nodes, *start["config"]["trainer"].get("excluded_nodes", [])})
         changes["trainer.excluded_nodes"] = f"[{','.join(drained)}]"
     return again + next_command(start, changes, task)
+
+
+def _has_passed(deadline: Any) -> bool:
+    with contextlib.suppress(TypeError, ValueError, OverflowError):  # null, or damaged
+        return datetime.fromisoformat(deadline).timestamp() < time.time()
+    return False

@@ -154,8 +154,8 @@ def added_steps(changes: list[Change], cfg: Config, step: int) -> dict[str, int]
     """Return how many optimizer steps the learning rate schedule of each role must move by, because of `changes`.
 
     The schedule counts optimizer steps, and new batch sizes give the first `step` steps another number of optimizer
-    steps. The difference moves the schedule to the place where a run with the new batch sizes would be, so that it
-    still ends with the run.
+    steps. The difference moves the schedule to where it would be with the new batch sizes, so that it still ends with
+    the run.
     """
     saved = {change.key: change.saved for change in changes if not matches(change.key, cfg.unused_keys)}
     before = copy.deepcopy(cfg)

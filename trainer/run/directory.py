@@ -11,10 +11,9 @@ from typing import Any
 
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint import record
-from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.manager import CheckpointManager, Retention
 from trainer.checkpoint.manifest import CorruptCheckpointError, UnreadableError
 from trainer.checkpoint.replica_ranks import AskedRanks
-from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.start_weights import read_revisions
 from trainer.checkpoint.storage_access import check_access, give_access
 from trainer.checkpoint.tiers import open_tiers
@@ -88,7 +87,8 @@ class RunDirectory:
                 self._restore_run_files()
                 if self.checkpoints.store.keeps_record:
                     self.run_files.remove_unused()
-                self.checkpoints.store.start(self.locks.check)
+                if (uploads := self.checkpoints.store.uploads) is not None:
+                    uploads.start(self.locks.check)
                 self._incidents = INCIDENTS.open(self.cfg.trainer.run_dir, self.check)
                 self.resume = find_resume(self.cfg, self.checkpoints)
                 self._revisions = pin(self._revisions_of_parent())
@@ -163,10 +163,7 @@ class RunDirectory:
             if newest is None:
                 raise UserError(f"{text}; there is no other checkpoint of this run")
             self.resume = compare(self.cfg, newest, False)
-            node, action = socket.gethostname(), f"resumed from {newest.path}"
-            INCIDENTS.record(
-                Incident(newest.step, "checkpoint", "shards", node, INFRASTRUCTURE, "lost disk", action, 0.0, text)
-            )
+            INCIDENTS.note("checkpoint", "shards", "lost disk", f"resumed from {newest.path}", text, newest.step)
         return self.resume
 
     def lost_seconds(self) -> float:
@@ -180,7 +177,7 @@ class RunDirectory:
         """Restore the files of the run directory that the newest checkpoint carries, if the disk has lost them."""
         if self.cfg.trainer.resume_mode in (None, "none") or not self.checkpoints.store.keeps_record:
             return
-        for step in reversed(self.checkpoints.steps()):
+        for step in reversed(self.checkpoints.store.steps()):
             try:
                 self.run_files.restore(manifests.read(self.checkpoints.store.path(step)))
                 return
@@ -218,7 +215,7 @@ class RunDirectory:
 
     def _warn_of_missing_lines(self, resumed: int, logged: set[int]) -> None:
         """Warn if lines are missing that a newer checkpoint, which cannot be used, proves."""
-        newest = max(self.checkpoints.steps(), default=resumed)
+        newest = max(self.checkpoints.store.steps(), default=resumed)
         missing = [step for step in range(resumed + 1, newest + 1) if step not in logged]
         if missing:
             LOG.warning(
@@ -259,22 +256,24 @@ class RunDirectory:
         """Complete what needs the ranks, while they are alive: a save that is under way, and uploads of other nodes."""
         try:
             yield
-            self._finish_uploads_of_ranks()
+            self._finish_uploads(of_ranks=True)
         except (Exception, Stopped) as error:
             self.checkpoints.wait(time_limits.SAVE_END_S)
             if isinstance(error, Stopped):
-                self._finish_uploads_of_ranks()
+                self._finish_uploads(of_ranks=True)
             raise
         finally:
             self.checkpoints.store.connect(None)
 
-    def _finish_uploads_of_ranks(self) -> None:
-        if self.checkpoints.store.needs_ranks():
-            self.checkpoints.store.finish(self.cfg.trainer.ckpt_upload_timeout_s)
+    def _finish_uploads(self, of_ranks: bool) -> None:
+        """Wait for uploads, or only for those that need the ranks."""
+        uploads = self.checkpoints.store.uploads
+        if uploads is not None and (not of_ranks or uploads.needs_ranks()):
+            uploads.finish(self.cfg.trainer.ckpt_upload_timeout_s)
 
     def close(self) -> None:
         """Wait for uploads, and release the locks."""
-        self.checkpoints.store.finish(self.cfg.trainer.ckpt_upload_timeout_s)
+        self._finish_uploads(of_ranks=False)
         INCIDENTS.close(self._incidents)
         if self._revisions is not None:
             pin(self._revisions)

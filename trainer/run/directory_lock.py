@@ -41,7 +41,7 @@ class DirectoryLocks:
                 this run has committed are missing.
         """
         taken_over = [self.run_dir.acquire(wait)]
-        if not self._store.exists():  # do not create the directory if its disk is not mounted
+        if not self._store.storage.exists():  # do not create the directory if its disk is not mounted
             record.check_nothing_committed(self.run_dir.directory, self._ckpt_path)
         try:
             taken_over += [lock.acquire(wait) for lock in self._locks[1:]]

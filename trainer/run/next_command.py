@@ -36,12 +36,12 @@ def command_of(words: Sequence[str]) -> list[str]:
     return list(words)
 
 
-def next_command(start: Mapping[str, Any], changes: Mapping[str, str], task: str = "rl") -> str:
+def next_command(start: Mapping[str, Any], changes: Mapping[str, str | None], task: str = "rl") -> str:
     """Return how to continue the run: a line for a shell; for a run from Python, the call.
 
     Args:
         start: the line of `starts.jsonl`.
-        changes: keys that the next start sets, with their values.
+        changes: keys that the next start sets, with their values; None: a key that it does not set any more.
         task: of the run. Calls of `trainer.train` of earlier versions did not name it among their overrides.
     """
     command = command_of(start["command"])
@@ -74,13 +74,15 @@ def _call(overrides: Sequence[str]) -> str:
     return f"{functions}: trainer.train({', '.join(arguments)})"
 
 
-def _resuming(arguments: list[str], changes: Mapping[str, str]) -> list[str]:
+def _resuming(arguments: list[str], changes: Mapping[str, str | None]) -> list[str]:
     """Return arguments that continue the run, with these changes."""
     modes = [argument for argument in arguments if _key(argument) == _RESUME]
     if not modes or modes[-1].partition("=")[2] in _NONE:
         changes = {_RESUME: "latest", **changes}
     kept = [argument for argument in arguments if _key(argument) not in changes]
-    return [*kept, *(f"{key}={value}" for key, value in changes.items())]
+    given = {_key(argument) for argument in arguments}
+    set_anew = {key: value or "null" for key, value in changes.items() if value is not None or key not in given}
+    return [*kept, *(f"{key}={value}" for key, value in set_anew.items())]  # a file may set a key, too
 
 
 def _key(argument: str) -> str:

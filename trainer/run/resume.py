@@ -11,10 +11,10 @@ from typing import Any
 from trainer import __version__
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint import record
+from trainer.checkpoint.checkpoint_files import step_in
 from trainer.checkpoint.components import Restore, read_config
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import Checkpoint
-from trainer.checkpoint.names import step_in
 from trainer.checkpoint.start_weights import movable_paths
 from trainer.checkpoint.store import open_store
 from trainer.config import LOAD_COMPONENTS, Config
@@ -53,9 +53,8 @@ def find_resume(cfg: Config, checkpoints: CheckpointManager) -> Resume | None:
             damaged, or cannot be used under this config.
     """
     t = cfg.trainer
-    holds_run = (
-        bool(checkpoints.steps()) or os.path.exists(os.path.join(t.run_dir, METRICS_FILE)) or record.exists(t.run_dir)
-    )
+    has_metrics = os.path.exists(os.path.join(t.run_dir, METRICS_FILE))
+    holds_run = bool(checkpoints.store.steps()) or has_metrics or record.exists(t.run_dir)
     if t.resume_mode in (None, "none"):
         if holds_run:
             raise UserError(
@@ -153,7 +152,7 @@ def _checkpoints_near(path: str) -> str:
 
 def _verify_newest(cfg: Config, checkpoints: CheckpointManager, path: str) -> Checkpoint:
     checkpoint = manifests.verify(path, cfg.trainer.verify_checkpoint)
-    newer = [step for step in checkpoints.steps() if step > checkpoint.step]
+    newer = [step for step in checkpoints.store.steps() if step > checkpoint.step]
     if newer:
         raise UserError(
             f"trainer.resume_path={path}: this run has a newer checkpoint, global_step_{newer[-1]}; go back with "

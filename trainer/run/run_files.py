@@ -66,13 +66,12 @@ class RunFiles:
         """Return the part of a checkpoint that lists the pieces."""
 
         def begin(staging: CheckpointFiles) -> Callable[[], list[FileEntry]]:
-            stamps = {path: self._stamp(path) for path in self._paths()}
+            paths = (path for pattern in PATTERNS for path in glob.glob(pattern, root_dir=self._run_dir))
+            stamps = {path: self._stamp(path) for path in sorted(paths)}
 
             def write() -> list[FileEntry]:
                 files = {path: [vars(piece) for piece in self._pieces(path, stamp)] for path, stamp in stamps.items()}
-                data = json.dumps({"files": files}, indent=1).encode()
-                staging.write(FILE, data)
-                return [FileEntry(FILE, len(data), digest_bytes(data))]
+                return [staging.write(FILE, json.dumps({"files": files}, indent=1).encode())]
 
             return write
 
@@ -132,9 +131,6 @@ class RunFiles:
     def _names_in(self, step: int) -> set[str]:
         listed = _listed(manifests.read(self._store.path(step)))
         return {piece.hash for pieces in listed.values() for piece in pieces}
-
-    def _paths(self) -> list[str]:
-        return sorted(path for pattern in PATTERNS for path in glob.glob(pattern, root_dir=self._run_dir))
 
     def _stamp(self, path: str) -> tuple[int, int, int]:
         status = os.stat(os.path.join(self._run_dir, path))

@@ -26,7 +26,7 @@ def shape_of_state(state: dict[str, Any]) -> dict[Any, Shape]:
 
 @dataclass
 class TrainerState:
-    """The state of a run, besides its models and its place in the data."""
+    """The state of a run, besides its models and its position in the data."""
 
     step: int = 0
     """The last finished step."""

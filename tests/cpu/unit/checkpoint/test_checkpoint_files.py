@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.checkpoint.checkpoint_files import files_at
+from trainer.checkpoint.checkpoint_files import FileEntry, files_at, step_in
 from trainer.files.atomic_io import digest_bytes
 
 
@@ -22,7 +22,7 @@ def test_what_is_written_is_measured_and_hashed_on_its_way(path, tmp_path):
         stream.write(memoryview(b"f"))
     files.upload(str(tmp_path / "source"), "copy")
     contents = {"small": b"abc", "folder/large": b"def", "copy": b"from a file"}
-    assert files.written == {name: (len(data), digest_bytes(data)) for name, data in contents.items()}
+    assert files.written == {name: FileEntry(name, len(data), digest_bytes(data)) for name, data in contents.items()}
     others = files_at(path)  # another process reads what the storage has
     for name, data in contents.items():
         assert (others.size(name), others.digest(name), others.read(name)) == (len(data), digest_bytes(data), data)
@@ -53,3 +53,19 @@ def test_files_are_not_read_through_links(tmp_path):
     for path in ("link/file", "folder/link"):
         with pytest.raises(OSError):
             files.read(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("global_step_0", 0),
+        ("global_step_12", 12),
+        ("global_step_012", None),
+        ("global_step_1\n", None),
+        ("global_step_", None),
+        ("global_step_-1", None),
+        (".aside-global_step_1-ab", None),
+    ],
+)
+def test_the_step_comes_from_the_name(name, step):
+    assert step_in(f"/runs/{name}") == step and step_in(f"/runs/{name}/") == step

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fault_proxy import ERROR, PASS
-from trainer.checkpoint.exports import is_exported, place_for
+from trainer.checkpoint.exports import export_directory, is_exported
 from trainer.checkpoint.storage import StoreError, open_storage
 
 
@@ -20,9 +20,9 @@ def write(directory: str, text: str) -> None:
 def test_an_export_to_a_path_is_made_there(tmp_path):
     target = str(tmp_path / "export")
     assert not is_exported(target)
-    with place_for(target) as place:
-        assert place == target
-        write(place, "one")
+    with export_directory(target) as directory:
+        assert directory == target
+        write(directory, "one")
     assert is_exported(target)
 
 
@@ -30,10 +30,10 @@ def test_an_export_at_a_url_is_whole_or_has_no_config(bucket_behind_proxy, fault
     monkeypatch.setattr("trainer.checkpoint.object_storage._MAX_ATTEMPTS", 1)
     target = f"{bucket_behind_proxy}/export"
     for text in ("one", "two"):
-        with place_for(target, str(tmp_path)) as place:
-            write(place, text)
+        with export_directory(target, str(tmp_path)) as directory:
+            write(directory, text)
     assert is_exported(target) and open_storage(target).get("extra/template") == b"two extra/template"
     faults.plan = lambda method, path: ERROR if method == "PUT" and path.endswith("model.safetensors") else PASS
-    with pytest.raises(StoreError), place_for(target, str(tmp_path)) as place:
-        write(place, "three")
+    with pytest.raises(StoreError), export_directory(target, str(tmp_path)) as directory:
+        write(directory, "three")
     assert not is_exported(target), "the older export is replaced in part"

@@ -9,8 +9,7 @@ import pytest
 from tests.support.checkpoints import parts_of, save
 from tests.support.gcs import gcs_server, use_gcs
 from tests.support.toy import toy_config, toy_run
-from trainer.checkpoint.manager import CheckpointManager
-from trainer.checkpoint.retention import Retention
+from trainer.checkpoint.manager import CheckpointManager, Retention
 from trainer.checkpoint.store import open_store
 
 
@@ -30,7 +29,7 @@ def test_saves_locks_and_retention_work(gs):
         for step in (1, 2):
             state |= {"n": step, "bytes": bytes([step])}
             save(checkpoints, step, parts_of(state))
-    assert checkpoints.steps() == [2] and checkpoints.latest().step == 2 and store.orphans() == {}
+    assert checkpoints.store.steps() == [2] and checkpoints.latest().step == 2 and store.orphans() == {}
 
 
 def test_a_run_continues_on_a_machine_with_an_empty_disk(gs, tmp_path, tmp_path_factory):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -53,7 +52,7 @@ def test_a_commit_replaces_what_was_never_committed_by_the_driver(tier):
     tier.keep(folder, {"small": b"new"}, {})
     tier.note_problems(folder, ["no space"])
     assert tier.problems(folder) == ["no space"] and tier.sizes(folder)["small"] == 3
-    tier.commit(folder, 2, json.dumps({"step": 2}).encode())
+    tier.commit(folder, 2, {"step": 2, "files": []})
     assert Path(tier.root, "global_step_2/small").read_bytes() == b"new"
     assert open_store(tier.root).orphans() == {}
     tier.remove(folder)

@@ -76,7 +76,10 @@ def test_the_axes_of_the_ranks_that_wrote_a_checkpoint_are_shown(tmp_path, capsy
 def test_axes_that_are_no_sizes_are_damage(tmp_path, capsys):
     save(manager(tmp_path), 3, axes={"tensor": -1})
     assert main(["verify", str(tmp_path)]) == 1
-    assert "manifest.json is damaged" in capsys.readouterr().out
+    (line,) = capsys.readouterr().out.splitlines()
+    assert (
+        "global_step_3: DAMAGED: manifest.json is damaged" in line and "; restore it from a copy, or delete it" in line
+    )
 
 
 def scored(root: Path, scores: dict[int, float | None], mode: str = "max") -> CheckpointManager:
@@ -209,6 +212,9 @@ def test_what_another_user_may_not_read_is_said_in_one_sentence(tmp_path):
         rows = json.loads(asked("ls", f"{folder}/run", "--json").stdout)["checkpoints"]
         denied = f"user 65534 may not enter {folder}/run/checkpoints/global_step_2"
         assert rows[0]["problem"] is None
+        done = asked("verify", f"{folder}/run")
+        assert done.returncode == 1 and "every byte is as it was saved" in done.stdout
+        assert "global_step_2: NOT READ: " in done.stdout and "; make it readable: it may be undamaged" in done.stdout
         assert f"manifest.json cannot be read (Permission denied: {denied}, which" in rows[1]["problem"]
         done = asked("rollback", f"{folder}/run", "--to", "1")
         assert done.returncode == 2 and done.stderr.count("\n") == 1

@@ -15,15 +15,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.support.checkpoints import hidden, manager, parts_of, save
 from tests.support.jobs import wait_until
 from trainer.checkpoint.checkpoint_files import CheckpointFiles
 from trainer.checkpoint.components import Component, json_part
 from trainer.checkpoint.lock import RunLock
-from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.manager import CheckpointManager, Retention
 from trainer.checkpoint.manifest import FileEntry, verify
-from trainer.checkpoint.retention import Retention
 from trainer.errors import UserError
 from trainer.files.atomic_io import digest_bytes
 
@@ -54,7 +55,7 @@ def test_a_save_takes_the_state_of_its_call_and_one_save_is_under_way_at_a_time(
     parts = [*parts_of(state), Component("slow", begin)]
     checkpoints.save(1, parts, {})
     state["n"] = 2
-    assert checkpoints.saving and checkpoints.steps() == [] and checkpoints.results() == []
+    assert checkpoints.saving and checkpoints.store.steps() == [] and checkpoints.results() == []
     second = threading.Thread(target=checkpoints.save, args=(2, parts, {}))
     second.start()
     second.join(0.2)
@@ -164,7 +165,7 @@ def test_the_step_of_a_fork_s_parent_protects_none_of_its_own(tmp_path):
     fork.load(parent, parts_of({}))
     for step in (1, 2, 3):
         save(fork, step)
-    assert fork.steps() == [3]
+    assert fork.store.steps() == [3]
 
 
 def test_a_directory_removed_during_a_save_fails_only_the_save(tmp_path):
@@ -178,7 +179,7 @@ def test_a_directory_removed_during_a_save_fails_only_the_save(tmp_path):
     checkpoints.wait()
     (outcome,) = checkpoints.results()
     assert outcome.error is not None and "No such file" in outcome.error
-    assert checkpoints.latest() == verify(first) and checkpoints.steps() == [1]
+    assert checkpoints.latest() == verify(first) and checkpoints.store.steps() == [1]
 
 
 def test_a_job_that_lost_its_lock_does_not_commit(tmp_path):
@@ -192,7 +193,7 @@ def test_a_job_that_lost_its_lock_does_not_commit(tmp_path):
         checkpoints.save(2, [], {})
         checkpoints.wait()
         assert "lost the run directory" in checkpoints.results()[0].error
-        assert checkpoints.steps() == [1]
+        assert checkpoints.store.steps() == [1]
     first.release()
 
 
@@ -240,29 +241,29 @@ def test_leftovers_are_removed_and_set_aside_checkpoints_are_kept_until_replaced
     checkpoints.clean_up()
     assert hidden(tmp_path) == [".aside-"], "it is not replaced yet"
     save(checkpoints, 2)
-    assert checkpoints.steps() == [1, 2] and hidden(tmp_path) == []
+    assert checkpoints.store.steps() == [1, 2] and hidden(tmp_path) == []
 
 
 def test_retention_keeps_the_best_and_the_resumed_checkpoint(tmp_path):
     checkpoints = manager(tmp_path, Retention(newest=1, best=1))
     for step, score in ((1, 0.2), (2, 0.9), (3, 0.5)):
         save(checkpoints, step, score=score)
-    assert checkpoints.steps() == [2, 3]
+    assert checkpoints.store.steps() == [2, 3]
     again = manager(tmp_path, Retention(newest=1, best=1))
     again.load(again.latest(), [])
     for step, score in ((4, 0.1), (5, 0.3)):
         save(again, step, score=score)
-    assert again.steps() == [2, 3, 5], "3 is what the run was resumed from"
+    assert again.store.steps() == [2, 3, 5], "3 is what the run was resumed from"
 
 
 def test_retention_uses_the_other_metric_until_a_checkpoint_has_the_best_metric(tmp_path):
     checkpoints = manager(tmp_path, Retention(newest=1, best=1, best_metric="accuracy", instead="reward"))
     for step, score in ((1, 0.1), (2, 0.5), (3, 0.3), (4, 0.2)):
         save(checkpoints, step, score=score, score_metric="reward")
-    assert checkpoints.steps() == [2, 4]
+    assert checkpoints.store.steps() == [2, 4]
     for step, score in ((5, 0.4), (6, 0.3)):
         save(checkpoints, step, score=score, score_metric="accuracy")
-    assert checkpoints.steps() == [5, 6]
+    assert checkpoints.store.steps() == [5, 6]
 
 
 def test_retention_knows_the_metric_of_an_earlier_version(tmp_path):
@@ -271,7 +272,7 @@ def test_retention_knows_the_metric_of_an_earlier_version(tmp_path):
     save(checkpoints, 1, score=0.9, score_metric="rollout/pearson")
     for step in (2, 3):
         save(checkpoints, step, score=0.1 * step, score_metric=metric)
-    assert checkpoints.steps() == [1, 3]
+    assert checkpoints.store.steps() == [1, 3]
 
 
 def test_a_checkpoint_loses_its_name_before_its_files_are_deleted(tmp_path, monkeypatch):
@@ -290,7 +291,7 @@ def test_a_checkpoint_loses_its_name_before_its_files_are_deleted(tmp_path, monk
     assert [name for name in os.listdir(root) if name.startswith(".deleting-global_step_1-")]
     deleting.unlink()
     checkpoints.wait()
-    assert checkpoints.steps() == [2] and hidden(root) == []
+    assert checkpoints.store.steps() == [2] and hidden(root) == []
 
 
 @pytest.fixture
@@ -376,7 +377,7 @@ def test_two_damaged_checkpoints_start_a_storage_test(damaged, tmp_path, caplog)
 
 
 def test_one_damaged_checkpoint_does_not_start_a_storage_test(damaged, caplog):
-    damaged.delete([3])
+    damaged.store.delete(3)
     assert damaged.latest().step == 1
     (message,) = caplog.messages
     assert message.startswith("skipped a damaged checkpoint")
@@ -437,3 +438,38 @@ def test_a_newest_checkpoint_that_may_not_be_read_is_not_skipped(part, verb):
         assert checkpoints.latest(before=2).step == 1
         (folder / part).chmod(mode)
         assert checkpoints.latest().step == 2
+
+
+@given(
+    steps=st.sets(st.integers(1, 60), min_size=1, max_size=20),
+    newest=st.integers(-1, 5),
+    every=st.sampled_from([-1, 1, 7, 10]),
+    best=st.integers(0, 4),
+    mode=st.sampled_from(["max", "min"]),
+    data=st.data(),
+)
+def test_retention_keeps_the_steps_of_its_rules(steps, newest, every, best, mode, data):
+    scores = {step: data.draw(st.none() | st.integers(0, 5)) for step in steps}
+    protected = data.draw(st.sets(st.sampled_from(sorted(steps)), max_size=2))
+    gone = Retention(newest, every, best, mode).disposable(scores, protected)
+    kept = sorted(steps - set(gone))
+    assert max(steps) in kept and protected <= set(kept)
+    if newest < 0:
+        assert gone == []
+    else:
+        assert set(sorted(steps)[-max(1, newest) :]) <= set(kept)
+    assert not [step for step in gone if every > 0 and step % every == 0]
+    measured = {step: score for step, score in scores.items() if score is not None}
+    if best and measured and newest >= 0:
+        extreme = (max if mode == "max" else min)(measured.values())
+        assert extreme in [measured.get(step) for step in kept]
+        ranked = sorted(measured.values(), reverse=mode == "max")[:best]
+        assert sorted((measured[s] for s in kept if s in measured), reverse=mode == "max")[: len(ranked)] == ranked
+    needed = len(protected) + max(1, newest) + best + sum(step % every == 0 for step in steps if every > 0)
+    assert newest < 0 or len(kept) <= needed
+
+
+def test_of_two_equal_scores_the_earlier_is_kept():
+    scores = {1: 0.1, 2: 0.5, 3: 0.5, 4: 0.3}
+    assert Retention(newest=1, best=1).disposable(scores) == [1, 3]
+    assert Retention(newest=1, best=1, best_mode="min").disposable({1: 0.5, 2: 0.1, 3: 0.1, 4: 0.3}) == [1, 3]

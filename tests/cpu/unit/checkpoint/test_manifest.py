@@ -83,7 +83,7 @@ def test_manifest_paths_cannot_leave_the_checkpoint(tmp_path, evil):
     (checkpoint / "link").symlink_to(tmp_path / "outside")
     entry = manifests.FileEntry(evil, 3, "0")
     content = {"step": 1, "parts": [], "saved_at": "2026-01-01T00:00:00+00:00", "parent_step": None}
-    (checkpoint / "manifest.json").write_bytes(manifests.dump(content, [entry]))
+    (checkpoint / "manifest.json").write_bytes(manifests.dump({**content, "files": [vars(entry)]}))
     for level in ("off", "size", "hash"):
         with pytest.raises(CorruptCheckpointError, match="not inside the checkpoint"):
             verify(str(checkpoint), level)

@@ -21,9 +21,8 @@ from tests.support.toy import toy_config, toy_run
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.checkpoint_files import CheckpointFiles
 from trainer.checkpoint.components import Component
-from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.manager import CheckpointManager, Retention
 from trainer.checkpoint.manifest import CorruptCheckpointError, FileEntry
-from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.checkpoint.store import open_store
 from trainer.files.atomic_io import digest_bytes
@@ -54,9 +53,8 @@ def test_a_checkpoint_is_committed_by_its_manifest_alone(root):
     staging = store.begin(3)
     staging.write("folder/file", b"abc")
     assert store.steps() == [] and list(open_store(root).orphans().values()) == ["an interrupted save or deletion"]
-    content = json.dumps({"folder": staging.folder}).encode()
     seen = []
-    store.commit(staging, 3, content, lambda: seen.append(store.steps()))
+    store.commit(staging, 3, {"files": []}, lambda: seen.append(store.steps()))
     assert seen == [[]], "asked when all is written and nothing is committed"
     assert store.steps() == [3] and store.orphans() == {}
 
@@ -67,15 +65,15 @@ def test_a_run_of_saves_is_listed_verified_pruned_and_rolled_back(root):
     for step in (1, 2, 3):
         state |= {"n": step, "bytes": bytes([step]) * 100}
         save(checkpoints, step, parts_of(state))
-    assert checkpoints.steps() == [2, 3], "retention has deleted the oldest"
+    assert checkpoints.store.steps() == [2, 3], "retention has deleted the oldest"
     checkpoints.load(checkpoints.latest(), parts_of(state))
     assert state["n"] == 3 and state["bytes"] == b"\3" * 100
     (aside,) = checkpoints.archive(after=2)
-    assert checkpoints.steps() == [2] and checkpoints.store.archived(3) == [aside]
+    assert checkpoints.store.steps() == [2] and checkpoints.store.archived(3) == [aside]
     checkpoints.clean_up()
     state["n"] = 30
     save(checkpoints, 3, parts_of(state))
-    assert checkpoints.steps() == [2, 3] and checkpoints.store.archived(3) == [], "the old step 3 is deleted"
+    assert checkpoints.store.steps() == [2, 3] and checkpoints.store.archived(3) == [], "the old step 3 is deleted"
     checkpoints.clean_up()
     assert manifests.verify(checkpoints.store.path(3)).step == 3
 
@@ -111,10 +109,10 @@ def test_pieces_that_no_checkpoint_names_are_deleted_at_the_next_start(root, tmp
     store, orphan = open_store(root), digest_bytes(b"lost")
     named = set(store.pieces())
     store.keep_piece(orphan, b"lost")
-    CheckpointManager(store).delete([1])
+    store.delete(1)
     aside = store.archive(2)
     with RunDirectory(cfg).open():
-        assert set(store.pieces()) == {*named, orphan}, "what is set aside may name any piece"
+        assert set(store.pieces()) == {*named, orphan}, "an archived checkpoint may name any piece"
     store.remove(aside)
     with RunDirectory(cfg).open():
         assert set(store.pieces()) == named

@@ -252,10 +252,10 @@ def test_retention_deletes_copies_and_a_full_disk_of_a_neighbour_does_not_stop_a
             assert "policy/__1_0.distcp could not be copied to another node: No space left" in caplog.text
             ballast.unlink()
             store = run.directory.checkpoints.store
-            while store.upload_lag_s():
+            while store.uploads.lag_s():
                 threading.Event().wait(0.1)
             run.commit(2, models[2])
-            while store.upload_lag_s():
+            while store.uploads.lag_s():
                 threading.Event().wait(0.1)
             run.commit(3, models[1])
             assert [path.name for node in nodes for path in sorted((node / "disk").glob("*global_step*"))] == [

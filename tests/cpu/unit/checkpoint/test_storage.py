@@ -52,11 +52,11 @@ def test_what_is_put_is_read_listed_and_deleted(storage: Storage):
 
 
 def test_a_put_on_a_condition_is_done_only_if_the_object_is_unchanged(storage: Storage):
-    assert storage.put_if_absent("a", b"1") and not storage.put_if_absent("a", b"2")
+    assert storage.put_if("a", b"1", None) and not storage.put_if("a", b"2", None)
     data, etag = storage.get_with_etag("a")
-    assert data == b"1" and storage.put_if_match("a", b"3", etag)
-    assert not storage.put_if_match("a", b"4", etag) and storage.get("a") == b"3"
-    assert not storage.put_if_match("missing", b"4", etag) and "missing" not in storage.names()
+    assert data == b"1" and storage.put_if("a", b"3", etag)
+    assert not storage.put_if("a", b"4", etag) and storage.get("a") == b"3"
+    assert not storage.put_if("missing", b"4", etag) and "missing" not in storage.names()
     assert not storage.delete_if_match("a", etag)
     if storage.disk is not None:
         assert storage.delete_if_match("a", storage.get_with_etag("a")[1])
@@ -67,8 +67,8 @@ def test_one_of_many_writers_on_a_condition_wins(storage: Storage):
     storage.put("a", b"start")
     etag = storage.get_with_etag("a")[1]
     with ThreadPoolExecutor(8) as pool:
-        created = list(pool.map(lambda n: storage.put_if_absent("new", b"%d" % n), range(8)))
-        replaced = list(pool.map(lambda n: storage.put_if_match("a", b"%d" % n, etag), range(8)))
+        created = list(pool.map(lambda n: storage.put_if("new", b"%d" % n, None), range(8)))
+        replaced = list(pool.map(lambda n: storage.put_if("a", b"%d" % n, etag), range(8)))
     assert created.count(True) == replaced.count(True) == 1
     assert storage.get("new") == b"%d" % created.index(True) and storage.get("a") == b"%d" % replaced.index(True)
 
@@ -113,7 +113,7 @@ def test_a_large_object_is_complete_although_answers_are_lost(bucket_behind_prox
 
 def test_a_bucket_that_is_missing_is_named(bucket_behind_proxy):
     with pytest.raises(StoreError, match="there is no bucket nowhere"):
-        open_storage("s3://nowhere/run").put_if_absent("a", b"1")
+        open_storage("s3://nowhere/run").put_if("a", b"1", None)
 
 
 def uploads(bucket: str) -> list:

@@ -7,8 +7,11 @@ import os
 import pytest
 
 from tests.support.checkpoints import hidden
+from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.checkpoint_files import files_at
 from trainer.checkpoint.store import open_store
+
+EMPTY: manifests.Fields = {"files": []}
 
 
 def nothing() -> None:
@@ -21,10 +24,10 @@ def test_a_staging_area_is_no_checkpoint_until_it_is_published(tmp_path):
     staging.write("folder/file", b"abc")
     assert store.steps() == [] and list(store.orphans().values()) == ["an interrupted save"]
     seen = []
-    store.commit(staging, 3, b"{}", lambda: seen.append((store.steps(), staging.read("manifest.json"))))
-    assert seen == [([], b"{}")], "asked when all is written and nothing is committed"
+    store.commit(staging, 3, EMPTY, lambda: seen.append((store.steps(), staging.read("manifest.json"))))
+    assert seen == [([], manifests.dump(EMPTY))], "asked when all is written and nothing is committed"
     assert store.steps() == [3] and store.orphans() == {}
-    assert files_at(store.path(3)).sizes() == {"folder/file": 3, "manifest.json": 2}
+    assert files_at(store.path(3)).sizes() == {"folder/file": 3, "manifest.json": len(manifests.dump(EMPTY))}
 
 
 def test_a_commit_that_is_refused_publishes_nothing(tmp_path):
@@ -35,7 +38,7 @@ def test_a_commit_that_is_refused_publishes_nothing(tmp_path):
         raise PermissionError("another job holds the directory")
 
     with pytest.raises(PermissionError):
-        store.commit(staging, 1, b"{}", refuse)
+        store.commit(staging, 1, EMPTY, refuse)
     assert store.steps() == []
     store.abort(staging)
     assert os.listdir(tmp_path) == []
@@ -44,10 +47,10 @@ def test_a_commit_that_is_refused_publishes_nothing(tmp_path):
 def test_a_checkpoint_is_withdrawn_atomically_and_then_removed(tmp_path):
     store = open_store(str(tmp_path))
     for step in (1, 2):
-        store.commit(store.begin(step), step, b"{}", nothing)
+        store.commit(store.begin(step), step, EMPTY, nothing)
     left, aside = store.tombstone(1), store.archive(2)
     assert store.steps() == [] and hidden(tmp_path) == [".aside-", ".deleting-"]
-    assert store.orphans() == {left: "an interrupted deletion"}, "what was set aside is kept"
+    assert store.orphans() == {left: "an interrupted deletion"}, "archived ones are kept"
     assert store.archived(2) == [aside] and store.archived(1) == []
     store.remove(left)
     store.remove(aside)

@@ -14,9 +14,8 @@ from tests.support.fault_proxy import CUT, ERROR, FULL, PASS
 from tests.support.namespaces import small_disk
 from tests.support.runs import OpenRun, settings
 from tests.support.toy import toy_config, toy_run
-from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.manager import CheckpointManager, Retention
 from trainer.checkpoint.manifest import verify
-from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.storage import open_storage
 from trainer.checkpoint.store import open_store
 from trainer.checkpoint.tiers import TieredStore, open_tiers
@@ -39,7 +38,7 @@ def model(tmp_path_factory):
 
 def tiers(root: str, local) -> TieredStore:
     store = open_tiers(root, str(local))
-    store.start(lambda: None)
+    store.uploads.start(lambda: None)
     return store
 
 
@@ -52,8 +51,8 @@ def test_a_save_is_uploaded_and_a_lost_disk_costs_nothing(root, tmp_path):
     store = tiers(root, tmp_path / "disk")
     path = save(CheckpointManager(store), 1, parts_of(state))
     assert path == str(tmp_path / "disk" / "global_step_1"), "committed on the disk"
-    store.finish(60)
-    assert store.upload_lag_s() == 0.0
+    store.uploads.finish(60)
+    assert store.uploads.lag_s() == 0.0
     shutil.rmtree(tmp_path / "disk")
     state.clear()
     elsewhere = CheckpointManager(open_tiers(root, str(tmp_path / "another")))
@@ -69,27 +68,27 @@ def test_nothing_is_deleted_before_something_newer_is_above(root, tmp_path, faul
     faults.plan = no_uploads
     for step in (2, 3):
         save(checkpoints, step)
-    assert checkpoints.steps() == [1, 2, 3], "only 1 is safe, and it is the oldest"
-    assert store.upload_lag_s() > 0
+    assert checkpoints.store.steps() == [1, 2, 3], "only 1 is safe, and it is the oldest"
+    assert store.uploads.lag_s() > 0
     faults.plan = lambda method, path: PASS
-    store.finish(60)
+    store.uploads.finish(60)
     assert 3 in open_store(root).steps()
     save(checkpoints, 4)
-    assert checkpoints.steps() == [3, 4], "4 is not uploaded: the uploads have ended"
+    assert checkpoints.store.steps() == [3, 4], "4 is not uploaded: the uploads have ended"
 
 
 def test_what_was_not_uploaded_is_uploaded_at_the_next_start(root, tmp_path, faults, caplog):
     faults.plan = no_uploads
     store = tiers(root, tmp_path)
     save(CheckpointManager(store), 5)
-    store.finish(0)
+    store.uploads.finish(0)
     assert f"global_step_5 is in {tmp_path} alone, not in {root}" in caplog.text
     for thread in threading.enumerate():
         if thread.name == "uploader":  # it ends with its job otherwise
             thread.join()
     faults.plan = lambda method, path: PASS
     again = tiers(root, tmp_path)
-    again.finish(60)
+    again.uploads.finish(60)
     assert open_store(root).steps() == [5]
 
 
@@ -107,14 +106,14 @@ def test_a_disk_that_is_full_at_any_moment_of_a_save_costs_that_save_alone(root)
             checkpoints.save(step, parts_of(state), {})
             checkpoints.wait()
             errors += [outcome.error or "" for outcome in checkpoints.results()]
-            assert (step in checkpoints.steps()) == (not errors[-1])
+            assert (step in checkpoints.store.steps()) == (not errors[-1])
             ballast.unlink()
             assert not [name for name in hidden(folder) if "writing" in name]
         assert errors[0] and not errors[-1] and all("No space left" in error for error in errors if error)
         save(checkpoints, 50, parts_of(state))
-        store.finish(60)
+        store.uploads.finish(60)
         assert open_store(root).steps()[-1] == 50
-        for step in checkpoints.steps():
+        for step in checkpoints.store.steps():
             verify(store.path(step))
 
 
@@ -124,9 +123,9 @@ def test_an_object_store_that_is_full_holds_up_uploads_and_no_save(root, tmp_pat
     checkpoints = CheckpointManager(store)
     save(checkpoints, 1)
     save(checkpoints, 2)
-    assert store.upload_lag_s() > 0 and open_store(root).steps() == []
+    assert store.uploads.lag_s() > 0 and open_store(root).steps() == []
     faults.plan = lambda method, path: PASS
-    store.finish(60)
+    store.uploads.finish(60)
     assert open_store(root).steps()[-1] == 2
 
 
@@ -139,7 +138,7 @@ def test_an_object_store_that_is_full_fails_a_save_with_its_reason(root, faults)
     assert "minimum free drive threshold" in outcome.error
     faults.plan = lambda method, path: PASS
     save(checkpoints, 2)
-    assert checkpoints.steps() == [2]
+    assert checkpoints.store.steps() == [2]
 
 
 def test_a_store_that_is_out_of_service_does_not_stop_saves(root, tmp_path, faults):
@@ -167,7 +166,7 @@ def test_a_store_that_is_out_of_service_does_not_stop_saves(root, tmp_path, faul
             threading.Event().wait(0.1)
         assert f"{root}: this job lost the checkpoint directory to" in outcome.error and "elsewhere" in outcome.error
         with pytest.raises(UserError, match="lost the checkpoint directory"):
-            checkpoints.delete([1])
+            checkpoints.store.delete(1)
     assert open_store(root).steps() == [1, 2, 3]
 
 
@@ -182,7 +181,7 @@ def test_what_is_superfluous_above_waits_for_a_store_that_is_out_of_service(root
         for step in (3, 4):
             run.save(step)
         assert [outcome.error for outcome in checkpoints.results()] == [None] * 4
-        assert checkpoints.steps() == [1, 2, 3, 4]
+        assert checkpoints.store.steps() == [1, 2, 3, 4]
         faults.plan = lambda method, path: PASS
         wait_until_above(root, [1, 2, 3, 4])
         run.save(5)
@@ -198,7 +197,7 @@ def test_what_was_set_aside_is_deleted_in_both_tiers_once_its_step_is_there_agai
     checkpoints.archive(after=1)
     assert len(store.archived()) == 2
     save(checkpoints, 2)
-    store.finish(60)
+    store.uploads.finish(60)
     assert store.archived() == [] and open_store(root).steps() == [1, 2]
 
 
@@ -206,7 +205,7 @@ def test_a_damaged_local_copy_is_read_from_above(root, tmp_path):
     state = {"n": 1, "bytes": b"good"}
     store = tiers(root, tmp_path)
     save(CheckpointManager(store), 1, parts_of(state))
-    store.finish(60)
+    store.uploads.finish(60)
     (tmp_path / "global_step_1" / "weights" / "shard").write_bytes(b"evil")
     checkpoints = CheckpointManager(open_tiers(root, str(tmp_path)))
     newest = checkpoints.latest()

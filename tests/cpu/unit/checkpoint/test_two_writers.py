@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from tests.support.fault_proxy import ERROR, LOST, PASS, Faults
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.checkpoint.manifest import FileEntry
 from trainer.checkpoint.store import CheckpointStore, open_store
 from trainer.files.atomic_io import digest_bytes
 
@@ -68,8 +67,7 @@ class TwoWriters:
             staging = store.begin(step)
             for name in FILES:
                 staging.write(name, content(writer, step, name))
-            data = manifest(writer, step, staging.folder)
-            store.commit(staging, step, data, lambda: self._do_meanwhile(1 - writer, meanwhile))
+            store.commit(staging, step, manifest(writer, step), lambda: self._do_meanwhile(1 - writer, meanwhile))
         except OSError as error:
             if error.errno not in REFUSED:
                 self.possible[step].add(writer)
@@ -135,11 +133,11 @@ def content(writer: int, step: int, name: str) -> bytes:
     return f"{name} of job {writer} in step {step}".encode()
 
 
-def manifest(writer: int, step: int, folder: str) -> bytes:
+def manifest(writer: int, step: int) -> manifests.Fields:
     contents = {name: content(writer, step, name) for name in FILES}
-    entries = [FileEntry(name, len(data), digest_bytes(data)) for name, data in contents.items()]
+    files = [{"path": name, "bytes": len(data), "hash": digest_bytes(data)} for name, data in contents.items()]
     fields = {"step": step, "parts": [], "saved_at": "2026-11-22T00:00:00+00:00", "parent_step": None, "ranks": writer}
-    return manifests.dump(fields | ({"folder": folder} if folder else {}), entries)
+    return {**fields, "files": files}
 
 
 def try_operations(root: Callable[[], str], outcomes: deque[str], faults: Faults, examples: int) -> None:
@@ -200,7 +198,7 @@ def test_what_another_job_has_cleaned_up_is_not_committed(place, tmp_path, bucke
 def test_a_staging_area_that_is_half_deleted_is_not_committed(tmp_path, monkeypatch):
     store = open_store(str(tmp_path / "store"))
     staging = store.begin(1)
-    monkeypatch.setattr("shutil.rmtree", lambda path: store.commit(staging, 1, manifest(0, 1, ""), lambda: None))
+    monkeypatch.setattr("shutil.rmtree", lambda path: store.commit(staging, 1, manifest(0, 1), lambda: None))
     with pytest.raises(FileNotFoundError):
         open_store(store.root).remove(os.path.basename(staging.path))
     assert store.steps() == []
@@ -213,7 +211,7 @@ def test_a_job_does_not_clean_up_what_it_is_uploading(bucket_behind_proxy):
     for name in FILES:
         staging.write(name, content(0, 1, name))
     CheckpointManager(store).clean_up()
-    store.commit(staging, 1, manifest(0, 1, staging.folder), lambda: CheckpointManager(store).clean_up())
+    store.commit(staging, 1, manifest(0, 1), lambda: CheckpointManager(store).clean_up())
     manifests.verify(store.path(1))
 
 

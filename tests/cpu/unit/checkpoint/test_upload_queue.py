@@ -47,7 +47,7 @@ def test_the_newest_is_uploaded_first_and_all_of_them_in_the_end(local, remote, 
     queue, seen = UploadQueue(local, remote), []
     commit = remote.commit
     monkeypatch.setattr(remote, "commit", lambda *arguments: (seen.append(arguments[1]), commit(*arguments)))
-    queue.start()
+    queue.start(lambda: None)
     while queue.waiting():
         threading.Event().wait(0.02)
     queue.finish(10)
@@ -60,7 +60,7 @@ def test_the_newest_is_uploaded_first_and_all_of_them_in_the_end(local, remote, 
 def test_damage_on_the_disk_is_not_uploaded(local, remote, caplog):
     Path(local.path(3), "weights/shard").write_bytes(b"abd")
     queue = UploadQueue(local, remote)
-    queue.start()
+    queue.start(lambda: None)
     queue.finish(0.5)
     assert 3 not in remote.steps() and "does not have the content that was saved" in caplog.text
     assert f"global_step_3 is in {local.root} alone" in caplog.text
@@ -72,7 +72,6 @@ def test_nothing_is_written_by_a_job_that_has_lost_the_lock(local, remote):
         raise PermissionError("lost the lock")
 
     queue = UploadQueue(local, remote)
-    queue.check = refuse
-    queue.start()
+    queue.start(refuse)
     queue.finish(0.3)
     assert os.listdir(remote.root) == [] and queue.not_yet_uploaded() >= {1, 2, 3}

@@ -44,7 +44,7 @@ def pauses(monkeypatch) -> list[float]:
         ),
         (
             lambda: resolve_model_path("nobody/nothing"),
-            "model.path=nobody/nothing: no such directory, and the Hub cannot be reached .*",
+            "model.path=nobody/nothing: no such directory, and the Hub cannot be reached .*; name a directory .*",
         ),
     ],
     ids=["data", "model"],

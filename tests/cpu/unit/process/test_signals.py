@@ -176,7 +176,7 @@ def test_a_third_signal_ends_a_process_that_does_not_respond():
         "time_limits.SAME_REQUEST_S = 0\n"
         "with signals.SIGNALS.listening(), signals.SIGNALS.deferred():\n"
         "    print('up', flush=True)\n"
-        "    while signals.SIGNALS._count < 2: time.sleep(0.01)\n"
+        "    while signals.SIGNALS.count < 2: time.sleep(0.01)\n"
         "    print('two', flush=True)\n"
         "    while True: time.sleep(0.01)\n"
     )

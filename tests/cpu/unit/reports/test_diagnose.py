@@ -73,6 +73,15 @@ def lose(run: Path, *places: tuple[str, str]) -> None:
     INCIDENTS.close(before)
 
 
+@pytest.mark.parametrize(("deadline", "kept"), [("2020-01-01T00:00:00", False), ("2999-01-01T00:00:00", True)])
+def test_a_deadline_that_has_passed_is_left_out_of_the_next_command(run, capsys, deadline, kept):
+    start = json.loads((run / "starts.jsonl").read_text())
+    start["command"].append(f"trainer.deadline={deadline}")
+    start["config"]["trainer"]["deadline"] = deadline
+    (run / "starts.jsonl").write_text(json.dumps(start) + "\n")
+    assert ("trainer.deadline" in said(run, capsys)[-1]) == kept
+
+
 def test_after_an_incident_its_metrics_stand_beside_those_before(run, capsys):
     lines = said(run, capsys)
     place = lines.index("since      steps 3 to 4, beside the 2 before")

@@ -28,10 +28,11 @@ def test_an_unusable_checkpoint_directory_is_refused_before_anything_starts(tmp_
 
 def test_testing_the_checkpoint_directory_leaves_no_files(tmp_path, caplog):
     caplog.set_level("INFO")
+    left = tmp_path / "checkpoints/.probe-of-a-killed-job"
     with OpenRun(settings(tmp_path)):
-        (tmp_path / "checkpoints/.probe-of-a-killed-job").mkdir()
+        left.mkdir()
     with OpenRun(settings(tmp_path)):
-        assert caplog.messages == ["removed .probe-of-a-killed-job, an interrupted test"]
+        assert caplog.messages == [f"removed {left}, an interrupted test"]
     assert os.listdir(tmp_path / "checkpoints") == []
 
 

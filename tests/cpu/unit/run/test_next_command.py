@@ -57,6 +57,12 @@ def test_a_command_that_resumes_stays_as_it_is(mode):
     assert shown.endswith(f" && trainer train {mode} trainer.seed=3")
 
 
+@pytest.mark.parametrize(("given", "added"), [(["a=1", "b=2"], ""), (["b=2"], " a=null")])
+def test_a_key_that_is_not_set_any_more_is_left_out_or_null_if_a_file_sets_it(given, added):
+    shown = next_command(start(*PYTHON, "trainer.main", *given), {"a": None})
+    assert shown.endswith(f" && trainer train b=2 trainer.resume_mode=latest{added}")
+
+
 def test_a_change_takes_the_place_of_the_key_in_the_command():
     command = start(*PYTHON, "trainer.main", "trainer.run_dir=old", "+trainer.excluded_nodes=[a]", "x=1")
     shown = next_command(command, {"trainer.run_dir": "/new", "trainer.excluded_nodes": "[a,b]"})

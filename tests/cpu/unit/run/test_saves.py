@@ -1,0 +1,92 @@
+"""When saves are due, and what their results mean for the run."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from trainer.checkpoint.manager import SaveResult
+from trainer.errors import UserError
+from trainer.run.saves import SaveSchedule, SaveTracker
+
+
+def test_saves_are_due_by_steps_and_by_minutes(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    steps = SaveSchedule(3, -1, 240)
+    assert [step for step in range(1, 8) if steps.due(step)] == [3, 6]
+    minutes = SaveSchedule(-1, 2.0, 240)
+    now[0] = 119.0
+    assert not minutes.due(1)
+    now[0] = 120.0
+    assert minutes.due(1)
+    minutes.saved()
+    assert not minutes.due(2)
+
+
+def test_auto_saves_at_youngs_interval(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    schedule = SaveSchedule("auto", -1, mean_time_between_failures=50)
+    assert schedule.due(1), "the first checkpoint is worth most"
+    schedule.saved()
+    schedule.measured(blocked_s=6.0, duration_s=20.0)
+    assert schedule.best_interval_s() == pytest.approx((2 * 6 * 3000) ** 0.5)
+    schedule.measured(blocked_s=0.0, duration_s=400.0)
+    assert schedule.best_interval_s() == 800, "saves that cost nothing still take their time"
+    now[0] = 799.0
+    assert not schedule.due(2)
+    now[0] = 800.0
+    assert schedule.due(2)
+
+
+def test_the_cost_of_an_expensive_save_is_halved_with_each_later_save():
+    schedule = SaveSchedule("auto", -1, mean_time_between_failures=50)
+    schedule.measured(blocked_s=8.0, duration_s=1.0)
+    for cost in (4.0, 2.0, 1.0):
+        schedule.measured(blocked_s=0.5, duration_s=1.0)
+        assert schedule.best_interval_s() == pytest.approx((2 * cost * 3000) ** 0.5)
+
+
+def results(allowed: int) -> SaveTracker:
+    return SaveTracker("/runs", allowed, SaveSchedule(1, -1, 240))
+
+
+def good(step: int, seconds: float = 1.0) -> SaveResult:
+    return SaveResult(step, f"/runs/global_step_{step}", seconds)
+
+
+def bad(step: int) -> SaveResult:
+    return SaveResult(step, f"/runs/global_step_{step}", 1.0, error="disk full")
+
+
+def test_failures_with_a_good_save_between_them_are_not_in_a_row():
+    saves = results(allowed=1)
+    for step in range(1, 9, 2):
+        saves.collect([bad(step), good(step + 1)])
+    with pytest.raises(UserError, match="step 10 FAILED .disk full.; the last good one is .*step_8; 2 failed in a row"):
+        saves.collect([bad(9), bad(10)])
+
+
+def test_tries_of_the_last_save_do_not_end_the_run():
+    saves = results(allowed=0)
+    saves.collect([bad(3)] * 4, last=True)
+    assert (saves.failure, saves.last_good) == ("disk full", "")
+
+
+def test_a_failed_save_is_begun_again_and_an_older_one_says_nothing_of_a_newer():
+    saves = results(allowed=9)
+    saves.begun = 4
+    saves.collect([bad(3)])
+    assert saves.begun == 4
+    saves.collect([bad(4)])
+    assert saves.begun is None
+
+
+def test_a_good_save_tells_its_path_and_its_cost():
+    saves = results(allowed=0)
+    saves.blocked_s = 6.0
+    saves.collect([good(2, seconds=20.0)])
+    assert (saves.last_good, saves.seconds) == ("/runs/global_step_2", 20.0)
+    assert saves._schedule.best_interval_s() == pytest.approx((2 * 6 * 240 * 60) ** 0.5)
