@@ -235,6 +235,15 @@ def _identity(row: Mapping[str, Any]) -> str:
     return json.dumps({name: row[name] for name in sorted(row) if not name.startswith(("time/", "perf/"))})
 
 
+def first_step(path: str) -> int | None:
+    """Return the step of the first line of a `metrics.jsonl`; None if it has no line."""
+    if not os.path.exists(path):
+        return None
+    with open(path, "rb") as file:
+        row = _parse(file.readline())
+    return None if row is None else row["step"]
+
+
 def check_lines(path: str, first: int | None, last: int) -> None:
     """Check that a `metrics.jsonl` has one line for each step from `first` to `last`, the checkpoint's.
 

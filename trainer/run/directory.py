@@ -22,7 +22,7 @@ from trainer.errors import UserError
 from trainer.files.appended import AppendedFile, repair_last_line
 from trainer.files.hf_hub import is_data, pin
 from trainer.metrics.best import instead_of
-from trainer.metrics.tracker import CUT_FILE, METRICS_FILE, check_lines, read_metrics
+from trainer.metrics.tracker import CUT_FILE, METRICS_FILE, check_lines, first_step, read_metrics
 from trainer.process import time_limits
 from trainer.process.failure_log import INCIDENTS, INFRASTRUCTURE, Incident
 from trainer.process.log_setup import LOG_FILE
@@ -199,23 +199,23 @@ class RunDirectory:
 
     def _check_metrics(self) -> None:
         """Check that `metrics.jsonl` has the lines that the run had logged when it saved the checkpoint."""
-        rows = read_metrics(self.metrics_file)
         if self.resume is None:
-            if rows:
+            if (first := first_step(self.metrics_file)) is not None:
                 LOG.info(
                     "an earlier start logged steps from %d on and committed no checkpoint: training starts again, and "
                     "these lines are kept in %s",
-                    rows[0]["step"],
+                    first,
                     CUT_FILE,
                 )
         elif not self.resume.restore.fork:
             checkpoint = self.resume.checkpoint
             check_lines(self.metrics_file, checkpoint.manifest.get("metrics_from"), checkpoint.step)
-            self._warn_of_missing_lines(checkpoint.step, {row["step"] for row in rows})
+            self._warn_of_missing_lines(checkpoint.step)
 
-    def _warn_of_missing_lines(self, resumed: int, logged: set[int]) -> None:
+    def _warn_of_missing_lines(self, resumed: int) -> None:
         """Warn if lines are missing that a newer checkpoint, which cannot be used, proves."""
         newest = max(self.checkpoints.store.steps(), default=resumed)
+        logged = {row["step"] for row in read_metrics(self.metrics_file)}
         missing = [step for step in range(resumed + 1, newest + 1) if step not in logged]
         if missing:
             LOG.warning(
