@@ -9,7 +9,7 @@ STAMP := .venv/.installed-$(EXTRA)
 # Some images set it; then every process would compile torch, vLLM and Ray anew, and take twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-gpu bench lint lock docs
+.PHONY: setup demo check test test-gpu bench lint lock docs
 
 setup: $(STAMP)  ## .venv with the locked packages; EXTRA=gpu for the GPU set
 
@@ -18,6 +18,9 @@ $(STAMP): pyproject.toml uv.lock tools/install.py
 
 demo: setup  ## train the built-in default with GRPO
 	$(BIN)/python -m trainer train $(ARGS)
+
+check: lint  ## lint, and the CPU tests that start no job, rank, vLLM, Ray or command
+	$(BIN)/python -m pytest tests/cpu -m "not processes" -n 2 --dist loadfile $(ARGS)
 
 test: setup  ## the CPU tests
 	$(BIN)/python -m pytest tests/cpu -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)

@@ -14,13 +14,26 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import process_marks
+
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests are about CPUs, also on a machine with GPUs
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - with Ray's 15, others would leave it hardly any time
 
 
+sys.addaudithook(process_marks.refuse_processes)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests marked `early` first."""
+    """Run the tests marked `early` first. Mark those that start processes."""
+    process_marks.add_marks(items)
     items.sort(key=lambda item: item.get_closest_marker("early") is None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    process_marks.watch(item)
+    return (yield)
 
 
 @pytest.fixture

@@ -255,3 +255,16 @@ def test_every_make_target_in_the_readme_exists():
 
 def test_the_algorithms_page_is_fresh():
     assert (ROOT / "docs/algorithms.md").read_text() == page() + "\n", "run `make docs`"
+
+
+def test_the_tests_that_contributing_names_exist_and_each_folder_of_tests_is_named():
+    named = set(re.findall(r"`(tests/[^`]*)`", (ROOT / "CONTRIBUTING.md").read_text()))
+    missing = [name for name in named if not (ROOT / name).exists()]
+    assert missing == []
+    folders = {f"tests/{path.name}/" for path in (ROOT / "tests").iterdir() if (path / "__init__.py").exists()}
+    folders = folders - {"tests/cpu/"} | {
+        f"tests/cpu/{path.parent.name}/" for path in (ROOT / "tests/cpu").glob("*/__init__.py")
+    }
+    assert folders <= named
+    promises = {str(path.relative_to(ROOT)) for path in (ROOT / "tests/cpu/kills").glob("test_*.py")}
+    assert promises <= named, "a new promise needs a row"

@@ -142,8 +142,6 @@ def test_the_largest_answer_fits_into_the_largest_message():
     assert len(json.dumps(found)) <= largest_message(1000)
 
 
-def test_the_earlier_name_of_reset_is_refused_with_the_new_one():
-    with pytest.raises(
-        UserError, match=f"`start` of an environment is now called `reset`; rename it in {HERE}:Earlier"
-    ):
+def test_a_class_without_the_methods_of_an_environment_is_refused():
+    with pytest.raises(UserError, match="^environment.name=.*:Earlier: the class has no method `reset`"):
         handler("Earlier")

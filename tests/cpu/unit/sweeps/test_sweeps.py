@@ -138,11 +138,6 @@ def test_optuna_minimizes_the_validation_loss_of_supervised_jobs(tmp_path):
     ("override", "sentence"),
     [
         (
-            "hydra.sweeper.direction=maximize",
-            "error: hydra.sweeper.direction=maximize: trainer.best_metric=val/accuracy with trainer.best_mode=max "
-            "requires minimize; remove hydra.sweeper.direction\n",
-        ),
-        (
             "trainer.best_metric=val/loss",
             "error: trainer.best_mode=max: the sweep would search for the highest val/loss; "
             "set trainer.best_mode=min\n",
@@ -215,12 +210,6 @@ def test_jobs_that_would_share_a_directory_are_refused(tmp_path):
     assert "error: trainer.run_dir: all jobs of a sweep would share it; name the sweep" in done.stderr
     done = sweep(tmp_path, "trainer.run_dir=here${sweep_suffix:}", "trainer.seed=1,5")
     assert [path for _, path in jobs(tmp_path)] == ["here/trainer.seed=1", "here/trainer.seed=5"], done.stderr
-
-
-def test_a_key_with_one_value_and_several_is_refused(tmp_path):
-    done = sweep(tmp_path, "trainer.seed=1", "trainer.policy.optimizer.lr=0.1", "trainer.seed=1,5")
-    assert done.returncode == 2 and not (tmp_path / "jobs").exists()
-    assert "error: trainer.seed: has one value and also several" in done.stderr
 
 
 def test_a_trial_whose_accuracy_is_0_says_that_optuna_cannot_use_it(tmp_path):

@@ -1,0 +1,85 @@
+"""What the task `rl` refuses before anything expensive starts, and what it keeps."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.support.runs import configured
+from trainer.config import Config
+from trainer.errors import UserError
+from trainer.tasks.rl import build
+from trainer.tasks.warm_start import cached_model
+
+HERE = __name__
+
+
+def fails(completion: str, answer: str) -> float:
+    raise RuntimeError("no such judge")
+
+
+@pytest.fixture
+def cfg(tmp_path) -> Config:
+    cfg = configured(tmp_path / "run", {"data.synthetic": "reverse_text", "data.train_size": 8, "data.val_size": 4})
+    cfg.reward.name = "reverse_text"
+    cfg.model.cache_dir = str(tmp_path / "cache")
+    return cfg
+
+
+def test_inputs_that_can_be_used_are_accepted(cfg):
+    build(cfg).check_inputs(True)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "sentence"),
+    [
+        ("reward", "name", "no.such:reward", "reward.name=no.such:reward"),
+        ("data", "curriculum", "no.such:curriculum", "data.curriculum=no.such:curriculum"),
+        ("environment", "name", "no.such:World", "environment.name=no.such:World"),
+        ("model", "path", "/no/such/model", "model.path=/no/such/model"),
+    ],
+)
+def test_what_cannot_be_imported_or_read_is_refused_by_its_key(cfg, section, key, value, sentence):
+    setattr(getattr(cfg, section), key, value)
+    with pytest.raises(UserError) as refused:
+        build(cfg).check_inputs(True)
+    assert str(refused.value).startswith(sentence)
+
+
+def test_all_that_is_wrong_is_listed_together(cfg):
+    cfg.reward.name, cfg.model.path = "no.such:reward", "/no/such/model"
+    with pytest.raises(UserError) as refused:
+        build(cfg).check_inputs(True)
+    first, *others = str(refused.value).splitlines()
+    assert first == "the run cannot start:"
+    assert [line.strip().partition("=")[0] for line in others] == ["reward.name", "model.path"]
+
+
+def test_a_reward_that_fails_for_the_first_rows_is_refused(cfg):
+    cfg.reward.name = f"{HERE}:fails"
+    with pytest.raises(UserError, match=f"^reward.name={HERE}:fails: fails for the first 3 rows of the data"):
+        build(cfg).check_inputs(True)
+
+
+def test_a_server_is_asked_only_when_that_is_wanted(cfg):
+    """A report of what a command would do does not cost a request."""
+    cfg.reward.name, cfg.reward.url = "remote", "http://127.0.0.1:9/score"
+    cfg.reward.remote.deadline_s = 0.2
+    build(cfg).check_inputs(False)
+    with pytest.raises(UserError, match="^reward.name=remote: fails for the first 3 rows"):
+        build(cfg).check_inputs(True)
+
+
+def test_rewards_are_not_tried_where_an_environment_gives_them(cfg):
+    cfg.environment.name, cfg.reward.name = "trainer.environments.retry:RetryEnv", f"{HERE}:fails"
+    build(cfg).check_inputs(True)
+
+
+def test_the_cached_model_is_kept_if_it_exists(cfg, tmp_path):
+    """The weights of a run that names a model are the user's."""
+    assert build(cfg).kept_weights is None
+    os.makedirs(cached_model(cfg))
+    assert build(cfg).kept_weights == cached_model(cfg)
+    cfg.model.path = "some/model"
+    assert build(cfg).kept_weights is None

@@ -1,0 +1,91 @@
+"""Tests that start processes of Python: jobs, ranks, engines of vLLM, Ray, or commands.
+
+They get the mark `processes` at the collection, by what they and their fixtures call. `make check` leaves them out. A
+test without the mark that starts such a process fails. Sandboxes of user code do not count: they take a moment.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Collection, Iterator
+from types import CodeType
+from typing import Any
+
+import pytest
+
+MARK = "processes"
+_STARTERS = {
+    "trainer.api.running:train",
+    "trainer.cluster.fork_server:ForkServer",
+    "trainer.cluster.process_cluster:ProcessCluster",
+    "trainer.cluster.ray_cluster:RayCluster",
+    "trainer.cluster.ray_head:RayHead",
+}
+"""What starts processes outside of `tests`. A test that names `sys.executable` starts some too."""
+_running: list[pytest.Item] = []
+"""The test that runs, if it must not start processes of Python."""
+
+
+def add_marks(items: Collection[pytest.Item]) -> None:
+    """Mark the tests that start processes of Python."""
+    for item in items:
+        fixtures = [fixture.func for group in item._fixtureinfo.name2fixturedefs.values() for fixture in group]
+        if any(map(_starts_processes, [item.function, *fixtures])):
+            item.add_marker(MARK)
+
+
+@functools.cache
+def _starts_processes(function: Any) -> bool:
+    return _reaches_a_starter(function, set())
+
+
+def _reaches_a_starter(thing: Any, seen: set[int]) -> bool:
+    """Return whether a function, a class or a collection of them names a starter, itself or through others of ours."""
+    thing = inspect.unwrap(getattr(thing, "func", thing))
+    if id(thing) in seen:
+        return False
+    seen.add(id(thing))
+    if isinstance(thing, (dict, list, tuple)):
+        values = thing.values() if isinstance(thing, dict) else thing
+        return any(_reaches_a_starter(value, seen) for value in values if callable(value))
+    name = f"{getattr(thing, '__module__', '')}:{getattr(thing, '__qualname__', '')}"
+    if name in _STARTERS:
+        return True
+    if not name.startswith("tests."):
+        return False
+    if inspect.isclass(thing):
+        return any(_reaches_a_starter(member, seen) for member in vars(thing).values() if inspect.isfunction(member))
+    if not inspect.isfunction(thing):
+        return False
+    names = set(_names(thing.__code__))
+    return "executable" in names or any(_reaches_a_starter(thing.__globals__.get(name), seen) for name in names)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def watch(item: pytest.Item) -> None:
+    """From now on, `item` runs: fail it when it starts a process of Python without the mark."""
+    _running[:] = [] if item.get_closest_marker(MARK) else [item]
+
+
+def refuse_processes(event: str, arguments: tuple) -> None:
+    """Fail the running test if this event of `sys.audit` is the start of a process that it must not start."""
+    if event != "subprocess.Popen" or not _running:
+        return
+    words = [os.fsdecode(word) for word in arguments[1]] if isinstance(arguments[1], (list, tuple)) else []
+    program = os.fsdecode(arguments[0] or words[0])
+    is_python = os.path.basename(program).startswith(("python", os.path.basename(sys.executable)))
+    if is_python and not any("trainer.sandbox" in word for word in words):
+        pytest.fail(
+            f"{_running[0].nodeid} starts a process of Python ({' '.join(words[1:4])[:80]}), and `make check` runs "
+            f"only tests that start none; mark it with @pytest.mark.{MARK}",
+            pytrace=False,
+        )
