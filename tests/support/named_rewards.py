@@ -24,7 +24,7 @@ def everything(completion, answer, prompt, messages, row, status):
 
 
 def rank(completions, status, row):
-    """Each completion's place by its length; the longest has the highest."""
+    """The rank of each completion by its length; the longest has the highest."""
     assert len(status) == len(completions) and isinstance(row, dict)
     order = sorted(range(len(completions)), key=lambda i: len(completions[i]))
     return [order.index(i) for i in range(len(completions))]

@@ -191,8 +191,8 @@ def kl_cov(new, old, advantages, cov_frac=2e-3, cov_kl_coef=1.0):
     found = covariances(new, advantages)
     order = sorted(range(len(found)), key=lambda i: (-found[i], i))
     order = order[: max(1, int(cov_frac * len(found))) if cov_frac else 0]
-    places = [(i, t) for i, row in enumerate(new) for t in range(len(row))]
-    chosen = {places[i] for i in order}
+    indices = [(i, t) for i, row in enumerate(new) for t in range(len(row))]
+    chosen = {indices[i] for i in order}
     out = per_token(lambda n, o, a: -ratio(n, o) * a, new, old, advantages)
     for i, t in chosen:
         out[i][t] += cov_kl_coef * abs(new[i][t] - old[i][t])

@@ -42,9 +42,9 @@ def test_a_directory_without_metrics_is_refused(tmp_path):
 
 
 def test_the_result_lists_best_value_checkpoints_and_exports_in_order(run):
-    places = {"run_dir": run, "ckpt_path": run / "checkpoints", "export_path": run / "exports"}
-    places = {name: str(path) for name, path in places.items()}
-    result = describe_result({**places, "best_metric": "val/accuracy", "best_mode": "max"}, "finished")
+    paths = {"run_dir": run, "ckpt_path": run / "checkpoints", "export_path": run / "exports"}
+    paths = {name: str(path) for name, path in paths.items()}
+    result = describe_result({**paths, "best_metric": "val/accuracy", "best_mode": "max"}, "finished")
     assert result.best == Best("val/accuracy", 0.75, 2)
     assert [path.rpartition("_")[2] for path in result.checkpoints] == ["2", "10"]
     assert [path.split("/")[-2] for path in result.exports] == ["global_step_2", "global_step_10"]
@@ -61,6 +61,6 @@ def test_the_best_reward_stands_for_an_accuracy_that_is_always_0(tmp_path):
     means = [0.25, 0.5, 0.375]
     rows = [{"step": step, "val/accuracy": 0.0, "val/reward/mean": mean} for step, mean in enumerate(means)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    places = dict.fromkeys(("run_dir", "ckpt_path", "export_path"), str(tmp_path))
-    result = describe_result({**places, "best_metric": "val/accuracy", "best_mode": "max"}, "finished")
+    paths = dict.fromkeys(("run_dir", "ckpt_path", "export_path"), str(tmp_path))
+    result = describe_result({**paths, "best_metric": "val/accuracy", "best_mode": "max"}, "finished")
     assert result.best == Best("val/reward/mean", 0.5, 1)

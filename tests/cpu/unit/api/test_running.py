@@ -19,18 +19,18 @@ from trainer.process.signals import HANDLED, killed
 from trainer.rewards.functions import gsm8k
 from trainer.tasks import Metric, Task, TaskSpec
 
-PLACES = {"run_dir": "run", "ckpt_path": "run/checkpoints", "export_path": "run/exports"}
+PATHS = {"run_dir": "run", "ckpt_path": "run/checkpoints", "export_path": "run/exports"}
 
 
 @pytest.mark.parametrize(
     "reports, status, kind, text",
     [
         ([{"text": "a key is wrong"}], 2, UserError, "^a key is wrong$"),
-        ([PLACES, {"text": "a key is wrong"}], 2, UserError, "^a key is wrong$"),
+        ([PATHS, {"text": "a key is wrong"}], 2, UserError, "^a key is wrong$"),
         ([], 2, RunFailed, "^its process ended with status 2$"),
-        ([PLACES], 2, RunFailed, "^its process ended with status 2$"),
-        ([PLACES, {"text": "a rank died"}], 1, RunFailed, "^a rank died$"),
-        ([PLACES, {"text": "step 3 saved"}], -9, RunFailed, "was killed by SIGKILL, perhaps because memory ran out"),
+        ([PATHS], 2, RunFailed, "^its process ended with status 2$"),
+        ([PATHS, {"text": "a rank died"}], 1, RunFailed, "^a rank died$"),
+        ([PATHS, {"text": "step 3 saved"}], -9, RunFailed, "was killed by SIGKILL, perhaps because memory ran out"),
         ([], 0, RunFailed, "^its process ended with status 0$"),
         ([{"text": "stopped early"}], 75, RunStopped, "^stopped early$"),
         ([], 75, RunStopped, "^stopped by signals, without cleaning up$"),
@@ -43,15 +43,15 @@ def test_the_end_of_the_process_says_how_the_run_ended(reports, status, kind, te
 
 def test_a_run_that_was_killed_by_its_watch_was_stopped(tmp_path):
     """It has logged the reason. The reason of an earlier process does not count."""
-    places = {name: str(tmp_path / path) for name, path in PLACES.items()} | {"best_metric": "", "best_mode": "max"}
+    paths = {name: str(tmp_path / path) for name, path in PATHS.items()} | {"best_metric": "", "best_mode": "max"}
     (tmp_path / "run").mkdir()
     words = "stopped by a third signal, which the process could not handle: " + killed(1234)
     (tmp_path / "run/log.txt").write_text(f"2026-11-23 01:02:03 step 3\n2026-11-23 01:02:04 {words}\n")
     with pytest.raises(RunStopped) as stopped:
-        _conclude([places], -9, pid=1234)
+        _conclude([paths], -9, pid=1234)
     assert str(stopped.value) == words and stopped.value.result.status == "stopped"
     with pytest.raises(RunFailed, match="killed by SIGKILL, perhaps because memory ran out"):
-        _conclude([places], -9, pid=1235)
+        _conclude([paths], -9, pid=1235)
 
 
 @pytest.mark.parametrize(

@@ -114,10 +114,10 @@ VALUES = st.one_of(
 )  # fmt: skip
 
 
-def places(value: Any, path: tuple = ()) -> list[tuple]:
+def paths(value: Any, path: tuple = ()) -> list[tuple]:
     """The path of every value in nested lists and objects."""
     children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path] * bool(path) + [place for name, child in children for place in places(child, (*path, name))]
+    return [path] * bool(path) + [inner for name, child in children for inner in paths(child, (*path, name))]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -130,7 +130,7 @@ def test_a_manifest_of_any_shape_is_valid_or_damaged(real_run, tmp_path, capsys,
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     manifest["parent"] = data.draw(st.sampled_from([None, {"forked_from": "/x", "step": 1, "manifest": "0"}]))
     for _ in range(data.draw(st.integers(1, 3))):
-        where = data.draw(st.sampled_from(places(manifest) or [("x",)]))
+        where = data.draw(st.sampled_from(paths(manifest) or [("x",)]))
         holder = manifest
         for name in where[:-1]:
             holder = holder[name]

@@ -1,4 +1,4 @@
-"""Access of ranks on other machines to the place of the checkpoints: real ranks, one with a host name of its own."""
+"""Access of ranks on other machines to the location of the checkpoints: real ranks, one with a host name of its own."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_what_was_not_uploaded_is_uploaded_at_the_next_start(root, tmp_path, fau
 
 
 def test_a_disk_that_is_full_at_any_moment_of_a_save_costs_that_save_alone(root):
-    """The disk has room for none, some or all of the files of a save in two tiers."""
+    """The disk has space for none, some or all of the files of a save in two tiers."""
     state = {"n": 1, "bytes": b"x" * 500_000}
     with small_disk("3m") as disk:
         folder, ballast = Path(disk, "checkpoints"), Path(disk, "ballast")

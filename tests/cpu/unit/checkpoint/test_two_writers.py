@@ -1,4 +1,4 @@
-"""Two jobs write to one place, where operations fail before or after they are done: no step is ever a mixture.
+"""Two jobs write to one location, where operations fail before or after they are done: no step is ever a mixture.
 
 The lock keeps two jobs apart, except for a moment: a job that stood still between its last look at the lock and its
 commit. So the second job acts between all operations of the first, and in the middle of its commits.
@@ -45,7 +45,7 @@ class TwoWriters:
     """Both jobs train the same run, so what one of them saves in a step is always the same.
 
     Args:
-        root: an empty place.
+        root: an empty location.
         outcomes: decides about the next operations.
     """
 
@@ -141,7 +141,7 @@ def manifest(writer: int, step: int) -> manifests.Fields:
 
 
 def try_operations(root: Callable[[], str], outcomes: deque[str], faults: Faults, examples: int) -> None:
-    """Try `examples` lists of operations, each in an empty place, and look at all steps after each operation."""
+    """Try `examples` lists of operations, each in an empty location, and check all steps after each operation."""
 
     @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.lists(OPERATION, min_size=2, max_size=6))
@@ -183,10 +183,10 @@ def failing_disk(outcomes: deque[str], patch: pytest.MonkeyPatch) -> Iterator[No
         yield
 
 
-@pytest.mark.parametrize("place", ["local", "object"])
-def test_what_another_job_has_cleaned_up_is_not_committed(place, tmp_path, bucket_behind_proxy):
+@pytest.mark.parametrize("storage", ["local", "object"])
+def test_what_another_job_has_cleaned_up_is_not_committed(storage, tmp_path, bucket_behind_proxy):
     """A job checks its lock and hangs. Another job takes over the lock. Then the first job continues."""
-    root = str(tmp_path / "store") if place == "local" else f"{bucket_behind_proxy}/{secrets.token_hex(4)}"
+    root = str(tmp_path / "store") if storage == "local" else f"{bucket_behind_proxy}/{secrets.token_hex(4)}"
     writers = TwoWriters(root, deque(), Faults())
     for meanwhile in ("cleans up", "nothing"):
         writers.save(0, 1, [], meanwhile)

@@ -55,13 +55,13 @@ def replace(engine):
 
 with RayCluster(cfg, "cpu") as cluster:
     group = cluster.launch_engines(Host, (), {})
-    print(*(place["host"] for place in group.placements()), flush=True)
+    print(*(placement["host"] for placement in group.placements()), flush=True)
     input()
     print("(idle)" in group.stacks()["engine 0"], flush=True)
     input()
     replace(0)
     alive = sum(node["Alive"] for node in ray.nodes())
-    print(*(place["host"] for place in group.placements()), alive, cluster.has_capacity(group), flush=True)
+    print(*(placement["host"] for placement in group.placements()), alive, cluster.has_capacity(group), flush=True)
     input()
     replace(1)
     print(cluster.has_capacity(group), flush=True)

@@ -255,8 +255,8 @@ def test_a_place_saved_in_the_first_format_is_read():
 
 def worst_first(prompts, epoch: int, rewards) -> list[int]:
     """Prompts that went well are left out, the others come in the order of their rewards."""
-    places = [place for place in range(len(prompts)) if rewards.get(place, 0.0) < 0.75]
-    return sorted(places, key=lambda place: (rewards.get(place, 0.0), (place * 7 + epoch) % 5)) or [0]
+    indices = [index for index in range(len(prompts)) if rewards.get(index, 0.0) < 0.75]
+    return sorted(indices, key=lambda index: (rewards.get(index, 0.0), (index * 7 + epoch) % 5)) or [0]
 
 
 @settings(deadline=None)
@@ -367,8 +367,8 @@ def test_a_run_goes_on_with_its_own_curriculum_alone(before, now):
 def test_a_place_in_the_data_that_cannot_be_is_refused(change):
     ledger = Ledger([range(4)], 1, "prompts", lambda: "content")
     state = ledger.state_dict()
-    place = {name: change.get(name, value) for name, value in state["places"][0].items()}
-    changed = {**state, "places": [place], **{name: value for name, value in change.items() if name not in place}}
+    position = {name: change.get(name, value) for name, value in state["places"][0].items()}
+    changed = {**state, "places": [position], **{name: value for name, value in change.items() if name not in position}}
     with pytest.raises(UserError, match="position in the data is corrupt|data.curriculum"):
         ledger.load_state_dict(changed)
 

@@ -1,4 +1,4 @@
-"""Paths and URLs of places that keep checkpoints."""
+"""Paths and URLs of stored checkpoints."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ def test_a_run_its_result_and_a_comparison_name_the_same_best_step(tmp_path_fact
     directory = tmp_path_factory.mktemp("sweep")
     (directory / "job").mkdir()
     (directory / "job/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in logged))
-    places = {name: str(directory / "job") for name in ("run_dir", "ckpt_path", "export_path")}
-    assert describe_result({**places, "best_metric": "val/accuracy", "best_mode": "max"}, "finished").best == found
+    paths = {name: str(directory / "job") for name in ("run_dir", "ckpt_path", "export_path")}
+    assert describe_result({**paths, "best_metric": "val/accuracy", "best_mode": "max"}, "finished").best == found
     with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainer.reports.compare._draw", lambda *_: None)
         compare_runs([str(directory)], str(directory / "x.png"))

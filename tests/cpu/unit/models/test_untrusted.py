@@ -74,8 +74,8 @@ def test_a_header_that_lies_is_refused_in_one_sentence(model, name):
 @settings(max_examples=150, deadline=None)
 def test_what_is_accepted_is_what_the_library_accepts(data, tmp_path_factory):
     good = save({"a": torch.ones(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16), "c": torch.ones(())})
-    place = data.draw(st.integers(0, len(good) - 1))
-    changed = good[:place] + data.draw(st.binary(max_size=3)) + good[place + data.draw(st.integers(0, 3)) :]
+    offset = data.draw(st.integers(0, len(good) - 1))
+    changed = good[:offset] + data.draw(st.binary(max_size=3)) + good[offset + data.draw(st.integers(0, 3)) :]
     file = tmp_path_factory.getbasetemp() / "changed.safetensors"
     file.write_bytes(changed)
     try:

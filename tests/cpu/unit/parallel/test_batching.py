@@ -68,12 +68,12 @@ def test_each_row_can_be_read_from_a_row_in_which_tokens_are_shared(data):
     micro_batch = take_rows(batch, order, "cpu", shared=count_shared_tokens(batch))
     packing, tokens = micro_batch.packing, micro_batch.input_ids[0].tolist() + [0]
     assert packing.tokens == len(tokens) - 1 == sum(packing.suffix_lengths)
-    for place, row in enumerate(order):
-        assert [tokens[i] for i in packing.token_indices[place]] == (rows[row] + [0] * 6)[: packing.longest]
-        assert [tokens[i] for i in packing.previous_indices[place]] == ([0, *rows[row][:-1]] + [0] * 6)[
+    for index, row in enumerate(order):
+        assert [tokens[i] for i in packing.token_indices[index]] == (rows[row] + [0] * 6)[: packing.longest]
+        assert [tokens[i] for i in packing.previous_indices[index]] == ([0, *rows[row][:-1]] + [0] * 6)[
             : packing.longest
         ]
-        positions = packing.position_ids[0][packing.token_indices[place][: len(rows[row])]]
+        positions = packing.position_ids[0][packing.token_indices[index][: len(rows[row])]]
         assert positions.tolist() == list(range(len(rows[row])))
     assert packing.key_indices.tolist() == [i for i in packing.token_indices.flatten().tolist() if i < packing.tokens]
     assert packing.cu_seqlens_k.diff().tolist() == list(packing.lengths)

@@ -45,11 +45,11 @@ def test_the_cost_of_attention_is_the_sum_of_squared_lengths(lengths, is_sorted)
     lengths = sorted(lengths, reverse=True) if is_sorted else lengths
     packing = Packing(lengths, "cpu")
     assert [length for bucket in packing.buckets for length in bucket.lengths] == lengths
-    for bucket, (places, of_keys) in zip(packing.buckets, packing.bucket_indices, strict=True):
-        assert bucket.keys == bucket.tokens and torch.equal(places, of_keys)
+    for bucket, (indices, of_keys) in zip(packing.buckets, packing.bucket_indices, strict=True):
+        assert bucket.keys == bucket.tokens and torch.equal(indices, of_keys)
         assert bucket.longest <= 64 or min(bucket.lengths) >= 0.75 * bucket.longest
         grid = torch.zeros(len(bucket.lengths) * bucket.longest)
-        grid[places] = 1
+        grid[indices] = 1
         assert grid.view(len(bucket.lengths), -1).sum(1).tolist() == list(bucket.lengths)
 
 
@@ -67,16 +67,16 @@ def test_each_context_rank_has_a_slice_of_the_row(lengths, ranks):
 
 def test_gradients_of_repeated_rows_are_the_same_each_time_with_two_threads():
     rows = torch.randn(64, 256, generator=torch.Generator().manual_seed(1), requires_grad=True)
-    places = torch.arange(1024) % 48
+    indices = torch.arange(1024) % 48
     weights = torch.randn(1024, 256, generator=torch.Generator().manual_seed(2))
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        found = [torch.autograd.grad((index_select(rows, places) * weights).sum(), rows)[0] for _ in range(20)]
+        found = [torch.autograd.grad((index_select(rows, indices) * weights).sum(), rows)[0] for _ in range(20)]
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(gradient, found[0]) for gradient in found)
-    expected = torch.zeros(64, 256).index_add(0, places, weights)
+    expected = torch.zeros(64, 256).index_add(0, indices, weights)
     torch.testing.assert_close(found[0], expected)
 
 

@@ -63,10 +63,10 @@ def test_a_run_that_failed(run, capsys, tmp_path):
     assert lines[-1] == f"next       cd {tmp_path} && {command}"
 
 
-def lose(run: Path, *places: tuple[str, str]) -> None:
+def lose(run: Path, *roles_and_nodes: tuple[str, str]) -> None:
     """Record a lost process for each name and node."""
     before = INCIDENTS.open(str(run))
-    for name, node in places:
+    for name, node in roles_and_nodes:
         error = WorkerError(f"{name} died", cause="killed")
         set_failure_source(error, FailureSource(name, node))
         INCIDENTS.record(describe(error, 3, "restarted the ranks", 1.0))
@@ -84,8 +84,8 @@ def test_a_deadline_that_has_passed_is_left_out_of_the_next_command(run, capsys,
 
 def test_after_an_incident_its_metrics_stand_beside_those_before(run, capsys):
     lines = said(run, capsys)
-    place = lines.index("since      steps 3 to 4, beside the 2 before")
-    assert lines[place + 1] == "           time/step 1 on average, before 1 to 1"
+    index = lines.index("since      steps 3 to 4, beside the 2 before")
+    assert lines[index + 1] == "           time/step 1 on average, before 1 to 1"
 
 
 @pytest.mark.parametrize("address, drains", [("10.0.0.1:6379", True), ("processes", False), (None, False)])

@@ -308,18 +308,18 @@ def test_the_best_checkpoints_are_those_by_the_metric_of_now(tmp_path):
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_the_checkpoint_tool_changes_nothing_while_a_job_runs(tmp_path, capsys, elsewhere):
-    place = str(tmp_path / "elsewhere") if elsewhere else str(tmp_path / "run/checkpoints")
-    a_run(tmp_path / "run", ckpt_path=place)
-    changes = (["prune", place, "--keep", "1"], ["rollback", place, "--to", "1"])
-    with OpenRun(settings(tmp_path / "run", ckpt_path=place, resume_mode="latest")):
+    checkpoints = str(tmp_path / "elsewhere") if elsewhere else str(tmp_path / "run/checkpoints")
+    a_run(tmp_path / "run", ckpt_path=checkpoints)
+    changes = (["prune", checkpoints, "--keep", "1"], ["rollback", checkpoints, "--to", "1"])
+    with OpenRun(settings(tmp_path / "run", ckpt_path=checkpoints, resume_mode="latest")):
         for change in changes:
             assert checkpoint_tool(change) == 2
             assert "in use by process" in capsys.readouterr().err
-        assert checkpoint_tool(["prune", place, "--keep", "1", "--dry-run"]) == 0
-        assert checkpoint_tool(["ls", place]) == 0
+        assert checkpoint_tool(["prune", checkpoints, "--keep", "1", "--dry-run"]) == 0
+        assert checkpoint_tool(["ls", checkpoints]) == 0
         assert ".lock" not in capsys.readouterr().out
     assert [checkpoint_tool(change) for change in changes] == [0, 2]
-    assert sorted(os.listdir(place)) == ["global_step_2", "latest_ckpt_global_step.txt"]
+    assert sorted(os.listdir(checkpoints)) == ["global_step_2", "latest_ckpt_global_step.txt"]
 
 
 # ----------------------------------------------------------------------------------------------------------

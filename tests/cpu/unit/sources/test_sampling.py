@@ -53,8 +53,8 @@ def test_each_prompt_has_its_own_baseline_when_others_are_left_out(tmp_path, mod
     """Every second prompt teaches nothing, so that draws and episodes count differently."""
 
     def reply(prompt: str, number: int, sampling: Sampling) -> str:
-        place = int(prompt[1:])
-        return "a" * (1 + place % 7 if sampling.temperature == 0.0 else 1 + number * (place % 2))
+        index = int(prompt[1:])
+        return "a" * (1 + index % 7 if sampling.temperature == 0.0 else 1 + number * (index % 2))
 
     with source_of(tmp_path, model, reply, needs_baselines=True) as source:
         source.cfg.trainer.train_batch_size = 4
@@ -70,8 +70,8 @@ def test_prompts_completions_and_rewards_belong_together_when_others_are_left_ou
     """In the recorded rollouts, and in the rewards that the curriculum gets of all prompts that the step has used."""
 
     def reply(prompt: str, number: int, sampling: Sampling) -> str:
-        place = int(prompt[1:])
-        return "abcdefghijkl"[place] * (1 + number * (place % 2))
+        index = int(prompt[1:])
+        return "abcdefghijkl"[index] * (1 + number * (index % 2))
 
     with source_of(tmp_path, model, reply) as source:
         cfg = source.cfg

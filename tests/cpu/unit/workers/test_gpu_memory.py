@@ -1,4 +1,4 @@
-"""What is said before an engine or a rank wakes up on a GPU that they share, and has too little room."""
+"""Messages before an engine or a rank wakes up on a shared GPU with too little free memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.workers.gpu_memory import GpuMemory, engine_problem, rank_problem
 from trainer.workers.rank import Rank
 
 GB = 10**9
-ROOM = GpuMemory(free=50 * GB, total=80 * GB)
+FREE = GpuMemory(free=50 * GB, total=80 * GB)
 TOO_LITTLE = (
     "rollout.colocate=true: an engine needs 46.0 GB of a GPU to wake up, but of 80.0 GB only 50.0 GB are free beside "
     "the rank, of which the optimizer will take 8.0 GB; "
@@ -41,7 +41,7 @@ def settings(offload: str, share: float = 0.85) -> Config:
     ],
 )
 def test_an_engine_needs_room_beside_a_rank_that_has_its_optimizer(cfg, growth, problem):
-    assert engine_problem(46 * GB, growth, ROOM, cfg) == problem
+    assert engine_problem(46 * GB, growth, FREE, cfg) == problem
 
 
 def test_a_rank_needs_room_for_what_was_offloaded():

@@ -11,35 +11,35 @@ from trainer.workers.offload import OffloadBuffer
 
 
 def test_parked_tensors_lose_their_memory_and_get_their_values_back():
-    tensor, place = torch.arange(6.0), OffloadBuffer(HostMemory(None))
+    tensor, buffer = torch.arange(6.0), OffloadBuffer(HostMemory(None))
     view = tensor[2:]
     for _ in range(2):
-        place.park([tensor, view])
-        place.park([tensor])
-        assert tensor.untyped_storage().nbytes() == 0 and place.parked_bytes() == 24
-        place.restore()
-        place.restore()
+        buffer.park([tensor, view])
+        buffer.park([tensor])
+        assert tensor.untyped_storage().nbytes() == 0 and buffer.parked_bytes() == 24
+        buffer.restore()
+        buffer.restore()
         assert torch.equal(tensor, torch.arange(6.0)) and view.data_ptr() == tensor[2:].data_ptr()
-        place.memory.forget()
+        buffer.memory.forget()
         tensor.add_(0)
 
 
 def test_weights_come_back_before_the_states_of_the_optimizer():
-    weight, state, place = torch.ones(3), torch.full((5,), 2.0), OffloadBuffer(HostMemory(None))
-    place.park([weight], [state])
+    weight, state, buffer = torch.ones(3), torch.full((5,), 2.0), OffloadBuffer(HostMemory(None))
+    buffer.park([weight], [state])
     for _ in range(2):  # what is still parked, and has not changed, is not copied again
-        assert place.parked_bytes(optimizer=False) == 12 and place.parked_bytes() == 32
-        place.restore(optimizer=False)
+        assert buffer.parked_bytes(optimizer=False) == 12 and buffer.parked_bytes() == 32
+        buffer.restore(optimizer=False)
         assert weight.tolist() == [1.0] * 3 and state.untyped_storage().nbytes() == 0
-        place.park([weight], [state])
-    place.restore()
+        buffer.park([weight], [state])
+    buffer.restore()
     assert state.tolist() == [2.0] * 5
-    place.memory.forget()
+    buffer.memory.forget()
     weight.fill_(4.0)
-    place.park([weight], [state])
-    place.restore()
+    buffer.park([weight], [state])
+    buffer.restore()
     assert weight.tolist() == [4.0] * 3
-    assert place.memory.size == 128  # one buffer, with two numbers of bytes rounded up to 64
+    assert buffer.memory.size == 128  # one buffer, with two numbers of bytes rounded up to 64
 
 
 def test_training_and_checkpoints_do_not_notice_that_states_were_away(model_path, tmp_path):
