@@ -13,17 +13,6 @@ from trainer.config import Config
 from trainer.metrics.tracker import first_step
 from trainer.run.directory import RunDirectory
 
-
-def settings(root: Path, **trainer: Any) -> Config:
-    """The default config of a run in `root`."""
-    cfg = Config()
-    t = cfg.trainer
-    t.run_dir, t.ckpt_path = str(root), str(root / "checkpoints")
-    for name, value in trainer.items():
-        setattr(t, name, value)
-    return cfg
-
-
 Settings = dict[str, Any]
 """Values of dotted keys."""
 
@@ -76,7 +65,7 @@ class OpenRun:
 
 def a_run(root: Path, steps: Sequence[int] = (1, 2), **trainer: Any) -> None:
     """A run that has trained and saved these steps."""
-    with OpenRun(settings(root, resume_mode="latest", **trainer)) as run:
+    with OpenRun(configured(root, resume_mode="latest", **trainer)) as run:
         for step in steps:
             run.state["step"] = step
             with open(root / "metrics.jsonl", "a") as file:

@@ -14,7 +14,7 @@ import pytest
 from huggingface_hub import constants
 
 from tests.support.odd_files import rewrite
-from tests.support.runs import OpenRun, settings
+from tests.support.runs import OpenRun, configured
 from trainer.checkpoint.components import config_part, json_part
 from trainer.checkpoint.start_weights import FILES_FILE, WEIGHTS_FILE, start_weights_part
 from trainer.config import Config, DataConfig, RoleSpec, TaskSpec, policy_role
@@ -39,7 +39,7 @@ def write_model(directory: Path, eps: float = 1e-6, template: str = "{{ messages
 def open_run(
     root: Path, path: str, lora: bool = False, template: str | None = None, **trainer: object
 ) -> Iterator[OpenRun]:
-    cfg = settings(root, **{"resume_mode": "latest", **trainer})
+    cfg = configured(root, **{"resume_mode": "latest", **trainer})
     cfg.model.path, cfg.model.chat_template = path, template
     cfg.trainer.policy.lora.rank = 4 if lora else None
     cfg.algorithm.kl_coef = 0.0

@@ -10,7 +10,7 @@ from tests.support.buckets import KEY
 from tests.support.disks import DISK, Process
 from tests.support.odd_files import config
 from tests.support.ranks import local_cluster
-from tests.support.runs import OpenRun, settings
+from tests.support.runs import OpenRun, configured
 from trainer.checkpoint.storage_access import check_access, give_access
 from trainer.errors import UserError
 from trainer.learner.train_workers import TrainWorkers
@@ -66,12 +66,12 @@ def test_a_machine_that_does_not_see_the_directory_is_named_at_the_start(ranks, 
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "driver")
     ranks.ask([1], Process(), "live_on", str(tmp_path / "rank"))
-    with OpenRun(settings(tmp_path / "run", ckpt_path=DISK), {"step": 0}) as run:
+    with OpenRun(configured(tmp_path / "run", ckpt_path=DISK), {"step": 0}) as run:
         with pytest.raises(UserError, match=f"{DISK}: ranks on elsewhere cannot write .*mount it on all of them"):
             run.directory.find_readable(ranks)
         ranks.ask([1], Process(), "live_on", str(tmp_path / "driver"))
         run.directory.find_readable(ranks)
         ranks.ask([1], Process(), "live_on", str(tmp_path / "rank"))
         run.directory.find_readable(ranks)  # it is checked once
-    with OpenRun(settings(tmp_path / "run", ckpt_path="of the driver", resume_mode="latest"), {"step": 0}) as run:
+    with OpenRun(configured(tmp_path / "run", ckpt_path="of the driver", resume_mode="latest"), {"step": 0}) as run:
         run.directory.find_readable(ranks)

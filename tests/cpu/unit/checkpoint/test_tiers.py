@@ -12,7 +12,7 @@ import pytest
 from tests.support.checkpoints import hidden, parts_of, save
 from tests.support.fault_proxy import CUT, ERROR, FULL, PASS
 from tests.support.namespaces import small_disk
-from tests.support.runs import OpenRun, settings
+from tests.support.runs import OpenRun, configured
 from tests.support.toy import toy_config, toy_run
 from trainer.checkpoint.manager import CheckpointManager, Retention
 from trainer.checkpoint.manifest import verify
@@ -145,7 +145,7 @@ def test_a_store_that_is_out_of_service_does_not_stop_saves(root, tmp_path, faul
     """Meanwhile another job takes the lock of the store over: nothing is uploaded any more, and saves end soon."""
     storage = open_storage(root)
     disk = {"ckpt_path": root, "ckpt_cache_dir": str(tmp_path / "disk"), "ckpt_upload_timeout_s": 0}
-    with OpenRun(settings(tmp_path / "run", **disk, lock_lease_s=1), {"step": 0}) as run:
+    with OpenRun(configured(tmp_path / "run", **disk, lock_lease_s=1), {"step": 0}) as run:
         run.save(1)
         wait_until_above(root, [1])
         faults.plan = lambda method, path: CUT
@@ -172,7 +172,7 @@ def test_a_store_that_is_out_of_service_does_not_stop_saves(root, tmp_path, faul
 
 def test_what_is_superfluous_above_waits_for_a_store_that_is_out_of_service(root, tmp_path, faults):
     disk = {"ckpt_path": root, "ckpt_cache_dir": str(tmp_path / "disk"), "ckpt_upload_timeout_s": 0}
-    with OpenRun(settings(tmp_path / "run", **disk, max_ckpts_to_keep=2), {"step": 0}) as run:
+    with OpenRun(configured(tmp_path / "run", **disk, max_ckpts_to_keep=2), {"step": 0}) as run:
         checkpoints = run.directory.checkpoints
         for step in (1, 2):
             run.save(step)

@@ -8,7 +8,7 @@ import os
 import numpy as np
 import pytest
 
-from tests.support.runs import OpenRun, settings
+from tests.support.runs import OpenRun, configured
 from trainer.config import TinyConfig
 from trainer.data.rollout_io import read_rollouts, write_conversations, write_rollouts
 from trainer.episodes import Episode, Sample
@@ -18,7 +18,7 @@ from trainer.models.tokenizer import load_tokenizer
 
 
 def test_a_job_that_lost_its_run_directory_publishes_no_rollouts(tmp_path):
-    with OpenRun(settings(tmp_path)) as run:
+    with OpenRun(configured(tmp_path)) as run:
         write_rollouts(str(tmp_path), 1, [], run.directory.check)
         (tmp_path / ".lock").unlink()
         with pytest.raises(UserError, match="lost the run directory"):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.runs import settings as run_settings
+from tests.support.runs import configured
 from trainer.api.results import describe_result
 from trainer.config import TASKS
 from trainer.metrics.best import best_of as best_of_run
@@ -94,7 +94,7 @@ def test_checkpoints_of_a_run_without_success_are_compared_by_the_mean_reward():
 
 
 def test_checkpoints_of_a_supervised_run_are_kept_by_the_held_out_loss(tmp_path):
-    configs = [run_settings(tmp_path, keep_best=1, max_ckpts_to_keep=1, task=task) for task in ("rl", "sft")]
+    configs = [configured(tmp_path, keep_best=1, max_ckpts_to_keep=1, task=task) for task in ("rl", "sft")]
     rules = [RunDirectory(cfg).checkpoints.retention for cfg in configs]
     assert [(one.best_metric, one.instead, one.best_mode) for one in rules] == [
         ("val/accuracy", "val/reward/mean", "max"),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.runs import OpenRun, settings
+from tests.support.runs import OpenRun, configured
 from trainer.checkpoint.lock import NAME as LOCK_NAME
 from trainer.errors import FailureSource, UserError, WorkerError, set_failure_source
 from trainer.process.failure_log import INCIDENTS, describe
@@ -40,7 +40,7 @@ def run(tmp_path, monkeypatch) -> Path:
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     directory = tmp_path / "run"
-    cfg = settings(directory, total_steps=9)
+    cfg = configured(directory, total_steps=9)
     with OpenRun(cfg, {"step": 2}) as held:
         record_start(str(directory), cfg)
         held.save(2)
@@ -93,7 +93,7 @@ def test_nodes_with_several_incidents_are_named_and_drained_by_the_next_command(
     lose(run, ("rank 1", "10.0.0.7"), ("engine 0", "10.0.0.8"), ("rank 0", "10.0.0.8"), ("critic rank 1", "10.0.0.7"))
     assert "bad nodes" not in "\n".join(said(run, capsys)), "a node takes a rank and an engine with it"
     lose(run, ("rank 3", "10.0.0.7"), ("engine 1", "10.0.0.9"), ("engine 2", "10.0.0.9"))
-    cfg = settings(run, total_steps=9, ray_address=address, excluded_nodes=["10.0.0.2"])
+    cfg = configured(run, total_steps=9, ray_address=address, excluded_nodes=["10.0.0.2"])
     record_start(str(run), cfg)
     lines = said(run, capsys)
     assert lines[-2] == "bad nodes  10.0.0.7 (2 incidents), 10.0.0.9 (2 incidents)"
@@ -119,7 +119,7 @@ def test_the_place_of_the_report_is_not_how_a_run_ended(run, capsys):
 
 def test_a_later_start_that_was_refused_is_not_how_a_run_ended(run, tmp_path, capsys):
     (run / "metrics.jsonl").touch()
-    with pytest.raises(UserError) as refused, OpenRun(settings(run)):
+    with pytest.raises(UserError) as refused, OpenRun(configured(run)):
         pass
     with (run / "log.txt").open("a") as file:
         file.write("2026-11-22 04:00:00 stopped after step 9\n2026-11-22 04:00:01 importing torch …\n")
@@ -136,7 +136,7 @@ def test_a_damaged_checkpoint_is_not_good(run, capsys):
 def test_what_is_not_uploaded_is_good_where_it_can_be_read(run, capsys, tmp_path):
     """The last start had a local directory, in which step 4 is. Then that is lost, as with its machine."""
     local = tmp_path / "local"
-    with OpenRun(settings(tmp_path / "other", ckpt_path=str(local)), {"step": 4}) as other:
+    with OpenRun(configured(tmp_path / "other", ckpt_path=str(local)), {"step": 4}) as other:
         other.save(4)
     starts = run / "starts.jsonl"
     start = json.loads(starts.read_text())
@@ -155,7 +155,7 @@ def test_what_is_not_uploaded_is_good_where_it_can_be_read(run, capsys, tmp_path
 
 def test_a_run_whose_driver_was_killed_and_a_run_that_runs(run, capsys):
     sleeper = subprocess.Popen(["sleep", "60"])
-    with OpenRun(settings(run, total_steps=9, resume_mode="latest")):
+    with OpenRun(configured(run, total_steps=9, resume_mode="latest")):
         owner = json.loads((run / LOCK_NAME).read_text())
         lines = said(run, capsys)
         assert lines[1].startswith(f"now        it is running: process {os.getpid()} on ")
@@ -171,14 +171,14 @@ def test_a_run_whose_driver_was_killed_and_a_run_that_runs(run, capsys):
     with open(run / "log.txt", "a") as file:
         file.write(f"2026-11-23 01:02:03 stopped by a third signal: {killed(sleeper.pid)}\n")
     assert said(run, capsys)[1] == f"ended      stopped by a third signal: {killed(sleeper.pid)}"
-    with OpenRun(settings(run, total_steps=9, resume_mode="latest")):
+    with OpenRun(configured(run, total_steps=9, resume_mode="latest")):
         pass
     last = said(run, capsys)[4]
     assert "driver" in last and "killed process (infrastructure); started again with the same command" in last
 
 
 def test_a_run_that_is_finished(run, capsys):
-    with OpenRun(settings(run, total_steps=9, resume_mode="latest"), {"step": 9}) as held:
+    with OpenRun(configured(run, total_steps=9, resume_mode="latest"), {"step": 9}) as held:
         held.save(9)
     assert said(run, capsys)[-1] == "next       nothing: the last step is saved"
 
@@ -189,7 +189,7 @@ def flip_a_byte(path: Path) -> None:
 
 
 def test_a_flipped_byte_in_the_last_checkpoint_is_found_and_the_restart_is_foretold(run, capsys):
-    with OpenRun(settings(run, total_steps=9, resume_mode="latest"), {"step": 9}) as held:
+    with OpenRun(configured(run, total_steps=9, resume_mode="latest"), {"step": 9}) as held:
         held.save(9)
     flip_a_byte(run / "checkpoints/global_step_9/trainer_state.json")
     lines = said(run, capsys)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.jobs import run_job
-from tests.support.runs import OpenRun, a_run, configured, save_steps, settings
+from tests.support.runs import OpenRun, a_run, configured, save_steps
 from trainer.checkpoint.__main__ import main as checkpoint_tool
 from trainer.checkpoint.components import config_part, json_part
 from trainer.checkpoint.start_weights import start_weights_part
@@ -26,20 +26,20 @@ def test_a_directory_with_a_run_is_not_overwritten(tmp_path):
     a_run(tmp_path)
     for mode in (None, "none"):
         with pytest.raises(UserError, match="already holds a run.*resume_mode=latest.*trainer.run_name"):
-            RunDirectory(settings(tmp_path, resume_mode=mode)).open()
-    with OpenRun(settings(tmp_path, resume_mode="latest")) as run:
+            RunDirectory(configured(tmp_path, resume_mode=mode)).open()
+    with OpenRun(configured(tmp_path, resume_mode="latest")) as run:
         assert run.resume.checkpoint.step == 2 and not run.resume.restore.fork
 
 
 def test_latest_starts_a_new_run_or_refuses_if_no_checkpoint_is_valid(tmp_path):
-    with OpenRun(settings(tmp_path / "new", resume_mode="latest")) as run:
+    with OpenRun(configured(tmp_path / "new", resume_mode="latest")) as run:
         assert run.resume is None
     a_run(tmp_path)
     for step in (1, 2):
         (tmp_path / f"checkpoints/global_step_{step}/manifest.json").unlink()
     with pytest.raises(UserError, match="no checkpoint in .* is valid"):
-        RunDirectory(settings(tmp_path, resume_mode="latest")).open()
-    with OpenRun(settings(tmp_path / "new", resume_mode="latest")):
+        RunDirectory(configured(tmp_path, resume_mode="latest")).open()
+    with OpenRun(configured(tmp_path / "new", resume_mode="latest")):
         pass  # the refusal gave the lock back
 
 
@@ -47,7 +47,7 @@ def test_latest_starts_a_new_run_or_refuses_if_no_checkpoint_is_valid(tmp_path):
 def test_only_a_run_that_a_user_starts_says_that_there_is_no_checkpoint(tmp_path, caplog, wait, messages):
     """The warm start of the built-in model opens its directory with `wait`. No user has asked it to continue a run."""
     caplog.set_level("INFO")
-    with RunDirectory(settings(tmp_path, resume_mode="latest")).open(wait):
+    with RunDirectory(configured(tmp_path, resume_mode="latest")).open(wait):
         assert sum("holds no checkpoint" in record.message for record in caplog.records) == messages
 
 
@@ -55,20 +55,20 @@ def test_from_path_never_uses_another_checkpoint_and_refuses_an_older_one_of_its
     a_run(tmp_path / "parent")
     newest = tmp_path / "parent/checkpoints/global_step_2"
     with pytest.raises(UserError, match="must be a global_step_N directory"):
-        RunDirectory(settings(tmp_path / "x", resume_mode="from_path", resume_path=str(tmp_path))).open()
-    own = settings(tmp_path / "parent", resume_mode="from_path", resume_path=str(newest.parent / "global_step_1"))
+        RunDirectory(configured(tmp_path / "x", resume_mode="from_path", resume_path=str(tmp_path))).open()
+    own = configured(tmp_path / "parent", resume_mode="from_path", resume_path=str(newest.parent / "global_step_1"))
     with pytest.raises(UserError, match="newer checkpoint, global_step_2.*rollback"):
         RunDirectory(own).open()
     (newest / "data.json").write_text("{}")
     with pytest.raises(UserError, match="data.json"):
-        RunDirectory(settings(tmp_path / "x", resume_mode="from_path", resume_path=str(newest))).open()
+        RunDirectory(configured(tmp_path / "x", resume_mode="from_path", resume_path=str(newest))).open()
 
 
 def test_a_fork_has_one_parent_and_resumes_from_its_own_checkpoints(tmp_path):
     a_run(tmp_path / "parent")
     a_run(tmp_path / "other")
     parent = str(tmp_path / "parent/checkpoints/global_step_2")
-    cfg = settings(tmp_path / "fork", resume_mode="from_path", resume_path=parent)
+    cfg = configured(tmp_path / "fork", resume_mode="from_path", resume_path=parent)
     state: dict = {}
     with OpenRun(cfg, state) as run:
         run.load()
@@ -80,7 +80,7 @@ def test_a_fork_has_one_parent_and_resumes_from_its_own_checkpoints(tmp_path):
     cfg.trainer.resume_path = str(tmp_path / "other/checkpoints/global_step_2")
     with pytest.raises(UserError, match="holds a fork of .*parent"):
         RunDirectory(cfg).open()
-    into_a_run = settings(tmp_path / "other", resume_mode="from_path", resume_path=parent)
+    into_a_run = configured(tmp_path / "other", resume_mode="from_path", resume_path=parent)
     with pytest.raises(UserError, match="holds a run that is no fork"):
         RunDirectory(into_a_run).open()
 
@@ -88,7 +88,7 @@ def test_a_fork_has_one_parent_and_resumes_from_its_own_checkpoints(tmp_path):
 def test_a_fork_can_restore_the_weights_alone(tmp_path):
     a_run(tmp_path / "parent")
     parent = str(tmp_path / "parent/checkpoints/global_step_2")
-    cfg = settings(tmp_path / "fork", resume_mode="from_path", resume_path=parent, load_components=["weights"])
+    cfg = configured(tmp_path / "fork", resume_mode="from_path", resume_path=parent, load_components=["weights"])
     with OpenRun(cfg, {"step": 0}) as run:
         run.load()
         assert run.state == {"step": 0} and run.resume.restore.kinds == {"weights"}
@@ -96,7 +96,7 @@ def test_a_fork_can_restore_the_weights_alone(tmp_path):
 
 def test_a_fork_that_was_refused_leaves_the_directory_free(tmp_path):
     a_run(tmp_path / "parent")
-    cfg = settings(tmp_path / "fork", resume_mode="from_path", seed=2)
+    cfg = configured(tmp_path / "fork", resume_mode="from_path", seed=2)
     for step, seed in ((1, 2), (2, 1)):
         cfg.trainer.resume_path, cfg.trainer.seed = str(tmp_path / f"parent/checkpoints/global_step_{step}"), seed
         if seed == 2:
@@ -110,12 +110,12 @@ def test_a_fork_that_was_refused_leaves_the_directory_free(tmp_path):
 def test_a_fork_without_a_checkpoint_does_not_start_from_scratch(tmp_path):
     a_run(tmp_path / "parent")
     parent = str(tmp_path / "parent/checkpoints/global_step_2")
-    cfg = settings(tmp_path / "fork", resume_mode="from_path", resume_path=parent)
+    cfg = configured(tmp_path / "fork", resume_mode="from_path", resume_path=parent)
     for _ in range(2):
         with OpenRun(cfg) as run:
             assert run.resume.restore.fork
     with pytest.raises(UserError, match=f"no checkpoint yet; .*resume_mode=from_path trainer.resume_path={parent}"):
-        RunDirectory(settings(tmp_path / "fork", resume_mode="latest")).open()
+        RunDirectory(configured(tmp_path / "fork", resume_mode="latest")).open()
 
 
 def test_what_parts_of_a_checkpoint_refuse_is_listed_together(tmp_path):
@@ -128,7 +128,7 @@ def test_what_parts_of_a_checkpoint_refuse_is_listed_together(tmp_path):
 
         return load
 
-    with OpenRun(settings(tmp_path, resume_mode="latest")) as run:
+    with OpenRun(configured(tmp_path, resume_mode="latest")) as run:
         _, state, data = run.parts
         run.parts[1:] = [
             replace(data, name="trainer_state", load=lambda *_: loaded.append("models"), is_large=True),
@@ -143,7 +143,7 @@ def test_what_parts_of_a_checkpoint_refuse_is_listed_together(tmp_path):
 
 @pytest.mark.parametrize("estimators", [("gae", "grpo"), ("grpo", "gae")])
 def test_policy_weights_restore_into_a_run_with_or_without_a_critic(tmp_path, estimators):
-    parent, fork = (settings(tmp_path / name) for name in ("parent", "fork"))
+    parent, fork = (configured(tmp_path / name) for name in ("parent", "fork"))
     for cfg, estimator in zip((parent, fork), estimators, strict=True):
         cfg.algorithm.advantage_estimator = estimator
         cfg.trainer.critic.lora.rank = 4 if estimator == "gae" else None
@@ -168,7 +168,7 @@ def test_a_resume_refuses_changed_start_weights(tmp_path, change):
     model = weights_file(tmp_path / "model", b"a" * 1000)
 
     def start(**trainer) -> OpenRun:
-        cfg = settings(tmp_path / "run", resume_mode="latest", **trainer)
+        cfg = configured(tmp_path / "run", resume_mode="latest", **trainer)
         cfg.model.path = None if change == "embedded" else model
         cfg.algorithm.kl_coef = 0.1 if change in ("reference", "embedded") else 0.0
         cfg.trainer.policy.lora.rank = 4 if change == "lora" else None
@@ -198,7 +198,7 @@ def test_a_checkpoint_without_start_weights_is_accepted_with_a_log_line(tmp_path
     caplog.set_level("INFO")
     a_run(tmp_path)
     state: dict = {}
-    cfg = settings(tmp_path, resume_mode="latest")
+    cfg = configured(tmp_path, resume_mode="latest")
     with OpenRun(cfg, state) as run:
         run.parts.append(json_part("models", dict, lambda _: None))
         run.parts.append(start_weights_part(cfg, weights_file(tmp_path / "model", b"a")))
@@ -229,7 +229,7 @@ def test_latest_does_not_start_over_when_committed_checkpoints_are_missing(tmp_p
     lose(tmp_path / "checkpoints", how)
     for mode in ("latest", "none"):
         with pytest.raises(UserError, match="global_step_2 in .*; mount or restore it|already holds a run"):
-            RunDirectory(settings(tmp_path, resume_mode=mode)).open()
+            RunDirectory(configured(tmp_path, resume_mode=mode)).open()
     assert (tmp_path / "metrics.jsonl").read_bytes() == logged
     assert (tmp_path / "checkpoints").is_dir() == (how == "empty"), "it is not made on the wrong disk"
     if how == "empty":
@@ -237,7 +237,7 @@ def test_latest_does_not_start_over_when_committed_checkpoints_are_missing(tmp_p
     else:
         (tmp_path / "checkpoints").unlink(missing_ok=True)
     shutil.move(tmp_path / "elsewhere", tmp_path / "checkpoints")
-    with OpenRun(settings(tmp_path, resume_mode="latest")) as run:
+    with OpenRun(configured(tmp_path, resume_mode="latest")) as run:
         assert run.resume.checkpoint.step == 2
 
 
@@ -248,9 +248,9 @@ def test_a_damaged_record_still_proves_a_commit(tmp_path, caplog):
     for content in ("", "[]", "{}", '{"step": "2", "ckpt_path": 3}', '{"a":' * 100_000):
         (tmp_path / "committed.json").write_text(content)
         with pytest.raises(UserError, match="has committed a checkpoint; mount or restore it"):
-            RunDirectory(settings(tmp_path, resume_mode="latest")).open()
+            RunDirectory(configured(tmp_path, resume_mode="latest")).open()
     (tmp_path / "committed.json").unlink()  # as the message says: the user wants to start over
-    with OpenRun(settings(tmp_path, resume_mode="latest")) as run:
+    with OpenRun(configured(tmp_path, resume_mode="latest")) as run:
         assert run.resume is None and "metrics.cut.jsonl" in caplog.messages[-1]
 
 
@@ -259,18 +259,18 @@ def test_a_commit_that_was_not_recorded_is_recorded_at_the_next_start(tmp_path, 
     """The process died between the two, or its version kept no record."""
     a_run(tmp_path)
     (tmp_path / "committed.json").unlink()
-    cfg = settings(tmp_path, resume_mode=resume_mode)
+    cfg = configured(tmp_path, resume_mode=resume_mode)
     cfg.trainer.resume_path = str(tmp_path / "checkpoints/global_step_2") if resume_mode == "from_path" else None
     with OpenRun(cfg) as run:
         assert run.resume.checkpoint.step == 2
     lose(tmp_path / "checkpoints", "gone")
     with pytest.raises(UserError, match="global_step_2 in .*/checkpoints; mount or restore it"):
-        RunDirectory(settings(tmp_path, resume_mode="latest")).open()
+        RunDirectory(configured(tmp_path, resume_mode="latest")).open()
 
 
 def test_a_fork_does_not_start_over_when_its_checkpoints_are_missing(tmp_path):
     a_run(tmp_path / "parent")
-    cfg = settings(tmp_path / "fork", resume_mode="from_path")
+    cfg = configured(tmp_path / "fork", resume_mode="from_path")
     cfg.trainer.resume_path = str(tmp_path / "parent/checkpoints/global_step_2")
     with OpenRun(cfg, {"step": 3}) as run:
         assert run.resume.restore.fork
@@ -311,7 +311,7 @@ def test_the_checkpoint_tool_changes_nothing_while_a_job_runs(tmp_path, capsys, 
     checkpoints = str(tmp_path / "elsewhere") if elsewhere else str(tmp_path / "run/checkpoints")
     a_run(tmp_path / "run", ckpt_path=checkpoints)
     changes = (["prune", checkpoints, "--keep", "1"], ["rollback", checkpoints, "--to", "1"])
-    with OpenRun(settings(tmp_path / "run", ckpt_path=checkpoints, resume_mode="latest")):
+    with OpenRun(configured(tmp_path / "run", ckpt_path=checkpoints, resume_mode="latest")):
         for change in changes:
             assert checkpoint_tool(change) == 2
             assert "in use by process" in capsys.readouterr().err
@@ -347,14 +347,14 @@ def test_missing_or_repeated_metric_lines_are_refused(tmp_path, lines, problem, 
         file.write_text("".join(json.dumps({"step": begin + step, "reward/mean": 0.5}) + "\n" for step in steps))
 
     step = begin + 3
-    with OpenRun(settings(tmp_path), {"step": step}) as run:
+    with OpenRun(configured(tmp_path), {"step": step}) as run:
         write([0, 1, 2, 3])
         run.save(step)
     if lines is None:
         file.unlink()
     else:
         write(lines)
-    cfg = settings(tmp_path, resume_mode="latest")
+    cfg = configured(tmp_path, resume_mode="latest")
     if problem is None:
         with OpenRun(cfg) as run:
             assert run.resume.checkpoint.step == step
@@ -372,14 +372,14 @@ def test_lines_that_cannot_be_checked_are_named(tmp_path, caplog):
     def write(steps) -> None:
         file.write_text("".join(json.dumps({"step": step, "reward/mean": 0.5}) + "\n" for step in steps))
 
-    with OpenRun(settings(tmp_path), {"step": 2}) as run:
+    with OpenRun(configured(tmp_path), {"step": 2}) as run:
         run.save(2)  # there are no lines
         write([1, 2, 3, 4])
         run.state["step"] = 4
         run.save(4)
     file.unlink()
     (tmp_path / "checkpoints/global_step_4/trainer_state.json").write_bytes(b"{}")
-    cfg = settings(tmp_path, resume_mode="latest")
+    cfg = configured(tmp_path, resume_mode="latest")
     with OpenRun(cfg) as run:
         assert run.resume.checkpoint.step == 2
     assert any("has no line up to step 2" in text for text in caplog.messages)

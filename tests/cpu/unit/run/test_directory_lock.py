@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.runs import OpenRun, settings
+from tests.support.runs import OpenRun, configured
 from trainer.checkpoint.components import json_part
 from trainer.checkpoint.lock import RunLock
 from trainer.errors import UserError
@@ -22,35 +22,35 @@ def test_an_unusable_checkpoint_directory_is_refused_before_anything_starts(tmp_
     elif how == "a dangling link":
         path.symlink_to(tmp_path / "not mounted")
     with pytest.raises(UserError, match="trainer.ckpt_path=.*cannot be written there .*choose another"):
-        RunDirectory(settings(tmp_path / "run", ckpt_path=str(path))).open()
+        RunDirectory(configured(tmp_path / "run", ckpt_path=str(path))).open()
     assert os.listdir(tmp_path / "run") == [], "the refusal gave the lock back"
 
 
 def test_testing_the_checkpoint_directory_leaves_no_files(tmp_path, caplog):
     caplog.set_level("INFO")
     left = tmp_path / "checkpoints/.probe-of-a-killed-job"
-    with OpenRun(settings(tmp_path)):
+    with OpenRun(configured(tmp_path)):
         left.mkdir()
-    with OpenRun(settings(tmp_path)):
+    with OpenRun(configured(tmp_path)):
         assert caplog.messages == [f"removed {left}, an interrupted test"]
     assert os.listdir(tmp_path / "checkpoints") == []
 
 
 def test_two_runs_cannot_save_to_one_directory(tmp_path):
     shared = str(tmp_path / "shared")
-    with OpenRun(settings(tmp_path / "a", ckpt_path=shared)):
+    with OpenRun(configured(tmp_path / "a", ckpt_path=shared)):
         (tmp_path / "link").symlink_to(shared)
         for place in (shared, str(tmp_path / "link")):
             with pytest.raises(UserError, match="in use by process .*choose another trainer.ckpt_path"):
-                RunDirectory(settings(tmp_path / "b", ckpt_path=place)).open()
-    with OpenRun(settings(tmp_path / "b", ckpt_path=shared)):
+                RunDirectory(configured(tmp_path / "b", ckpt_path=place)).open()
+    with OpenRun(configured(tmp_path / "b", ckpt_path=shared)):
         pass
-    with OpenRun(settings(tmp_path / "c", ckpt_path=str(tmp_path / "c"))):
+    with OpenRun(configured(tmp_path / "c", ckpt_path=str(tmp_path / "c"))):
         pass  # one directory for both
 
 
 def test_a_job_that_lost_its_checkpoint_directory_writes_no_files_there(tmp_path):
-    with OpenRun(settings(tmp_path / "a", ckpt_path=str(tmp_path / "shared")), {"step": 1}) as run:
+    with OpenRun(configured(tmp_path / "a", ckpt_path=str(tmp_path / "shared")), {"step": 1}) as run:
         (tmp_path / "shared/.lock").unlink()
         with RunLock(str(tmp_path / "shared"), 60) as other:
             other.acquire()

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.jobs import metrics
 from tests.support.odd_files import ODD_JSON, resume
-from tests.support.runs import OpenRun, a_run, settings
+from tests.support.runs import OpenRun, a_run, configured
 from trainer.metrics.tracker import PARENT_FILE, read_metrics
 
 
@@ -27,7 +27,7 @@ def test_a_lineage_that_is_none_is_refused(run_dir, content):
 def fork(parent: Path, run_dir: Path, step: int, **trainer) -> list[int]:
     """Fork `parent`; return the steps of the parent that the fork's report can show."""
     path = str(parent / f"checkpoints/global_step_{step}")
-    with OpenRun(settings(run_dir, resume_mode="from_path", resume_path=path, **trainer)) as run:
+    with OpenRun(configured(run_dir, resume_mode="from_path", resume_path=path, **trainer)) as run:
         run.load()
         if not trainer:
             a_step(run, run_dir, step + 1)

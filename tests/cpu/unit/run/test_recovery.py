@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.runs import settings
+from tests.support.runs import configured
 from trainer.errors import FailureSource, NonFiniteError, NonRetryableError, WorkerError, set_failure_source
 from trainer.metrics.health import Divergence
 from trainer.process.failure_log import INCIDENTS, read_incidents
@@ -19,7 +19,7 @@ def start(tmp_path):
     stop = StopRequest(None)
 
     def recovery(**trainer) -> tuple[Recovery, StopRequest]:
-        return Recovery(settings(tmp_path, **trainer).trainer, stop, "trainer.policy.optimizer"), stop
+        return Recovery(configured(tmp_path, **trainer).trainer, stop, "trainer.policy.optimizer"), stop
 
     yield recovery
     INCIDENTS.close(before)

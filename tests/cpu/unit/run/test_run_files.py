@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from tests.support.runs import OpenRun, settings
+from tests.support.runs import OpenRun, configured
 from trainer.checkpoint import manifest
 from trainer.checkpoint.manifest import CorruptCheckpointError
 from trainer.run.run_files import RunFiles
@@ -15,7 +15,7 @@ from trainer.run.run_files import RunFiles
 @pytest.fixture
 def run(tmp_path):
     """An open run whose checkpoints carry its files."""
-    with OpenRun(settings(tmp_path / "run"), {"step": 1}) as run:
+    with OpenRun(configured(tmp_path / "run"), {"step": 1}) as run:
         run.parts.append(run.directory.run_files.part())
         yield run
 
