@@ -8,9 +8,9 @@ from trainer.environments import StepResult
 
 
 class Hint:
-    """After a wrong answer, the policy is told how many letters at its start are right.
+    """After a wrong answer, the policy learns how many letters at its start are right.
 
-    The reward is 1 for the right answer at once, 0.9 and 0.8 for it later, else half the similarity of the last answer.
+    The reward is 1 if the first answer is right, 0.9 and 0.8 for a later one, else half the similarity of the last one.
     """
 
     def __init__(self, tries: int = 3):

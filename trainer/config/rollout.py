@@ -42,7 +42,7 @@ class RolloutConfig(Section):
     dtype: str = choice("auto", ("auto", "bfloat16", "float32"), resume="rollouts")
     """Precision of the engine: `auto` (bfloat16 on CUDA, float32 on CPU), `bfloat16` or `float32`."""
     max_num_seqs: int = number(256, at_least=1, resume="rounding")
-    """Largest number of sequences that an engine runs at once."""
+    """Largest number of sequences that an engine runs at the same time."""
     kv_cache_mb: int = number(128, at_least=1, resume="rounding")
     """KV cache of a vLLM engine on CPU, in MiB."""
     gpu_memory_utilization: float = number(0.85, above=0, at_most=1, resume="rounding")
