@@ -16,7 +16,7 @@ from trainer.checkpoint.components import read_config
 from trainer.checkpoint.inspection import find_store
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import Checkpoint
-from trainer.checkpoint.store import is_there
+from trainer.checkpoint.storage import open_storage
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> SavedCheckpoint:
         UserError: there is no checkpoint, or it is damaged.
     """
     path = os.fspath(path)
-    if not is_there(path):
+    if not open_storage(path).exists():
         raise UserError(f"{path}: no such checkpoint")
     checkpoint = manifests.verify(path, "hash") if step_in(path.rstrip("/")) is not None else _newest(path)
     return SavedCheckpoint(checkpoint.path, checkpoint.step, checkpoint)

@@ -22,7 +22,8 @@ from trainer.checkpoint.exports import export_directory, is_exported
 from trainer.checkpoint.inspection import CHECKED, axes_of, check_step, describe, describe_all, find_store, list_steps
 from trainer.checkpoint.manager import CheckpointManager, Retention
 from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, UnreadableError
-from trainer.checkpoint.store import BOOKKEEPING, CheckpointStore, is_there, open_store
+from trainer.checkpoint.storage import open_storage
+from trainer.checkpoint.store import BOOKKEEPING, CheckpointStore, open_store
 from trainer.config import TrainerConfig
 from trainer.errors import UserError
 from trainer.files.documents import flatten
@@ -39,7 +40,7 @@ def _run(args: argparse.Namespace) -> int:
     for path in (getattr(args, name, None) for name in ("root", "path", "checkpoint", "a", "b", "out")):
         if path is not None and is_url(path) and (problem := problem_of(path)) is not None:
             raise UserError(f"{path}: {problem}")
-        if path is not None and path != getattr(args, "out", None) and not is_there(path):
+        if path is not None and path != getattr(args, "out", None) and not open_storage(path).exists():
             what = "is a file" if os.path.exists(path) else "no such directory"
             raise UserError(f"{path}: {what}; name a run, or a directory or URL with global_step_N in it")
     result, lines, status = _COMMANDS[args.command](args)

@@ -81,25 +81,11 @@ class CheckpointFiles:
             while chunk := file.read(_CHUNK_BYTES):
                 stream.write(chunk)
 
-    def sizes(self) -> dict[str, int]:
-        """Return the size of every file in bytes, by path. An object store may answer with an older state."""
-        return self.storage.list()
-
-    def size(self, path: str) -> int:
-        """Return the size of a file in bytes.
-
-        Raises:
-            FileNotFoundError: there is no regular file.
-        """
-        return self.written[path].bytes if path in self.written else self.storage.size(path)
-
     def digest(self, path: str) -> str:
         """Return the xxh3-128 of a file's content."""
-        if path in self.written:
-            return self.written[path].hash
         if self.storage.disk is not None:
             return digest_file(self.storage.disk.path(path))
-        digest, size = xxhash.xxh3_128(), self.size(path)
+        digest, size = xxhash.xxh3_128(), self.storage.size(path)
         for start in range(0, size, _READ_BYTES):
             digest.update(self.storage.get_range(path, start, min(start + _READ_BYTES, size)))
         return digest.hexdigest()

@@ -11,10 +11,11 @@ from typing import Any
 
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint import record
-from trainer.checkpoint.checkpoint_files import files_at, step_in
+from trainer.checkpoint.checkpoint_files import step_in
 from trainer.checkpoint.components import read_config
 from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, UnreadableError
-from trainer.checkpoint.store import CheckpointStore, is_there, open_store
+from trainer.checkpoint.storage import open_storage
+from trainer.checkpoint.store import CheckpointStore, open_store
 from trainer.config.renamed import METRICS
 from trainer.errors import UserError
 from trainer.files.uris import is_url
@@ -26,10 +27,9 @@ CHECKED = {"hash": "all bytes agree", "size": "sizes agree", "off": "not checked
 def find_store(path: str) -> CheckpointStore | None:
     """Return the store with the checkpoints of a run, or of a directory or URL; None: there are none."""
     for directory in (posixpath.join(path, "checkpoints"), path, None if is_url(path) else record.read(path)):
-        if directory is not None and is_there(directory):
-            store = open_store(directory)
-            if any("global_step_" in name for name in store.storage.names()):
-                return store
+        store = None if directory is None else open_store(directory)
+        if store is not None and any("global_step_" in name for name in store.storage.names()):
+            return store
     return None
 
 
@@ -39,7 +39,7 @@ def describe(path: str, level: str) -> dict[str, Any]:
     row |= {"axes": None, "score": None, "score_metric": None, "bytes": 0, "files": 0}
     row |= {"valid": True, "readable": True, "checked": level, "problem": None}
     try:
-        row["bytes"] = sum(files_at(path).sizes().values())
+        row["bytes"] = sum(open_storage(path).list().values())
         checkpoint = manifests.read(path)
         manifest = checkpoint.manifest
         row |= {name: manifest.get(name) for name in ("saved_at", "ranks", "axes", "score", "score_metric")}

@@ -68,7 +68,7 @@ class LocalTier:
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Return the sizes of the files of a staging area in bytes, by path."""
-        return self._files(folder).sizes()
+        return self._files(folder).storage.list()
 
     def note_problems(self, folder: str, problems: list[str]) -> None:
         """Keep sentences about copies that a staging area lacks, for `problems`."""

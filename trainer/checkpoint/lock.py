@@ -119,35 +119,29 @@ class RunLock:
             self._thread.start()
         return taken_from
 
-    def check(self) -> None:
+    def check(self, now: bool = False) -> None:
         """Check that this process still holds the lock.
+
+        Args:
+            now: look at the lock itself, whatever the last heartbeat has seen.
 
         Raises:
             UserError: another job has taken the lock (this process was suspended for longer than the lease), or the
                 directory is gone.
         """
-        if self._trusts_heartbeat:
-            self._raise_if_lost()
-        else:
-            self.check_now()
-
-    def check_now(self) -> None:
-        """Do what `check` does, whatever the last heartbeat has seen."""
-        try:
-            owner = self._fetch()[0]
-        except UserError:
-            raise  # an object store that does not answer: an `OSError`, too, and the save can be tried again
-        except OSError as error:
-            raise UserError(f"{self.path}: this job's lock cannot be read ({error.strerror})") from error
-        if owner is None:
-            raise UserError(
-                f"{self.directory}: this job lost the {self._name}: its lock file is gone (was the directory "
-                "removed or unmounted?); nothing more is written there"
-            )
-        self._lost_to = owner if owner.get("token") != self._token else None
-        self._raise_if_lost()
-
-    def _raise_if_lost(self) -> None:
+        if now or not self._trusts_heartbeat:
+            try:
+                owner = self._fetch()[0]
+            except UserError:
+                raise  # an object store that does not answer: an `OSError`, too, and the save can be tried again
+            except OSError as error:
+                raise UserError(f"{self.path}: this job's lock cannot be read ({error.strerror})") from error
+            if owner is None:
+                raise UserError(
+                    f"{self.directory}: this job lost the {self._name}: its lock file is gone (was the directory "
+                    "removed or unmounted?); nothing more is written there"
+                )
+            self._lost_to = owner if owner.get("token") != self._token else None
         if self._lost_to is not None:
             raise UserError(
                 f"{self.directory}: this job lost the {self._name} to {_describe(self._lost_to)}; nothing more is "

@@ -273,7 +273,7 @@ def check_digest(checkpoint: Checkpoint, entry: FileEntry) -> None:
 def _size_or_none(checkpoint: Checkpoint, entry: FileEntry) -> int | None:
     with reading(checkpoint.path, _path(checkpoint, entry)):
         try:
-            return checkpoint.files.size(entry.path)
+            return checkpoint.files.storage.size(entry.path)
         except FileNotFoundError:
             return None
 

@@ -85,7 +85,7 @@ class NodeDisks:
         """
         folder = os.path.basename(staging.path)
         entries = [FileEntry(**entry) for entry in manifest["files"]]
-        sizes = {self.own: staging.sizes(), **self._ask_all("sizes", folder)}
+        sizes = {self.own: staging.storage.list(), **self._ask_all("sizes", folder)}
         for entry in entries:
             if not any(held.get(entry.path) == entry.bytes for held in sizes.values()):
                 raise OSError(errno.ENOENT, f"{entry.path} is on the disk of no node", staging.path)

@@ -44,11 +44,6 @@ def open_store(root: str) -> CheckpointStore:
     return ObjectStore(storage)
 
 
-def is_there(path: str) -> bool:
-    """Return whether a directory exists; what is at a URL shows only when it is read."""
-    return open_storage(path).exists()
-
-
 class CheckpointStore:
     """The checkpoints of one run. Every method raises OSError if the storage fails."""
 

@@ -152,7 +152,7 @@ class UploadQueue:
         """Check that this process may write to the remote store."""
         self.fence()
         if self.lock is not None:
-            self.lock.check_now()
+            self.lock.check(now=True)
 
     def wake(self) -> None:
         """Look again for steps that can be uploaded."""

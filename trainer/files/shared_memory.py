@@ -19,6 +19,7 @@ from trainer.errors import UserError
 
 SHARED_MEMORY = "/dev/shm"
 _PREFIX = "trainer-weights-"
+_OTHERWISE = ", or choose rollout=vllm with rollout.weight_sync=broadcast"
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -101,10 +102,9 @@ def check_free_space(needed: int, reserved: int, base: str = SHARED_MEMORY) -> N
     if needed + for_ray > free:
         size_gib = -(-(needed + reserved) // 2**30)  # rounded up
         besides = f" in addition to {for_ray / 1e6:.1f} MB for Ray's objects" if for_ray else ""
-        raise UserError(
-            f"rollout.weight_sync=shared_memory: {base} has {free / 1e6:.1f} MB free, but the policy's weights need "
-            f"{needed / 1e6:.1f} MB{besides}; make it larger (in a container: docker run --shm-size="
-            f"{size_gib}g), or choose rollout=vllm with rollout.weight_sync=broadcast"
+        raise _refusal(
+            f"{base} has {free / 1e6:.1f} MB free, but the policy's weights need {needed / 1e6:.1f} MB{besides}; make "
+            f"it larger (in a container: docker run --shm-size={size_gib}g){_OTHERWISE}"
         )
 
 
@@ -126,34 +126,25 @@ def check_owner(path: str) -> None:
     try:
         info = os.lstat(path)
     except FileNotFoundError as error:
-        raise UserError(
-            f"rollout.weight_sync=shared_memory: an engine does not see {path}, to which the ranks wrote; share "
-            f"{SHARED_MEMORY} between the containers, or choose rollout=vllm with rollout.weight_sync=broadcast"
-        ) from error
+        text = f"an engine does not see {path}, to which the ranks wrote; share {SHARED_MEMORY} between the containers"
+        raise _refusal(text + _OTHERWISE) from error
     if not (stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid()):
-        raise UserError(
-            f"rollout.weight_sync=shared_memory: {path} is a link or belongs to another user; its weights are not used"
-        )
+        raise _refusal(f"{path} is a link or belongs to another user; its weights are not used")
+
+
+def _refusal(text: str) -> UserError:
+    return UserError(f"rollout.weight_sync=shared_memory: {text}")
 
 
 def _check_base(base: str) -> None:
     try:
         mode = os.stat(base).st_mode
     except FileNotFoundError as error:
-        raise UserError(
-            f"rollout.weight_sync=shared_memory: there is no {base}; mount a tmpfs there, or choose "
-            "rollout=vllm with rollout.weight_sync=broadcast"
-        ) from error
+        raise _refusal(f"there is no {base}; mount a tmpfs there{_OTHERWISE}") from error
     if not os.access(base, os.W_OK | os.X_OK):
-        raise UserError(
-            f"rollout.weight_sync=shared_memory: {base} is not writable; mount it writable, or choose "
-            "rollout=vllm with rollout.weight_sync=broadcast"
-        )
+        raise _refusal(f"{base} is not writable; mount it writable{_OTHERWISE}")
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        raise UserError(
-            f"rollout.weight_sync=shared_memory: other users can rename the files of this run in {base}; "
-            f"run `chmod +t {base}` there"
-        )
+        raise _refusal(f"other users can rename the files of this run in {base}; run `chmod +t {base}` there")
 
 
 def _lock_new(path: str) -> int | None:

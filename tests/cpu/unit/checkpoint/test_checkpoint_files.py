@@ -25,8 +25,8 @@ def test_what_is_written_is_measured_and_hashed_on_its_way(path, tmp_path):
     assert files.written == {name: FileEntry(name, len(data), digest_bytes(data)) for name, data in contents.items()}
     others = files_at(path)  # another process reads what the storage has
     for name, data in contents.items():
-        assert (others.size(name), others.digest(name), others.read(name)) == (len(data), digest_bytes(data), data)
-    assert others.sizes() == {name: len(contents[name]) for name in sorted(contents)}
+        assert (others.digest(name), others.read(name)) == (digest_bytes(data), data)
+    assert others.storage.list() == {name: len(contents[name]) for name in sorted(contents)}
     files.sync("folder")
 
 

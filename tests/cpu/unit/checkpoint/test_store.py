@@ -27,7 +27,7 @@ def test_a_staging_area_is_no_checkpoint_until_it_is_published(tmp_path):
     store.commit(staging, 3, EMPTY, lambda: seen.append((store.steps(), staging.read("manifest.json"))))
     assert seen == [([], manifests.dump(EMPTY))], "asked when all is written and nothing is committed"
     assert store.steps() == [3] and store.orphans() == {}
-    assert files_at(store.path(3)).sizes() == {"folder/file": 3, "manifest.json": len(manifests.dump(EMPTY))}
+    assert files_at(store.path(3)).storage.list() == {"folder/file": 3, "manifest.json": len(manifests.dump(EMPTY))}
 
 
 def test_a_commit_that_is_refused_publishes_nothing(tmp_path):
