@@ -144,7 +144,7 @@ def _finding(row: dict[str, Any]) -> str:
         of_ranks = f"{row['files']} files of {row['ranks'] or '?'} ranks ({axes_of(row['axes'])})"
         return f"{row['path']}: every byte is as it was saved; {of_ranks}, {row['bytes'] / 1e6:.1f} MB"
     if not row["readable"]:
-        return f"{row['path']}: NOT READ: {row['problem']}; make it readable: it may be undamaged"
+        return f"{row['path']}: NOT READ: {row['problem']}; it may be undamaged: verify it where all files can be read"
     return (
         f"{row['path']}: DAMAGED: {row['problem']}; restore it from a copy, or delete it: trainer.resume_mode=latest "
         "continues from the newest undamaged one"

@@ -13,7 +13,7 @@ from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint import record
 from trainer.checkpoint.checkpoint_files import step_in
 from trainer.checkpoint.components import read_config
-from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, UnreadableError
+from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, ElsewhereError, UnreadableError
 from trainer.checkpoint.storage import open_storage
 from trainer.checkpoint.store import CheckpointStore, open_store
 from trainer.config.renamed import METRICS
@@ -48,7 +48,7 @@ def describe(path: str, level: str) -> dict[str, Any]:
         row["files"] = len(manifest["files"])
         manifests.check_files(checkpoint, level)
     except CorruptCheckpointError as error:
-        row |= {"valid": False, "readable": not isinstance(error, UnreadableError)}
+        row |= {"valid": False, "readable": not isinstance(error, (UnreadableError, ElsewhereError))}
         row["problem"] = str(error).removeprefix(f"{path}: ")
     return row
 

@@ -61,6 +61,10 @@ class UnreadableError(CorruptCheckpointError):
     """
 
 
+class ElsewhereError(CorruptCheckpointError):
+    """Shards of a checkpoint are on the disks of other nodes, where they may be whole."""
+
+
 @contextlib.contextmanager
 def reading(path: str, name: str) -> Iterator[None]:
     """Raise errors in the block as those of the file `name` of the checkpoint at `path`.
@@ -231,7 +235,7 @@ def check_files(checkpoint: Checkpoint, level: str, whole: bool = True) -> None:
         if level != "off" and len(here) < len(entries):
             elsewhere = next(entry.path for entry in entries if entry not in here)
             names = ", ".join(sorted(name for name, paths in checkpoint.nodes.items() if elsewhere in paths))
-            raise CorruptCheckpointError(
+            raise ElsewhereError(
                 f"{checkpoint.path}: {elsewhere} is not here but on the disk of another node ({names})"
             )
     check_entries(checkpoint, here, level)

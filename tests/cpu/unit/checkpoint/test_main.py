@@ -82,6 +82,14 @@ def test_axes_that_are_no_sizes_are_damage(tmp_path, capsys):
     )
 
 
+def test_shards_of_other_nodes_are_not_read_and_not_damaged(tmp_path, capsys):
+    shard = Path(save(manager(tmp_path), 3, nodes={"node1": ["weights/shard"]}), "weights/shard")
+    shard.unlink()
+    assert main(["verify", str(tmp_path)]) == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "NOT READ: weights/shard is not here but on the disk of another node (node1); it may be undamaged" in line
+
+
 def scored(root: Path, scores: dict[int, float | None], mode: str = "max") -> CheckpointManager:
     """Checkpoints with these scores by step."""
     checkpoints = manager(root)
@@ -214,7 +222,7 @@ def test_what_another_user_may_not_read_is_said_in_one_sentence(tmp_path):
         assert rows[0]["problem"] is None
         done = asked("verify", f"{folder}/run")
         assert done.returncode == 1 and "every byte is as it was saved" in done.stdout
-        assert "global_step_2: NOT READ: " in done.stdout and "; make it readable: it may be undamaged" in done.stdout
+        assert "global_step_2: NOT READ: " in done.stdout and "; it may be undamaged" in done.stdout
         assert f"manifest.json cannot be read (Permission denied: {denied}, which" in rows[1]["problem"]
         done = asked("rollback", f"{folder}/run", "--to", "1")
         assert done.returncode == 2 and done.stderr.count("\n") == 1
