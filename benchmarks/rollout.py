@@ -33,7 +33,7 @@ from trainer.rewards.terms import RewardInput
 REWARD = "import time\n\ndef slow(completion, answer):\n    time.sleep({seconds})\n    return 1.0\n"
 
 
-def judge(pool: RewardPool, engines: EnginePool, requests: list[Request], sampling: Sampling, early: bool) -> float:
+def judge(pool: RewardPool, engines: EnginePool, requests: list[Request], early: bool) -> float:
     """Return the seconds to generate completions and compute their rewards.
 
     Args:
@@ -42,7 +42,7 @@ def judge(pool: RewardPool, engines: EnginePool, requests: list[Request], sampli
     begin = time.perf_counter()
     with pool.scoring() as session:
         late = []
-        for part in engines.stream(requests, sampling):
+        for part in engines.stream(requests):
             for place in part:
                 attempt = RewardInput(str(place), "")
                 if early:
@@ -87,7 +87,7 @@ def main() -> None:
     cfg.trainer.ray_address = "processes"
     sampling = Sampling(1.0, 1.0, -1, 64, ())
     rng = random.Random(0)
-    requests = [Request([rng.randrange(256) for _ in range(20)], seed) for seed in range(arguments.prompts)]
+    requests = [Request([rng.randrange(256) for _ in range(20)], seed, sampling) for seed in range(arguments.prompts)]
     with tempfile.TemporaryDirectory() as root:
         Path(root, "slow_rewards.py").write_text(REWARD.format(seconds=arguments.reward_s))
         sys.path.insert(0, root)
@@ -100,12 +100,12 @@ def main() -> None:
             ranks.connect()
             ranks.build(path)
             engines.start(version=1, is_initial=True)
-            engines.generate(requests, sampling)
-            judge(pool, engines, requests[:8], sampling, early=True)  # starts the process
+            engines.generate(requests)
+            judge(pool, engines, requests[:8], early=True)  # starts the process
             begin = time.perf_counter()
-            engines.generate(requests, sampling)
+            engines.generate(requests)
             generation = time.perf_counter() - begin
-            late, early = (judge(pool, engines, requests, sampling, early=flag) for flag in (False, True))
+            late, early = (judge(pool, engines, requests, early=flag) for flag in (False, True))
     rewards = arguments.prompts * arguments.reward_s
     print(
         f"generation alone {generation:.2f} s, rewards alone {rewards:.2f} s\n"

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.generation import ROLLOUT, SAMPLED, make_requests
+from tests.support.generation import ROLLOUT, SAMPLED, make_requests, with_sampling
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
 from tests.support.training import config, make_batch, update
@@ -80,10 +80,9 @@ def take_turns(rank: Rank, path: str) -> None:
     engine = TransformersEngine(
         path, dtype="float32", seed=1, rollout=dataclasses.replace(ROLLOUT, colocate=True), device=rank.device
     )
-    sampling = dataclasses.replace(SAMPLED, temperature=1.0)
-    requests = make_requests(8)
+    requests = with_sampling(make_requests(8), dataclasses.replace(SAMPLED, temperature=1.0))
     for version in (1, 2):
-        difference = disagreement(worker, requests, engine.generate(requests, sampling))
+        difference = disagreement(worker, requests, engine.generate(requests))
         assert difference < 1e-3, f"version {version} disagrees by {difference}"
         awake = torch.cuda.memory_allocated() if rank.device == "cuda" else 1
         engine.sleep()
@@ -97,7 +96,7 @@ def take_turns(rank: Rank, path: str) -> None:
         print(f"sync: {worker.weight_bytes('float32') / seconds / 1e9:.2f} GB/s")
         worker.close_shared()
         engine.wake()
-    assert {completion.weight_versions for completion in engine.generate(requests[:2], sampling)} == {(3, 3)}
+    assert {completion.weight_versions for completion in engine.generate(requests[:2])} == {(3, 3)}
 
 
 def disagreement(worker: PolicyWorker, requests, completions) -> float:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import random
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -21,9 +24,22 @@ def make_requests(count: int, longest: int = 60) -> list[Request]:
     rng = random.Random(count)
     lengths = [rng.randint(3, longest) for _ in range(count)]
     return [
-        Request([rng.randrange(256) for _ in range(length)], derive_seed(1, "completion", 1, str(i), 0))
+        Request([rng.randrange(256) for _ in range(length)], derive_seed(1, "completion", 1, str(i), 0), SAMPLED)
         for i, length in enumerate(lengths)
     ]
+
+
+def with_sampling(requests: Sequence[Request], sampling: Sampling) -> list[Request]:
+    return [dataclasses.replace(request, sampling=sampling) for request in requests]
+
+
+def alternate(*streams: Iterator[dict[int, Completion]]) -> list[list[Completion]]:
+    """The completions of each stream, in their order; the streams are read by turns."""
+    found: list[dict[int, Completion]] = [{} for _ in streams]
+    for chunks in itertools.zip_longest(*streams, fillvalue={}):
+        for completions, chunk in zip(found, chunks, strict=True):
+            completions |= chunk
+    return [[completions[i] for i in range(len(completions))] for completions in found]
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from trainer.config import RolloutConfig
 from trainer.config.engines import EngineSpec
 from trainer.errors import UserError
 from trainer.files.atomic_io import write_file
-from trainer.generation.engine import Completion, Request, RunningRequests, Sampling
+from trainer.generation.engine import Completion, Request, RunningRequests
 from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
 
 SPEC = EngineSpec(path=f"{__name__}:PlainEngine", transports=("shared_memory", "broadcast"), max_lora_rank=8,
@@ -61,7 +61,7 @@ class PlainEngine:
         if self._shares:
             self._gpu.hold(percent)
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
         assert not self._asleep, "asleep"
         return [
             Completion([*r.prompt_token_ids, r.seed, self._weights], [float(os.getpid())], "length", self._version)
@@ -120,8 +120,8 @@ WAITS = 1000
 class PatientEngine(PlainEngine):
     """Answers the request `[WAITS, count]` after `count` others, of this engine or others."""
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        completions = super().generate(requests, sampling)
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        completions = super().generate(requests)
         for first, second in (request.prompt_token_ids.tolist() for request in requests):
             if first == WAITS:
                 while len(list(self._directory.glob("answered *"))) < second:
@@ -140,8 +140,7 @@ class _Streaming(PlainEngine):
         self._completed: dict[int, Completion] = {}
         self._most = options["rollout"].max_num_seqs
 
-    def step(self, requests: Mapping[int, Request], sampling: Sampling) -> dict[int, Completion]:
-        self._sampling = sampling
+    def step(self, requests: Mapping[int, Request]) -> dict[int, Completion]:
         self._queue += [(number, request, self._version) for number, request in requests.items()]
         assert len(self._queue) <= self._most
         completed, self._completed = self._completed, {}
@@ -149,7 +148,7 @@ class _Streaming(PlainEngine):
 
     def _complete(self) -> dict[int, Completion]:
         number, request, oldest = self._queue.pop(0)
-        completion = self.generate([request], self._sampling)[0]
+        completion = self.generate([request])[0]
         return {number: dataclasses.replace(completion, weight_versions=(oldest, self._version))}
 
     def sync_weights(self, source: WeightSource, version: int, running: RunningRequests = "abort") -> None:
@@ -174,10 +173,10 @@ class FaultyEngine(PlainEngine):
         super().__init__(model_path, **options)
         self._meet("start")
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
         for request in requests:
             self._meet(str(request.prompt_token_ids[0]))
-        return super().generate(requests, sampling)
+        return super().generate(requests)
 
     def sync_weights(self, source: WeightSource, version: int) -> None:
         self._meet("sync")

@@ -22,7 +22,7 @@ def streaming(engine: str = "StreamingEngine") -> EngineSpec:
 
 
 def answers(pool: EnginePool, count: int = 2) -> list[list[int]]:
-    return tokens_of(pool.generate([Request([i], seed=7) for i in range(count)], SAMPLED))
+    return tokens_of(pool.generate([Request([i], 7, SAMPLED) for i in range(count)]))
 
 
 def fault(directory: Path, *names: str) -> None:

@@ -28,12 +28,12 @@ class Replies:
         self.seeds: list[int] = []
         self.samplings: list[Sampling] = []
 
-    def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[dict[int, Completion]]:
-        self.samplings.append(sampling)
+    def stream(self, requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
+        self.samplings.append(requests[0].sampling)
         for place, request in enumerate(requests):
             self.seeds.append(request.seed)
             prompt = self._tokenizer.decode(request.prompt_token_ids, skip_special_tokens=True)
-            tokens = self._tokenizer.encode(self._reply(prompt, place % 2, sampling), add_special_tokens=False)
+            tokens = self._tokenizer.encode(self._reply(prompt, place % 2, request.sampling), add_special_tokens=False)
             yield {place: Completion(tokens, [-1.0] * len(tokens), "stop", 1)}
 
     def shutdown(self) -> None:

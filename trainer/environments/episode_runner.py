@@ -18,7 +18,7 @@ from trainer.environments.conversation import Conversation
 from trainer.environments.sessions import EnvironmentPool, Session
 from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
-from trainer.generation.engine import Completion, Request
+from trainer.generation.engine import Completion, Request, Sampling
 from trainer.rewards.scores import Failures
 from trainer.seeding import environment_seed, request_seed
 
@@ -41,6 +41,7 @@ class RolloutRequest:
     step: int
     number: int
     """Of the episode, among those of the group."""
+    sampling: Sampling
 
     @property
     def uid(self) -> str:
@@ -221,7 +222,8 @@ def report_failures(episodes: Sequence[Episode], on_failure: str, purpose: str) 
 
 
 def _request(request: RolloutRequest, token_ids: Sequence[int] | np.ndarray, run_seed: int, turn: int = 0) -> Request:
-    return Request(token_ids, request_seed(run_seed, request.step, request.group, request.number, turn))
+    seed = request_seed(run_seed, request.step, request.group, request.number, turn)
+    return Request(token_ids, seed, request.sampling)
 
 
 def _single_turn(request: RolloutRequest, prompt: np.ndarray, completion: Completion, text: str) -> Episode:

@@ -19,7 +19,7 @@ waits for them. `drain`: they are completed first, with the old weights. `keep`:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn, for all requests of a call."""
+    """How the tokens of a completion are drawn."""
 
     temperature: float
     """0 means greedy."""
@@ -34,11 +34,12 @@ class Sampling:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One completion to generate. Its tokens depend on prompt, seed and weights, not on other requests."""
+    """One completion to generate. Its tokens depend on itself and the weights, not on other requests."""
 
     prompt_token_ids: np.ndarray
     """`(T,)` int32. Any sequence of integers can be given."""
     seed: int
+    sampling: Sampling
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_token_ids", np.asarray(self.prompt_token_ids, np.int32))
@@ -68,7 +69,7 @@ class Completion:
 class Engine(Protocol):
     """One copy of the policy that generates. It is awake when it is built."""
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Return completions in the order of the requests. The engine must be awake."""
         ...
 
@@ -103,12 +104,11 @@ class StreamingEngine(Engine, Protocol):
     Requests may be under way between two calls of `step`, and when the weights change.
     """
 
-    def step(self, requests: Mapping[int, Request], sampling: Sampling) -> dict[int, Completion]:
+    def step(self, requests: Mapping[int, Request]) -> dict[int, Completion]:
         """Add requests, and generate until some are complete; return these. The pool calls this, not `generate`.
 
         Args:
-            requests: by number; a completion has the number of its request. `sampling` is the same until all are
-                complete.
+            requests: by number; a completion has the number of its request. No two requests of a run have one number.
         """
         ...
 

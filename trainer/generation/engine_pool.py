@@ -18,10 +18,10 @@ from trainer.config import Config
 from trainer.config.engines import ENGINES
 from trainer.errors import UserError, WorkerError, describe_error, failure_source_of, set_failure_source
 from trainer.generation.colocation import GpuAssignment, assign_gpus, colocated_ranks, gpus_of
-from trainer.generation.engine import Completion, Engine, Request, RunningRequests, Sampling
+from trainer.generation.dispatcher import Dispatcher
+from trainer.generation.engine import Completion, Engine, Request, RunningRequests
 from trainer.generation.engines import Engines
-from trainer.generation.lifecycle import GpuMemory
-from trainer.generation.request_scheduler import RequestScheduler, share_out
+from trainer.generation.lifecycle import GpuMemory, State
 from trainer.generation.transport import choose_transport
 from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
 from trainer.process.signals import SIGNALS
@@ -95,6 +95,7 @@ class EnginePool:
             trust_remote_code=cfg.model.trust_remote_code,
             **({"lora_rank": cfg.trainer.policy.lora.rank} if cfg.syncs_adapter else {}),
         )
+        self._awake_blocks: set[object] = set()
         self._memory = GpuMemory(cfg.rollout.colocate and cluster.device == "cuda")
         self._has_started = False
         self._has_synced = False
@@ -107,6 +108,14 @@ class EnginePool:
         group = cluster.launch_engines(build, (), environment, assignment)
         window_s, has_capacity = 60 * cfg.trainer.restart_window_minutes, functools.partial(cluster.has_capacity, group)
         self._engines = Engines(group, self._memory, cfg.trainer.max_restarts, window_s, has_capacity)
+        self._dispatcher = Dispatcher(
+            self._engines,
+            spec.streaming,
+            cfg.rollout.max_num_seqs,
+            cluster.device,
+            cfg.trainer.deterministic,
+            self._refit,
+        )
         self._transfer_count = 0
         self._receivers: list[Any] = []  # the processes of the engines that the transfer of the weights reaches
 
@@ -155,21 +164,36 @@ class EnginePool:
     def awake(self) -> Iterator[None]:
         """Keep engines that share GPUs awake while the block runs, so that its calls need not wake them each time.
 
-        The ranks must not compute meanwhile.
+        The ranks must not compute meanwhile. Blocks may overlap: the engines sleep after the last one, or after the
+        first one that fails.
         """
-        if self._memory.is_awake:
+        if not self._memory.shared:
             yield
             return
-        self._wake()
+        if not self._awake_blocks:
+            self._wake()
+        block = object()
+        self._awake_blocks.add(block)
         try:
-            with self._engines.starts():
+            with contextlib.suppress(GeneratorExit):  # the reader of a stream has closed it
                 yield
+            if self._awake_blocks == {block}:
+                self._engines.finish_starts()
         except BaseException:
-            self._memory.sleep()
-            with contextlib.suppress(Exception):
-                self._engines.group.start("sleep")  # ranks that start again need the memory; not all can answer
+            if block in self._awake_blocks:
+                self._awake_blocks.clear()
+                self._sleep_after_failure()
             raise
-        self._put_to_sleep()
+        if self._awake_blocks == {block}:
+            self._put_to_sleep()
+        self._awake_blocks.discard(block)
+
+    def _sleep_after_failure(self) -> None:
+        """Let the engines release the memory: ranks that start again need it. Not all engines can answer."""
+        self._engines.end(self._engines.lifecycle.within(State.STARTING))
+        self._memory.sleep()
+        with contextlib.suppress(Exception):
+            self._engines.group.start("sleep")
 
     def _wake(self) -> None:
         self._offload_ranks(self._waking_bytes)
@@ -208,83 +232,26 @@ class EnginePool:
         """Wait for an engine while requests wait, and give it the current weights: no other is left."""
         self._engines.wait_for_capacity()
         if not self._memory.shared:
-            self.sync_weights(self._version)
+            self.sync_weights(self._version, "keep")
             return
         self._engines.finish_starts()  # the ranks come back for the sync
         self._put_to_sleep()
-        self.sync_weights(self._version)
+        self.sync_weights(self._version, "keep")
         self._wake()
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Return completions in the order of the requests."""
-        completions = {index: one for chunk in self.stream(requests, sampling) for index, one in chunk.items()}
+        completions = {index: one for chunk in self.stream(requests) for index, one in chunk.items()}
         return [completions[index] for index in range(len(requests))]
 
-    def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[dict[int, Completion]]:
+    def stream(self, requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
         """Yield all completions, by the indices of their requests, as engines complete them.
 
-        An engine that is done early takes from what is left, and the requests of one that is lost go to the others. The
-        tokens do not depend on who generates them, as long as the weights are the same.
+        The tokens do not depend on who generates them, as long as the weights are the same. One thread may read several
+        streams, in any order: each gets the completions of its own requests.
         """
-        engines, lifecycle = self._engines, self._engines.lifecycle
         with self.awake():
-            scheduler, calls = self._scheduler(requests, sampling.max_tokens), CallFutures(engines.group)
-            assigned: dict[int, list[int]] = {}
-            oldest: dict[int, int] = {}  # version of the weights that an engine had when it got a request
-            busy: set[int] = set()
-
-            def begin(engine: int, indices: list[int]) -> None:
-                oldest.update(dict.fromkeys(indices, lifecycle.version(engine)))
-                if indices:
-                    assigned[engine] = indices
-                self._begin_call(calls, engine, indices, requests, sampling)
-                busy.add(engine)
-
-            while True:
-                scheduler.replan({*lifecycle.serving, *busy})
-                idle = [engine for engine in lifecycle.serving if engine not in busy]
-                for engine, indices in scheduler.assign(idle).items():
-                    begin(engine, indices)
-                if not busy and not scheduler.is_waiting:
-                    return
-                if not busy:
-                    self._refit()
-                for engine, result, error in calls.poll():
-                    busy.discard(engine)
-                    if error is not None:
-                        engines.mark_failed([engine], error)
-                        scheduler.requeue(engine)
-                        continue
-                    chunk = result if self._spec.streaming else dict(zip(assigned[engine], result, strict=True))
-                    for index, completion in chunk.items():
-                        self._check_versions(completion, oldest[index])
-                    has_more = scheduler.mark_done(engine, chunk)
-                    more = scheduler.assign([engine])
-                    if has_more or more:
-                        begin(engine, more.get(engine, []))
-                    yield chunk
-                engines.poll(0)
-
-    def _check_versions(self, completion: Completion, oldest: int) -> None:
-        """Assert that no other weights generated a completion than its engine had since it got the request."""
-        versions = completion.weight_versions
-        assert oldest <= versions[0] <= versions[1] <= self._version, (
-            f"a completion of weights {versions}, expected from {oldest} to {self._version}"
-        )
-
-    def _scheduler(self, requests: Sequence[Request], max_tokens: int) -> RequestScheduler:
-        count, most = len(self._engines.group), self._cfg.rollout.max_num_seqs
-        # Then time does not decide which requests run together, or where.
-        planned = self._engines.lifecycle.serving if self._cfg.trainer.deterministic else ()
-        return share_out(requests, max_tokens, count, most, self._spec.streaming, self._cluster.device, planned)
-
-    def _begin_call(
-        self, calls: CallFutures, engine: int, indices: Sequence[int], requests: Sequence[Request], sampling: Sampling
-    ) -> None:
-        if self._spec.streaming:
-            calls.begin(engine, "step", {index: requests[index] for index in indices}, sampling)
-        else:
-            calls.begin(engine, "generate", [requests[index] for index in indices], sampling)
+            yield from self._dispatcher.stream(requests)
 
     def sync_weights(self, version: int, running: RunningRequests = "abort") -> None:
         """Give all engines the policy's weights, and call them `version`.
@@ -292,9 +259,11 @@ class EnginePool:
         Engines that still load do not take part, and do not serve before the next sync.
 
         Args:
-            running: what happens to requests of a `stream` that is under way. After `abort` it must not be read on.
+            running: what happens to requests of streams that are under way. After `abort` they must not be read on.
         """
         engines = self._engines
+        if running == "abort":
+            self._dispatcher.abort()
         engines.poll(0)
         engines.lifecycle.mark_stale(engines.lifecycle.loaded)
         self._wait_for_engine()

@@ -2,41 +2,60 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from trainer.generation.engine import Request
+from trainer.generation.engine import Request, Sampling
 
 
 class RequestScheduler:
     """Shares out requests over engines. Each piece goes to the engine that has the least left to do.
 
     Args:
-        pieces: requests, by their place, that one engine generates together; the most expensive ones first.
-        costs: of one request, by its place.
         engines: number of engines.
         capacity: most requests that an engine has at a time, unless one piece is larger. None: no limit.
-        planned: the engines that share the pieces by a plan, whoever is done first. Pieces of one that is lost go to
-            any. Empty: all pieces do.
     """
 
-    def __init__(
-        self,
-        pieces: Iterable[list[int]],
-        costs: Sequence[float],
-        engines: int,
-        capacity: int | None,
-        planned: Collection[int] = (),
-    ):
-        self._waiting = deque(pieces)
-        self._planned: list[deque[list[int]]] = [deque() for _ in range(engines)]
-        self._costs = costs
-        if planned:
-            self._plan(sorted(planned))
+    def __init__(self, engines: int, capacity: int | None):
         self._capacity = capacity
+        self._waiting: deque[list[int]] = deque()
+        self._planned: list[deque[list[int]]] = [deque() for _ in range(engines)]
+        self._costs: dict[int, float] = {}
         self._given: list[list[list[int]]] = [[] for _ in range(engines)]  # pieces that an engine has begun
         self._held: list[set[int]] = [set() for _ in range(engines)]
-        self._load = [0.0] * engines
+
+    def add(self, pieces: Iterable[list[int]], costs: Mapping[int, float], planned: Collection[int] = ()) -> None:
+        """Add requests, after those that are there.
+
+        Args:
+            pieces: the numbers of requests that one engine generates together; the most expensive ones first.
+            costs: of each request, by its number.
+            planned: the engines that share the pieces by a plan, whoever is done first. Pieces of one that is lost go
+                to any. Empty: all pieces do.
+        """
+        self._costs.update(costs)
+        if not planned:
+            self._waiting.extend(pieces)
+            return
+        engines = sorted(planned)
+        loads = {engine: self._load(engine) + sum(map(self._cost, self._planned[engine])) for engine in engines}
+        for piece in pieces:
+            engine = min(engines, key=lambda engine: loads[engine])
+            loads[engine] += self._cost(piece)
+            self._planned[engine].append(piece)
+
+    def forget(self, requests: Collection[int]) -> None:
+        """Give nobody requests that nobody waits for. An engine that has begun them completes them."""
+        for pieces in (self._waiting, *self._planned, *self._given):
+            left = [[number for number in piece if number not in requests] for piece in pieces]
+            pieces.clear()
+            pieces.extend(piece for piece in left if piece)
+
+    def clear(self) -> None:
+        """Forget all requests. The engines have dropped them."""
+        for numbers in (self._waiting, self._costs, *self._planned, *self._given, *self._held):
+            numbers.clear()
 
     @property
     def is_waiting(self) -> bool:
@@ -54,16 +73,21 @@ class RequestScheduler:
             able = [engine for engine in able if self._fits(engine, self._waiting[0])]
             if not able:
                 break
-            engine = min(able, key=lambda engine: self._load[engine])
+            engine = min(able, key=self._load)
             self._give(engine, self._waiting.popleft(), given)
         return given
 
-    def mark_done(self, engine: int, requests: Iterable[int]) -> bool:
-        """Note that an engine has generated `requests`. Return whether it has others left."""
-        self._held[engine].difference_update(requests)
-        self._load[engine] = sum(self._costs[i] for i in self._held[engine])
+    def mark_done(self, engine: int, requests: Iterable[int]) -> None:
+        """Note that an engine has generated `requests`."""
+        done = self._held[engine].intersection(requests)
+        self._held[engine] -= done
+        for number in done:
+            del self._costs[number]
         if not self._held[engine]:
             self._given[engine] = []
+
+    def has_work(self, engine: int) -> bool:
+        """Return whether an engine has requests that it has not generated."""
         return bool(self._held[engine])
 
     def requeue(self, engine: int) -> None:
@@ -71,7 +95,7 @@ class RequestScheduler:
         left = [[i for i in piece if i in self._held[engine]] for piece in self._given[engine]]
         self._waiting.extendleft(reversed([*(piece for piece in left if piece), *self._planned[engine]]))
         self._planned[engine].clear()
-        self._given[engine], self._held[engine], self._load[engine] = [], set(), 0.0
+        self._given[engine], self._held[engine] = [], set()
 
     def replan(self, engines: Collection[int]) -> None:
         """Let any engine take what was planned for others than `engines`: these are lost."""
@@ -80,63 +104,48 @@ class RequestScheduler:
                 self._waiting.extend(pieces)
                 pieces.clear()
 
-    def _plan(self, engines: list[int]) -> None:
-        """Give each piece to the engine that has the least so far."""
-        loads = dict.fromkeys(engines, 0.0)
-        while self._waiting:
-            piece = self._waiting.popleft()
-            engine = min(engines, key=lambda engine: loads[engine])
-            loads[engine] += sum(self._costs[i] for i in piece)
-            self._planned[engine].append(piece)
-
     def _give(self, engine: int, piece: list[int], given: dict[int, list[int]]) -> None:
         given.setdefault(engine, []).extend(piece)
         self._given[engine].append(piece)
         self._held[engine].update(piece)
-        self._load[engine] += sum(self._costs[i] for i in piece)
+
+    def _cost(self, piece: Iterable[int]) -> float:
+        return math.fsum(self._costs[number] for number in piece)  # whatever their order
+
+    def _load(self, engine: int) -> float:
+        return self._cost(self._held[engine])
 
     def _fits(self, engine: int, piece: Sequence[int]) -> bool:
         held = len(self._held[engine])
         return self._capacity is None or held == 0 or held + len(piece) <= self._capacity
 
 
-def share_out(
-    requests: Sequence[Request],
-    max_tokens: int,
-    engines: int,
-    most: int,
-    streaming: bool,
-    device: str,
-    planned: Collection[int] = (),
-) -> RequestScheduler:
-    """Return how these requests are shared out over engines.
+def capacity_of(engines: int, most: int, streaming: bool, device: str, deterministic: bool) -> int | None:
+    """Return the most requests that an engine has at a time, unless one piece is larger. None: no limit.
 
     Args:
-        max_tokens: longest completion.
         engines: number of engines.
         most: requests that an engine can generate together (`rollout.max_num_seqs`).
         streaming: the engines take further requests while they generate. If not, they get one batch at a time.
         device: of the engines.
-        planned: see `RequestScheduler`.
+        deterministic: time does not decide which requests run together.
     """
-    costs = request_costs(requests, max_tokens)
     if not streaming:
-        return RequestScheduler(by_length(requests, engines, most), costs, engines, 0, planned)
+        return 0
     # On CPU, runs are exact to the last bit in any case: an engine gets all that it generates at once.
-    capacity = most if device == "cuda" and engines > 1 and not planned else None
-    return RequestScheduler(by_prompt(requests, max_tokens, capacity), costs, engines, capacity, planned)
+    return most if device == "cuda" and engines > 1 and not deterministic else None
 
 
-def request_costs(requests: Sequence[Request], max_tokens: int) -> list[float]:
+def request_costs(requests: Sequence[Request]) -> list[float]:
     """Return the most tokens that each request can take. A prompt counts once for all its completions."""
     counts: dict[bytes, int] = {}
     for request in requests:
         prompt = request.prompt_token_ids.tobytes()
         counts[prompt] = counts.get(prompt, 0) + 1
-    return [max_tokens + len(r.prompt_token_ids) / counts[r.prompt_token_ids.tobytes()] for r in requests]
+    return [r.sampling.max_tokens + len(r.prompt_token_ids) / counts[r.prompt_token_ids.tobytes()] for r in requests]
 
 
-def by_prompt(requests: Sequence[Request], max_tokens: int, most: int | None = None) -> list[list[int]]:
+def by_prompt(requests: Sequence[Request], most: int | None = None) -> list[list[int]]:
     """Return the places of the requests, those of one prompt together: an engine computes the prompt once.
 
     The most expensive prompts come first.
@@ -147,22 +156,28 @@ def by_prompt(requests: Sequence[Request], max_tokens: int, most: int | None = N
     prompts: dict[bytes, list[int]] = {}
     for i, request in enumerate(requests):
         prompts.setdefault(request.prompt_token_ids.tobytes(), []).append(i)
-    longest_first = sorted(
-        prompts.values(), key=lambda rows: (-len(requests[rows[0]].prompt_token_ids) - len(rows) * max_tokens, rows[0])
-    )
+
+    def cost(rows: list[int]) -> int:
+        return len(requests[rows[0]].prompt_token_ids) + sum(requests[row].sampling.max_tokens for row in rows)
+
+    longest_first = sorted(prompts.values(), key=lambda rows: (-cost(rows), rows[0]))
     size = most or max(1, len(requests))
     return [rows[start : start + size] for rows in longest_first for start in range(0, len(rows), size)]
 
 
 def by_length(requests: Sequence[Request], engines: int, most: int) -> list[list[int]]:
-    """Return batches of at most `most` requests with prompts of similar length, the longest first.
+    """Return batches of at most `most` requests with one sampling and prompts of similar length, the longest first.
 
     There are as many batches for each of `engines`, and of the same size as far as possible. Which requests share a
     batch does not depend on how fast the engines are, because it can change the last bits of log-probs.
     """
-    order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_token_ids))
-    if not order:
-        return []
-    rounds = -(-len(order) // (engines * most))
-    size = -(-len(order) // (engines * rounds))
-    return [order[start : start + size] for start in range(0, len(order), size)][::-1]
+    alike: dict[Sampling, list[int]] = {}
+    for i, request in enumerate(requests):
+        alike.setdefault(request.sampling, []).append(i)
+    batches: list[list[int]] = []
+    for places in alike.values():
+        order = sorted(places, key=lambda i: len(requests[i].prompt_token_ids))
+        rounds = -(-len(order) // (engines * most))
+        size = -(-len(order) // (engines * rounds))
+        batches += [order[start : start + size] for start in range(0, len(order), size)][::-1]
+    return batches

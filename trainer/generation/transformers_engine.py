@@ -25,6 +25,7 @@ from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 from trainer.config import RolloutConfig
 from trainer.files.shared_memory import check_owner
 from trainer.generation.engine import Completion, Request, Sampling
+from trainer.generation.request_scheduler import by_length
 from trainer.generation.weight_sync import Broadcast, Ipc, SharedMemory
 from trainer.parallel.shard import param_dtype
 
@@ -108,18 +109,18 @@ class TransformersEngine:
         layers = DynamicCache(config=self._model.config).layers
         self._can_drop_rows = all(hasattr(layer, "batch_select_indices") for layer in layers)  # linear attention cannot
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """Return completions in the order of the requests. Requests of similar length run together."""
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Return completions in the order of the requests. Requests alike in sampling and length run together."""
         assert not self._asleep, "wake the engine before generating"
-        order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_token_ids))
         completions: dict[int, Completion] = {}
-        for start in range(0, len(order), self._max_num_seqs):
-            chosen = order[start : start + self._max_num_seqs]
-            completions.update(zip(chosen, self._generate([requests[i] for i in chosen], sampling), strict=True))
+        for chosen in by_length(requests, 1, self._max_num_seqs):
+            completions.update(zip(chosen, self._generate([requests[i] for i in chosen]), strict=True))
         return [completions[i] for i in range(len(requests))]
 
     @torch.no_grad()
-    def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def _generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Return completions of requests with one sampling."""
+        sampling = requests[0].sampling
         width = max(len(request.prompt_token_ids) for request in requests)
         ids = torch.zeros(len(requests), width, dtype=torch.long)
         attention = torch.zeros_like(ids)

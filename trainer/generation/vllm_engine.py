@@ -12,7 +12,7 @@ from trainer.config.engines import ENGINES
 from trainer.errors import RESTART_HINT, UserError, WorkerError
 from trainer.files.shared_memory import SharedDirectory, check_owner, choose_directory
 from trainer.generation.compile_cache import use_own_cache
-from trainer.generation.engine import Completion, Request, RunningRequests, Sampling
+from trainer.generation.engine import Completion, Request, RunningRequests
 from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
 from trainer.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.process import time_limits
@@ -93,14 +93,14 @@ class VLLMEngine:
         except (TypeError, ValueError) as error:  # TypeError: engine_args has a name that vLLM does not know
             raise start_failure(error, model_path) from error
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Return completions in the order of the requests."""
-        completions = self.step(dict(enumerate(requests)), sampling)
+        completions = self.step(dict(enumerate(requests)))
         while self._running:
-            completions |= self.step({}, sampling)
+            completions |= self.step({})
         return [completions[number] for number in range(len(requests))]
 
-    def step(self, requests: Mapping[int, Request], sampling: Sampling) -> dict[int, Completion]:
+    def step(self, requests: Mapping[int, Request]) -> dict[int, Completion]:
         """Add requests, and generate until some are complete; return these (see `StreamingEngine`)."""
         assert not self._asleep, "wake the engine before generating"
         if not self._running:
@@ -109,7 +109,7 @@ class VLLMEngine:
             cleared = self._llm.reset_prefix_cache()
             assert cleared, "the prefix cache is in use"
         if requests:
-            self._add(requests, sampling)
+            self._add(requests)
         completions, self._completed = self._completed, {}
         began = time.monotonic()
         while self._running and not (completions and time.monotonic() > began + time_limits.ENGINE_REPORT_S):
@@ -125,16 +125,16 @@ class VLLMEngine:
                 completions[number] = self._completion(output, oldest)
         return completions
 
-    def _add(self, requests: Mapping[int, Request], sampling: Sampling) -> None:
+    def _add(self, requests: Mapping[int, Request]) -> None:
         from vllm import SamplingParams
 
         params = [
             SamplingParams(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                max_tokens=sampling.max_tokens,
-                stop_token_ids=list(sampling.stop_token_ids),
+                temperature=request.sampling.temperature,
+                top_p=request.sampling.top_p,
+                top_k=request.sampling.top_k,
+                max_tokens=request.sampling.max_tokens,
+                stop_token_ids=list(request.sampling.stop_token_ids),
                 ignore_eos=True,  # the caller names all stop tokens; vLLM would add the model directory's
                 seed=request.seed,
                 logprobs=0,  # of the sampled token alone

@@ -13,6 +13,7 @@ from trainer.config import Config
 from trainer.data.datasets import Prompt
 from trainer.environments.episode_runner import RolloutRequest
 from trainer.episodes import Episode, Sample
+from trainer.generation.engine import Sampling
 from trainer.metrics.names import pass_at
 from trainer.metrics.tracker import METRICS_FILE, read_metrics, values_of
 from trainer.sources.base import Evaluation
@@ -51,17 +52,19 @@ class RolloutEvaluator:
         purpose = f"the evaluation of step {step}"
         sampled: list[Episode] = []
         with runner.engines.awake():
-            greedy = runner.run(self._requests(step, [0]), runner.greedy(), purpose)
+            greedy = runner.run(self._requests(step, [0], runner.greedy()), purpose)
             metrics = self._reward_metrics(greedy, purpose)
             if k > 0:
                 sampling = runner.sampling(r.temperature or 1.0, r.top_p, r.top_k)
-                sampled = runner.run(self._requests(step, range(1, 1 + k)), sampling, f"pass@{k} of step {step}")
+                sampled = runner.run(self._requests(step, range(1, 1 + k), sampling), f"pass@{k} of step {step}")
                 metrics |= self._pass_at_k(sampled)
         self._warn_without_success(step)
         return Evaluation(metrics, greedy, sampled)
 
-    def _requests(self, step: int, numbers: Sequence[int]) -> list[RolloutRequest]:
-        return [RolloutRequest(p, f"val:{p.index}", step, number) for p in self._prompts for number in numbers]
+    def _requests(self, step: int, numbers: Sequence[int], sampling: Sampling) -> list[RolloutRequest]:
+        return [
+            RolloutRequest(p, f"val:{p.index}", step, number, sampling) for p in self._prompts for number in numbers
+        ]
 
     def _reward_metrics(self, greedy: Sequence[Episode], purpose: str) -> dict[str, float]:
         """Return the metrics of greedy episodes. Without any whose reward is known, there is no mean."""

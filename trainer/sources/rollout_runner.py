@@ -61,7 +61,6 @@ class RolloutRunner:
     def run(
         self,
         requests: Sequence[RolloutRequest],
-        sampling: Sampling,
         purpose: str,
         timer: PhaseTimer = contextlib.nullcontext,
     ) -> list[Episode]:
@@ -74,7 +73,7 @@ class RolloutRunner:
         """
 
         def generate(prompts: Sequence[Request]) -> Iterator[dict[int, Completion]]:
-            chunks = self.engines.stream(prompts, sampling)
+            chunks = self.engines.stream(prompts)
             while True:
                 with timer("rollout"):
                     chunk = next(chunks, None)

@@ -20,6 +20,7 @@ from trainer.data.ledger import Ledger, SampleIndex
 from trainer.data.row_digest import digest_rows
 from trainer.environments.episode_runner import RolloutRequest
 from trainer.episodes import Episode
+from trainer.generation.engine import Sampling
 from trainer.import_utils import import_function
 from trainer.metrics.timing import Timer
 from trainer.sources.dynamic_sampling import choose_groups, have_different_rewards
@@ -211,15 +212,15 @@ class SamplingSource:
     def _sample(self, indices: Sequence[SampleIndex], step: int) -> list[_Group]:
         """Run `rollout.n` episodes for each prompt, those of one prompt together."""
         r, n = self.cfg.rollout, self.cfg.rollout.n
-        requests = [self._request(index, step, number) for index in indices for number in range(n)]
         sampling = self.runner.sampling(r.temperature, r.top_p, r.top_k)
-        episodes = self.runner.run(requests, sampling, f"step {step}", self._timer)
+        requests = [self._request(index, step, number, sampling) for index in indices for number in range(n)]
+        episodes = self.runner.run(requests, f"step {step}", self._timer)
         return [_Group(index, episodes[i * n : (i + 1) * n]) for i, index in enumerate(indices)]
 
     def _with_baselines(self, groups: Sequence[_Group], step: int) -> list[_Group]:
         """Return `groups`, each with the shaped reward of a greedy episode as its baseline. None: it failed."""
-        requests = [self._request(group.index, step, -1) for group in groups]
-        greedy = self.runner.run(requests, self.runner.greedy(), f"the baselines of step {step}", self._timer)
+        requests = [self._request(group.index, step, -1, self.runner.greedy()) for group in groups]
+        greedy = self.runner.run(requests, f"the baselines of step {step}", self._timer)
         a, lengths = self.cfg.algorithm, torch.tensor([episode.length for episode in greedy])
         rewards = torch.tensor([episode.reward or 0.0 for episode in greedy], dtype=torch.float64)
         limit = self.cfg.rollout.max_response_tokens
@@ -230,9 +231,9 @@ class SamplingSource:
             for group, baseline in zip(groups, baselines, strict=True)
         ]
 
-    def _request(self, index: SampleIndex, step: int, number: int) -> RolloutRequest:
+    def _request(self, index: SampleIndex, step: int, number: int, sampling: Sampling) -> RolloutRequest:
         prompt = self.prompts[index.index]
-        return RolloutRequest(prompt, f"{index.epoch}:{prompt.index}", step, number)
+        return RolloutRequest(prompt, f"{index.epoch}:{prompt.index}", step, number, sampling)
 
     # ---------------------------------------------------------------------------------------------------
     # State

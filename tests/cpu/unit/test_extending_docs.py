@@ -169,14 +169,14 @@ def test_the_engine(module, tmp_path, monkeypatch):
     rollout = RolloutConfig(engine="echo", num_engines=2)
     cfg = Config(model=ModelConfig(path=str(tmp_path)), rollout=rollout)
     sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=3, stop_token_ids=())
-    requests = [Request([5, 6, 7, 8], seed=1), Request([9], seed=2)]
+    requests = [Request([5, 6, 7, 8], 1, sampling), Request([9], 2, sampling)]
     with ProcessCluster(cfg, "cpu") as cluster:
         ranks = PlainRanks(cluster.launch_ranks("rank", functools.partial(PlainRank, str(tmp_path)), {}))
         pool = EnginePool(cfg, cluster, ranks, cfg.model.path)
         pool.start(version=1, is_initial=True)
-        assert [c.token_ids.tolist() for c in pool.generate(requests, sampling)] == [[5, 6, 7], [9]]
+        assert [c.token_ids.tolist() for c in pool.generate(requests)] == [[5, 6, 7], [9]]
         pool.sync_weights(2)
-        for completion in pool.generate(requests, sampling):
+        for completion in pool.generate(requests):
             assert (completion.weight_versions, len(completion.logprobs)) == ((2, 2), len(completion.token_ids))
         pool.shutdown()
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.bad_rewards import BAD, NUMBERS
+from tests.support.generation import SAMPLED
 from trainer.config import Config, EnvironmentConfig, TinyConfig
 from trainer.data.datasets import Prompt
 from trainer.environments.episode_runner import EnvironmentRunner, RolloutRequest, SingleTurnRunner, report_failures
@@ -49,7 +50,7 @@ class Policy:
 
 def requests_of(*rows: dict[str, Any], n: int = 1) -> list[RolloutRequest]:
     return [
-        RolloutRequest(Prompt(i, (), "", "", row), f"0:{i}", 5, number)
+        RolloutRequest(Prompt(i, (), "", "", row), f"0:{i}", 5, number, SAMPLED)
         for i, row in enumerate(rows)
         for number in range(n)
     ]
@@ -109,7 +110,7 @@ def test_every_draw_is_keyed_by_its_turn(runner, tokenizer):
     run(
         SingleTurnRunner(cfg, tokenizer),
         single,
-        [RolloutRequest(Prompt(0, (65,), "", ""), "0:0", 5, j) for j in range(2)],
+        [RolloutRequest(Prompt(0, (65,), "", ""), "0:0", 5, j, SAMPLED) for j in range(2)],
     )
     assert single.seeds[0] == policy.seeds[0]
     assert [one.messages[0]["content"] for one in episodes] == [str(environment_seed(3, "0:0"))] * 2

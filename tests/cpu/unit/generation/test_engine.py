@@ -20,12 +20,14 @@ from tests.support.generation import (
     GREEDY,
     ROLLOUT,
     SAMPLED,
+    alternate,
     assert_agrees,
     assert_same,
     contents,
     logits_of,
     make_requests,
     tokens_of,
+    with_sampling,
 )
 from trainer.cluster.process_cluster import ProcessCluster
 from trainer.config import Config, RolloutConfig
@@ -49,7 +51,7 @@ def trained(model_paths):
 
 def test_greedy_follows_the_trainer(engine, trained):
     requests = make_requests(8)
-    completions = engine.generate(requests, GREEDY)
+    completions = engine.generate(with_sampling(requests, GREEDY))
     assert_agrees(trained, requests, completions, temperature=0.0)
     assert {c.finish_reason for c in completions} == {"length"}
     assert {len(c.token_ids) for c in completions} == {GREEDY.max_tokens}
@@ -57,18 +59,18 @@ def test_greedy_follows_the_trainer(engine, trained):
 
 def test_logprobs_are_of_the_tempered_distribution(engine, trained):
     requests = make_requests(8)
-    assert_agrees(trained, requests, engine.generate(requests, SAMPLED), SAMPLED.temperature)
+    assert_agrees(trained, requests, engine.generate(requests), SAMPLED.temperature)
 
 
 def test_a_completion_does_not_depend_on_its_company(engine):
     requests = make_requests(12)
-    together = engine.generate(requests, SAMPLED)
+    together = engine.generate(requests)
     order = random.Random(0).sample(range(12), 12)
-    shuffled = engine.generate([requests[i] for i in order], SAMPLED)
+    shuffled = engine.generate([requests[i] for i in order])
     assert_same([together[i] for i in order], shuffled)
-    assert_same(together[:5], engine.generate(requests[:5], SAMPLED))
-    assert_same(together[7:8], engine.generate(requests[7:8], SAMPLED))
-    assert engine.generate([], SAMPLED) == []
+    assert_same(together[:5], engine.generate(requests[:5]))
+    assert_same(together[7:8], engine.generate(requests[7:8]))
+    assert engine.generate([]) == []
 
 
 def test_a_new_engine_generates_the_same(engine, cluster, model_paths):
@@ -77,12 +79,12 @@ def test_a_new_engine_generates_the_same(engine, cluster, model_paths):
         other = TransformersEngine(model_paths[True], dtype="auto", seed=2, rollout=ROLLOUT, device="cpu")
     else:
         other = start_vllm(cluster, model_paths[True])
-    assert_same(engine.generate(requests, SAMPLED), other.generate(requests, SAMPLED))
+    assert_same(engine.generate(requests), other.generate(requests))
 
 
 def test_another_seed_draws_other_tokens(engine):
     prompt = make_requests(1)[0].prompt_token_ids
-    completions = engine.generate([Request(prompt, seed) for seed in (1, 2, 2, 2**63 - 1)], SAMPLED)
+    completions = engine.generate([Request(prompt, seed, SAMPLED) for seed in (1, 2, 2, 2**63 - 1)])
     assert contents(completions[1:2]) == contents(completions[2:3])
     assert len({tuple(tokens) for tokens in tokens_of(completions)}) == 3
 
@@ -90,9 +92,9 @@ def test_another_seed_draws_other_tokens(engine):
 def test_frequencies_follow_the_distribution(engine, trained):
     draws, bins = 3000, 20
     prompt = make_requests(1)[0].prompt_token_ids
-    requests = [Request(prompt, derive_seed(1, "completion", 1, "prompt", j)) for j in range(draws)]
+    requests = [Request(prompt, derive_seed(1, "completion", 1, "prompt", j), SAMPLED) for j in range(draws)]
     sampling = Sampling(1.0, 1.0, -1, 1, ())
-    tokens = np.array([c.token_ids[0] for c in engine.generate(requests, sampling)])
+    tokens = np.array([c.token_ids[0] for c in engine.generate(with_sampling(requests, sampling))])
 
     with torch.no_grad():
         probabilities = trained(torch.tensor([prompt])).logits[0, -1].softmax(-1).double().numpy()
@@ -109,7 +111,7 @@ def test_frequencies_follow_the_distribution(engine, trained):
 @pytest.mark.parametrize(("top_p", "top_k"), [(0.5, -1), (1.0, 4), (0.8, 6)])
 def test_top_p_and_top_k_cut_the_distribution(engine, trained, top_p, top_k):
     requests = make_requests(6)
-    completions = engine.generate(requests, Sampling(0.9, top_p, top_k, 16, ()))
+    completions = engine.generate(with_sampling(requests, Sampling(0.9, top_p, top_k, 16, ())))
     for request, completion in zip(requests, completions, strict=True):
         for logits, token, logprob in zip(
             logits_of(trained, request, completion), completion.token_ids, completion.logprobs, strict=True
@@ -130,9 +132,9 @@ def kept_tokens(logits: Tensor, top_p: float, top_k: int) -> set[int]:
 
 def test_stop_token_ends_a_completion_and_belongs_to_it(engine):
     requests = make_requests(4)
-    free = engine.generate(requests, SAMPLED)
+    free = engine.generate(requests)
     stops = (int(free[2].token_ids[5]), int(free[3].token_ids[9]))
-    stopped = engine.generate(requests, dataclasses.replace(SAMPLED, stop_token_ids=stops))
+    stopped = engine.generate(with_sampling(requests, dataclasses.replace(SAMPLED, stop_token_ids=stops)))
     for before, after in zip(free, stopped, strict=True):
         ends = [i + 1 for i, token in enumerate(before.token_ids) if token in stops]
         length = ends[0] if ends else 16
@@ -143,7 +145,7 @@ def test_stop_token_ends_a_completion_and_belongs_to_it(engine):
 
 def test_only_the_callers_stop_tokens_stop(engine, trained):
     sampling = Sampling(2.0, 1.0, -1, 64, ())
-    completions = engine.generate(make_requests(40), sampling)
+    completions = engine.generate(with_sampling(make_requests(40), sampling))
     assert any(trained.config.eos_token_id in c.token_ids for c in completions), "draw more"
     assert {(c.finish_reason, len(c.token_ids)) for c in completions} == {("length", 64)}
 
@@ -151,23 +153,23 @@ def test_only_the_callers_stop_tokens_stop(engine, trained):
 def test_completions_carry_the_version_of_the_weights(engine, model_paths):
     request = make_requests(1)
     engine.set_version(7)
-    assert engine.generate(request, GREEDY)[0].weight_versions == (7, 7)
+    assert engine.generate(with_sampling(request, GREEDY))[0].weight_versions == (7, 7)
     engine.sync_weights(SharedMemory(model_paths[True]), 8)
-    assert engine.generate(request, GREEDY)[0].weight_versions == (8, 8)
+    assert engine.generate(with_sampling(request, GREEDY))[0].weight_versions == (8, 8)
 
 
 def test_a_sleeping_engine_must_be_woken(engine, model_paths):
     requests = make_requests(3)
-    before = engine.generate(requests, GREEDY)
+    before = engine.generate(with_sampling(requests, GREEDY))
     engine.sleep()
     with pytest.raises(AssertionError, match="wake the engine"):
-        engine.generate(requests, GREEDY)
+        engine.generate(with_sampling(requests, GREEDY))
     engine.wake()
-    assert contents(engine.generate(requests, GREEDY)) == contents(before)
+    assert contents(engine.generate(with_sampling(requests, GREEDY))) == contents(before)
     engine.sleep()
     engine.sync_weights(SharedMemory(model_paths[True]), 3)
     engine.wake()
-    assert tokens_of(engine.generate(requests, GREEDY)) == tokens_of(before)
+    assert tokens_of(engine.generate(with_sampling(requests, GREEDY))) == tokens_of(before)
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -177,16 +179,16 @@ def test_a_sleeping_engine_must_be_woken(engine, model_paths):
 def test_completions_come_one_after_another_and_a_sync_drops_the_rest(model_paths, vllm_engine):
     requests = make_requests(4)
     vllm_engine.sync_weights(SharedMemory(model_paths[True]), 0)
-    expected = contents(vllm_engine.generate(requests, SAMPLED))
+    expected = contents(vllm_engine.generate(requests))
     endless = dataclasses.replace(SAMPLED, max_tokens=60)
-    first = vllm_engine.step({7: requests[0]}, SAMPLED)
+    first = vllm_engine.step({7: requests[0]})
     assert contents(list(first.values())) == expected[:1] and list(first) == [7]
     # The long ones are still generated when the short one is complete.
     stops = dataclasses.replace(endless, stop_token_ids=(int(expected[1][0][0]),))
-    part = vllm_engine.step(dict(enumerate(requests * 32)), stops)
+    part = vllm_engine.step(dict(enumerate(with_sampling(requests * 32, stops))))
     assert 1 in part
     vllm_engine.sync_weights(SharedMemory(model_paths[True]), 0)
-    assert contents(vllm_engine.generate(requests, SAMPLED)) == expected
+    assert contents(vllm_engine.generate(requests)) == expected
 
 
 @pytest.mark.parametrize("running", ["keep", "drain"])
@@ -202,20 +204,20 @@ def test_requests_under_way_survive_a_sync_that_does_not_drop_them(
     requests = make_requests(6)
     endless = dataclasses.replace(SAMPLED, max_tokens=280)  # the first report comes after some forty tokens
     vllm_engine.sync_weights(SharedMemory(model_paths[True]), 1)
-    expected = vllm_engine.generate(requests, endless)
+    expected = vllm_engine.generate(with_sampling(requests, endless))
     short = int(expected[0].token_ids[2])
     sampling = dataclasses.replace(endless, stop_token_ids=(short,))
     vllm_engine.sync_weights(SharedMemory(model_paths[True]), 1)
     stopped = {i: one for i, one in enumerate(expected) if short in one.token_ids}
-    completions = vllm_engine.step(dict(enumerate(requests * 2)), sampling)
+    completions = vllm_engine.step(dict(enumerate(with_sampling(requests * 2, sampling))))
     under_way = set(range(12)) - set(completions)
     assert under_way and set(completions) <= {i for i in range(12) if i % 6 in stopped}
     vllm_engine.sync_weights(SharedMemory(str(tmp_path)), 2, running)
     while len(completions) < 12:
-        completions |= vllm_engine.step({}, sampling)
+        completions |= vllm_engine.step({})
     versions = (1, 2) if running == "keep" else (1, 1)
     assert {completions[i].weight_versions for i in under_way} == {versions}
-    fresh = vllm_engine.generate(requests, GREEDY)
+    fresh = vllm_engine.generate(with_sampling(requests, GREEDY))
     assert_agrees(changed, requests, fresh, temperature=0.0)  # no keys and values of the old weights are left
     for i in under_way:
         old, new = (errors_of(model, requests[i % 6], completions[i]) for model in (trained, changed))
@@ -235,9 +237,9 @@ def test_more_work_than_the_engine_can_hold(cluster, model_paths, vllm_engine):
     requests = make_requests(64, longest=300)  # more than one prefill batch
     sampling = Sampling(0.7, 1.0, -1, 64, ())
     vllm_engine.sync_weights(SharedMemory(model_paths[True]), 0)
-    expected = vllm_engine.generate(requests, sampling)
+    expected = vllm_engine.generate(with_sampling(requests, sampling))
     cramped = start_vllm(cluster, model_paths[True], dataclasses.replace(ROLLOUT, max_num_seqs=16, kv_cache_mb=1))
-    assert_same(expected, cramped.generate(requests, sampling))
+    assert_same(expected, cramped.generate(with_sampling(requests, sampling)))
 
 
 @pytest.mark.parametrize(
@@ -246,7 +248,7 @@ def test_more_work_than_the_engine_can_hold(cluster, model_paths, vllm_engine):
 )
 def test_settings_that_vllm_refuses_are_the_users(cluster, model_paths, settings, reason):
     with pytest.raises(UserError, match=f"rollout.engine=vllm .*{reason}"):
-        start_vllm(cluster, model_paths[True], RolloutConfig(**settings)).generate([], GREEDY)
+        start_vllm(cluster, model_paths[True], RolloutConfig(**settings)).generate([])
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -315,7 +317,7 @@ def test_engines_follow_the_ranks_through_optimizer_steps(tied, job, ranks, way,
     model = AutoModelForCausalLM.from_pretrained(model_paths[tied], dtype=torch.float32).eval()
     rng = random.Random(3)
     prompts = [[rng.randrange(256) for _ in range(length)] for length in (5, 31, 210, 230, 260, 290)]
-    requests = [Request(prompt, seed) for prompt in prompts for seed in (1, 2)]
+    requests = [Request(prompt, seed, SAMPLED) for prompt in prompts for seed in (1, 2)]
 
     before: list[Completion] = []
     for version in (1, 2, 3):
@@ -328,11 +330,18 @@ def test_engines_follow_the_ranks_through_optimizer_steps(tied, job, ranks, way,
         fallback.sync_weights(SharedMemory(str(tmp_path)), version)
         written = {name: x for file in tmp_path.glob("*.safetensors") for name, x in load_file(file).items()}
         assert set(model.load_state_dict(written, strict=False).missing_keys) <= {"lm_head.weight"}
-        assert_agrees(model, requests[::4], fallback.generate(requests[::4], GREEDY), temperature=0.0)
-        after = pool.generate(requests, GREEDY)
+        assert_agrees(model, requests[::4], fallback.generate(with_sampling(requests[::4], GREEDY)), temperature=0.0)
+        after = pool.generate(with_sampling(requests, GREEDY))
         assert_agrees(model, requests, after, temperature=0.0)
         assert tokens_of(after) != tokens_of(before), "the steps changed too little to see"
-        assert_same_as_old_logprobs(ranks, requests, pool.generate(requests, SAMPLED))
+        sampled = pool.generate(requests)
+        assert_same_as_old_logprobs(ranks, requests, sampled)
+        for greedy_first in (True, False):
+            streams = [pool.stream(with_sampling(requests, GREEDY)), pool.stream(requests)][
+                :: 1 if greedy_first else -1
+            ]
+            one, other = alternate(*streams)[:: 1 if greedy_first else -1]
+            assert (contents(one), contents(other)) == (contents(after), contents(sampled))
         before = after
 
 
@@ -360,7 +369,7 @@ def test_vllm_serves_the_adapters_it_is_given_in_place(cluster, model_paths, tmp
     engine = start_vllm(cluster, model_paths[True], lora_rank=5)
     requests = make_requests(20)
     with model.disable_adapter():
-        assert_agrees(model, requests, engine.generate(requests, SAMPLED), SAMPLED.temperature)
+        assert_agrees(model, requests, engine.generate(requests), SAMPLED.temperature)
     completions = []
     for version, scale in ((1, 0.1), (2, 0.3), (3, 0.1)):
         torch.manual_seed(round(scale * 10))
@@ -372,7 +381,7 @@ def test_vllm_serves_the_adapters_it_is_given_in_place(cluster, model_paths, tmp
         engine.sleep()
         engine.sync_weights(Adapter(files[0].read_text(), files[1].read_bytes()), version)
         engine.wake()
-        completions.append(engine.generate(requests, SAMPLED))
+        completions.append(engine.generate(requests))
         assert {c.weight_versions for c in completions[-1]} == {(version, version)}
         assert_agrees(model, requests, completions[-1], SAMPLED.temperature)
     tokens = [[one[:2] for one in contents(drawn)] for drawn in completions]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import shutil
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.support import plain_engine
-from tests.support.generation import SAMPLED, tokens_of
+from tests.support.generation import GREEDY, SAMPLED, alternate, contents, make_requests, tokens_of, with_sampling
 from tests.support.plain_engine import PlainRank, PlainRanks
 from tests.support.plain_pool import answers, fault, streaming
 from trainer.config.engines import ENGINES, EngineSpec
@@ -29,8 +31,8 @@ def test_completions_come_in_order_and_prompts_stay_together(start, monkeypatch)
     monkeypatch.setitem(ENGINES, "plain", streaming())
     pool, _ = start(num_engines=3)
     pool.start(version=1, is_initial=True)
-    requests = [Request([p, p + 1], seed=j) for j in range(4) for p in range(7)]
-    completions = pool.generate(requests, SAMPLED)
+    requests = [Request([p, p + 1], j, SAMPLED) for j in range(4) for p in range(7)]
+    completions = pool.generate(requests)
     assert tokens_of(completions) == [[*r.prompt_token_ids, r.seed, 0] for r in requests]
     homes: dict[float, set[tuple]] = {}
     for request, completion in zip(requests, completions, strict=True):
@@ -51,9 +53,9 @@ def test_an_engine_that_is_done_early_takes_from_the_rest(start, monkeypatch, sp
     monkeypatch.setitem(ENGINES, "plain", spec)
     pool, _ = start("cuda", num_engines=2, max_num_seqs=2)
     pool.start(version=1, is_initial=True)
-    requests = [Request([i, 0], seed=i) for i in range(12)]
-    requests[waits] = Request([plain_engine.WAITS, 10], seed=waits)
-    parts = list(pool.stream(requests, SAMPLED))
+    requests = [Request([i, 0], i, SAMPLED) for i in range(12)]
+    requests[waits] = Request([plain_engine.WAITS, 10], waits, SAMPLED)
+    parts = list(pool.stream(requests))
     assert len(parts) > 2, "completions come while others are generated"
     completions = {place: one for part in parts for place, one in part.items()}
     expected = [[*request.prompt_token_ids, request.seed, 0] for request in requests]
@@ -67,12 +69,77 @@ def test_a_deterministic_run_gives_requests_to_engines_by_plan(start, monkeypatc
     monkeypatch.setitem(ENGINES, "plain", spec)
     pool, _ = start("cuda", num_engines=2, max_num_seqs=6, deterministic=True)
     pool.start(version=1, is_initial=True)
-    requests = [Request([i, 0], seed=i) for i in range(12)]
+    requests = [Request([i, 0], i, SAMPLED) for i in range(12)]
     shares = []
     for _ in range(2):
-        homes = [completion.logprobs[0] for completion in pool.generate(requests, SAMPLED)]
+        homes = [completion.logprobs[0] for completion in pool.generate(requests)]
         shares.append([homes.index(home) for home in homes])
     assert shares[0] == shares[1] and sorted(Counter(shares[0]).values()) == [6, 6]
+
+
+@pytest.mark.parametrize("spec", [streaming(), plain_engine.SPEC], ids=["streaming", "batched"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_two_streams_that_are_read_by_turns_get_their_own_completions(start, monkeypatch, spec, deterministic):
+    monkeypatch.setitem(ENGINES, "plain", spec)
+    pool, _ = start("cuda", num_engines=2, max_num_seqs=36 if deterministic else 3, deterministic=deterministic)
+    pool.start(version=1, is_initial=True)
+    requests = [[Request([i, 0], seed, SAMPLED) for i in range(12)] for seed in (7, 8, 9)]
+    first, second, third = (pool.stream(some) for some in requests)
+    completions = next(first)
+    assert tokens_of(alternate(second, third)[1]) == [[i, 0, 9, 0] for i in range(12)]
+    for chunk in first:
+        completions |= chunk
+    assert tokens_of([completions[i] for i in range(12)]) == [[i, 0, 7, 0] for i in range(12)]
+
+
+def test_streams_of_transformers_are_bit_equal_to_separate_ones(start, model_paths, tmp_path):
+    """With other sampling parameters, and in one call, too."""
+    shutil.copytree(model_paths[True], tmp_path, dirs_exist_ok=True)
+    pool, _ = start(engine="transformers", num_engines=2, max_num_seqs=3, max_response_tokens=24)
+    pool.start(version=1, is_initial=True)
+    stops = dataclasses.replace(SAMPLED, max_tokens=24, stop_token_ids=tuple(range(0, 256, 7)))
+    requests = make_requests(8)
+    alike = [with_sampling(requests, sampling) for sampling in (SAMPLED, GREEDY, stops)]
+    alone = [contents(pool.generate(some)) for some in alike]
+    assert [contents(one) for one in alternate(*map(pool.stream, alike))] == alone
+    mixed = contents(pool.generate([request for trio in zip(*alike, strict=True) for request in trio]))
+    assert [mixed[i::3] for i in range(3)] == alone
+
+
+def test_a_stream_that_is_closed_leaves_nothing_for_the_next_one(start, monkeypatch):
+    monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
+    pool, _ = start("cuda", num_engines=2, max_num_seqs=3)
+    pool.start(version=1, is_initial=True)
+    stream = pool.stream([Request([i, 0], 7, SAMPLED) for i in range(12)])
+    next(stream)
+    stream.close()
+    assert answers(pool, 12) == [[i, 7, 0] for i in range(12)]
+
+
+def test_a_stream_whose_requests_a_sync_has_aborted_is_not_read_on(start, monkeypatch):
+    monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
+    pool, _ = start(num_engines=2, max_num_seqs=12)
+    pool.start(version=1, is_initial=True)
+    stream = pool.stream([Request([i, 0], 7, SAMPLED) for i in range(12)])
+    next(stream)
+    pool.sync_weights(2)
+    assert answers(pool, 4) == [[i, 7, 0] for i in range(4)]
+    with pytest.raises(AssertionError, match="a weight sync has aborted the requests of this stream"):
+        list(stream)
+
+
+def test_streams_of_two_threads_are_refused(start):
+    pool, _ = start()
+    pool.start(version=1, is_initial=True)
+    stream = pool.stream([Request([i], 7, SAMPLED) for i in range(3)])
+    with ThreadPoolExecutor(1) as thread:
+        next(stream)
+        list(stream)
+        assert thread.submit(answers, pool).result() == [[0, 7, 0], [1, 7, 0]], "none is open"
+        stream = pool.stream([Request([i, 0], 7, SAMPLED) for i in range(300)])
+        next(stream)
+        with pytest.raises(AssertionError, match="one thread reads all open streams of an engine pool"):
+            thread.submit(answers, pool).result()
 
 
 def test_an_engine_that_never_answers_is_named(start, monkeypatch):
@@ -80,9 +147,9 @@ def test_an_engine_that_never_answers_is_named(start, monkeypatch):
     monkeypatch.setattr(time_limits, "POLL_INTERVAL_S", 0.1)
     pool, _ = start(num_engines=2, rpc_timeout_s=2.0)
     pool.start(version=1, is_initial=True)
-    requests = [Request([i, 0], seed=i) for i in range(3)] + [Request([plain_engine.WAITS, 99], seed=0)]
+    requests = [Request([i, 0], i, SAMPLED) for i in range(3)] + [Request([plain_engine.WAITS, 99], 0, SAMPLED)]
     with pytest.raises(WorkerError, match=r"^engine 1 \(process .*: no result after \d+ s \(trainer.rpc_timeout_s\)"):
-        pool.generate(requests, SAMPLED)
+        pool.generate(requests)
 
 
 def test_engines_start_while_the_ranks_do_other_things(start, monkeypatch, tmp_path):
@@ -121,6 +188,18 @@ def test_engines_of_a_shared_gpu_stay_awake_between_calls(start):
     ranks.call("policy", "compute")
 
 
+def test_engines_of_a_shared_gpu_sleep_after_the_last_of_two_streams(start, monkeypatch):
+    monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
+    pool, ranks = start("cuda", colocate=True, max_num_seqs=64)
+    pool.start(version=1, is_initial=True)
+    first, second, third = (pool.stream([Request([i, 0], seed, SAMPLED) for i in range(4)]) for seed in (7, 8, 9))
+    assert next(first) and next(second)
+    first.close()
+    assert tokens_of(alternate(third)[0]) == [[i, 0, 9, 0] for i in range(4)]
+    assert sum(map(len, second)) == 3
+    ranks.call("policy", "compute")
+
+
 def test_an_engine_that_fails_at_its_end_does_not_fail_the_run(start, tmp_path):
     pool, _ = start()
     pool.start(version=1, is_initial=True)
@@ -143,7 +222,7 @@ def test_engines_answer_with_the_weights_of_the_last_sync(start, tmp_path, trans
     pool.sync_weights(2)
     assert answers(pool) == [[0, 7, 1], [1, 7, 1]]
     assert not (tmp_path / "weights").exists(), "the shared copy of the weights is still there"
-    assert {c.weight_versions for c in pool.generate([Request([1], 1)], SAMPLED)} == {(2, 2)}
+    assert {c.weight_versions for c in pool.generate([Request([1], 1, SAMPLED)])} == {(2, 2)}
 
 
 def test_engines_on_the_gpus_of_the_ranks_get_weights_there(start, monkeypatch):
@@ -191,8 +270,8 @@ def test_requests_under_way_survive_a_sync_that_does_not_drop_them(start, monkey
     monkeypatch.setitem(ENGINES, "plain", streaming())
     pool, ranks = start("cuda", num_engines=2, max_num_seqs=3, weight_sync="shared_memory")
     pool.start(version=1, is_initial=True)
-    requests = [Request([i, 0], seed=i) for i in range(12)]
-    stream = pool.stream(requests, SAMPLED)
+    requests = [Request([i, 0], i, SAMPLED) for i in range(12)]
+    stream = pool.stream(requests)
     completions = next(stream)
     ranks.call("policy", "train")
     pool.sync_weights(2, running)
@@ -277,12 +356,12 @@ def test_a_new_engine_on_a_shared_gpu_starts_and_sleeps_before_the_ranks_compute
     """The rank needs the memory that the engine takes while it starts."""
     pool, ranks = shared
     fault(incidents, "kill 3")
-    requests = [Request([i, 0], seed=i) for i in range(8)]
-    assert tokens_of(pool.generate(requests, SAMPLED)) == [[i, 0, i, 0] for i in range(8)]
+    requests = [Request([i, 0], i, SAMPLED) for i in range(8)]
+    assert tokens_of(pool.generate(requests)) == [[i, 0, i, 0] for i in range(8)]
     ranks.policy.call("compute")
     ranks.policy.call("call", "policy", "train")
     pool.sync_weights(2)
-    assert len({one.logprobs[0] for one in pool.generate(requests, SAMPLED)}) == 2
+    assert len({one.logprobs[0] for one in pool.generate(requests)}) == 2
     assert [one.action for one in read_incidents(str(incidents))] == ["replaced the engine"]
 
 
@@ -310,8 +389,8 @@ def test_the_last_engines_on_shared_gpus_come_back_while_the_ranks_make_room(sha
         for engine in (0, 1):
             pool._engines.group.end(engine)
         pool.sync_weights(1) if moment == "sync" else pool.start(1, is_initial=False)
-    requests = [Request([i, 0], seed=i) for i in range(8)]
-    assert tokens_of(pool.generate(requests, SAMPLED)) == [[i, 0, i, 0] for i in range(8)]
+    requests = [Request([i, 0], i, SAMPLED) for i in range(8)]
+    assert tokens_of(pool.generate(requests)) == [[i, 0, i, 0] for i in range(8)]
     ranks.policy.call("compute")
     pool.sync_weights(2)
     assert pool._engines.lifecycle.serving == [0, 1]
@@ -323,7 +402,7 @@ def test_an_interrupted_rollout_leaves_no_engine_that_starts(shared, incidents):
     fault(incidents, "kill 0", "wait start")
     with pytest.raises(KeyboardInterrupt):
         with pool.awake():
-            pool.generate([Request([i, 0], seed=i) for i in range(8)], SAMPLED)
+            pool.generate([Request([i, 0], i, SAMPLED) for i in range(8)])
             while not pool._engines.lifecycle.within(State.STARTING):
                 pool._engines.poll()
             raise KeyboardInterrupt

@@ -24,16 +24,16 @@ def test_requests_of_a_lost_engine_go_to_the_others(start, monkeypatch, incident
     monkeypatch.setitem(ENGINES, "plain", dataclasses.replace(spec, streaming="Streaming" in spec.path))
     pool, ranks = start(num_engines=2, max_restarts=3, max_num_seqs=64)
     pool.start(version=1, is_initial=True)
-    requests = [Request([i, 0], seed=i) for i in range(12)]
-    first = pool.generate(requests, SAMPLED)
+    requests = [Request([i, 0], i, SAMPLED) for i in range(12)]
+    first = pool.generate(requests)
     fault(incidents, f"{kind} 3")
-    again = pool.generate(requests, SAMPLED)
+    again = pool.generate(requests)
     assert tokens_of(again) == tokens_of(first) == [[i, 0, i, 0] for i in range(12)]
     assert len({one.logprobs[0] for one in again}) <= 2
     pool._engines.load()
     ranks.call("policy", "train")
     pool.sync_weights(2)
-    last = pool.generate(requests, SAMPLED)
+    last = pool.generate(requests)
     assert tokens_of(last) == [[i, 0, i, 1] for i in range(12)]
     new = {one.logprobs[0] for one in last} - {one.logprobs[0] for one in first}
     assert len(new) == 1, "one engine is another process"
@@ -51,8 +51,8 @@ def test_the_death_of_the_last_engine_pauses_the_step(start, monkeypatch, incide
     pool.start(version=4, is_initial=False)
     channel = getattr(pool, "_channel", None)
     fault(incidents, "kill 3", "kill 5")
-    requests = [Request([i, 0], seed=i) for i in range(8)]
-    completions = pool.generate(requests, SAMPLED)
+    requests = [Request([i, 0], i, SAMPLED) for i in range(8)]
+    completions = pool.generate(requests)
     assert tokens_of(completions) == [[i, 0, i, 1] for i in range(8)]
     assert {one.weight_versions for one in completions} == {(4, 4)}
     assert transport != "broadcast" or pool._transfer != channel, "a new process cannot join the group of a dead one"
@@ -85,7 +85,7 @@ def test_new_engines_have_an_end(start, monkeypatch, incidents):
     pool.start(version=1, is_initial=True)
     fault(incidents, "kill 1", "kill 3")
     with pytest.raises(WorkerError, match="^engine . died") as raised:
-        pool.generate([Request([i, 0], seed=i) for i in range(8)], SAMPLED)
+        pool.generate([Request([i, 0], i, SAMPLED) for i in range(8)])
     assert not can_recover(raised.value)
 
 
@@ -111,7 +111,7 @@ def test_an_engine_that_runs_out_of_memory_twice_at_one_step_is_at_fault(start, 
     pool.start(version=1, is_initial=True)
     fault(incidents, "memory 1", "memory 3")
     with pytest.raises(NonRetryableError, match="no memory left"):
-        pool.generate([Request([i, 0], seed=i) for i in range(8)], SAMPLED)
+        pool.generate([Request([i, 0], i, SAMPLED) for i in range(8)])
 
 
 def test_an_engine_that_dies_while_it_gets_a_broadcast_is_replaced_by_the_next_start(start, monkeypatch, incidents):
@@ -133,11 +133,11 @@ def test_a_new_engine_that_still_loads_does_not_hold_up_a_sync(start, monkeypatc
     pool, ranks = start(num_engines=2, max_restarts=3, max_num_seqs=64, weight_sync="broadcast")
     pool.start(version=1, is_initial=True)
     fault(incidents, "kill 1", "wait start")
-    assert len(pool.generate([Request([i, 0], seed=i) for i in range(4)], SAMPLED)) == 4
+    assert len(pool.generate([Request([i, 0], i, SAMPLED) for i in range(4)])) == 4
     ranks.call("policy", "train")
     pool.sync_weights(2)
     assert answers(pool) == [[0, 7, 1], [1, 7, 1]]
     (incidents / "go on").touch()
     pool._engines.load()
     pool.sync_weights(2)
-    assert len({one.logprobs[0] for one in pool.generate([Request([i], 7) for i in range(8)], SAMPLED)}) == 2
+    assert len({one.logprobs[0] for one in pool.generate([Request([i], 7, SAMPLED) for i in range(8)])}) == 2

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.support.generation import ROLLOUT, SAMPLED, make_requests, tokens_of
+from tests.support.generation import ROLLOUT, SAMPLED, make_requests, tokens_of, with_sampling
 from trainer.config import TinyConfig
 from trainer.generation.transformers_engine import TransformersEngine
 from trainer.generation.weight_sync import SharedMemory
@@ -33,7 +33,7 @@ def test_rows_that_have_ended_are_not_computed_any_longer(model_paths, monkeypat
     engine = TransformersEngine(model_paths[True], dtype="auto", seed=1, rollout=ROLLOUT, device="cpu")
     requests = make_requests(16)
     free = dataclasses.replace(SAMPLED, max_tokens=40)
-    whole = engine.generate(requests, free)
+    whole = engine.generate(with_sampling(requests, free))
     stops = tuple(sorted({int(token) for one in whole[:6] for token in one.token_ids[3:5]}))
     ends = [next((i + 1 for i, token in enumerate(one.token_ids) if token in stops), 40) for one in whole]
     assert len(set(ends)) > 4 and max(ends) == 40, "the rows end at many places, and some do not"
@@ -47,7 +47,7 @@ def test_rows_that_have_ended_are_not_computed_any_longer(model_paths, monkeypat
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(engine._model, "forward", counted)
-    cut = engine.generate(requests, dataclasses.replace(free, stop_token_ids=stops))
+    cut = engine.generate(with_sampling(requests, dataclasses.replace(free, stop_token_ids=stops)))
     assert tokens_of(cut) == [one.token_ids[:end].tolist() for one, end in zip(whole, ends, strict=True)]
     for a, b, end in zip(whole, cut, ends, strict=True):
         np.testing.assert_allclose(b.logprobs, a.logprobs[:end], atol=1e-5)

@@ -46,11 +46,12 @@ def steps(rank: Rank, path: str) -> list[dict]:
     stops = stop_token_ids(path, load_tokenizer(path))
     engine = TransformersEngine(path, dtype="float32", seed=1, rollout=cfg.rollout, device="cpu")
     prompts = [tuple(range(65, 68 + i)) for i in range(4)]
-    requests = [Request(prompt, 10 * i + j) for i, prompt in enumerate(prompts) for j in range(N)]
+    sampling = Sampling(1.0, 1.0, -1, MAX_TOKENS, stops)
+    requests = [Request(prompt, 10 * i + j, sampling) for i, prompt in enumerate(prompts) for j in range(N)]
     results = []
     for estimator in ADVANTAGES:
         cfg.algorithm.advantage_estimator = estimator
-        completions = engine.generate(requests, Sampling(1.0, 1.0, -1, MAX_TOKENS, stops))
+        completions = engine.generate(requests)
         samples = [sample_of(r.prompt_token_ids, c) for r, c in zip(requests, completions, strict=True)]
         batch = build_batch(samples, [str(i // N) for i in range(len(samples))])
         shape = batch["input_ids"].shape

@@ -40,7 +40,7 @@ class Engines:
         self._tokenizer = tokenizer
         self.awake = contextlib.nullcontext
 
-    def stream(self, requests: Sequence[Request], sampling: Any) -> Iterator[dict[int, Completion]]:
+    def stream(self, requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
         for place in range(len(requests)):
             tokens = self._tokenizer.encode(f"{place:02}", add_special_tokens=False)
             yield {place: Completion(tokens, [-1.0] * len(tokens), "stop", 1)}

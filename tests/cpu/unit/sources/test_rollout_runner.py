@@ -42,7 +42,7 @@ class Engines:
         self._tokenizer, self._order, self._seen, self._before_last = tokenizer, order, seen, before_last
         self.awake = contextlib.nullcontext
 
-    def stream(self, requests: Sequence[Request], sampling: Any) -> Iterator[dict[int, Completion]]:
+    def stream(self, requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
         for number, place in enumerate(self._order, start=1):
             while number == len(self._order) and len(list(self._seen.iterdir())) < self._before_last:
                 threading.Event().wait(0.01)
