@@ -390,7 +390,12 @@ class Trainer:
         self.checkpoints.archive(after=checkpoint.step)  # the run went back behind them, and will save them again
         same_layout = resume.same_rounding and checkpoint.manifest.get("ranks") == self.learner.ranks.count
         self.audit = audit_of(
-            self.cfg.trainer, self.learner.cluster.device, checkpoint.step, same_layout, resume.altered
+            self.cfg.trainer,
+            self.learner.cluster.device,
+            checkpoint.step,
+            same_layout,
+            resume.altered,
+            self.source.repeats,
         )
 
     def state_dict(self) -> dict[str, Any]:

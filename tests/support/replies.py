@@ -14,6 +14,7 @@ from trainer.generation.engine import Completion, Request, Sampling
 from trainer.metrics.timing import Timer
 from trainer.models.tokenizer import load_tokenizer, stop_token_ids
 from trainer.rewards.cache import RewardCache
+from trainer.rewards.scoring import RewardPool
 from trainer.sources.evaluation import RolloutEvaluator
 from trainer.sources.rollout_runner import RolloutRunner
 from trainer.sources.sampling import SamplingSource, read_prompts
@@ -24,7 +25,7 @@ class Replies:
 
     def __init__(self, tokenizer: Any, reply: Callable[[str, int, Sampling], str]):
         self._tokenizer, self._reply = tokenizer, reply
-        self.awake = contextlib.nullcontext
+        self.awake, self.repeats = contextlib.nullcontext, True
         self.seeds: list[int] = []
         self.samplings: list[Sampling] = []
 
@@ -43,8 +44,8 @@ class Replies:
 def sampling_source(cfg: Config, engines: Any, model: str, needs_baselines: bool = False) -> SamplingSource:
     """The source that `cfg` describes, with these engines."""
     tokenizer = load_tokenizer(model)
-    cache = RewardCache(cfg.trainer.run_dir, lambda: None)
-    runner = RolloutRunner(cfg, engines, tokenizer, stop_token_ids(model, tokenizer), cache)
+    scorer = None if cfg.environment.name else RewardPool(cfg.reward, RewardCache(cfg.trainer.run_dir, lambda: None))
+    runner = RolloutRunner(cfg, engines, tokenizer, stop_token_ids(model, tokenizer), scorer)
     return SamplingSource(cfg, runner, read_prompts(cfg, "train", tokenizer), Timer(), needs_baselines)
 
 

@@ -119,6 +119,11 @@ class EnginePool:
         self._transfer_count = 0
         self._receivers: list[Any] = []  # the processes of the engines that the transfer of the weights reaches
 
+    @property
+    def repeats(self) -> bool:
+        """Whether the engines generate the same tokens and log-probs again, to the last bit."""
+        return self._cluster.device == "cpu" or self._cfg.trainer.deterministic
+
     def wait_ready(self) -> None:
         """Wait until the ranks may load models on the GPUs. Once, before they do.
 

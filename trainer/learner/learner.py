@@ -116,6 +116,12 @@ class Learner:
         batch = build_batch(samples, [str(i) for i in range(len(samples))])
         return self.ranks.call("policy", "cross_entropy", self.cluster.put(batch))
 
+    def last_scores(self, role: str, samples: Sequence[Sample]) -> np.ndarray:
+        """Return what a role with a head `score` gives each sample after its last token, `(B,)`: a reward model."""
+        batch = build_batch(samples, [str(i) for i in range(len(samples))])
+        scores = self.ranks.score(role, "values", self.cluster.put(batch), batch["input_ids"].shape)
+        return scores[np.arange(len(samples)), batch["lengths"] - 1]
+
     def accuracy(self, samples: Sequence[Sample]) -> float:
         """Return the share of samples whose tokens to learn are what greedy decoding would answer.
 

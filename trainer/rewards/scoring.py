@@ -21,7 +21,7 @@ LOG = logging.getLogger(__name__)
 
 
 class RewardPool(WorkerPool):
-    """`reward.num_processes` processes that compute rewards. A context manager.
+    """A `Scorer`: `reward.num_processes` processes that call reward functions. A context manager.
 
     Args:
         cache: of results that are not computed again.
@@ -29,6 +29,8 @@ class RewardPool(WorkerPool):
     Raises:
         UserError: there is no such reward, or it wants what no reward gets.
     """
+
+    uses_ranks = False
 
     def __init__(self, config: RewardConfig, cache: RewardCache | None = None):
         self.functions = reward_functions(config)  # a wrong name fails here, not at the first step
@@ -53,15 +55,15 @@ class RewardPool(WorkerPool):
             return session.scores()
 
     @contextmanager
-    def scoring(self, n: int = 1, step: str = "") -> Iterator[ScoringSession]:
+    def scoring(self, n: int = 1, purpose: str = "") -> Iterator[ScoringSession]:
         """Compute rewards while the block runs. Only one such block may run at a time.
 
         Args:
             n: completions in a group.
-            step: names what the rewards are for, in the cache and in errors.
+            purpose: names what the rewards are for, in the cache and in errors.
         """
         with self.round() as tasks:
-            yield ScoringSession(self.functions, self._config, self._cache, tasks, n, step)
+            yield ScoringSession(self.functions, self._config, self._cache, tasks, n, purpose)
 
 
 class ScoringSession:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.config import RewardConfig
+from trainer.episodes import Episode
 from trainer.errors import UserError
 from trainer.rewards.cache import key_of
 from trainer.rewards.functions import REMOTE, resolve
@@ -24,6 +25,8 @@ class RewardInput:
     messages: Sequence[Mapping[str, Any]] = ()
     row: Mapping[str, Any] = field(default_factory=dict)
     status: str = "stop"
+    episode: Episode | None = None
+    """With its tokens, for a scorer that reads them. Reward functions get the text."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,9 +32,18 @@ _GPU_TOLERANCE = 1e-2  # kernels that add with atomics differ from run to run in
 
 
 def audit_of(
-    trainer: TrainerConfig, device: str, step: int, same_layout: bool, altered: tuple[str, ...]
+    trainer: TrainerConfig,
+    device: str,
+    step: int,
+    same_layout: bool,
+    altered: tuple[str, ...],
+    same_episodes: bool,
 ) -> ReplayAudit:
-    """Return the audit of a run that resumed from `step` on `cpu` or `cuda` (see `ReplayAudit` for the rest)."""
+    """Return the audit of a run that resumed from `step` on `cpu` or `cuda` (see `ReplayAudit` for the rest).
+
+    Args:
+        same_episodes: the source gives the same episodes again (`EpisodeSource.repeats`).
+    """
     exact, tolerance = device == "cpu" or trainer.deterministic, trainer.resume_tolerance
     return ReplayAudit(
         trainer.run_dir,
@@ -42,8 +51,8 @@ def audit_of(
         tolerance if tolerance is not None else 0.0 if exact else _GPU_TOLERANCE,
         same_layout,
         altered,
-        exact,
-        chance=not exact and tolerance is None,
+        exact and same_episodes,
+        chance=not same_episodes and tolerance is None,
         watched=find_task(trainer.task).watched,
     )
 
@@ -64,7 +73,7 @@ class ReplayAudit:
             first step is compared, because the later ones start from other weights.
         exact: a step computes the same bits again. If not, the last bits change some sampled tokens, and after them
             whole completions: only the first step is compared.
-        chance: metrics that depend on what was sampled may differ as far as chance explains (see `beyond_chance`).
+        chance: other episodes were sampled: metrics may differ as far as chance explains (see `beyond_chance`).
         watched: metrics of the task that are watched besides `WATCHED`.
     """
 
@@ -116,7 +125,7 @@ class ReplayAudit:
             same = {name: value for name, value in row.items() if not name.startswith(self._altered)}
             difference = (
                 first_difference(same, metrics, self._tolerance)
-                if not self._chance or "reward/mean" not in row  # nothing was sampled
+                if not self._chance
                 else beyond_chance(same, metrics, self._history, self._watched)
             )
             if difference is not None:

@@ -16,6 +16,11 @@ class EpisodeSource(Protocol):
     """
 
     @property
+    def repeats(self) -> bool:
+        """Whether a resumed run gets the episodes of a step again bit for bit. Else chance may change them."""
+        ...
+
+    @property
     def epoch(self) -> float:
         """Epochs of the data that committed steps have trained on, with the fraction of the current one."""
         ...

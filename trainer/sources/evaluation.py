@@ -51,7 +51,7 @@ class RolloutEvaluator:
         k, r, runner = self.cfg.rollout.val_n, self.cfg.rollout, self._runner
         purpose = f"the evaluation of step {step}"
         sampled: list[Episode] = []
-        with runner.engines.awake():
+        with runner.awake():
             greedy = runner.run(self._requests(step, [0], runner.greedy()), purpose)
             metrics = self._reward_metrics(greedy, purpose)
             if k > 0:

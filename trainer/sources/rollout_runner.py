@@ -1,4 +1,4 @@
-"""Run episodes and score them: engines, environments and reward processes behind one call."""
+"""Run episodes and score them: engines, environments and a scorer behind one call."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Self
 
 from trainer.config import Config
@@ -20,9 +21,8 @@ from trainer.environments.episode_runner import (
 from trainer.episodes import Episode
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.engine_pool import EnginePool
-from trainer.rewards.cache import RewardCache
+from trainer.rewards.scorer import Scorer
 from trainer.rewards.scores import Scores
-from trainer.rewards.scoring import RewardPool
 from trainer.rewards.terms import RewardInput
 
 
@@ -31,11 +31,11 @@ class RolloutRunner:
 
     Args:
         stop_tokens: end a completion.
-        cache: of rewards. It is not used with an environment, which gives the rewards itself.
+        scorer: gives the rewards. None: the environment gives them.
     """
 
     def __init__(
-        self, cfg: Config, engines: EnginePool, tokenizer: Any, stop_tokens: tuple[int, ...], cache: RewardCache
+        self, cfg: Config, engines: EnginePool, tokenizer: Any, stop_tokens: tuple[int, ...], scorer: Scorer | None
     ):
         self.cfg = cfg
         self.engines = engines
@@ -45,18 +45,23 @@ class RolloutRunner:
         self._episodes: EpisodeRunner = (EnvironmentRunner if cfg.environment.name else SingleTurnRunner)(
             cfg, tokenizer
         )
-        self._rewards = None if cfg.environment.name else RewardPool(cfg.reward, cache)
+        self._scorer = scorer
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._episodes)
-            if self._rewards is not None:
-                stack.enter_context(self._rewards)
+            if self._scorer is not None:
+                stack.enter_context(self._scorer)
             self._processes = stack.pop_all()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._processes.close()
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Keep the engines awake between the calls of `run` in the block, unless the scorer needs their GPUs."""
+        needs_gpus = self._scorer is not None and self._scorer.uses_ranks
+        return contextlib.nullcontext() if needs_gpus else self.engines.awake()
 
     def run(
         self,
@@ -82,7 +87,7 @@ class RolloutRunner:
                 yield chunk
 
         chunks = self._episodes.run(requests, generate, timer)
-        if self._rewards is None:
+        if self._scorer is None:
             ended = {index: episode for chunk in chunks for index, episode in chunk.items()}
             episodes = [ended[index] for index in range(len(requests))]
             scores = _environment_scores(episodes, self.cfg.environment.on_failure, purpose)
@@ -109,10 +114,10 @@ class RolloutRunner:
         timer: PhaseTimer,
     ) -> tuple[list[Episode], Scores]:
         """Compute the rewards of each group as soon as its episodes have ended."""
-        assert self._rewards is not None
+        assert self._scorer is not None
         n = len(requests) // len({request.group for request in requests})
         ended: dict[int, Episode] = {}
-        with self._rewards.scoring(n, purpose) as session:
+        with self._scorer.scoring(n, purpose) as session:
             for chunk in chunks:
                 ended |= chunk
                 for group in sorted({index // n for index in chunk}):
@@ -150,6 +155,6 @@ def _environment_scores(episodes: Sequence[Episode], on_failure: str, purpose: s
 
 
 def _reward_input(request: RolloutRequest, episode: Episode) -> RewardInput:
-    """Return an episode of one completion as a reward function gets it."""
+    """Return an episode as a scorer gets it."""
     prompt = request.prompt
-    return RewardInput(episode.text, prompt.answer, prompt.text, episode.messages, prompt.row, episode.status)
+    return RewardInput(episode.text, prompt.answer, prompt.text, episode.messages, prompt.row, episode.status, episode)

@@ -20,7 +20,7 @@ from trainer.data.ledger import Ledger, SampleIndex
 from trainer.data.row_digest import digest_rows
 from trainer.environments.episode_runner import RolloutRequest
 from trainer.episodes import Episode
-from trainer.generation.engine import Sampling
+from trainer.generation.engine import RunningRequests, Sampling
 from trainer.import_utils import import_function
 from trainer.metrics.timing import Timer
 from trainer.sources.dynamic_sampling import choose_groups, have_different_rewards
@@ -96,6 +96,9 @@ class SamplingSource:
         needs_baselines: each group also gets the reward of a greedy episode, as its baseline.
     """
 
+    running: RunningRequests = "abort"
+    """What happens to requests that are under way when the policy's new weights are published."""
+
     def __init__(
         self, cfg: Config, runner: RolloutRunner, train: PromptSet, timer: Timer, needs_baselines: bool = False
     ):
@@ -125,6 +128,10 @@ class SamplingSource:
             self._engines.shutdown()
 
     @property
+    def repeats(self) -> bool:
+        return self._engines.repeats
+
+    @property
     def epoch(self) -> float:
         return self.ledger.epoch
 
@@ -140,7 +147,7 @@ class SamplingSource:
 
     def publish(self, version: int) -> None:
         started = time.monotonic()
-        self._engines.sync_weights(version)
+        self._engines.sync_weights(version, self.running)
         self._sync_speed = {"perf/sync_gb_per_s": self._engines.synced_bytes / 1e9 / (time.monotonic() - started)}
 
     # ---------------------------------------------------------------------------------------------------
@@ -152,7 +159,7 @@ class SamplingSource:
         Dynamic sampling replaces prompts whose completions all have the same reward by the next prompts. Prompts that
         the step samples but does not need are sampled again in the next step.
         """
-        with self._engines.awake():
+        with self.runner.awake():
             sampled, chosen, used, metrics = self._sample_groups(step)
             trained = [sampled[i] for i in chosen]
             if self._needs_baselines:

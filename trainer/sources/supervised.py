@@ -21,6 +21,8 @@ class LedgerSource:
         name: what the rows are, for the log.
     """
 
+    repeats = True
+
     def __init__(self, ledger: Ledger, name: str):
         self.ledger = ledger
         self._name = name

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 from trainer.config import Config
-from trainer.data.datasets import as_messages, check_files, read_examples
+from trainer.data.datasets import PromptSet, as_messages, check_files, read_examples
 from trainer.environments.base import find_environment
 from trainer.errors import UserError, as_list, sentences_of
 from trainer.generation.engine_pool import EnginePool
 from trainer.import_utils import import_function
+from trainer.metrics.timing import Timer
 from trainer.models.files import resolve_model_path
 from trainer.models.tokenizer import stop_token_ids
 from trainer.process.startup import stage
 from trainer.rewards.cache import RewardCache
 from trainer.rewards.functions import REMOTE
 from trainer.rewards.preflight import try_rewards
+from trainer.rewards.scorer import Scorer
+from trainer.rewards.scoring import RewardPool
 from trainer.rewards.terms import RewardInput, reward_functions
+from trainer.sources.base import EpisodeSource, Evaluator
 from trainer.sources.evaluation import RolloutEvaluator
 from trainer.sources.rollout_runner import RolloutRunner
 from trainer.sources.sampling import SamplingSource, prompt_ledger, read_prompts
@@ -30,12 +36,16 @@ _TRIED_ROWS = 3
 """Rows of the data that the rewards are tried with."""
 
 
-def build(cfg: Config) -> Task:
-    """Return the task that the config describes."""
+def build(cfg: Config, source: Callable[[Ingredients], tuple[EpisodeSource, Evaluator | None]] | None = None) -> Task:
+    """Return the task that the config describes.
+
+    Args:
+        source: of another task of this kind: a call of `sample_episodes` with a scorer or a source of its own.
+    """
     kept = None if cfg.model.path else cached_model(cfg)
     return Task(
         cfg,
-        source=_source,
+        source=source or sample_episodes,
         start_weights=partial(prepare_model, cfg),
         check_inputs=partial(_check_inputs, cfg),
         data=partial(_prompts, cfg),
@@ -43,16 +53,32 @@ def build(cfg: Config) -> Task:
     )
 
 
-def _source(given: Ingredients) -> tuple[SamplingSource, RolloutEvaluator | None]:
+def config_scorer(given: Ingredients) -> Scorer | None:
+    """Return the reward functions that the config names. None: there is an environment, which gives the rewards."""
+    if given.cfg.environment.name is not None:
+        return None
+    return RewardPool(given.cfg.reward, RewardCache(given.cfg.trainer.run_dir, given.fence))
+
+
+def sample_episodes(
+    given: Ingredients,
+    make_source: Callable[[Config, RolloutRunner, PromptSet, Timer, bool], EpisodeSource] = SamplingSource,
+    make_scorer: Callable[[Ingredients], Scorer | None] = config_scorer,
+) -> tuple[EpisodeSource, Evaluator | None]:
+    """Start the engines; return a source that samples with them, and the evaluator of the validation prompts.
+
+    Args:
+        make_source: a `SamplingSource`, or what draws, samples or publishes in another way.
+        make_scorer: returns what gives the rewards, to training and to validation.
+    """
     cfg = given.cfg
     pool = EnginePool(cfg, given.cluster, given.learner.ranks, given.path)
     read_ahead(given)
     given.waits.append(pool.wait_ready)
     tokenizer = given.tokenizer
-    cache = RewardCache(cfg.trainer.run_dir, given.fence)
-    runner = RolloutRunner(cfg, pool, tokenizer, stop_token_ids(given.path, tokenizer), cache)
+    runner = RolloutRunner(cfg, pool, tokenizer, stop_token_ids(given.path, tokenizer), make_scorer(given))
     needs_baselines = "baselines" in cfg.algorithm.reads
-    source = SamplingSource(cfg, runner, read_prompts(cfg, "train", tokenizer), given.timer, needs_baselines)
+    source = make_source(cfg, runner, read_prompts(cfg, "train", tokenizer), given.timer, needs_baselines)
     val_prompts = read_prompts(cfg, "val", tokenizer).prompts if cfg.trainer.val_interval > 0 else []
     return source, RolloutEvaluator(cfg, runner, val_prompts) if val_prompts else None
 
@@ -71,15 +97,20 @@ def _check_inputs(cfg: Config, asks_servers: bool) -> None:
             refused += sentences_of(error)
     if refused:
         raise UserError(as_list("the run cannot start:", refused))
-    if cfg.environment.name is None and (asks_servers or REMOTE not in cfg.reward.names()):
+    if _has_rewards(cfg) and (asks_servers or REMOTE not in cfg.reward.names()):
         with stage("trying the rewards"):
             _try_rewards(cfg)
 
 
+def _has_rewards(cfg: Config) -> bool:
+    """Whether reward functions give the rewards: no environment, and no scorer of the task."""
+    return cfg.environment.name is None and not any(fnmatchcase("reward.name", key) for key in cfg.task.unused)
+
+
 def _check_functions(cfg: Config) -> None:
-    if cfg.environment.name is None:
+    if _has_rewards(cfg):
         reward_functions(cfg.reward)
-    else:
+    if cfg.environment.name is not None:
         find_environment(cfg.environment.name)
     if cfg.data.curriculum is not None:
         import_function(cfg.data.curriculum, "data.curriculum")

@@ -157,6 +157,14 @@ def test_the_environment(module):
         assert rewards == [0.0] * (number + 1) + [(5 - number) / 5] and not session.failure
 
 
+def test_the_reward_model(module):
+    module("my_scorer", "def ModelScorer(learner): ...")
+    module("my_task", examples("A reward model")[0])
+    config = compose(["trainer.task=my_task:TASK", "model.path=policy", "algorithm.kl_coef=0"])
+    assert [role.name for role in config.roles] == ["policy", "judge"]
+    assert config.task(config).source.keywords["make_scorer"](SimpleNamespace(learner=None)) is None
+
+
 def test_the_environment_has_every_method_of_the_protocol(module):
     module("guess", examples("An environment")[0])
     assert public(Environment) <= set(dir(import_function("guess:Guess", "environment.name")))
@@ -192,6 +200,8 @@ def test_the_source_of_episodes(tmp_path):
     for code in examples("A source of episodes"):
         exec(code, given)
     assert public(EpisodeSource) <= set(dir(given["RecordedEpisodes"]))
+    make_source = given["build"](Config()).source.keywords["make_source"]
+    assert make_source is given["KeepingSource"] and public(EpisodeSource) <= set(dir(make_source))
     episodes = [given["recorded"](i, "0", [i, i], [1, 2], [-0.5, -1.0], 1.0) for i in range(7)]
 
     def run(root: Path, steps: int) -> SimpleNamespace:

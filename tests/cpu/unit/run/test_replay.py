@@ -185,7 +185,7 @@ def audited_on(tmp_path, device: str, *steps: dict[str, float], **trainer: Any) 
     """What the audit of a run that resumed from step 10 says of the next steps; these are their differences."""
     run_dir = logged(tmp_path, [*HISTORY, REPLAYED, {**REPLAYED, "step": 12}])
     config = dataclasses.replace(compose([]).trainer, run_dir=run_dir, **trainer)
-    audit = audit_of(config, device, 10, True, ())
+    audit = audit_of(config, device, 10, True, (), same_episodes=device == "cpu" or config.deterministic)
     found = [audit.check(step, REPLAYED | change) for step, change in enumerate(steps, start=11)]
     (tmp_path / "metrics.replay.jsonl").unlink(missing_ok=True)
     return next((problem for problem in found if problem), None)
@@ -220,5 +220,15 @@ def test_on_a_gpu_a_tolerance_of_the_user_counts_for_the_first_step(tmp_path):
 def test_supervised_training_samples_nothing(tmp_path):
     rows = [{"step": n, "sft/loss": 1 / n} for n in range(1, 13)]
     config = dataclasses.replace(compose([]).trainer, run_dir=logged(tmp_path, rows))
-    assert audit_of(config, "cuda", 10, True, ()).check(11, {"sft/loss": 1.0005 / 11}) is None
-    assert audit_of(config, "cuda", 10, True, ()).check(11, {"sft/loss": 1.05 / 11})
+    for device, change in (("cuda", 1.0005), ("cpu", 1.0)):
+        assert audit_of(config, device, 10, True, (), True).check(11, {"sft/loss": change / 11}) is None
+        assert audit_of(config, device, 10, True, (), True).check(11, {"sft/loss": 1.05 / 11})
+
+
+def test_a_source_whose_episodes_do_not_repeat_is_compared_as_far_as_chance_allows(tmp_path):
+    """On CPU, too. A source that repeats is compared exactly whatever metrics it has."""
+    for change, differs in ((GOOD_ON_GPUS[0], False), ({"reward/mean": 0.1}, True)):
+        run_dir = logged(tmp_path, [*HISTORY, REPLAYED, {**REPLAYED, "step": 12}])
+        config = dataclasses.replace(compose([]).trainer, run_dir=run_dir)
+        found = [audit_of(config, "cpu", 10, True, (), same).check(11, REPLAYED | change) for same in (False, True)]
+        assert [one is not None for one in found] == [differs, True]
