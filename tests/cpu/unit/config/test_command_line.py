@@ -1,4 +1,4 @@
-"""What the command line answers to wrong input: one sentence and status 2, without importing torch."""
+"""The command line answers wrong input with one sentence and status 2, without importing torch."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_files_mean_the_group_of_files_unless_something_else_chooses_the_data():
 
 @pytest.mark.parametrize("data", ["arithmetic", "reverse_text", "gsm8k"])
 def test_a_smoke_run_shares_the_warm_start_of_the_real_run(data):
-    """Or a model that earns nothing would give every completion the same reward. Other models validate less."""
+    """A model without warm start would give every completion the same reward. Other models validate less."""
     real, smoke = compose([f"data={data}"]), compose([f"data={data}", "experiment=smoke"])
     assert (smoke.data, smoke.sft, smoke.model) == (real.data, real.sft, real.model)
     assert compose([f"data={data}", "experiment=smoke", "model=qwen3_0.6b"]).data.val_size == 16

@@ -65,7 +65,7 @@ def test_environments_answer_replies_and_are_closed(pool, tmp_path):
 @pytest.mark.parametrize("do", ["raise", "exit", "die", "hang"])
 @pytest.mark.parametrize("at", [0, 2])
 def test_an_environment_that_fails_once_is_made_again(pool, do, at, tmp_path):
-    """It gets the same replies, and its episode is what it would have been. So are the others of its process."""
+    """A lost environment gets the same replies. Its episode, and those of the others in its process, stay the same."""
     plain = play(pool, *[{"prompt": str(i)} for i in range(4)])
     sessions = play(
         pool, {"prompt": "0", "do": do, "at": at, "once": f"{tmp_path}/x"}, *[{"prompt": str(i)} for i in range(1, 4)]
@@ -140,7 +140,7 @@ def test_async_environments_run_at_the_same_time():
 
 
 def test_an_async_call_that_takes_too_long_costs_its_episode_alone():
-    """And not its process, in which the others live."""
+    """Its process stays, because other environments live in it."""
     with pool_of("AsyncEcho") as pool:
         play(pool, {})
         process = pool._workers[0].process.pid

@@ -1,4 +1,4 @@
-"""What all objectives have in common."""
+"""The behaviour that all objectives share."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ SOME_FAIL = np.array([True, False, True, True, True, False, True, False, False])
 
 @pytest.mark.parametrize("estimator", ADVANTAGES)
 def test_rows_whose_reward_failed_change_nothing_for_the_others(estimator):
-    """What the others learn is, to the last bit, what they learn in a batch without the rows that failed."""
+    """The other rows learn the same, to the last bit, as in a batch without the failed rows."""
     rng = np.random.default_rng(3)
     mask = (np.arange(6) < rng.integers(1, 7, 9)[:, None]).astype(np.float32)
     values = rng.normal(size=mask.shape).astype(np.float32) * mask
@@ -196,7 +196,7 @@ PROVEN_KEYS = {f"algorithm.{key}" for key, *_ in EXPERIENCE_CHANGES}
 
 
 def experience(algorithm: AlgorithmConfig) -> dict[str, np.ndarray]:
-    """What a step trains on, from two groups of three completions."""
+    """Return the batch that a step trains on, from two groups of three completions."""
     rng = np.random.default_rng(0)
     mask = (np.arange(5) < np.array([[5], [3], [4], [5], [2], [5]])).astype(np.float32)
     old = -np.abs(rng.normal(size=mask.shape)).astype(np.float32) * mask

@@ -1,4 +1,4 @@
-"""What a policy gradient asks of its roles, and what it hands to its functions."""
+"""The arrays that a policy gradient reads from its roles, and those that its functions get."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_the_roles_score_what_the_functions_read_before_the_update():
 
 @pytest.mark.parametrize("estimator, subtracted", [("with_baselines", [0.25, 0.5]), ("with_values", [2.0, 2.0])])
 def test_an_estimator_of_the_user_s_gets_what_it_reads(estimator, subtracted):
-    """Whatever its name is, and whether or not its parameter is keyword-only."""
+    """The name of the estimator does not matter, and its parameter may be keyword-only or not."""
     made = objective(advantage_estimator=f"gradient_functions:{estimator}")
     assert ("baselines" in made.cfg.algorithm.reads) == (estimator == "with_baselines")
     samples = [Sample(np.arange(3), np.array([0, 1, 1], np.float32), np.zeros(3, np.float32), (1, 1))] * 2

@@ -1,4 +1,4 @@
-"""What `trainer diagnose` says of a run, in each of the states that it can be in."""
+"""The lines of `trainer diagnose` about a run in each of its possible states."""
 
 from __future__ import annotations
 

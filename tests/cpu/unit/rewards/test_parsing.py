@@ -1,4 +1,4 @@
-"""What counts as a reward, and the words for what does not."""
+"""Values that count as rewards, and the messages about those that do not."""
 
 from __future__ import annotations
 

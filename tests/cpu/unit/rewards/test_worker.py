@@ -62,7 +62,7 @@ def children_of(directory: Path) -> list[int]:
 
 
 def end_of(pids: list[int]) -> list[int]:
-    """Those of `pids` that still run after some seconds."""
+    """Return the processes of `pids` that still run after some seconds."""
     for _ in range(200):
         pids = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
         if not pids:

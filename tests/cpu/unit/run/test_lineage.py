@@ -52,7 +52,7 @@ def test_a_fork_keeps_the_metrics_of_its_parents_up_to_the_fork(tmp_path):
 
 
 def test_steps_that_a_parent_has_trained_itself_come_from_its_own_lines(tmp_path):
-    """It went back behind its own fork, and has logged these steps since."""
+    """The parent went back behind its own fork, and has logged these steps since."""
     a_run(tmp_path / "parent", steps=(1, 2, 3))
     earlier = "".join(json.dumps({"step": step, "reward/mean": 7.0}) + "\n" for step in (0, 1, 2))
     (tmp_path / "parent/metrics.parent.jsonl").write_text(earlier)

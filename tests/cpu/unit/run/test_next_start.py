@@ -1,4 +1,4 @@
-"""What a run finds at its next start: the last step, its metrics, and the model that it began with."""
+"""A run finds at its next start: the last step, its metrics, and its initial model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run directory says of the run's task, also one that an earlier version wrote."""
+"""The task that a run directory records, also one that an earlier version wrote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run does after a failure of its ranks."""
+"""The reaction of a run to a failure of its ranks."""
 
 from __future__ import annotations
 

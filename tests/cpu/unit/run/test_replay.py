@@ -129,7 +129,7 @@ def test_a_change_is_held_against_no_metric_that_it_alters(tmp_path, caplog, cha
         resume = run.resume
 
     def audited(*steps: dict[str, float]) -> str | None:
-        """What the audit says of these steps, the first ones after the resume."""
+        """Return the messages of the audit about these steps, the first ones after the resume."""
         audit = ReplayAudit(str(tmp_path), 1, 0.0, resume.same_rounding, resume.altered)
         problems = [audit.check(number, LOGGED | step) for number, step in enumerate(steps, start=2)]
         (tmp_path / "metrics.replay.jsonl").unlink(missing_ok=True)
@@ -182,7 +182,7 @@ REPLAYED = {"step": 11, "reward/mean": 0.51, "policy/grad_norm": 9.0, "policy/lr
 
 
 def audited_on(tmp_path, device: str, *steps: dict[str, float], **trainer: Any) -> str | None:
-    """What the audit of a run that resumed from step 10 says of the next steps; these are their differences."""
+    """Return the messages of the audit of a run that resumed from step 10, given the differences of the next steps."""
     run_dir = logged(tmp_path, [*HISTORY, REPLAYED, {**REPLAYED, "step": 12}])
     config = dataclasses.replace(compose([]).trainer, run_dir=run_dir, **trainer)
     audit = audit_of(config, device, 10, True, (), same_episodes=device == "cpu" or config.deterministic)

@@ -1,4 +1,4 @@
-"""What the run directory says of each start."""
+"""The records of each start in the run directory."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def test_every_limit_is_used():
 
 
 def test_a_step_of_an_environment_fits_into_a_message():
-    """What is allowed one by one must be allowed together."""
+    """Values that are allowed one by one must be allowed together."""
     from trainer.environments.worker import largest_message
 
     assert largest_message(0) >= 2 * limits.MAX_MESSAGE_EXTRAS

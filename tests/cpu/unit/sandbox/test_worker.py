@@ -1,4 +1,4 @@
-"""What a process of a pool does with its messages: order, groups of async calls, failures, and its end."""
+"""A process of a pool answers its messages: order, groups of async calls, failures, and its end."""
 
 from __future__ import annotations
 

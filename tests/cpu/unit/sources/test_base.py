@@ -1,4 +1,4 @@
-"""What the trainer asks of sources and evaluators, and that ours have it."""
+"""Our sources and evaluators have the methods that the trainer calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an evaluation measures, and of which completions."""
+"""The metrics of an evaluation, and the completions that they cover."""
 
 from __future__ import annotations
 

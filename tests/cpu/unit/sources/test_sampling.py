@@ -28,7 +28,7 @@ def model(tmp_path_factory) -> str:
 
 
 def test_the_baseline_of_remax_is_the_shaped_reward_of_a_greedy_episode(tmp_path, model):
-    """It is compared with shaped rewards. The penalty of 8 tokens of at most 8 is the whole factor."""
+    """The baseline is compared with shaped rewards. With 8 of at most 8 tokens, the penalty is the full factor."""
 
     def reply(prompt: str, number: int, sampling: Sampling) -> str:
         if sampling.temperature == 0.0:

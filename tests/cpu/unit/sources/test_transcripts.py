@@ -1,4 +1,4 @@
-"""What people read of the episodes of a step."""
+"""Transcripts of the episodes of a step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_some_episodes_are_shown_every_few_steps(tmp_path, caplog, val_interval)
 
 
 def test_episodes_without_messages_have_no_transcripts(tmp_path):
-    """Those of supervised training, or of a source that knows no text."""
+    """Episodes of supervised training, or of a source that knows no text."""
     cfg = configured(tmp_path)
     cfg.logger.samples_interval, cfg.logger.save_rollouts = 1, True
     log = TranscriptLog(cfg, lambda: None)
