@@ -64,7 +64,7 @@ def _own_cache(tmp_path_factory):
     patch.undo()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_address():
     """A Ray cluster that jobs join, as on several nodes; it outlives them."""
     directory = tempfile.mkdtemp(prefix="ray")  # Ray's sockets need a short path
@@ -81,6 +81,7 @@ def ray_address():
         f"--temp-dir={directory}",
     ]
     env = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    env["RAY_prestart_worker_first_driver"] = "0"  # processes that no job uses
     env.pop("TRAINER_TEST_MARKER", None)  # it belongs to the test that happens to be first
     log = Path(directory, "log")
     with log.open("w") as output:

@@ -77,7 +77,8 @@ class Node:
                 f"--temp-dir={self._directory}/ray", f"--num-cpus={cpus}", "--object-store-memory=100000000",
                 "--disable-usage-stats",
             ),
-            capture_output=True, text=True, env={**environment(), "PATH": os.environ["PATH"]},
+            capture_output=True, text=True,
+            env={**environment(), "PATH": os.environ["PATH"], "RAY_prestart_worker_first_driver": "0"},
         )  # fmt: skip
         assert started.returncode == 0, started.stdout + started.stderr
 

@@ -144,6 +144,7 @@ def _set_environment() -> dict[str, str | None]:
         "RAY_AUTH_TOKEN_PATH": None,
         "RAY_ADDRESS": None,
         "RAY_USAGE_STATS_ENABLED": os.environ.get("RAY_USAGE_STATS_ENABLED", "0"),
+        "RAY_prestart_worker_first_driver": "0",  # actors have environments of their own, and would not use them
         _LOOPBACK_VARIABLE: "0",
     }
     previous = {name: os.environ.get(name) for name in variables}
