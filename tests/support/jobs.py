@@ -54,7 +54,14 @@ def start_job(
     )  # fmt: skip
 
 
-FORKED = ["rollout=transformers", "trainer.ray_address=processes"]
+FORKED = {"rollout": "transformers", "trainer.ray_address": "processes"}
+
+
+def forked_arguments(*overrides: str, module: str) -> list[str]:
+    """The arguments of a forked job. It has no Ray, and the transformers engine unless it names another."""
+    given = {override.partition("=")[0] for override in overrides}
+    added = [f"{key}={value}" for key, value in FORKED.items() if key not in given]
+    return [*command(*overrides, module=module)[3:], *added]
 
 
 def run_forked_job(*overrides: str, cwd: Path, module: str = "trainer.main", timeout: float = 300):
@@ -62,7 +69,7 @@ def run_forked_job(*overrides: str, cwd: Path, module: str = "trainer.main", tim
 
     Fails if the job has left processes behind.
     """
-    return run_forked(module, [*command(*overrides, module=module)[3:], *FORKED], cwd, environment(), timeout)
+    return run_forked(module, forked_arguments(*overrides, module=module), cwd, environment(), timeout)
 
 
 def start_forked_job(
@@ -73,7 +80,7 @@ def start_forked_job(
         output = subprocess.PIPE if log is None else stack.enter_context(open(log, "w"))
         return fork_server().start(
             "tests.support.forks:run_module",
-            *(module, *command(*overrides, module=module)[3:], *FORKED),
+            *(module, *forked_arguments(*overrides, module=module)),
             cwd=cwd,
             env={**environment(), **(env or {})},
             stdout=output,
@@ -100,13 +107,13 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 def members(pid: int) -> list[psutil.Process]:
-    """The ranks and engines of a job, as far as they have started."""
+    """The ranks and engines of a job, in the order in which they have started."""
     found = []
     for process in family(pid):
         with contextlib.suppress(psutil.Error):  # it has just ended
-            if "ray::_Host" in " ".join(process.cmdline()):
+            if "ray::_Host" in " ".join(process.cmdline()) or process.name().startswith(("rank ", "engine ")):
                 found.append(process)
-    return found
+    return sorted(found, key=lambda process: process.create_time())
 
 
 def kill_all(processes: Iterable[psutil.Process]) -> None:

@@ -11,12 +11,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.support.buckets import make_bucket, s3_server, use_s3
 from tests.support.gcs import gcs_server, use_gcs
-from tests.support.jobs import comparable, metrics
+from tests.support.jobs import comparable, members, metrics
 from tests.support.killed_jobs import STEPS, run_until
 from trainer.checkpoint.store import open_store
 from trainer.config import TinyConfig
@@ -81,16 +80,6 @@ def test_a_job_whose_ranks_die_hang_and_run_out_of_memory_ends_like_an_uninterru
     assert len(judged) == len(set(judged)) > 0
     assert "resume verified" in text and "WARNING: resumed from" not in text
     assert text.count("finished step") == 1 and len((run / "starts.jsonl").read_text().splitlines()) == 1
-
-
-def members(job: int) -> list[psutil.Process]:
-    """The ranks and the engine of a job, in the order in which they were started."""
-
-    def children(process: psutil.Process) -> list[psutil.Process]:
-        return sorted(process.children(), key=lambda child: child.create_time())
-
-    launcher = children(psutil.Process(job))[0]
-    return children(launcher)
 
 
 def test_a_job_whose_only_engine_dies_and_hangs_ends_like_an_uninterrupted_one(overrides, uninterrupted, tmp_path):

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 
@@ -170,27 +171,52 @@ def test_a_driver_that_ray_ends_leaves_a_message(marker):
 
 
 LOSES_THE_GCS = """
+from tests.cpu.unit.cluster.hosted import Host
 from trainer.cluster.ray_cluster import RayCluster
-from trainer.cluster.supervisor import is_running
 from trainer.config import Config
 from trainer.errors import WorkerError
-try:
-    with RayCluster(Config(), "cpu") as cluster:
-        daemon = cluster._head._daemons["gcs_server"]
-        daemon.kill()
-        while is_running(daemon):
-            pass
-        cluster.launch_ranks("rank", object, {})
-except WorkerError as error:
-    print(error)
+with RayCluster(Config(), "cpu") as cluster:
+    ranks = cluster.launch_ranks("rank", Host, {})
+    call = ranks.start("waits")
+    cluster._head._daemons["gcs_server"].kill()
+    for wants in (call.result, lambda: cluster.launch_ranks("rank", object, {})):
+        try:
+            wants()
+        except WorkerError as error:
+            print(error)
 """
 
 
-def test_no_placement_group_is_created_after_the_death_of_ray():
+def test_the_death_of_ray_ends_a_call_and_no_placement_group_is_created_after_it(marker):
     """Ray would wait for a minute, and then end this process."""
     done = subprocess.run([sys.executable, "-c", LOSES_THE_GCS], capture_output=True, text=True, timeout=180)
     # Ray itself may write about its loss to stderr.
-    assert done.stdout.startswith("Ray's gcs_server died, and the job with it"), done
+    assert "Traceback" not in done.stderr and len(done.stdout.splitlines()) == 2, done
+    assert all(line.startswith("Ray's gcs_server died, and the job with it") for line in done.stdout.splitlines()), done
+    assert left_running(marker) == []
+
+
+IS_KILLED = """
+import signal
+from tests.cpu.unit.cluster.hosted import Host
+from trainer.cluster.ray_cluster import RayCluster
+from trainer.config import Config
+with RayCluster(Config(), "cpu") as cluster:
+    cluster.launch_ranks("rank", Host, {}).call("child")
+    print(cluster._head.directory, flush=True)
+    signal.pause()
+"""
+
+
+def test_a_killed_driver_takes_every_process_of_ray_with_it(marker):
+    driver = subprocess.Popen([sys.executable, "-c", IS_KILLED], stdout=subprocess.PIPE, text=True)
+    directory = Path(driver.stdout.readline().strip())
+    everything = psutil.Process(driver.pid).children(recursive=True)
+    assert directory.exists() and "raylet" in [process.name() for process in everything]
+    driver.kill()
+    driver.communicate()
+    _, alive = psutil.wait_procs(everything, timeout=30)
+    assert alive == [] and left_running(marker) == [] and not directory.exists()
 
 
 MEMORY_RUNS_LOW = """
