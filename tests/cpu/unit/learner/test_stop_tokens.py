@@ -82,8 +82,7 @@ def sample_of(prompt: Sequence[int], completion: Completion) -> Sample:
     return Sample(np.asarray([*prompt, *completion.token_ids]), mask, logprobs, (0, 0))
 
 
-@pytest.mark.parametrize("overlong", [0, 3])
-@pytest.mark.parametrize("filtered", [False, True])
+@pytest.mark.parametrize("overlong, filtered", [(0, True), (3, False)])
 def test_a_step_on_such_completions_is_finite(stopping_model, overlong, filtered):
     path, kind = stopping_model
     cfg = Config()

@@ -29,6 +29,7 @@ from trainer.errors import UserError
 from trainer.models.tiny import build_tiny
 from trainer.workers.rank import Rank
 
+pytestmark = pytest.mark.early
 MASK = make_batch()["mask"] > 0
 
 
@@ -37,6 +38,9 @@ def model_path(request, tmp_path_factory) -> str:
     path = str(tmp_path_factory.mktemp("model"))
     build_tiny(TinyConfig(hidden_size=64, intermediate_size=128, tie_word_embeddings=request.param, seed=3), path)
     return path
+
+
+tied_alone = pytest.mark.parametrize("model_path", [True], indirect=True, ids=["tied"])
 
 
 def lora_config(**trainer) -> Config:
@@ -81,9 +85,13 @@ def logprobs_of(model) -> np.ndarray:
         return torch.nn.functional.pad(logprobs, (1, 0)).numpy()
 
 
+BOTH_AXES = {"tensor_parallel_size": 2, "context_parallel_size": 2}
+
+
 @pytest.mark.parametrize(
-    "ranks, axes",
-    [(2, {}), (4, {"dp_replicate": 2}), (4, {"tensor_parallel_size": 2, "context_parallel_size": 2})],
+    "model_path, ranks, axes",
+    [(True, 2, {}), (True, 4, {"dp_replicate": 2}), (True, 4, BOTH_AXES), (False, 4, BOTH_AXES)],
+    indirect=["model_path"],
     ids=str,
 )
 def test_adapters_do_not_depend_on_the_layout(model_path, single_rank, tmp_path, ranks, axes):
@@ -132,6 +140,7 @@ def test_merged_weights_and_peft_equal_the_ranks(model_path, single_rank, tmp_pa
     assert np.abs(logprobs_of(PeftModel.from_pretrained(base, tmp_path)) - expected)[MASK].max() < 1e-5
 
 
+@tied_alone
 def test_adapters_resume_under_any_layout(model_path, tmp_path):
     directory, cfg = str(tmp_path), lora_config()
     uninterrupted = run_ranks(2, save_then_step, model_path, directory, cfg=cfg)[0]
@@ -147,6 +156,7 @@ def first_weights(rank: Rank, path: str) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in load(rank.call("policy", "adapter_weights")).items()}
 
 
+@tied_alone
 def test_each_adapter_starts_with_different_values_and_without_effect(model_path, monkeypatch):
     starts = []
     for seed in (1, 2):
@@ -168,6 +178,7 @@ def low_precision(rank: Rank, path: str) -> tuple[set, dict]:
     return kinds, update(rank, "policy", make_batch(), 1)
 
 
+@tied_alone
 def test_frozen_weights_are_stored_in_the_forward_dtype(model_path, single_rank):
     cfg = lora_config()
     cfg.trainer.policy.fsdp.param_dtype = "bfloat16"
@@ -176,6 +187,7 @@ def test_frozen_weights_are_stored_in_the_forward_dtype(model_path, single_rank)
     assert metrics["grad_norm"] == pytest.approx(single_rank[0]["metrics"][1]["grad_norm"], rel=0.05)
 
 
+@tied_alone
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_recomputed_activations_give_adapters_the_same_gradients(model_path, single_rank, mode):
     cfg = lora_config()
@@ -195,6 +207,7 @@ def left_out(rank: Rank, path: str) -> list[dict]:
     return found
 
 
+@tied_alone
 def test_the_kl_covers_only_trained_tokens(model_path):
     cfg = lora_config(mini_batch_size=1)
     cfg.trainer.policy.optimizer.lr = 0.0  # so that mini-batches do not depend on those before
@@ -206,6 +219,7 @@ def build_alone(rank: Rank, path: str) -> None:
     rank.build(roles(rank.cfg, ["policy"]), path)
 
 
+@tied_alone
 def test_unknown_target_modules_are_refused(model_path):
     cfg = lora_config()
     cfg.trainer.policy.lora.target_modules = ["q_proj", "query"]
@@ -241,8 +255,12 @@ def load_reference(rank: Rank, path: str, directory: str) -> dict:
     return {"rows": rows, "loaded": loaded}
 
 
-@pytest.mark.parametrize("keep", [False, True], ids=["reshard", "keep"])
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "model_path, lora, keep",
+    [(True, False, True), (True, True, False), (False, False, False), (False, True, True)],
+    indirect=["model_path"],
+    ids=["tied, full, keep", "tied, lora, reshard", "untied, full, reshard", "untied, lora, keep"],
+)
 def test_a_refreshed_reference_is_saved_and_restored(model_path, tmp_path, lora, keep):
     """Also where a forward pass leaves whole parameters behind."""
     cfg = lora_config() if lora else config(max_tokens_per_micro_batch=70)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -209,12 +211,32 @@ def step_after_a_change(
     return results[0], results[1], results[2]
 
 
-@pytest.mark.parametrize("role, key, value, before", CASES, ids=[f"{role}-{key}" for role, key, *_ in CASES])
-def test_a_change_acts_as_if_the_run_had_started_with_it(model_path, tmp_path, role, key, value, before):
-    saved, changed = configured(before), configured(before, {key: value})
-    resumed, started, unchanged = run_ranks(
-        1, step_after_a_change, role, saved, changed, model_path, str(tmp_path), cfg=saved
-    )[0]
+def steps_after_changes(rank: Rank, role: str, path: str, directory: str) -> dict[str, tuple[str, str, str]]:
+    """The outcome of each change of a role, by its key."""
+    return {
+        key: step_after_a_change(
+            rank, role, configured(before), configured(before, {key: value}), path, f"{directory}/{number}"
+        )
+        for number, (of, key, value, before) in enumerate(CASES)
+        if of == role
+    }
+
+
+@pytest.fixture(scope="module")
+def outcomes(model_path, tmp_path_factory) -> Callable[[str], dict[str, tuple[str, str, str]]]:
+    """What one process computes of all changes of a role."""
+
+    @functools.cache
+    def compute(role: str) -> dict[str, tuple[str, str, str]]:
+        directory = str(tmp_path_factory.mktemp("checkpoints"))
+        return run_ranks(1, steps_after_changes, role, model_path, directory, cfg=configured())[0]
+
+    return compute
+
+
+@pytest.mark.parametrize("role, key", [case[:2] for case in CASES], ids=[f"{role}-{key}" for role, key, *_ in CASES])
+def test_a_change_acts_as_if_the_run_had_started_with_it(outcomes, role, key):
+    resumed, started, unchanged = outcomes(role)[key]
     assert resumed == started, "the resumed run does not compute what a run with the new value computes"
     assert resumed != unchanged, "the new value changes nothing"
 

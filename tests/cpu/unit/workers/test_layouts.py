@@ -41,6 +41,7 @@ from trainer.tasks.base import make_trainer
 from trainer.workers.base import SHARDING_FILE
 from trainer.workers.rank import Rank
 
+pytestmark = pytest.mark.early
 LAYOUTS = {
     "2 contexts": (2, {"context_parallel_size": 2}),
     "2 replicas in 2 contexts each": (4, {"context_parallel_size": 2, "dp_replicate": 2}),
@@ -125,7 +126,11 @@ def test_gradients_do_not_depend_on_the_layout(one_rank, architecture, layout):
 
 
 def compiled_gradients(rank: Rank, path: str) -> dict:
-    """The policy's gradients of one micro-batch, its metrics, and the number of graphs that were compiled."""
+    """The policy's gradients of one micro-batch, its metrics, and the number of graphs that were compiled.
+
+    Without a C++ compiler, which takes a minute: what it makes of graphs, tests/cpu/unit/parallel shows.
+    """
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")
     rank.build(roles(rank.cfg, ["policy"]), path)
     worker, found = rank.roles["policy"], {}
 
