@@ -36,14 +36,17 @@ _ROOT = Path(__file__).resolve().parents[2]
 _PRELOADED = (
     "hydra",
     "matplotlib.backends.backend_agg",
+    "tenacity",
     "trainer.checkpoint.__main__",
     "trainer.reports.compare",
     "trainer.generation.transformers_engine",
     "trainer.jobs",
+    "trainer.objectives.policy_gradient",
     "trainer.tasks.rl",
     "trainer.tasks.sft",
     "trainer.models.tiny",
     "trainer.workers.rank",
+    "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3.modeling_qwen3",
 )
 _GRACE_PERIOD_S = 20.0
@@ -55,8 +58,11 @@ _GRACE_PERIOD_S = 20.0
 
 def serve(listener: socket.socket) -> None:
     """Take commands until the process that has started this one closes its stdin or ends."""
+    from trainer.run import run_metadata
+
     for module in _PRELOADED:
         importlib.import_module(module)
+    run_metadata.versions()  # each job would read them anew
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lack the threads of an import"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes keepers that have ended
     while sys.stdin not in (ready := select.select([sys.stdin, listener], [], [])[0]):

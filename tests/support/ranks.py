@@ -16,7 +16,13 @@ from trainer.config import Config
 from trainer.workers.rank import Rank
 
 # What ranks import, sooner or later, and test modules with them.
-_MODULES = ("trainer.workers.rank", "trainer.checkpoint.sharded", "transformers.models.qwen3.modeling_qwen3", "pytest")
+_MODULES = (
+    "pytest",
+    "trainer.checkpoint.sharded",
+    "trainer.objectives.policy_gradient",
+    "trainer.workers.rank",
+    "transformers.models.qwen3.modeling_qwen3",
+)
 
 
 @functools.cache

@@ -6,6 +6,7 @@ Both libraries are imported where they are used, because their import takes a no
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import importlib.util
 import os
@@ -82,8 +83,9 @@ def _with_files_group(overrides: list[str], files: ConfigFiles) -> list[str]:
     return overrides if files.choose_data(experiments, conf_dir()) else ["data=files", *overrides]
 
 
+@functools.cache
 def register() -> None:
-    """Make the schema and the resolvers known to Hydra and OmegaConf; harmless when repeated."""
+    """Make the schema and the resolvers known to Hydra and OmegaConf, once."""
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 

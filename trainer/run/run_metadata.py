@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import os
@@ -94,6 +95,7 @@ def describe_task(cfg: Config) -> dict[str, Any]:
     }
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """Return the versions of Python and of all packages that are installed."""
     packages = {one.name: one.version for one in importlib.metadata.distributions()}
