@@ -23,7 +23,7 @@ check: lint  ## lint, and the CPU tests that start no job, rank, vLLM, Ray or co
 	$(BIN)/python -m pytest tests/cpu -m "not processes" -n 2 --dist loadfile $(ARGS)
 
 test: setup  ## the CPU tests
-	$(BIN)/python -m pytest tests/cpu -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest tests/cpu -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-gpu: setup  ## the same promises on GPUs
 	$(BIN)/python -m pytest tests/gpu_ci $(ARGS)
