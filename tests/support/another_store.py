@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import itertools
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from trainer.checkpoint.object_storage import PreconditionFailed, client_of
-from trainer.files.uris import SCHEMES
+from trainer.files import uris
+from trainer.files.uris import StoreSpec
 
 
-def use_another_store(patch: pytest.MonkeyPatch) -> None:
-    """Make `mem://` known in this process. It takes the class below, and one entry."""
-    patch.setitem(SCHEMES, "mem", ("mem", __name__, "MemoryClient"))
+def use_another_store(patch: pytest.MonkeyPatch, directory: Path) -> None:
+    """Install a package with `mem://`, in `directory`. It takes the class below, and one entry."""
+    info = directory / "another_store-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: another-store\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[trainer.object_stores]\nmem = {__name__}:STORE\n")
+    patch.syspath_prepend(str(directory))
+    patch.setattr(uris, "_installed_store", functools.cache(uris._installed_store.__wrapped__))
     client_of.cache_clear()
+
+
+STORE = StoreSpec(f"{__name__}:MemoryClient", variables=("MEM_",), identity=("MEM_KEY",), final_errors=("Locked",))
 
 
 class MemoryClient:

@@ -19,7 +19,7 @@ from typing import IO, Any, Protocol, TypeVar
 from trainer.checkpoint.storage import StoreError, for_each
 from trainer.errors import UserError, one_line
 from trainer.files.redaction import redact_text
-from trainer.files.uris import SCHEMES
+from trainer.files.uris import StoreSpec, find_store
 from trainer.process import time_limits
 
 T = TypeVar("T")
@@ -86,14 +86,21 @@ def client_of(scheme: str) -> ObjectStoreClient:
     Raises:
         UserError: the package for these stores is not installed.
     """
-    extra, module, name = SCHEMES[scheme]
+    spec = _spec_of(scheme)
+    module, _, name = spec.path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)()
     except ImportError as error:
+        remedy = f"; install the extra `{spec.extra}`: pip install 'trainer[{spec.extra}]'" if spec.extra else ""
         raise UserError(
-            f"{scheme}:// needs a package that is not installed ({one_line(str(error))}); install the extra `{extra}`: "
-            f"pip install 'trainer[{extra}]'"
+            f"{scheme}:// needs a package that is not installed ({one_line(str(error))}){remedy}"
         ) from error
+
+
+def _spec_of(scheme: str) -> StoreSpec:
+    spec = find_store(f"{scheme}://")
+    assert spec is not None, f"{scheme}:// was accepted"
+    return spec
 
 
 def use_own_generator(*modules: str) -> None:
@@ -199,13 +206,18 @@ class ObjectStorage:
         """Delete all objects below a prefix."""
         for_each(self.delete, self.list(prefix))
 
+    def _may_pass(self, error: BaseException) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, (*_FINAL, PreconditionFailed, UserError)):
+            return False
+        return not any(name in type(error).__name__ for name in _spec_of(self._scheme).final_errors)
+
     def _send(self, request: Callable[[], T]) -> T:
         """Send a request, again if it fails in a way that may pass."""
         import tenacity  # slow to import
 
         longest_s = time_limits.STORAGE_LONGEST_BACKOFF_S
         retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception(_may_pass),
+            retry=tenacity.retry_if_exception(self._may_pass),
             stop=tenacity.stop_after_attempt(_MAX_ATTEMPTS) | tenacity.stop_after_delay(time_limits.STORAGE_RETRY_S),
             wait=lambda tries: _JITTER.uniform(0, min(0.1 * 2**tries.attempt_number, longest_s)),
             reraise=True,
@@ -224,11 +236,3 @@ def _named_errors() -> Iterator[None]:
     except Exception as error:
         text = redact_text(f"{type(error).__name__}: {error}")
         raise StoreError(f"the object store fails ({one_line(text)})") from error
-
-
-def _may_pass(error: BaseException) -> bool:
-    return (
-        isinstance(error, Exception)
-        and not isinstance(error, (*_FINAL, PreconditionFailed, UserError))
-        and "Credential" not in type(error).__name__
-    )

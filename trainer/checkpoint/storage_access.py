@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -12,18 +13,7 @@ from trainer.checkpoint.replica_ranks import AskedRanks
 from trainer.checkpoint.storage import open_storage
 from trainer.checkpoint.store import open_store
 from trainer.errors import UserError, one_line
-from trainer.files.uris import absolute
-
-_OF_STORES = ("AWS_", "FSSPEC_", "GCSFS_", "GOOGLE_", "STORAGE_EMULATOR_HOST")
-_IDENTITY = (
-    "AWS_ACCESS_KEY_ID",
-    "AWS_SECRET_ACCESS_KEY",
-    "AWS_SESSION_TOKEN",
-    "AWS_PROFILE",
-    "AWS_ROLE_ARN",
-    "AWS_WEB_IDENTITY_TOKEN_FILE",
-)
-"""The variables that say who asks. Those of one machine do not work together with those of another."""
+from trainer.files.uris import absolute, find_store, is_url
 
 
 @dataclass(frozen=True)
@@ -36,20 +26,19 @@ class StorageProbe:
         """Return the name of this machine."""
         return socket.gethostname()
 
-    def take(self, variables: Mapping[str, str]) -> None:
+    def take(self, variables: Mapping[str, str], identity: Collection[str]) -> None:
         """Set variables that this machine has not set itself, but none that names a file that it does not have.
 
-        A machine with credentials of its own gets none.
+        A machine that has a variable of `identity` keeps its own (see `StoreSpec.identity`).
         """
-        has_identity = any(name in os.environ for name in _IDENTITY)
+        has_identity = any(name in os.environ for name in identity)
         for name, value in variables.items():
-            if has_identity and name in _IDENTITY:
+            if has_identity and name in identity:
                 continue
             if not os.path.isabs(value) or os.path.exists(value):
                 os.environ.setdefault(name, value)
-        import fsspec.config
-
-        fsspec.config.set_conf_env(fsspec.config.conf)
+        if (config := sys.modules.get("fsspec.config")) is not None:  # it has read its variables already
+            config.set_conf_env(config.conf)
 
     def problem(self) -> str:
         """Return why checkpoints cannot be written from this machine; empty if they can."""
@@ -63,14 +52,19 @@ class StorageProbe:
 
 
 def give_access(roots: Collection[str | None], ranks: AskedRanks) -> None:
-    """Let ranks on other machines use the credentials of the driver, if one of these roots is in an object store.
+    """Let ranks on other machines use the credentials of the driver for the object stores that these roots are in.
 
     They go from process to process: unlike the environment of an actor, Ray does not show them.
     """
-    stores = [root for root in roots if root and open_storage(root).disk is None]
-    if stores and (away := _away(stores[0], ranks)):
-        variables = {name: value for name, value in os.environ.items() if name.startswith(_OF_STORES)}
-        ranks.ask(away, StorageProbe(stores[0]), "take", variables)
+    stores = {store: root for root in roots if root and is_url(root) and (store := find_store(root))}
+    away = _away(next(iter(stores.values())), ranks) if stores else {}
+    for store, root in stores.items() if away else ():
+        variables = {name: value for name, value in os.environ.items() if _is_named(name, store.variables)}
+        ranks.ask(away, StorageProbe(root), "take", variables, store.identity)
+
+
+def _is_named(variable: str, names: Collection[str]) -> bool:
+    return any(variable.startswith(name) if name.endswith("_") else variable == name for name in names)
 
 
 def check_access(root: str, ranks: AskedRanks) -> None:

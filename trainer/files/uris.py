@@ -2,17 +2,82 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+from dataclasses import dataclass
+from importlib.metadata import entry_points
 
-SCHEMES = {
-    "s3": ("s3", "trainer.checkpoint.s3_client", "S3Client"),
-    "gs": ("gcs", "trainer.checkpoint.gcs_client", "GoogleClient"),
+from trainer.errors import UserError, describe_error
+
+
+@dataclass(frozen=True)
+class StoreSpec:
+    """One kind of object store."""
+
+    path: str
+    """Import path `package.module:Class`; the class is a `trainer.checkpoint.object_storage.ObjectStoreClient`."""
+    extra: str = ""
+    """The extra of this package that the client needs. Empty: none."""
+    variables: tuple[str, ...] = ()
+    """Environment variables that the client reads, or, with `_` at their end, the beginnings of their names. Ranks on
+    other machines get those of the driver that they do not have."""
+    identity: tuple[str, ...] = ()
+    """Those of them that together say who sends a request. A machine with one of these keeps its own."""
+    final_errors: tuple[str, ...] = ("Credential",)
+    """Parts of the names of exceptions of the client after which a request is not sent again."""
+
+
+_SETTINGS = ("FSSPEC_",)
+STORES: dict[str, StoreSpec] = {
+    "s3": StoreSpec(
+        "trainer.checkpoint.s3_client:S3Client",
+        extra="s3",
+        variables=("AWS_", *_SETTINGS),
+        identity=(
+            "AWS_ACCESS_KEY_ID",
+            "AWS_SECRET_ACCESS_KEY",
+            "AWS_SESSION_TOKEN",
+            "AWS_PROFILE",
+            "AWS_ROLE_ARN",
+            "AWS_WEB_IDENTITY_TOKEN_FILE",
+        ),
+    ),
+    "gs": StoreSpec(
+        "trainer.checkpoint.gcs_client:GoogleClient",
+        extra="gcs",
+        variables=("GCSFS_", "GOOGLE_", "STORAGE_EMULATOR_HOST", *_SETTINGS),
+    ),
 }
-"""The URL schemes of object stores. For each: the extra of this package that it needs, and the module and class of its
-client (see `trainer.checkpoint.object_storage.ObjectStoreClient`)."""
+"""The kinds of object stores, by their URL scheme. An installed package adds one by an entry point of the group
+`trainer.object_stores`: its name is the scheme, its value the import path of a `StoreSpec`."""
 
+ENTRY_POINTS = "trainer.object_stores"
+"""The group of the entry points."""
 _URL = re.compile(r"^([a-z][a-z0-9+.-]*)://(.*)\Z", re.I | re.S)
+
+
+def find_store(url: str) -> StoreSpec | None:
+    """Return the kind of object store of a URL; None: no kind has its scheme.
+
+    Raises:
+        UserError: an installed package has this kind, but cannot be used.
+    """
+    scheme = url.partition("://")[0]
+    return STORES.get(scheme) or _installed_store(scheme)
+
+
+@functools.cache
+def _installed_store(scheme: str) -> StoreSpec | None:
+    for entry in entry_points(group=ENTRY_POINTS, name=scheme):
+        try:
+            spec = entry.load()
+        except Exception as error:  # the package is not ours
+            raise UserError(f"{scheme}://: {entry.value} cannot be imported ({describe_error(error)})") from error
+        if not isinstance(spec, StoreSpec):
+            raise UserError(f"{scheme}://: {entry.value} is a {type(spec).__name__}; it must be a StoreSpec")
+        return spec
+    return None
 
 
 def is_url(path: str) -> bool:
@@ -24,9 +89,9 @@ def problem_of(url: str) -> str | None:
     """Return what is wrong with the URL of an object store, or None. The text repeats no component of the URL."""
     match = _URL.match(url)
     assert match is not None, url
-    scheme, rest = match[1], match[2]
-    if scheme not in SCHEMES:
-        schemes = ", ".join(f"{name}://" for name in SCHEMES)
+    rest = match[2]
+    if find_store(url) is None:
+        schemes = ", ".join(f"{name}://" for name in STORES)
         return f"must be a directory that all ranks see, or begin with {schemes}"
     bucket, _, key = rest.partition("/")
     if "@" in bucket or ":" in bucket:

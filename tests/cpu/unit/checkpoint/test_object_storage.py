@@ -10,6 +10,7 @@ import socket
 import fsspec.config
 import pytest
 
+from tests.support.another_store import use_another_store
 from tests.support.buckets import forget_connections, make_bucket, use_s3
 from tests.support.checkpoints import parts_of, save
 from tests.support.fault_proxy import CUT, ERROR, LOST, PASS, SLOW, SLOW_DOWN, fault_proxy
@@ -185,3 +186,20 @@ def draws_nothing(root: str, faults) -> bool:
     save(CheckpointManager(open_store(root)), 1)
     assert ERROR in {fault for _, _, fault in faults.seen}
     return random.getstate() == before
+
+
+@pytest.mark.parametrize(("name", "requests"), [("LockedError", 1), ("BusyError", 3)])
+def test_the_entry_of_a_store_names_the_errors_that_no_second_request_mends(monkeypatch, tmp_path, name, requests):
+    use_another_store(monkeypatch, tmp_path)
+    monkeypatch.setattr("trainer.checkpoint.object_storage._MAX_ATTEMPTS", 3)
+    sent = []
+
+    def size(path: str) -> int:
+        sent.append(path)
+        raise type(name, (Exception,), {})
+
+    storage = open_storage("mem://bucket/run")
+    monkeypatch.setattr(storage.client, "size", size)
+    with pytest.raises(StoreError, match=name):
+        storage.size("key")
+    assert sent == ["bucket/run/key"] * requests

@@ -25,6 +25,7 @@ from trainer.checkpoint.manager import CheckpointManager, Retention
 from trainer.checkpoint.manifest import CorruptCheckpointError, FileEntry
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.checkpoint.store import open_store
+from trainer.config import compose
 from trainer.files.atomic_io import digest_bytes
 from trainer.run.directory import RunDirectory
 
@@ -151,9 +152,10 @@ def read_sharded(rank, directory: str, environment: dict[str, str]) -> tuple[lis
     return state["w"].tolist(), state["lr"]
 
 
-def test_a_run_in_another_kind_of_store_needs_one_class(monkeypatch, tmp_path, model):
+def test_a_run_in_another_kind_of_store_needs_one_class_and_one_entry(monkeypatch, tmp_path, model):
     """Commits, the lock, retention, carried files, two tiers and exports know nothing of the kind."""
-    use_another_store(monkeypatch)
+    use_another_store(monkeypatch, tmp_path / "packages")
+    assert compose(["trainer.ckpt_path=mem://bucket/run"]).trainer.ckpt_path == "mem://bucket/run"
     whole = toy_run(toy_config(tmp_path / "whole"), model)
     root, disk = "mem://bucket/run", tmp_path / "disk"
     settings = {"ckpt_path": root, "max_ckpts_to_keep": 2, "export_path": "mem://bucket/exports"}

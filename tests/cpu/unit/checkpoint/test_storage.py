@@ -23,7 +23,7 @@ def storage(request, tmp_path, monkeypatch):
     elif request.param == "s3":
         yield open_storage(f"{request.getfixturevalue('bucket_behind_proxy')}/run")
     elif request.param == "mem":
-        use_another_store(monkeypatch)
+        use_another_store(monkeypatch, tmp_path)
         yield open_storage("mem://bucket/run")
     else:
         with gcs_server() as url:

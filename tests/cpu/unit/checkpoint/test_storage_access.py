@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.another_store import use_another_store
 from tests.support.buckets import KEY
 from tests.support.disks import DISK, Process
 from tests.support.odd_files import config
@@ -50,6 +51,21 @@ def test_ranks_elsewhere_use_the_credentials_of_the_driver(bucket_behind_proxy, 
     monkeypatch.setenv("AWS_SESSION_TOKEN", "of the driver's own key")
     give_access([root], ranks)
     assert seen("AWS_SESSION_TOKEN") is None, "it has a key, which that token does not go with"
+
+
+def test_ranks_elsewhere_get_the_variables_of_another_kind_of_store(ranks, tmp_path, monkeypatch):
+    """Its one entry names them. A machine with a key of its own keeps its own."""
+    use_another_store(monkeypatch, tmp_path)
+    for name in ("MEM_ACCOUNT", "MEM_KEY", "MEMORY", "AWS_REGION"):
+        monkeypatch.setenv(name, "of the driver")
+    ranks.ask([1], Process(), "forget", "MEM")
+    give_access(["mem://bucket/run", str(tmp_path)], ranks)
+    names = ("MEM_ACCOUNT", "MEM_KEY", "MEMORY", "AWS_REGION")
+    seen = {name: ranks.ask([1], Process(), "get", name)[1] for name in names}
+    assert seen == {"MEM_ACCOUNT": "of the driver", "MEM_KEY": "of the driver", "MEMORY": None, "AWS_REGION": None}
+    ranks.ask([1], Process(), "set", "MEM_KEY", "its own")
+    give_access(["mem://bucket/run"], ranks)
+    assert ranks.ask([1], Process(), "get", "MEM_KEY")[1] == "its own"
 
 
 def test_a_machine_without_access_to_the_object_store_is_named_at_the_start(bucket_behind_proxy, ranks):

@@ -6,7 +6,9 @@ import os
 
 import pytest
 
-from trainer.files.uris import absolute, inside, is_same, is_url, problem_of
+from tests.support.another_store import STORE, use_another_store
+from trainer.errors import UserError
+from trainer.files.uris import absolute, find_store, inside, is_same, is_url, problem_of
 
 
 @pytest.mark.parametrize(
@@ -37,6 +39,28 @@ def test_an_invalid_url_is_refused_without_repeating_it(url, problem):
     text = problem_of(url)
     assert problem in text
     assert "password" not in text and "versionId" not in text
+
+
+def test_an_installed_package_adds_a_kind_of_store(tmp_path, monkeypatch):
+    assert "begin with s3://, gs://" in problem_of("mem://bucket/run")
+    use_another_store(monkeypatch, tmp_path)
+    assert find_store("mem://bucket/run") == STORE and problem_of("mem://bucket/run") is None
+    assert "credentials" in problem_of("mem://user:password@bucket/run")
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("no_such_module:STORE", "no_such_module:STORE cannot be imported .*no_such_module"),
+        ("tests.support.another_store:MemoryClient", "is a type; it must be a StoreSpec"),
+    ],
+)
+def test_a_broken_package_of_a_store_is_named(tmp_path, monkeypatch, value, problem):
+    use_another_store(monkeypatch, tmp_path)
+    entries = tmp_path / "another_store-1.0.dist-info/entry_points.txt"
+    entries.write_text(f"[trainer.object_stores]\nmem = {value}\n")
+    with pytest.raises(UserError, match=f"^mem://: .*{problem}"):
+        problem_of("mem://bucket/run")
 
 
 def test_paths_are_absolute_and_urls_stay(tmp_path, monkeypatch):
