@@ -75,13 +75,13 @@ def train_two_steps(rank: Rank, path: str, out: str | None = None) -> dict:
 
 
 def train_on_axes_of_one_rank(rank: Rank, path: str) -> dict:
-    """`train_two_steps` with a tensor and a context axis of one rank each, which call all that longer axes call."""
+    """`train_two_steps` with the axes `tp` and `cp` of one rank each, which call all that longer axes call."""
     layout = rank.layout
-    mesh = init_device_mesh(rank.device, (1, 1), mesh_dim_names=("shard", "tensor"))
-    layout.fsdp_mesh, layout.tensor_mesh, layout.context = (
-        mesh["shard"],
-        mesh["tensor"],
-        AxisGroup.along(mesh["tensor"]),
+    mesh = init_device_mesh(rank.device, (1, 1), mesh_dim_names=("dp_shard", "tp"))
+    layout.fsdp_mesh, layout.tp_mesh, layout.cp = (
+        mesh["dp_shard"],
+        mesh["tp"],
+        AxisGroup.along(mesh["tp"]),
     )
     return train_two_steps(rank, path)
 

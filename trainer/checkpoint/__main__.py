@@ -158,6 +158,7 @@ def _show(args: argparse.Namespace) -> Result:
     state.pop("rng", None)
     shown = {"path": checkpoint.path}
     shown |= {name: value for name, value in manifest.items() if name not in ("files", "self")}
+    shown |= {"axes": checkpoint.axes} if checkpoint.axes else {}
     shown |= {"state": state, "data": _document(checkpoint, "data")}
     files = [(entry["path"], entry["bytes"]) for entry in manifest["files"]]
     lines = [f"{name}: {value}" for name, value in shown.items()]

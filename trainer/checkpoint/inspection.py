@@ -42,7 +42,9 @@ def describe(path: str, level: str) -> dict[str, Any]:
         row["bytes"] = sum(open_storage(path).list().values())
         checkpoint = manifests.read(path)
         manifest = checkpoint.manifest
-        row |= {name: manifest.get(name) for name in ("saved_at", "ranks", "axes", "score", "score_metric")}
+        row |= {name: manifest.get(name) for name in ("saved_at", "ranks", "score", "score_metric")} | {
+            "axes": checkpoint.axes
+        }
         row["score_metric"] = METRICS.get(row["score_metric"], row["score_metric"])
         row["age"] = age(manifest["saved_at"])
         row["files"] = len(manifest["files"])

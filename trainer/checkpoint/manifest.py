@@ -15,6 +15,7 @@ from typing import Any
 
 from trainer.checkpoint.checkpoint_files import MANIFEST, CheckpointFiles, FileEntry, files_at, step_in
 from trainer.checkpoint.storage import open_storage
+from trainer.config.axes import with_new_names
 from trainer.errors import UserError
 from trainer.files.atomic_io import access_problem, digest_bytes, is_unrelated_to_content
 from trainer.files.documents import ObjectShape, Shape, is_count, is_number, mismatch, parse_object
@@ -48,6 +49,12 @@ class Checkpoint:
     def nodes(self) -> dict[str, list[str]]:
         """The shards that the disk of each node had at the commit; empty: all files are in one directory."""
         return self.manifest.get("nodes", {})
+
+    @property
+    def axes(self) -> dict[str, int] | None:
+        """The sizes of the axes along which the ranks were arranged. None: an earlier version saved it."""
+        axes = self.manifest.get("axes")
+        return None if axes is None else with_new_names(axes)
 
 
 class CorruptCheckpointError(UserError):

@@ -19,7 +19,7 @@ from typing import IO, Any, Protocol, TypeVar
 from trainer.checkpoint.storage import StoreError, for_each
 from trainer.errors import UserError, one_line
 from trainer.files.redaction import redact_text
-from trainer.files.uris import StoreSpec, find_store
+from trainer.files.uris import StoreSpec, store_spec
 from trainer.process import time_limits
 
 T = TypeVar("T")
@@ -98,7 +98,7 @@ def client_of(scheme: str) -> ObjectStoreClient:
 
 
 def _spec_of(scheme: str) -> StoreSpec:
-    spec = find_store(f"{scheme}://")
+    spec = store_spec(f"{scheme}://")
     assert spec is not None, f"{scheme}:// was accepted"
     return spec
 

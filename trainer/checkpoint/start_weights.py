@@ -40,7 +40,9 @@ def start_weights_part(cfg: Config, model_path: str) -> Component:
     """
     allowed = cfg.trainer.allow_config_change
     names = _path_names(cfg)
-    directories = {key: model_path if key == "model.path" else resolve_model_path(name) for key, name in names.items()}
+    directories = {
+        key: model_path if key == "model.path" else resolve_model_path(name, key) for key, name in names.items()
+    }
     needed = {key: directories.get(key, model_path) for key in _compared_keys(cfg)}
     threads = ThreadPoolExecutor(1)
     digests = {name: threads.submit(digest_weights, path) for name, path in needed.items()}

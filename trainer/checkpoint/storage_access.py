@@ -13,7 +13,7 @@ from trainer.checkpoint.replica_ranks import AskedRanks
 from trainer.checkpoint.storage import open_storage
 from trainer.checkpoint.store import open_store
 from trainer.errors import UserError, one_line
-from trainer.files.uris import absolute, find_store, is_url
+from trainer.files.uris import absolute, is_url, store_spec
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def give_access(roots: Collection[str | None], ranks: AskedRanks) -> None:
 
     They go from process to process: unlike the environment of an actor, Ray does not show them.
     """
-    stores = {store: root for root in roots if root and is_url(root) and (store := find_store(root))}
+    stores = {store: root for root in roots if root and is_url(root) and (store := store_spec(root))}
     away = _away(next(iter(stores.values())), ranks) if stores else {}
     for store, root in stores.items() if away else ():
         variables = {name: value for name, value in os.environ.items() if _is_named(name, store.variables)}

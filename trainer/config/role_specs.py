@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from trainer.config.roles import LoraConfig, OptimizerConfig, ShardingConfig
+from trainer.config.roles import FSDPConfig, LoraConfig, OptimizerConfig, ShardingConfig
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,13 +30,16 @@ class RoleSpec:
     trained: bool = False
     saved: bool = False
     """The weights are part of checkpoints. Else a resume loads the initial weights again."""
-    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    sharding: ShardingConfig = field(default_factory=FSDPConfig)
+    """Of a trained role an `FSDPConfig`."""
     optimizer: OptimizerConfig | None = None
     """Of a trained role."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Adapters of a trained role."""
     scores: str = ""
     """Name of the array that the role computes for each step before the update, such as `ref_logprobs`. Empty: none."""
+    section: str = ""
+    """The config section of `sharding`, `optimizer` and `lora`, for messages. Empty: the task sets them itself."""
     key: str = POLICY_KEY
     """Names `path`: a config key, or a name of its own. Resumes compare its weights with those of the first start under
     this name, and `trainer.allow_config_change` takes it."""
@@ -53,10 +58,21 @@ class RoleSpec:
                 f"the role {self.name} has a path of its own, so it needs a key of its own: RoleSpec({self.name!r}, "
                 f"path=..., key={self.name!r})"
             )
+        if self.trained and (self.optimizer is None or not isinstance(self.sharding, FSDPConfig)):
+            raise UserError(
+                f"the role {self.name} is trained, so it needs an optimizer and an FSDPConfig: RoleSpec("
+                f"{self.name!r}, trained=True, optimizer=OptimizerConfig(), sharding=FSDPConfig())"
+            )
 
     def optimizer_steps(self, steps: int) -> int:
         """Return the number of optimizer steps in the first `steps` steps of a run."""
         return max(0, steps - self.skipped_steps) * self.updates_per_step
+
+    def setting(self, name: str) -> str:
+        """Return how messages name a field: by its config key if there is one, such as `trainer.policy.fsdp`."""
+        if not self.section:
+            return f"RoleSpec({self.name!r}).{name}"
+        return f"{self.section}.{'fsdp' if name == 'sharding' else name}"
 
     @property
     def has_adapters(self) -> bool:
@@ -85,6 +101,7 @@ def policy_role(
         "policy",
         trained=True,
         saved=True,
+        section="trainer.policy",
         sharding=policy.fsdp,
         optimizer=optimizer or policy.optimizer,
         lora=policy.lora,
@@ -102,6 +119,7 @@ def critic_role(config: Config) -> RoleSpec:
         VALUE,
         trained=True,
         saved=True,
+        section="trainer.critic",
         sharding=critic.fsdp,
         optimizer=critic.optimizer,
         lora=critic.lora,
@@ -119,10 +137,31 @@ def reference_role(config: Config) -> RoleSpec:
         "reference",
         saved=is_copied,
         scores="ref_logprobs",
+        section="trainer.reference",
         sharding=t.reference.fsdp,
         sync_interval=interval if is_copied else None,
         is_policy_base=t.policy.lora.rank is not None and t.colocate_roles and not is_copied,
     )
+
+
+def check_roles(roles: Sequence[RoleSpec]) -> None:
+    """Check that the roles of a task can be told apart.
+
+    Raises:
+        UserError: the first is not the policy, or two have one name, one key or one array.
+    """
+    if not roles or roles[0].name != "policy":
+        raise UserError(f"the roles of the task are {[role.name for role in roles]}; the first must be the policy")
+    for role, other in itertools.combinations(roles, 2):
+        if role.name == other.name:
+            raise UserError(f"two roles of the task have the name {role.name}; give them different names")
+        if role.scores and role.scores == other.scores:
+            raise UserError(f"the roles {role.name} and {other.name} both compute {role.scores}; rename one")
+        if role.key == other.key and role.path != other.path:
+            raise UserError(
+                f"the roles {role.name} and {other.name} have different paths, {role.path} and {other.path}, and one "
+                f"key, {role.key}; a resume compares their weights by the key, so give each its own"
+            )
 
 
 def _updates_per_step(config: Config) -> int:

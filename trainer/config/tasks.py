@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.config.fields import value_of
-from trainer.config.role_specs import RoleSpec, policy_gradient_roles, policy_role, supervised_roles
+from trainer.config.role_specs import RoleSpec, check_roles, policy_gradient_roles, policy_role, supervised_roles
 from trainer.errors import UserError
 from trainer.import_utils import import_function, user_code
 from trainer.process.signals import SIGNALS
@@ -57,7 +57,10 @@ class TaskSpec:
     generates: bool = False
     """Inference engines sample its episodes."""
     unused: tuple[str, ...] = ()
-    """Patterns of the keys that the task does not read. They may change when a run resumes."""
+    """Patterns of the keys that the task does not read. They may change when a run resumes, and a section of which no
+    key is read is not checked."""
+    may_change: tuple[str, ...] = ()
+    """Patterns of further keys that may change when a run resumes."""
     unused_with_path: tuple[str, ...] = ()
     """Further such patterns if `model.path` is set."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
@@ -70,7 +73,11 @@ class TaskSpec:
 
     def roles_of(self, config: Config) -> tuple[RoleSpec, ...]:
         """Return the models of the run that the config describes, the policy first."""
-        return self.roles(config) if self.roles else (policy_role(config, value_of(config, self.optimizer)),)
+        if self.roles is None:
+            return (policy_role(config, value_of(config, self.optimizer)),)
+        roles = self.roles(config)
+        check_roles(roles)
+        return roles
 
     def objective_of(self, config: Config) -> Any:
         """Return the objective of the run that the config describes."""
@@ -116,9 +123,10 @@ TASKS: dict[str, TaskSpec] = {
             "trainer.reference.*",
             "trainer.*_batch_size",
             "trainer.update_epochs",
+            "trainer.total_steps",
             "trainer.val_before_train",
-            "sft.steps",
         ),
+        may_change=("sft.steps",),
         metrics={
             "sft/loss": Metric(
                 "Cross-entropy of the tokens to learn (supervised training).", "nats", "min", _LOSS, watched=True

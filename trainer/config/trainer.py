@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from trainer.config.axes import AXES, axis_sizes
 from trainer.config.fields import (
     LARGEST_SEED,
     LONGEST_TIME,
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 LOAD_COMPONENTS = ("weights", "optimizer", "rng", "data", "state")
 PROCESSES = "processes"
 """`trainer.ray_address` of a run without Ray."""
-_AXES = ("dp_replicate", "context_parallel_size", "tensor_parallel_size")
 _LONGEST_NAME = 200  # bytes; file names end at 255, and some get a suffix
 
 
@@ -241,27 +241,23 @@ class TrainerConfig(Section):
     @property
     def layout_size(self) -> int:
         """The number of ranks is a multiple of this."""
-        return math.prod(getattr(self, axis) for axis in _AXES)
+        return math.prod(axis_sizes(self).values())
 
     def _check_layout(self, config: Config) -> None:
-        used = [axis for axis in _AXES if getattr(self, axis) > 1]
+        used = {axis.key: axis for axis in AXES.values() if axis.key and getattr(self, axis.key) > 1}
         if self.num_workers % self.layout_size:
-            product = " x ".join(f"trainer.{axis}={getattr(self, axis)}" for axis in used)
+            product = " x ".join(f"trainer.{key}={getattr(self, key)}" for key in used)
             raise config_error(config, "trainer.num_workers", f"must be a multiple of {product}")
         if self.min_world_size is not None and not self.layout_size <= self.min_world_size <= self.num_workers:
             problem = f"must be from {self.layout_size} to trainer.num_workers={self.num_workers}"
             raise config_error(config, "trainer.min_world_size", problem)
-        if self.context_parallel_size > 1 and config.model.attn_implementation != "sdpa":
-            raise config_error(config, "trainer.context_parallel_size", "needs model.attn_implementation=sdpa")
-        for role in ("policy", "critic", "reference"):
-            if getattr(self, role).fsdp.compile and self.tensor_parallel_size > 1:
-                # Sizes of their DTensors are maxima of symbols, for which Inductor has no code ("_nary_sym_max is not
-                # an OpOverload").
-                problem = (
-                    "cannot be combined with trainer.tensor_parallel_size: torch 2.13 fails to compile blocks that "
-                    "several ranks share for any number of tokens"
-                )
-                raise config_error(config, f"trainer.{role}.fsdp.compile", problem)
+        for key, axis in used.items():
+            if axis.attention not in ("", config.model.attn_implementation):
+                raise config_error(config, f"trainer.{key}", f"needs model.attn_implementation={axis.attention}")
+            for role in config.roles if axis.uncompilable else ():
+                if role.sharding.compile:
+                    setting = f"{role.setting('sharding')}.compile=True"
+                    raise UserError(f"{setting}: cannot be combined with trainer.{key}: {axis.uncompilable}")
 
     def _check_paths(self, config: Config) -> None:
         name = self.run_name

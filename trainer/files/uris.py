@@ -57,7 +57,7 @@ ENTRY_POINTS = "trainer.object_stores"
 _URL = re.compile(r"^([a-z][a-z0-9+.-]*)://(.*)\Z", re.I | re.S)
 
 
-def find_store(url: str) -> StoreSpec | None:
+def store_spec(url: str) -> StoreSpec | None:
     """Return the kind of object store of a URL; None: no kind has its scheme.
 
     Raises:
@@ -90,7 +90,7 @@ def problem_of(url: str) -> str | None:
     match = _URL.match(url)
     assert match is not None, url
     rest = match[2]
-    if find_store(url) is None:
+    if store_spec(url) is None:
         schemes = ", ".join(f"{name}://" for name in STORES)
         return f"must be a directory that all ranks see, or begin with {schemes}"
     bucket, _, key = rest.partition("/")

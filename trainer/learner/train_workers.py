@@ -13,6 +13,7 @@ import numpy as np
 from trainer.cluster.resources import rank_environment
 from trainer.cluster.worker_groups import CallFutures, Cluster, WorkerGroup
 from trainer.config import Config
+from trainer.config.axes import axis_sizes
 from trainer.errors import FailureSource
 from trainer.metrics.throughput import peak_flops
 from trainer.models.files import resolve_model_path
@@ -73,8 +74,7 @@ class TrainWorkers:
     def description(self) -> dict[str, Any]:
         """What the manifest of a checkpoint says of the ranks that wrote it."""
         t = self.cfg.trainer
-        axes = {"replicate": t.dp_replicate, "shard": self.count // t.layout_size}
-        axes |= {"context": t.context_parallel_size, "tensor": t.tensor_parallel_size}
+        axes = axis_sizes(t, self.count)
         return {"roles": self.saved_roles, "ranks": self.count, "replicas": t.dp_replicate, "axes": axes}
 
     def connect(self) -> None:
@@ -89,7 +89,7 @@ class TrainWorkers:
 
     def build(self, model_path: str) -> None:
         """Load the initial weights of every role."""
-        paths = {name: spec.path and resolve_model_path(spec.path) for name, spec in self.roles.items()}
+        paths = {name: spec.path and resolve_model_path(spec.path, spec.key) for name, spec in self.roles.items()}
         specs = {name: dataclasses.replace(spec, path=paths[name]) for name, spec in self.roles.items()}
         calls = [group.start("build", [specs[role] for role in roles], model_path) for group, roles in self._hosts()]
         for call in calls:

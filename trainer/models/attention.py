@@ -140,25 +140,25 @@ def packed_attention(
             "choose model.attn_implementation=eager"
         )
     assert attention_mask is None, "the packing determines which tokens a token attends to"
-    if packing.context is None:
+    if packing.cp is None:
         return _attend_row(query, key, value, packing, scaling, sliding_window, softcap), None
-    query, key, value = _heads_of_all_tokens(query, key, value, packing, packing.context)
+    query, key, value = _heads_of_all_tokens(query, key, value, packing, packing.cp)
     out = _attend_row(query, key, value, packing, scaling, sliding_window, softcap)
-    return _tokens_of_all_heads(out, packing, packing.context), None
+    return _tokens_of_all_heads(out, packing, packing.cp), None
 
 
 def _heads_of_all_tokens(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, context: AxisGroup
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, cp: AxisGroup
 ) -> tuple[Tensor, ...]:
     """Turn all heads of this rank's tokens, `(1, H, n, D)`, into this rank's heads of all tokens.
 
     Key and value heads are repeated if there are fewer of them than ranks.
     """
-    kv_heads, ranks = key.shape[1], context.group.size()  # `context.size` would be a symbol in a compiled graph
+    kv_heads, ranks = key.shape[1], cp.group.size()  # `cp.size` would be a symbol in a compiled graph
     repeats = next(n for n in range(1, ranks + 1) if n * kv_heads % ranks == 0)
 
     def all_to_all(tensor: Tensor) -> Tensor:
-        received = context.all_to_all(tensor[0].unflatten(0, (ranks, -1)))
+        received = cp.all_to_all(tensor[0].unflatten(0, (ranks, -1)))
         return received.transpose(0, 1).flatten(1, 2)[None, :, : packing.tokens]
 
     if repeats > 1:
@@ -166,11 +166,11 @@ def _heads_of_all_tokens(
     return all_to_all(query), all_to_all(key), all_to_all(value)
 
 
-def _tokens_of_all_heads(out: Tensor, packing: Packing, context: AxisGroup) -> Tensor:
+def _tokens_of_all_heads(out: Tensor, packing: Packing, cp: AxisGroup) -> Tensor:
     """Turn this rank's heads of all tokens, `(1, N, h, D)`, into all heads of this rank's tokens, `(1, n, H, D)`."""
-    size, ranks = packing.local_slice.stop - packing.local_slice.start, context.group.size()
+    size, ranks = packing.local_slice.stop - packing.local_slice.start, cp.group.size()
     rows = F.pad(out[0], (0, 0, 0, 0, 0, ranks * size - packing.tokens))
-    return context.all_to_all(rows.unflatten(0, (ranks, size))).transpose(0, 1).flatten(1, 2)[None]
+    return cp.all_to_all(rows.unflatten(0, (ranks, size))).transpose(0, 1).flatten(1, 2)[None]
 
 
 def _attend_row(

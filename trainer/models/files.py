@@ -8,6 +8,7 @@ import shlex
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import ModelConfig
+from trainer.config.role_specs import POLICY_KEY
 from trainer.errors import UserError
 from trainer.files.hf_hub import first_line, is_connection_error, pinned, with_retries
 from trainer.models.given import MODEL_FILES
@@ -21,11 +22,14 @@ _MODEL_FILES = ["*.json", "model*.safetensors", "*.bin", "*.py", *MODEL_FILES]
 """The files to download. They include all files that a checkpoint compares, on every machine."""
 
 
-def resolve_model_path(path: str) -> str:
+def resolve_model_path(path: str, key: str = POLICY_KEY) -> str:
     """Return the absolute local directory of a model: `path` itself, or the Hub snapshot with that id.
 
     A snapshot is downloaded once. Its commit is that with which the run started (see `trainer.files.hf_hub.pin`),
     otherwise that of `main`.
+
+    Args:
+        key: names the path in messages (see `RoleSpec.key`).
 
     Raises:
         UserError: neither exists, or a file of the model cannot be used (see `check_model_files`).
@@ -38,9 +42,9 @@ def resolve_model_path(path: str) -> str:
             if os.path.exists(os.path.join(path, "manifest.json")):
                 instead = f"; it is a checkpoint: trainer checkpoint export {shlex.quote(path)} DIRECTORY converts it"
             raise UserError(
-                f"model.path={path}: the directory has no config.json, so it contains no Hugging Face model{instead}"
+                f"{key}={path}: the directory has no config.json, so it contains no Hugging Face model{instead}"
             )
-        check_model_files(path)
+        check_model_files(path, key)
         return os.path.abspath(path)  # ranks on an existing cluster have a different working directory
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
@@ -53,21 +57,21 @@ def resolve_model_path(path: str) -> str:
         if commit is not None:
             problem += f" at the commit {commit} that the run began with"
         raise UserError(
-            f"model.path={path}: no such directory, and {problem} ({first_line(error)}); name a directory with a "
+            f"{key}={path}: no such directory, and {problem} ({first_line(error)}); name a directory with a "
             "Hugging Face model, or the id of one of the Hub"
         ) from error
-    check_model_files(snapshot)
+    check_model_files(snapshot, key)
     return snapshot
 
 
-def load_config(model: ModelConfig, path: str) -> PretrainedConfig:
-    """Return the architecture config of the model at `path`."""
+def load_config(model: ModelConfig, path: str, key: str = POLICY_KEY) -> PretrainedConfig:
+    """Return the architecture config of the model at `path`, which messages call `key`."""
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     except Exception as error:  # a corrupt config.json can raise any exception
-        raise UserError(f"model.path={path}: its config.json cannot be used ({first_line(error)})") from error
+        raise UserError(f"{key}={path}: its config.json cannot be used ({first_line(error)})") from error
 
 
 def write_assets(model_path: str, directory: str, tokenizer: Any, trust_remote_code: bool = False) -> None:

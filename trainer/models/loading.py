@@ -47,10 +47,10 @@ def load_causal_lm(model: ModelConfig, path: str, layout: Layout, spec: RoleSpec
         spec: the model's role: whether it is trained, its adapters, and its sharding.
         seed: seed of the adapters' initial values.
     """
-    lm = _empty_causal_lm(model, path, layout)
+    lm = _empty_causal_lm(model, path, layout, spec)
     lm.requires_grad_(spec.trained)
     if spec.has_adapters:
-        add_adapters(lm, spec.lora, f"trainer.{spec.name}.lora")
+        add_adapters(lm, spec.lora, spec.setting("lora"))
     return _shard_and_fill(lm, lm.base_model_prefix, model, path, layout, spec, seed)
 
 
@@ -60,19 +60,19 @@ def load_value_model(model: ModelConfig, path: str, layout: Layout, spec: RoleSp
     The head of a trained model starts at 0. A frozen model has the head of its files (`score.weight`, as transformers
     saves a sequence classifier with one label).
     """
-    lm = _empty_causal_lm(model, path, layout)
+    lm = _empty_causal_lm(model, path, layout, spec)
     with init_empty_weights(include_buffers=False):
         value_model = CriticModel(lm.base_model, lm.base_model_prefix, is_score=spec.head == SCORE)
     value_model.requires_grad_(spec.trained)
     if spec.has_adapters:
-        add_adapters(value_model, spec.lora, f"trainer.{spec.name}.lora", heads=(_VALUE_HEAD,))
+        add_adapters(value_model, spec.lora, spec.setting("lora"), heads=(_VALUE_HEAD,))
     return _shard_and_fill(value_model, lm.base_model_prefix, model, path, layout, spec, seed)
 
 
-def _empty_causal_lm(model: ModelConfig, path: str, layout: Layout) -> nn.Module:
+def _empty_causal_lm(model: ModelConfig, path: str, layout: Layout, spec: RoleSpec) -> nn.Module:
     with init_empty_weights(include_buffers=False):
         lm = AutoModelForCausalLM.from_config(
-            load_config(model, path),
+            load_config(model, path, spec.key),
             dtype=torch.float32,
             attn_implementation=model.attn_implementation,
             trust_remote_code=model.trust_remote_code,
@@ -80,12 +80,12 @@ def _empty_causal_lm(model: ModelConfig, path: str, layout: Layout) -> nn.Module
     lm.tie_weights()  # again, because moving parameters to the meta device one by one broke the tie
     _disable_dropout(lm)
     set_attention(lm)
-    if layout.context is not None and lm.config._attn_implementation != PACKED:
-        refuse_axis("context_parallel_size", layout.context.size, f"{type(lm).__name__} needs all tokens on one rank")
+    if layout.cp is not None and lm.config._attn_implementation != PACKED:
+        refuse_axis("cp", layout.cp.size, f"{type(lm).__name__} needs all tokens on one rank")
     has_linear_head = set_head(lm)
-    if layout.tensor_mesh is not None and not has_linear_head:
+    if layout.tp_mesh is not None and not has_linear_head:
         problem = f"the output layer of {type(lm).__name__} is more than one linear layer without a bias"
-        refuse_axis("tensor_parallel_size", layout.tensor_mesh.size(), problem)
+        refuse_axis("tp", layout.tp_mesh.size(), problem)
     return lm
 
 
@@ -107,8 +107,8 @@ def _shard_and_fill(
             parameter.data = parameter.data.to(param_dtype(fsdp.param_dtype, device))
     # Keep the buffers (rotary frequencies), which are not on the meta device: `to_empty` leaves tensors uninitialised.
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    if layout.tensor_mesh is not None:
-        apply_tp(module, backbone, layout.tensor_mesh)
+    if layout.tp_mesh is not None:
+        apply_tp(module, backbone, layout.tp_mesh)
     prepare_blocks(transformer_blocks(module), fsdp, layout)
     shard_model(module, layout.fsdp_mesh, fsdp)
     module.to_empty(device="cpu" if fsdp.cpu_offload else device)
@@ -129,20 +129,21 @@ def _shard_and_fill(
     names = {file_name: name for file_name, name in names.items() if file_name not in heads}
     if not spec.trained:
         names |= {file_name.replace(_VALUE_HEAD, _SCORE_HEAD): name for file_name, name in heads.items()}
-    shapes = _shapes_in_safetensors(path)
+    shapes = _shapes_in_safetensors(path, spec.key)
     if set(names) <= set(shapes):
-        _check_shapes(module, path, names, shapes)
+        _check_shapes(module, f"{spec.key}={path}", names, shapes)
         state = {file_name: module.get_parameter(name).detach() for file_name, name in names.items()}
         dcp.load(state, storage_reader=HuggingFaceStorageReader(path))
     else:
-        _scatter_from_rank0(module, model, path, names)
+        _scatter_from_rank0(module, model, path, spec.key, names)
     return module
 
 
-def _scatter_from_rank0(module: nn.Module, model: ModelConfig, path: str, names: dict[str, str]) -> None:
+def _scatter_from_rank0(module: nn.Module, model: ModelConfig, path: str, key: str, names: dict[str, str]) -> None:
     """Load the model with transformers on rank 0, and scatter its weights.
 
     Args:
+        key: names the path in messages.
         names: the parameter names of the module, by their names in the model's files.
     """
     full: dict[str, Any] = {}
@@ -159,13 +160,16 @@ def _scatter_from_rank0(module: nn.Module, model: ModelConfig, path: str, names:
             problem = [describe_error(error)]
     dist.broadcast_object_list(problem)
     if problem[0]:
-        raise UserError(f"model.path={path}: cannot be loaded, {problem[0]}")
+        raise UserError(f"{key}={path}: cannot be loaded, {problem[0]}")
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     set_model_state_dict(module, full, options=options)
 
 
-def _shapes_in_safetensors(path: str) -> dict[str, tuple[int, ...]]:
+def _shapes_in_safetensors(path: str, key: str) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors in the safetensors files of a model directory, by name.
+
+    Args:
+        key: names the directory in messages.
 
     Raises:
         UserError: a file cannot be read.
@@ -176,14 +180,14 @@ def _shapes_in_safetensors(path: str) -> dict[str, tuple[int, ...]]:
             shapes |= tensor_shapes(file)
         except (OSError, ValueError) as error:
             name = os.path.basename(file)
-            raise UserError(f"model.path={path}: its {name} cannot be used ({one_line(str(error))})") from error
+            raise UserError(f"{key}={path}: its {name} cannot be used ({one_line(str(error))})") from error
     return shapes
 
 
-def _check_shapes(module: nn.Module, path: str, names: dict[str, str], shapes: dict[str, tuple[int, ...]]) -> None:
+def _check_shapes(module: nn.Module, named: str, names: dict[str, str], shapes: dict[str, tuple[int, ...]]) -> None:
     for file_name, name in names.items():
         if (expected := tuple(module.get_parameter(name).shape)) != shapes[file_name]:
             raise UserError(
-                f"model.path={path}: the weight {file_name} has the shape {list(shapes[file_name])}, and config.json "
+                f"{named}: the weight {file_name} has the shape {list(shapes[file_name])}, and config.json "
                 f"describes {list(expected)}; the two belong to different models"
             )

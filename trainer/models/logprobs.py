@@ -59,7 +59,7 @@ def _scores(
     ids = input_ids[0, packing.token_indices[where]]
     targets = Targets(packing.previous_indices[where], ids, temperature or 1.0, entropy)
     arguments = packing_arguments(model.config, packing)
-    if packing.context is None:
+    if packing.cp is None:
         scores = model(input_ids, targets, arguments)
     else:
         scores = _scores_of_slices(model, input_ids, packing, targets, arguments)
@@ -72,13 +72,13 @@ def _scores_of_slices(
     model: nn.Module, input_ids: Tensor, packing: Packing, targets: Targets, arguments: dict[str, Any]
 ) -> tuple[Tensor | None, ...]:
     """Return the scores of all target tokens. Each rank computes those of its slice of the row."""
-    assert packing.context is not None
-    local, indices, context = packing.local_slice, targets.indices, packing.context
+    assert packing.cp is not None
+    local, indices, cp = packing.local_slice, targets.indices, packing.cp
     is_local = (indices >= local.start) & (indices < local.stop)
     local_targets = replace(targets, indices=indices[is_local] - local.start, ids=targets.ids[is_local])
 
     def gather(scores: Tensor) -> Tensor:
-        return context.all_reduce(scores.new_zeros(len(indices)).masked_scatter(is_local, scores))
+        return cp.all_reduce(scores.new_zeros(len(indices)).masked_scatter(is_local, scores))
 
     local_scores = model(packing.shard(input_ids), local_targets, arguments)
     return tuple(None if scores is None else gather(scores) for scores in local_scores)

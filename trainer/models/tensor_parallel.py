@@ -1,4 +1,4 @@
-"""Tensor parallelism: the ranks of the tensor axis split each matrix of a model, following its Hugging Face plan.
+"""Tensor parallelism: the ranks of the axis `tp` split each matrix of a model, following its Hugging Face plan.
 
 Every parameter becomes a DTensor over the axis, so that FSDP, the optimizer and checkpoints know its placement. Linear
 layers compute with torch's parallel styles. All other modules compute with the local tensors.
@@ -23,11 +23,11 @@ from trainer.parallel.collectives import AxisGroup
 
 
 def apply_tp(module: nn.Module, backbone: str, mesh: DeviceMesh) -> None:
-    """Split the parameters of `module`, which may be on the meta device, over the tensor axis, in place.
+    """Split the parameters of `module`, which may be on the meta device, over the axis `tp`, in place.
 
     Args:
         backbone: name of the submodule of `module` to which the plan applies.
-        mesh: the tensor axis.
+        mesh: the axis `tp`.
     """
     base = module.get_submodule(backbone)
     plan = base.config.get_text_config().base_model_tp_plan
@@ -39,7 +39,7 @@ def apply_tp(module: nn.Module, backbone: str, mesh: DeviceMesh) -> None:
         if not child._parameters:
             continue
         if any(True for _ in child.children()):
-            refuse_axis("tensor_parallel_size", mesh.size(), f"{name} has submodules and cannot be split")
+            refuse_axis("tp", mesh.size(), f"{name} has submodules and cannot be split")
         style: ParallelStyle
         if child is base.get_input_embeddings():
             style = _Vocabulary()
@@ -60,13 +60,13 @@ def _style(name: str, child: nn.Module, plan: dict[str, str], size: int) -> Para
     if named is None or named in PARTIAL:
         return _Replicated(Partial() if named in PARTIAL else Replicate())
     if not isinstance(child, nn.Linear):
-        refuse_axis("tensor_parallel_size", size, f"{name} is not a linear layer and cannot be split")
+        refuse_axis("tp", size, f"{name} is not a linear layer and cannot be split")
     # W x + B (A x): in a layer split by rows, all ranks have the full A; in one split by columns, the full B.
     if adapter[:1] == ("A" if named in COLWISE else "B"):
         return _Replicated(Replicate())
     divided, axis = (child.out_features, "outputs") if named in COLWISE else (child.in_features, "inputs")
     if divided % size:
-        refuse_axis("tensor_parallel_size", size, f"must divide the {divided} {axis} of {name}")
+        refuse_axis("tp", size, f"must divide the {divided} {axis} of {name}")
     layout = Replicate() if COLWISE.get(named) or ROWWISE.get(named) else None
     return ColwiseParallel(output_layouts=layout) if named in COLWISE else RowwiseParallel(input_layouts=layout)
 

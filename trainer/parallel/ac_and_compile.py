@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trainer.config import FSDPConfig
+from trainer.config.axes import AXES
 from trainer.parallel.layout import Layout
 
 _EXPENSIVE = {
@@ -59,10 +60,10 @@ def compiles_blocks(config: FSDPConfig, device: str, sizes: Mapping[str, int]) -
     """Return whether blocks on `device` (`cpu` or `cuda`) are compiled.
 
     Args:
-        sizes: sizes of the layout's axes. Ranks that compute a micro-batch together communicate inside a block.
+        sizes: sizes of the layout's axes.
     """
     if config.compile is None:
-        return device == "cuda" and sizes["context"] == sizes["tensor"] == 1
+        return device == "cuda" and all(size == 1 for name, size in sizes.items() if AXES[name].joins_blocks)
     return config.compile
 
 

@@ -72,7 +72,7 @@ def take_rows(
     batch: Batch,
     rows: Sequence[int],
     device: str,
-    context: AxisGroup | None = None,
+    cp: AxisGroup | None = None,
     shared: np.ndarray | None = None,
 ) -> MicroBatch:
     """Return the micro-batch of these rows on `device`.
@@ -80,7 +80,7 @@ def take_rows(
     If `rows` is empty, take one row of the batch and set its float arrays, masks included, to zero.
 
     Args:
-        context: the ranks that share the tokens of the micro-batch (see `Packing`).
+        cp: the ranks that share the tokens of the micro-batch (see `Packing`).
         shared: `(B,)`: see `count_shared_tokens`. Rows of a group that follow one another have these tokens once. None:
             each row has all its tokens.
     """
@@ -100,7 +100,7 @@ def take_rows(
     tokens = arrays.pop("input_ids")[own]
     tensors = {name: torch.from_numpy(np.ascontiguousarray(array)).to(device) for name, array in arrays.items()}
     input_ids = torch.from_numpy(tokens[None].astype(np.int64)).to(device)  # int32 on the way, to halve the traffic
-    return MicroBatch(list(rows), input_ids, Packing(lengths, device, context, taken), tensors)
+    return MicroBatch(list(rows), input_ids, Packing(lengths, device, cp, taken), tensors)
 
 
 def select(batch: Batch, rows: Sequence[int] | np.ndarray) -> Batch:

@@ -1,55 +1,61 @@
-"""The axes of the mesh of ranks, the part of the data that each rank computes, and sums over the data."""
+"""The mesh of ranks: which rows and which shards each rank has, and what is summed over ranks."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping
+
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
+from trainer.config.axes import AXES, axes_in_rank_order
 from trainer.parallel.collectives import AxisGroup
 
 
 class Layout:
-    """The ranks of the process group as a mesh of the axes `replicate`, `shard`, `context` and `tensor`.
+    """The ranks of the process group as a mesh of `AXES`.
 
-    `replicate` and `shard` are data parallelism: ranks along them compute different rows of a batch. `context` splits
-    the tokens of a micro-batch, and `tensor` the matrices of a layer: ranks along these two compute the same rows.
-    Weights are sharded over `shard` and `context` together, and replicated over `replicate`. Ranks are numbered with
-    `tensor` as the fastest axis.
+    FSDP2 shards weights over `fsdp_mesh`: over `dp_shard` and `cp` together. `dp_replicate` holds copies of the shards.
+    Each position along another axis, such as `tp`, has an `fsdp_mesh` of its own.
 
     Args:
         device: `cpu` or `cuda`.
-        replicas, context, tensor: sizes of `replicate`, `context` and `tensor`. Their product must divide the number
-            of ranks.
+        sizes: of each axis (see `axis_sizes`). Their product is the number of ranks.
     """
 
-    def __init__(self, device: str, replicas: int = 1, context: int = 1, tensor: int = 1):
-        world_size = dist.get_world_size()
-        assert world_size % (replicas * context * tensor) == 0, (world_size, replicas, context, tensor)
+    def __init__(self, device: str, sizes: Mapping[str, int]):
+        assert math.prod(sizes.values()) == dist.get_world_size(), sizes
         self.device = device
         self.rank = dist.get_rank()
-        shards = world_size // (replicas * context * tensor)
-        self.sizes = {"replicate": replicas, "shard": shards, "context": context, "tensor": tensor}
+        self.sizes = dict(sizes)
+        self._order = axes_in_rank_order()
 
-        axes = {"replicate": replicas, "shard": shards * context, "tensor": tensor}
-        axes = {name: size for name, size in axes.items() if size > 1 or name == "shard"}
-        mesh = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
-        self.tensor_mesh: DeviceMesh | None = mesh["tensor"] if tensor > 1 else None
-        self.fsdp_mesh: DeviceMesh = mesh[tuple(name for name in axes if name != "tensor")] if tensor > 1 else mesh
-        self.context = self._context_group() if context > 1 else None
+        used = [name for name in self._order if sizes[name] > 1]
+        copied = [name for name in used if not AXES[name].same_rows and not AXES[name].shards_weights]
+        sharded = [name for name in self._order if AXES[name].shards_weights and (name in used or not AXES[name].key)]
+        others = [name for name in used if AXES[name].same_rows and not AXES[name].shards_weights]
+        fsdp = [names for names in (copied, sharded) if names]
+        dims = {"_".join(names): math.prod(sizes[name] for name in names) for names in (*fsdp, *([o] for o in others))}
+        mesh = init_device_mesh(device, tuple(dims.values()), mesh_dim_names=tuple(dims))
+        self.fsdp_mesh: DeviceMesh = mesh[tuple(dims)[: len(fsdp)]] if others else mesh
+        self.tp_mesh: DeviceMesh | None = mesh["tp"] if sizes["tp"] > 1 else None
+        self.cp = self._group("cp") if sizes["cp"] > 1 else None
 
-    def _context_group(self) -> AxisGroup:
-        """Return the ranks that hold the other tokens of this rank's micro-batches. A collective."""
-        size = self.sizes["context"]
-        ranks = torch.arange(dist.get_world_size()).view(-1, size, self.sizes["tensor"])
-        group, _ = dist.new_subgroups_by_enumeration(ranks.transpose(1, 2).reshape(-1, size).tolist())
+    def _group(self, axis: str) -> AxisGroup:
+        """Return the ranks along an axis. A collective."""
+        ranks = torch.arange(dist.get_world_size()).view([self.sizes[name] for name in self._order])
+        lines = ranks.movedim(self._order.index(axis), -1).reshape(-1, self.sizes[axis])
+        group, _ = dist.new_subgroups_by_enumeration(lines.tolist())
         assert group is not None
-        return AxisGroup(group, dist.get_rank(group), size)
+        return AxisGroup(group, dist.get_rank(group), self.sizes[axis])
 
     @property
     def dp_size(self) -> int:
         """Number of data-parallel ranks: a batch is split into this many parts."""
-        return self.sizes["replicate"] * self.sizes["shard"]
+        return dist.get_world_size() // self.ranks_per_dp_rank
 
     @property
     def dp_rank(self) -> int:
@@ -59,7 +65,7 @@ class Layout:
     @property
     def ranks_per_dp_rank(self) -> int:
         """Number of ranks that compute the same rows."""
-        return self.sizes["context"] * self.sizes["tensor"]
+        return math.prod(size for name, size in self.sizes.items() if AXES[name].same_rows)
 
     @property
     def is_main_rank(self) -> bool:
@@ -75,7 +81,7 @@ class Layout:
         """Return how weights are sharded, for the checkpoint."""
         return {
             "world_size": dist.get_world_size(),
-            "data_size": self.dp_size,
+            "dp_size": self.dp_size,
             "mesh_shape": list(self.fsdp_mesh.mesh.shape),
             "mesh_dim_names": list(self.fsdp_mesh.mesh_dim_names or ()),
         }
@@ -91,3 +97,15 @@ class Layout:
             total.zero_()
         dist.all_reduce(total)
         return dict(zip(names, total.tolist(), strict=True))
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return a rank's share of a loss, scaled so that the gradients of all shares are summed.
+
+        FSDP2 averages gradients over its mesh.
+        """
+        return loss * self.fsdp_mesh.size()
+
+    def clip_grad_norm(self, parameters: Iterable[Tensor], limit: float) -> float:
+        """Clip the gradients to a global norm (0: do not clip), and return the norm before. A collective."""
+        norm = nn.utils.clip_grad_norm_(parameters, limit if limit > 0 else math.inf)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

@@ -90,7 +90,7 @@ class Packing:
     Args:
         lengths: number of tokens of each sequence, at least 1.
         device: device of the tensors of this object.
-        context: the ranks among which the row is split into slices of equal size. None: this rank has all tokens.
+        cp: the ranks among which the row is split into slices of equal size. None: this rank has all tokens.
         prefix_lengths: number of tokens that each sequence shares with its leader, less than its length. 0 for
             leaders. None: no sequence has a prefix.
     """
@@ -99,13 +99,13 @@ class Packing:
         self,
         lengths: Sequence[int],
         device: str | torch.device,
-        context: AxisGroup | None = None,
+        cp: AxisGroup | None = None,
         prefix_lengths: Sequence[int] | None = None,
     ):
         self.lengths = tuple(int(length) for length in lengths)
         self.prefix_lengths = (0,) * len(self.lengths) if prefix_lengths is None else tuple(map(int, prefix_lengths))
         self.device = device
-        self.context = context
+        self.cp = cp
         self.longest = max(self.lengths)
         self.has_prefixes = prefix_lengths is not None  # even if all are 0, so that compiled blocks have only one graph
         self.suffix_lengths = tuple(n - prefix for n, prefix in zip(self.lengths, self.prefix_lengths, strict=True))
@@ -117,24 +117,24 @@ class Packing:
     @property
     def local_slice(self) -> slice:
         """The slice of the row that this rank has. The slices of the last ranks may reach beyond the row."""
-        if self.context is None:
+        if self.cp is None:
             return slice(0, self.tokens)
-        size = -(-self.tokens // self.context.size)
-        return slice(self.context.rank * size, (self.context.rank + 1) * size)
+        size = -(-self.tokens // self.cp.size)
+        return slice(self.cp.rank * size, (self.cp.rank + 1) * size)
 
     def shard(self, row: Tensor) -> Tensor:
         """Return this rank's slice `(1, n)` of a row `(1, N)`, padded with zeros beyond the row."""
-        if self.context is None:
+        if self.cp is None:
             return row
         local = self.local_slice
         return F.pad(row, (0, max(0, local.stop - self.tokens)))[:, local]
 
     def gather(self, local: Tensor) -> Tensor:
         """Return the row `(1, N)` of which each rank has a slice `(1, n)`. All ranks must compute the same with it."""
-        if self.context is None:
+        if self.cp is None:
             return local
-        after = self.context.size * local.shape[1] - self.local_slice.stop
-        return self.context.all_reduce(F.pad(local, (self.local_slice.start, after)))[:, : self.tokens]
+        after = self.cp.size * local.shape[1] - self.local_slice.stop
+        return self.cp.all_reduce(F.pad(local, (self.local_slice.start, after)))[:, : self.tokens]
 
     @cached_property
     def position_ids(self) -> Tensor:

@@ -40,7 +40,7 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig) -> None:
     for block in blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
-    depth = prefetch_depth(config, mesh.device_type, mesh["shard"].size())
+    depth = prefetch_depth(config, mesh.device_type, mesh.size(mesh.ndim - 1))
     if depth > 0:
         _prefetch(model, blocks, depth)
 

@@ -15,6 +15,7 @@ from trainer.checkpoint import record
 from trainer.checkpoint.lock import NAME as LOCK_NAME
 from trainer.cluster.worker_groups import Cluster
 from trainer.config import Config, TrainerConfig
+from trainer.config.axes import AXES
 from trainer.config.fields import value_of, walk_keys
 from trainer.errors import UserError
 from trainer.learner.learner import Learner
@@ -109,7 +110,7 @@ def _config(cfg: Config, run_dir: str) -> Config:
         resume_mode="latest",
         val_interval=-1,
         num_workers=cfg.trainer.num_workers,
-        dp_replicate=cfg.trainer.dp_replicate,
+        **{axis.key: getattr(cfg.trainer, axis.key) for axis in AXES.values() if axis.key and not axis.same_rows},
         device=cfg.trainer.device,
         master_port=cfg.trainer.master_port,
     )

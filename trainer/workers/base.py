@@ -74,7 +74,7 @@ class ModelWorker:
         self.layout = layout
         self.config = config
         self.device = layout.device
-        tokens = config.max_tokens_per_micro_batch * layout.sizes["context"]
+        tokens = config.max_tokens_per_micro_batch * layout.sizes["cp"]
         self.max_tokens = tokens if can_pack(module) else 1  # 1: one sequence per micro-batch
         self.shares_prompts = config.share_prefixes and can_share_prefixes(module)
         self.quadratic = quadratic_cost(module)
@@ -91,14 +91,14 @@ class ModelWorker:
         shared = shared if shared is not None and shared.any() else None
         rows = Rows(batch["lengths"], self.quadratic, batch["group_ids"], shared, keeps_groups=unit == GROUP)
         plan = plan_micro_batches(rows, self.layout.dp_size, self.max_tokens)[self.layout.dp_rank]
-        return [partial(take_rows, batch, chosen, self.device, self.layout.context, shared) for chosen in plan]
+        return [partial(take_rows, batch, chosen, self.device, self.layout.cp, shared) for chosen in plan]
 
     @torch.no_grad()
     def map_rows(self, batch: Batch, function: Callable[[MicroBatch], Tensor]) -> tuple[np.ndarray, np.ndarray]:
-        """Apply `function` (a micro-batch to `(b, t)` values) to this rank's share of `batch`.
+        """Apply `function` (a micro-batch to `(b, t)` values) to this rank's rows of `batch`.
 
         Returns the rows `(n,)` that this rank computed and their values `(n, T)`, zero-padded. The rows of all ranks
-        together are the whole batch; of the ranks with the same share, the first returns it.
+        together are the whole batch; of the ranks with the same rows, the first returns it.
         """
         results = []
         for take in self.micro_batches(batch):
@@ -135,12 +135,13 @@ class ModelWorker:
         """
         try:
             saved = parse_object(files.read_json(self.role, SHARDING_FILE), {"world_size": is_count})
-            # Older versions had no other axes than those of the data.
-            saved = parse_object(json.dumps({"data_size": saved["world_size"], **saved}), {"data_size": is_count})
+            # Older versions wrote `data_size`, and still older ones had no other axes than those of the data.
+            dp_size = saved.get("dp_size", saved.get("data_size", saved["world_size"]))
+            saved = parse_object(json.dumps({"dp_size": dp_size}), {"dp_size": is_count})
         except (OSError, ValueError) as error:
             raise UserError(f"{self.role}/{SHARDING_FILE} of the checkpoint cannot be read ({error})") from error
-        # A share of the data that did not exist at the save keeps its start RNG, which is keyed by its number.
-        state = self._state(set(kinds), with_rng="rng" in kinds and self.layout.dp_rank < saved["data_size"])
+        # A data-parallel rank that did not exist at the save keeps its start RNG, which is keyed by its index.
+        state = self._state(set(kinds), with_rng="rng" in kinds and self.layout.dp_rank < saved["dp_size"])
         self.before_weights_change()  # reading fills the tensors in place
         # A checkpoint of CPU ranks has no state of a CUDA generator, which then keeps its start state.
         files.read(self.role, state, optional=(f"{self._rng}.cuda",))
@@ -168,7 +169,7 @@ class ModelWorker:
 
     @property
     def _rng(self) -> str:
-        """Name of the state of the generators. Ranks with the same share draw the same, and DCP keeps one copy."""
+        """Name of the state of the generators. Ranks with the same rows draw the same, and DCP keeps one copy."""
         return f"rng_rank{self.layout.dp_rank}"
 
     @property
@@ -186,8 +187,8 @@ def stack_rows(results: list[tuple[list[int], np.ndarray]], width: int) -> tuple
 
 
 @dataclass(frozen=True)
-class RoleUpdate:
-    """The result of the update of a role in one step."""
+class RankUpdate:
+    """The result of the update of a role in one step, on one rank."""
 
     metrics: dict[str, float]
     """Means over the mini-batches (see `TrainedWorker.train`)."""
@@ -237,7 +238,7 @@ class TrainedWorker(ModelWorker):
         """Return what the model computes for a micro-batch of `mini_batch`."""
         raise NotImplementedError
 
-    def update(self, batch: Batch, step: int, numbers: Mapping[str, float] | None = None) -> RoleUpdate:
+    def update(self, batch: Batch, step: int, numbers: Mapping[str, float] | None = None) -> RankUpdate:
         """Make all optimizer steps of one step of the loop.
 
         Args:
@@ -257,7 +258,7 @@ class TrainedWorker(ModelWorker):
 
         metrics = self.train(batch, step, optimizer_step)
         rows, logprobs = stack_rows([], batch["input_ids"].shape[1])
-        return RoleUpdate(metrics, rows, logprobs, self.tokens_computed - before)
+        return RankUpdate(metrics, rows, logprobs, self.tokens_computed - before)
 
     def train(self, batch: Batch, step: int, optimizer_step: Callable[[Batch], dict[str, float]]) -> dict[str, float]:
         """Call `optimizer_step` with every mini-batch of `batch`.
@@ -300,12 +301,11 @@ class TrainedWorker(ModelWorker):
             if micro_batch.rows and self.layout.is_first_of_dp_rank:
                 self.tokens_computed += micro_batch.packing.tokens
             loss, metrics = loss_function(micro_batch)
-            # FSDP averages gradients over its mesh, but the shares of the loss must be summed.
-            (loss * self.layout.fsdp_mesh.size()).backward()
+            self.layout.scale_loss(loss).backward()
             for name, value in {"loss": loss, **metrics}.items():
                 sums[name] = sums.get(name, 0.0) + value.detach().double()
         totals = self.layout.sum_over_data({name: float(value) for name, value in sums.items()})
-        grad_norm = self._clip_gradients()
+        grad_norm = self.layout.clip_grad_norm(self.module.parameters(), self.optimizer_config.max_grad_norm)
         for name, value in (("loss", totals["loss"]), ("gradient norm", grad_norm)):
             if not math.isfinite(value):
                 self.optimizer.zero_grad()
@@ -342,11 +342,6 @@ class TrainedWorker(ModelWorker):
         for group in self.optimizer.param_groups:
             group |= {**values, "fused": True, "foreach": None}
         return lr
-
-    def _clip_gradients(self) -> float:
-        limit = self.optimizer_config.max_grad_norm
-        norm = nn.utils.clip_grad_norm_(self.module.parameters(), limit if limit > 0 else float("inf"))
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     # ---------------------------------------------------------------------------------------------------
     # State

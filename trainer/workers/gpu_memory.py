@@ -14,14 +14,14 @@ _NEXT_OFFLOAD = {"none": "optimizer", "optimizer": "all"}
 
 
 @dataclass(frozen=True)
-class GpuMemory:
+class DeviceMemory:
     """The memory of a GPU, in bytes, as the driver counts it for all processes."""
 
     free: int
     total: int
 
 
-def engine_problem(needed: int, growth: int, room: GpuMemory, cfg: Config) -> str | None:
+def engine_problem(needed: int, growth: int, room: DeviceMemory, cfg: Config) -> str | None:
     """Return why an engine cannot wake up beside a rank, in one sentence; None: it can.
 
     Args:

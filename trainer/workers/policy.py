@@ -23,7 +23,7 @@ from trainer.objectives.base import Objective, Outputs
 from trainer.parallel.batching import Batch, MicroBatch
 from trainer.parallel.layout import Layout
 from trainer.parallel.shard import param_dtype
-from trainer.workers.base import ModelWorker, RoleUpdate, TrainedWorker, stack_rows
+from trainer.workers.base import ModelWorker, RankUpdate, TrainedWorker, stack_rows
 
 _COLD = 2.0**-20
 """At this temperature the likeliest token has all of the probability. A power of two rounds no logit."""
@@ -51,7 +51,7 @@ class PolicyWorker(TrainedWorker):
         self._fresh: list[tuple[list[int], np.ndarray]] = []  # rows and old log-probs that the update has computed
 
     def logprobs(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """Return the log-probs of this rank's share of `batch` (see `ModelWorker.map_rows`)."""
+        """Return the log-probs of this rank's rows of `batch` (see `ModelWorker.map_rows`)."""
         return self.map_rows(batch, self._logprobs)
 
     def _logprobs(self, mb: MicroBatch) -> Tensor:
@@ -72,7 +72,7 @@ class PolicyWorker(TrainedWorker):
                 self._fresh.append((mb["row"].tolist(), logprobs.detach().float().cpu().numpy()))
         return Outputs(logprobs=logprobs, entropy=entropy)
 
-    def update(self, batch: Batch, step: int, numbers: Mapping[str, float] | None = None) -> RoleUpdate:
+    def update(self, batch: Batch, step: int, numbers: Mapping[str, float] | None = None) -> RankUpdate:
         """Make all optimizer steps of one step of the loop (see `TrainedWorker.update`).
 
         If the objective reads old log-probs, the first optimizer step does not need them: they are the log-probs of its
@@ -105,7 +105,7 @@ class PolicyWorker(TrainedWorker):
         return self.layout.sum_over_data({"loss": share})["loss"]
 
     def is_likeliest(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """Return 1 for each token that is the likeliest one after those before it, of this rank's share of `batch`.
+        """Return 1 for each token that is the likeliest one after those before it, of this rank's rows of `batch`.
 
         It is 1, too, where the mask is 0 (see `ModelWorker.map_rows`). If two tokens are equally likely, it is 0.
         """
@@ -200,7 +200,7 @@ class FrozenWorker(ModelWorker):
             self.module.eval()
 
     def logprobs(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """Return the log-probs of this rank's share of `batch` (see `ModelWorker.map_rows`)."""
+        """Return the log-probs of this rank's rows of `batch` (see `ModelWorker.map_rows`)."""
         with disabled_adapters(self.module) if self.spec.is_policy_base else nullcontext():
             return self.map_rows(batch, lambda mb: _token_logprobs(self.module, mb, self.objective.temperature))
 

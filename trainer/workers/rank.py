@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trainer.config import LM, SCORE, VALUE, Config, RoleSpec
+from trainer.config.axes import axis_sizes
 from trainer.errors import RESTART_HINT, UserError, WorkerError
 from trainer.files.shared_memory import clear_abandoned
 from trainer.models.files import resolve_model_path
@@ -28,7 +29,7 @@ from trainer.seeding import derive_seed
 from trainer.workers.async_saver import AsyncSaver, StateFiles
 from trainer.workers.base import SHARDING_FILE, ModelWorker, TrainedWorker
 from trainer.workers.critic import CriticWorker
-from trainer.workers.gpu_memory import GpuMemory, engine_problem, rank_problem
+from trainer.workers.gpu_memory import DeviceMemory, engine_problem, rank_problem
 from trainer.workers.offload import OffloadBuffer
 from trainer.workers.policy import FrozenWorker, PolicyWorker
 
@@ -74,13 +75,13 @@ class Rank:
     def connect(self, address: str, local_rank: int = 0) -> None:
         """Join the process group, whose store is at `address`, and seed this rank's generators, for user code.
 
-        Ranks with the same share of the data draw the same numbers, because they compute the same loss.
+        Ranks with the same rows draw the same numbers, because they compute the same loss.
         """
         if self.device == "cuda":
             torch.cuda.set_device(local_rank)
         init_process_group(self.rank, self.world_size, address, self.device, self.cfg.trainer.collective_timeout_s)
         t = self.cfg.trainer
-        self.layout = Layout(self.device, t.dp_replicate, t.context_parallel_size, t.tensor_parallel_size)
+        self.layout = Layout(self.device, axis_sizes(t, self.world_size))
         self.saver = AsyncSaver(SideGroup(), self.device)
         clear_abandoned()  # leftovers of killed runs in this machine's shared memory
         seed_rng(derive_seed(t.seed, "rank", self.layout.dp_rank))
@@ -95,7 +96,7 @@ class Rank:
         path = resolve_model_path(model_path)
         self.objective = make_objective(self.cfg)
         for spec in roles:
-            self.roles[spec.name] = self._load(spec, resolve_model_path(spec.path) if spec.path else path)
+            self.roles[spec.name] = self._load(spec, resolve_model_path(spec.path, spec.key) if spec.path else path)
 
     def _load(self, spec: RoleSpec, path: str) -> ModelWorker:
         cfg, layout = self.cfg, self.layout
@@ -192,7 +193,7 @@ class Rank:
     def _check_engine(self, needed: int) -> None:
         trained = [worker for worker in self.roles.values() if isinstance(worker, TrainedWorker)]
         growth = sum(worker.optimizer_growth() for worker in trained) if self.cfg.trainer.offload == "none" else 0
-        problem = engine_problem(needed, growth, GpuMemory(*torch.cuda.mem_get_info()), self.cfg)
+        problem = engine_problem(needed, growth, DeviceMemory(*torch.cuda.mem_get_info()), self.cfg)
         if problem is None:
             self._engine_has_fit |= growth == 0
         elif self._engine_has_fit:  # then another program has taken the room

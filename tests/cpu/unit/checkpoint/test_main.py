@@ -47,13 +47,15 @@ def test_of_a_run_the_newest_valid_checkpoint_is_shown(tmp_path, capsys, root):
     assert "no checkpoint there is valid" in capsys.readouterr().err
 
 
-AXES = {"replicate": 2, "shard": 1, "context": 2, "tensor": 2}
+AXES = {"dp_replicate": 2, "dp_shard": 1, "cp": 2, "tp": 2}
+FORMER = dict(zip(("replicate", "shard", "context", "tensor"), AXES.values(), strict=True))
 
 
 @pytest.mark.parametrize(
     ("description", "said"),
     [
-        ({"ranks": 8, "axes": AXES}, "replicate 2, context 2, tensor 2"),
+        ({"ranks": 8, "axes": AXES}, "dp_replicate 2, cp 2, tp 2"),
+        ({"ranks": 8, "axes": FORMER}, "dp_replicate 2, cp 2, tp 2"),
         ({"ranks": 1, "axes": dict.fromkeys(AXES, 1)}, "one rank"),
         ({"ranks": 8}, "axes unknown"),
     ],
@@ -68,13 +70,15 @@ def test_the_axes_of_the_ranks_that_wrote_a_checkpoint_are_shown(tmp_path, capsy
     assert main(["verify", str(tmp_path)]) == 0
     assert f"of {ranks} ranks ({said}), " in capsys.readouterr().out
     assert main(["show", str(tmp_path)]) == 0
-    assert ("axes: {'replicate'" in capsys.readouterr().out) == ("axes" in description)
+    assert ("axes: {'dp_replicate'" in capsys.readouterr().out) == ("axes" in description)
     assert main(["ls", str(tmp_path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["checkpoints"][0]["axes"] == description.get("axes")
+    assert json.loads(capsys.readouterr().out)["checkpoints"][0]["axes"] == (
+        description.get("axes") and dict(zip(AXES, description["axes"].values(), strict=True))
+    )
 
 
 def test_axes_that_are_no_sizes_are_damage(tmp_path, capsys):
-    save(manager(tmp_path), 3, axes={"tensor": -1})
+    save(manager(tmp_path), 3, axes={"tp": -1})
     assert main(["verify", str(tmp_path)]) == 1
     (line,) = capsys.readouterr().out.splitlines()
     assert (

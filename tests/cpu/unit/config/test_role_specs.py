@@ -60,7 +60,7 @@ def test_keys_of_the_critic_are_taken_with_an_estimator_of_the_user_s_that_reads
 @pytest.mark.parametrize(
     "spec, needed",
     [
-        (RoleSpec("policy", trained=True, saved=True), False),
+        (RoleSpec("policy", trained=True, saved=True, optimizer=OptimizerConfig()), False),
         (RoleSpec("reference"), True),
         (RoleSpec("reference", saved=True, sync_interval=2), False),
         (RoleSpec("teacher", path="/models/teacher", key="trainer.teacher.path"), True),

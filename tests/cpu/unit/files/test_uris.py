@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.another_store import STORE, use_another_store
 from trainer.errors import UserError
-from trainer.files.uris import absolute, find_store, inside, is_same, is_url, problem_of
+from trainer.files.uris import absolute, inside, is_same, is_url, problem_of, store_spec
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_an_invalid_url_is_refused_without_repeating_it(url, problem):
 def test_an_installed_package_adds_a_kind_of_store(tmp_path, monkeypatch):
     assert "begin with s3://, gs://" in problem_of("mem://bucket/run")
     use_another_store(monkeypatch, tmp_path)
-    assert find_store("mem://bucket/run") == STORE and problem_of("mem://bucket/run") is None
+    assert store_spec("mem://bucket/run") == STORE and problem_of("mem://bucket/run") is None
     assert "credentials" in problem_of("mem://user:password@bucket/run")
 
 

@@ -21,7 +21,7 @@ def test_each_rank_measures_its_own_speed_and_the_ranks_describe_their_axes():
         speeds = ranks.speeds()
         assert list(speeds) == [FailureSource("policy rank 0", HOST), FailureSource("policy rank 1", HOST)]
         assert all(1e7 < speed < 1e14 for speed in speeds.values())
-        axes = {"replicate": 1, "shard": 1, "context": 2, "tensor": 1}
+        axes = {"dp_replicate": 1, "dp_shard": 1, "cp": 2, "tp": 1}
         assert ranks.description == {"roles": ["policy"], "ranks": 2, "replicas": 1, "axes": axes}
 
 

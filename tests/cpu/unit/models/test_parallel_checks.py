@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
-from transformers import GPT2Config, LlamaConfig, Qwen3MoeConfig
+from transformers import GPT2Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
-from tests.support.architectures import ARCHITECTURES
-from trainer.config import Config, TinyConfig
+from tests.support.architectures import ARCHITECTURES, SHAPE
+from trainer.config import TASKS, Config, RoleSpec, TinyConfig, policy_role
+from trainer.config.tasks import find_task
 from trainer.errors import UserError
 from trainer.models.parallel_checks import check_axes, check_model_axes
 from trainer.models.tiny import build_tiny
@@ -92,3 +94,32 @@ def test_the_policy_and_a_critic_with_a_path_of_its_own_are_checked(tmp_path):
 
 def test_nothing_is_read_for_a_run_without_axes(tmp_path):
     check_axes(config(), str(tmp_path / "missing"))
+
+
+def test_every_role_with_weights_of_its_own_is_checked(tmp_path, monkeypatch):
+    cfg = config(tensor=4)
+    policy, teacher = (write_config(tmp_path / name, heads) for name, heads in (("policy", 4), ("teacher", 2)))
+    check_axes(cfg, policy)
+    find_task.cache_clear()
+    monkeypatch.setitem(TASKS, "rl", dataclasses.replace(TASKS["rl"], roles=lambda cfg: roles(cfg, teacher)))
+    problem = "trainer.tensor_parallel_size=4: must divide the number of attention heads of the teacher, 2"
+    with pytest.raises(UserError, match=f"^{problem}$"):
+        check_axes(cfg, policy)
+    (tmp_path / "teacher/config.json").write_text("{}")
+    with pytest.raises(UserError, match="^teacher=.*/teacher: its config.json cannot be used"):
+        check_axes(cfg, policy)
+
+
+def roles(cfg: Config, teacher: str) -> tuple[RoleSpec, ...]:
+    return policy_role(cfg), RoleSpec("teacher", path=teacher, key="teacher")
+
+
+@pytest.fixture(autouse=True)
+def tasks_are_found_anew():
+    yield
+    find_task.cache_clear()
+
+
+def write_config(path: Path, heads: int) -> str:
+    Qwen3Config(**SHAPE | {"num_attention_heads": heads, "num_key_value_heads": heads}).save_pretrained(path)
+    return str(path)

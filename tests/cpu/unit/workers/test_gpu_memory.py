@@ -9,11 +9,11 @@ from tests.support.roles import roles
 from tests.support.training import config, make_batch, update
 from trainer.config import Config, FSDPConfig, TinyConfig
 from trainer.models.tiny import build_tiny
-from trainer.workers.gpu_memory import GpuMemory, engine_problem, rank_problem
+from trainer.workers.gpu_memory import DeviceMemory, engine_problem, rank_problem
 from trainer.workers.rank import Rank
 
 GB = 10**9
-FREE = GpuMemory(free=50 * GB, total=80 * GB)
+FREE = DeviceMemory(free=50 * GB, total=80 * GB)
 TOO_LITTLE = (
     "rollout.colocate=true: an engine needs 46.0 GB of a GPU to wake up, but of 80.0 GB only 50.0 GB are free beside "
     "the rank, of which the optimizer will take 8.0 GB; "

@@ -19,7 +19,7 @@ from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM, PhiConfig, Qwen3Config
 
 from tests.support.architectures import ARCHITECTURES, SHAPE, VOCABULARY, random_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ConnectedRank, local_cluster, run_ranks
 from tests.support.roles import roles
 from tests.support.training import (
     GROUPS,
@@ -34,7 +34,9 @@ from tests.support.training import (
     train_two_steps,
     update,
 )
-from trainer.config import Config, FSDPConfig, TinyConfig, compose
+from trainer.config import Config, FSDPConfig, TinyConfig, TrainerConfig, compose
+from trainer.config.axes import AXES, Axis, axis_sizes
+from trainer.config.fields import number
 from trainer.errors import UserError
 from trainer.models.tiny import build_tiny
 from trainer.tasks.base import make_trainer
@@ -206,19 +208,59 @@ def test_a_state_continues_under_any_layout(tied, saved, resumed, tmp_path):
     uninterrupted = run_ranks(saved[0], save_then_step, path, directory, cfg=of_layout(cfg, **saved[1]))[0]
     again = run_ranks(saved[0], load_then_step, path, directory, cfg=of_layout(cfg, **saved[1]))[0]
     assert again == uninterrupted
-    if not saved[1]:
-        for role in ("policy", "critic"):
-            as_an_older_version_wrote(tmp_path / role / SHARDING_FILE)
+    for role in ("policy", "critic"):
+        as_an_older_version_wrote(tmp_path / role / SHARDING_FILE, has_axes=bool(saved[1]))
     for ranks, axes in resumed:
         results = run_ranks(ranks, load_then_step, path, directory, cfg=of_layout(cfg, **axes))[0]
         for ours, theirs in zip(results, uninterrupted, strict=True):
             assert_close(ours, theirs)
 
 
-def as_an_older_version_wrote(sharding: Path) -> None:
+def as_an_older_version_wrote(sharding: Path, has_axes: bool) -> None:
     fields = json.loads(sharding.read_text())
-    del fields["data_size"]
-    sharding.write_text(json.dumps(fields))
+    size = fields.pop("dp_size")
+    sharding.write_text(json.dumps(fields | ({"data_size": size} if has_axes else {})))
+
+
+@dataclasses.dataclass
+class TrainerConfigWithCopies(TrainerConfig):
+    copies: int = number(1, at_least=1, resume="rounding")
+    """Ranks that compute the same, with the same weights."""
+
+
+class RankWithCopies(ConnectedRank):
+    def __init__(self, *args: Any):
+        AXES["copies"] = Axis("copies")
+        super().__init__(*args)
+
+
+def run_with_copies(ranks: int, function: Callable[..., Any], *args: Any, cfg: Config) -> list[Any]:
+    trainer = TrainerConfigWithCopies(**vars(cfg.trainer), copies=2)
+    with local_cluster(ranks, dataclasses.replace(cfg, trainer=trainer), "cpu") as cluster:
+        factory = functools.partial(RankWithCopies, cluster.cfg)
+        group = cluster.launch_ranks("rank", factory, {"OMP_NUM_THREADS": "1"})
+        return group.call("run", cluster.rendezvous_address(group), function, args)
+
+
+def test_a_new_axis_of_ranks_that_repeat_each_other_is_one_entry_and_one_key(one_rank, tmp_path, monkeypatch):
+    """Four ranks are two data-parallel ranks, twice. They train, save and resume as others do."""
+    monkeypatch.setitem(AXES, "copies", Axis("copies"))
+    path, expected = one_rank("qwen3")
+    results = run_with_copies(4, gradients, path, cfg=settings())
+    assert_equal_gradients(results, expected)
+    rows = [result["logprobs"]["rows"].tolist() for result in results]
+    assert rows[0] and rows[2] and not rows[1] and not rows[3], "of two that repeat each other, one answers"
+
+    path, directory = tiny(tmp_path / "model", tied=True), str(tmp_path)
+    uninterrupted = run_with_copies(4, save_then_step, path, directory, cfg=config())[0]
+    assert run_with_copies(4, load_then_step, path, directory, cfg=config())[0] == uninterrupted
+    for ours, theirs in zip(run_ranks(1, load_then_step, path, directory, cfg=config())[0], uninterrupted, strict=True):
+        assert_close(ours, theirs)
+
+    trainer = TrainerConfigWithCopies(num_workers=3, copies=2)
+    assert axis_sizes(trainer, 4) == {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1, "copies": 2}
+    with pytest.raises(UserError, match="trainer.num_workers=3: must be a multiple of trainer.copies=2"):
+        trainer.check(dataclasses.replace(Config(), trainer=trainer), "trainer")
 
 
 @pytest.mark.parametrize("tied, tensor", [(True, 2), (False, 4)])

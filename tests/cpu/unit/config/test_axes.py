@@ -1,0 +1,54 @@
+"""The table of axes, and what the config refuses because of it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from trainer.config import Config, FSDPConfig, RoleSpec, policy_role
+from trainer.config.axes import AXES, Axis, axes_in_rank_order, axis_sizes, with_new_names
+from trainer.config.tasks import TASKS, find_task
+from trainer.errors import UserError
+
+
+def config(**trainer) -> Config:
+    cfg = Config()
+    cfg.trainer = dataclasses.replace(cfg.trainer, **trainer)
+    return cfg
+
+
+def test_sizes_follow_from_the_config_and_the_number_of_ranks():
+    trainer = config(dp_replicate=2, context_parallel_size=3, tensor_parallel_size=5).trainer
+    assert axis_sizes(trainer, 120) == {"dp_replicate": 2, "dp_shard": 4, "cp": 3, "tp": 5}
+    assert axis_sizes(trainer)["dp_shard"] == 1 and trainer.layout_size == 30
+
+
+def test_the_order_of_ranks_does_not_depend_on_the_order_of_the_table(monkeypatch):
+    assert axes_in_rank_order() == ["dp_replicate", "dp_shard", "cp", "tp"]
+    monkeypatch.setitem(AXES, "copies", Axis("copies"))
+    monkeypatch.setitem(AXES, "more", Axis("more", same_rows=False, shards_weights=True))
+    assert axes_in_rank_order() == ["dp_replicate", "dp_shard", "more", "cp", "tp", "copies"]
+
+
+def test_axes_of_earlier_checkpoints_get_the_names_of_today():
+    former = {"replicate": 1, "shard": 2, "context": 3, "tensor": 4}
+    assert with_new_names(former) == {"dp_replicate": 1, "dp_shard": 2, "cp": 3, "tp": 4}
+    assert with_new_names({"dp_shard": 2}) == {"dp_shard": 2}
+
+
+def test_compiled_blocks_of_any_role_are_refused_with_tensor_parallelism(monkeypatch):
+    cfg = config(num_workers=2, tensor_parallel_size=2)
+    second = RoleSpec("second", sharding=FSDPConfig(compile=True))
+    task = dataclasses.replace(TASKS["rl"], roles=lambda cfg: (policy_role(cfg), second))
+    monkeypatch.setitem(TASKS, "rl", task)
+    find_task.cache_clear()
+    try:
+        problem = r"RoleSpec\('second'\).sharding.compile=True: cannot be combined with trainer.tensor_parallel_size"
+        with pytest.raises(UserError, match=problem):
+            cfg.trainer.check(cfg, "trainer")
+        cfg.trainer.policy.fsdp.compile = True
+        with pytest.raises(UserError, match=r"trainer.policy.fsdp.compile=True: cannot be combined"):
+            cfg.trainer.check(cfg, "trainer")
+    finally:
+        find_task.cache_clear()
