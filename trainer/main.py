@@ -8,12 +8,15 @@ if __name__ == "__main__":
     SIGNALS.listen()  # before the other imports, which take a part of a second
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator
 
 from trainer.config import Config
 from trainer.config.command_line import run_app
 from trainer.config.engines import ENGINES
+from trainer.config.hydra import words_given
+from trainer.config.overrides import unread_words
 from trainer.config.trainer import PROCESSES
 from trainer.errors import UserError
 from trainer.files.uris import is_url
@@ -23,6 +26,8 @@ from trainer.metrics.startup import StartUp
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.process.startup import stage
 from trainer.run.run_metadata import recorded_early
+
+LOG = logging.getLogger(__name__)
 
 
 def prepare(cfg: Config) -> str:
@@ -57,12 +62,12 @@ def _check_machine(cfg: Config) -> str:
     with SIGNALS.blocked():
         import numpy  # noqa: F401 - its threads, which torch would start, must block signals while Ray starts
     with stage("importing torch"):
-        from trainer.objectives.check import check_functions  # the first import of torch: the config has passed
+        from trainer.objectives.base import make_objective  # the first import of torch: the config has passed
         from trainer.parallel.mesh import pick_device
     with stage("checking the config"):
         device = pick_device(cfg.trainer.device, ENGINES[cfg.rollout.engine] if cfg.task.generates else None)
         _check_devices(cfg, device)
-        check_functions(cfg)
+        make_objective(cfg).check()
     return device
 
 
@@ -120,6 +125,8 @@ def too_few_gpus(ranks: int, gpus: int, cuda: str | None) -> str:
 def train(cfg: Config) -> float | None:
     """Do what `trainer.task` names; returns `best_value`."""
     with StartUp(cfg.logger.progress):
+        if unread := unread_words(words_given(), cfg):
+            LOG.warning("trainer.task=%s does not use %s", cfg.trainer.task, ", ".join(unread))
         device = prepare(cfg)
         with stage("importing transformers"):
             from trainer.jobs import run_task

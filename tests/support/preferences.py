@@ -5,6 +5,7 @@ Each group is a pair: the episode with the higher reward was preferred to the ot
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from trainer.algorithms.aggregation import masked
-from trainer.config import Config, RoleSpec, policy_role
+from trainer.config import Config, OptimizerConfig, RoleSpec, policy_role, reference_role
 from trainer.data.ledger import Ledger, SampleIndex
 from trainer.episodes import Episode, Sample
 from trainer.objectives import Experience, Objective, Outputs
@@ -28,7 +29,7 @@ BETA = 0.5
 
 
 def roles(cfg: Config) -> tuple[RoleSpec, ...]:
-    return policy_role(cfg), RoleSpec("reference", scores="ref_logprobs")
+    return policy_role(cfg), reference_role(cfg)
 
 
 class Preference(Objective):
@@ -42,7 +43,7 @@ class Preference(Objective):
         means = np.bincount(groups, rewards) / 2
         return Experience(batch | {"sign": np.sign(rewards - means[groups]).astype(np.float32)}, {})
 
-    def totals(self, role: str, batch: Batch) -> Any:
+    def totals(self, role: str, batch: Batch) -> int:
         return len(np.unique(batch["group_ids"]))
 
     def loss(
@@ -98,3 +99,20 @@ TASK = TaskSpec(
         "policy/margin": Metric("How much more the chosen answer gains.", "nats", "max", "Margin", watched=True),
     },
 )
+
+
+def roles_with_second(cfg: Config) -> tuple[RoleSpec, ...]:
+    """Another policy, which learns the same more slowly, beside the first."""
+    policy, reference = roles(cfg)
+    second = RoleSpec(
+        "second",
+        trained=True,
+        saved=True,
+        optimizer=OptimizerConfig(lr=3e-4),
+        scores="second_logprobs",
+        updates_per_step=policy.updates_per_step,
+    )
+    return policy, second, reference
+
+
+TWO = dataclasses.replace(TASK, roles=roles_with_second)

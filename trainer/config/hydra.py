@@ -164,6 +164,13 @@ def compose(overrides: Sequence[str] = (), config_file: str | None = None) -> Co
         return to_config(hydra_compose("config", overrides=words))
 
 
+def words_given() -> list[str]:
+    """Return the overrides of the job that Hydra runs in this process; empty if there is none."""
+    from hydra.core.hydra_config import HydraConfig
+
+    return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
+
+
 def _if_builtin(value: Any, otherwise: Any, *, _root_: Any) -> Any:
     """Return `value` if the built-in model is trained, `otherwise` if `model.path` names another model."""
     return value if _root_.model.path is None else otherwise

@@ -9,6 +9,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 
 from trainer.config.renamed import successor_of
 from trainer.config.schema import NAMES, OPEN_SECTIONS, Config, no_such_key, valid_keys
@@ -100,6 +101,20 @@ def checked(overrides: Sequence[str], groups: dict[str, list[str]], sweeps: bool
     if problems:
         raise UserError(as_list("the command cannot be read:", problems))
     return plain
+
+
+def unread_words(words: Sequence[str], config: Config) -> list[str]:
+    """Return the keys and choices in the overrides that the task does not read (`TaskSpec.unused`).
+
+    They are not refused: scripts give one list of overrides to supervised training and to RL.
+    """
+    names = {word: word.partition("=")[0].lstrip("+~") for word in words}
+    sections = {section for section, _ in walk_sections(config)}
+    unread = []
+    for word, name in names.items():
+        if any(fnmatchcase(shown, pattern) for shown in (name, f"{name}.") for pattern in config.task.unused):
+            unread.append(word if name in sections and "{" not in word else name)
+    return unread
 
 
 def _problem(word: str, groups: dict[str, list[str]], sweeps: bool) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -78,6 +79,13 @@ class Objective:
         self.kl: FixedKL | AdaptiveKL = FixedKL(0.0)
         """The weight of a KL in the objective. Its state is saved in checkpoints."""
 
+    def check(self) -> None:
+        """Check the functions and values of the config that this objective alone reads, before anything starts.
+
+        Raises:
+            UserError: names what the user must change.
+        """
+
     # ---------------------------------------------------------------------------------------------------
     # On the driver
 
@@ -132,8 +140,11 @@ class Objective:
     # ---------------------------------------------------------------------------------------------------
     # On the ranks
 
-    def totals(self, role: str, batch: Batch) -> Totals:
-        """Return the denominators of the means over the mini-batch `batch`, of which `loss` sees pieces."""
+    def totals(self, role: str, batch: Batch) -> Any:
+        """Return what `loss` divides by: numbers of the whole mini-batch `batch`, of which it sees pieces.
+
+        By default a `Totals`, as `aggregate` takes it.
+        """
         return Totals.of(torch.from_numpy(np.ascontiguousarray(batch["mask"])))
 
     def entropy(self, batch: Batch | MicroBatch) -> str | None:
@@ -141,7 +152,7 @@ class Objective:
         return None
 
     def loss(
-        self, role: str, outputs: Outputs, mb: MicroBatch, totals: Totals, numbers: Mapping[str, float]
+        self, role: str, outputs: Outputs, mb: MicroBatch, totals: Any, numbers: Mapping[str, float]
     ) -> LossResult:
         """Return the micro-batch's share of the loss of the mini-batch, a scalar, and its shares of metrics.
 
@@ -151,6 +162,7 @@ class Objective:
         Args:
             outputs: of the model of `role`, with gradients.
             mb: the arrays of the experience. With `unit` "group" it holds whole groups.
+            totals: what the method `totals` returns.
             numbers: see the method `numbers`.
         """
         raise NotImplementedError

@@ -25,9 +25,11 @@ from trainer.algorithms.registry import needs_different_completions
 from trainer.config import LOSS, Config, aggregation_of, chosen_options
 from trainer.config.functions import GIVEN, INPUTS
 from trainer.episodes import Episode
+from trainer.errors import UserError
 from trainer.import_utils import parameter_names
 from trainer.objectives.base import GROUP, ROW, Experience, LossResult, Objective, Outputs, Score
 from trainer.objectives.batches import join_samples, split_samples
+from trainer.objectives.check import check_functions
 from trainer.objectives.experience import (
     add_advantages,
     choose_learnable_rows,
@@ -55,7 +57,17 @@ class PolicyGradient(Objective):
         self.kl = AdaptiveKL(a.kl_coef, a.kl_target, a.kl_horizon) if adaptive else FixedKL(a.kl_coef)
         self.temperature = cfg.rollout.temperature
         self.unit = GROUP if "group_ids" in a.reads else ROW
-        self._losses = {"policy": self._policy_loss, "critic": self._value_loss}
+        self.losses: dict[str, Callable[..., LossResult]] = {"policy": self._policy_loss, "critic": self._value_loss}
+        """The loss of each trained role. A subclass with further trained roles adds theirs."""
+
+    def check(self) -> None:
+        check_functions(self.cfg)
+        for name in self.updates(self.cfg.total_steps):
+            if name not in self.losses:
+                raise UserError(
+                    f"the role {name} is trained, and the policy gradient has losses for "
+                    f"{' and '.join(self.losses)} alone; give the task an objective that adds one to its `losses`"
+                )
 
     # ---------------------------------------------------------------------------------------------------
     # On the driver
@@ -156,7 +168,7 @@ class PolicyGradient(Objective):
     def loss(
         self, role: str, outputs: Outputs, mb: MicroBatch, totals: Totals, numbers: Mapping[str, float]
     ) -> LossResult:
-        return self._losses[role](outputs, mb, totals, numbers)
+        return self.losses[role](outputs, mb, totals, numbers)
 
     def _policy_loss(
         self, outputs: Outputs, mb: MicroBatch, totals: Totals, numbers: Mapping[str, float]

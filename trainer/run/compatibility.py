@@ -85,8 +85,8 @@ def resume_rules(cfg: Config, saved: SavedRun, harmless: Collection[str] = ()) -
     Args:
         harmless: further keys that may change.
     """
-    rules, unused = config_rules(cfg, saved), cfg.unused_keys
-    return {key: HARMLESS if key in harmless or matches(key, unused) else rule for key, rule in rules.items()}
+    rules, free = config_rules(cfg, saved), (*cfg.unused_keys, *cfg.task.may_change)
+    return {key: HARMLESS if key in harmless or matches(key, free) else rule for key, rule in rules.items()}
 
 
 def check(

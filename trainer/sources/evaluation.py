@@ -89,7 +89,7 @@ class RolloutEvaluator:
         """Say once, after the second evaluation or the last step, that no reward has been a success."""
         threshold, largest = self.cfg.reward.success_threshold, self._runner.largest_reward
         self._count += 1
-        due = self._count == 2 or (self._count == 1 and step == self.cfg.trainer.total_steps)
+        due = self._count == 2 or (self._count == 1 and step == self.cfg.total_steps)
         if due and -math.inf < largest < threshold and not self._has_succeeded():
             LOG.warning(
                 "no reward has reached reward.success_threshold=%g yet (the largest: %.4g), so val/accuracy is 0 and "

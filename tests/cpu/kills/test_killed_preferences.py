@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,13 +21,35 @@ from trainer.reports.report import write_report
 pytestmark = [pytest.mark.early, pytest.mark.slow]
 
 
+WEIGHTS = f"exports/global_step_{STEPS}/policy/model.safetensors"
+
+
+def build(path: Path, seed: int = 0) -> None:
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2, "head_dim": 16}
+    build_tiny(TinyConfig(**size, num_kv_heads=1, seed=seed), str(path))
+
+
+def kill_at_step_4(log: Path, *overrides: str) -> None:
+    """Start a job, and kill it when step 4 is logged. Step 2 is saved."""
+    reached = log.with_name("reached")
+    env = {"TRAINER_FAILPOINT": f"logged,4,{reached}"}
+    assert not run_until(log, *overrides, env=env, kill_when=lambda _: reached.exists())
+
+
+def assert_same_run(killed: Path, whole: Path) -> None:
+    assert comparable(metrics(killed)) == comparable(metrics(whole))
+    assert (killed / WEIGHTS).read_bytes() == (whole / WEIGHTS).read_bytes()
+
+
 def test_preferences_over_pairs_end_as_if_never_killed(tmp_path, capsys):
-    """On two ranks, with a frozen reference; pairs stay together. What reads the run needs nothing of its code."""
-    size = TinyConfig(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
-    build_tiny(size, str(tmp_path / "model"))
+    """On two ranks, with a frozen reference and a second policy; pairs stay together.
+
+    What reads the run needs nothing of its code.
+    """
+    build(tmp_path / "model")
     pairs = [{"prompt": f"{i}?", "chosen": f"{i * 7}!", "rejected": "no" * (i % 3 + 1)} for i in range(10)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    base = ("trainer.task=tests.support.preferences:TASK", f"model.path={tmp_path}/model", "trainer.num_workers=2",
+    base = ("trainer.task=tests.support.preferences:TWO", f"model.path={tmp_path}/model", "trainer.num_workers=2",
             "data=files", f"data.train_files=[{tmp_path}/pairs.jsonl]", "trainer.val_interval=-1",
             "trainer.mini_batch_size=4", "trainer.ckpt_async=false")  # fmt: skip
     assert run_until(tmp_path / "whole.log", f"trainer.run_dir={tmp_path}/whole", *base)
@@ -33,19 +57,42 @@ def test_preferences_over_pairs_end_as_if_never_killed(tmp_path, capsys):
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert abs(rows[0]["policy/margin"]) < 1e-4 < rows[-1]["policy/margin"], "the reference is the initial policy"
     assert rows[-1]["policy/loss"] < rows[0]["policy/loss"] and rows[-1]["progress/samples"] == 2 * 4 * STEPS
+    first, last = rows[0], rows[-1]
+    assert first["second/loss"] == first["policy/loss"] and last["second/loss"] > last["policy/loss"], "it is slower"
 
-    killed, reached = (f"trainer.run_dir={tmp_path}/killed", *base), tmp_path / "reached"
-    env = {"TRAINER_FAILPOINT": f"logged,4,{reached}"}  # step 4 is logged, and step 2 saved
-    assert not run_until(tmp_path / "killed.log", *killed, env=env, kill_when=lambda _: reached.exists())
+    killed = (f"trainer.run_dir={tmp_path}/killed", *base)
+    kill_at_step_4(tmp_path / "killed.log", *killed)
     described = "\n".join(diagnose(str(tmp_path / "killed")))
     assert f"of {STEPS} is logged" in described and "trainer.task=" not in described
     assert run_until(tmp_path / "killed.log", *killed)
     assert "resume verified: 2 replayed steps identical" in (tmp_path / "killed.log").read_text()
-    assert comparable(metrics(tmp_path / "killed")) == comparable(rows)
-    weights = f"exports/global_step_{STEPS}/policy/model.safetensors"
-    assert (tmp_path / "killed" / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
 
     compare_runs([str(tmp_path / "killed"), str(tmp_path / "whole")], None, style="json")
     best = max(row[TASK.best] for row in rows)
     assert [row[f"best {TASK.best}"] for row in json.loads(capsys.readouterr().out)] == [best, best]
     assert Path(write_report(str(tmp_path / "killed"))).stat().st_size > 5000
+
+
+def test_a_loss_that_reads_a_teacher_ends_as_if_never_killed(tmp_path):
+    """The task is `rl` with one more role. A resume refuses another teacher, and its advice can be given as printed."""
+    build(tmp_path / "model")
+    build(tmp_path / "teacher", seed=1)
+    base = ("trainer.task=tests.support.distillation:TASK", f"model.path={tmp_path}/model",
+            "algorithm.policy_loss=tests.support.distillation:distilled", "trainer.val_interval=-1")  # fmt: skip
+    assert run_until(tmp_path / "whole.log", f"trainer.run_dir={tmp_path}/whole", *base)
+    distances = [row["policy/teacher_distance"] for row in metrics(tmp_path / "whole")]
+    assert distances[0] > distances[-1] > 0
+
+    log, killed = tmp_path / "killed.log", (f"trainer.run_dir={tmp_path}/killed", *base)
+    kill_at_step_4(log, *killed)
+    weights = tmp_path / "teacher/model.safetensors"
+    weights.rename(tmp_path / "kept")
+    shutil.copy(tmp_path / "model/model.safetensors", weights)
+    assert run_until(log, *killed, status=1)
+    (advice,) = re.findall(r"trainer\.allow_config_change=\S+\]", log.read_text())
+    assert advice == "trainer.allow_config_change=[teacher]"
+    (tmp_path / "kept").replace(weights)
+    assert run_until(log, *killed, advice)
+    assert "resume verified: 2 replayed steps identical" in log.read_text()
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")

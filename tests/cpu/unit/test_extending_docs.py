@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import json
 import re
 import sys
@@ -27,12 +28,14 @@ from trainer.config.engines import ENGINES, EngineSpec
 from trainer.environments import Environment
 from trainer.environments.sessions import EnvironmentPool, Session
 from trainer.episodes import Episode, Sample
+from trainer.files import uris
+from trainer.files.uris import StoreSpec
 from trainer.generation.engine import Engine, Request, Sampling
 from trainer.generation.engine_pool import EnginePool
 from trainer.import_utils import import_function, options_of
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
-from trainer.objectives import Outputs
+from trainer.objectives import Outputs, make_objective
 from trainer.objectives.batches import build_batch
 from trainer.objectives.check import check_functions
 from trainer.parallel.batching import take_rows
@@ -48,10 +51,10 @@ def examples(heading: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", section, flags=re.MULTILINE | re.DOTALL)
 
 
-def overrides(heading: str) -> list[str]:
+def overrides(heading: str, number: int = 0) -> list[str]:
     """The overrides of a section's command."""
     section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    return re.search(r"^trainer train (.*)$", section, flags=re.MULTILINE)[1].split()
+    return re.findall(r"^trainer train (.*)$", section, flags=re.MULTILINE)[number].split()
 
 
 def public(kind: type) -> set[str]:
@@ -106,6 +109,25 @@ def test_the_policy_loss(module):
     assert float(value(torch.full((2, 2), 5.0))) == pytest.approx(1.3 * float(value(old)))
 
 
+def test_the_policy_loss_that_reads_a_teacher(module):
+    module("distilled", examples("A policy loss")[1])
+    cfg = compose(overrides("A policy loss", 1))
+    assert [role.name for role in cfg.roles] == ["policy", "reference", "teacher"]
+    objective = make_objective(cfg)
+    objective.check()
+    assert [score.name for score in objective.scores({}, 1)] == ["ref_logprobs", "teacher_logprobs"]
+    rng = np.random.default_rng(0)
+    batch = {name: rng.normal(size=(2, 3)).astype(np.float32) for name in ("advantages", "teacher_logprobs")}
+    batch |= {"input_ids": np.ones((2, 3), np.int64), "lengths": np.full(2, 3), "group_ids": np.zeros(2, np.int64)}
+    batch |= {name: np.ones((2, 3), np.float32) for name in ("mask", "old_logprobs")}
+    logprobs = torch.ones(2, 3, requires_grad=True)
+    mb, totals = take_rows(batch, [0, 1], "cpu"), objective.totals("policy", batch)
+    loss, metrics = objective.loss("policy", Outputs(logprobs=logprobs), mb, totals, {})
+    distance = float(((1 - batch["teacher_logprobs"]) ** 2).mean())
+    assert float(metrics["teacher_distance"]) == pytest.approx(distance)
+    assert float(loss.detach()) == pytest.approx(0.2 * distance - float(batch["advantages"].mean()), rel=1e-5)
+
+
 def test_the_objective(module):
     """Three pairs in one micro-batch, in one for each pair, and in one without rows."""
     module("preference", examples("An objective")[0])
@@ -129,6 +151,14 @@ def test_the_objective(module):
     assert losses(list(range(6))) == pytest.approx(expected, rel=1e-5)
     pieces = np.array([losses(rows) for rows in ([0, 1], [2, 3], [4, 5], [])])
     assert pieces.sum(axis=0) == pytest.approx(expected, rel=1e-5) and not pieces[-1].any()
+
+
+def test_the_kind_of_object_store(module):
+    module("azure_store", examples("A kind of object store")[0])
+    (entry,) = re.findall(r"^az = \"(.*)\"$", PAGE, flags=re.MULTILINE)
+    store = importlib.metadata.EntryPoint("az", entry, "trainer.object_stores").load()
+    assert isinstance(store, StoreSpec) and store.path == "azure_store:AzureClient"
+    assert f'"{uris.ENTRY_POINTS}"' in PAGE
 
 
 def test_the_reward(module):

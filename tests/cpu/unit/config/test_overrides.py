@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.jobs import environment
-from trainer.config import compose, conf_dir
+from trainer.config import Config, TrainerConfig, compose, conf_dir
 from trainer.config.command_line import _is_of_config
 from trainer.config.config_file import ConfigFiles
 from trainer.config.explanation import explain
 from trainer.config.hydra import prepared
-from trainer.config.overrides import arranged, kind_of
+from trainer.config.overrides import arranged, kind_of, unread_words
 from trainer.errors import UserError
 
 OF_LIBRARIES = (
@@ -211,3 +211,21 @@ def test_several_values_are_taken_with_multirun():
 )
 def test_the_kind_of_a_value_in_words(key, kind):
     assert kind_of(key) == kind
+
+
+@pytest.mark.parametrize(
+    ("task", "words", "unread"),
+    [
+        ("sft", ["sft.steps=3", "data=files", "hydra.verbose=true", "trainer.seed=2"], []),
+        (
+            "sft",
+            ["rollout.n=4", "algorithm=ppo", "++algorithm.gamma=1"],
+            ["rollout.n", "algorithm=ppo", "algorithm.gamma"],
+        ),
+        ("sft", ["trainer.total_steps=9", "trainer.critic={path:x}"], ["trainer.total_steps", "trainer.critic"]),
+        ("rl", ["rollout.n=4", "algorithm=ppo", "sft.steps=3"], []),
+        ("tests.support.preferences:TASK", ["rollout=vllm", "trainer.total_steps=9"], ["rollout=vllm"]),
+    ],
+)
+def test_overrides_that_the_task_does_not_read_are_named(task, words, unread):
+    assert unread_words(words, Config(trainer=TrainerConfig(task=task))) == unread

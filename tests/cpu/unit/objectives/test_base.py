@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
+import contextlib
+import dataclasses
 
-from trainer.config import AlgorithmConfig, Config
+import numpy as np
+import pytest
+
+from trainer.config import AlgorithmConfig, Config, OptimizerConfig, RoleSpec, compose, policy_role, tasks
+from trainer.errors import UserError
 from trainer.objectives import make_objective
 
 
@@ -32,3 +37,26 @@ def test_mini_batches_are_whole_groups():
     rows = make_objective(cfg).mini_batches({"group_ids": groups}, 1)
     assert sorted(np.concatenate(rows).tolist()) == list(range(8))
     assert all(len(set(groups[chosen])) == 2 and len(chosen) == 4 for chosen in rows)
+
+
+@pytest.mark.parametrize(
+    "task, problem", [("rl", "rollout.n=1: .*grpo compares"), ("sft", None), ("tests.support.preferences:TASK", None)]
+)
+def test_only_the_policy_gradient_checks_the_estimator(task, problem):
+    cfg = compose([f"trainer.task={task}", "rollout.n=1"])
+    with pytest.raises(UserError, match=problem) if problem else contextlib.nullcontext():
+        make_objective(cfg).check()
+
+
+def test_a_policy_gradient_needs_a_loss_for_each_trained_role(monkeypatch):
+    def roles(cfg: Config) -> tuple[RoleSpec, ...]:
+        return policy_role(cfg), RoleSpec("second", trained=True, optimizer=OptimizerConfig())
+
+    cfg = Config()
+    monkeypatch.setattr(tasks, "find_task", lambda name: dataclasses.replace(tasks.TASKS[name], roles=roles))
+    monkeypatch.setattr("trainer.config.schema.find_task", tasks.find_task)
+    objective = make_objective(cfg)
+    with pytest.raises(UserError, match="the role second is trained, and the policy gradient has losses for policy"):
+        objective.check()
+    objective.losses["second"] = objective.losses["policy"]
+    objective.check()
