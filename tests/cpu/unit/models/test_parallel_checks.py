@@ -86,9 +86,10 @@ def test_the_policy_and_a_critic_with_a_path_of_its_own_are_checked(tmp_path):
     build_tiny(TinyConfig(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=4, num_kv_heads=4), policy)
     build_tiny(TinyConfig(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=2), critic)
     cfg = config(context=4)
+    cfg.algorithm.advantage_estimator = "gae"
     check_axes(cfg, policy)
     cfg.trainer.critic.path = critic
-    with pytest.raises(UserError, match="^trainer.context_parallel_size=4: .* of the model, 2$"):
+    with pytest.raises(UserError, match="^trainer.context_parallel_size=4: .* of the critic, 2$"):
         check_axes(cfg, policy)
 
 

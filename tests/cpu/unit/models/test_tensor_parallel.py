@@ -29,7 +29,7 @@ def split(rank: Rank, tied: bool) -> dict[str, Any]:
     """Logits and gradients of a model that two ranks hold, and the placement of each parameter."""
     architecture = type(ARCHITECTURES["qwen3"])(**ARCHITECTURES["qwen3"].to_dict() | {"tie_word_embeddings": tied})
     model, plain = random_model(architecture, "eager"), random_model(architecture, "eager")
-    apply_tp(model, model.base_model_prefix, rank.layout.tensor_mesh)
+    apply_tp(model, model.base_model_prefix, rank.layout.tp_mesh)
     found = {name: p.placements[0] for name, p in model.named_parameters() if isinstance(p, DTensor)}
     missing = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
     hidden, expected = (m.base_model(IDS).last_hidden_state for m in (model, plain))
@@ -63,7 +63,7 @@ def refuse(rank: Rank) -> list[str]:
         else:
             layer.mlp.gate_proj = nn.Linear(32, 65)
         try:
-            apply_tp(model, model.base_model_prefix, rank.layout.tensor_mesh)
+            apply_tp(model, model.base_model_prefix, rank.layout.tp_mesh)
         except UserError as error:
             sentences.append(str(error))
     return sentences
