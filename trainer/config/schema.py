@@ -88,7 +88,7 @@ class Config(Section):
 
     @property
     def roles(self) -> tuple[RoleSpec, ...]:
-        """The models of the run, the policy first."""
+        """The models of the run, the policy first. Made of the config as it is at each call, within microseconds."""
         return self.task.roles_of(self)
 
     @property
