@@ -8,7 +8,7 @@ import pytest
 
 from trainer.cluster.resources import rank_groups
 from trainer.config import AlgorithmConfig, Config, CriticConfig, OptimizerConfig, RoleSpec
-from trainer.config.role_specs import policy_role
+from trainer.config.role_specs import check_roles, policy_role
 from trainer.config.tasks import TASKS, find_task
 from trainer.errors import UserError
 
@@ -92,3 +92,37 @@ def test_a_change_of_the_weights_of_a_role_can_be_allowed_by_its_key():
         find_task.cache_clear()
         cfg.check(cfg, "")
     find_task.cache_clear()
+
+
+TEACHER = RoleSpec("teacher", path="/a", key="teacher", scores="teacher_logprobs")
+
+
+@pytest.mark.parametrize(
+    "changes, problem",
+    [
+        ({"name": "teacher"}, "two roles of the task have the name teacher"),
+        ({"path": "/b"}, "the roles teacher and other have different paths, /a and /b, and one key, teacher"),
+        ({"path": None}, "the roles teacher and other have different paths, /a and None, and one key, teacher"),
+        ({"scores": "teacher_logprobs"}, "the roles teacher and other both compute teacher_logprobs"),
+    ],
+)
+def test_roles_that_cannot_be_told_apart_are_refused(changes, problem):
+    policy, other = policy_role(config()), dataclasses.replace(TEACHER, **{"name": "other", "scores": ""} | changes)
+    check_roles((policy, TEACHER, dataclasses.replace(TEACHER, name="same weights", scores="")))
+    with pytest.raises(UserError, match=f"^{problem}"):
+        check_roles((policy, TEACHER, other))
+
+
+@pytest.mark.parametrize("roles", [(), (TEACHER,)])
+def test_the_first_role_is_the_policy(roles):
+    spec = dataclasses.replace(TASKS["rl"], roles=lambda cfg: roles)
+    with pytest.raises(UserError, match="the first must be the policy"):
+        spec.roles_of(config())
+
+
+def test_a_trained_role_needs_an_optimizer():
+    with pytest.raises(UserError, match=r"the role second is trained, so it needs an optimizer .*OptimizerConfig\(\)"):
+        RoleSpec("second", trained=True)
+    second = RoleSpec("second", trained=True, optimizer=OptimizerConfig())
+    assert second.setting("lora") == "RoleSpec('second').lora"
+    assert policy_role(config()).setting("sharding") == "trainer.policy.fsdp"
