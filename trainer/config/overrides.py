@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from trainer.config.renamed import successor_of
-from trainer.config.schema import NAMES, OPEN_SECTIONS, Config, no_such_key, valid_keys
+from trainer.config.schema import NAMES, OPEN_SECTIONS, SECTIONS, Config, no_such_key, valid_keys
 from trainer.errors import UserError, as_list, did_you_mean
 
 MULTIRUN = "--multirun"
@@ -109,11 +109,10 @@ def unread_words(words: Sequence[str], config: Config) -> list[str]:
     They are not refused: scripts give one list of overrides to supervised training and to RL.
     """
     names = {word: word.partition("=")[0].lstrip("+~") for word in words}
-    sections = {section for section, _ in walk_sections(config)}
     unread = []
     for word, name in names.items():
         if any(fnmatchcase(shown, pattern) for shown in (name, f"{name}.") for pattern in config.task.unused):
-            unread.append(word if name in sections and "{" not in word else name)
+            unread.append(word if name in SECTIONS and "{" not in word else name)
     return unread
 
 
