@@ -24,7 +24,9 @@ _STARTERS = {
     "trainer.cluster.ray_cluster:RayCluster",
     "trainer.cluster.ray_head:RayHead",
 }
-"""What starts processes outside of `tests`. A test that names `sys.executable` starts some too."""
+"""What starts processes outside of `tests`."""
+_NAMES = {"executable", "get_context"}
+"""Names by which tests start processes themselves: `sys.executable` and `multiprocessing.get_context("spawn")`."""
 _running: list[pytest.Item] = []
 """The test that runs, if it must not start processes of Python."""
 
@@ -33,21 +35,23 @@ def add_marks(items: Collection[pytest.Item]) -> None:
     """Mark the tests that start processes of Python."""
     for item in items:
         fixtures = [fixture.func for group in item._fixtureinfo.name2fixturedefs.values() for fixture in group]
-        if any(map(_starts_processes, [item.function, *fixtures])):
+        values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        values = [value for value in values if inspect.isclass(value) or inspect.isfunction(value)]
+        if any(map(_starts_processes, [item.function, *fixtures, *values])):
             item.add_marker(MARK)
 
 
 @functools.cache
 def _starts_processes(function: Any) -> bool:
-    return _reaches_a_starter(function, set())
+    return _reaches_a_starter(function, {})
 
 
-def _reaches_a_starter(thing: Any, seen: set[int]) -> bool:
+def _reaches_a_starter(thing: Any, seen: dict[int, Any]) -> bool:
     """Return whether a function, a class or a collection of them names a starter, itself or through others of ours."""
     thing = inspect.unwrap(getattr(thing, "func", thing))
     if id(thing) in seen:
         return False
-    seen.add(id(thing))
+    seen[id(thing)] = thing  # and keep it, or another object may get its id
     if isinstance(thing, (dict, list, tuple)):
         values = thing.values() if isinstance(thing, dict) else thing
         return any(_reaches_a_starter(value, seen) for value in values if callable(value))
@@ -61,7 +65,7 @@ def _reaches_a_starter(thing: Any, seen: set[int]) -> bool:
     if not inspect.isfunction(thing):
         return False
     names = set(_names(thing.__code__))
-    return "executable" in names or any(_reaches_a_starter(thing.__globals__.get(name), seen) for name in names)
+    return bool(names & _NAMES) or any(_reaches_a_starter(thing.__globals__.get(name), seen) for name in names)
 
 
 def _names(code: CodeType) -> Iterator[str]:

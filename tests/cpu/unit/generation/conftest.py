@@ -63,7 +63,7 @@ def vllm_engine(launcher, model_paths) -> Iterator[RemoteEngine]:
         yield start_vllm(cluster, model_paths[True])
 
 
-@pytest.fixture(params=["vllm", "transformers"])
+@pytest.fixture(params=[pytest.param("vllm", marks=pytest.mark.processes), "transformers"])
 def engine(request, model_paths):
     """An engine of each kind with the tied model's initial weights, as version 0."""
     if request.param == "transformers":
