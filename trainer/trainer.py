@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import cached_property, partial
 from typing import Any
 
@@ -25,6 +25,8 @@ from trainer.config import Config
 from trainer.episodes import Episode
 from trainer.errors import DivergedError, NonFiniteError, NotSavedError, UserError
 from trainer.files.redaction import redact
+from trainer.journal.history import first_history, history_at
+from trainer.journal.journal import Journal
 from trainer.learner.learner import Learner
 from trainer.metrics.best import better, compared_metric
 from trainer.metrics.health import DivergenceCheck, TrainingWarnings
@@ -74,6 +76,7 @@ class Trainer:
         tokenizer: Any,
         timer: Timer,
         stop: StopRequest,
+        journal: Journal,
         evaluator: Evaluator | None = None,
         is_enough: Callable[[int], bool] = lambda step: False,
     ):
@@ -89,6 +92,7 @@ class Trainer:
         self.tokenizer = tokenizer
         self.timer = timer
         self.stop = stop
+        self.journal = journal
         self.is_enough = is_enough
         self.audit: ReplayAudit | None = None
         self.schedule = SaveSchedule(t.ckpt_interval, t.ckpt_interval_minutes, t.mean_time_between_failures)
@@ -121,7 +125,7 @@ class Trainer:
             partial(restore_rng, capture_rng()),
         ]
         load, is_loaded = self._load_start_weights, False
-        with self.source:
+        with self.source, closing(self.journal):
             while True:
                 try:
                     load()
@@ -151,7 +155,8 @@ class Trainer:
                 self.source.start(version=self.state.step + 1, is_initial=is_initial)
             self.recovery.complete()
             with stage("evaluating the initial weights"):
-                self._evaluate_start_weights()
+                if self.state.step == 0 and self.cfg.validates_start:
+                    self._log(0, self._evaluate(0))
             with SIGNALS.in_training_loop(), self._saves_completed():
                 while self.state.step < self.cfg.total_steps and not self.is_enough(self.state.step):
                     step = self.state.step + 1
@@ -171,6 +176,7 @@ class Trainer:
     def _update(self, experience: Experience, step: int) -> dict[str, float]:
         # Ranks may have waited until the state of the step before was copied: now, or before engines got their memory.
         saving = self.checkpoints.saving or self.saves.begun == self.state.step
+        self.journal.wait()  # what a step trains on must come back after a kill
         metrics = self.learner.update(experience, step)
         if saving:
             blocked = self.learner.ranks.pop_stall_seconds()
@@ -188,6 +194,7 @@ class Trainer:
         tokens = sum(len(sample.token_ids) for sample in samples)
         metrics = self.source.add_metrics(step, metrics)
         self.source.commit(step)
+        self.journal.trained(episodes)
         self.transcripts.add_step(step, episodes)
         state.step = step
         state.prompts += len({episode.group for episode in episodes})
@@ -254,6 +261,7 @@ class Trainer:
         with SIGNALS.waiting():
             self.directory.fall_back()
             self.load_checkpoint()
+        self.journal.remove_after(self.state.step)
         self.tracker.rewind(self.state.step)
         self._begin_checks()
         self.source.publish(version=self.state.step + 1)
@@ -377,6 +385,7 @@ class Trainer:
         self.audit = None
         resume = self.directory.find_readable(self.learner.ranks)
         if resume is None:
+            self.journal.start(0, first_history(self.cfg, self.model_path))
             return
         checkpoint = resume.checkpoint
         loaded = {"data"} if self._data_of == checkpoint.path else set()
@@ -384,19 +393,14 @@ class Trainer:
         parts = [part for part in resume.restore.chosen(self.parts, checkpoint) if part.name not in loaded]
         self.checkpoints.load(checkpoint, parts, resume.restore)
         self.saves.last_good = checkpoint.path
+        self.journal.start(self.state.step, history_at(checkpoint, resume.restore))
         if resume.restore.fork:
             self.state.wandb_run_id, self.state.best = None, {}  # those of the parent are not of this run
             return
         self.checkpoints.archive(after=checkpoint.step)  # the run went back behind them, and will save them again
         same_layout = resume.same_rounding and checkpoint.manifest.get("ranks") == self.learner.ranks.count
-        self.audit = audit_of(
-            self.cfg.trainer,
-            self.learner.cluster.device,
-            checkpoint.step,
-            same_layout,
-            resume.altered,
-            self.source.repeats,
-        )
+        t, device = self.cfg.trainer, self.learner.cluster.device
+        self.audit = audit_of(t, device, checkpoint.step, same_layout, resume.altered, self.source.repeats)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -404,6 +408,7 @@ class Trainer:
             "kl_controller": self.learner.kl.state_dict(),
             "tracker": self.tracker.state_dict(),
             "rng": rng_as_text(capture_rng(with_gpu=False)),
+            "history": self.journal.history,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -437,10 +442,6 @@ class Trainer:
 
     # ---------------------------------------------------------------------------------------------------
     # Helpers
-
-    def _evaluate_start_weights(self) -> None:
-        if self.state.step == 0 and self.cfg.validates_start:
-            self._log(0, self._evaluate(0))
 
     def _evaluate(self, step: int) -> dict[str, float]:
         """Return the metrics of the validation data under the current policy."""
@@ -479,8 +480,7 @@ class Trainer:
         return tracker
 
     def _open_progress(self) -> Progress:
-        state, history = self.state, read_metrics(self.directory.metrics_file)
-        cfg = self.cfg
+        cfg, state, history = self.cfg, self.state, read_metrics(self.directory.metrics_file)
         return Progress(cfg.total_steps, cfg.logger.progress, state.step, history, self.timer, cfg.task.watched)
 
     def _begin_checks(self) -> None:
@@ -490,10 +490,7 @@ class Trainer:
         self.divergence = DivergenceCheck(t.divergence_limits, t.divergence_patience, history)
 
     def _announce(self) -> None:
-        t, resume = self.cfg.trainer, self.directory.resume
-        total, trained = self.learner.ranks.num_parameters
-        adapters = f" ({trained:,} of them adapters)" if trained < total else ""
-        size = f"{total:,} parameters{adapters}, {self.learner.ranks.count} rank(s)"
+        t, resume, size = self.cfg.trainer, self.directory.resume, self.learner.ranks.size()
         LOG.info("run %s in %s: %s, %s, %s", t.run_name, t.run_dir, self.model_path, size, self.source)
         if resume is not None:
             origin = "forked from" if resume.restore.fork else "resumed from"

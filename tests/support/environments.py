@@ -164,3 +164,12 @@ def _value(name: Any) -> Any:
     from tests.support.bad_rewards import BAD, NUMBERS
 
     return {**{k: v[0] for k, v in BAD.items()}, **NUMBERS}[name]() if isinstance(name, str) else name
+
+
+class Random(Echo):
+    """Answers and rewards that are others each time: it is no function of row, seed and replies."""
+
+    def step(self, reply: Message) -> StepResult:
+        self._number += 1
+        chance = os.urandom(4)
+        return StepResult(user(chance.hex()), chance[0] / 255, done=self._number > chance[1] % 3)

@@ -14,6 +14,11 @@ def length(completion):
     return len(completion)
 
 
+def length_unless_broken(completion):
+    assert not (os.environ.get("BROKEN_LENGTH") and len(completion) == 1), "it is broken"
+    return len(completion)
+
+
 def parts(completion, answer):
     return {"right": completion == answer, "short": len(completion) < 3}
 

@@ -11,6 +11,8 @@ from typing import Any
 from tests.support.runs import configured
 from trainer.config import Config, DataConfig, RewardConfig
 from trainer.generation.engine import Completion, Request, Sampling
+from trainer.journal.history import Identity
+from trainer.journal.journal import Journal
 from trainer.metrics.timing import Timer
 from trainer.models.tokenizer import load_tokenizer, stop_token_ids
 from trainer.rewards.cache import RewardCache
@@ -41,11 +43,14 @@ class Replies:
         pass
 
 
-def sampling_source(cfg: Config, engines: Any, model: str, needs_baselines: bool = False) -> SamplingSource:
+def sampling_source(
+    cfg: Config, engines: Any, model: str, needs_baselines: bool = False, journal: Journal | None = None
+) -> SamplingSource:
     """The source that `cfg` describes, with these engines."""
     tokenizer = load_tokenizer(model)
     scorer = None if cfg.environment.name else RewardPool(cfg.reward, RewardCache(cfg.trainer.run_dir, lambda: None))
-    runner = RolloutRunner(cfg, engines, tokenizer, stop_token_ids(model, tokenizer), scorer)
+    journal = journal or Journal(cfg.trainer.run_dir, Identity("", ""), lambda: None, is_on=False)
+    runner = RolloutRunner(cfg, engines, tokenizer, stop_token_ids(model, tokenizer), scorer, journal)
     return SamplingSource(cfg, runner, read_prompts(cfg, "train", tokenizer), Timer(), needs_baselines)
 
 
@@ -61,11 +66,14 @@ def source_of(
     reply: Callable[[str, int, Sampling], str],
     validation: int = 0,
     needs_baselines: bool = False,
+    journal: Journal | None = None,
+    reward: str = "length",
 ) -> Iterator[SamplingSource]:
     """A source of the prompts `p0` to `p11`, whose reward is the length of a completion.
 
     Args:
         validation: number of validation prompts, from `p0` on.
+        journal: of the run; None: it is off.
     """
     root.mkdir(exist_ok=True)
     lines = [json.dumps({"prompt": f"p{i}", "answer": "x"}) for i in range(12)]
@@ -74,7 +82,7 @@ def source_of(
     cfg = configured(root / "run", val_interval=1 if validation else -1)
     cfg.rollout.n, cfg.rollout.max_response_tokens = 2, 8
     cfg.data = DataConfig(train_files=[str(root / "prompts.jsonl")], val_files=[str(root / "validation.jsonl")])
-    cfg.reward = RewardConfig(name="tests.support.named_rewards:length", num_processes=1)
+    cfg.reward = RewardConfig(name=f"tests.support.named_rewards:{reward}", num_processes=1)
     cfg.logger.samples_interval = 0
-    with sampling_source(cfg, Replies(load_tokenizer(model), reply), model, needs_baselines) as source:
+    with sampling_source(cfg, Replies(load_tokenizer(model), reply), model, needs_baselines, journal) as source:
         yield source

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -33,7 +33,7 @@ class RankScorer(contextlib.AbstractContextManager["RankScorer"]):
         self._learner = given.learner
 
     @contextlib.contextmanager
-    def scoring(self, n: int, purpose: str) -> Iterator[RankScoring]:
+    def scoring(self, n: int, purpose: str, known: int) -> Iterator[RankScoring]:
         yield RankScoring(self._learner)
 
     def __exit__(self, *exception: object) -> None:
@@ -50,7 +50,10 @@ class RankScoring:
     def add(self, first: int, inputs: Sequence[RewardInput]) -> None:
         self._inputs |= dict(enumerate(inputs, first))
 
-    def scores(self) -> Scores:
+    def finished(self) -> dict[int, tuple[float, Terms, str]]:
+        return {}
+
+    def scores(self, meanwhile: Callable[[], None]) -> Scores:
         episodes = [self._inputs[index].episode for index in range(len(self._inputs))]
         rewards = self._learner.last_scores("judge", [episode.samples[-1] for episode in episodes]).tolist()
         return Scores(rewards, [Terms({"judge": reward}) for reward in rewards], [""] * len(rewards))

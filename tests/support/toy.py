@@ -23,6 +23,8 @@ from trainer.config import Config, SFTConfig
 from trainer.episodes import Sample
 from trainer.errors import FailureSource
 from trainer.files.atomic_io import digest_bytes
+from trainer.journal.history import Identity
+from trainer.journal.journal import Journal
 from trainer.metrics.timing import Timer
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
@@ -46,6 +48,9 @@ class ToyRanks:
     def __init__(self) -> None:
         self.number = 0.0
         self.fail_saves: list[OSError] = []
+
+    def size(self) -> str:
+        return "1 parameter"
 
     def begin_save(self, files: Any) -> Callable[[], list[dict]]:
         data = json.dumps(self.number).encode()
@@ -129,7 +134,8 @@ def toy_trainer(cfg: Config, directory: RunDirectory, model: Path, stop: StopReq
     examples = [Sample(np.full(4, i), np.ones(4, np.float32)) for i in range(10)]
     source = SupervisedSource(SFTConfig(batch_size=1, max_length=12), [examples], cfg.trainer.seed)
     learner: Any = ToyLearner()
-    return Trainer(cfg, directory, source, learner, str(model), tokenizer, Timer(), stop or StopRequest(None))
+    journal = Journal(cfg.trainer.run_dir, Identity("", ""), directory.check)
+    return Trainer(cfg, directory, source, learner, str(model), tokenizer, Timer(), stop or StopRequest(None), journal)
 
 
 def toy_run(cfg: Config, model: Path, stop_after: int | None = None) -> Trainer:

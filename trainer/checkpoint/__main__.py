@@ -22,7 +22,7 @@ from trainer.checkpoint.exports import export_directory, is_exported
 from trainer.checkpoint.inspection import CHECKED, axes_of, check_step, describe, describe_all, find_store, list_steps
 from trainer.checkpoint.manager import CheckpointManager, Retention
 from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, UnreadableError
-from trainer.checkpoint.storage import open_storage
+from trainer.checkpoint.storage import open_storage, remove_records
 from trainer.checkpoint.store import BOOKKEEPING, CheckpointStore, open_store
 from trainer.config import TrainerConfig
 from trainer.errors import UserError
@@ -281,9 +281,18 @@ def _rollback(args: argparse.Namespace) -> Result:
     check_step(store, args.to, "--to")
     manifests.verify(store.path(args.to), "hash")
     with _locked(store):
+        _forget_rollouts(store, args.root, args.to)
         archived = CheckpointManager(store).archive(after=args.to)
     lines = [f"archived {name}" for name in archived] or ["no checkpoint is newer"]
     return {"step": args.to, "archived": archived}, lines, 0
+
+
+def _forget_rollouts(store: CheckpointStore, root: str, step: int) -> None:
+    """Delete the records of rollouts after `step`: the run generates them anew."""
+    saved = read_config(manifests.read(store.path(step))).get("trainer", {}).get("run_dir")
+    run_dirs = {root, os.path.dirname(store.root), *([saved] if isinstance(saved, str) else [])}
+    for place in {store.root, *(place for place in run_dirs if not is_url(place))}:
+        remove_records(open_storage(place), lambda of: of > step)
 
 
 _COMMANDS = {

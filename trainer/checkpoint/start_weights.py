@@ -13,7 +13,7 @@ from trainer.checkpoint.components import Component, Restore, files_part, is_all
 from trainer.checkpoint.manifest import Checkpoint, read_object
 from trainer.config import Config
 from trainer.errors import UserError, as_list
-from trainer.files.atomic_io import digest_weights
+from trainer.files.atomic_io import digest_bytes, digest_file, digest_weights
 from trainer.files.documents import Shape
 from trainer.files.hf_hub import pinned_data, revision_of
 from trainer.models.files import resolve_model_path
@@ -25,6 +25,8 @@ WEIGHTS_FILE = "start_weights.json"
 FILES_FILE = "start_files.json"
 _FILES: dict[Any, Shape] = {"files": {str: dict}, "revisions": {str: str}}
 _TEMPLATE = "model.chat_template"
+_SMALL_MODEL_BYTES = 1 << 30
+"""Models up to this size are read in about a second."""
 _SAME_EMBEDDED = (
     "give data and model.tiny.start_accuracy as in that run (null if it began with a version without that key), so "
     "that the built-in model is the same"
@@ -92,6 +94,35 @@ def _compared_keys(cfg: Config, fork: bool = False) -> list[str]:
     """
     roles = [role for role in cfg.roles if role.needs_initial_weights and (role.saved or not fork)]
     return list(dict.fromkeys(role.key for role in roles))
+
+
+def fingerprint_weights(cfg: Config, model_path: str, begins: bool) -> str:
+    """Return a fingerprint of the initial weights that the run goes on computing with, and of the files beside them.
+
+    Args:
+        begins: of all initial weights: the run begins with them.
+    """
+    names = _path_names(cfg)
+    directories = {key: model_path if key == "model.path" else resolve_model_path(name) for key, name in names.items()}
+    if begins:
+        directories["model.path"] = model_path
+    needed = directories if begins else {key: directories.get(key, model_path) for key in _compared_keys(cfg)}
+    return " ".join(f"{key}:{_fingerprint(path)}" for key, path in sorted(needed.items()))
+
+
+def _fingerprint(directory: str) -> str:
+    """Return a digest of the files of a model. Large files of no known commit stand for their sizes and times."""
+    commit = revision_of(directory)
+    if commit is not None:
+        return commit
+    with os.scandir(directory) as entries:
+        files = sorted((entry.name, entry.stat()) for entry in entries if entry.is_file())
+    is_small = sum(status.st_size for _, status in files) <= _SMALL_MODEL_BYTES
+    read = [
+        digest_file(os.path.join(directory, name)) if is_small else f"{status.st_size} {status.st_mtime_ns}"
+        for name, status in files
+    ]
+    return digest_bytes(" ".join(f"{name}:{one}" for (name, _), one in zip(files, read, strict=True)).encode())
 
 
 def movable_paths(checkpoint: Checkpoint, cfg: Config) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
@@ -31,6 +32,9 @@ from trainer.files.uris import is_url
 T = TypeVar("T")
 
 _GUARD_ATTEMPTS = 10
+JOURNAL = ".journal"
+"""The directory of the records of rollouts."""
+_RECORDS = re.compile(r"^step_(0|[1-9][0-9]{0,17})-[0-9a-f]{32}\.arrow\Z")
 
 
 class StoreError(UserError, OSError):
@@ -83,6 +87,24 @@ def open_storage(root: str) -> Storage:
 
         return ObjectStorage(root)
     return LocalStorage(root)
+
+
+def step_of_records(name: str) -> int | None:
+    """Return the step of a file of the journal; None if the name does not belong to one."""
+    match = _RECORDS.match(name)
+    return int(match[1]) if match else None
+
+
+def records_in(storage: Storage) -> dict[str, int]:
+    """Return the steps of the files of the journal, by name."""
+    steps = {name: step_of_records(name) for name in storage.names(JOURNAL)}
+    return {name: step for name, step in steps.items() if step is not None}
+
+
+def remove_records(storage: Storage, is_unwanted: Callable[[int], bool]) -> None:
+    """Delete the files of the journal that belong to some steps."""
+    names = [name for name, step in records_in(storage).items() if is_unwanted(step)]
+    for_each(lambda name: storage.delete(f"{JOURNAL}/{name}"), names)
 
 
 class LocalStorage:

@@ -18,7 +18,7 @@ from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.checkpoint_files import MANIFEST, CheckpointFiles, step_in
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manifest import Fields
-from trainer.checkpoint.storage import LocalStorage, Storage, for_each, open_storage
+from trainer.checkpoint.storage import JOURNAL, LocalStorage, Storage, for_each, open_storage
 from trainer.files.atomic_io import drop_from_page_cache
 from trainer.process.failpoints import failpoint
 
@@ -29,7 +29,7 @@ _STAGING, _TOMBSTONE, _ARCHIVED, _PROBE, _RECORD = ".writing-", ".deleting-", ".
 _LATEST = "latest_ckpt_global_step.txt"
 NODE = ".node"
 """A file with the name of the disk, in a directory that each node has for itself."""
-BOOKKEEPING = (".lock", _RECORD, ".steps.json", NODE)
+BOOKKEEPING = (".lock", _RECORD, ".steps.json", NODE, JOURNAL)
 """What a store keeps for itself: names, by their beginning."""
 _INTERRUPTED = {_STAGING: "an interrupted save", _TOMBSTONE: "an interrupted deletion", _PROBE: "an interrupted test"}
 

@@ -58,6 +58,9 @@ class RolloutConfig(Section):
     lora_sync: str = choice("auto", ("auto", "merged", "adapter"), resume="rounding")
     """What engines receive from a policy with adapters: the `adapter`, `merged` weights, or `auto`: the adapter if the
     engine can serve it, else merged weights."""
+    journal: bool = setting(True, resume="harmless")
+    """Write finished completions with their rewards to `{run_dir}/.journal` before a step trains on them. After a kill,
+    the steps behind the last checkpoint train again on these, and only what is missing is generated."""
     engine_args: dict[str, Any] = open_section(resume="rollouts")
     """Further arguments for `vllm.LLM`."""
 

@@ -52,9 +52,13 @@ class EpisodeRunner(contextlib.AbstractContextManager["EpisodeRunner"]):
     """Runs episodes. A base class."""
 
     def run(
-        self, requests: Sequence[RolloutRequest], generate: Generate, timer: PhaseTimer
+        self, requests: Sequence[RolloutRequest], generate: Generate, timer: PhaseTimer, known: int = 0
     ) -> Iterator[dict[int, Episode]]:
-        """Yield the episodes of all requests, by the indices of these, as they end. Their rewards may be missing."""
+        """Yield the episodes of all requests, by the indices of these, as they end. Their rewards may be missing.
+
+        Args:
+            known: further episodes of the step that are there already and have not failed.
+        """
         raise NotImplementedError
 
     def __exit__(self, *exception: object) -> None:
@@ -69,7 +73,7 @@ class SingleTurnRunner(EpisodeRunner):
         self._tokenizer = tokenizer
 
     def run(
-        self, requests: Sequence[RolloutRequest], generate: Generate, timer: PhaseTimer
+        self, requests: Sequence[RolloutRequest], generate: Generate, timer: PhaseTimer, known: int = 0
     ) -> Iterator[dict[int, Episode]]:
         # One array for all requests of a prompt: it is pickled once.
         prompts = {request.group: np.asarray(request.prompt.token_ids, np.int32) for request in requests}
@@ -90,6 +94,7 @@ class _RunningEpisode(Session):
         super().__init__(request.prompt.row, environment_seed(run_seed, request.group))
         self.request = request
         self.conversation: Conversation | None = None
+        self.is_yielded = False
 
     def take_reply(self, completion: Completion) -> None:
         assert self.conversation is not None
@@ -123,9 +128,9 @@ class EnvironmentRunner(EpisodeRunner):
         self._pool.__exit__(*exception)
 
     def run(
-        self, requests: Sequence[RolloutRequest], generate: Generate, timer: PhaseTimer
+        self, requests: Sequence[RolloutRequest], generate: Generate, timer: PhaseTimer, known: int = 0
     ) -> Iterator[dict[int, Episode]]:
-        """Yield all episodes when all have ended.
+        """Yield episodes as they end.
 
         Raises:
             UserError: more than `environment.max_error_rate` of the episodes have failed.
@@ -136,7 +141,7 @@ class EnvironmentRunner(EpisodeRunner):
             for episode in episodes:
                 self._begin(episode)
         for turn in range(self._config.max_turns):
-            self._check_failures(episodes)
+            self._check_failures(episodes, known)
             active = [episode for episode in episodes if not episode.ended]
             if not active:
                 break
@@ -151,10 +156,18 @@ class EnvironmentRunner(EpisodeRunner):
                 self._pool.step_all(episodes)
                 for episode, completion in zip(active, completions, strict=True):
                     self._continue(episode, completion, last=turn + 1 == self._config.max_turns)
+            yield from self._newly_ended(episodes)
         with timer("environment"):
             self._pool.step_all(episodes)  # closes what is left
-        self._check_failures(episodes)
-        yield dict(enumerate(map(self._ended, episodes)))
+        self._check_failures(episodes, known)
+        yield from self._newly_ended(episodes)
+
+    def _newly_ended(self, episodes: Sequence[_RunningEpisode]) -> Iterator[dict[int, Episode]]:
+        ended = {index: episode for index, episode in enumerate(episodes) if episode.ended and not episode.is_yielded}
+        for episode in ended.values():
+            episode.is_yielded = True
+        if ended:
+            yield {index: self._ended(episode) for index, episode in ended.items()}
 
     def _begin(self, episode: _RunningEpisode) -> None:
         if episode.failure:
@@ -181,10 +194,10 @@ class EnvironmentRunner(EpisodeRunner):
         elif not conversation.add_messages(step.messages, self._longest):
             episode.end("length")
 
-    def _check_failures(self, episodes: Sequence[_RunningEpisode]) -> None:
+    def _check_failures(self, episodes: Sequence[_RunningEpisode], known: int) -> None:
         failures = Failures.among((episode.failure for episode in episodes), "environment")
         step = f"step {episodes[0].request.step}"
-        problem = failures.problem(len(episodes), self._config.max_error_rate, step)
+        problem = failures.problem(len(episodes) + known, self._config.max_error_rate, step)
         if problem is not None:
             raise UserError(problem)
 

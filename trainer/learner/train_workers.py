@@ -222,6 +222,12 @@ class TrainWorkers:
         """Parameters of the policy, and how many of them are trained."""
         return self.call_one("policy", "num_parameters")
 
+    def size(self) -> str:
+        """Return how many parameters and ranks there are, for people."""
+        total, trained = self.num_parameters
+        adapters = f" ({trained:,} of them adapters)" if trained < total else ""
+        return f"{total:,} parameters{adapters}, {self.count} rank(s)"
+
     def release(self) -> None:
         """End the processes, and release their CPUs and GPUs. `launch` starts new ones."""
         groups, self._groups = dict.fromkeys(self._groups.values()), {}

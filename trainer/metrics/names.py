@@ -104,6 +104,7 @@ METRICS: dict[str, Metric] = {
     "time/logprob": Metric("Old and reference log-probs, and values.", "s"),
     "time/update": Metric("Optimizer steps of critic and policy.", "s"),
     "time/sync": Metric("Bringing the new weights to the engines.", "s"),
+    "time/journal": Metric("Waiting until the step's rollouts are on the disk.", "s"),
     "time/checkpoint_blocked": Metric("Time that training waited for a checkpoint.", "s"),
     "time/upload_lag": Metric(
         "With `trainer.ckpt_cache_dir`: how long the oldest checkpoint that waits for its upload has waited.",

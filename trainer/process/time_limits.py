@@ -62,6 +62,12 @@ KERNEL_CLOCK_ERROR_S = 5.0
 # Saves and storage
 SAVE_END_S = 60.0
 """Longest wait, after a failure, for the save under way. It completes if its ranks live."""
+JOURNAL_FLUSH_S = 1.0
+"""Rollouts that finish within this time are written together, unless a step waits for them."""
+JOURNAL_CLOSE_S = 5.0
+"""Longest wait at the end for copies of rollouts that are under way."""
+JOURNAL_WAIT_S = 60.0
+"""Longest wait until finished rollouts are on the disk. After that they are recorded no more."""
 STORAGE_RETRY_S = 60.0
 """No further attempt of a request to an object store begins after this time."""
 STORAGE_LONGEST_BACKOFF_S = 10.0

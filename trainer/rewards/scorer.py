@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, Self
 
+from trainer.rewards.parsing import Terms
 from trainer.rewards.scores import Scores
 from trainer.rewards.terms import RewardInput
 
@@ -22,8 +23,19 @@ class Scoring(Protocol):
         """
         ...
 
-    def scores(self) -> Scores:
-        """Wait for the rewards of all episodes; return them in the order of the indices."""
+    def finished(self) -> Mapping[int, tuple[float, Terms, str]]:
+        """Return reward, terms and the reason of a failure of each episode whose reward is known so far, by its index.
+
+        Groups of these are recorded before the others end. A scorer that knows none before `scores` returns nothing.
+        """
+        ...
+
+    def scores(self, meanwhile: Callable[[], None]) -> Scores:
+        """Wait for the rewards of all episodes; return them in the order of the indices.
+
+        Args:
+            meanwhile: may be called again and again while this waits. It calls `finished`.
+        """
         ...
 
 
@@ -38,12 +50,13 @@ class Scorer(Protocol):
         """Whether `Scoring.scores` computes on the ranks. Then engines that share their GPUs sleep meanwhile."""
         ...
 
-    def scoring(self, n: int, purpose: str) -> AbstractContextManager[Scoring]:
+    def scoring(self, n: int, purpose: str, known: int) -> AbstractContextManager[Scoring]:
         """Score the episodes that are added in the block.
 
         Args:
             n: episodes in a group.
             purpose: names what the rewards are for, in messages.
+            known: further episodes of the step, whose rewards are known and have not failed.
         """
         ...
 

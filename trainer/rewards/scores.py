@@ -84,6 +84,10 @@ class Scores:
     """Why each reward failed; empty for one that did not."""
     failures: Failures = field(default_factory=Failures)
 
+    def each(self) -> list[tuple[float, Terms, str]]:
+        """Return reward, terms and reason of each completion."""
+        return list(zip(self.rewards, self.terms, self.reasons, strict=True))
+
 
 def aggregate(results: Mapping[RewardFunction, Mapping[Call, Result]], total: int) -> Scores:
     """Return the weighted sums of all rewards for `total` completions.

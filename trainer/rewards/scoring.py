@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from trainer.config import RewardConfig
 from trainer.errors import UserError
 from trainer.files.documents import mismatch
 from trainer.rewards.cache import Result, RewardCache
+from trainer.rewards.parsing import Terms
 from trainer.rewards.scores import Scores, aggregate
 from trainer.rewards.terms import Call, RewardFunction, RewardInput, reward_functions
 from trainer.sandbox.pool import Round, Task, WorkerPool
@@ -55,15 +56,16 @@ class RewardPool(WorkerPool):
             return session.scores()
 
     @contextmanager
-    def scoring(self, n: int = 1, purpose: str = "") -> Iterator[ScoringSession]:
+    def scoring(self, n: int = 1, purpose: str = "", known: int = 0) -> Iterator[ScoringSession]:
         """Compute rewards while the block runs. Only one such block may run at a time.
 
         Args:
             n: completions in a group.
             purpose: names what the rewards are for, in the cache and in errors.
+            known: further completions of the step, whose rewards are known and have not failed.
         """
         with self.round() as tasks:
-            yield ScoringSession(self.functions, self._config, self._cache, tasks, n, purpose)
+            yield ScoringSession(self.functions, self._config, self._cache, tasks, n, purpose, known)
 
 
 class ScoringSession:
@@ -77,6 +79,7 @@ class ScoringSession:
         tasks: Round,
         n: int,
         step: str,
+        known: int = 0,
     ):
         self._config = config
         self._cache = cache
@@ -88,6 +91,7 @@ class ScoringSession:
         self._cached: dict[str, Result] = {}
         self._asked: set[str] = set()
         self._total = 0
+        self._known = known
 
     def add(self, first: int, inputs: Sequence[RewardInput]) -> None:
         """Begin to compute the rewards of completions.
@@ -122,33 +126,62 @@ class ScoringSession:
             self._cached[call.key] = result
         return result is None
 
-    def results(self) -> dict[RewardFunction, dict[Call, Result]]:
-        """Wait for the result of each call of each reward. No completions can follow."""
-        self._round.wait()
-        made = {call: result for task in self._tasks for call, result in zip(task.calls, task.results, strict=True)}
-        known = self._cached | {call.key: result for call, result in made.items() if call.key}
+    def finished(self) -> dict[int, tuple[float, Terms, str]]:
+        """Return reward, terms and reason of each completion whose rewards are all known so far, by its index.
+
+        Results that did not fail are cached.
+        """
+        known = self._known_results()
+        results: dict[RewardFunction, dict[Call, Result]] = {}
+        missing: set[int] = set()
+        for function, calls in self._calls.items():
+            results[function] = {call: known[call.key or call] for call in calls if (call.key or call) in known}
+            missing.update(index for call in calls if (call.key or call) not in known for index in call.indices)
+        self._store(results, failures=False)
+        indices = {index for calls in self._calls.values() for call in calls for index in call.indices}
+        each = aggregate(results, max(indices, default=-1) + 1).each()
+        return {index: each[index] for index in sorted(indices - missing)}
+
+    def results(self, meanwhile: Callable[[], None] = lambda: None) -> dict[RewardFunction, dict[Call, Result]]:
+        """Wait for the result of each call of each reward. No completions can follow.
+
+        Args:
+            meanwhile: called again and again.
+        """
+        self._round.wait(meanwhile)
+        known = self._known_results()
         return {
-            function: {
-                call: known[call.key] if call.key else made[call]
-                for call in sorted(calls, key=lambda call: call.indices)
-            }
+            function: {call: known[call.key or call] for call in sorted(calls, key=lambda call: call.indices)}
             for function, calls in self._calls.items()
         }
 
-    def scores(self) -> Scores:
+    def _known_results(self) -> dict[Call | str, Result]:
+        """Return the results so far, by the keys of their calls, or by the calls that have none."""
+        made = {
+            call.key or call: result
+            for task in list(self._tasks)
+            if (results := task.results)
+            for call, result in zip(task.calls, results, strict=True)
+        }
+        return {**self._cached, **made}
+
+    def scores(self, meanwhile: Callable[[], None] = lambda: None) -> Scores:
         """Wait for the rewards of all completions. One that raises, hangs or is no number has failed.
+
+        Args:
+            meanwhile: called again and again.
 
         Raises:
             UserError: more than `reward.max_error_rate` of the rewards have failed.
             WorkerError: the processes cannot start.
         """
-        results = self.results()
-        scores = aggregate(results, self._total)
-        problem = scores.failures.problem(self._total, self._config.max_error_rate, self._step)
+        results = self.results(meanwhile)
+        scores, total = aggregate(results, self._total), self._total + self._known
+        problem = scores.failures.problem(total, self._config.max_error_rate, self._step)
         self._store(results, failures=problem is None)
         if problem is not None:
             raise UserError(problem)
-        for line in scores.failures.lines(self._total, self._config.on_failure, self._step):
+        for line in scores.failures.lines(total, self._config.on_failure, self._step):
             LOG.warning(line)
         return scores
 
@@ -159,6 +192,7 @@ class ScoringSession:
         computed = {call.key: result for calls in results.values() for call, result in calls.items() if call.key}
         chosen = [key for key in computed if key not in self._cached and (failures or not _has_failed(computed[key]))]
         self._cache.add({key: computed[key] for key in chosen}, self._step)
+        self._cached |= {key: computed[key] for key in chosen}
 
 
 class _RewardTask(Task):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -15,7 +16,7 @@ from trainer.config.fields import HARMLESS, RESUME, ResumeRule, SavedRun
 from trainer.config.fields import resume_rules as config_rules
 from trainer.errors import UserError, as_list
 from trainer.files.documents import flatten
-from trainer.files.redaction import agree
+from trainer.files.redaction import agree, redact
 
 # The metrics that a change alters, by the beginning of their names.
 OF_VALIDATION = ("val/",)
@@ -148,6 +149,21 @@ def altered_metrics(changes: Sequence[Change], rules: Mapping[str, ResumeRule]) 
 def same_rounding(changes: Sequence[Change], rules: Mapping[str, ResumeRule]) -> bool:
     """Return whether what is computed before and after the changes is equal to the last bit, where it is the same."""
     return not any(rules[change.key].change == "rounding" for change in changes)
+
+
+def deciding_settings(cfg: Config) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings that decide rollouts and rewards, and those that decide the update, by key.
+
+    Keys that change nothing, or only how sums are rounded, are in neither. Nor are the paths of models: their content
+    is what counts.
+    """
+    flat = _with_schedules(flatten(redact(dataclasses.asdict(cfg), references=False), whole=OPEN_SECTIONS))
+    paths = {"model.path", *(role.key for role in cfg.roles)}
+    by_rule: dict[str, dict[str, Any]] = {name: {} for name in RESUME}
+    for key, rule in config_rules(cfg).items():
+        if key not in paths and not matches(key, cfg.unused_keys):
+            by_rule[rule.change][key] = flat[key]
+    return by_rule["rollouts"] | by_rule["never"], by_rule["update"]
 
 
 def added_steps(changes: list[Change], cfg: Config, step: int) -> dict[str, int]:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from trainer.checkpoint import manifest as manifests
@@ -56,16 +56,32 @@ class RunDirectory:
             Retention(t.max_ckpts_to_keep, t.keep_every, t.keep_best, mode, metric, instead_of(metric)),
             t.verify_checkpoint,
             fence=self.locks.check,
-            committed=lambda step: record.write(t.run_dir, step, t.ckpt_path),
+            committed=self._record_commit,
         )
         self._incidents: AppendedFile | None = None  # the file of an outer run
         self._revisions: dict[str, str] | None = None  # those that were pinned before
         self._checked = False  # that ranks can write checkpoints
+        self.on_commit: Callable[[], None] = lambda: None
+        """Called after each commit, on another thread."""
         self.run_files = RunFiles(t.run_dir, store)
         """The files of the run directory that checkpoints carry, if the store asks for it."""
         self.resume: Resume | None = None
         self.lineage: dict[str, Any] = {}
         """For a fork: the checkpoint that it started from (see `trainer.run.lineage`). Empty for other runs."""
+
+    def _record_commit(self, step: int) -> None:
+        record.write(self.cfg.trainer.run_dir, step, self.cfg.trainer.ckpt_path)
+        self.on_commit()
+
+    def oldest_start(self) -> int:
+        """Return the oldest step that a resume may begin behind: the last commit, or the one before if it is damaged.
+
+        A machine that is lost leaves what was uploaded. 0: there is no commit.
+        """
+        store = self.checkpoints.store
+        steps, uploads = store.steps(), store.uploads
+        needed = [] if uploads is None else uploads.not_yet_uploaded()
+        return max(0, min([*steps[-2:], *needed], default=0))
 
     def open(self, wait: bool = False) -> RunDirectory:
         """Take the locks, remove what a killed run has left, and find the checkpoint to resume from.

@@ -20,8 +20,9 @@ _SHAPE: dict[Any, Shape] = {
 
 def shape_of_state(state: dict[str, Any]) -> dict[Any, Shape]:
     """Return the shape of a saved state. Earlier versions saved step and tracker alone for runs without rewards."""
+    shape = _SHAPE | ({"history": str} if "history" in state else {})
     is_short = not state.keys() & {"counters", "kl_controller", "best", "rng"}
-    return {name: _SHAPE[name] for name in ("step", "tracker")} if is_short else _SHAPE
+    return {name: _SHAPE[name] for name in ("step", "tracker")} if is_short else shape
 
 
 @dataclass

@@ -14,7 +14,7 @@ import os
 import queue
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.connection import wait
@@ -103,8 +103,11 @@ class Round:
         self._inbox.put(tasks)
         os.eventfd_write(self.wakeup_fd, 1)
 
-    def wait(self) -> None:
+    def wait(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Wait until all tasks are done or have failed. No others can follow.
+
+        Args:
+            meanwhile: called twice a second.
 
         Raises:
             WorkerError: the processes cannot start.
@@ -114,6 +117,7 @@ class Round:
         with SIGNALS.waiting():
             while not self.serving.done():  # not in one wait, which signals could not interrupt
                 concurrent.futures.wait([self.serving], 0.5)
+                meanwhile()
         self.serving.result()
         self._pool.log_output()
 

@@ -58,6 +58,7 @@ class RolloutEvaluator:
                 sampling = runner.sampling(r.temperature or 1.0, r.top_p, r.top_k)
                 sampled = runner.run(self._requests(step, range(1, 1 + k), sampling), f"pass@{k} of step {step}")
                 metrics |= self._pass_at_k(sampled)
+        runner.journal.wait()  # what is logged must come back after a kill
         self._warn_without_success(step)
         return Evaluation(metrics, greedy, sampled)
 

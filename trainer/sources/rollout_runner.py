@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self
@@ -21,9 +22,11 @@ from trainer.environments.episode_runner import (
 from trainer.episodes import Episode
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.engine_pool import EnginePool
+from trainer.journal.journal import Journal
+from trainer.process import time_limits
 from trainer.rewards.scorer import Scorer
-from trainer.rewards.scores import Scores
 from trainer.rewards.terms import RewardInput
+from trainer.sources.recorded import RecordedGroups
 
 
 class RolloutRunner:
@@ -32,12 +35,20 @@ class RolloutRunner:
     Args:
         stop_tokens: end a completion.
         scorer: gives the rewards. None: the environment gives them.
+        journal: has the episodes that were run before a kill, and gets the others.
     """
 
     def __init__(
-        self, cfg: Config, engines: EnginePool, tokenizer: Any, stop_tokens: tuple[int, ...], scorer: Scorer | None
+        self,
+        cfg: Config,
+        engines: EnginePool,
+        tokenizer: Any,
+        stop_tokens: tuple[int, ...],
+        scorer: Scorer | None,
+        journal: Journal,
     ):
         self.cfg = cfg
+        self.journal = journal
         self.engines = engines
         self.largest_reward = -math.inf
         """Of all episodes so far."""
@@ -69,13 +80,23 @@ class RolloutRunner:
         purpose: str,
         timer: PhaseTimer = contextlib.nullcontext,
     ) -> list[Episode]:
-        """Run episodes, and score those that have ended while others are generated.
+        """Return episodes with their rewards: those that the journal has, and those that are run now.
 
         Args:
             requests: the same number for each group, those of one group together.
             purpose: names what the episodes are for, in messages.
             timer: of the step. Evaluation is not timed.
         """
+
+        recorded = RecordedGroups(self.journal, requests)
+        made = self._run(recorded, purpose, timer) if recorded.missing else []
+        episodes = recorded.keep_rest(made)
+        rewards = [episode.reward for episode in episodes if episode.reward is not None]
+        self.largest_reward = max([self.largest_reward, *rewards])
+        return episodes
+
+    def _run(self, recorded: RecordedGroups, purpose: str, timer: PhaseTimer) -> list[Episode]:
+        """Run episodes, and score those that have ended while others are generated."""
 
         def generate(prompts: Sequence[Request]) -> Iterator[dict[int, Completion]]:
             chunks = self.engines.stream(prompts)
@@ -86,47 +107,54 @@ class RolloutRunner:
                     return
                 yield chunk
 
-        chunks = self._episodes.run(requests, generate, timer)
-        if self._scorer is None:
-            ended = {index: episode for chunk in chunks for index, episode in chunk.items()}
-            episodes = [ended[index] for index in range(len(requests))]
-            scores = _environment_scores(episodes, self.cfg.environment.on_failure, purpose)
-        else:
-            episodes, scores = self._score(requests, chunks, purpose, timer)
-        leaves_out = self.cfg.on_failure == "leave_out"
-        scored = [
-            dataclasses.replace(
-                episode, reward=None if reason and leaves_out else reward, rewards=terms, failure=reason
-            )
-            for episode, reward, terms, reason in zip(
-                episodes, scores.rewards, scores.terms, scores.reasons, strict=True
-            )
-        ]
-        rewards = [episode.reward for episode in scored if episode.reward is not None]
-        self.largest_reward = max([self.largest_reward, *rewards])
-        return scored
+        known = recorded.count - len(recorded.missing)
+        chunks = self._episodes.run(recorded.missing, generate, timer, known)
+        if self._scorer is not None:
+            return self._score(self._scorer, recorded, chunks, purpose, timer)
+        ended: dict[int, Episode] = {}
+        for chunk in chunks:
+            ended |= chunk
+            recorded.keep({index: self._with_reward(one, *_own_reward(one)) for index, one in ended.items()})
+        episodes = [ended[index] for index in range(len(recorded.missing))]
+        report_failures(episodes, self.cfg.environment.on_failure, purpose)
+        return [self._with_reward(episode, *_own_reward(episode)) for episode in episodes]
 
     def _score(
         self,
-        requests: Sequence[RolloutRequest],
+        scorer: Scorer,
+        recorded: RecordedGroups,
         chunks: Iterator[Mapping[int, Episode]],
         purpose: str,
         timer: PhaseTimer,
-    ) -> tuple[list[Episode], Scores]:
+    ) -> list[Episode]:
         """Compute the rewards of each group as soon as its episodes have ended."""
-        assert self._scorer is not None
-        n = len(requests) // len({request.group for request in requests})
+        requests, n = recorded.missing, recorded.size
         ended: dict[int, Episode] = {}
-        with self._scorer.scoring(n, purpose) as session:
+        with scorer.scoring(n, purpose, recorded.count - len(requests)) as session:
+            looked = time.monotonic()
+
+            def keep() -> None:
+                nonlocal looked
+                if time.monotonic() - looked > time_limits.JOURNAL_FLUSH_S:
+                    looked = time.monotonic()
+                    known = session.finished().items()
+                    recorded.keep({index: self._with_reward(ended[index], *result) for index, result in known})
+
             for chunk in chunks:
                 ended |= chunk
                 for group in sorted({index // n for index in chunk}):
                     indices = range(group * n, group * n + n)
                     if all(index in ended for index in indices):
                         session.add(indices.start, [_reward_input(requests[index], ended[index]) for index in indices])
+                keep()
             with timer("reward"):
-                scores = session.scores()
-        return [ended[index] for index in range(len(requests))], scores
+                scores = session.scores(keep)
+        return [self._with_reward(ended[index], *result) for index, result in enumerate(scores.each())]
+
+    def _with_reward(self, episode: Episode, reward: float, terms: Mapping[str, float], reason: str) -> Episode:
+        """Return an episode with its reward. `reason`: why the reward failed, empty if it did not."""
+        is_left_out = reason and self.cfg.on_failure == "leave_out"
+        return dataclasses.replace(episode, reward=None if is_left_out else reward, rewards=terms, failure=reason)
 
     def sampling(self, temperature: float, top_p: float, top_k: int) -> Sampling:
         return Sampling(temperature, top_p, top_k, self.cfg.rollout.max_response_tokens, self._stop_tokens)
@@ -146,12 +174,9 @@ def reward_terms(episodes: Sequence[Episode]) -> list[Mapping[str, float]]:
     return [episode.rewards for episode in episodes if episode.reward is not None]
 
 
-def _environment_scores(episodes: Sequence[Episode], on_failure: str, purpose: str) -> Scores:
-    """Return the rewards that environments gave."""
-    rewards = [episode.reward or 0.0 for episode in episodes]
-    reasons = [episode.failure for episode in episodes]
-    failures = report_failures(episodes, on_failure, purpose)
-    return Scores(rewards, [dict(episode.rewards) for episode in episodes], reasons, failures)
+def _own_reward(episode: Episode) -> tuple[float, dict[str, float], str]:
+    """Return the reward that an environment gave, its terms, and why it failed."""
+    return episode.reward or 0.0, dict(episode.rewards), episode.failure
 
 
 def _reward_input(request: RolloutRequest, episode: Episode) -> RewardInput:

@@ -9,15 +9,19 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Protocol
 
+from trainer.checkpoint.start_weights import fingerprint_weights
 from trainer.cluster.worker_groups import Cluster
 from trainer.config import Config
 from trainer.errors import WorkerError
+from trainer.journal.history import identity
+from trainer.journal.journal import Journal
 from trainer.learner.learner import Learner
 from trainer.metrics.timing import Timer
 from trainer.models.files import resolve_model_path
 from trainer.models.parallel_checks import check_axes
 from trainer.models.tokenizer import load_tokenizer
 from trainer.process.startup import stage
+from trainer.run.compatibility import deciding_settings
 from trainer.run.directory import RunDirectory
 from trainer.run.stopping import StopRequest
 from trainer.sources.base import EpisodeSource, Evaluator
@@ -36,6 +40,8 @@ class Ingredients:
     timer: Timer
     fence: Callable[[], None]
     """Raises an error if another job has taken the run."""
+    journal: Journal
+    """Keeps episodes that are generated, for a source that asks it."""
     waits: list[Callable[[], Any]] = field(default_factory=list)
     """What a source has begun in the background, and must be complete before training. Called in order."""
 
@@ -113,12 +119,23 @@ def make_trainer(task: Task, cluster: Cluster, directory: RunDirectory, model_pa
     check_axes(task.cfg, path)
     # The processes start, and import for many seconds, while this one reads the data.
     learner = Learner(task.cfg, cluster, timer)
-    ingredients = Ingredients(task.cfg, path, learner, cluster, timer, directory.check)
+    journal = open_journal(task.cfg, path, directory, timer)
+    ingredients = Ingredients(task.cfg, path, learner, cluster, timer, directory.check, journal)
     with stage("reading the data"):
         source, evaluator = task.source(ingredients)
         is_enough = partial(task.is_enough, learner, source)
         trainer = Trainer(
-            task.cfg, directory, source, learner, path, ingredients.tokenizer, timer, stop, evaluator, is_enough
+            task.cfg,
+            directory,
+            source,
+            learner,
+            path,
+            ingredients.tokenizer,
+            timer,
+            stop,
+            journal,
+            evaluator,
+            is_enough,
         )
         trainer.load_data()
     if ingredients.waits:
@@ -126,6 +143,29 @@ def make_trainer(task: Task, cluster: Cluster, directory: RunDirectory, model_pa
             for wait in ingredients.waits:
                 wait()
     return trainer
+
+
+def open_journal(cfg: Config, path: str, directory: RunDirectory, timer: Timer) -> Journal:
+    """Return the journal of a run.
+
+    Args:
+        path: the initial weights.
+        directory: of the run, open.
+        timer: of the step.
+    """
+    store = directory.checkpoints.store
+    rollouts, updates = deciding_settings(cfg)
+    journal = Journal(
+        cfg.trainer.run_dir,
+        identity(rollouts, updates, fingerprint_weights(cfg, path, begins=False)),
+        directory.check,
+        store.storage if store.keeps_record else None,
+        directory.locks.check,
+        is_on=cfg.rollout.journal,
+        timer=timer,
+    )
+    directory.on_commit = partial(journal.remove_until, directory.oldest_start)
+    return journal
 
 
 def read_ahead(ingredients: Ingredients) -> None:

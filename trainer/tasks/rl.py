@@ -76,7 +76,9 @@ def sample_episodes(
     read_ahead(given)
     given.waits.append(pool.wait_ready)
     tokenizer = given.tokenizer
-    runner = RolloutRunner(cfg, pool, tokenizer, stop_token_ids(given.path, tokenizer), make_scorer(given))
+    runner = RolloutRunner(
+        cfg, pool, tokenizer, stop_token_ids(given.path, tokenizer), make_scorer(given), given.journal
+    )
     needs_baselines = "baselines" in cfg.algorithm.reads
     source = make_source(cfg, runner, read_prompts(cfg, "train", tokenizer), given.timer, needs_baselines)
     val_prompts = read_prompts(cfg, "val", tokenizer).prompts if cfg.trainer.val_interval > 0 else []

@@ -61,3 +61,24 @@ def test_a_job_with_environments_ends_as_if_never_killed(model, tmp_path):
     ):
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
     assert "resume verified" in Path(tmp_path / "killed.log").read_text()
+
+
+def test_steps_come_back_as_they_were_even_if_environments_answer_differently_each_time(model, tmp_path):
+    """Also the validation of a step, and the steps of a second kill; nothing but the journal knows the answers."""
+    base = (f"trainer.run_dir={tmp_path}/run", f"model.path={model}", "rollout.max_prompt_tokens=64",
+            "environment.name=tests.support.environments:Random", "trainer.on_resume_mismatch=stop",
+            "trainer.ckpt_interval=4")  # fmt: skip
+    log = tmp_path / "log"
+    logged: dict[int, dict] = {}
+    for kill, places in enumerate(["logged,3", "logged,3"]):  # behind steps 3 and 3 again: no commit yet
+        reached = tmp_path / f"reached{kill}"
+        env = {"TRAINER_FAILPOINT": f"{places},{reached}"}
+        assert not run_until(log, *base, env=env, kill_when=lambda _, r=reached: r.exists())
+        rows = {row["step"]: row for row in metrics(tmp_path / "run")}
+        assert comparable([rows[step] for step in logged]) == comparable([*logged.values()])
+        logged = rows
+    assert {*logged} >= {1, 2, 3} and any(name.startswith("val/") for name in logged[3])
+    assert run_until(log, *base)
+    rows = {row["step"]: row for row in metrics(tmp_path / "run")}
+    assert comparable([rows[step] for step in logged]) == comparable([*logged.values()])
+    assert max(rows) == STEPS and "groups came from the journal and 0 were generated" in log.read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -13,7 +14,7 @@ import pytest
 from tests.support.buckets import KEY, SECRET, make_bucket, s3_server, use_s3
 from tests.support.toy import toy_config, toy_run
 from trainer.checkpoint.__main__ import main
-from trainer.checkpoint.storage import open_storage
+from trainer.checkpoint.storage import JOURNAL, open_storage, records_in
 from trainer.checkpoint.store import open_store
 from trainer.checkpoint.tiers import open_tiers
 
@@ -50,8 +51,12 @@ def test_the_commands_take_urls(s3, capsys, tmp_path, tmp_path_factory):
     status, differences = run(capsys, "diff", f"{root}/global_step_2", f"{root}/global_step_2")
     assert status == 0 and re.search(r"\nno difference: config, counters and \d+ tensors are equal\n", differences)
     assert run(capsys, "prune", root, "--keep", "3")[0] == 0
+    records = [open_storage(root), open_storage(str(tmp_path / "run"))]
+    for storage, step in itertools.product(records, (3, 4)):
+        storage.put(f"{JOURNAL}/step_{step}-{'0' * 32}.arrow", b"")
     assert run(capsys, "rollback", root, "--to", "3")[0] == 0
     assert open_store(root).steps() == [2, 3]
+    assert [[*records_in(storage).values()] for storage in records] == [[3], [3]], "they are generated anew"
     assert "not a checkpoint" in run(capsys, "verify", f"{root}/global_step_9")[1]
     assert "no checkpoint is there" in run(capsys, "ls", f"{root}/elsewhere")[1]
 

@@ -391,3 +391,16 @@ def test_lines_that_cannot_be_checked_are_named(tmp_path, caplog):
     write([0, 2])
     with pytest.raises(UserError, match="has no line for step 1"):
         RunDirectory(cfg).open()
+
+
+def test_the_oldest_start_is_the_last_commit_but_one(tmp_path):
+    """A resume begins there if the last commit is damaged; what lies before it is not needed."""
+    oldest = []
+    cfg = configured(tmp_path, max_ckpts_to_keep=3)
+    with OpenRun(cfg, {"step": 0}) as run:
+        run.directory.on_commit = lambda: oldest.append(run.directory.oldest_start())
+        assert run.directory.oldest_start() == 0
+        for step in (2, 4, 6):
+            run.state["step"] = step
+            run.save(step)
+    assert oldest == [2, 2, 4]

@@ -1,0 +1,116 @@
+"""Episodes as an Arrow table."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import struct
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.feather
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.data.records import decode, encode
+from trainer.episodes import Episode, Sample
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+doubles = st.floats(allow_nan=True, width=64)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@st.composite
+def samples(draw: Any) -> Sample:
+    n = draw(st.integers(0, 6))
+    singles = st.lists(st.floats(width=32, allow_nan=True), min_size=n, max_size=n)
+    tokens = draw(st.lists(st.integers(0, 2**31 - 1), min_size=n, max_size=n))
+    logprobs = draw(st.none() | singles)
+    versions = draw(st.none() | st.tuples(st.integers(0, 2**60), st.integers(0, 2**60)))
+    return Sample(
+        np.asarray(tokens, np.int32),
+        np.asarray(draw(singles), np.float32),
+        None if logprobs is None else np.asarray(logprobs, np.float32),
+        versions,
+    )
+
+
+episodes = st.builds(
+    Episode,
+    uid=texts,
+    group=texts,
+    samples=st.lists(samples(), max_size=3),
+    reward=st.none() | doubles,
+    rewards=st.dictionaries(st.text(max_size=4), st.integers() | st.booleans() | st.floats(allow_nan=False)),
+    status=texts,
+    baseline=st.none() | doubles,
+    failure=texts,
+    metrics=st.dictionaries(st.text(max_size=4), st.floats(allow_nan=False)),
+    messages=st.lists(st.dictionaries(st.text(max_size=4), json_values, max_size=3), max_size=3),
+    turns=st.integers(0, 2**40),
+    answer=texts,
+)
+
+
+def bits(value: Any) -> Any:
+    """A value as something that is equal only if all bits and types are."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.tobytes()
+    if isinstance(value, float):
+        return struct.pack("<d", value)
+    if isinstance(value, (list, tuple)):
+        return [bits(one) for one in value]
+    if isinstance(value, dict):
+        return [(name, bits(one)) for name, one in value.items()]
+    if dataclasses.is_dataclass(value):
+        return {field.name: bits(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return type(value), value
+
+
+@settings(deadline=None, max_examples=60)
+@given(groups=st.dictionaries(st.text("abc", min_size=1), st.lists(episodes, min_size=1, max_size=3), max_size=3))
+def test_episodes_come_back_bit_for_bit(groups):
+    data = encode(7, groups, {"history": "h"})
+    found, about = decode(data)
+    assert bits(found) == bits(groups) and list(found) == list(groups) and about == {"history": "h"}
+    assert encode(7, groups, {"history": "h"}) == data, "the same groups give the same bytes"
+
+
+def sample_file() -> bytes:
+    sample = Sample(np.arange(5, dtype=np.int32), np.ones(5, np.float32), np.zeros(5, np.float32), (1, 1))
+    chat = [{"role": "user", "content": "é"}]
+    return encode(3, {"k": [Episode(f"0:1:{i}", "0:1", [sample], 0.1, {"a": 1.0}, messages=chat) for i in range(4)]})
+
+
+@settings(deadline=None, max_examples=50)
+@given(length=st.integers(0, 10_000))
+def test_a_file_that_is_cut_short_is_refused(length):
+    data = sample_file()
+    if length < len(data):
+        with pytest.raises(ValueError):
+            decode(data[:length])
+
+
+def test_a_table_of_another_kind_is_refused():
+    sink = pa.BufferOutputStream()
+    table = pa.table({"a": [1]})
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(ValueError, match="other columns"):
+        decode(sink.getvalue().to_pybytes())
+
+
+def test_a_value_that_is_no_json_is_refused():
+    with pytest.raises(ValueError):
+        encode(1, {"k": [Episode("u", "g", [], messages=[{"content": object()}])]})
+
+
+def test_people_read_a_file_with_pandas():
+    frame = pyarrow.feather.read_table(io.BytesIO(sample_file())).to_pandas()
+    assert list(frame.reward) == [0.1] * 4 and list(frame.uid) == [f"0:1:{i}" for i in range(4)]

@@ -1,0 +1,214 @@
+"""The journal: what is durable, what is found again, what is deleted."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.episodes import Episode, Sample
+from trainer.errors import UserError
+from trainer.journal.history import Identity, after, identity
+from trainer.journal.journal import Journal
+
+SETTINGS = Identity("rollouts", "updates")
+
+
+def group(name: str, tokens: int = 3, reward: float | None = 0.5) -> list[Episode]:
+    sample = Sample(
+        np.arange(tokens, dtype=np.int32), np.ones(tokens, np.float32), np.zeros(tokens, np.float32), (1, 1)
+    )
+    return [Episode(f"{name}:{i}", name, [sample], reward) for i in range(2)]
+
+
+def opened(root: Path, step: int = 0, history: str = "start", settings: Identity = SETTINGS, **options: Any) -> Journal:
+    journal = Journal(str(root), settings, options.pop("fence", lambda: None), **options)
+    journal.start(step, history)
+    return journal
+
+
+def train(journal: Journal, steps: Iterator[int] | range) -> dict[int, bool]:
+    """Train steps of two groups each; returns whether both were found."""
+    found = {}
+    for step in steps:
+        keys = [journal.key(step, name) for name in "ab"]
+        known = journal.find(step, keys)
+        made = {key: known.get(key) or group(f"{step}{name}") for key, name in zip(keys, "ab", strict=True)}
+        journal.add(step, {key: one for key, one in made.items() if key not in known})
+        journal.wait()
+        journal.trained([episode for one in made.values() for episode in one])
+        found[step] = len(known) == 2
+    return found
+
+
+def files(root: Path) -> list[str]:
+    return sorted(os.listdir(root / ".journal"))
+
+
+def steps_on_disk(root: Path) -> set[int]:
+    return {int(name.split("-")[0].removeprefix("step_")) for name in files(root)}
+
+
+def test_steps_behind_the_checkpoint_come_back_and_the_next_is_generated(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    first = opened(tmp_path)
+    assert not any(train(first, range(1, 5)).values())
+    histories = [after("start", [*group("1a"), *group("1b")], SETTINGS)]
+    again = opened(tmp_path, 1, histories[0])
+    assert train(again, range(2, 6)) == {2: True, 3: True, 4: True, 5: False}
+    assert "of steps 2 to 4, 6 groups came from the journal and 0 were generated" in caplog.text
+    assert "not used" not in caplog.text
+
+
+def test_groups_of_a_step_that_was_cut_off_come_back(tmp_path):
+    journal = opened(tmp_path)
+    key, other = journal.key(1, "a"), journal.key(1, "b")
+    journal.add(1, {key: group("a")})
+    journal.wait()
+    found = opened(tmp_path).find(1, [key, other])
+    assert list(found) == [key] and found[key][0].uid == "a:0"
+
+
+@pytest.mark.parametrize(
+    ("history", "settings", "reason"),
+    [
+        ("another", SETTINGS, "of another history"),
+        ("start", Identity("other", "updates"), "of another config"),
+    ],
+)
+def test_records_of_another_history_or_config_are_not_used(tmp_path, caplog, history, settings, reason):
+    caplog.set_level(logging.INFO)
+    train(opened(tmp_path), range(1, 2))
+    journal = opened(tmp_path, 0, history, settings)
+    assert train(journal, range(1, 2)) == {1: False}
+    journal.close()
+    assert f"0 groups came from the journal and 2 were generated; not used: 2 {reason}" in caplog.text
+
+
+def test_another_update_changes_the_history_of_the_next_step_and_not_its_own(tmp_path):
+    train(opened(tmp_path), range(1, 4))
+    assert train(opened(tmp_path, settings=Identity("rollouts", "other")), range(1, 3)) == {1: True, 2: False}
+
+
+@given(
+    st.dictionaries(st.sampled_from(["rollout.n", "reward.name", "trainer.seed"]), st.integers(0, 2)),
+    st.dictionaries(st.sampled_from(["rollout.n", "reward.name", "trainer.seed"]), st.integers(0, 2)),
+    st.sampled_from(["w", "v"]),
+)
+def test_settings_have_the_same_identity_only_if_they_are_equal(one, other, weights):
+    same = one == other and weights == "w"
+    assert (identity(one, {}, "w") == identity(other, {}, weights)) == same
+    assert (identity({}, one, "w").updates == identity({}, other, weights).updates) == same
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "renamed"])
+def test_a_damaged_file_is_named_and_its_groups_are_generated_again(tmp_path, caplog, damage):
+    caplog.set_level(logging.INFO)
+    train(opened(tmp_path), range(1, 3))
+    path = next(path for path in (tmp_path / ".journal").iterdir() if path.name.startswith("step_1-"))
+    data = path.read_bytes()
+    if damage == "renamed":
+        path.rename(path.with_name(f"step_1-{'0' * 32}.arrow"))
+        path = path.with_name(f"step_1-{'0' * 32}.arrow")
+    else:
+        path.write_bytes(data[:-9] if damage == "cut" else data[:50] + bytes([data[50] ^ 1]) + data[51:])
+    journal = opened(tmp_path)
+    assert train(journal, range(1, 3)) == {1: False, 2: True}, "the same groups again give the same history"
+    journal.close()
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1 and path.name in warnings[0]
+    assert "2 groups came from the journal and 2 were generated; not used: 1 damaged files" in caplog.text
+
+
+def test_records_are_kept_behind_the_oldest_step_that_a_resume_may_begin_at(tmp_path):
+    journal = opened(tmp_path)
+    train(journal, range(1, 6))
+    journal.remove_until(lambda: 0)
+    journal.remove_until(lambda: 3)
+    assert journal.settled(10)
+    assert steps_on_disk(tmp_path) == {4, 5}
+
+
+def test_a_run_that_goes_back_generates_anew(tmp_path):
+    journal = opened(tmp_path)
+    train(journal, range(1, 5))
+    journal.remove_after(2)
+    assert steps_on_disk(tmp_path) == {1, 2}
+
+
+def test_a_job_that_lost_its_directory_records_nothing_and_hears_of_it(tmp_path):
+    def fence() -> None:
+        raise UserError("lost the run directory")
+
+    journal = opened(tmp_path, fence=fence)
+    journal.add(1, {journal.key(1): group("a")})
+    with pytest.raises(UserError, match="lost the run directory"):
+        journal.wait()
+    assert files(tmp_path) == []
+
+
+def test_a_journal_that_is_off_keeps_the_history_alone(tmp_path):
+    off, on = opened(tmp_path / "off", is_on=False), opened(tmp_path / "on")
+    train(off, range(1, 3)), train(on, range(1, 3))
+    assert off.history == on.history and not (tmp_path / "off").exists()
+
+
+def test_a_directory_that_cannot_be_written_stops_the_journal_with_one_warning(tmp_path, caplog):
+    (tmp_path / ".journal").write_text("a file is here")
+    journal = opened(tmp_path)
+    train(journal, range(1, 4))
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1 and "training continues" in warnings[0]
+
+
+def test_a_full_disk_stops_the_journal_and_gives_the_room_back(tmp_path):
+    """A limit on the size of files gives EFBIG, and a tiny file system ENOSPC; both run in a process of their own."""
+    code = (
+        "import resource, signal, sys\n"
+        "from pathlib import Path\n"
+        "from tests.cpu.unit.journal.test_journal import group, opened, train, files\n"
+        "root = Path(sys.argv[1])\n"
+        "journal = opened(root)\n"
+        "train(journal, range(1, 3))\n"
+        "if len(sys.argv) > 2:\n"
+        "    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        "import numpy as np\n"
+        "from trainer.episodes import Episode, Sample\n"
+        "noise = np.random.default_rng(0).integers(0, 2**31 - 1, 500_000).astype(np.int32)\n"
+        "sample = Sample(noise, np.ones(500_000, np.float32))\n"
+        "for step in (3, 4):\n"
+        "    journal.add(step, {journal.key(step): [Episode('u', 'g', [sample])]})\n"
+        "    journal.wait()\n"
+        "print(sorted(files(root)))\n"
+    )
+    run = [sys.executable, "-c", code]
+    limited = subprocess.run([*run, tmp_path / "limited", "limit"], capture_output=True, text=True)
+    assert limited.returncode == 0, limited.stderr
+    assert limited.stderr.count("rollouts are not recorded any more") == 1
+    assert limited.stdout.count("step_") == 2 and ".tmp" not in limited.stdout, "what is complete stays"
+    (tmp_path / "small").mkdir()
+    mount = [
+        "unshare",
+        "--mount",
+        "--map-root-user",
+        "sh",
+        "-c",
+        'mount -t tmpfs -o size=1m none "$1" && shift && exec "$@"',
+        "-",
+    ]
+    if subprocess.run([*mount, tmp_path / "small", "true"], capture_output=True).returncode:
+        pytest.skip("this machine lets no user mount a file system")
+    full = subprocess.run([*mount, tmp_path / "small", *run, tmp_path / "small"], capture_output=True, text=True)
+    assert full.returncode == 0, full.stderr
+    assert "No space left" in full.stderr and full.stderr.count("rollouts are not recorded any more") == 1
+    assert full.stdout.strip() == "[]", "checkpoints need the room more"

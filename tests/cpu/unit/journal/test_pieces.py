@@ -1,0 +1,68 @@
+"""Copies of the journal in an object store."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+
+import pytest
+
+from tests.cpu.unit.journal.test_journal import opened, steps_on_disk, train
+from tests.support.buckets import make_bucket, s3_server, use_s3
+from trainer.checkpoint.storage import JOURNAL, open_storage, records_in
+from trainer.errors import UserError
+
+_names = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def server():
+    with s3_server() as url:
+        yield url
+
+
+@pytest.fixture
+def storage(server, monkeypatch):
+    use_s3(monkeypatch, server)
+    return open_storage(make_bucket(f"journal-{next(_names)}") + "/run")
+
+
+def test_another_machine_trains_on_the_records_of_the_lost_one(storage, tmp_path, caplog):
+    first = opened(tmp_path / "lost", storage=storage)
+    train(first, range(1, 5))
+    assert first.settled(60) and set(records_in(storage).values()) == {1, 2, 3, 4}
+    shutil.rmtree(tmp_path / "lost")
+    damaged = next(name for name, step in records_in(storage).items() if step == 3)
+    storage.put(f"{JOURNAL}/{damaged}", b"?")
+    second = opened(tmp_path / "new", storage=storage)
+    assert train(second, range(1, 5)) == {1: True, 2: True, 3: False, 4: True}
+    second.remove_until(lambda: 3)
+    assert second.settled(60)
+    assert set(records_in(storage).values()) == {4} == steps_on_disk(tmp_path / "new")
+    second.remove_after(2)
+    assert not records_in(storage)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_job_that_lost_the_store_neither_copies_nor_deletes(storage, tmp_path):
+    train(opened(tmp_path / "owner", storage=storage), range(1, 2))
+
+    def fence() -> None:
+        raise UserError("lost the checkpoints")
+
+    loser = opened(tmp_path / "loser", storage=storage, store_fence=fence)
+    before = records_in(storage)
+    train(loser, range(2, 4))
+    loser.remove_until(lambda: 9)
+    assert loser.settled(60) and records_in(storage) == before
+
+
+def test_a_store_out_of_service_is_one_warning(storage, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("trainer.process.time_limits.STORAGE_RETRY_S", 0.0)
+    use_s3(monkeypatch, "http://127.0.0.1:9")
+    journal = opened(tmp_path, storage=open_storage(storage.root))
+    train(journal, range(1, 4))
+    assert journal.settled(120) and steps_on_disk(tmp_path) == {1, 2, 3}
+    warnings = [record.getMessage() for record in caplog.records if record.name.startswith("trainer.journal")]
+    assert len(warnings) == 2, "one for what is fetched, one for what is copied"
+    journal.close()

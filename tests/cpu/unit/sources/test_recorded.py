@@ -1,0 +1,127 @@
+"""Episodes that come from the journal, and those that are generated besides."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cpu.unit.data.test_records import bits
+from tests.support.replies import evaluator_beside, source_of
+from trainer.config import TinyConfig
+from trainer.errors import UserError
+from trainer.generation.engine import Sampling
+from trainer.journal.history import Identity
+from trainer.journal.journal import Journal
+from trainer.models.tiny import build_tiny
+from trainer.process import time_limits
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    path = str(tmp_path_factory.mktemp("model"))
+    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128), path)
+    return path
+
+
+def chance(prompt: str, number: int, sampling: Sampling) -> str:
+    """A reply that is another each time."""
+    return os.urandom(4).hex()[: 1 + number * int(prompt[1:]) % 3]
+
+
+def journal_in(root: Path) -> Journal:
+    journal = Journal(str(root / "run"), Identity("", ""), lambda: None)
+    journal.start(0, "start")
+    return journal
+
+
+def two_steps(root: Path, model: str, edit: Any = lambda cfg: None) -> tuple[Any, int]:
+    """Two steps of a run from its start, and an evaluation; returns all episodes, and how many were generated."""
+    journal = journal_in(root)
+    with source_of(root, model, chance, validation=3, needs_baselines=True, journal=journal) as source:
+        cfg = source.cfg
+        cfg.trainer.train_batch_size, cfg.rollout.val_n = 4, 2
+        cfg.algorithm.dynamic_sampling, cfg.algorithm.max_gen_batches = True, 3
+        edit(cfg)
+        episodes: list[Any] = []
+        for step in (1, 2):
+            trained = source.next(step)
+            journal.wait()
+            source.commit(step)
+            journal.trained(trained)
+            evaluation = evaluator_beside(source, model).evaluate(step)
+            episodes += [trained, evaluation.greedy, evaluation.sampled, evaluation.metrics]
+        journal.close()
+        return bits(episodes), len(source.runner.engines.seeds)
+
+
+def test_a_run_that_starts_again_gets_all_its_episodes_back(tmp_path, model):
+    """Batches of dynamic sampling, baselines and validation too, from engines that never repeat themselves."""
+    first, generated = two_steps(tmp_path, model)
+    again, none = two_steps(tmp_path, model)
+    assert again == first and generated > 40 and none == 0
+    other, all_of_them = two_steps(tmp_path, model, lambda cfg: setattr(cfg.rollout, "temperature", 0.5))
+    assert other != first and all_of_them > 20, "another sampling"
+
+
+def test_a_row_that_was_edited_is_generated_again(tmp_path, model):
+    with source_of(tmp_path, model, chance, journal=(journal := journal_in(tmp_path))) as source:
+        source.cfg.trainer.train_batch_size = 12
+        source.next(1)
+        journal.close()
+    with source_of(tmp_path, model, chance, journal=journal_in(tmp_path)) as source:
+        source.cfg.trainer.train_batch_size = 12
+        source.prompts[3].row["note"] = "read by a reward"
+        source.next(1)
+        assert len(source.runner.engines.seeds) == 2, "its completions alone"
+
+
+def test_a_step_that_was_cut_off_keeps_its_finished_groups(tmp_path, model, monkeypatch):
+    monkeypatch.setattr(time_limits, "JOURNAL_FLUSH_S", 0.0)
+    asked: list[str] = []
+
+    def cut_off(prompt: str, number: int, sampling: Sampling) -> str:
+        asked.append(prompt)
+        if len(asked) > 24 + 14:  # in the second step: the reward processes run
+            if any(name.startswith("step_2-") for name in os.listdir(tmp_path / "run/.journal")):
+                raise KeyboardInterrupt
+            time.sleep(0.5)
+        return chance(prompt, number, sampling)
+
+    with source_of(tmp_path, model, cut_off, journal=(journal := journal_in(tmp_path))) as source:
+        source.cfg.trainer.train_batch_size = 12
+        first = source.next(1)
+        journal.wait()
+        with pytest.raises(KeyboardInterrupt):
+            source.next(2)
+        journal.close()
+    with source_of(tmp_path, model, chance, journal=journal_in(tmp_path)) as source:
+        source.cfg.trainer.train_batch_size = 12
+        assert bits(source.next(1)) == bits(first) and not source.runner.engines.seeds
+        assert len(source.next(2)) == 24 and 0 < len(source.runner.engines.seeds) < 24
+
+
+def test_rewards_that_fail_are_kept_only_once_the_step_accepts_them(tmp_path, model, monkeypatch):
+    """A step that ends because too many fail gets new ones, when the reward is repaired."""
+    monkeypatch.setattr(time_limits, "JOURNAL_FLUSH_S", 0.0)
+
+    def run(broken: bool, most: float) -> tuple[list[Any], int]:
+        monkeypatch.setenv("BROKEN_LENGTH", "1" if broken else "")
+        with source_of(
+            tmp_path, model, chance, journal=(journal := journal_in(tmp_path)), reward="length_unless_broken"
+        ) as source:
+            source.cfg.reward.max_error_rate = most
+            try:
+                return source.next(1), len(source.runner.engines.seeds)
+            finally:
+                journal.close()
+
+    with pytest.raises(UserError, match="max_error_rate"):
+        run(broken=True, most=0.0)
+    accepted, generated = run(broken=True, most=1.0)
+    assert generated and any(episode.failure for episode in accepted)
+    again, generated = run(broken=False, most=0.0)
+    assert bits(again) == bits(accepted) and not generated

@@ -1,0 +1,172 @@
+"""A run whose engines never repeat themselves, killed and continued: the real trainer over a toy learner."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.jobs import comparable, metrics
+from tests.support.replies import Replies, evaluator_beside, sampling_source
+from tests.support.runs import configured
+from tests.support.toy import ToyLearner
+from trainer.checkpoint.__main__ import main as checkpoint_tool
+from trainer.config import Config, DataConfig, RewardConfig, TinyConfig
+from trainer.metrics.timing import Timer
+from trainer.models.tiny import build_tiny
+from trainer.models.tokenizer import load_tokenizer
+from trainer.run.directory import RunDirectory
+from trainer.run.stopping import StopRequest
+from trainer.tasks.base import open_journal
+from trainer.trainer import Trainer
+
+STEPS = 6
+
+
+class Chance(Replies):
+    """Engines with other replies each time."""
+
+    synced_bytes = 0
+
+    def __init__(self, tokenizer: Any):
+        super().__init__(tokenizer, lambda prompt, number, sampling: os.urandom(4).hex()[: 1 + number])
+
+    def start(self, version: int, is_initial: bool) -> None:
+        pass
+
+    def sync_weights(self, version: int, running: str) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    path = str(tmp_path_factory.mktemp("model"))
+    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128), path)
+    return path
+
+
+def settings(root: Path, **trainer: Any) -> Config:
+    root.mkdir(exist_ok=True)
+    (root / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": f"p{i}", "answer": "x"}) for i in range(12)))
+    cfg = configured(
+        root / "run", total_steps=STEPS, ckpt_interval=2, val_interval=1, train_batch_size=3, resume_mode="latest",
+        max_ckpts_to_keep=9, on_resume_mismatch="stop", **trainer,
+    )  # fmt: skip
+    cfg.rollout.n, cfg.rollout.max_response_tokens = 2, 8
+    files = [str(root / "prompts.jsonl")]
+    cfg.data = DataConfig(train_files=files, val_files=files, val_size=2)
+    cfg.reward = RewardConfig(name="tests.support.hashed_reward:hashed", num_processes=1)
+    cfg.logger.progress = cfg.logger.plot = False
+    return cfg
+
+
+class Killed(BaseException):
+    pass
+
+
+def run(cfg: Config, model: str, kill_in: int | None = None) -> int:
+    """Run to the end, or to a kill in the update of a step; returns how many completions were generated."""
+    with RunDirectory(cfg).open() as directory:
+        tokenizer, timer, learner = load_tokenizer(model), Timer(), ToyLearner()
+        journal = open_journal(cfg, model, directory, timer)
+        engines = Chance(tokenizer)
+        source = sampling_source(cfg, engines, model, journal=journal)
+        update = learner.update
+
+        def update_or_die(experience: Any, step: int) -> dict[str, float]:
+            if step == kill_in:
+                raise Killed
+            return update(experience, step)
+
+        learner.update = update_or_die  # type: ignore[method-assign]
+        trainer = Trainer(
+            cfg, directory, source, learner, model, tokenizer, timer, StopRequest(None), journal,
+            evaluator_beside(source, model),
+        )  # fmt: skip
+        try:
+            trainer.fit()
+        except Killed:
+            directory.checkpoints.wait()
+        return len(engines.seeds)
+
+
+ONE_STEP = 3 * 2 + 2  # two completions for each of three prompts, and a validation of two
+
+
+def rows_of(root: Path) -> dict[int, dict[str, Any]]:
+    return {row["step"]: row for row in metrics(root / "run")}
+
+
+def test_steps_that_are_trained_again_are_as_they_were(tmp_path, model, caplog):
+    """With `on_resume_mismatch=stop`, a step that is trained on anything else would end the run."""
+    caplog.set_level("INFO")
+    cfg = settings(tmp_path)
+    assert run(cfg, model, kill_in=4) == 2 + 4 * ONE_STEP - 2, "its initial weights are validated"
+    before = rows_of(tmp_path)
+    assert {*before} == {0, 1, 2, 3}
+    assert run(cfg, model, kill_in=6) == 2 * ONE_STEP, "the validation of step 4, step 5, and step 6 without it"
+    assert "of steps 3 to 4, 8 groups came from the journal and 2 were generated\n" in caplog.text + "\n"
+    assert "resume verified: 1 replayed step identical" in caplog.text
+    middle = rows_of(tmp_path)
+    assert comparable([middle[step] for step in before]) == comparable([*before.values()])
+    assert run(cfg, model) == 2, "the validation of step 6"
+    after = rows_of(tmp_path)
+    assert {*after} == {*range(7)} and comparable([after[s] for s in middle]) == comparable([*middle.values()])
+    kept = {int(name.split("-")[0][5:]) for name in os.listdir(tmp_path / "run/.journal")}
+    assert kept == {5, 6}, "behind the last commit but one"
+
+
+def test_a_run_without_a_checkpoint_begins_with_its_records(tmp_path, model):
+    cfg = settings(tmp_path)
+    run(cfg, model, kill_in=2)
+    before = rows_of(tmp_path)
+    assert run(cfg, model, kill_in=2) == 0
+    assert comparable([*rows_of(tmp_path).values()]) == comparable([*before.values()]) and {*before} == {0, 1}
+
+
+def test_nothing_comes_back_without_the_journal(tmp_path, model):
+    cfg = settings(tmp_path)
+    run(cfg, model, kill_in=4)
+    cfg.rollout.journal = False
+    with pytest.raises(Exception, match="step 3 was not replayed as it had been logged"):
+        run(cfg, model)
+
+
+def test_a_changed_key_is_generated_anew_from_the_step_on_at_which_it_acts(tmp_path, model, caplog):
+    caplog.set_level("INFO")
+    cfg = settings(tmp_path)
+    run(cfg, model, kill_in=6)
+    for name in ("rate", "heat"):
+        shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-{name}"))
+    rate = settings(tmp_path.with_name(f"{tmp_path.name}-rate"), allow_config_change=["trainer.policy.optimizer.lr"])
+    rate.data = cfg.data
+    rate.trainer.policy.optimizer.lr *= 2
+    shutil.rmtree(f"{rate.trainer.ckpt_path}/global_step_4")
+    assert run(rate, model, kill_in=5) == 2 * ONE_STEP - 2 + 2, "the rollouts of step 3 are those of the old weights"
+    heat = settings(tmp_path.with_name(f"{tmp_path.name}-heat"), allow_config_change=["rollout.temperature"])
+    heat.data = cfg.data
+    heat.rollout.temperature = 0.5
+    caplog.clear()
+    assert run(heat, model, kill_in=6) == 2 * ONE_STEP - 2 and "of another config" in caplog.text
+
+
+def test_a_rollback_generates_anew(tmp_path, model):
+    cfg = settings(tmp_path)
+    run(cfg, model, kill_in=6)
+    assert checkpoint_tool(["rollback", str(tmp_path / "run"), "--to", "2"]) == 0
+    cfg.trainer.on_resume_mismatch = "warn"
+    assert run(cfg, model, kill_in=4) == 2 * ONE_STEP - 2
+
+
+def test_a_fork_generates_anew(tmp_path, model):
+    cfg = settings(tmp_path)
+    run(cfg, model, kill_in=4)
+    fork = settings(tmp_path / "fork", resume_path=f"{cfg.trainer.ckpt_path}/global_step_2")
+    fork.data, fork.trainer.resume_mode = cfg.data, "from_path"
+    shutil.copytree(tmp_path / "run/.journal", tmp_path / "fork/run/.journal")
+    assert run(fork, model, kill_in=4) == 2 * ONE_STEP - 2
+    assert run(fork, model, kill_in=4) == 0, "its own records have the same history again"

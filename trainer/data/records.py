@@ -1,0 +1,152 @@
+"""Episodes as an Arrow table, bit for bit: the format of the journal, and of rollouts that a run keeps."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainer.episodes import Episode, Sample
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+@functools.cache
+def schema() -> pa.Schema:
+    """Return the columns: one row for each episode.
+
+    `key` names its group in the journal. `messages`, `rewards` and `metrics` are JSON, which has any content; null
+    stands for what an episode does not have.
+    """
+    import pyarrow as pa  # slow to import, and starts a thread
+
+    sample = pa.struct(
+        [
+            ("token_ids", pa.list_(pa.int32())),
+            ("mask", pa.list_(pa.float32())),
+            ("logprobs", pa.list_(pa.float32())),
+            ("weight_versions", pa.list_(pa.int64())),
+        ]
+    )
+    texts = [(name, pa.string()) for name in ("key", "group", "uid", "messages", "answer", "status", "failure")]
+    of_reward = [("reward", pa.float64()), ("baseline", pa.float64()), ("rewards", pa.string())]
+    others = [("metrics", pa.string()), ("turns", pa.int64()), ("samples", pa.list_(sample))]
+    return pa.schema([("step", pa.int64()), *texts, *of_reward, *others])
+
+
+_PLAIN = ("group", "uid", "turns", "answer", "status", "reward", "baseline", "failure")
+_JSON = ("messages", "rewards", "metrics")
+
+
+def encode(step: int, groups: Mapping[str, Sequence[Episode]], about: Mapping[str, str] | None = None) -> bytes:
+    """Return groups of episodes, by key, as an Arrow IPC file. The same groups give the same bytes.
+
+    Args:
+        about: metadata of the file.
+
+    Raises:
+        ValueError: an episode has a value that the format cannot hold.
+    """
+    import pyarrow as pa
+
+    keys = [key for key, episodes in groups.items() for _ in episodes]
+    episodes = [episode for group in groups.values() for episode in group]
+    try:
+        columns: dict[str, Any] = {name: [getattr(episode, name) for episode in episodes] for name in _PLAIN}
+        columns |= {name: [_as_json(getattr(episode, name)) for episode in episodes] for name in _JSON}
+        columns |= {"step": [step] * len(episodes), "key": keys, "samples": _samples_column(episodes)}
+        table = pa.table([columns[name] for name in schema().names], schema().with_metadata(dict(about or {})))
+    except (TypeError, UnicodeError, pa.ArrowException) as error:
+        raise ValueError(str(error)) from error
+    sink = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.ipc.new_file(sink, table.schema, options=options) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+def decode(data: bytes) -> tuple[dict[str, list[Episode]], dict[str, str]]:
+    """Return the groups of a file, by key, and the metadata of the file.
+
+    Raises:
+        ValueError: the file is damaged, or is another one.
+    """
+    import pyarrow as pa
+
+    try:
+        table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
+        if not table.schema.equals(schema()):
+            raise ValueError("it has other columns")
+        table.validate(full=True)
+        rows = table.select([*_PLAIN, *_JSON, "key"]).to_pylist()
+        samples = _samples_of(table.column("samples").combine_chunks())
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(str(error)) from error
+    groups: dict[str, list[Episode]] = {}
+    for row, own in zip(rows, samples, strict=True):
+        key = row.pop("key")
+        row |= {name: json.loads(row[name]) for name in _JSON}
+        groups.setdefault(key, []).append(Episode(samples=own, **row))
+    about = {name.decode(): value.decode() for name, value in (table.schema.metadata or {}).items()}
+    return groups, about
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(dict(value) if isinstance(value, Mapping) else list(value))
+
+
+def _samples_column(episodes: Sequence[Episode]) -> pa.Array:
+    import pyarrow as pa
+
+    samples = [sample for episode in episodes for sample in episode.samples]
+    fields = [
+        _lists([sample.token_ids for sample in samples], np.int32),
+        _lists([sample.mask for sample in samples], np.float32),
+        _lists([sample.logprobs for sample in samples], np.float32),
+        _lists([sample.weight_versions for sample in samples], np.int64),
+    ]
+    structs = pa.StructArray.from_arrays(fields, fields=list(schema().field("samples").type.value_type))
+    return pa.ListArray.from_arrays(_offsets([len(episode.samples) for episode in episodes]), structs)
+
+
+def _lists(arrays: Sequence[Any], dtype: Any) -> pa.ListArray:
+    """Return arrays of numbers as one column; None stays null."""
+    import pyarrow as pa
+
+    present = [np.asarray(() if one is None else one, dtype) for one in arrays]
+    values = np.concatenate(present) if present else np.zeros(0, dtype)
+    missing = pa.array([one is None for one in arrays], pa.bool_())
+    return pa.ListArray.from_arrays(_offsets([len(one) for one in present]), pa.array(values), mask=missing)
+
+
+def _offsets(lengths: Sequence[int]) -> pa.Array:
+    import pyarrow as pa
+
+    bounds = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    if bounds[-1] >= 2**31:
+        raise ValueError("there are more than 2^31 tokens")
+    return pa.array(bounds.astype(np.int32))
+
+
+def _samples_of(column: pa.ListArray) -> list[list[Sample]]:
+    structs = column.values
+    tokens, masks, logprobs, versions = (_arrays(structs.field(i)) for i in range(4))
+    made = [
+        Sample(tokens[i], masks[i], logprobs[i], None if versions[i] is None else tuple(versions[i].tolist()))
+        for i in range(len(structs))
+    ]
+    bounds = column.offsets.to_pylist()
+    return [made[start:end] for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+
+
+def _arrays(column: pa.ListArray) -> list[Any]:
+    values, bounds = column.values.to_numpy(zero_copy_only=False), column.offsets.to_pylist()
+    missing = column.is_null().to_pylist()
+    return [
+        None if missing[i] else values[start:end].copy()
+        for i, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True))
+    ]

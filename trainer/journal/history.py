@@ -1,0 +1,90 @@
+"""Which weights sampled: a digest of all that a run has trained on, and which episodes a record stands for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from trainer import __version__
+from trainer.checkpoint.components import Restore
+from trainer.checkpoint.manifest import Checkpoint, read_object
+from trainer.checkpoint.start_weights import fingerprint_weights
+from trainer.config import Config
+from trainer.episodes import Episode
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Digests of the settings that decide what a step does.
+
+    Settings that only round in another way, such as the number of ranks, are in neither.
+    """
+
+    rollouts: str
+    """Of those that decide rollouts and rewards."""
+    updates: str
+    """Of those that decide the update, and of the ones before."""
+
+
+def digest(*parts: Any) -> str:
+    """Return a digest of values that JSON knows, and of their order."""
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+
+
+def identity(rollouts: Mapping[str, Any], updates: Mapping[str, Any], weights: str) -> Identity:
+    """Return the identity of a run.
+
+    Args:
+        rollouts: the settings that decide rollouts and rewards, by key.
+        updates: the settings that decide the update, by key.
+        weights: fingerprint of the initial weights that the run goes on computing with.
+    """
+    of_rollouts = digest(__version__, weights, rollouts)
+    return Identity(of_rollouts, digest(of_rollouts, updates))
+
+
+def first_history(cfg: Config, model_path: str) -> str:
+    """Return the history of the weights that a run begins with."""
+    return digest("start", fingerprint_weights(cfg, model_path, begins=True))
+
+
+def history_at(checkpoint: Checkpoint, restore: Restore) -> str:
+    """Return the history of the weights that a run continues with. That of a fork begins with its parent.
+
+    Earlier versions saved none: then it begins with the checkpoint.
+    """
+    saved = None if restore.fork else read_object(checkpoint, "trainer_state.json").get("history")
+    if isinstance(saved, str):
+        return saved
+    return digest("checkpoint", checkpoint.manifest["self"], sorted(restore.kinds), restore.fork)
+
+
+def after(history: str, episodes: Iterable[Episode], settings: Identity) -> str:
+    """Return the history of the weights that come of an update, from the history of the weights before it."""
+    return digest(history, digest_episodes(episodes), settings.updates)
+
+
+def digest_episodes(episodes: Iterable[Episode]) -> str:
+    """Return a digest of the content of episodes, and of their order."""
+    content = xxhash.xxh3_128()
+    for episode in episodes:
+        fields = (episode.group, episode.uid, episode.status, episode.failure, episode.turns, len(episode.samples))
+        content.update(repr(fields).encode("utf-8", "surrogatepass"))
+        content.update(_bits(episode.reward) + _bits(episode.baseline))
+        for sample in episode.samples:
+            arrays: Sequence[Any] = (sample.token_ids, sample.mask, sample.logprobs)
+            for array, kind in zip(arrays, (np.int64, np.float32, np.float32), strict=True):
+                content.update(b"none" if array is None else np.asarray(array, kind).tobytes())
+            content.update(f"{len(sample.token_ids)} {sample.weight_versions}".encode())
+    return content.hexdigest()
+
+
+def _bits(value: float | None) -> bytes:
+    return b"none" if value is None else struct.pack("<d", value)

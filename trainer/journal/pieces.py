@@ -1,0 +1,188 @@
+"""The files of the journal: on the disk of the run, and copies in an object store if the checkpoints are there."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Collection
+from functools import partial
+
+from trainer.checkpoint.storage import JOURNAL, Storage, for_each, open_storage, records_in, remove_records
+from trainer.errors import UserError, one_line
+from trainer.files.atomic_io import digest_bytes, read_file, write_file
+from trainer.process import time_limits
+
+LOG = logging.getLogger(__name__)
+
+_PARALLEL = 8
+
+
+class Pieces:
+    """Files that are written once and never changed: `step_N-<xxh3-128 of the content>.arrow`.
+
+    Args:
+        run_dir: holds the directory of the journal.
+        fence: raises if this process no longer holds the run directory.
+    """
+
+    def __init__(self, run_dir: str, fence: Callable[[], None]):
+        self.directory = os.path.join(run_dir, JOURNAL)
+        self._disk = open_storage(run_dir)
+        self._fence = fence
+
+    def names(self) -> dict[str, int]:
+        """Return the steps of the files, by name."""
+        return records_in(self._disk)
+
+    def write(self, step: int, data: bytes) -> str:
+        """Write a durable file; return its name.
+
+        Raises:
+            OSError: it cannot be written.
+            UserError: another job holds the run directory.
+        """
+        name = f"step_{step}-{digest_bytes(data)}.arrow"
+        os.makedirs(self.directory, exist_ok=True)
+        try:
+            write_file(self._path(name), data, self._fence)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.remove(f"{self._path(name)}.tmp")
+            raise
+        return name
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a file.
+
+        Raises:
+            ValueError: the file is damaged.
+            OSError: it cannot be read.
+        """
+        data = read_file(self._path(name))
+        if not is_intact(name, data):
+            raise ValueError("its content does not agree with its name")
+        return data
+
+    def delete(self, names: Collection[str]) -> None:
+        """Delete files. One that cannot be deleted stays."""
+        for name in names:
+            with contextlib.suppress(OSError):
+                self._fence()
+                self._disk.delete(f"{JOURNAL}/{name}")
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.directory, name)
+
+
+class Upkeep:
+    """Deletes files, and copies them to a store, on a thread. What fails costs disk space or time, no more.
+
+    Args:
+        storage: of the checkpoints; None: they are on a disk, and nothing is copied.
+        fence: raises if this process no longer holds the checkpoints.
+    """
+
+    def __init__(self, pieces: Pieces, storage: Storage | None, fence: Callable[[], None]):
+        self._pieces = pieces
+        self._storage = storage
+        self._fence = fence
+        self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._has_failed = False
+
+    def fetch(self, is_wanted: Callable[[int], bool]) -> None:
+        """Bring the files of some steps to the disk, as far as it lacks them."""
+        if self._storage is None:
+            return
+        storage, here = self._storage, self._pieces.names()
+        try:
+            there = records_in(storage)
+
+            def bring(name: str) -> None:
+                data = storage.get(f"{JOURNAL}/{name}")
+                if is_intact(name, data):
+                    self._pieces.write(there[name], data)
+
+            for_each(bring, [name for name, step in there.items() if is_wanted(step) and name not in here], _PARALLEL)
+        except OSError as error:
+            LOG.warning("rollout.journal: not all records in %s are used (%s)", storage.root, one_line(str(error)))
+
+    def copy(self, name: str) -> None:
+        """Begin to copy a file to the store."""
+        if self._storage is not None:
+            self._begin(partial(self._copy, self._storage, name))
+
+    def remove(self, is_unwanted: Callable[[int], bool]) -> None:
+        """Delete the files of some steps, on the disk and in the store.
+
+        Raises:
+            OSError: the store fails.
+        """
+        self._pieces.delete([name for name, step in self._pieces.names().items() if is_unwanted(step)])
+        if self._storage is not None:
+            self._fence()
+            remove_records(self._storage, is_unwanted)
+
+    def remove_until(self, oldest: Callable[[], int]) -> None:
+        """Begin to delete the files of the steps up to `oldest()`, which is called on the thread."""
+
+        def remove() -> None:
+            last = oldest()
+            if last > 0:
+                self.remove(lambda step: step <= last)
+
+        self._begin(remove)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until all that has begun is done; return whether it is."""
+        done = threading.Event()
+        self._begin(done.set)
+        return done.wait(timeout_s)
+
+    def close(self) -> None:
+        """End the thread. What has not begun after some seconds is dropped."""
+        if self._thread is not None:
+            self.wait(time_limits.JOURNAL_CLOSE_S)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._tasks.get_nowait()
+        if self._thread is not None:
+            self._tasks.put(None)
+            self._thread = None
+
+    def _copy(self, storage: Storage, name: str) -> None:
+        try:
+            data = self._pieces.read(name)
+        except (FileNotFoundError, ValueError):  # it is deleted, or damaged
+            return
+        self._fence()
+        storage.put(f"{JOURNAL}/{name}", data)
+
+    def _begin(self, task: Callable[[], object]) -> None:
+        self._tasks.put(task)
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="journal-upkeep", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+                self._has_failed = False
+            except (OSError, UserError) as error:
+                if not self._has_failed:
+                    LOG.warning(
+                        "rollout.journal: the records are not copied or deleted (%s); training continues",
+                        one_line(str(error)),
+                    )
+                self._has_failed = True
+
+
+def is_intact(name: str, data: bytes) -> bool:
+    """Return whether a file has the content that its name says."""
+    return name.endswith(f"-{digest_bytes(data)}.arrow")

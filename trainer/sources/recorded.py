@@ -1,0 +1,78 @@
+"""Episodes of a call that the journal has, and those that are to be run and recorded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from trainer.data.row_digest import digest_rows
+from trainer.environments.episode_runner import RolloutRequest
+from trainer.episodes import Episode
+from trainer.journal.journal import Journal
+
+
+class RecordedGroups:
+    """The groups of a call: which the journal has, and which it gets.
+
+    Args:
+        requests: the same number for each group, those of one group together.
+    """
+
+    def __init__(self, journal: Journal, requests: Sequence[RolloutRequest]):
+        self._journal = journal
+        self._step = requests[0].step
+        n = self.size = len(requests) // len({request.group for request in requests})
+        groups = [requests[i : i + n] for i in range(0, len(requests), n)]
+        self._keys = [_key(journal, group) if journal.is_on else "" for group in groups]
+        self._found = journal.find(self._step, self._keys)
+        self._missing_keys = [key for key in self._keys if key not in self._found]
+        self.missing = [
+            request
+            for key, group in zip(self._keys, groups, strict=True)
+            if key not in self._found
+            for request in group
+        ]
+        """The requests of the groups that the journal lacks."""
+        self._kept: set[int] = set()
+        self.count = len(requests)
+        """Of all requests."""
+
+    def keep(self, finished: Mapping[int, Episode]) -> None:
+        """Record the groups that are complete. One with a failure waits for `keep_rest`.
+
+        Args:
+            finished: episodes with their rewards, by their indices in `missing`.
+        """
+        if not self._journal.is_on:
+            return
+        groups = {}
+        for number in {index // self.size for index in finished}:
+            members = range(number * self.size, (number + 1) * self.size)
+            if all(index in finished and not finished[index].failure for index in members):
+                groups[number] = [finished[index] for index in members]
+        self._add(groups)
+
+    def keep_rest(self, episodes: Sequence[Episode]) -> list[Episode]:
+        """Record all groups that are not recorded yet; return the episodes of all requests.
+
+        Args:
+            episodes: those of `missing`.
+        """
+        groups = {i // self.size: list(episodes[i : i + self.size]) for i in range(0, len(episodes), self.size)}
+        if self._journal.is_on:
+            self._add(groups)
+        made = iter(groups.values())
+        return [episode for key in self._keys for episode in self._found.get(key) or next(made)]
+
+    def _add(self, groups: Mapping[int, list[Episode]]) -> None:
+        new = {number: group for number, group in groups.items() if number not in self._kept}
+        self._journal.add(self._step, {self._missing_keys[number]: group for number, group in new.items()})
+        self._kept |= new.keys()
+
+
+def _key(journal: Journal, group: Sequence[RolloutRequest]) -> str:
+    """Return the key of a group: a digest of all that decides its episodes."""
+    prompt = group[0].prompt
+    content = digest_rows([prompt.row], prompt.token_ids, prompt.text, prompt.answer, prompt.messages)
+    numbers = [request.number for request in group]
+    return journal.key(group[0].step, group[0].group, numbers, dataclasses.astuple(group[0].sampling), content)
