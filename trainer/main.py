@@ -14,7 +14,6 @@ from collections.abc import Iterator
 
 from trainer.config import Config
 from trainer.config.command_line import run_app
-from trainer.config.engines import ENGINES
 from trainer.config.hydra import words_given
 from trainer.config.overrides import unread_words
 from trainer.config.trainer import PROCESSES
@@ -65,7 +64,7 @@ def _check_machine(cfg: Config) -> str:
         from trainer.objectives.base import make_objective  # the first import of torch: the config has passed
         from trainer.parallel.mesh import pick_device
     with stage("checking the config"):
-        device = pick_device(cfg.trainer.device, ENGINES[cfg.rollout.engine] if cfg.task.generates else None)
+        device = pick_device(cfg.trainer.device, cfg.engine if cfg.task.generates else None)
         _check_devices(cfg, device)
         make_objective(cfg).check()
     return device

@@ -210,6 +210,17 @@ class SlowEngine(PlainEngine):
         super().__init__(model_path, **options)
 
 
+class ServedEngine(PlainEngine):
+    """Speaks for two processes on another host, which hold other weights than those of the start."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self._weights = 99
+
+    def receivers(self) -> list[str]:
+        return ["10.0.0.7"] * 2
+
+
 class ForgetfulEngine(PlainEngine):
     """Keeps the version that it has."""
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from trainer.cluster.fork_server import BUILD, HOST, ForkServer
 from trainer.cluster.gpu_health import GpuHealthCheck
-from trainer.cluster.resources import FindGpus, check_gpus
+from trainer.cluster.resources import FindGpus, check_gpus, gpus_per_engine
 from trainer.cluster.stacks import py_spy_stacks
 from trainer.cluster.timeouts import timeouts_of
 from trainer.cluster.worker_groups import WorkerGroup, stacks_of
@@ -86,7 +86,7 @@ class ProcessCluster:
         self, factory: Any, args: tuple, env: dict[str, str], find_gpus: FindGpus | None = None
     ) -> WorkerGroup:
         """Start `rollout.num_engines` processes that host `factory(*args)` (see `worker_groups.Cluster`)."""
-        size, count = self.cfg.rollout.tensor_parallel_size, self.cfg.rollout.num_engines
+        size, count = gpus_per_engine(self.cfg, self.device), self.cfg.rollout.num_engines
         if find_gpus is not None:
             return self._launch("engine", factory, [args] * count, env, lambda engine: _gpus_of(find_gpus(engine)), [])
         gpus = self._allocate_gpus(size * count)

@@ -27,7 +27,14 @@ from trainer.cluster.gpu_health import GpuHealthCheck
 from trainer.cluster.node_health import Node, NodeHealth
 from trainer.cluster.ray_head import RayHead
 from trainer.cluster.ray_tmpdir import check_tmpdir
-from trainer.cluster.resources import FindGpus, check_gpus, forwarded_variables, max_world_size, rank_groups
+from trainer.cluster.resources import (
+    FindGpus,
+    check_gpus,
+    forwarded_variables,
+    gpus_per_engine,
+    max_world_size,
+    rank_groups,
+)
 from trainer.cluster.timeouts import timeouts_of
 from trainer.cluster.worker_groups import WorkerGroup, stacks_of
 from trainer.config import Config
@@ -199,7 +206,7 @@ class RayCluster:
             def options(engine: int) -> dict[str, Any]:
                 return placement.options_colocated_with(find_gpus(engine))
         else:
-            bundle, started = self._bundle(r.tensor_parallel_size), set[int]()
+            bundle, started = self._bundle(gpus_per_engine(self.cfg, self.device)), set[int]()
             placed = self._place_separately(bundle, r.num_engines)
 
             def options(engine: int) -> dict[str, Any]:
@@ -250,7 +257,7 @@ class RayCluster:
 
     def _bundle(self, gpus: int) -> dict[str, float]:
         """Return the resources of one process: a CPU and, on GPUs, `gpus` GPUs."""
-        return {"CPU": 1, **({"GPU": gpus} if self.device == "cuda" else {})}
+        return {"CPU": 1, **({"GPU": gpus} if self.device == "cuda" and gpus else {})}
 
     def _place_separately(self, bundle: dict[str, float], count: int) -> list[PlacementGroup]:
         """Return `count` placement groups, on the nodes that Ray would choose for one group of `count` bundles.

@@ -18,6 +18,11 @@ def rank_groups(cfg: Config) -> int:
     return 1 if cfg.trainer.colocate_roles else len(cfg.roles)
 
 
+def gpus_per_engine(cfg: Config, device: str) -> int:
+    """Return the GPUs of the job that each engine takes; 0 on `cpu`, and for engines that need none."""
+    return cfg.rollout.tensor_parallel_size if device == "cuda" and cfg.engine.gpus else 0
+
+
 def check_gpus(cfg: Config, available: int) -> None:
     """Check that there are enough GPUs for ranks and engines.
 
@@ -26,7 +31,7 @@ def check_gpus(cfg: Config, available: int) -> None:
     """
     t, r = cfg.trainer, cfg.rollout
     ranks = t.num_workers * rank_groups(cfg)
-    engines = cfg.num_engines * r.tensor_parallel_size
+    engines = cfg.num_engines * gpus_per_engine(cfg, "cuda") if cfg.num_engines else 0
     if r.colocate and engines > t.num_workers:
         raise UserError(
             f"rollout.num_engines={r.num_engines}: with rollout.colocate the engines need {engines} "
@@ -65,9 +70,9 @@ def max_world_size(cfg: Config, device: str, free: Sequence[Mapping[str, float]]
         A multiple of the number of ranks that the layout needs. 0: the capacity is too small for any.
     """
     t, on_gpus = cfg.trainer, device == "cuda"
-    size = cfg.rollout.tensor_parallel_size if on_gpus else 1
-    if on_gpus and cfg.rollout.colocate:
-        engines = 0
+    size = gpus_per_engine(cfg, device) if on_gpus else 1
+    if on_gpus and (cfg.rollout.colocate or not size):
+        engines, size = 0, 1
     slots = [int(min(node.get("CPU", 0), node.get("GPU", 0)) if on_gpus else node.get("CPU", 0)) for node in free]
     if sum(count // size for count in slots) < engines:
         return 0

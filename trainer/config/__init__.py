@@ -15,7 +15,7 @@ from trainer.config.algorithm import (
     own_defaults,
 )
 from trainer.config.data import DataConfig
-from trainer.config.engines import ENGINES
+from trainer.config.engines import ENGINES, EngineSpec
 from trainer.config.environment import EnvironmentConfig
 from trainer.config.hydra import compose, conf_dir, register, to_config
 from trainer.config.logger import LoggerConfig, WandbConfig

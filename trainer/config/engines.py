@@ -5,8 +5,16 @@ Whatever depends on the engine asks this table, so that a new engine is one more
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.errors import UserError
+from trainer.import_utils import import_function
+from trainer.process.signals import SIGNALS
+
+KEY = "rollout.engine"
 
 DETERMINISTIC_CUDA = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Variables of all processes on GPUs with `trainer.deterministic`. cuBLAS reads them when CUDA starts."""
@@ -23,6 +31,14 @@ class EngineSpec:
     """Import path `package.module:Class`; the class is an `Engine` of `trainer.generation.engine`."""
     transports: tuple[str, ...] = ("shared_memory",)
     """Ways in which it can receive weights, of the values of `rollout.weight_sync`."""
+    gpus: bool = True
+    """Engines take GPUs of the job, if it has some: `rollout.tensor_parallel_size` of them each."""
+    holds_start_weights: bool = True
+    """An engine that has been built holds the initial weights of the policy. false: it is older than the job, and may
+    hold others. It gets the weights before the first step."""
+    names_receivers: bool = False
+    """It says itself on which hosts its processes take weights (`ServedEngine.receivers`). false: the process that
+    builds it takes them, and one more for each further GPU."""
     max_lora_rank: int = 0
     """Largest rank of adapters that it serves over the initial weights; 0: it serves no adapters."""
     tensor_parallel: bool = False
@@ -41,6 +57,10 @@ class EngineSpec:
     """Further variables of its processes on GPUs with `trainer.deterministic`."""
     deterministic_torch: bool = False
     """With `trainer.deterministic`, torch is to choose deterministic kernels for it. false: it chooses its own."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a new `Engine` in this process."""
+        return import_function(self.path, KEY)(*args, **kwargs)
 
     def environment_on(self, device: str, deterministic: bool = False) -> dict[str, str]:
         """Return the variables that a process needs before it imports the engine. `device` is `cuda` or `cpu`."""
@@ -83,6 +103,28 @@ ENGINES: dict[str, EngineSpec] = {
         deterministic_torch=True,
     ),
 }
+
+
+def find_engine(name: str) -> EngineSpec:
+    """Return the engine that `rollout.engine` names: one of `ENGINES`, or the value or class of an import path.
+
+    Raises:
+        UserError: there is none.
+    """
+    return ENGINES[name] if name in ENGINES else _import_engine(name)
+
+
+@functools.cache
+def _import_engine(path: str) -> EngineSpec:
+    with SIGNALS.blocked():
+        import numpy  # noqa: F401 - its threads, which the module may start, must block signals while Ray starts
+    found: Any = import_function(path, KEY, known=ENGINES)
+    if isinstance(found, EngineSpec):
+        return found
+    if not isinstance(found, type):
+        problem = "it must be an EngineSpec (trainer.config), or a class like Engine (trainer.generation.engine)"
+        raise UserError(f"{KEY}={path}: is a {type(found).__name__}; {problem}")
+    return EngineSpec(path)
 
 
 def engines_with(feature: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.engines import ENGINES, engines_with
+from trainer.config.engines import engines_with, find_engine
 from trainer.config.fields import Section, choice, config_error, number, open_section, setting
 
 if TYPE_CHECKING:
@@ -16,8 +16,9 @@ _LOWEST_TEMPERATURE = 0.01  # vLLM replaces anything lower by this
 
 @dataclass
 class RolloutConfig(Section):
-    engine: str = choice("vllm", ENGINES, resume="rollouts")
-    """Inference engine: `vllm` or `transformers`."""
+    engine: str = setting("vllm", resume="rollouts")
+    """Inference engine: `vllm`, `transformers`, or an engine of your own, by the import path of its class or
+    `EngineSpec`."""
     num_engines: int = number(1, at_least=1, resume="rounding")
     """Number of engines. Prompts are spread over them."""
     tensor_parallel_size: int = number(1, at_least=1, resume="rounding")
@@ -65,17 +66,19 @@ class RolloutConfig(Section):
     """Further arguments for `vllm.LLM`."""
 
     def check(self, config: Config, name: str) -> None:
-        spec = ENGINES[self.engine]
+        spec = find_engine(self.engine)
         if self.tensor_parallel_size > 1 and not spec.tensor_parallel:
             problem = f"rollout.engine={self.engine} runs on one device; choose {engines_with('tensor_parallel')}"
             raise config_error(config, "rollout.tensor_parallel_size", problem)
         if self.engine_args and not spec.engine_args:
             problem = f"rollout.engine={self.engine} takes none; choose {engines_with('engine_args')}"
             raise config_error(config, "rollout.engine_args", problem)
+        if self.colocate and not spec.gpus:
+            raise config_error(config, "rollout.colocate", f"rollout.engine={self.engine} takes no GPUs; choose false")
         self._check_lora(config)
 
     def _check_lora(self, config: Config) -> None:
-        rank, most = config.trainer.policy.lora.rank, ENGINES[self.engine].max_lora_rank
+        rank, most = config.trainer.policy.lora.rank, find_engine(self.engine).max_lora_rank
         if rank is None and self.lora_sync != "auto":
             raise config_error(config, "rollout.lora_sync", "needs trainer.policy.lora.rank")
         if rank is None or self.lora_sync != "adapter":

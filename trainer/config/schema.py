@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.data import DataConfig
-from trainer.config.engines import ENGINES
+from trainer.config.engines import EngineSpec, find_engine
 from trainer.config.environment import EnvironmentConfig
 from trainer.config.fields import Section, config_error, subsection, value_of, walk_keys, walk_sections
 from trainer.config.logger import LoggerConfig
@@ -76,6 +76,15 @@ class Config(Section):
         return t.val_before_train and t.val_interval > 0 and "trainer.val_before_train" not in self.task.unused
 
     @property
+    def engine(self) -> EngineSpec:
+        """The inference engine.
+
+        Raises:
+            UserError: `rollout.engine` names none.
+        """
+        return find_engine(self.rollout.engine)
+
+    @property
     def num_engines(self) -> int:
         """Number of inference engines."""
         return self.rollout.num_engines if self.task.generates else 0
@@ -97,7 +106,7 @@ class Config(Section):
         rank, setting = self.trainer.policy.lora.rank, self.rollout.lora_sync
         if rank is None or setting == "merged":
             return False
-        return setting == "adapter" or rank <= ENGINES[self.rollout.engine].max_lora_rank
+        return setting == "adapter" or rank <= self.engine.max_lora_rank
 
     def check(self, config: Config, name: str) -> None:
         for allowed in self.trainer.allow_config_change:

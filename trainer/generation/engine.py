@@ -98,6 +98,14 @@ class Engine(Protocol):
         ...
 
 
+class ServedEngine(Engine, Protocol):
+    """An engine with `EngineSpec.names_receivers`: what takes the weights is not the process that speaks for it."""
+
+    def receivers(self) -> list[str]:
+        """Return the host of each process that takes weights."""
+        ...
+
+
 class StreamingEngine(Engine, Protocol):
     """An engine with `EngineSpec.streaming`: it takes more requests while it generates.
 

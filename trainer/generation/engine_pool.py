@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,10 +11,10 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trainer.cluster.resources import rank_groups
+from trainer.cluster.resources import gpus_per_engine, rank_groups
 from trainer.cluster.worker_groups import CallFutures
 from trainer.config import Config
-from trainer.config.engines import ENGINES
+from trainer.config.engines import EngineSpec
 from trainer.errors import UserError, WorkerError, describe_error, failure_source_of, set_failure_source
 from trainer.generation.colocation import GpuAssignment, assign_gpus, colocated_ranks, gpus_of
 from trainer.generation.dispatcher import Dispatcher
@@ -82,21 +81,23 @@ class EnginePool:
         self.synced_bytes = 0
         """Size of the weights or adapters of the last sync."""
         self._waking_bytes = 0  # of each GPU; 0: not known
-        self._spec = spec = ENGINES[cfg.rollout.engine]
+        self._spec = spec = cfg.engine
+        self._gpus = gpus_per_engine(cfg, cluster.device)  # of each engine
+        self._device = "cuda" if self._gpus else "cpu"  # of the engines
         build = functools.partial(
             _build_engine,
-            spec.path,
+            spec,
             cfg.trainer.deterministic and spec.deterministic_torch,
             model_path,
             dtype=cfg.rollout.dtype,
             seed=cfg.trainer.seed,
             rollout=cfg.rollout,
-            device=cluster.device,
+            device=self._device,
             trust_remote_code=cfg.model.trust_remote_code,
             **({"lora_rank": cfg.trainer.policy.lora.rank} if cfg.syncs_adapter else {}),
         )
         self._awake_blocks: set[object] = set()
-        self._memory = GpuMemory(cfg.rollout.colocate and cluster.device == "cuda")
+        self._memory = GpuMemory(cfg.rollout.colocate and self._gpus > 0)
         self._has_started = False
         self._has_synced = False
         self._assignments: list[GpuAssignment | None] = []
@@ -104,7 +105,7 @@ class EnginePool:
             self._assign_gpus()
             self._transport = self._choose_transport(self._rank_placements)
         assignment = self._assignment if self._memory.shared else None
-        environment = spec.environment_on(cluster.device, cfg.trainer.deterministic)
+        environment = spec.environment_on(self._device, cfg.trainer.deterministic)
         group = cluster.launch_engines(build, (), environment, assignment)
         window_s, has_capacity = 60 * cfg.trainer.restart_window_minutes, functools.partial(cluster.has_capacity, group)
         self._engines = Engines(group, self._memory, cfg.trainer.max_restarts, window_s, has_capacity)
@@ -112,7 +113,7 @@ class EnginePool:
             self._engines,
             spec.streaming,
             cfg.rollout.max_num_seqs,
-            cluster.device,
+            self._device,
             cfg.trainer.deterministic,
             self._refit,
         )
@@ -138,7 +139,7 @@ class EnginePool:
 
         Args:
             version: of the policy's weights.
-            is_initial: these are the initial weights, which the engines hold already.
+            is_initial: these are the initial weights, which new engines hold already.
 
         Raises:
             UserError: weights cannot reach the engines in the way that the config says.
@@ -150,14 +151,16 @@ class EnginePool:
             self._wait_for_engine()
         else:
             self._engines.load()
-            self._transport = self._choose_transport([*self._ranks.policy.placements(), *self._engines.placements()])
+            self._transport = self._choose_transport([*self._ranks.policy.placements(), *self._receiver_places()])
         self._has_started, self._receivers = True, []
         if self._transport in _STREAMED:
             self._transfer_count = 0
             self._open_transfer(self._engines.lifecycle.loaded)
         elif self._transport == "shared_memory":
             self._ranks.check_shared(self._cfg.rollout.dtype)  # now, not after the first step
-        if is_initial and self._transport == "shared_memory":  # what else cannot work must fail before the first step
+        if (
+            is_initial and self._spec.holds_start_weights and self._transport == "shared_memory"
+        ):  # what else cannot work must fail before the first step
             self._engines.mark_ready(
                 self._engines.call(self._engines.lifecycle.loaded, "set_version", version), version
             )
@@ -329,7 +332,7 @@ class EnginePool:
 
     def _open_transfer(self, receivers: list[int]) -> None:
         """Choose where the ranks and these engines meet for the weights."""
-        r, device, first = self._cfg.rollout, self._cluster.device, self._cfg.trainer.master_port
+        r, device, first = self._cfg.rollout, self._device, self._cfg.trainer.master_port
         settings = {
             "device": device,
             "timeout_s": self._cfg.trainer.collective_timeout_s,
@@ -338,12 +341,24 @@ class EnginePool:
         if self._transport == "ipc":
             self._transfer: Broadcast | Ipc = Ipc(secrets.token_hex(16), self._colocated_ranks(receivers), **settings)
         else:
-            settings["receivers"] = len(receivers) * (r.tensor_parallel_size if device == "cuda" else 1)
+            settings["receivers"] = self._count_receivers(receivers)
             is_first = self._transfer_count == 0  # the port of an earlier group is still in use
             port = first + rank_groups(self._cfg) if first and is_first else 0
             self._transfer = Broadcast(self._cluster.rendezvous_address(self._ranks.policy, port), **settings)
         self._transfer_count += 1
         self._receivers = self._processes(receivers)
+
+    def _receiver_places(self) -> list[dict[str, Any]]:
+        """Return the host of each process that takes weights, once the engines are loaded."""
+        if not self._spec.names_receivers:
+            return self._engines.placements()
+        found = self._engines.call(self._engines.lifecycle.loaded, "receivers")
+        return [{"host": host} for hosts in found.values() for host in hosts]
+
+    def _count_receivers(self, engines: Sequence[int]) -> int:
+        if not self._spec.names_receivers:
+            return len(engines) * max(1, self._gpus)
+        return sum(map(len, self._engines.call(engines, "receivers").values()))
 
     def _processes(self, engines: Iterable[int]) -> list[Any]:
         return [self._engines.group.workers[engine] for engine in engines]
@@ -392,7 +407,7 @@ class EnginePool:
         if self._cfg.syncs_adapter:
             return "adapter"
         same_node = len({placement["host"] for placement in placements}) == 1
-        return choose_transport(self._cfg.rollout, same_node, self._cluster.device)
+        return choose_transport(self._cfg.rollout, same_node, self._device)
 
     # What engines load, and the sending side that must run at the same time, if there is one.
 
@@ -423,14 +438,13 @@ class EnginePool:
         return self._ranks.call_one("policy", "adapter_config", self._model_path)
 
 
-def _build_engine(path: str, deterministic: bool, *args: Any, **kwargs: Any) -> Engine:
+def _build_engine(spec: EngineSpec, deterministic: bool, *args: Any, **kwargs: Any) -> Engine:
     """Runs in the engine's process, so that the driver need not import engines, which takes seconds."""
     if deterministic:
         from trainer.parallel.determinism import use_deterministic_kernels
 
         use_deterministic_kernels(warn_only=True)  # `top_p` adds up probabilities, which has no such kernel
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)(*args, **kwargs)
+    return spec(*args, **kwargs)
 
 
 def _wait_for_all(*waits: Callable[[], Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainer.config import RolloutConfig
-from trainer.config.engines import ENGINES
+from trainer.config.engines import ENGINES, find_engine
 from trainer.errors import UserError
 
 
@@ -21,7 +21,7 @@ def choose_transport(rollout: RolloutConfig, same_node: bool, device: str = "cpu
     if weight_sync == "auto":
         # Between GPUs, NCCL is much faster than host memory, but it cannot join two processes on one GPU.
         fast = "ipc" if rollout.colocate else "broadcast"
-        if on_gpus and fast in ENGINES[rollout.engine].transports:
+        if on_gpus and fast in find_engine(rollout.engine).transports:
             weight_sync = fast
         else:
             weight_sync = "shared_memory" if same_node else "broadcast"
@@ -34,11 +34,11 @@ def choose_transport(rollout: RolloutConfig, same_node: bool, device: str = "cpu
         raise UserError(
             "rollout.weight_sync=shared_memory: ranks and engines are on several nodes; choose auto or broadcast"
         )
-    if weight_sync not in ENGINES[rollout.engine].transports:
+    if weight_sync not in find_engine(rollout.engine).transports:
         able = " or ".join(name for name, spec in ENGINES.items() if weight_sync in spec.transports)
         raise UserError(
             f"rollout.weight_sync={weight_sync}: rollout.engine={rollout.engine} takes weights through "
-            f"{' or '.join(ENGINES[rollout.engine].transports)} only; use one node, or choose rollout={able}"
+            f"{' or '.join(find_engine(rollout.engine).transports)} only; use one node, or choose rollout={able}"
         )
     if weight_sync == "broadcast" and rollout.colocate:
         raise UserError(

@@ -24,7 +24,7 @@ from tests.support.toy import toy_config, toy_trainer
 from trainer.algorithms import Totals
 from trainer.cluster.process_cluster import ProcessCluster
 from trainer.config import Config, ModelConfig, RolloutConfig, compose
-from trainer.config.engines import ENGINES, EngineSpec
+from trainer.config.engines import find_engine
 from trainer.environments import Environment
 from trainer.environments.sessions import EnvironmentPool, Session
 from trainer.episodes import Episode, Sample
@@ -201,10 +201,9 @@ def test_the_environment_has_every_method_of_the_protocol(module):
 
 
 def test_the_engine(module, tmp_path, monkeypatch):
-    code, line = examples("An engine")
-    module("echo_engine", code)
-    monkeypatch.setitem(ENGINES, "echo", eval(f"{{{line}}}", {"EngineSpec": EngineSpec})["echo"])
-    rollout = RolloutConfig(engine="echo", num_engines=2)
+    module("echo_engine", "\n".join(examples("An engine")))
+    rollout = RolloutConfig(engine="echo_engine:ENGINE", num_engines=2)
+    assert find_engine("echo_engine:ENGINE") == find_engine("echo_engine:EchoEngine")
     cfg = Config(model=ModelConfig(path=str(tmp_path)), rollout=rollout)
     sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=3, stop_token_ids=())
     requests = [Request([5, 6, 7, 8], 1, sampling), Request([9], 2, sampling)]

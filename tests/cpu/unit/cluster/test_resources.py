@@ -5,8 +5,15 @@ from __future__ import annotations
 import pytest
 
 from tests.support.config import set_value
-from trainer.cluster.resources import by_node, check_gpus, forwarded_variables, max_world_size, rank_environment
-from trainer.config import Config
+from trainer.cluster.resources import (
+    by_node,
+    check_gpus,
+    forwarded_variables,
+    gpus_per_engine,
+    max_world_size,
+    rank_environment,
+)
+from trainer.config import ENGINES, Config, EngineSpec
 from trainer.errors import UserError
 
 
@@ -54,6 +61,19 @@ def test_a_task_without_engines_needs_gpus_for_its_ranks_alone():
     cfg.trainer.task = "rl"
     with pytest.raises(UserError, match="need 3 GPUs, and there are 2"):
         check_gpus(cfg, 2)
+
+
+def test_engines_that_take_no_gpus_leave_them_to_the_ranks(monkeypatch):
+    monkeypatch.setitem(ENGINES, "served", EngineSpec("my_engine:Engine", gpus=False))
+    cfg = Config()
+    cfg.trainer.num_workers, cfg.rollout.num_engines = 4, 9
+    assert [gpus_per_engine(cfg, device) for device in ("cpu", "cuda")] == [0, 1]
+    with pytest.raises(UserError, match="need 13 GPUs"):
+        check_gpus(cfg, 4)
+    cfg.rollout.engine = "served"
+    assert gpus_per_engine(cfg, "cuda") == 0
+    check_gpus(cfg, 4)
+    assert max_world_size(cfg, "cuda", [{"CPU": 20.0, "GPU": 4.0}], 9) == 4
 
 
 def test_ranks_of_a_node_are_neighbours():

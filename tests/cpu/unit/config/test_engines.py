@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.config import ENGINES, Config
-from trainer.config.engines import engines_with
+from trainer.config import ENGINES, Config, EngineSpec, compose
+from trainer.config.engines import engines_with, find_engine
 from trainer.config.fields import walk_keys
+from trainer.errors import UserError
 from trainer.import_utils import import_function
 
 
@@ -20,9 +21,35 @@ def test_the_path_of_an_engine_is_a_class_that_generates(name):
 def test_transports_are_choices_of_weight_sync(name):
     rules = {key: rule for key, _, rule in walk_keys(Config())}
     assert set(ENGINES[name].transports) <= set(rules["rollout.weight_sync"].choices) - {"auto"}
-    assert rules["rollout.engine"].choices == tuple(ENGINES)
 
 
 def test_engines_with_a_feature_are_listed():
     assert engines_with("tensor_parallel") == engines_with("max_lora_rank") == "vllm"
     assert engines_with("path") == "vllm or transformers"
+
+
+MODULE = """
+from trainer.config import EngineSpec
+
+class Engine:
+    def __init__(self, *arguments):
+        self.arguments = arguments
+
+SPEC = EngineSpec("my_engines:Engine", gpus=False)
+NUMBER = int
+text = "no engine"
+def function(): ...
+"""
+
+
+def test_an_engine_of_the_user_is_named_by_the_path_of_its_class_or_spec(tmp_path, monkeypatch):
+    (tmp_path / "my_engines.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert find_engine("my_engines:Engine") == EngineSpec("my_engines:Engine")
+    assert not find_engine("my_engines:SPEC").gpus
+    assert compose(["rollout.engine=my_engines:SPEC"]).engine(1, 2).arguments == (1, 2)
+    for name, problem in (("text", "has no function text"), ("function", "is a function; it must be an EngineSpec")):
+        with pytest.raises(UserError, match=f"rollout.engine=my_engines:{name}: .*{problem}"):
+            compose([f"rollout.engine=my_engines:{name}"])
+    with pytest.raises(UserError, match="rollout.colocate=True: rollout.engine=my_engines:SPEC takes no GPUs"):
+        compose(["rollout.engine=my_engines:SPEC", "rollout.colocate=true"])

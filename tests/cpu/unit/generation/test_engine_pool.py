@@ -188,6 +188,32 @@ def test_engines_of_a_resumed_run_get_its_weights_at_the_start(start):
     assert answers(pool, 1) == [[0, 7, 1]]
 
 
+@pytest.fixture
+def served(start, monkeypatch) -> None:
+    """The plain engine is older than the job, on GPUs that are not of the job."""
+    spec = dataclasses.replace(plain_engine.SPEC, path=f"{plain_engine.__name__}:ServedEngine", gpus=False)
+    spec = dataclasses.replace(spec, holds_start_weights=False, names_receivers=True)
+    monkeypatch.setitem(ENGINES, "plain", spec)
+
+
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_engines_that_are_older_than_the_job_get_the_start_weights_where_they_are(start, device):
+    pool, ranks = start(device, num_engines=2, num_workers=4 if device == "cuda" else 1)
+    ranks.call("policy", "train")
+    pool.start(version=1, is_initial=True)
+    assert answers(pool) == [[0, 7, 1], [1, 7, 1]]
+    assert (pool._transfer.receivers, pool._transfer.device) == (4, "cpu"), "they are on another host"
+    assert [place["gpus"] for place in pool._engines.placements()] == [[], []]
+
+
+@pytest.mark.usefixtures("served")
+def test_engines_on_another_host_cannot_read_shared_memory(start):
+    pool, _ = start(weight_sync="shared_memory")
+    with pytest.raises(UserError, match="rollout.weight_sync=shared_memory: ranks and engines are on several nodes"):
+        pool.start(version=1, is_initial=True)
+
+
 def test_completions_of_other_weights_are_refused(start, monkeypatch):
     path = plain_engine.SPEC.path.replace("PlainEngine", "ForgetfulEngine")
     monkeypatch.setitem(ENGINES, "plain", dataclasses.replace(plain_engine.SPEC, path=path))
