@@ -18,16 +18,18 @@ from tests.support.jobs import run_forked_job, run_job
 from trainer.main import too_few_gpus
 
 
-@pytest.mark.parametrize("module", ["trainer.main", "trainer.sft"])
 @pytest.mark.parametrize(
-    "override, sentence",
+    "module, overrides, sentence",
     [
-        ("trainer.device=cuda", "trainer.num_workers=1: more ranks than CUDA devices"),
-        ("algorithm.tau_pos=1", "algorithm.tau_pos=1.0: .*policy_loss=clip does not take it"),
+        ("trainer.main", ["trainer.device=cuda"], "trainer.num_workers=1: more ranks than CUDA devices"),
+        ("trainer.sft", ["trainer.device=cuda", "algorithm.tau_pos=1"], "trainer.num_workers=1: more ranks than CUDA"),
+        ("trainer.main", ["algorithm.tau_pos=1"], "algorithm.tau_pos=1.0: .*policy_loss=clip does not take it"),
     ],
 )
-def test_both_kinds_of_jobs_check_devices_and_functions(module, override, sentence, tmp_path):
-    done = run_forked_job(override, cwd=tmp_path, module=module)
+def test_jobs_check_devices_and_the_functions_that_they_read(module, overrides, sentence, tmp_path):
+    done = run_forked_job(*overrides, cwd=tmp_path, module=module)
+    is_named = re.search(r"trainer.task=sft does not use .*rollout\.n, .*algorithm\.tau_pos", done.stdout) is not None
+    assert is_named == (module == "trainer.sft"), done.stdout
     assert done.returncode == 2, done.stdout + done.stderr
     assert re.search(sentence, done.stderr.strip().splitlines()[-1]), done.stderr
     assert "Traceback" not in done.stderr
