@@ -125,3 +125,16 @@ def test_rewards_that_fail_are_kept_only_once_the_step_accepts_them(tmp_path, mo
     assert generated and any(episode.failure for episode in accepted)
     again, generated = run(broken=False, most=0.0)
     assert bits(again) == bits(accepted) and not generated
+
+
+def test_failures_are_a_share_of_the_whole_step_with_what_the_journal_has(tmp_path, model, monkeypatch):
+    """So a step that was cut off ends the run no sooner than it would have without the kill."""
+    for size, broken, generated in ((10, "", 20), (12, "1", 4)):
+        monkeypatch.setenv("BROKEN_LENGTH", broken)
+        journal = journal_in(tmp_path)
+        with source_of(tmp_path, model, chance, journal=journal, reward="length_unless_broken") as source:
+            source.cfg.trainer.train_batch_size, source.cfg.reward.max_error_rate = size, 0.2
+            episodes = source.next(1)
+            assert len(source.runner.engines.seeds) == generated
+            journal.close()
+    assert sum(bool(episode.failure) for episode in episodes) == 2, "half of those that were generated"
