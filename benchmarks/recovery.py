@@ -49,13 +49,17 @@ class Waits:
         await asyncio.sleep(self._seconds)
         return StepResult([], len(reply["content"]) / 100, True)
 
+    def close(self) -> None:
+        """Nothing is open."""
+
 
 def run(run_dir: str, steps: int, seconds: float, *more: str, kill_when: Callable[[], bool] = lambda: False) -> None:
     """Run a job to its last step, or until `kill_when()`."""
     command = [
         sys.executable, "-m", "trainer.main", "rollout=transformers", "trainer.ray_address=processes",
         "environment.name=benchmarks.recovery:Waits", f"+environment.kwargs.seconds={seconds}",
-        "environment.timeout_s=600", "environment.max_turns=1", "trainer.update_epochs=4",
+        "environment.timeout_s=600", "environment.max_turns=1", "trainer.train_batch_size=16",
+        "trainer.mini_batch_size=16", "rollout.n=4", "trainer.update_epochs=4",
         "rollout.max_response_tokens=16", "trainer.policy.optimizer.scheduler=constant", f"trainer.total_steps={steps}",
         f"trainer.run_dir={run_dir}", "trainer.resume_mode=latest", "trainer.val_interval=-1",
         f"trainer.ckpt_interval={COMMITTED}", "logger.plot=false", *more,
