@@ -283,7 +283,7 @@ class PlainRank:
 
 
 class PlainRanks:
-    """The ranks of a policy (see `trainer.generation.engine_pool.PolicyRanks`)."""
+    """The ranks of a policy (see `trainer.generation.transport.PolicyRanks`)."""
 
     def __init__(self, policy: WorkerGroup):
         self.policy = policy

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config.engines import engines_with, find_engine
 from trainer.config.fields import Section, choice, config_error, number, open_section, setting
+from trainer.config.transports import TRANSPORTS
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -50,7 +51,7 @@ class RolloutConfig(Section):
     """Fraction of a GPU's memory that a vLLM engine uses for weights and KV cache."""
     enforce_eager: bool = setting(False, resume="rounding")
     """Run vLLM without CUDA graphs. On CPU it always runs without."""
-    weight_sync: str = choice("auto", ("auto", "shared_memory", "broadcast", "ipc"), resume="rounding")
+    weight_sync: str = choice("auto", ("auto", *TRANSPORTS), resume="rounding")
     """How weights reach the engines: `shared_memory` (engines on rank 0's node), `broadcast` (a gloo or NCCL group
     over ranks and engines), `ipc` (from rank to engine within the GPU that they share) or `auto`: ipc on shared GPUs,
     broadcast across nodes and to engines with GPUs of their own, else shared memory."""

@@ -5,53 +5,29 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from trainer.cluster.resources import gpus_per_engine, rank_groups
+from trainer.cluster.resources import gpus_per_engine
 from trainer.cluster.worker_groups import CallFutures
 from trainer.config import Config
 from trainer.config.engines import EngineSpec
+from trainer.config.transports import ADAPTER, TRANSPORTS
 from trainer.errors import UserError, WorkerError, describe_error, failure_source_of, set_failure_source
 from trainer.generation.colocation import GpuAssignment, assign_gpus, colocated_ranks, gpus_of
 from trainer.generation.dispatcher import Dispatcher
 from trainer.generation.engine import Completion, Engine, Request, RunningRequests
 from trainer.generation.engines import Engines
 from trainer.generation.lifecycle import GpuMemory, State
-from trainer.generation.transport import choose_transport
-from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
+from trainer.generation.transport import Ends, PolicyRanks, Transport, choose_transport
 from trainer.process.signals import SIGNALS
 
 if TYPE_CHECKING:
-    from trainer.cluster.worker_groups import Cluster, WorkerGroup
+    from trainer.cluster.worker_groups import Cluster
 
 LOG = logging.getLogger(__name__)
-
-_STREAMED = ("broadcast", "ipc")
-
-
-class PolicyRanks(Protocol):
-    """The ranks of the policy, as far as engines need them (see `trainer.learner.train_workers.TrainWorkers`)."""
-
-    @property
-    def policy(self) -> WorkerGroup: ...
-
-    def call(self, role: str, method: str, *args: Any) -> Any: ...
-
-    def call_one(self, role: str, method: str, *args: Any) -> Any: ...
-
-    def start(self, role: str, method: str, *args: Any) -> CallFutures: ...
-
-    def release_memory(self, needed: int = 0, beside: Sequence[int] = ()) -> None: ...
-
-    def check_shared(self, dtype: str) -> None: ...
-
-    def share_weights(self, dtype: str) -> str: ...
-
-    def drop_shared(self) -> None: ...
 
 
 class EnginePool:
@@ -72,12 +48,6 @@ class EnginePool:
         self._ranks = ranks
         self._model_path = model_path
         self._version = 0
-        self._transports = {
-            "adapter": self._weight_source_adapter,
-            "broadcast": self._weight_source_transfer,
-            "ipc": self._weight_source_transfer,
-            "shared_memory": self._weight_source_shared_memory,
-        }
         self.synced_bytes = 0
         """Size of the weights or adapters of the last sync."""
         self._waking_bytes = 0  # of each GPU; 0: not known
@@ -103,7 +73,7 @@ class EnginePool:
         self._assignments: list[GpuAssignment | None] = []
         if self._memory.shared:  # what cannot work is refused before the engines load
             self._assign_gpus()
-            self._transport = self._choose_transport(self._rank_placements)
+            self._way = self._choose_way(self._rank_placements)
         assignment = self._assignment if self._memory.shared else None
         environment = spec.environment_on(self._device, cfg.trainer.deterministic)
         group = cluster.launch_engines(build, (), environment, assignment)
@@ -117,8 +87,8 @@ class EnginePool:
             cfg.trainer.deterministic,
             self._refit,
         )
-        self._transfer_count = 0
-        self._receivers: list[Any] = []  # the processes of the engines that the transfer of the weights reaches
+        self._ends = Ends(cfg, cluster, ranks, model_path, self._device, self._count_receivers, self._colocated_ranks)
+        self._receivers: list[Any] = []  # the processes of the engines that the transport reaches
 
     @property
     def repeats(self) -> bool:
@@ -151,16 +121,12 @@ class EnginePool:
             self._wait_for_engine()
         else:
             self._engines.load()
-            self._transport = self._choose_transport([*self._ranks.policy.placements(), *self._receiver_places()])
-        self._has_started, self._receivers = True, []
-        if self._transport in _STREAMED:
-            self._transfer_count = 0
-            self._open_transfer(self._engines.lifecycle.loaded)
-        elif self._transport == "shared_memory":
-            self._ranks.check_shared(self._cfg.rollout.dtype)  # now, not after the first step
-        if (
-            is_initial and self._spec.holds_start_weights and self._transport == "shared_memory"
-        ):  # what else cannot work must fail before the first step
+            self._way = self._choose_way([*self._ranks.policy.placements(), *self._receiver_places()])
+        self._has_started = True
+        self._transport: Transport = TRANSPORTS.get(self._way, ADAPTER)(self._ends)
+        self._transport.check()
+        self._meet(self._engines.lifecycle.loaded)
+        if is_initial and self._spec.holds_start_weights and self._transport.is_checked:
             self._engines.mark_ready(
                 self._engines.call(self._engines.lifecycle.loaded, "set_version", version), version
             )
@@ -280,9 +246,9 @@ class EnginePool:
             self._put_to_sleep()  # also those that are new
             self._offload_ranks(self._waking_bytes)  # sleeping engines wake their weights to take new ones
         receivers = engines.lifecycle.loaded
-        if self._transport in _STREAMED and self._processes(receivers) != self._receivers:
-            self._open_transfer(receivers)
-        with self._transports[self._transport]() as (source, sending):
+        if self._processes(receivers) != self._receivers:
+            self._meet(receivers)
+        with self._transport.offer() as (source, sending):
             arguments = (source, version, running) if self._spec.streaming else (source, version)
             if sending is None:
                 engines.mark_ready(engines.call(receivers, "sync_weights", *arguments), version)
@@ -292,8 +258,7 @@ class EnginePool:
         self._waking_bytes = 0  # the weights are awake now, and the ranks have left enough for the rest
         self._version = version
         self._has_synced = True
-        if self._transport != "adapter":
-            self.synced_bytes = self._weight_bytes
+        self.synced_bytes = self._transport.synced_bytes
 
     def _receive(self, receivers: Sequence[int], arguments: tuple[Any, ...], sending: CallFutures) -> None:
         """Let engines take what the ranks send.
@@ -317,8 +282,7 @@ class EnginePool:
         if isinstance(error, (UserError, WorkerError)):
             return error
         failure = WorkerError(
-            f"rollout.weight_sync={self._transport}: the first weights did not reach the engines "
-            f"({describe_error(error)})",
+            f"rollout.weight_sync={self._way}: the first weights did not reach the engines ({describe_error(error)})",
             "set NCCL_DEBUG=INFO to see what NCCL does, or choose rollout.weight_sync=shared_memory on one node",
             "weights",
         )
@@ -330,22 +294,8 @@ class EnginePool:
         """End the engines. A failure is only logged: the run is finished, and the cluster ends their processes."""
         self._engines.shutdown()
 
-    def _open_transfer(self, receivers: list[int]) -> None:
-        """Choose where the ranks and these engines meet for the weights."""
-        r, device, first = self._cfg.rollout, self._device, self._cfg.trainer.master_port
-        settings = {
-            "device": device,
-            "timeout_s": self._cfg.trainer.collective_timeout_s,
-            "bucket_bytes": r.weight_sync_bucket_mb * 2**20,
-        }
-        if self._transport == "ipc":
-            self._transfer: Broadcast | Ipc = Ipc(secrets.token_hex(16), self._colocated_ranks(receivers), **settings)
-        else:
-            settings["receivers"] = self._count_receivers(receivers)
-            is_first = self._transfer_count == 0  # the port of an earlier group is still in use
-            port = first + rank_groups(self._cfg) if first and is_first else 0
-            self._transfer = Broadcast(self._cluster.rendezvous_address(self._ranks.policy, port), **settings)
-        self._transfer_count += 1
+    def _meet(self, receivers: list[int]) -> None:
+        self._transport.meet(receivers)
         self._receivers = self._processes(receivers)
 
     def _receiver_places(self) -> list[dict[str, Any]]:
@@ -402,40 +352,12 @@ class EnginePool:
         """Return the ranks that share a GPU with one of these engines."""
         return colocated_ranks([self._assignment(engine) for engine in engines], self._rank_placements)
 
-    def _choose_transport(self, placements: Sequence[Mapping[str, Any]]) -> str:
+    def _choose_way(self, placements: Sequence[Mapping[str, Any]]) -> str:
         """Choose how weights reach the engines (see `choose_transport`). `placements`: of all ranks and engines."""
         if self._cfg.syncs_adapter:
             return "adapter"
         same_node = len({placement["host"] for placement in placements}) == 1
         return choose_transport(self._cfg.rollout, same_node, self._device)
-
-    # What engines load, and the sending side that must run at the same time, if there is one.
-
-    @contextmanager
-    def _weight_source_shared_memory(self) -> Iterator[tuple[WeightSource, None]]:
-        path = self._ranks.share_weights(self._cfg.rollout.dtype)
-        try:
-            yield SharedMemory(path), None
-        finally:
-            self._ranks.drop_shared()
-
-    @contextmanager
-    def _weight_source_transfer(self) -> Iterator[tuple[WeightSource, CallFutures]]:
-        yield self._transfer, self._ranks.start("policy", "send_weights", self._transfer, self._cfg.rollout.dtype)
-
-    @contextmanager
-    def _weight_source_adapter(self) -> Iterator[tuple[Any, None]]:
-        adapter = Adapter(self._adapter_config, self._ranks.call("policy", "adapter_weights"))
-        self.synced_bytes = len(adapter.weights)
-        yield self._cluster.put(adapter), None  # stored once for all engines
-
-    @functools.cached_property
-    def _weight_bytes(self) -> int:
-        return self._ranks.call_one("policy", "weight_bytes", self._cfg.rollout.dtype)
-
-    @functools.cached_property
-    def _adapter_config(self) -> str:
-        return self._ranks.call_one("policy", "adapter_config", self._model_path)
 
 
 def _build_engine(spec: EngineSpec, deterministic: bool, *args: Any, **kwargs: Any) -> Engine:

@@ -1,48 +1,200 @@
-"""Choose how the policy's weights reach the engines."""
+"""How the policy's weights reach the engines: the choice, and the driver's side of each way."""
 
 from __future__ import annotations
 
-from trainer.config import RolloutConfig
+import functools
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from trainer.cluster.resources import rank_groups
+from trainer.cluster.worker_groups import CallFutures
+from trainer.config import Config, RolloutConfig
 from trainer.config.engines import ENGINES, find_engine
+from trainer.config.transports import TRANSPORTS, Place
 from trainer.errors import UserError
+from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
+
+if TYPE_CHECKING:
+    from trainer.cluster.worker_groups import Cluster, WorkerGroup
+
+
+class PolicyRanks(Protocol):
+    """The ranks of the policy, as far as engines need them (see `trainer.learner.train_workers.TrainWorkers`)."""
+
+    @property
+    def policy(self) -> WorkerGroup: ...
+
+    def call(self, role: str, method: str, *args: Any) -> Any: ...
+
+    def call_one(self, role: str, method: str, *args: Any) -> Any: ...
+
+    def start(self, role: str, method: str, *args: Any) -> CallFutures: ...
+
+    def release_memory(self, needed: int = 0, beside: Sequence[int] = ()) -> None: ...
+
+    def check_shared(self, dtype: str) -> None: ...
+
+    def share_weights(self, dtype: str) -> str: ...
+
+    def drop_shared(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Both ends of a transport: the ranks of the policy, and the engines of a pool."""
+
+    cfg: Config
+    cluster: Cluster
+    ranks: PolicyRanks
+    model_path: str
+    device: str
+    """Of the engines."""
+    count_receivers: Callable[[Sequence[int]], int]
+    """Returns the number of processes of these engines that take weights."""
+    colocated_ranks: Callable[[Sequence[int]], tuple[int, ...]]
+    """Returns the ranks that share a GPU with one of these engines."""
+
+
+class Transport(Protocol):
+    """Sends the policy's weights to engines in one way. The pool makes a new one whenever ranks have started."""
+
+    is_checked: bool
+    """`check` finds all that cannot work. Else the first weights are sent before the first step, to try it."""
+
+    def check(self) -> None:
+        """Refuse what cannot work, before the first step."""
+        ...
+
+    def meet(self, engines: Sequence[int]) -> None:
+        """Choose where ranks and these engines meet. Called again when the processes of the engines are others."""
+        ...
+
+    def offer(self) -> AbstractContextManager[tuple[WeightSource, CallFutures | None]]:
+        """Return what engines load, and the sending calls that run meanwhile; None: nothing is sent any more."""
+        ...
+
+    @property
+    def synced_bytes(self) -> int:
+        """Size of what the last sync has sent."""
+        ...
+
+
+class _Transport:
+    """Base class: nothing to check, no place to meet, and whole weights."""
+
+    is_checked = False
+
+    def __init__(self, ends: Ends):
+        self.ends = ends
+        self._dtype = ends.cfg.rollout.dtype
+
+    def check(self) -> None:
+        """Nothing is known before it is tried."""
+
+    def meet(self, engines: Sequence[int]) -> None:
+        """Engines find what they load by what they are given."""
+
+    @functools.cached_property
+    def synced_bytes(self) -> int:
+        return self.ends.ranks.call_one("policy", "weight_bytes", self._dtype)
+
+
+class SharedMemoryTransport(_Transport):
+    """The ranks write safetensors to memory of the node, and engines read them."""
+
+    is_checked = True
+
+    def check(self) -> None:
+        self.ends.ranks.check_shared(self._dtype)
+
+    @contextmanager
+    def offer(self) -> Iterator[tuple[WeightSource, None]]:
+        path = self.ends.ranks.share_weights(self._dtype)
+        try:
+            yield SharedMemory(path), None
+        finally:
+            self.ends.ranks.drop_shared()
+
+
+class _Streamed(_Transport):
+    """The ranks send while the engines receive. They meet at `transfer`."""
+
+    transfer: Broadcast | Ipc
+
+    @contextmanager
+    def offer(self) -> Iterator[tuple[WeightSource, CallFutures]]:
+        yield self.transfer, self.ends.ranks.start("policy", "send_weights", self.transfer, self._dtype)
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "device": self.ends.device,
+            "timeout_s": self.ends.cfg.trainer.collective_timeout_s,
+            "bucket_bytes": self.ends.cfg.rollout.weight_sync_bucket_mb * 2**20,
+        }
+
+
+class BroadcastTransport(_Streamed):
+    """Rank 0 sends to a group of the processes of all engines."""
+
+    _has_met = False
+
+    def meet(self, engines: Sequence[int]) -> None:
+        first, ends = self.ends.cfg.trainer.master_port, self.ends
+        # The port of an earlier group is still in use.
+        port = first + rank_groups(ends.cfg) if first and not self._has_met else 0
+        address = ends.cluster.rendezvous_address(ends.ranks.policy, port)
+        self.transfer = Broadcast(address, receivers=ends.count_receivers(engines), **self._settings)
+        self._has_met = True
+
+
+class IpcTransport(_Streamed):
+    """Each rank sends to the engine on its GPU."""
+
+    def meet(self, engines: Sequence[int]) -> None:
+        self.transfer = Ipc(secrets.token_hex(16), self.ends.colocated_ranks(engines), **self._settings)
+
+
+class AdapterTransport(_Transport):
+    """Adapters travel in one piece, stored once for all engines."""
+
+    synced_bytes = 0
+
+    @contextmanager
+    def offer(self) -> Iterator[tuple[Any, None]]:
+        adapter = Adapter(self._config, self.ends.ranks.call("policy", "adapter_weights"))
+        self.synced_bytes = len(adapter.weights)
+        yield self.ends.cluster.put(adapter), None
+
+    @functools.cached_property
+    def _config(self) -> str:
+        return self.ends.ranks.call_one("policy", "adapter_config", self.ends.model_path)
 
 
 def choose_transport(rollout: RolloutConfig, same_node: bool, device: str = "cpu") -> str:
-    """Return how weights reach the engines: `shared_memory`, `broadcast` or `ipc`.
+    """Return how weights reach the engines, one of `TRANSPORTS`.
 
     Args:
         same_node: all ranks and engines are on one node.
-        device: of ranks and engines.
+        device: of the engines.
 
     Raises:
         UserError: what `rollout.weight_sync` asks for cannot work for this engine or placement.
     """
-    weight_sync, on_gpus = rollout.weight_sync, device == "cuda"
-    if weight_sync == "auto":
-        # Between GPUs, NCCL is much faster than host memory, but it cannot join two processes on one GPU.
-        fast = "ipc" if rollout.colocate else "broadcast"
-        if on_gpus and fast in find_engine(rollout.engine).transports:
-            weight_sync = fast
-        else:
-            weight_sync = "shared_memory" if same_node else "broadcast"
-    if weight_sync == "ipc" and not (on_gpus and rollout.colocate):
+    taken, place = find_engine(rollout.engine).transports, Place(same_node, device == "cuda", rollout.colocate)
+    name = rollout.weight_sync
+    if name == "auto":
+        suited = [way for way, spec in TRANSPORTS.items() if spec.suits(place)]
+        name = next((way for way in suited if way in taken), suited[-1])
+    if (problem := TRANSPORTS[name].problem(place)) is not None:
+        raise UserError(f"rollout.weight_sync={name}: {problem}")
+    if name not in taken:
+        able = " or ".join(engine for engine, spec in ENGINES.items() if name in spec.transports)
         raise UserError(
-            "rollout.weight_sync=ipc: weights go from rank to engine within one GPU, and they share none; choose auto, "
-            "or rollout.colocate=true on GPUs"
+            f"rollout.weight_sync={name}: rollout.engine={rollout.engine} takes weights through "
+            f"{' or '.join(taken)} only; use one node, or choose rollout={able}"
         )
-    if weight_sync == "shared_memory" and not same_node:
-        raise UserError(
-            "rollout.weight_sync=shared_memory: ranks and engines are on several nodes; choose auto or broadcast"
-        )
-    if weight_sync not in find_engine(rollout.engine).transports:
-        able = " or ".join(name for name, spec in ENGINES.items() if weight_sync in spec.transports)
-        raise UserError(
-            f"rollout.weight_sync={weight_sync}: rollout.engine={rollout.engine} takes weights through "
-            f"{' or '.join(find_engine(rollout.engine).transports)} only; use one node, or choose rollout={able}"
-        )
-    if weight_sync == "broadcast" and rollout.colocate:
-        raise UserError(
-            "rollout.weight_sync=broadcast: NCCL cannot join a rank and an engine on one GPU; use one node, or choose "
-            "rollout.colocate=false"
-        )
-    return weight_sync
+    return name

@@ -172,13 +172,13 @@ def test_the_ranks_on_the_gpus_of_engines_send(start, monkeypatch):
     monkeypatch.setitem(ENGINES, "plain", dataclasses.replace(plain_engine.SPEC, transports=("shared_memory", "ipc")))
     pool, _ = start("cuda", colocate=True, num_workers=3)
     pool.start(version=1, is_initial=True)
-    assert pool._transfer.senders == (0,)
+    assert pool._transport.transfer.senders == (0,)
 
 
 def test_ranks_and_engines_meet_at_the_port_after_those_of_the_ranks(start):
     pool, _ = start(weight_sync="broadcast", master_port=5000)
     pool.start(version=1, is_initial=True)
-    assert pool._transfer.address == "127.0.0.1:5001"
+    assert pool._transport.transfer.address == "127.0.0.1:5001"
 
 
 def test_engines_of_a_resumed_run_get_its_weights_at_the_start(start):
@@ -203,7 +203,9 @@ def test_engines_that_are_older_than_the_job_get_the_start_weights_where_they_ar
     ranks.call("policy", "train")
     pool.start(version=1, is_initial=True)
     assert answers(pool) == [[0, 7, 1], [1, 7, 1]]
-    assert (pool._transfer.receivers, pool._transfer.device) == (4, "cpu"), "they are on another host"
+    assert (pool._transport.transfer.receivers, pool._transport.transfer.device) == (4, "cpu"), (
+        "they are on another host"
+    )
     assert [place["gpus"] for place in pool._engines.placements()] == [[], []]
 
 
@@ -380,7 +382,7 @@ def test_engines_follow_ranks_that_start_again_on_fewer_gpus(shared):
     assert ranks.policy.placements()[0]["gpus"] == ["2"]
     ranks.policy.call("compute")
     pool.start(2, is_initial=False)
-    assert pool._transfer.senders == (0,)
+    assert pool._transport.transfer.senders == (0,)
     assert answers(pool) == [[0, 7, 0], [1, 7, 0]]
     ranks.policy.call("compute")
     pool.sync_weights(3)

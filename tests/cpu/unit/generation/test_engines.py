@@ -49,13 +49,15 @@ def test_the_death_of_the_last_engine_pauses_the_step(start, monkeypatch, incide
     pool, ranks = start(num_engines=1, max_restarts=3, max_num_seqs=64, **setting)
     ranks.call("policy", "train")
     pool.start(version=4, is_initial=False)
-    channel = getattr(pool, "_channel", None)
+    channel = getattr(pool._transport, "transfer", None)
     fault(incidents, "kill 3", "kill 5")
     requests = [Request([i, 0], i, SAMPLED) for i in range(8)]
     completions = pool.generate(requests)
     assert tokens_of(completions) == [[i, 0, i, 1] for i in range(8)]
     assert {one.weight_versions for one in completions} == {(4, 4)}
-    assert transport != "broadcast" or pool._transfer != channel, "a new process cannot join the group of a dead one"
+    assert transport != "broadcast" or pool._transport.transfer != channel, (
+        "a new process cannot join the group of a dead one"
+    )
     one, two = read_incidents(str(incidents))
     assert one.cost_s > 0 and two.cost_s > 0
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
+from tests.support import plain_engine
+from tests.support.plain_pool import answers
 from trainer.config import RolloutConfig
 from trainer.config.engines import ENGINES, EngineSpec
+from trainer.config.transports import TRANSPORTS, TransportSpec
 from trainer.errors import UserError
-from trainer.generation.transport import choose_transport
+from trainer.generation.transport import SharedMemoryTransport, choose_transport
 
 
 @pytest.fixture
@@ -64,3 +69,22 @@ def test_transports_that_cannot_work_are_refused(setting, engine, same_node, col
     rollout = RolloutConfig(engine=engine, weight_sync=setting, colocate=colocate)
     with pytest.raises(UserError, match="rollout.weight_sync="):
         choose_transport(rollout, same_node, device)
+
+
+class CountingTransport(SharedMemoryTransport):
+    """A way of the user: shared memory, and where the engines are."""
+
+    def meet(self, engines):
+        self.met = list(engines)
+
+
+def test_a_new_way_is_one_entry_of_the_table(start, monkeypatch):
+    spec = TransportSpec(f"{__name__}:CountingTransport", suits=lambda place: place.same_node, problem=lambda _: None)
+    monkeypatch.setitem(TRANSPORTS, "counting", spec)
+    monkeypatch.setitem(ENGINES, "plain", dataclasses.replace(plain_engine.SPEC, transports=("counting",)))
+    pool, ranks = start(num_engines=2)
+    pool.start(version=1, is_initial=True)
+    assert pool._transport.met == [0, 1]
+    ranks.call("policy", "train")
+    pool.sync_weights(2)
+    assert answers(pool) == [[0, 7, 1], [1, 7, 1]]

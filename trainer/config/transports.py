@@ -1,0 +1,74 @@
+"""The ways in which weights can reach engines: a new one is one more entry here and one class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.import_utils import import_function
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where ranks and engines are."""
+
+    same_node: bool
+    """All of them are on one node."""
+    on_gpus: bool
+    """The engines are on GPUs."""
+    colocated: bool
+    """`rollout.colocate`."""
+
+
+@dataclass(frozen=True)
+class TransportSpec:
+    """One way."""
+
+    path: str
+    """Import path of its class, a `Transport` of `trainer.generation.transport`."""
+    suits: Callable[[Place], bool]
+    """Whether `rollout.weight_sync=auto` takes it at a place. It takes the first of the table that the engine takes."""
+    problem: Callable[[Place], str | None]
+    """Returns why it cannot work at a place, and what to choose instead; None: it can."""
+
+    def __call__(self, *args: Any) -> Any:
+        """Return a new `Transport`."""
+        return import_function(self.path, "rollout.weight_sync")(*args)
+
+
+_MODULE = "trainer.generation.transport"
+
+TRANSPORTS: dict[str, TransportSpec] = {
+    # Between GPUs, NCCL is much faster than host memory, but it cannot join two processes on one GPU.
+    "ipc": TransportSpec(
+        f"{_MODULE}:IpcTransport",
+        suits=lambda place: place.on_gpus and place.colocated,
+        problem=lambda place: (
+            None
+            if place.on_gpus and place.colocated
+            else "weights go from rank to engine within one GPU, and they share none; choose auto, or "
+            "rollout.colocate=true on GPUs"
+        ),
+    ),
+    "broadcast": TransportSpec(
+        f"{_MODULE}:BroadcastTransport",
+        suits=lambda place: not place.same_node or place.on_gpus and not place.colocated,
+        problem=lambda place: (
+            "NCCL cannot join a rank and an engine on one GPU; use one node, or choose rollout.colocate=false"
+            if place.colocated
+            else None
+        ),
+    ),
+    "shared_memory": TransportSpec(
+        f"{_MODULE}:SharedMemoryTransport",
+        suits=lambda place: place.same_node,
+        problem=lambda place: (
+            None if place.same_node else "ranks and engines are on several nodes; choose auto or broadcast"
+        ),
+    ),
+}
+"""By the values of `rollout.weight_sync`."""
+
+ADAPTER = TransportSpec(f"{_MODULE}:AdapterTransport", suits=lambda place: True, problem=lambda place: None)
+"""The way of a policy whose adapters the engines serve (`rollout.lora_sync`)."""
