@@ -14,7 +14,7 @@ from tests.support.rewards import reward_pool
 from trainer.config import RewardConfig
 from trainer.config.reward import RemoteConfig
 from trainer.errors import UserError
-from trainer.rewards.cache import CACHE_FILE, RewardCache, key_of
+from trainer.rewards.cache import CACHE_FILE, RewardCache
 from trainer.rewards.preflight import try_rewards
 from trainer.rewards.remote import RemoteReward
 from trainer.rewards.terms import RewardInput, reward_functions
@@ -178,20 +178,6 @@ def test_a_credential_that_a_server_repeats_in_another_form_is_not_repeated(monk
         assert not [form[i : i + 4] for i in range(len(form) - 3) if form.lower()[i : i + 4] in shown]
 
 
-def test_cached_rewards_are_private(tmp_path):
-    file = tmp_path / CACHE_FILE
-    file.touch(0o644)
-    for _ in range(2):
-        RewardCache(str(tmp_path)).add({"a": [{"": 1.0}]}, "step 1")
-        assert file.stat().st_mode & 0o777 == 0o600
-        file.unlink()
-
-
-def test_credentials_in_the_address_are_not_in_the_key_of_a_cached_reward():
-    assert key_of("http://judge/score?v=1&key=a", {}) == key_of("http://judge/score?v=1&key=b", {})
-    assert key_of("http://judge/score?v=1&key=a", {}) != key_of("http://judge/score?v=2&key=a", {})
-
-
 # --------------------------------------------------------------------------------------------------------
 # The cache
 
@@ -232,40 +218,6 @@ def test_failures_that_end_the_run_are_not_cached(tmp_path):
             judged(server, "bad", "good", cache=RewardCache(str(tmp_path)), step="step 1", max_error_rate=0.1)
         judged(server, "bad", "good", cache=RewardCache(str(tmp_path)), step="step 1")
         assert [len(request["completions"]) for request in server.requests] == [2, 1]
-
-
-def test_a_torn_last_line_is_dropped_and_damaged_lines_are_skipped(tmp_path):
-    store = RewardCache(str(tmp_path))
-    store.add({"a": [{"": 1.0}], "b": [{"x": 0.5, "y": 2.0}]}, "step 1")
-    file = tmp_path / CACHE_FILE
-    whole = file.read_bytes()
-    file.write_bytes(b'{"key": "c", "rewards": [7]}\nnonsense\n\xff\n' + whole + b'{"key": "d", "rewards": [{"": 2')
-    again = RewardCache(str(tmp_path))
-    assert again.find("a", "") == [{"": 1.0}] and again.find("b", "") == [{"x": 0.5, "y": 2.0}]
-    assert again.find("c", "") is again.find("d", "") is None
-    again.add({"d": [{"": 3.0}]}, "step 2")
-    assert RewardCache(str(tmp_path)).find("d", "") == [{"": 3.0}]
-    assert [json.loads(line)["key"] for line in file.read_text(errors="replace").splitlines()[3:]] == ["a", "b", "d"]
-
-
-def test_a_cache_changes_nothing_once_another_process_has_the_run_directory(tmp_path):
-    def lost() -> None:
-        raise UserError("another process holds it")
-
-    RewardCache(str(tmp_path)).add({"a": [{"": 1.0}]}, "step 1")
-    file = tmp_path / CACHE_FILE
-    file.write_bytes(file.read_bytes() + b'{"key": "b", "rew')  # the other process is writing it
-    before = file.read_bytes()
-    with pytest.raises(UserError, match="another process"):
-        RewardCache(str(tmp_path), lost).find("a", "step 1")
-    held = [True]
-    store = RewardCache(str(tmp_path / "other"), lambda: None if held else lost())
-    (tmp_path / "other").mkdir()
-    assert store.find("a", "step 1") is None
-    held.clear()
-    with pytest.raises(UserError, match="another process"):
-        store.add({"c": [{"": 1.0}]}, "step 1")
-    assert file.read_bytes() == before and not list((tmp_path / "other").iterdir())
 
 
 def test_functions_are_cached_on_request(tmp_path, monkeypatch):

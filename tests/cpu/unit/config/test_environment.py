@@ -1,0 +1,27 @@
+"""Keys of `environment.*`, and keys that episodes of several turns do not have."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.support.config import refusal_of
+from trainer.config import compose
+
+CONTRADICTIONS = [
+    (["environment.name=guess"], "environment.name=guess: must be an import path package.module:Class"),
+    (
+        ["environment.name=guess:Guess", "algorithm.overlong_buffer=4"],
+        "algorithm.overlong_buffer=4: is for one completion",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "sentence"), CONTRADICTIONS)
+def test_contradictions_are_refused_in_one_sentence(overrides, sentence):
+    assert re.search(sentence, refusal_of(overrides))
+
+
+def test_without_an_environment_its_keys_contradict_nothing():
+    compose(["algorithm.overlong_buffer=4", "environment.max_turns=3"])

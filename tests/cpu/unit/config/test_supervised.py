@@ -1,0 +1,32 @@
+"""Keys of `sft.*`: the source of the examples, and what each source needs."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.support.config import refusal_of
+from trainer.config import compose
+
+CONTRADICTIONS = [
+    (["sft.source=rollouts"], "sft.source=rollouts: needs data.train_files"),
+    (["sft.min_reward=1"], "sft.min_reward=1.0: .*sft.source=rollouts"),
+    (["sft.max_weight=2"], "sft.max_weight=2.0: .*sft.source=rollouts"),
+    (["sft.train_on=[]"], r"sft.train_on=\[\]: names no role"),
+    (["sft.weights=[1,2]"], r"sft.weights=\[1.0, 2.0\]: must name one weight for each of the 0"),
+    (
+        ["data=files", "data.train_files=[a,b]", "data.val_files=[c]", "sft.weights=[1,0]"],
+        r"sft.weights=\[1.0, 0.0\]: must be numbers above 0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "sentence"), CONTRADICTIONS)
+def test_contradictions_are_refused_in_one_sentence(overrides, sentence):
+    assert re.search(sentence, refusal_of(overrides))
+
+
+def test_rollouts_may_be_filtered_and_weighed():
+    files = ["data=files", "data.train_files=[a,b]", "data.val_files=[c]", "sft.weights=[1,0.5]"]
+    compose([*files, "sft.source=rollouts", "sft.min_reward=1", "sft.max_weight=2"])
