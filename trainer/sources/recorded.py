@@ -37,14 +37,16 @@ class RecordedGroups:
         self.count = len(requests)
         """Of all requests."""
 
+    def lacks(self, index: int) -> bool:
+        """Return whether the group of an episode is to be recorded. `index`: in `missing`."""
+        return self._journal.is_on and index // self.size not in self._kept
+
     def keep(self, finished: Mapping[int, Episode]) -> None:
         """Record the groups that are complete. One with a failure waits for `keep_rest`.
 
         Args:
             finished: episodes with their rewards, by their indices in `missing`.
         """
-        if not self._journal.is_on:
-            return
         groups = {}
         for number in {index // self.size for index in finished}:
             members = range(number * self.size, (number + 1) * self.size)

@@ -114,7 +114,9 @@ class RolloutRunner:
         ended: dict[int, Episode] = {}
         for chunk in chunks:
             ended |= chunk
-            recorded.keep({index: self._with_reward(one, *_own_reward(one)) for index, one in ended.items()})
+            recorded.keep(
+                {i: self._with_reward(one, *_own_reward(one)) for i, one in ended.items() if recorded.lacks(i)}
+            )
         episodes = [ended[index] for index in range(len(recorded.missing))]
         report_failures(episodes, self.cfg.environment.on_failure, purpose)
         return [self._with_reward(episode, *_own_reward(episode)) for episode in episodes]
@@ -138,7 +140,7 @@ class RolloutRunner:
                 if time.monotonic() - looked > time_limits.JOURNAL_FLUSH_S:
                     looked = time.monotonic()
                     known = session.finished().items()
-                    recorded.keep({index: self._with_reward(ended[index], *result) for index, result in known})
+                    recorded.keep({i: self._with_reward(ended[i], *result) for i, result in known if recorded.lacks(i)})
 
             for chunk in chunks:
                 ended |= chunk
