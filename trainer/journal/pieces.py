@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Collection
 from functools import partial
 
@@ -93,6 +95,7 @@ class Upkeep:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._has_failed = False
+        self._failed_at = -math.inf
 
     def fetch(self, is_wanted: Callable[[int], bool]) -> None:
         """Bring the files of some steps to the disk, as far as it lacks them."""
@@ -112,7 +115,7 @@ class Upkeep:
             LOG.warning("rollout.journal: not all records in %s are used (%s)", storage.root, one_line(str(error)))
 
     def copy(self, name: str) -> None:
-        """Begin to copy a file to the store."""
+        """Begin to copy a file to the store. It is left out for a minute after the store has failed."""
         if self._storage is not None:
             self._begin(partial(self._copy, self._storage, name))
 
@@ -155,6 +158,8 @@ class Upkeep:
             self._thread = None
 
     def _copy(self, storage: Storage, name: str) -> None:
+        if time.monotonic() - self._failed_at < time_limits.UPLOAD_LONGEST_BACKOFF_S:
+            return  # each attempt takes long, and deletions wait behind it
         try:
             data = self._pieces.read(name)
         except (FileNotFoundError, ValueError):  # it is deleted, or damaged
@@ -173,14 +178,15 @@ class Upkeep:
         while (task := self._tasks.get()) is not None:
             try:
                 task()
-                self._has_failed = False
+                if time.monotonic() - self._failed_at > time_limits.UPLOAD_LONGEST_BACKOFF_S:
+                    self._has_failed = False
             except (OSError, UserError) as error:
                 if not self._has_failed:
                     LOG.warning(
                         "rollout.journal: the records are not copied or deleted (%s); training continues",
                         one_line(str(error)),
                     )
-                self._has_failed = True
+                self._has_failed, self._failed_at = True, time.monotonic()
 
 
 def is_intact(name: str, data: bytes) -> bool:

@@ -63,6 +63,8 @@ def test_a_store_out_of_service_is_one_warning(storage, tmp_path, monkeypatch, c
     journal = opened(tmp_path, storage=open_storage(storage.root))
     train(journal, range(1, 4))
     assert journal.settled(120) and steps_on_disk(tmp_path) == {1, 2, 3}
+    journal.remove_until(lambda: 2)
+    assert journal.settled(120) and steps_on_disk(tmp_path) == {3}, "what is on the disk is deleted all the same"
     warnings = [record.getMessage() for record in caplog.records if record.name.startswith("trainer.journal")]
     assert len(warnings) == 2, "one for what is fetched, one for what is copied"
     journal.close()
