@@ -75,7 +75,7 @@ def expected(request):
     return model, *loss_and_gradients(model, 1, 10_000)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=10)
 @given(ranks=st.integers(1, 5), max_tokens=st.integers(1, 90), shares=st.booleans())
 def test_loss_and_gradients_do_not_depend_on_ranks_micro_batches_and_prefixes(expected, ranks, max_tokens, shares):
     model, loss, gradients = expected

@@ -35,7 +35,7 @@ def test_ours_have_what_the_trainer_asks_for(kind, protocol):
     assert {"next", "publish", "commit", "epoch"} <= set(expected) or "evaluate" in expected
     for name, signature in expected.items():
         if signature is None:
-            assert isinstance(getattr(kind, name), property), name
+            assert not callable(getattr(kind, name)), name  # a property, or a value of the class
         elif name not in ("__enter__", "__exit__"):
             assert inspect.signature(getattr(kind, name)).parameters.keys() == signature.parameters.keys(), name
         else:
