@@ -78,6 +78,8 @@ def ray_address():
         "--num-cpus=8",
         f"--object-store-memory={2**28}",
         "--include-dashboard=false",
+        "--include-log-monitor=false",
+        "--no-monitor",
         f"--temp-dir={directory}",
     ]
     env = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}

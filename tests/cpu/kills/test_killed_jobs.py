@@ -1,13 +1,14 @@
-"""Whole jobs, with the vLLM engine, that are killed and come back."""
+"""Whole jobs that are killed and come back: with Ray and vLLM, on a cluster of Ray, and supervised ones."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import signal
-import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,108 +39,121 @@ def weights(run: Path) -> bytes:
     return (run / f"exports/global_step_{STEPS}/policy/model.safetensors").read_bytes()
 
 
-def start_and_reach(job: list[str], cwd: Path, place: str, attempt: int) -> subprocess.Popen:
+def reached_at(cwd: Path, place: str) -> Path:
+    return cwd / f"reached {place.partition(',')[0]}"
+
+
+def start_and_reach(job: list[str], cwd: Path, place: str, start: Callable[..., Any] = start_job) -> Any:
     """Start the job, and wait until it is at the place `name,n`."""
-    reached, log = cwd / f"reached{attempt}", cwd / f"log{attempt}"
-    process = start_job(*job, cwd=cwd, env={"TRAINER_FAILPOINT": f"{place},{reached}"}, log=log)
+    reached, log = reached_at(cwd, place), cwd / f"log {place}"
+    process = start(*job, cwd=cwd, env={"TRAINER_FAILPOINT": f"{place},{reached}"}, log=log)
     while not reached.exists():
         assert process.poll() is None, log.read_text()
         time.sleep(0.02)
     return process
 
 
-def killed(job: list[str], cwd: Path, place: str, attempt: int, marker: str) -> None:
+def killed(job: list[str], cwd: Path, place: str, marker: str) -> None:
     """Start the job and kill all of it at the place `name,n`."""
-    process = start_and_reach(job, cwd, place, attempt)
+    process = start_and_reach(job, cwd, place)
     kill_all(family(process.pid))
     process.wait()
     wait_until(lambda: left_running(marker) == [])
 
 
+def killed_fork(job: list[str], cwd: Path, place: str) -> None:
+    process = start_and_reach(job, cwd, place, start_forked_job)
+    process.kill_group()
+    assert process.wait() == -signal.SIGKILL
+
+
 def run_bereaved(job: list[str], cwd: Path, place: str) -> str:
     """Run the job to its end, but kill a rank and the engine at the place `name,n`; returns its output."""
-    process = start_and_reach(job, cwd, place, 9)
+    process = start_and_reach(job, cwd, place)
     hosts = members(process.pid)
     engines = [host for host in hosts if "VLLM_LOGGING_LEVEL" in host.environ()]
     kill_all([*engines, next(host for host in hosts if host not in engines)])
-    (cwd / "reached9").unlink()
-    status, output = process.wait(), (cwd / "log9").read_text()
+    reached_at(cwd, place).unlink()
+    status, output = process.wait(), (cwd / f"log {place}").read_text()
     assert status == 0, output
     return output
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
-@pytest.mark.parametrize(
-    "algorithm, settings, places, joins, loses_members",
-    [
-        ("grpo", ["trainer.num_workers=2"], ["save:manifest_written,2"], False, True),
-        (  # adapters, served by vLLM, beside a critic that is trained whole
-            "ppo",
-            ["trainer.policy.lora.rank=4"],
-            ["save:shards_written,3", "save:published,1"],
-            False,
-            False,
-        ),
-        (  # everything that remembers earlier steps, on a cluster that outlives the job
-            "dapo",
-            ["rollout=transformers", "data.curriculum=tests.support.curriculum:hardest_first", "data.train_size=24",
-             "algorithm.kl_coef=0.01", "algorithm.kl_controller=adaptive", "algorithm.kl_horizon=64",
-             "algorithm.ref_sync_interval=2", "algorithm.rollout_correction=tis", "logger.save_rollouts=true"],
-            ["logged,2", "save:manifest_written,2"],
-            True,
-            False,
-        ),
-    ],
-    ids=["grpo", "ppo-lora", "dapo-curriculum"],
-)  # fmt: skip
-def test_a_job_killed_again_and_again_ends_as_if_never_killed(
-    algorithm, settings, places, joins, loses_members, tmp_path, marker, request
-):
-    """SIGKILL to every process of it (on a cluster: to what runs the loop); then the same command again, immediately.
-
-    The driver of the last start may outlive a rank and the engine.
-    """
-    base = [f"algorithm={algorithm}", *settings, f"trainer.total_steps={STEPS}",
-            f"trainer.hf_save_interval={STEPS}", "trainer.max_ckpts_to_keep=2", "logger.plot=false",
-            "trainer.resume_mode=latest"]  # fmt: skip
-    if joins:
-        base.append(f"trainer.ray_address={request.getfixturevalue('ray_address')}")
-    whole = run_job(*base, "trainer.run_name=whole", cwd=tmp_path)
+def whole_and_killed(*settings: str, cwd: Path) -> tuple[list[dict], list[str]]:
+    """Run a job of these settings to its end, on plain processes. Returns its metrics, and the job that is killed."""
+    base = [*settings, f"trainer.total_steps={STEPS}", f"trainer.hf_save_interval={STEPS}", "logger.plot=false",
+            "trainer.max_ckpts_to_keep=2", "trainer.resume_mode=latest"]  # fmt: skip
+    whole = run_forked_job(*base, "trainer.run_name=whole", cwd=cwd)
     assert whole.returncode == 0, whole.stdout + whole.stderr
+    return metrics(cwd / "outputs/whole"), [*base, "trainer.run_name=killed"]
 
-    job = [*base, "trainer.run_name=killed"]
-    run = tmp_path / "outputs/killed"
-    for attempt, place in enumerate(places):
-        killed(job, tmp_path, place, attempt, marker)
-    if loses_members:
-        output = run_bereaved(job, tmp_path, "logged,2")
-        assert {("rank", "restarted the ranks"), ("engine", "replaced the engine")} <= {
-            (one.role, one.action) for one in read_incidents(str(run)) if one.cause == "killed process"
-        }
-        assert len((run / "starts.jsonl").read_text().splitlines()) == len(places) + 1, "the driver stays"
-    else:
-        last = run_job(*job, cwd=tmp_path)
-        output = last.stdout + last.stderr
-        assert last.returncode == 0, output
-    assert comparable(metrics(run)) == comparable(metrics(tmp_path / "outputs/whole"))
-    assert weights(run) == weights(tmp_path / "outputs/whole")
-    logs = output + "".join((tmp_path / f"log{i}").read_text() for i in range(len(places)))
+
+def assert_as_if_never_killed(cwd: Path, output: str) -> None:
+    """Compare both runs, and what a tool exports. `output` is that of the last start."""
+    whole, run = cwd / "outputs/whole", cwd / "outputs/killed"
+    assert comparable(metrics(run)) == comparable(metrics(whole))
+    assert weights(run) == weights(whole)
+    logs = output + "".join(log.read_text() for log in cwd.glob("log *"))
     assert "resume verified" in logs and "took over the run directory" in logs
     assert [p.name for p in (run / "checkpoints").iterdir() if p.name.startswith(".")] == []
-    assert left_running(marker) == []
-    if "logger.save_rollouts=true" in settings:
-        for step in range(1, STEPS + 1):
-            assert (run / f"rollouts/step_{step}.jsonl").read_bytes() == (
-                tmp_path / f"outputs/whole/rollouts/step_{step}.jsonl"
-            ).read_bytes()
-    exported = tmp_path / "from-checkpoint"
+    exported = cwd / "from-checkpoint"
     assert checkpoint_tool(["export", str(run / f"checkpoints/global_step_{STEPS}"), str(exported)]) == 0
     ours, theirs = (load_file(d / "model.safetensors") for d in (exported, run / f"exports/global_step_{STEPS}/policy"))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    if "lora" in "".join(settings):  # adapters are merged into the weights they were trained on, and no others
-        to = ["export", str(run / f"checkpoints/global_step_{STEPS}"), str(tmp_path / "other"), "--base", str(exported)]
-        assert checkpoint_tool(to) == 2 and not (tmp_path / "other").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_a_job_that_is_killed_and_loses_a_rank_and_its_engine_ends_as_if_never_disturbed(tmp_path, marker):
+    """With Ray and vLLM. The first start is killed with all of its processes; the second one outlives a rank and the
+    engine."""
+    rows, job = whole_and_killed("rollout=vllm", "trainer.num_workers=2", cwd=tmp_path)
+    assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in rows[1:])
+    killed(job, tmp_path, "save:manifest_written,2", marker)
+    output = run_bereaved(job, tmp_path, "logged,2")
+    run = tmp_path / "outputs/killed"
+    assert {("rank", "restarted the ranks"), ("engine", "replaced the engine")} <= {
+        (one.role, one.action) for one in read_incidents(str(run)) if one.cause == "killed process"
+    }
+    assert len((run / "starts.jsonl").read_text().splitlines()) == 2, "the driver stays"
+    assert_as_if_never_killed(tmp_path, output)
+    assert left_running(marker) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_job_with_adapters_that_is_killed_twice_ends_as_if_never_killed(tmp_path):
+    """They are served by vLLM, beside a critic that is trained whole."""
+    _, job = whole_and_killed("algorithm=ppo", "trainer.policy.lora.rank=4", "rollout=vllm", cwd=tmp_path)
+    for place in ("save:shards_written,3", "save:published,1"):
+        killed_fork(job, tmp_path, place)
+    last = run_forked_job(*job, cwd=tmp_path)
+    assert last.returncode == 0, last.stdout + last.stderr
+    assert_as_if_never_killed(tmp_path, last.stdout)
+    # Adapters are merged into the weights they were trained on, and no others.
+    checkpoint = tmp_path / f"outputs/killed/checkpoints/global_step_{STEPS}"
+    to = [str(tmp_path / "other"), "--base", str(tmp_path / "from-checkpoint")]
+    assert checkpoint_tool(["export", str(checkpoint), *to]) == 2 and not (tmp_path / "other").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_job_killed_on_a_cluster_that_outlives_it_ends_as_if_never_killed(tmp_path, marker, ray_address):
+    """With everything that remembers earlier steps. SIGKILL to what runs the loop; then the same command, at once."""
+    settings = ["algorithm=dapo", "data.curriculum=tests.support.curriculum:hardest_first", "data.train_size=24",
+                "algorithm.kl_coef=0.01", "algorithm.kl_controller=adaptive", "algorithm.kl_horizon=64",
+                "algorithm.ref_sync_interval=2", "algorithm.rollout_correction=tis",
+                "logger.save_rollouts=true"]  # fmt: skip
+    _, job = whole_and_killed(*settings, cwd=tmp_path)
+    job += ["rollout=transformers", f"trainer.ray_address={ray_address}"]
+    killed(job, tmp_path, "save:manifest_written,2", marker)
+    last = run_job(*job, cwd=tmp_path)
+    assert last.returncode == 0, last.stdout + last.stderr
+    assert_as_if_never_killed(tmp_path, last.stdout)
+    assert left_running(marker) == []
+    for step in range(1, STEPS + 1):
+        file = f"rollouts/step_{step}.jsonl"
+        assert (tmp_path / "outputs/killed" / file).read_bytes() == (tmp_path / "outputs/whole" / file).read_bytes()
 
 
 @pytest.mark.timeout(900)
