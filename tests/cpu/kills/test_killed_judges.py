@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.jobs import comparable, metrics, run_job
+from tests.support.forks import run_forked
+from tests.support.jobs import comparable, environment, metrics
 from tests.support.judges import Answer, Server, rewards, serving
 from tests.support.killed_jobs import CONFIG, STEPS, run_killed, run_until
 from trainer.config import TinyConfig
@@ -79,8 +80,8 @@ def test_a_job_with_a_remote_reward_ends_as_if_never_killed(tmp_path):
         assert (judge.run_dir / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
     assert "resume verified" in (tmp_path / "killed.log").read_text()
 
-    again = (*CONFIG, *job, "trainer.ray_address=processes", "trainer.total_steps=8", "reward.max_error_rate=1")
-    other_data = run_job(*again, "data.train_size=11", cwd=tmp_path, small=False)
+    again = (*CONFIG, *job, "trainer.total_steps=8", "reward.max_error_rate=1")
+    other_data = run_forked("trainer.main", [*again, "data.train_size=11"], tmp_path, environment(), timeout=300)
     assert other_data.returncode == 2, other_data.stderr
     assert "data: the number of prompts is not that of the checkpoint" in other_data.stderr
     assert "trainer.load_components=[weights,optimizer,rng,state]" in other_data.stderr
@@ -88,7 +89,7 @@ def test_a_job_with_a_remote_reward_ends_as_if_never_killed(tmp_path):
     weights = tmp_path / "model/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
     changes = ("data.train_size=11", "trainer.policy.optimizer.lr=1e-4", "rollout.n=3")
-    all_at_once = run_job(*again, *changes, cwd=tmp_path, small=False)
+    all_at_once = run_forked("trainer.main", [*again, *changes], tmp_path, environment(), timeout=300)
     assert all_at_once.returncode == 2, all_at_once.stderr
     refused = [line.strip().split("=")[0].split(":")[0] for line in all_at_once.stderr.splitlines()[1:]]
     assert {"rollout.n", "trainer.policy.optimizer.lr", "data", "model.path"} <= set(refused), all_at_once.stderr
