@@ -69,13 +69,13 @@ class Node:
 
     def start_ray(self, head: Node | None = None, cpus: int = 1) -> None:
         """Start Ray's daemons on this node: a new cluster, or as a part of the cluster of `head`."""
-        first = ["--head", f"--port={_PORT}", "--include-dashboard=false"]
+        first = ["--head", f"--port={_PORT}", "--include-dashboard=false", "--no-monitor"]
         place = [f"--address={head.address}:{_PORT}"] if head else first
         started = subprocess.run(
             self.command(
                 str(Path(sys.executable).with_name("ray")), "start", *place, f"--node-ip-address={self.address}",
                 f"--temp-dir={self._directory}/ray", f"--num-cpus={cpus}", "--object-store-memory=100000000",
-                "--disable-usage-stats",
+                "--disable-usage-stats", "--include-log-monitor=false",
             ),
             capture_output=True, text=True,
             env={**environment(), "PATH": os.environ["PATH"], "RAY_prestart_worker_first_driver": "0"},

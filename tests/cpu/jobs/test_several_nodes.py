@@ -13,7 +13,7 @@ import pytest
 
 from tests.cpu.jobs.test_closed_jobs import reach
 from tests.support.buckets import s3_variables
-from tests.support.jobs import command, comparable, environment, kill_all, metrics, run_forked_job, run_job
+from tests.support.jobs import command, comparable, environment, kill_all, metrics, run_forked_job
 from tests.support.nodes import Node, Nodes
 from trainer.process.failure_log import read_incidents
 
@@ -70,10 +70,10 @@ def test_a_job_loses_the_node_of_a_rank_and_that_of_its_driver_and_is_the_job_of
     monkeypatch.setenv("RAY_health_check_failure_threshold", "3")  # a lost driver holds its CPUs until Ray notices
     held = tmp_path / "held"
     with Nodes() as nodes:
-        cluster = nodes.cluster(6, cpus=[1, 1, 1, 1, 0, 0])
+        cluster = nodes.cluster(5, cpus=[1, 1, 1, 1, 0])
         head, own = cluster[0], cluster[-1]
         cluster[1].slow_down(mbit=20)
-        variables = start_object_store(cluster[4])
+        variables = start_object_store(nodes.add())
         job += ["trainer.ckpt_path=s3://runs/run", f"trainer.ckpt_cache_dir={DISK}", "trainer.ckpt_replicas=1"]
         job += ["trainer.node_timeout_s=5", "trainer.max_restarts=3"]
         failpoint = {"TRAINER_FAILPOINT": f"upload:copied,2,{held}"}
@@ -114,8 +114,7 @@ def test_a_job_continues_without_failed_nodes_and_uses_new_ones(tmp_path):
     with a new address joins.
     """
     settings = ["rollout=vllm", "trainer.node_timeout_s=5", "trainer.min_world_size=1", "trainer.max_restarts=5"]
-    where = ["trainer.ray_address=processes", f"trainer.run_dir={tmp_path}/alone"]
-    alone = run_job(*JOB, *settings, *where, "trainer.total_steps=4", cwd=tmp_path)
+    alone = run_forked_job(*JOB, *settings, f"trainer.run_dir={tmp_path}/alone", "trainer.total_steps=4", cwd=tmp_path)
     assert alone.returncode == 0, alone.stdout + alone.stderr
     with Nodes() as nodes:
         cluster = nodes.cluster(5, cpus=[0, 1, 1, 1, 1])
