@@ -134,6 +134,10 @@ class Journal:
             about = {"history": self.history, "config": self._settings.rollouts}
             self._writer.add(step, groups, about)
 
+    def flush(self) -> None:
+        """Begin to write what waits for more groups: none will come soon."""
+        self._writer.flush()
+
     def wait(self) -> None:
         """Wait until all groups are durable.
 
@@ -260,6 +264,12 @@ class _Writer:
                 self._queue.append((step, about, dict(groups)))
             self._begin()
 
+    def flush(self) -> None:
+        """Let the thread write at once what is there."""
+        with self._condition:
+            self._is_urgent = bool(self._queue)
+            self._condition.notify_all()
+
     def is_idle(self) -> bool:
         """Return whether nothing is to be written, and no error is to be raised."""
         with self._condition:
@@ -273,15 +283,13 @@ class _Writer:
         """
         end = time.monotonic() + time_limits.JOURNAL_WAIT_S
         with self._condition:
-            self._is_urgent = True
-            self._condition.notify_all()
             while (self._queue or self._is_busy) and not self._is_stopped:
+                self.flush()
                 left = end - time.monotonic()
                 if left <= 0:
                     self._stop(f"{self._pieces.directory}: nothing was written in {time_limits.JOURNAL_WAIT_S:g} s")
                     break
                 self._condition.wait(left)
-            self._is_urgent = False
             if self._lost is not None:
                 raise self._lost
 
@@ -307,7 +315,7 @@ class _Writer:
             with self._condition:
                 self._condition.wait_for(lambda: self._queue or self._is_closed)
                 self._condition.wait_for(lambda: self._is_urgent or self._is_closed, time_limits.JOURNAL_FLUSH_S)
-                batches, self._queue = self._queue, []
+                batches, self._queue, self._is_urgent = self._queue, [], False
                 if self._is_closed and not batches:
                     return
                 self._is_busy = True

@@ -63,6 +63,7 @@ class RecordedGroups:
         groups = {i // self.size: list(episodes[i : i + self.size]) for i in range(0, len(episodes), self.size)}
         if self._journal.is_on:
             self._add(groups)
+            self._journal.flush()  # while the ranks score the episodes
         made = iter(groups.values())
         return [episode for key in self._keys for episode in self._found.get(key) or next(made)]
 
