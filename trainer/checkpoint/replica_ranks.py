@@ -1,8 +1,9 @@
 """The disks of the nodes on which ranks run, as the driver reaches them: through one rank of each node.
 
 A checkpoint of several nodes is a directory of the same name on each of them. Every directory has the manifest and all
-small files. The shards are where their ranks wrote them, and where copies were put. The commit is the rename on the
-disk of the driver, after that on the other nodes. `Checkpoint.nodes` says which shards each disk had then.
+small files. The shards are where their ranks wrote them, and where copies were put. The directory is renamed on the
+other nodes first, and last on the disk of the driver: this rename is the commit. `Checkpoint.nodes` says which shards
+each disk had then.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ POLICY_KEY = "model.path"
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """One model of a run. Ranks, checkpoints and restores go through the list of roles and know none by its name."""
+    """One model of a run. Ranks, checkpoints and restores loop over the roles, and know only the policy by its name."""
 
     name: str
     path: str | None = None

@@ -1,4 +1,4 @@
-"""Episodes as an Arrow table, bit for bit: the format of the journal, and of rollouts that a run keeps."""
+"""Episodes as an Arrow table, bit for bit: the format of the journal."""
 
 from __future__ import annotations
 

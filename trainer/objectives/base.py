@@ -58,8 +58,8 @@ LossResult = tuple[Tensor, dict[str, Tensor]]
 class Objective:
     """What a run optimises. The driver and every rank build one from the same config.
 
-    A subclass says which models there are (`TaskSpec.roles` of its task), what is computed before the update
-    (`scores`), what becomes of the episodes (`experience`) and the `loss` on the ranks. The loop, the ranks and the
+    A subclass says what is computed before the update (`scores`), what the ranks train on (`experience`), and the
+    `loss` on the ranks. Its task says which models there are (`TaskSpec.roles`). The loop, the ranks and the
     checkpoints know no objective by its name.
     """
 
