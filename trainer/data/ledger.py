@@ -9,6 +9,8 @@ from itertools import islice
 from types import NoneType
 from typing import Any
 
+import xxhash
+
 from trainer.errors import UserError
 from trainer.files.documents import Shape, is_count, is_number, mismatch
 from trainer.import_utils import user_code
@@ -16,6 +18,7 @@ from trainer.seeding import permutation
 
 _FORMAT = 2  # of `state_dict`; format 1 had one layout for prompts and one for examples
 _FORMAT_WITH_GAPS = 3  # also has rows behind the next one; versions that cannot read them must refuse it
+_LONGEST_FINGERPRINT = 100
 _STATE: dict[Any, Shape] = {
     "places": [{"epoch": is_count, "position": is_count}],
     "trained_ahead": [{"dataset": is_count, "epoch": is_count, "index": is_count}],
@@ -51,7 +54,8 @@ class Ledger:
         datasets: the data sets.
         seed: of the run.
         kind: `prompts` or `examples`: keys the permutations, and names the rows in messages.
-        fingerprint: returns a digest of the rows as the policy sees them; called at the first save or load.
+        fingerprint: returns a digest of the rows as the policy sees them; called at the first save or load. A longer
+            text is digested here.
         row_fingerprint: returns a digest of all that the rows hold; None: there is no more than that.
         weights: how often rows of each data set come, relative to the others; empty for one data set.
         curriculum: chooses and orders the rows of an epoch; for one data set.
@@ -285,9 +289,12 @@ class Ledger:
             meaning = "the content of columns besides prompt and answer"
             compared.append(("row_fingerprint", "data", meaning, self._row_fingerprint))
         for name, key, meaning, own in compared:
-            if state.get(name) != own:
+            saved = state.get(name)
+            if name.endswith("fingerprint") and isinstance(saved, str):
+                saved = _short(saved)  # earlier versions saved any text
+            if saved != own:
                 raise UserError(
-                    f"{key}: {meaning} is not that of the checkpoint ({name} {own} instead of {state.get(name)}); "
+                    f"{key}: {meaning} is not that of the checkpoint ({name} {own} instead of {saved}); "
                     "restore the data and seed of the run, or fork the checkpoint (trainer.resume_mode=from_path) with "
                     "trainer.load_components=[weights,optimizer,rng,state], which begins the new data at its first row"
                 )
@@ -322,11 +329,18 @@ class Ledger:
 
     @cached_property
     def _fingerprint(self) -> str:
-        return self._compute_fingerprint()
+        return _short(self._compute_fingerprint())
 
     @cached_property
     def _row_fingerprint(self) -> str | None:
-        return None if self._compute_row_fingerprint is None else self._compute_row_fingerprint()
+        return None if self._compute_row_fingerprint is None else _short(self._compute_row_fingerprint())
+
+
+def _short(fingerprint: str) -> str:
+    """Return the fingerprint, or a digest of one that is too long for checkpoints and messages."""
+    if len(fingerprint) <= _LONGEST_FINGERPRINT:
+        return fingerprint
+    return xxhash.xxh3_128_hexdigest(fingerprint.encode("utf-8", "surrogatepass"))
 
 
 def _saved_indices(state: Mapping[str, Any]) -> list[SampleIndex]:

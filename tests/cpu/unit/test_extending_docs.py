@@ -28,6 +28,7 @@ from trainer.config.engines import find_engine
 from trainer.environments import Environment
 from trainer.environments.sessions import EnvironmentPool, Session
 from trainer.episodes import Episode, Sample
+from trainer.errors import UserError
 from trainer.files import uris
 from trainer.files.uris import StoreSpec
 from trainer.generation.engine import Engine, Request, Sampling
@@ -289,3 +290,11 @@ def test_the_kind_of_training(tmp_path, module):
     resumed.load_state_dict(state)
     assert [episode.uid for episode in resumed.next(2)] == [episode.uid for episode in second]
     assert not {episode.group for episode in first} & {episode.group for episode in second}
+    cfg.task(cfg).check_inputs(True)
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": "0?", "chosen": "yes"}))
+    with pytest.raises(UserError, match="data.train_files: row 1 must have a text rejected; it has prompt, chosen"):
+        cfg.task(cfg).check_inputs(True)
+    (tmp_path / "pairs.jsonl").unlink()
+    with pytest.raises(UserError, match="data.train_files=.*pairs.jsonl: no such file"):
+        cfg.task(cfg).check_inputs(True)
+    assert len(state["fingerprint"]) == 32

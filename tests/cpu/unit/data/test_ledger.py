@@ -212,6 +212,18 @@ def test_other_data_or_seed_is_refused(other, message):
     assert other.epoch == 0
 
 
+def test_a_long_fingerprint_is_saved_and_shown_as_a_digest():
+    long = "a row of the data, " * 1000
+    source = Ledger([range(3)], 1, "pairs", lambda: long)
+    saved = source.state_dict()
+    assert len(saved["fingerprint"]) == 32
+    source.load_state_dict(saved)
+    source.load_state_dict({**saved, "fingerprint": long})  # as earlier versions saved it
+    with pytest.raises(UserError, match="^data: the pairs' content is not that of the checkpoint") as refused:
+        source.load_state_dict({**saved, "fingerprint": long + "another"})
+    assert len(str(refused.value)) < 500
+
+
 def test_other_columns_are_refused_and_an_older_state_knows_of_none():
     def prompts(rows: str | None, content: str = "tokens") -> Ledger:
         return Ledger([range(5)], 1, "prompts", lambda: content, row_fingerprint=None if rows is None else lambda: rows)
