@@ -129,12 +129,12 @@ TASKS: dict[str, TaskSpec] = {
         may_change=("sft.steps",),
         metrics={
             "sft/loss": Metric(
-                "Cross-entropy of the tokens to learn (supervised training).", "nats", "min", _LOSS, watched=True
+                "Cross-entropy of the tokens to train on (supervised training).", "nats", "min", _LOSS, watched=True
             ),
             "sft/kl": Metric("KL of the policy that sampled the rollouts to the model, with `sft.max_weight`.", "nats"),
             "sft/clip_frac": Metric("Tokens whose importance weight was cut at `sft.max_weight`.", "share"),
             "val/loss": Metric(
-                "Cross-entropy of the tokens to learn in the held-out examples (supervised training).",
+                "Cross-entropy of the tokens to train on in the held-out examples (supervised training).",
                 "nats",
                 "min",
                 _LOSS,

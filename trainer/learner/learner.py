@@ -123,7 +123,7 @@ class Learner:
         return scores[np.arange(len(samples)), batch["lengths"] - 1]
 
     def accuracy(self, samples: Sequence[Sample]) -> float:
-        """Return the share of samples whose tokens to learn are what greedy decoding would answer.
+        """Return the share of samples whose tokens to train on are what greedy decoding would answer.
 
         It would: if each token is the likeliest one after those before it, greedy decoding chooses them one by one.
         """
