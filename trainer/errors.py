@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -136,6 +137,23 @@ def describe_error(error: BaseException) -> str:
     except BaseException:
         text = "its text cannot be read"
     return one_line(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+
+
+def describe_with_place(error: BaseException) -> str:
+    """Return `Type: text (file:line, in function)`: the error, and the innermost line of the user's own code in it.
+
+    The tracebacks of workers in its notes count, too. Code of this package and of installed ones is not the user's.
+    """
+    import sysconfig  # seldom needed, and this module is imported before signals are handled
+    import traceback
+
+    trace = [*traceback.format_tb(error.__traceback__), *getattr(error, "__notes__", ())]
+    libraries = sysconfig.get_paths()
+    others = [os.path.dirname(__file__), *(libraries[name] for name in ("stdlib", "purelib", "platlib"))]
+    frames = re.findall(r'File "(.+?)", line (\d+), in (\S+)', "\n".join(trace))
+    own = [frame for frame in frames if not frame[0].startswith(("<", *(path + os.sep for path in others)))]
+    place = " ({}:{}, in {})".format(*own[-1]) if own else ""
+    return describe_error(error) + place
 
 
 def one_line(text: str) -> str:

@@ -57,8 +57,10 @@ def import_function(path: str, key: str, known: Iterable[str] = ()) -> Callable[
     signals.SIGNALS.check()
     if not callable(function):
         meant = did_you_mean(function_name, names)
-        kind = "class" if function_name[0].isupper() and not function_name.isupper() else "function"
-        raise UserError(f"{key}={path}: {module_name} has no {kind} {function_name}{meant and f'; {meant}'}")
+        kind = "class " if function_name[0].isupper() else "function "
+        if function_name.isupper():
+            kind = ""  # a value, such as a task or the spec of an engine
+        raise UserError(f"{key}={path}: {module_name} has no {kind}{function_name}{meant and f'; {meant}'}")
     return function
 
 

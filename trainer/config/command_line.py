@@ -26,6 +26,7 @@ from trainer.errors import (
     NotSavedError,
     UserError,
     WorkerError,
+    describe_with_place,
     is_disk_unwritable,
     is_out_of_memory,
     one_line,
@@ -340,7 +341,7 @@ def _outcome(error: BaseException) -> Outcome:
         return Outcome(error.code if isinstance(error.code, int) else int(error.code is not None))
     if isinstance(error, NonRetryableError):
         is_told = isinstance(error, DivergedError) or isinstance(error.__cause__, (WorkerError, NonFiniteError))
-        return Outcome(3, str(error), "" if is_told else "".join(traceback.format_exception(error)).rstrip())
+        return Outcome(3, str(error), "" if is_told else _trace_of(error, str(error)))
     if isinstance(error, (WorkerError, NonFiniteError, NotSavedError)):
         return Outcome(1, str(error))
     if isinstance(error, Exception) and is_out_of_memory(error):
@@ -357,7 +358,12 @@ def _outcome(error: BaseException) -> Outcome:
         )
     if _is_of_config(error):
         return Outcome(2, explain(error, sys.argv[1:], _FILES, conf_dir()))
-    return Outcome(1, trace="".join(traceback.format_exception(error)).rstrip())
+    return Outcome(1, trace=_trace_of(error, describe_with_place(error)))
+
+
+def _trace_of(error: BaseException, sentence: str) -> str:
+    """Return the traceback, and in the last line what a reader of the log's end needs."""
+    return f"{''.join(traceback.format_exception(error)).rstrip()}\nerror: {sentence}"
 
 
 def _is_of_config(error: BaseException) -> bool:

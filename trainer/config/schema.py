@@ -164,7 +164,10 @@ def no_such_key(key: str, groups: Iterable[str] = ()) -> str:
     section = key.rpartition(".")[0]
     if section in OPEN_SECTIONS:
         return f"{key}: {section} takes keys of your choice; write +{key}=VALUE"
-    return f"{key}: no such key; {_suggestion(key, groups)}"
+    suggestion = _suggestion(key, groups)
+    if f"{section}.options" in OPEN_SECTIONS and f" {section}." not in suggestion:
+        suggestion += f"; an option of your own function or task is +{section}.options.{key.rpartition('.')[2]}=VALUE"
+    return f"{key}: no such key; {suggestion}"
 
 
 def refuse_unknown_keys(config: Config) -> None:

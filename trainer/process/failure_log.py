@@ -17,7 +17,7 @@ from trainer.errors import (
     NonFiniteError,
     UserError,
     WorkerError,
-    describe_error,
+    describe_with_place,
     failure_source_of,
     is_out_of_memory,
 )
@@ -111,7 +111,7 @@ def describe(error: BaseException, step: int, action: str, cost_s: float) -> Inc
     source = failure_source_of(error) or FailureSource("driver", socket.gethostname())
     text = error.message if isinstance(error, WorkerError) else str(error)
     if not isinstance(error, (WorkerError, NonFiniteError, DivergedError, UserError, Stopped)):
-        text = describe_error(error)
+        text = describe_with_place(error)
     text = " ".join(text.split())
     return Incident(step, source.role, source.name, source.node, failure_class, cause, action, round(cost_s, 3), text)
 

@@ -9,7 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trainer.config import TrainerConfig
-from trainer.errors import DivergedError, FailureSource, NonFiniteError, NonRetryableError, WorkerError, describe_error
+from trainer.errors import (
+    DivergedError,
+    FailureSource,
+    NonFiniteError,
+    NonRetryableError,
+    WorkerError,
+    describe_with_place,
+)
 from trainer.metrics.health import Divergence
 from trainer.process import time_limits
 from trainer.process.failure_log import INCIDENTS, INFRASTRUCTURE, classify, describe
@@ -75,7 +82,7 @@ class Recovery:
             self._record(error, "ended the run")
             raise self._ending(error, decision, last_good)
         self._failure, self._delay_s = error, decision.delay_s
-        fact = error.message if isinstance(error, WorkerError) else describe_error(error)
+        fact = error.message if isinstance(error, WorkerError) else describe_with_place(error)
         after = f" in {decision.delay_s:g} s" if decision.delay_s else ""
         LOG.warning(
             "%s; the ranks start again%s, from the last commit (restart %d; trainer.max_restarts=%d)",
@@ -156,7 +163,8 @@ class Recovery:
                 f"{self._optimizer}.max_grad_norm may help."
             )
         elif decision.repeated:
-            ending = NonRetryableError(f"{decision.refusal}: {error}")
+            fact = str(error) if isinstance(error, WorkerError) else describe_with_place(error)
+            ending = NonRetryableError(f"{decision.refusal}: {fact}")
         else:
             if self.restarted:
                 LOG.warning("the ranks do not start again: %s", decision.refusal)

@@ -7,7 +7,7 @@ import torch
 
 from trainer.config import Config
 from trainer.config.fields import walk_keys
-from trainer.errors import describe_error, did_you_mean, is_out_of_memory, one_line
+from trainer.errors import describe_error, describe_with_place, did_you_mean, is_out_of_memory, one_line
 
 
 class Rude(Exception):
@@ -26,6 +26,16 @@ class Rude(Exception):
 )
 def test_any_error_is_one_printable_line(error, description):
     assert describe_error(error) == description
+
+
+def test_the_line_of_user_code_in_the_traceback_of_a_worker_is_named():
+    error = KeyError("oh")
+    error.add_note(
+        f'in rank 0; its own traceback:\n  File "{Config.task.fget.__code__.co_filename}", line 3, in task\n'
+        '  File "/home/me/dpo.py", line 7, in loss\n'
+        f'  File "{torch.__file__}", line 9, in sum\nKeyError: oh'
+    )
+    assert describe_with_place(error) == "KeyError: 'oh' (/home/me/dpo.py:7, in loss)"
 
 
 def test_a_long_text_is_shortened():

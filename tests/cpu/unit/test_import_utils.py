@@ -91,7 +91,7 @@ def test_a_missing_module_is_refused_with_the_directories_that_were_searched(tmp
         ("own_rewards:Scoer", "own_rewards has no class Scoer; did you mean Scorer?"),
         ("own_rewards:scor", "has no function scor; did you mean score, or Scorer?"),
         ("own_rewards:_hiden", "own_rewards has no function _hiden"),
-        ("own_rewards:LIMIT", "own_rewards has no function LIMIT"),
+        ("own_rewards:LIMIT", "own_rewards has no LIMIT"),
         ("own_rewrads:score", "No module named 'own_rewrads'); did you mean own_rewards?"),
         ("tasks.wrods:score", "No module named 'tasks.wrods'); did you mean tasks.words?"),
         ("taks.words:score", "No module named 'taks'); did you mean tasks?"),

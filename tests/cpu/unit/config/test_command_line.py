@@ -46,6 +46,11 @@ def without_torch(*overrides: str, cwd) -> subprocess.CompletedProcess[str]:
         (["trainer.total_steps"], "trainer.total_steps: has no value; write KEY=VALUE or GROUP=CHOICE$"),
         (["--cfg", "job", "-p", "algorthm"], r"algorthm: no such key; did you mean algorithm\?$"),
         (["--cfg", "job", "rollout.m=2"], "rollout.m: no such key; docs/config.md lists the keys of rollout$"),
+        (
+            ["algorithm.beta=2"],
+            r"beta: no such key; did you .*; an option of .* task is \+algorithm.options.beta=VALUE$",
+        ),
+        (["algorithm.clip_hihg=2"], r"algorithm.clip_hihg: no such key; did you mean [^;]*$"),
         (["nothing=2"], "nothing: no such key; valid are trainer, algorithm"),
         (["trainer.num_workers=two"], "trainer.num_workers=two: must be a whole number$"),
         (["data.train_files=a.jsonl"], r"data.train_files: must be a list; write data.train_files=\[a.jsonl\]$"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.support.runs import configured
@@ -64,6 +66,26 @@ def test_a_model_that_cannot_be_loaded_is_no_accident(start, tmp_path):
     assert not recovery.restarted
     recovery.accept(failure(), "", is_loaded=False)  # a machine that fails is one
     assert recovery.restarted
+
+
+def test_a_mistake_in_the_user_s_code_ends_the_run_with_its_file_and_line(start, tmp_path):
+    (tmp_path / "own_pairs.py").write_text("def draw(row):\n    return row['rejected']\n")
+    code = compile((tmp_path / "own_pairs.py").read_text(), str(tmp_path / "own_pairs.py"), "exec")
+    given: dict = {}
+    exec(code, given)
+    recovery, _ = start()
+    recovery.begin_step(3)
+    place = f"KeyError: 'rejected' \\({tmp_path}/own_pairs.py:2, in draw\\)"
+    for ending in (None, f"^step 3 failed again in the same way when it was repeated: {place}$"):
+        with pytest.raises(KeyError) as caught:
+            given["draw"]({})
+        set_failure_source(caught.value, FailureSource("rank 0"))
+        if ending is None:
+            recovery.accept(caught.value, "")
+        else:
+            with pytest.raises(NonRetryableError, match=ending):
+                recovery.accept(caught.value, "")
+    assert re.fullmatch(place, read_incidents(str(tmp_path))[-1].text)
 
 
 def test_a_run_that_was_asked_to_stop_does_not_restart(start, tmp_path):
