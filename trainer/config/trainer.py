@@ -58,8 +58,8 @@ class TrainerConfig(Section):
     num_workers: int = number(1, at_least=1, resume="rounding")
     """Number of FSDP2 ranks: GPUs, or processes on CPU."""
     min_world_size: int | None = number(None, at_least=1, resume="harmless")
-    """If the cluster of `ray_address` has no room for `num_workers` ranks, at the start or after the loss of a node,
-    the job takes fewer ranks, but at least this number. null: it never takes fewer."""
+    """If the cluster of `ray_address` has no capacity for `num_workers` ranks, at the start or after the loss of a
+    node, the job takes fewer ranks, but at least this number. null: it never takes fewer."""
     excluded_nodes: list[str] = setting(default_factory=list, resume="harmless")
     """Addresses of nodes of the cluster of `ray_address` that this run does not use."""
     dp_replicate: int = number(1, at_least=1, resume="rounding")
@@ -80,7 +80,7 @@ class TrainerConfig(Section):
     in the same way in any batch, and requests go to engines by plan, not by which engine is free first. It costs speed.
     Runs on CPU repeat without it."""
     offload: str = choice("none", ("none", "optimizer", "all"), resume="harmless")
-    """What ranks move to host memory while engines on the same GPUs generate, to leave them room: nothing, the
+    """What ranks move to host memory while engines on the same GPUs generate, to leave them memory: nothing, the
     `optimizer`'s states, or `all` (weights too). It takes two copies over PCIe a step. Needs `rollout.colocate`."""
     ray_address: str | None = setting(None, resume="harmless")
     """`host:port` (or `auto`) of a Ray cluster to join. null: start one on this machine for this run. `processes`: use

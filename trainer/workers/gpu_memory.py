@@ -1,4 +1,4 @@
-"""Whether a GPU that a rank and an engine share has room for the one that wakes up.
+"""Whether a GPU that a rank and an engine share has enough memory for the one that wakes up.
 
 CUDA itself would say "out of memory" in the middle of waking, and leave an engine that is half awake.
 """
@@ -21,25 +21,25 @@ class DeviceMemory:
     total: int
 
 
-def engine_problem(needed: int, growth: int, room: DeviceMemory, cfg: Config) -> str | None:
+def engine_problem(needed: int, growth: int, device: DeviceMemory, cfg: Config) -> str | None:
     """Return why an engine cannot wake up beside a rank, in one sentence; None: it can.
 
     Args:
         needed: bytes that the engine will take.
         growth: bytes that the rank has yet to take, and will hold while engines are awake.
     """
-    shortage = needed + growth - room.free
+    shortage = needed + growth - device.free
     if shortage <= 0:
         return None
     taken = f", of which the optimizer will take {_gb(growth)}" if growth else ""
     share, offload = cfg.rollout.gpu_memory_utilization, _NEXT_OFFLOAD.get(cfg.trainer.offload)
-    lower = math.floor(100 * (share - shortage / room.total)) / 100
+    lower = math.floor(100 * (share - shortage / device.total)) / 100
     remedies = [f"lower rollout.gpu_memory_utilization={share:g} to {lower:g} (vLLM)"] if lower > 0 else []
     remedies += [f"set trainer.offload={offload}"] if offload else []
     remedies += ["use more GPUs"]
     return (
-        f"rollout.colocate=true: an engine needs {_gb(needed)} of a GPU to wake up, but of {_gb(room.total)} only "
-        f"{_gb(room.free)} are free beside the rank{taken}; {', or '.join(remedies)}"
+        f"rollout.colocate=true: an engine needs {_gb(needed)} of a GPU to wake up, but of {_gb(device.total)} only "
+        f"{_gb(device.free)} are free beside the rank{taken}; {', or '.join(remedies)}"
     )
 
 
