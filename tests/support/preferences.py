@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from trainer.algorithms.aggregation import masked
+from trainer.checkpoint.components import Component, json_part
 from trainer.config import Config, OptimizerConfig, RoleSpec, policy_role, reference_role
 from trainer.data.ledger import Ledger, SampleIndex
 from trainer.episodes import Episode, Sample
@@ -59,16 +61,35 @@ class Preference(Objective):
 
 
 class PairSource(LedgerSource):
-    """`trainer.train_batch_size` pairs a step, of `data.train_files`: JSON lines with prompt, chosen and rejected."""
+    """`trainer.train_batch_size` pairs a step, of `data.train_files`: JSON lines with prompt, chosen and rejected.
+
+    Their order in a step follows from a number that a part of the checkpoint holds.
+    """
 
     def __init__(self, cfg: Config, tokenizer: Any):
-        self.size, self.tokenizer = cfg.trainer.train_batch_size, tokenizer
+        self.size, self.tokenizer, self.number = cfg.trainer.train_batch_size, tokenizer, 0
         lines = [line for path in cfg.data.train_files for line in Path(path).read_text().splitlines()]
         self.rows = [json.loads(line) for line in lines]
         super().__init__(Ledger([self.rows], cfg.trainer.seed, "pairs", lambda: "".join(lines)), f"{len(lines)} pairs")
 
     def draw(self, step: int) -> list[tuple[SampleIndex, Sequence[Episode]]]:
-        return [(index, self.pair(index)) for index in self.ledger.peek(self.size)]
+        drawn = [(index, self.pair(index)) for index in self.ledger.peek(self.size)]
+        first = self.number % self.size
+        return drawn[first:] + drawn[:first]
+
+    def commit(self, step: int) -> None:
+        super().commit(step)
+        self.number = zlib.crc32(f"{self.number} {step}".encode())
+
+    def parts(self) -> list[Component]:
+        def load(state: dict) -> None:
+            self.number = state["number"]
+
+        return [json_part("pairs", lambda: {"number": self.number}, load, {"number": int}, kinds=("data",))]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.number = 0
 
     def pair(self, index: SampleIndex) -> list[Episode]:
         row, group = self.rows[index.index], f"{index.epoch}:{index.index}"

@@ -27,7 +27,7 @@ class OpenRun:
         self.parts: list[Component] = [
             config_part(cfg),
             json_part("trainer_state", lambda: self.state, self.state.update),
-            json_part("data", lambda: {"position": self.state["step"]}, lambda _: None),
+            json_part("data", lambda: {"position": self.state["step"]}, lambda _: None, kinds=("data",)),
         ]
 
     def __enter__(self) -> OpenRun:

@@ -22,7 +22,7 @@ from trainer.models.files import ADAPTER_CONFIG, write_assets
 LOG = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
-_HOLDER = {"weights": "models", "optimizer": "models", "rng": "models", "data": "data", "state": "trainer_state"}
+_OF_RANKS = ("weights", "optimizer", "rng")
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,13 @@ class Restore:
     """The optimizer steps by which the learning rate schedule of each role moves (see `compatibility.added_steps`)."""
 
     def chosen(self, parts: Sequence[Component], checkpoint: Checkpoint) -> list[Component]:
-        """Return the parts that hold the state to restore, and the config."""
-        names = {"config", *(_HOLDER[kind] for kind in self.kinds)}
-        if "weights" in self.kinds:
-            if "start_weights" in checkpoint.manifest["parts"]:
-                names.add("start_weights")
-            else:
-                LOG.info("%s does not name the initial weights of its run: not checked", checkpoint.path)
-        return [part for part in parts if part.name in names]
+        """Return the parts that hold state to restore. Parts that an earlier version did not save may be missing."""
+        chosen = [part for part in parts if self.kinds.intersection(part.kinds)]
+        saved = checkpoint.manifest["parts"]
+        for part in chosen:
+            if part.if_missing and part.name not in saved:
+                LOG.info("%s %s", checkpoint.path, part.if_missing)
+        return [part for part in chosen if not part.if_missing or part.name in saved]
 
 
 def _load_nothing(checkpoint: Checkpoint, restore: Restore) -> None:
@@ -62,12 +61,21 @@ class Component:
     durable, hashed files."""
     load: Callable[[Checkpoint, Restore], None] = _load_nothing
     """Restores the state."""
+    kinds: Collection[str] = ("state",)
+    """The kinds of state that it holds, of `LOAD_COMPONENTS`: it is restored if a resume restores one of them, and then
+    the checkpoint must have it. Empty: no resume restores it."""
+    if_missing: str = ""
+    """What the log says of a checkpoint without it, which is then accepted. Empty: such a checkpoint is refused."""
     is_large: bool = False
     """Restored last, and only if every other part accepts its state."""
 
 
 def files_part(
-    name: str, content: Callable[[], dict[str, bytes]], load: Callable[[Checkpoint, Restore], None] = _load_nothing
+    name: str,
+    content: Callable[[], dict[str, bytes]],
+    load: Callable[[Checkpoint, Restore], None] = _load_nothing,
+    kinds: Collection[str] = ("state",),
+    if_missing: str = "",
 ) -> Component:
     """Make a part of small files: `content()` returns their bytes by path below the checkpoint."""
 
@@ -79,11 +87,15 @@ def files_part(
 
         return write
 
-    return Component(name, begin, load)
+    return Component(name, begin, load, kinds, if_missing)
 
 
 def json_part(
-    name: str, state: Callable[[], dict], restore: Callable[[dict], None], shape: ObjectShape | None = None
+    name: str,
+    state: Callable[[], dict],
+    restore: Callable[[dict], None],
+    shape: ObjectShape | None = None,
+    kinds: Collection[str] = ("state",),
 ) -> Component:
     """Make a part that is saved as `{name}.json`.
 
@@ -95,12 +107,13 @@ def json_part(
         name,
         lambda: {file: json.dumps(state(), indent=2, sort_keys=True).encode()},
         lambda checkpoint, _: restore(read_object(checkpoint, file, shape)),
+        kinds,
     )
 
 
 def config_part(cfg: Config) -> Component:
     """Make the part that holds the resolved config, without secrets."""
-    return files_part("config", lambda: {CONFIG_FILE: config_yaml(cfg)})
+    return files_part("config", lambda: {CONFIG_FILE: config_yaml(cfg)}, kinds=LOAD_COMPONENTS)
 
 
 def config_yaml(cfg: Config) -> bytes:
@@ -148,14 +161,14 @@ def models_part(ranks: SavingRanks) -> Component:
 
     def load(checkpoint: Checkpoint, restore: Restore) -> None:
         files = ShardedFiles(checkpoint.files.path)
-        kinds = set(restore.kinds & {"weights", "optimizer", "rng"})
+        kinds = set(restore.kinds.intersection(_OF_RANKS))
         for role in ranks.saved_roles:
             if role not in checkpoint.manifest["roles"] and restore.fork:
                 LOG.info("the checkpoint holds no %s: it starts from scratch", role)
                 continue
             ranks.load(role, files, kinds, restore.added_steps.get(role, 0))
 
-    return Component("models", begin, load, is_large=True)
+    return Component("models", begin, load, kinds=_OF_RANKS, is_large=True)
 
 
 def assets_part(
@@ -181,7 +194,7 @@ def assets_part(
                 files[f"policy/huggingface/{ADAPTER_CONFIG}"] = adapter_config().encode()
         return files
 
-    return files_part("huggingface", content)
+    return files_part("huggingface", content, kinds=())
 
 
 def is_allowed(key: str, allowed: Collection[str]) -> bool:

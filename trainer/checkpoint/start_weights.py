@@ -78,7 +78,8 @@ def start_weights_part(cfg: Config, model_path: str) -> Component:
         if refused:
             raise UserError(as_list(f"{checkpoint.path} cannot be used with these models:", refused))
 
-    return files_part("start_weights", content, load)
+    unchecked = "does not name the initial weights of its run: not checked"
+    return files_part("start_weights", content, load, ("weights",), unchecked)
 
 
 def _path_names(cfg: Config) -> dict[str, str]:

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.checkpoint.storage import Storage
@@ -29,7 +30,10 @@ _OTHER_PROMPTS = "of other prompts or samplings"
 
 
 class Journal:
-    """The records of one run. Used by the main thread alone; it writes on a thread of its own.
+    """The records of one run. It writes on a thread of its own.
+
+    Any thread may find and add groups, and make keys for a history. All else is for the thread that made the journal,
+    the one that trains: only this thread knows which weights sample now.
 
     A record is a group of episodes under a key. The key is a digest of all that decides the episodes, so a record of
     another history, config or prompt has another key.
@@ -53,8 +57,8 @@ class Journal:
         is_on: bool = True,
         timer: Callable[[str], AbstractContextManager[None]] = nullcontext,
     ):
-        self.history = ""
-        """Of the weights that sample now."""
+        self._history = ""
+        self._thread = threading.get_ident()
         self._settings = settings
         self._timer = timer
         self._pieces = Pieces(run_dir, fence)
@@ -63,13 +67,22 @@ class Journal:
         """Whether records are written and used."""
         self._writer = _Writer(self._pieces, self._upkeep.copy)
         self._replay: _Replay | None = None
+        self._replaying = threading.Lock()
+        self._step = 0  # the last one that is trained
+
+    @property
+    def history(self) -> str:
+        """Of the weights that sample now. Those who sample ahead keep it, to find and to add groups by it later."""
+        self._check_thread()
+        return self._history
 
     # ---------------------------------------------------------------------------------------------------
     # The run
 
     def start(self, step: int, history: str) -> None:
         """Continue behind a step, whose weights have this history; find the records of the steps after it."""
-        self.history = history
+        self._check_thread()
+        self._history, self._step = history, step
         self._end_replay()
         if not self.is_on:
             return
@@ -83,8 +96,17 @@ class Journal:
         self._replay = _Replay(self._pieces, self._settings.rollouts, names) if names else None
 
     def trained(self, episodes: Iterable[Episode]) -> None:
-        """Note the episodes that a step has trained on: the weights have another history now."""
-        self.history = after(self.history, episodes, self._settings)
+        """Note the episodes that the next step has trained on: the weights have another history now."""
+        self._check_thread()
+        self._history = after(self.history, episodes, self._settings)
+        self._step += 1
+        with self._replaying:
+            if self._replay is None:
+                return
+            self._replay.end_before(self._step)  # its evaluation is still to come
+            is_over = self._replay.is_over
+        if is_over:
+            self._end_replay()
 
     def remove_until(self, oldest: Callable[[], int]) -> None:
         """Begin to delete the records of the steps up to `oldest()`, which is called on another thread."""
@@ -93,6 +115,7 @@ class Journal:
 
     def remove_after(self, step: int) -> None:
         """Delete the records of the steps after `step`: the run goes back, and generates them anew."""
+        self._check_thread()
         self._end_replay()
         self._writer.wait()
         with contextlib.suppress(OSError):
@@ -104,6 +127,7 @@ class Journal:
 
     def close(self) -> None:
         """Write what is left, and end the threads."""
+        self._check_thread()
         self._end_replay()
         self._writer.close()
         self._upkeep.close()
@@ -111,27 +135,26 @@ class Journal:
     # ---------------------------------------------------------------------------------------------------
     # Groups
 
-    def key(self, step: int, *decides: Any) -> str:
-        """Return the key of a group that the current weights sample.
+    def key(self, step: int, *decides: Any, history: str | None = None) -> str:
+        """Return the key of a group.
 
         Args:
+            step: the one that trains on it.
             decides: all that decides its episodes besides the weights and the config.
+            history: of the weights that sample it; None: those of now.
         """
-        return digest(self.history, self._settings.rollouts, step, *decides)
+        return digest(self._of(history), self._settings.rollouts, step, *decides)
 
-    def find(self, step: int, keys: Sequence[str]) -> dict[str, list[Episode]]:
-        """Return the groups of a step that have a record, by key."""
-        if self._replay is None:
-            return {}
-        found = self._replay.find(step, self.history, keys)
-        if self._replay.is_over:
-            self._end_replay()
-        return found
+    def find(self, step: int, keys: Sequence[str], history: str | None = None) -> dict[str, list[Episode]]:
+        """Return the groups of a step that have a record, by key. Steps ahead may be asked for in any order."""
+        history = self._of(history)
+        with self._replaying:
+            return {} if self._replay is None else self._replay.find(step, history, keys)
 
-    def add(self, step: int, groups: Mapping[str, Sequence[Episode]]) -> None:
+    def add(self, step: int, groups: Mapping[str, Sequence[Episode]], history: str | None = None) -> None:
         """Begin to write finished groups, by key. They appear in one file, so all of them are kept or none."""
         if self.is_on and groups:
-            about = {"history": self.history, "config": self._settings.rollouts}
+            about = {"history": self._of(history), "config": self._settings.rollouts}
             self._writer.add(step, groups, about)
 
     def flush(self) -> None:
@@ -139,19 +162,38 @@ class Journal:
         self._writer.flush()
 
     def wait(self) -> None:
-        """Wait until all groups are durable.
+        """Wait until all groups that have been added are durable.
 
         Raises:
             UserError: another job holds the run directory.
         """
+        self._check_thread()
         if not self._writer.is_idle():
             with self._timer("journal"):
                 self._writer.wait()
 
+    def _of(self, history: str | None) -> str:
+        return self.history if history is None else history
+
+    def _check_thread(self) -> None:
+        assert threading.get_ident() == self._thread, "only the thread that trains may ask for this"
+
     def _end_replay(self) -> None:
-        if self._replay is not None:
-            self._replay.report()
-            self._replay = None
+        with self._replaying:
+            replay, self._replay = self._replay, None
+        if replay is not None:
+            replay.report()
+
+
+_Records = dict[str, tuple[list[Episode], dict[str, str]]]
+"""Groups by key, each with what is known of it."""
+
+
+@dataclass
+class _ReplayedStep:
+    groups: _Records
+    histories: set[str] = field(default_factory=set)
+    used: set[str] = field(default_factory=set)
 
 
 class _Replay:
@@ -164,31 +206,34 @@ class _Replay:
         for name, step in names.items():
             self._names.setdefault(step, []).append(name)
         self._steps = (min(self._names), max(self._names))
-        self._step: int | None = None
-        self._groups: dict[str, tuple[list[Episode], dict[str, str]]] = {}  # of this step, with what is known of them
-        self._histories: set[str] = set()
-        self._used: set[str] = set()
+        self._open: dict[int, _ReplayedStep] = {}
         self._counts: Counter[str] = Counter()
         self.is_over = False
         """The run is behind the last step that has records."""
 
     def find(self, step: int, history: str, keys: Sequence[str]) -> dict[str, list[Episode]]:
-        if step != self._step:
-            self._end_step()
-            self._begin(step)
-        self.is_over = step > self._steps[1]
-        if self.is_over:
+        if step > self._steps[1]:
             return {}
-        self._histories.add(history)
-        found = {key: self._groups[key][0] for key in keys if key in self._groups}
-        self._used |= found.keys()
+        if step not in self._open:
+            self._open[step] = _ReplayedStep(self._read(step))
+        opened = self._open[step]
+        opened.histories.add(history)
+        found = {key: opened.groups[key][0] for key in keys if key in opened.groups}
+        opened.used |= found.keys()
         self._counts["found"] += len(found)
         self._counts["generated"] += len(keys) - len(found)
         return found
 
+    def end_before(self, step: int) -> None:
+        """Forget the steps before `step`: no one asks for them again."""
+        for ended in [number for number in self._open if number < step]:
+            self._end_step(self._open.pop(ended))
+        self.is_over = step > self._steps[1]
+
     def report(self) -> None:
         """Log how many groups came from the journal, and why others did not."""
-        self._end_step()
+        for step in self._open.values():
+            self._end_step(step)
         counts = self._counts
         reasons = [
             f"{counts[name]} {name}"
@@ -203,8 +248,8 @@ class _Replay:
             f"; not used: {', '.join(reasons)}" if reasons else "",
         )
 
-    def _begin(self, step: int) -> None:
-        self._step = step
+    def _read(self, step: int) -> _Records:
+        records: _Records = {}
         for name in self._names.pop(step, []):
             try:
                 groups, about = decode(self._pieces.read(name))
@@ -219,19 +264,19 @@ class _Replay:
                 )
                 self._counts[_DAMAGED] += 1
                 continue
-            self._groups |= {key: (episodes, about) for key, episodes in groups.items()}
+            records |= {key: (episodes, about) for key, episodes in groups.items()}
+        return records
 
-    def _end_step(self) -> None:
-        for key in self._groups.keys() - self._used:
-            about = self._groups[key][1]
+    def _end_step(self, step: _ReplayedStep) -> None:
+        for key in step.groups.keys() - step.used:
+            about = step.groups[key][1]
             if about.get("config") != self._config:
                 reason = _OTHER_CONFIG
-            elif about.get("history") not in self._histories:
+            elif about.get("history") not in step.histories:
                 reason = _OTHER_HISTORY
             else:
                 reason = _OTHER_PROMPTS
             self._counts[reason] += 1
-        self._groups, self._histories, self._used = {}, set(), set()
 
 
 class _Writer:
@@ -246,7 +291,8 @@ class _Writer:
         self._written = written
         self._condition = threading.Condition()
         self._queue: list[tuple[int, dict[str, str], dict[str, Sequence[Episode]]]] = []
-        self._is_busy = False
+        self._added = 0  # batches that were ever queued
+        self._written_batches = 0
         self._is_urgent = False
         self._is_stopped = False
         self._is_closed = False
@@ -262,6 +308,7 @@ class _Writer:
                 last[2].update(groups)
             else:
                 self._queue.append((step, about, dict(groups)))
+                self._added += 1
             self._begin()
 
     def flush(self) -> None:
@@ -273,17 +320,20 @@ class _Writer:
     def is_idle(self) -> bool:
         """Return whether nothing is to be written, and no error is to be raised."""
         with self._condition:
-            return not (self._queue or self._is_busy or self._lost)
+            return self._written_batches == self._added and self._lost is None
 
     def wait(self) -> None:
-        """Wait until all groups are durable, or the journal has stopped.
+        """Wait until all groups that have been added are durable, or the journal has stopped.
+
+        Another thread may add more meanwhile.
 
         Raises:
             UserError: another job holds the run directory.
         """
         end = time.monotonic() + time_limits.JOURNAL_WAIT_S
         with self._condition:
-            while (self._queue or self._is_busy) and not self._is_stopped:
+            wanted = self._added
+            while self._written_batches < wanted and not self._is_stopped:
                 self.flush()
                 left = end - time.monotonic()
                 if left <= 0:
@@ -318,13 +368,12 @@ class _Writer:
                 batches, self._queue, self._is_urgent = self._queue, [], False
                 if self._is_closed and not batches:
                     return
-                self._is_busy = True
             try:
                 for step, about, groups in batches:
                     self._write(step, about, groups)
             finally:
                 with self._condition:
-                    self._is_busy = False
+                    self._written_batches += len(batches)
                     self._condition.notify_all()
 
     def _write(self, step: int, about: dict[str, str], groups: Mapping[str, Sequence[Episode]]) -> None:
@@ -342,7 +391,8 @@ class _Writer:
                 self._pieces.delete(list(self._pieces.names()))
 
     def _stop(self, reason: str) -> None:
-        self._is_stopped, self._queue = True, []
+        self._is_stopped, self._written_batches = True, self._written_batches + len(self._queue)
+        self._queue = []
         LOG.warning(
             "rollout.journal: rollouts are not recorded any more (%s); training continues, and a kill costs the "
             "rollouts since the last checkpoint",

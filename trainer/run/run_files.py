@@ -75,7 +75,7 @@ class RunFiles:
 
             return write
 
-        return Component(PART, begin)
+        return Component(PART, begin, kinds=())
 
     def restore(self, checkpoint: Checkpoint, only: Collection[str] | None = None) -> None:
         """Write the files that the checkpoint carries, unless the run directory has them.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
+from trainer.checkpoint.components import Component
 from trainer.episodes import Episode
 
 
@@ -53,6 +54,14 @@ class EpisodeSource(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def parts(self) -> Sequence[Component]:
+        """Return what a checkpoint holds of this source besides `state_dict`, such as finished episodes of steps ahead.
+
+        Called once. A resume loads `state_dict` first, then the parts. Only `load_state_dict` is called where a run
+        begins again without a checkpoint: it must drop what the parts hold. A source without this method has none.
+        """
+        return ()
 
     def __enter__(self) -> Self: ...
 

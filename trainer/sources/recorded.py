@@ -16,15 +16,17 @@ class RecordedGroups:
 
     Args:
         requests: the same number for each group, those of one group together.
+        history: of the weights that sample; None: those of now.
     """
 
-    def __init__(self, journal: Journal, requests: Sequence[RolloutRequest]):
+    def __init__(self, journal: Journal, requests: Sequence[RolloutRequest], history: str | None = None):
         self._journal = journal
+        self._history = history
         self._step = requests[0].step
         n = self.size = len(requests) // len({request.group for request in requests})
         groups = [requests[i : i + n] for i in range(0, len(requests), n)]
-        self._keys = [_key(journal, group) if journal.is_on else "" for group in groups]
-        self._found = journal.find(self._step, self._keys)
+        self._keys = [_key(journal, group, history) if journal.is_on else "" for group in groups]
+        self._found = journal.find(self._step, self._keys, history)
         self._missing_keys = [key for key in self._keys if key not in self._found]
         self.missing = [
             request
@@ -69,13 +71,15 @@ class RecordedGroups:
 
     def _add(self, groups: Mapping[int, list[Episode]]) -> None:
         new = {number: group for number, group in groups.items() if number not in self._kept}
-        self._journal.add(self._step, {self._missing_keys[number]: group for number, group in new.items()})
+        keyed = {self._missing_keys[number]: group for number, group in new.items()}
+        self._journal.add(self._step, keyed, self._history)
         self._kept |= new.keys()
 
 
-def _key(journal: Journal, group: Sequence[RolloutRequest]) -> str:
+def _key(journal: Journal, group: Sequence[RolloutRequest], history: str | None) -> str:
     """Return the key of a group: a digest of all that decides its episodes."""
     prompt = group[0].prompt
     content = digest_rows([prompt.row], prompt.token_ids, prompt.text, prompt.answer, prompt.messages)
     numbers = [request.number for request in group]
-    return journal.key(group[0].step, group[0].group, numbers, dataclasses.astuple(group[0].sampling), content)
+    sampling = dataclasses.astuple(group[0].sampling)
+    return journal.key(group[0].step, group[0].group, numbers, sampling, content, history=history)

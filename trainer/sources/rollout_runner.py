@@ -79,6 +79,7 @@ class RolloutRunner:
         requests: Sequence[RolloutRequest],
         purpose: str,
         timer: PhaseTimer = contextlib.nullcontext,
+        history: str | None = None,
     ) -> list[Episode]:
         """Return episodes with their rewards: those that the journal has, and those that are run now.
 
@@ -86,9 +87,10 @@ class RolloutRunner:
             requests: the same number for each group, those of one group together.
             purpose: names what the episodes are for, in messages.
             timer: of the step. Evaluation is not timed.
+            history: of the weights that sample, as `Journal.history` was when the engines got them; None: those of now.
         """
 
-        recorded = RecordedGroups(self.journal, requests)
+        recorded = RecordedGroups(self.journal, requests, history)
         made = self._run(recorded, purpose, timer) if recorded.missing else []
         episodes = recorded.keep_rest(made)
         rewards = [episode.reward for episode in episodes if episode.reward is not None]

@@ -14,6 +14,7 @@ import torch
 import xxhash
 
 from trainer.algorithms import shape_rewards
+from trainer.checkpoint.components import Component
 from trainer.config import Config
 from trainer.data.datasets import Prompt, PromptSet, load_prompts, load_rows
 from trainer.data.ledger import Ledger, SampleIndex
@@ -244,6 +245,9 @@ class SamplingSource:
 
     # ---------------------------------------------------------------------------------------------------
     # State
+
+    def parts(self) -> list[Component]:
+        return []
 
     def state_dict(self) -> dict[str, Any]:
         return self.ledger.state_dict()

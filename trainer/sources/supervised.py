@@ -8,6 +8,7 @@ from typing import Any, Self
 import numpy as np
 import xxhash
 
+from trainer.checkpoint.components import Component
 from trainer.config import SFTConfig
 from trainer.data.ledger import Ledger, SampleIndex
 from trainer.episodes import Episode, Sample
@@ -62,6 +63,9 @@ class LedgerSource:
 
     def commit(self, step: int) -> None:
         self.ledger.commit(self._steps.pop(step))
+
+    def parts(self) -> list[Component]:
+        return []
 
     def state_dict(self) -> dict[str, Any]:
         return self.ledger.state_dict()

@@ -11,9 +11,19 @@ from tests.support.checkpoints import manager, save
 from tests.support.odd_files import ODD_JSON, config, replace, resume
 from tests.support.runs import OpenRun
 from trainer.checkpoint.__main__ import main as checkpoint_tool
-from trainer.checkpoint.components import Restore, assets_part, config_yaml, is_allowed, json_part, models_part
+from trainer.checkpoint.components import (
+    Restore,
+    assets_part,
+    config_part,
+    config_yaml,
+    files_part,
+    is_allowed,
+    json_part,
+    models_part,
+)
 from trainer.checkpoint.manifest import Checkpoint, verify
-from trainer.config import LOAD_COMPONENTS, Config, TinyConfig
+from trainer.checkpoint.start_weights import start_weights_part
+from trainer.config import LOAD_COMPONENTS, Config, ModelConfig, TinyConfig
 from trainer.errors import UserError
 from trainer.files.documents import parse_yaml
 from trainer.models.tiny import build_tiny
@@ -33,22 +43,40 @@ def checkpoint(tmp_path) -> Checkpoint:
     return verify(save(manager(tmp_path), 1, parts, **run))
 
 
-NAMES = ("config", "start_weights", "trainer_state", "data", "models", "huggingface")
+NAMES = ("config", "start_weights", "trainer_state", "data", "models", "huggingface", "ahead", "notes")
 
 
 @pytest.mark.parametrize(
     ("kinds", "names"),
     [
-        (LOAD_COMPONENTS, {"start_weights", "trainer_state", "data", "models"}),
+        (LOAD_COMPONENTS, {"start_weights", "trainer_state", "data", "models", "ahead", "notes"}),
         (("weights",), {"start_weights", "models"}),
         (("optimizer", "rng"), {"models"}),
-        (("data", "state"), {"trainer_state", "data"}),
+        (("data", "state"), {"trainer_state", "data", "ahead", "notes"}),
+        (("data",), {"data", "ahead"}),
     ],
 )
-def test_the_parts_that_hold_the_restored_kinds_are_chosen(checkpoint, kinds, names):
-    parts = [json_part(name, dict, lambda _: None) for name in NAMES]
+def test_the_parts_that_hold_the_restored_kinds_are_chosen(checkpoint, kinds, names, model):
+    cfg = Config(model=ModelConfig(path=str(model)))
+    extra = [json_part("ahead", dict, lambda _: None, kinds=("data",)), files_part("notes", dict)]
+    parts = [
+        config_part(cfg),
+        start_weights_part(cfg, str(model)),
+        json_part("trainer_state", dict, lambda _: None),
+        json_part("data", dict, lambda _: None, kinds=("data",)),
+        models_part(TrainWorkers()),
+        assets_part(str(model), None, False),
+        *extra,
+    ]
     chosen = Restore(frozenset(kinds)).chosen(parts, checkpoint)
     assert {part.name for part in chosen} == names | {"config"}
+
+
+def test_a_part_that_earlier_versions_did_not_save_is_left_out_of_their_checkpoints(checkpoint, caplog):
+    caplog.set_level("INFO")
+    later = files_part("later", dict, if_missing="has no notes: they begin anew")
+    assert Restore().chosen([later, later], checkpoint) == []
+    assert caplog.messages[-1] == f"{checkpoint.path} has no notes: they begin anew"
 
 
 class TrainWorkers:

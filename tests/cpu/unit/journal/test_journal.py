@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +70,73 @@ def test_steps_behind_the_checkpoint_come_back_and_the_next_is_generated(tmp_pat
     assert train(again, range(2, 6)) == {2: True, 3: True, 4: True, 5: False}
     assert "of steps 2 to 4, 6 groups came from the journal and 0 were generated" in caplog.text
     assert "not used" not in caplog.text
+
+
+def ahead(journal: Journal, step: int, older: str) -> bool:
+    """Sample the step after `step` by older weights, and then evaluate `step`; returns whether both were found."""
+    keys = {
+        older: journal.key(step + 1, "ahead", history=older),
+        journal.history: journal.key(step, "val", history=journal.history),
+    }
+    steps = dict(zip(keys, (step + 1, step), strict=True))
+    with ThreadPoolExecutor(1) as other:  # the thread that samples is not the one that trains
+        known = {of: other.submit(journal.find, steps[of], [key], of).result() for of, key in keys.items()}
+        for of, key in keys.items():
+            if not known[of]:
+                other.submit(journal.add, steps[of], {key: group(f"{step}{of}")}, of).result()
+    journal.wait()
+    return all(known.values())
+
+
+def test_steps_ahead_come_back_by_the_history_of_older_weights_in_any_order(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    histories = ["start"]
+    for found in (False, True):
+        journal = opened(tmp_path)
+        for step in range(1, 4):
+            journal.trained(group(str(step)))
+            histories.append(journal.history)
+            assert ahead(journal, step, histories[step - 1]) == found
+        journal.close()
+    assert "6 groups came from the journal and 0 were generated" in caplog.text and "not used" not in caplog.text
+    assert not opened(tmp_path).find(2, [journal.key(2, "ahead", history=histories[1])]), "other weights"
+
+
+def test_only_the_thread_that_trains_knows_the_weights_of_now(tmp_path):
+    journal = opened(tmp_path)
+    calls = [
+        lambda: journal.history,
+        lambda: journal.key(1),
+        lambda: journal.find(1, []),
+        lambda: journal.add(1, {"k": group("a")}),
+        lambda: journal.trained([]),
+        journal.wait,
+        journal.close,
+    ]
+    with ThreadPoolExecutor(1) as other:
+        for call in calls:
+            with pytest.raises(AssertionError, match="only the thread that trains"):
+                other.submit(call).result()
+    journal.close()
+
+
+def test_a_wait_ends_while_another_thread_adds_without_end(tmp_path):
+    journal, is_over = opened(tmp_path), threading.Event()
+
+    def add() -> None:
+        for number in itertools.count():
+            if is_over.wait(0.01):
+                return
+            journal.add(number, {str(number): group("a")}, "start")
+
+    with ThreadPoolExecutor(1) as other:
+        adding = other.submit(add)
+        journal.add(1, {"mine": group("a")})
+        journal.wait()
+        is_over.set()
+        adding.result()
+    journal.close()
+    assert opened(tmp_path).find(1, ["mine"])
 
 
 def test_groups_of_a_step_that_was_cut_off_come_back(tmp_path):
