@@ -33,14 +33,14 @@ from trainer.config.role_specs import (
     policy_role,
     reference_role,
 )
-from trainer.config.roles import (
-    CriticConfig,
-    FSDPConfig,
-    LoraConfig,
-    OptimizerConfig,
-)
 from trainer.config.rollout import RolloutConfig
 from trainer.config.schema import OPEN_SECTIONS, Config, valid_keys, validate
 from trainer.config.supervised import SFTConfig
 from trainer.config.tasks import TASKS, Metric, TaskSpec
 from trainer.config.trainer import LOAD_COMPONENTS, TrainerConfig
+from trainer.config.training import (
+    CriticConfig,
+    FSDPConfig,
+    LoraConfig,
+    OptimizerConfig,
+)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trainer.config.roles import CHECKPOINTING_OF_BOOL
+from trainer.config.training import CHECKPOINTING_OF_BOOL
 from trainer.import_utils import with_colon
 
 METRICS = {

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from trainer.config.roles import FSDPConfig, LoraConfig, OptimizerConfig, ShardingConfig
+from trainer.config.training import FSDPConfig, LoraConfig, OptimizerConfig, ShardingConfig
 from trainer.errors import UserError
 
 if TYPE_CHECKING:

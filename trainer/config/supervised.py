@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainer.config.fields import Section, choice, config_error, number, setting, subsection, value_of
-from trainer.config.roles import OptimizerConfig
+from trainer.config.training import OptimizerConfig
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config

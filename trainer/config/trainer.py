@@ -23,7 +23,7 @@ from trainer.config.fields import (
     value_of,
 )
 from trainer.config.renamed import METRICS
-from trainer.config.roles import CriticConfig, PolicyConfig, ReferenceConfig
+from trainer.config.training import CriticConfig, PolicyConfig, ReferenceConfig
 from trainer.errors import UserError
 from trainer.files.uris import is_same, is_url, problem_of
 
