@@ -6,6 +6,7 @@ import contextlib
 import functools
 import io
 import itertools
+import random
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,7 +30,13 @@ def use_another_store(patch: pytest.MonkeyPatch, directory: Path) -> None:
     client_of.cache_clear()
 
 
-STORE = StoreSpec(f"{__name__}:MemoryClient", variables=("MEM_",), identity=("MEM_KEY",), final_errors=("Locked",))
+STORE = StoreSpec(
+    f"{__name__}:MemoryClient",
+    variables=("MEM_",),
+    identity=("MEM_KEY",),
+    final_errors=("Locked",),
+    drawing=(__name__,),
+)
 
 
 class MemoryClient:
@@ -60,6 +67,7 @@ class MemoryClient:
             self.put(path, data)
 
     def size(self, path: str) -> int:
+        random.random()  # as clients that wait do
         return len(self._found(path)[0])
 
     def list(self, path: str) -> dict[str, int]:

@@ -7,10 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from trainer.checkpoint.object_storage import PART_BYTES, PreconditionFailed, use_own_generator
-
-_DRAWING = ("aiohttp.connector", "gcsfs.retry", "google.auth._exponential_backoff")
-"""Modules that draw random numbers."""
+from trainer.checkpoint.object_storage import PART_BYTES, PreconditionFailed
 
 
 class GoogleClient:
@@ -20,7 +17,6 @@ class GoogleClient:
         import fsspec
 
         self.fs: Any = fsspec.filesystem("gs", use_listings_cache=False)
-        use_own_generator(*_DRAWING)
 
     def get(self, path: str, start: int | None, end: int | None) -> tuple[bytes, str]:
         span = {} if start is None or end is None else {"Range": f"bytes={start}-{end - 1}"}

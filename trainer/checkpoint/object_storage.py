@@ -89,7 +89,10 @@ def client_of(scheme: str) -> ObjectStoreClient:
     spec = _spec_of(scheme)
     module, _, name = spec.path.partition(":")
     try:
-        return getattr(importlib.import_module(module), name)()
+        client = getattr(importlib.import_module(module), name)
+        for drawing in spec.drawing:
+            importlib.import_module(drawing).random = _JITTER  # type: ignore[attr-defined]
+        return client()
     except ImportError as error:
         remedy = f"; install the extra `{spec.extra}`: pip install 'trainer[{spec.extra}]'" if spec.extra else ""
         raise UserError(
@@ -101,12 +104,6 @@ def _spec_of(scheme: str) -> StoreSpec:
     spec = store_spec(f"{scheme}://")
     assert spec is not None, f"{scheme}:// was accepted"
     return spec
-
-
-def use_own_generator(*modules: str) -> None:
-    """Let modules that wait between requests draw from `_JITTER`, which has the functions of the module `random`."""
-    for name in modules:
-        importlib.import_module(name).random = _JITTER  # type: ignore[attr-defined]
 
 
 class ObjectStorage:

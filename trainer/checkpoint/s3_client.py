@@ -15,7 +15,7 @@ import botocore.session
 from botocore.config import Config
 from botocore.exceptions import ClientError
 
-from trainer.checkpoint.object_storage import PART_BYTES, PreconditionFailed, use_own_generator
+from trainer.checkpoint.object_storage import PART_BYTES, PreconditionFailed
 
 _MOST_PARTS = 9000
 """Of the 10,000 parts that S3 allows for an object: later parts are larger."""
@@ -34,7 +34,6 @@ class S3Client:
             options["signature_version"] = botocore.UNSIGNED
         # `ObjectStorage` sends a request again. botocore would draw its waits from the generator of user code.
         options["retries"] = {"mode": "standard", "total_max_attempts": 1}
-        use_own_generator("botocore.utils")
         self.api = botocore.session.Session(profile=settings.get("profile")).create_client(
             "s3",
             **{

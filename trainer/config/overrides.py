@@ -104,14 +104,14 @@ def checked(overrides: Sequence[str], groups: dict[str, list[str]], sweeps: bool
 
 
 def unread_words(words: Sequence[str], config: Config) -> list[str]:
-    """Return the keys and choices in the overrides that the task does not read (`TaskSpec.unused`).
+    """Return the keys and choices in the overrides that the task does not read (`TaskSpec.unread`).
 
     They are not refused: scripts give one list of overrides to supervised training and to RL.
     """
     names = {word: word.partition("=")[0].lstrip("+~") for word in words}
     unread = []
     for word, name in names.items():
-        if any(fnmatchcase(shown, pattern) for shown in (name, f"{name}.") for pattern in config.task.unused):
+        if any(fnmatchcase(shown, pattern) for shown in (name, f"{name}.") for pattern in config.task.unread):
             unread.append(word if name in SECTIONS and "{" not in word else name)
     return unread
 

@@ -93,7 +93,7 @@ class Config(Section):
     def unused_keys(self) -> tuple[str, ...]:
         """Patterns of the keys that this run does not read."""
         with_path = self.task.unused_with_path if self.model.path is not None else ()
-        return (*self.task.unused, *with_path)
+        return (*self.task.unread, *with_path)
 
     @property
     def roles(self) -> tuple[RoleSpec, ...]:

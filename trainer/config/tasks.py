@@ -56,9 +56,12 @@ class TaskSpec:
     """Returns the models of a run, the policy first. None: the policy alone."""
     generates: bool = False
     """Inference engines sample its episodes."""
+    reward_functions: bool = True
+    """The functions of `reward.name` give the rewards, unless there is an environment. False: a scorer of the task
+    gives them, or all are 0. Then `reward.name` is not read, and no function is tried before the start."""
     unused: tuple[str, ...] = ()
-    """Patterns of the keys that the task does not read. They may change when a run resumes, and a section of which no
-    key is read is not checked."""
+    """Patterns of further keys that the task does not read. They may change when a run resumes, and a section of
+    which no key is read is not checked."""
     may_change: tuple[str, ...] = ()
     """Patterns of further keys that may change when a run resumes."""
     unused_with_path: tuple[str, ...] = ()
@@ -91,6 +94,11 @@ class TaskSpec:
             metric, mode: `trainer.best_metric` and `trainer.best_mode`.
         """
         return (self.best, self.metrics[self.best].better) if self.best and metric == ACCURACY else (metric, mode)
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Patterns of all keys that the task never reads."""
+        return self.unused if self.reward_functions else (*self.unused, "reward.name")
 
     @property
     def watched(self) -> tuple[str, ...]:

@@ -37,10 +37,11 @@ class ToolEnvironment:
 
     A class has `tools`, functions with type hints and a docstring that describes each argument (as
     `transformers.utils.get_json_schema` reads it), and the methods `prompt` and `score`. A tool may be `async`. What a
-    tool returns must depend on its arguments alone.
+    tool returns must depend on the row, the seed and the calls of the episode so far, and on nothing else.
     """
 
     tools: Sequence[Callable[..., Any]] = ()
+    """`prompt` may set other tools for an episode, such as methods that read what belongs to its row."""
 
     def prompt(self, row: Mapping[str, Any]) -> str | Sequence[Message]:
         """Return the question of a row: its `prompt`, unless a class says otherwise."""

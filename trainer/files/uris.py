@@ -26,6 +26,9 @@ class StoreSpec:
     """Those of them that together say who sends a request. A machine with one of these keeps its own."""
     final_errors: tuple[str, ...] = ("Credential",)
     """Parts of the names of exceptions of the client after which a request is not sent again."""
+    drawing: tuple[str, ...] = ()
+    """Modules that draw from Python's `random`, such as for the waits between requests. They get a generator of their
+    own, so that requests do not change what user code draws."""
 
 
 _SETTINGS = ("FSSPEC_",)
@@ -42,11 +45,13 @@ STORES: dict[str, StoreSpec] = {
             "AWS_ROLE_ARN",
             "AWS_WEB_IDENTITY_TOKEN_FILE",
         ),
+        drawing=("botocore.utils",),
     ),
     "gs": StoreSpec(
         "trainer.checkpoint.gcs_client:GoogleClient",
         extra="gcs",
         variables=("GCSFS_", "GOOGLE_", "STORAGE_EMULATOR_HOST", *_SETTINGS),
+        drawing=("aiohttp.connector", "gcsfs.retry", "google.auth._exponential_backoff"),
     ),
 }
 """The kinds of object stores, by their URL scheme. An installed package adds one by an entry point of the group
@@ -91,7 +96,8 @@ def problem_of(url: str) -> str | None:
     assert match is not None, url
     rest = match[2]
     if store_spec(url) is None:
-        schemes = ", ".join(f"{name}://" for name in STORES)
+        installed = sorted(entry_points(group=ENTRY_POINTS).names)
+        schemes = ", ".join(f"{name}://" for name in dict.fromkeys((*STORES, *installed)))
         return f"must be a directory that all ranks see, or begin with {schemes}"
     bucket, _, key = rest.partition("/")
     if "@" in bucket or ":" in bucket:

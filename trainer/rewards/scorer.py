@@ -1,11 +1,15 @@
-"""The protocol of a scorer: what gives rewards to the episodes of a step."""
+"""What gives rewards to the episodes of a step: the protocol, and a scorer that asks a reward model on the ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, Self
 
+import numpy as np
+
+from trainer.episodes import Sample
 from trainer.rewards.parsing import Terms
 from trainer.rewards.scores import Scores
 from trainer.rewards.terms import RewardInput
@@ -63,3 +67,47 @@ class Scorer(Protocol):
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *exception: Any) -> None: ...
+
+
+class RankScorer(AbstractContextManager["RankScorer"]):
+    """Gives each episode what a reward model on the ranks says of it after its last token.
+
+    Args:
+        role: the reward model, a role with the head `score`. The rewards are logged under this name.
+        last_scores: of the learner; returns what the role gives each sample.
+    """
+
+    uses_ranks = True
+
+    def __init__(self, role: str, last_scores: Callable[[str, Sequence[Sample]], np.ndarray]):
+        self._role = role
+        self._last_scores = last_scores
+
+    @contextlib.contextmanager
+    def scoring(self, n: int, purpose: str, known: int) -> Iterator[Scoring]:
+        yield _RankScoring(self._role, self._last_scores)
+
+    def __exit__(self, *exception: Any) -> None:
+        """Nothing was started."""
+
+
+class _RankScoring:
+    """The ranks score all episodes together, when the last one has ended."""
+
+    def __init__(self, role: str, last_scores: Callable[[str, Sequence[Sample]], np.ndarray]):
+        self._role = role
+        self._last_scores = last_scores
+        self._samples: dict[int, Sample] = {}
+
+    def add(self, first: int, inputs: Sequence[RewardInput]) -> None:
+        for index, given in enumerate(inputs, first):
+            assert given.episode is not None, "the tokens of the episode"
+            self._samples[index] = given.episode.samples[-1]
+
+    def finished(self) -> dict[int, tuple[float, Terms, str]]:
+        return {}
+
+    def scores(self, meanwhile: Callable[[], None]) -> Scores:
+        samples = [self._samples[index] for index in range(len(self._samples))]
+        rewards = self._last_scores(self._role, samples).tolist()
+        return Scores(rewards, [Terms({self._role: reward}) for reward in rewards], [""] * len(rewards))

@@ -34,7 +34,7 @@ class RolloutRunner:
 
     Args:
         stop_tokens: end a completion.
-        scorer: gives the rewards. None: the environment gives them.
+        scorer: gives the rewards. None: the environment gives them, or all are 0.
         journal: has the episodes that were run before a kill, and gets the others.
     """
 

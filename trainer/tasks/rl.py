@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -54,8 +53,8 @@ def build(cfg: Config, source: Callable[[Ingredients], tuple[EpisodeSource, Eval
 
 
 def config_scorer(given: Ingredients) -> Scorer | None:
-    """Return the reward functions that the config names. None: there is an environment, which gives the rewards."""
-    if given.cfg.environment.name is not None:
+    """Return the reward functions that the config names. None: an environment gives the rewards, or all are 0."""
+    if not _has_reward_functions(given.cfg):
         return None
     return RewardPool(given.cfg.reward, RewardCache(given.cfg.trainer.run_dir, given.fence))
 
@@ -69,7 +68,8 @@ def sample_episodes(
 
     Args:
         make_source: a `SamplingSource`, or what draws, samples or publishes in another way.
-        make_scorer: returns what gives the rewards, to training and to validation.
+        make_scorer: returns what gives the rewards, to training and to validation. A task that names another one sets
+            `TaskSpec.reward_functions` to false.
     """
     cfg = given.cfg
     pool = EnginePool(cfg, given.cluster, given.learner.ranks, given.path)
@@ -99,18 +99,18 @@ def _check_inputs(cfg: Config, asks_servers: bool) -> None:
             refused += sentences_of(error)
     if refused:
         raise UserError(as_list("the run cannot start:", refused))
-    if _has_rewards(cfg) and (asks_servers or REMOTE not in cfg.reward.names()):
+    if _has_reward_functions(cfg) and (asks_servers or REMOTE not in cfg.reward.names()):
         with stage("trying the rewards"):
             _try_rewards(cfg)
 
 
-def _has_rewards(cfg: Config) -> bool:
-    """Whether reward functions give the rewards: no environment, and no scorer of the task."""
-    return cfg.environment.name is None and not any(fnmatchcase("reward.name", key) for key in cfg.task.unused)
+def _has_reward_functions(cfg: Config) -> bool:
+    """Whether the functions that the config names give the rewards."""
+    return cfg.environment.name is None and cfg.task.reward_functions
 
 
 def _check_functions(cfg: Config) -> None:
-    if _has_rewards(cfg):
+    if _has_reward_functions(cfg):
         reward_functions(cfg.reward)
     if cfg.environment.name is not None:
         find_environment(cfg.environment.name)

@@ -16,7 +16,7 @@ from tests.support.checkpoints import parts_of, save
 from tests.support.fault_proxy import CUT, ERROR, LOST, PASS, SLOW, SLOW_DOWN, fault_proxy
 from tests.support.gcs import gcs_server, use_gcs
 from trainer.checkpoint.manager import CheckpointManager, Retention
-from trainer.checkpoint.object_storage import client_of
+from trainer.checkpoint.object_storage import ObjectStorage, client_of
 from trainer.checkpoint.storage import StoreError, open_storage
 from trainer.checkpoint.store import open_store
 
@@ -186,6 +186,13 @@ def draws_nothing(root: str, faults) -> bool:
     save(CheckpointManager(open_store(root)), 1)
     assert ERROR in {fault for _, _, fault in faults.seen}
     return random.getstate() == before
+
+
+def test_the_entry_of_a_store_names_the_modules_that_draw(monkeypatch, tmp_path):
+    use_another_store(monkeypatch, tmp_path)
+    before, storage = random.getstate(), ObjectStorage("mem://bucket/run")
+    storage.put("a", b"1")
+    assert storage.size("a") == 1 and random.getstate() == before
 
 
 @pytest.mark.parametrize(("name", "requests"), [("LockedError", 1), ("BusyError", 3)])

@@ -88,6 +88,23 @@ def test_a_system_message_of_the_row_stays_before_the_tools():
     assert system["content"].startswith("Be short.\n\n# Tools")
 
 
+def test_the_question_may_choose_the_tools_of_an_episode():
+    class Desk(Calculator):
+        def prompt(self, row):
+            self._balance = row["balance"]
+            self.tools = (self.balance,)
+            return row["prompt"]
+
+        def balance(self) -> int:
+            """Return the balance of the account."""
+            return self._balance
+
+    desk = Desk()
+    system, _ = run(desk.reset({"prompt": "How much?", "balance": 7}, seed=0))
+    assert '"balance"' in system["content"] and "multiply" not in system["content"]
+    assert step(desk, '<tool_call>{"name": "balance"}</tool_call>').messages == [{"role": "tool", "content": "7"}]
+
+
 def test_calls_are_answered_in_their_order(started):
     call = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
     answered = step(

@@ -46,6 +46,7 @@ def test_an_installed_package_adds_a_kind_of_store(tmp_path, monkeypatch):
     use_another_store(monkeypatch, tmp_path)
     assert store_spec("mem://bucket/run") == STORE and problem_of("mem://bucket/run") is None
     assert "credentials" in problem_of("mem://user:password@bucket/run")
+    assert "begin with s3://, gs://, mem://" in problem_of("men://bucket/run")
 
 
 @pytest.mark.parametrize(

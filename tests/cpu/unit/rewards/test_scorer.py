@@ -14,6 +14,8 @@ from tests.support.ranks import local_cluster
 from tests.support.runs import configured
 from trainer.config import Config, DataConfig, TinyConfig
 from trainer.episodes import Episode
+from trainer.journal.history import Identity
+from trainer.journal.journal import Journal
 from trainer.learner.learner import Learner
 from trainer.metrics.timing import Timer
 from trainer.models.tiny import build_tiny
@@ -48,7 +50,8 @@ def test_a_reward_model_on_two_ranks_scores_training_and_validation(tmp_path):
     with local_cluster(2, cfg) as cluster:
         learner = Learner(cluster.cfg, cluster, Timer())
         task = cluster.cfg.task(cluster.cfg)
-        given = Ingredients(cluster.cfg, cfg.model.path, learner, cluster, Timer(), lambda: None)
+        journal = Journal(cfg.trainer.run_dir, Identity("", ""), lambda: None, is_on=False)
+        given = Ingredients(cluster.cfg, cfg.model.path, learner, cluster, Timer(), lambda: None, journal)
         source, evaluator = task.source(given)
         with source:
             learner.build(cfg.model.path)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from tests.support.runs import configured
-from trainer.config import Config
+from trainer.config import TASKS, Config
+from trainer.config.overrides import unread_words
 from trainer.errors import UserError
-from trainer.tasks.rl import build
+from trainer.tasks.rl import build, config_scorer
 from trainer.tasks.warm_start import cached_model
 
 HERE = __name__
+TASK = replace(TASKS["rl"], reward_functions=False)
 
 
 def fails(completion: str, answer: str) -> float:
@@ -74,6 +78,16 @@ def test_a_server_is_asked_only_when_that_is_wanted(cfg):
 def test_rewards_are_not_tried_where_an_environment_gives_them(cfg):
     cfg.environment.name, cfg.reward.name = "trainer.environments.retry:RetryEnv", f"{HERE}:fails"
     build(cfg).check_inputs(True)
+
+
+def test_a_task_without_reward_functions_neither_tries_nor_starts_them(cfg):
+    cfg.reward.name = f"{HERE}:fails"
+    given = SimpleNamespace(cfg=cfg, fence=lambda: None)
+    assert config_scorer(given) is not None
+    cfg.trainer.task = f"{HERE}:TASK"
+    build(cfg).check_inputs(True)
+    assert config_scorer(given) is None
+    assert unread_words(["reward.name=x", "reward.on_failure=zero"], cfg) == ["reward.name"]
 
 
 def test_the_cached_model_is_kept_if_it_exists(cfg, tmp_path):
