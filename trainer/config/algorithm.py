@@ -81,7 +81,7 @@ class AlgorithmConfig(Section):
     """Log-probs of the old policy in the ratio: `recompute` (computed by the ranks: before the update, or for the first
     optimizer step in the update) or `rollout` (those of the engine that sampled; no pass before the update)."""
     kl_coef: float = number(0.0, at_least=0, resume="update")
-    """Weight of the KL to the reference. 0: no KL, and no reference unless the policy loss reads `ref_logprobs`."""
+    """Weight of the KL to the reference. 0: no KL, and no reference unless a function reads `ref_logprobs`."""
     kl_in: str = choice("loss", ("loss", "reward"), resume="update")
     """Where the KL is applied: `loss` (a term of the policy loss) or `reward` (subtracted from the reward of each
     token)."""

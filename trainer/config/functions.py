@@ -27,10 +27,10 @@ def built_in_defaults(key: str, name: str | None) -> dict[str, Any]:
 
 
 INPUTS = {
-    "advantage_estimator": ("values", "baselines"),
+    "advantage_estimator": ("values", "baselines", "old_logprobs", "ref_logprobs", "rollout_logprobs"),
     "policy_loss": ("ref_logprobs", "rollout_logprobs", "values", "returns", "group_ids"),
 }
-"""Arrays that a function gets if it has a parameter of that name, besides `GIVEN`."""
+"""Arrays that a function gets if it has a parameter of that name, besides `GIVEN` and the `scores` of roles."""
 GIVEN = {
     "advantage_estimator": ("rewards", "mask", "group_ids"),
     "policy_loss": ("logprobs", "old_logprobs", "advantages", "mask"),

@@ -215,7 +215,7 @@ class TrainerConfig(Section):
     critic: CriticConfig = subsection(CriticConfig, resume="update")
     """The critic. Only if a function of `algorithm` reads `values`, as `gae` does."""
     reference: ReferenceConfig = subsection(ReferenceConfig)
-    """The reference. Only with `algorithm.kl_coef` above 0, or if the policy loss reads `ref_logprobs`."""
+    """The reference. Only with `algorithm.kl_coef` above 0, or if a function of `algorithm` reads `ref_logprobs`."""
 
     def check(self, config: Config, name: str) -> None:
         if self.train_batch_size % self.mini_batch_size:

@@ -67,8 +67,10 @@ class Learner:
         size, width = batch["input_ids"].shape
         scores = [score for score in self.objective.scores(batch, step) if score.rows is None or len(score.rows)]
         counts = [size if score.rows is None else len(score.rows) for score in scores]
-        passes = zip(scores, counts, strict=True)
-        self._forward_passes = sum(count / size for score, count in passes if score.output == "logprobs")
+        passes = [
+            (one.role, count / size) for one, count in zip(scores, counts, strict=True) if one.output == "logprobs"
+        ]
+        self._forward_passes = sum(share * self.ranks.relative_sizes[role] for role, share in passes)
         if not scores:
             return batch
         inputs = {name: batch[name] for name in ("input_ids", "mask", "lengths", "group_ids")}

@@ -222,6 +222,12 @@ class TrainWorkers:
         """Parameters of the policy, and how many of them are trained."""
         return self.call_one("policy", "num_parameters")
 
+    @functools.cached_property
+    def relative_sizes(self) -> dict[str, float]:
+        """The number of parameters of each role, divided by that of the policy. It is 1 if the role has no path."""
+        others = {role: self.call_one(role, "num_parameters")[0] for role, spec in self.roles.items() if spec.path}
+        return dict.fromkeys(self.roles, 1.0) | {role: size / self.num_parameters[0] for role, size in others.items()}
+
     def size(self) -> str:
         """Return how many parameters and ranks there are, for people."""
         total, trained = self.num_parameters

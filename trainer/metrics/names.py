@@ -119,9 +119,9 @@ METRICS: dict[str, Metric] = {
         "share",
     ),
     "perf/mfu": Metric(
-        "FLOPs of policy and reference in the step, without attention and the repeats of shared tokens, divided by the "
-        "peak of the ranks: by the data sheet for known GPUs, else the speed of matrix products, which each rank "
-        "measures at its start.",
+        "FLOPs of the policy, and of all models that compute log-probs, in the step, without attention and the repeats "
+        "of shared tokens, divided by the peak of the ranks: by the data sheet for known GPUs, else the speed of "
+        "matrix products, which each rank measures at its start.",
         "share",
     ),
     "progress/epoch": Metric("Passes over the training prompts or examples, with fractions.", "epochs"),

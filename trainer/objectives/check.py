@@ -21,7 +21,7 @@ from trainer.config.algorithm import (
     chosen_options,
     named_options,
 )
-from trainer.config.functions import INPUTS, inputs_of
+from trainer.config.functions import INPUTS
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.import_utils import (
@@ -48,8 +48,8 @@ def check_functions(config: Config) -> None:
             not take an option that the config sets; or the estimator compares completions that cannot differ.
     """
     algorithm = config.algorithm
-    estimator = _resolve(ADVANTAGES, algorithm, ESTIMATOR, _try_estimator)
     scores = {role.scores for role in config.roles if role.scores}
+    estimator = _resolve(ADVANTAGES, algorithm, ESTIMATOR, partial(_try_estimator, scores=scores))
     loss = _resolve(POLICY_LOSSES, algorithm, LOSS, partial(_try_loss, scores=scores))
     functions = {ESTIMATOR: estimator, LOSS: loss}
     _check_keys(algorithm, functions)
@@ -129,11 +129,16 @@ def _check_covariances(function: Callable[..., Any], algorithm: AlgorithmConfig)
         raise UserError(f"algorithm.{key}={bounds[key]}: leaves no room from {room}")
 
 
-def _try_estimator(function: Callable[..., Any], algorithm: AlgorithmConfig) -> None:
+def _try_estimator(function: Callable[..., Any], algorithm: AlgorithmConfig, scores: Collection[str] = ()) -> None:
+    """Call an advantage estimator.
+
+    Args:
+        scores: arrays that roles of the run compute for it.
+    """
     rewards, mask = torch.zeros(4, 3), torch.ones(4, 3)
     rewards[::2, -1] = 1.0
-    arrays = {"values": torch.zeros(4, 3), "baselines": torch.zeros(4)}
-    inputs = {name: arrays[name] for name in inputs_of(ESTIMATOR, algorithm.advantage_estimator)}
+    arrays = dict.fromkeys((*INPUTS[ESTIMATOR], *scores), torch.full((4, 3), -1.0)) | {"baselines": torch.zeros(4)}
+    inputs = {name: arrays[name] for name in parameter_names(function) if name in arrays}
     options = chosen_options(function, algorithm, ESTIMATOR) | inputs
     results = function(rewards, mask, torch.tensor([0, 0, 1, 1]), **options)
     if not (isinstance(results, tuple) and [getattr(x, "shape", None) for x in results] == [mask.shape, mask.shape]):

@@ -19,6 +19,7 @@ from trainer.algorithms import (
 from trainer.algorithms.aggregation import masked
 from trainer.algorithms.registry import needs_different_completions
 from trainer.config import ESTIMATOR, AlgorithmConfig, chosen_options
+from trainer.config.functions import GIVEN
 from trainer.import_utils import parameter_names
 from trainer.parallel.batching import Batch, select
 from trainer.sandbox.limits import LARGEST_REWARD
@@ -77,10 +78,9 @@ def _advantages(
     tensors = {name: torch.from_numpy(value) for name, value in batch.items()}
     mask, token_rewards = tensors["mask"], reward_tokens(batch, rewards, algorithm, kl_coef)
     function = resolve(ADVANTAGES, algorithm.advantage_estimator, "algorithm.advantage_estimator")
-    given = {"values": tensors.get("values"), "baselines": None if baselines is None else torch.from_numpy(baselines)}
-    options = chosen_options(function, algorithm, ESTIMATOR) | {
-        name: value.float() for name, value in given.items() if value is not None and name in parameter_names(function)
-    }
+    arrays = tensors if baselines is None else tensors | {"baselines": torch.from_numpy(baselines)}
+    named = [name for name in parameter_names(function) if name in arrays and name not in GIVEN[ESTIMATOR]]
+    options = chosen_options(function, algorithm, ESTIMATOR) | {name: arrays[name].float() for name in named}
     advantages, returns = function(token_rewards, mask, tensors["group_ids"], **options)
     return {"advantages": advantages.float().numpy(), "returns": returns.float().numpy()}
 

@@ -79,7 +79,8 @@ class PolicyGradient(Objective):
 
     def scores(self, batch: Batch, step: int) -> list[Score]:
         others = super().scores(batch, step)
-        if "rollout_logprobs" not in batch or self._uses_rollout_logprobs:
+        was_sampled = "rollout_logprobs" in batch
+        if self._uses_rollout_logprobs if was_sampled else not self._estimator_reads_old_logprobs:
             return others
         return [Score("old_logprobs", "policy", "logprobs", self._rows_to_score(batch, step)), *others]
 
@@ -136,6 +137,10 @@ class PolicyGradient(Objective):
         """The sampler's log-probs are taken for those of the old policy."""
         return self.cfg.algorithm.old_logprobs == "rollout"
 
+    @property
+    def _estimator_reads_old_logprobs(self) -> bool:
+        return "old_logprobs" in self.cfg.algorithm.reads  # every loss gets them, so only an estimator names them
+
     def _rows_to_score(self, batch: Batch, step: int) -> np.ndarray:
         """Return the rows whose old log-probs must be known before the update.
 
@@ -144,6 +149,7 @@ class PolicyGradient(Objective):
         t, a = self.cfg.trainer, self.cfg.algorithm
         first = mini_batches(batch["group_ids"], t, step)[0]
         read_before = a.rollout_correction is not None or (a.kl_in == "reward" and "reference" in self.roles)
+        read_before |= self._estimator_reads_old_logprobs
         if read_before or t.update_epochs > 1 or "policy" not in self.updates(step):
             first = first[:0]
         return np.setdiff1d(np.arange(len(batch["lengths"])), first)

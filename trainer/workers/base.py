@@ -108,6 +108,11 @@ class ModelWorker:
                 results.append((micro_batch.rows, values.float().cpu().numpy()))
         return stack_rows(results, batch["input_ids"].shape[1])
 
+    def num_parameters(self) -> tuple[int, int]:
+        """Return the number of parameters, and the number of trained parameters. Not a collective."""
+        parameters = list(self.module.parameters())
+        return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+
     def weight_tensors(self) -> list[Tensor]:
         """Return the parameters on this rank's device, sharded. Not a collective."""
         reshard(self.module)

@@ -111,11 +111,6 @@ class PolicyWorker(TrainedWorker):
         """
         return self.map_rows(batch, lambda mb: (_token_logprobs(self.module, mb, _COLD) > math.log(0.6)).float())
 
-    def num_parameters(self) -> tuple[int, int]:
-        """Return the number of parameters, and the number of trained parameters. Not a collective."""
-        parameters = list(self.module.parameters())
-        return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
-
     # ---------------------------------------------------------------------------------------------------
     # Weights for engines and exports
 

@@ -129,6 +129,23 @@ def test_the_policy_loss_that_reads_a_teacher(module):
     assert float(loss.detach()) == pytest.approx(0.2 * distance - float(batch["advantages"].mean()), rel=1e-5)
 
 
+def test_the_advantage_of_a_distillation_reads_a_teacher(module):
+    module("distilled", "\n\n".join(examples("A policy loss")[1:]))
+    words = [word for word in overrides("A policy loss", 1) if "options" not in word and "policy_loss" not in word]
+    cfg = compose([*words, "algorithm.advantage_estimator=distilled:reverse_kl", "algorithm.kl_coef=0"])
+    objective = make_objective(cfg)
+    objective.check()
+    samples = [Sample(np.arange(3), np.array([0, 1, 1], np.float32), np.zeros(3, np.float32), (1, 1))] * 2
+    batch = build_batch(samples, ["0", "0"])
+    scores = {score.name: score.rows for score in objective.scores(batch, 1)}
+    assert scores["old_logprobs"].tolist() == [0, 1], "known before the update, for the rows of the first step too"
+    batch |= {
+        name: np.full((2, 3), value, np.float32) for name, value in (("old_logprobs", -3), ("teacher_logprobs", -1))
+    }
+    episodes = [Episode(str(i), "0", [sample], reward=0.0) for i, sample in enumerate(samples)]
+    assert objective.experience(episodes, batch).batch["advantages"].tolist() == [[0, 2, 2]] * 2
+
+
 def test_the_objective(module):
     """Three pairs in one micro-batch, in one for each pair, and in one without rows."""
     module("preference", examples("An objective")[0])
@@ -189,11 +206,16 @@ def test_the_environment(module):
 
 
 def test_the_reward_model(module):
-    module("my_scorer", "def ModelScorer(learner): ...")
     module("my_task", examples("A reward model")[0])
     config = compose(["trainer.task=my_task:TASK", "model.path=policy", "algorithm.kl_coef=0"])
     assert [role.name for role in config.roles] == ["policy", "judge"]
-    assert config.task(config).source.keywords["make_scorer"](SimpleNamespace(learner=None)) is None
+    learner = SimpleNamespace(last_scores=lambda role, samples: np.asarray([len(role) + sample for sample in samples]))
+    scorer = config.task(config).source.keywords["make_scorer"](SimpleNamespace(learner=learner))
+    episodes: list[Any] = [SimpleNamespace(episode=SimpleNamespace(samples=[i])) for i in range(3)]
+    with scorer, scorer.scoring(1, "training", 0) as session:
+        session.add(2, episodes[2:])
+        session.add(0, episodes[:2])
+        assert session.scores(lambda: None).rewards == [5, 6, 7]
 
 
 def test_the_environment_has_every_method_of_the_protocol(module):
