@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import importlib.metadata
@@ -169,6 +170,17 @@ def test_the_objective(module):
     assert losses(list(range(6))) == pytest.approx(expected, rel=1e-5)
     pieces = np.array([losses(rows) for rows in ([0, 1], [2, 3], [4, 5], [])])
     assert pieces.sum(axis=0) == pytest.approx(expected, rel=1e-5) and not pieces[-1].any()
+
+    # As the policy samples them: the reward of one episode failed, and two episodes have the same reward.
+    rewards = (1.0, 0.0, None, 1.0, 1.0, 1.0)
+    pairs = [dataclasses.replace(pair, reward=reward) for pair, reward in zip(pairs, rewards, strict=True)]
+    batch |= objective.experience(pairs, batch).batch
+    assert batch["sign"].tolist() == [1, -1, 0, 0, 0, 0] and objective.totals("policy", batch) == 1
+    alone = float(-torch.nn.functional.logsigmoid(0.1 * margins[0]))
+    assert losses(list(range(6))) == pytest.approx([alone, float(margins[0] > 0)], rel=1e-5)
+    pairs[0] = dataclasses.replace(pairs[0], reward=None)
+    batch |= objective.experience(pairs, batch).batch
+    assert losses(list(range(6))) == (0, 0), "no pair prefers an answer"
 
 
 def test_the_kind_of_object_store(module):
