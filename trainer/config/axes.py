@@ -64,6 +64,8 @@ def axis_sizes(trainer: Any, ranks: int | None = None) -> dict[str, int]:
         trainer: the section `trainer`.
         ranks: number of ranks of a role. None: as few as the sizes in the config allow.
     """
+    for name, axis in AXES.items():
+        assert not axis.key or hasattr(trainer, axis.key), f"the axis {name}: TrainerConfig has no key {axis.key}"
     least = math.prod(getattr(trainer, axis.key) for axis in AXES.values() if axis.key)
     ranks = least if ranks is None else ranks
     assert ranks % least == 0, f"{ranks} ranks cannot form axes of {least}"
@@ -74,7 +76,7 @@ def axes_in_rank_order() -> list[str]:
     """Return the names of the axes in the order in which ranks are numbered, the fastest axis last.
 
     Axes with the same rows are the fastest, so ranks with the same rows are neighbours. Axes that FSDP2 shards over are
-    neighbours, too.
+    neighbours, too. Among axes of one kind, the order is that of the table.
     """
     return sorted(AXES, key=lambda name: (AXES[name].same_rows, AXES[name].same_rows != AXES[name].shards_weights))
 

@@ -31,6 +31,12 @@ def test_the_order_of_ranks_does_not_depend_on_the_order_of_the_table(monkeypatc
     assert axes_in_rank_order() == ["dp_replicate", "dp_shard", "more", "cp", "tp", "copies"]
 
 
+def test_an_axis_whose_size_has_no_key_is_named(monkeypatch):
+    monkeypatch.setitem(AXES, "copies", Axis("copies"))
+    with pytest.raises(AssertionError, match="the axis copies: TrainerConfig has no key copies"):
+        axis_sizes(Config().trainer)
+
+
 def test_axes_of_earlier_checkpoints_get_the_names_of_today():
     former = {"replicate": 1, "shard": 2, "context": 3, "tensor": 4}
     assert with_new_names(former) == {"dp_replicate": 1, "dp_shard": 2, "cp": 3, "tp": 4}
