@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import logging
 import math
 import os
 import re
 import shlex
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
@@ -97,7 +96,7 @@ def _panels(rows: Rows, declared: Mapping[str, Metric]) -> list[Panel]:
         declared: the metrics of the run's task.
     """
     logged = {name for row in rows for name, value in row.items() if value is not None}
-    possible = [*_OF_SAMPLES, *_task_panels(declared), *_PANELS]
+    possible = [*_OF_SAMPLES, *_task_panels(declared, logged), *_PANELS]
     panels = [panel for name, panel in possible if name in logged]
     means = sorted(name for name in logged if name.endswith("/mean"))
     terms = [name for name in means if re.fullmatch(r"reward/.+/mean", name)]
@@ -144,16 +143,17 @@ def _length(axes: Axes, rows: Rows) -> None:
     axes.set_ylim(bottom=0)
 
 
-def _task_panels(declared: Mapping[str, Metric]) -> list[tuple[str, Panel]]:
-    """Return entries of `_PANELS` for the metrics that a task declares with a panel."""
-    names = [name for name, metric in declared.items() if metric.panel]
+def _task_panels(declared: Mapping[str, Metric], logged: Collection[str]) -> list[tuple[str, Panel]]:
+    """Return entries of `_PANELS` for the logged metrics that a task declares with a panel."""
     panels = []
-    for title, group in itertools.groupby(names, key=lambda name: declared[name].panel):
-        titled = list(group)
+    for title in dict.fromkeys(metric.panel for metric in declared.values() if metric.panel):
+        titled = [name for name, metric in declared.items() if metric.panel == title]
         labels = ["validation" if name.startswith("val/") else "training" for name in titled]
+        if len(set(labels)) < len(labels):
+            labels = titled
         curves = list(zip(titled, labels, (BLUE, ORANGE, GREEN, RED, PURPLE), strict=False))
         panel = partial(_curves, title=title, unit=declared[titled[0]].unit, curves=curves)
-        panels += [(name, panel) for name in titled[:1]]
+        panels += [(name, panel) for name in titled if name in logged][:1]
     return panels
 
 

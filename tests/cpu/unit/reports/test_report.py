@@ -10,12 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from tests.support.metrics import make_tracker, step_metrics
+from trainer.config import Metric
 from trainer.errors import UserError
 from trainer.metrics.tracker import PARENT_FILE
 from trainer.process.failure_log import INCIDENTS, INFRASTRUCTURE, JOB, Incident
-from trainer.reports.report import write_report
+from trainer.reports.report import _panels, write_report
 
 ROOT = Path(__file__).parents[4]
 
@@ -56,6 +58,17 @@ def test_the_report_takes_what_there_is(tmp_path):
     holes = [{"reward/mean": float("nan"), "reward/std": 0.1, "time/step": 1.0}, {"reward/mean": 1.0}]
     report_of(tmp_path / "holes", holes)
     report_of(tmp_path / "long", [{"reward/mean": s % 7 if s % 5 else float("nan")} for s in range(1, 400)])
+
+
+def test_metrics_of_a_task_that_share_a_panel_are_told_apart():
+    names = ("policy/accuracy", "policy/margin", "my/other", "val/accuracy")
+    metrics = {name: Metric("", "share", panel="Mine" if "other" not in name else "Other") for name in names}
+    (own,) = (
+        panel for panel in _panels([dict.fromkeys(names[:2], 0.5) | {"step": 1}], metrics) if "Mine" in str(panel)
+    )
+    axes = Figure().add_subplot()
+    own(axes, [dict.fromkeys(names, 0.5) | {"step": 1}])
+    assert [text.get_text() for text in axes.get_legend().texts] == [names[0], names[1], names[3]]
 
 
 @pytest.mark.parametrize("name", ["val/pass@4", "val/pass@k"])
