@@ -48,7 +48,7 @@ class DataConfig(Section):
         elif not self.train_files:
             problem = "name at least one file, or choose a data group such as data=arithmetic"
             raise config_error(config, "data.train_files", problem)
-        elif not self.val_files and config.trainer.val_interval > 0:
+        elif not self.val_files and config.trainer.val_interval > 0 and config.reads("data.val_files"):
             raise config_error(config, "trainer.val_interval", "needs data.val_files; name some or set it to -1")
         if self.curriculum is not None and ":" not in self.curriculum:
             raise config_error(config, "data.curriculum", "must be an import path package.module:function")

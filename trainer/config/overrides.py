@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 
 from trainer.config.renamed import successor_of
 from trainer.config.schema import NAMES, OPEN_SECTIONS, SECTIONS, Config, no_such_key, valid_keys
+from trainer.config.tasks import OPTIONS
 from trainer.errors import UserError, as_list, did_you_mean
 
 MULTIRUN = "--multirun"
@@ -111,6 +112,8 @@ def unread_words(words: Sequence[str], config: Config) -> list[str]:
     names = {word: word.partition("=")[0].lstrip("+~") for word in words}
     unread = []
     for word, name in names.items():
+        if name.startswith(f"{OPTIONS}.") and config.task.options:
+            continue
         if any(fnmatchcase(shown, pattern) for shown in (name, f"{name}.") for pattern in config.task.unread):
             unread.append(word if name in SECTIONS and "{" not in word else name)
     return unread

@@ -23,7 +23,7 @@ from trainer.config.reward import RewardConfig
 from trainer.config.role_specs import RoleSpec
 from trainer.config.rollout import RolloutConfig
 from trainer.config.supervised import SFTConfig
-from trainer.config.tasks import TaskSpec, find_task
+from trainer.config.tasks import OPTIONS, TaskSpec, find_task
 from trainer.config.trainer import TrainerConfig
 from trainer.errors import UserError, did_you_mean
 
@@ -89,11 +89,13 @@ class Config(Section):
         """Number of inference engines."""
         return self.rollout.num_engines if self.task.generates else 0
 
-    @property
-    def unused_keys(self) -> tuple[str, ...]:
-        """Patterns of the keys that this run does not read."""
-        with_path = self.task.unused_with_path if self.model.path is not None else ()
-        return (*self.task.unread, *with_path)
+    def reads(self, key: str) -> bool:
+        """Return whether the run reads the key (see `TaskSpec.unread`)."""
+        task = self.task
+        if task.options and f"{key}.".startswith(f"{OPTIONS}."):
+            return True
+        unread = (*task.unread, *(task.unused_with_path if self.model.path is not None else ()))
+        return not any(fnmatchcase(key, pattern) for pattern in unread)
 
     @property
     def roles(self) -> tuple[RoleSpec, ...]:
@@ -144,6 +146,7 @@ def validate(config: Config) -> None:
     for name, section in walk_sections(config):
         if not any(fnmatchcase(f"{name}.", pattern) for pattern in unused):
             section.check(config, name)
+    config.task.check_options(config.algorithm.options)
 
 
 def valid_keys(prefix: str = "") -> list[str]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.config.fields import value_of
 from trainer.config.role_specs import RoleSpec, check_roles, policy_gradient_roles, policy_role, supervised_roles
-from trainer.errors import UserError
+from trainer.errors import UserError, did_you_mean
 from trainer.import_utils import import_function, user_code
 from trainer.process.signals import SIGNALS
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from trainer.config.schema import Config
 
 KEY = "trainer.task"
+OPTIONS = "algorithm.options"
 ACCURACY = "val/accuracy"
 
 
@@ -62,6 +64,9 @@ class TaskSpec:
     unused: tuple[str, ...] = ()
     """Patterns of further keys that the task does not read. They may change when a run resumes, and a section of
     which no key is read is not checked."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of its own, with their defaults. `+algorithm.options.NAME=VALUE` sets one, and the objective reads it in
+    `Objective.options`. A resume keeps them, also where `unused` covers `algorithm.*`."""
     may_change: tuple[str, ...] = ()
     """Patterns of further keys that may change when a run resumes."""
     unused_with_path: tuple[str, ...] = ()
@@ -87,6 +92,23 @@ class TaskSpec:
         name = self.objective
         return (import_function(name, KEY) if isinstance(name, str) else name)(config)
 
+    def check_options(self, given: Mapping[str, Any]) -> None:
+        """Check `algorithm.options`.
+
+        Raises:
+            UserError: an option of the task has a value of another type than its default; or neither the task nor, as
+                it does not read the section `algorithm`, a function has such an option.
+        """
+        for name in given.keys() & self.options.keys():
+            value, default = given[name], self.options[name]
+            kinds = (float, int) if type(default) is float else (type(default),)
+            if default is not None and type(value) not in kinds:
+                raise UserError(f"{OPTIONS}.{name}={value}: must be a value like its default, {default}")
+        unknown = [name for name in given if name not in self.options]
+        if unknown and self.options and any(fnmatchcase("algorithm.", pattern) for pattern in self.unused):
+            meant = did_you_mean(unknown[0], self.options) or f"the options are {', '.join(self.options)}"
+            raise UserError(f"{OPTIONS}.{unknown[0]}={given[unknown[0]]}: the task has no such option; {meant}")
+
     def compared_by(self, metric: str, mode: str) -> tuple[str, str]:
         """Return the metric that steps are compared by, and its mode (`max` or `min`).
 
@@ -104,6 +126,13 @@ class TaskSpec:
     def watched(self) -> tuple[str, ...]:
         """Its own metrics that are watched after a resume."""
         return tuple(name for name, metric in self.metrics.items() if metric.watched)
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """The metrics of training that the display shows before those of all tasks."""
+        own = dict.fromkeys((*self.watched, *([self.best] if self.best and not self.best.startswith("val/") else [])))
+        has_loss = self.generates or any(name.endswith("/loss") for name in own)
+        return tuple(own) if has_loss else ("policy/loss", *own)
 
     @property
     def families(self) -> tuple[str, ...]:

@@ -52,7 +52,7 @@ class Progress:
         completed: steps done by earlier processes of this run.
         history: their lines of `metrics.jsonl`; the best validation so far is found there.
         timer: the timer of the run's phases, whose running phase is shown.
-        watched: metrics of the run's own task that are shown, too.
+        shown: metrics of the run's own task that are shown, too.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class Progress:
         completed: int = 0,
         history: Iterable[Mapping[str, Any]] = (),
         timer: Timer | None = None,
-        watched: Sequence[str] = (),
+        shown: Sequence[str] = (),
     ) -> None:
-        of_task = [(name.rpartition("/")[2], name, "6,.3f") for name in watched]
+        of_task = [(name.rpartition("/")[2], name, "6,.3f") for name in shown]
         self._cells = (*_CELLS[:1], *of_task, *_CELLS[1:])
         self._total = total_steps
         self._enabled = enabled

@@ -76,6 +76,8 @@ class Objective:
     def __init__(self, cfg: Config):
         self.cfg = cfg
         self.roles = {spec.name: spec for spec in cfg.roles}
+        self.options = {**cfg.task.options, **cfg.algorithm.options}
+        """The options of the task (`TaskSpec.options`), by name."""
         self.kl: FixedKL | AdaptiveKL = FixedKL(0.0)
         """The weight of a KL in the objective. Its state is saved in checkpoints."""
 

@@ -53,7 +53,7 @@ def check_functions(config: Config) -> None:
     loss = _resolve(POLICY_LOSSES, algorithm, LOSS, partial(_try_loss, scores=scores))
     functions = {ESTIMATOR: estimator, LOSS: loss}
     _check_keys(algorithm, functions)
-    _check_further_options(algorithm, functions)
+    _check_further_options(algorithm, functions, config.task.options)
     _check_covariances(loss, algorithm)
     if needs_different_completions(estimator):
         check_group_size(config, f"algorithm.advantage_estimator={algorithm.advantage_estimator}")
@@ -97,15 +97,18 @@ def _check_keys(algorithm: AlgorithmConfig, functions: dict[str, Callable[..., A
             )
 
 
-def _check_further_options(algorithm: AlgorithmConfig, functions: dict[str, Callable[..., Any]]) -> None:
-    """Refuse `algorithm.options` that no function takes that is given by import path."""
+def _check_further_options(
+    algorithm: AlgorithmConfig, functions: dict[str, Callable[..., Any]], of_task: Collection[str]
+) -> None:
+    """Refuse `algorithm.options` that neither the task has, nor a function takes that is given by import path."""
+    further = {name: value for name, value in algorithm.options.items() if name not in of_task}
     custom = {path: f for key, f in functions.items() if is_import_path(path := getattr(algorithm, key))}
-    if algorithm.options and not custom:
-        raise UserError(f"algorithm.options={algorithm.options}: is for functions given by import path")
+    if further and not custom:
+        raise UserError(f"algorithm.options={further}: is for functions given by import path")
     if any(takes_any_option(function) for function in custom.values()):
         return
     taken = [name for function in custom.values() for name in user_options(function)]
-    for name, value in algorithm.options.items():
+    for name, value in further.items():
         if name not in taken:
             instead = f"the options are {', '.join(taken)}" if taken else "there is no option"
             raise UserError(f"algorithm.options.{name}={value}: no such option of {' or '.join(custom)}; {instead}")

@@ -86,8 +86,9 @@ def resume_rules(cfg: Config, saved: SavedRun, harmless: Collection[str] = ()) -
     Args:
         harmless: further keys that may change.
     """
-    rules, free = config_rules(cfg, saved), (*cfg.unused_keys, *cfg.task.may_change)
-    return {key: HARMLESS if key in harmless or matches(key, free) else rule for key, rule in rules.items()}
+    rules, free = config_rules(cfg, saved), cfg.task.may_change
+    unread = {key for key in rules if not cfg.reads(key) or matches(key, free)}
+    return {key: HARMLESS if key in harmless or key in unread else rule for key, rule in rules.items()}
 
 
 def check(
@@ -161,7 +162,7 @@ def deciding_settings(cfg: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     paths = {"model.path", *(role.key for role in cfg.roles)}
     by_rule: dict[str, dict[str, Any]] = {name: {} for name in RESUME}
     for key, rule in config_rules(cfg).items():
-        if key not in paths and not matches(key, cfg.unused_keys):
+        if key not in paths and cfg.reads(key):
             by_rule[rule.change][key] = flat[key]
     return by_rule["rollouts"] | by_rule["never"], by_rule["update"]
 
@@ -173,7 +174,7 @@ def added_steps(changes: list[Change], cfg: Config, step: int) -> dict[str, int]
     steps. The difference moves the schedule to where it would be with the new batch sizes, so that it still ends with
     the run.
     """
-    saved = {change.key: change.saved for change in changes if not matches(change.key, cfg.unused_keys)}
+    saved = {change.key: change.saved for change in changes if cfg.reads(change.key)}
     before = copy.deepcopy(cfg)
     for name in ("train_batch_size", "mini_batch_size", "update_epochs"):
         setattr(before.trainer, name, saved.get(f"trainer.{name}", getattr(cfg.trainer, name)))

@@ -26,6 +26,8 @@ from trainer.algorithms import Totals
 from trainer.cluster.process_cluster import ProcessCluster
 from trainer.config import Config, ModelConfig, RolloutConfig, compose
 from trainer.config.engines import find_engine
+from trainer.config.fields import SavedRun
+from trainer.config.overrides import unread_words
 from trainer.environments import Environment
 from trainer.environments.sessions import EnvironmentPool, Session
 from trainer.episodes import Episode, Sample
@@ -41,6 +43,7 @@ from trainer.objectives import Outputs, make_objective
 from trainer.objectives.batches import build_batch
 from trainer.objectives.check import check_functions
 from trainer.parallel.batching import take_rows
+from trainer.run.compatibility import resume_rules
 from trainer.run.directory import RunDirectory
 from trainer.sources.base import EpisodeSource
 
@@ -151,6 +154,7 @@ def test_the_objective(module):
     """Three pairs in one micro-batch, in one for each pair, and in one without rows."""
     module("preference", examples("An objective")[0])
     objective = importlib.import_module("preference").Preference(Config())
+    objective.options["beta"] = 0.1
     rng = np.random.default_rng(0)
     samples = [Sample(rng.integers(0, 9, length), np.ones(length, np.float32)) for length in (3, 9, 8, 2, 5, 4)]
     pairs = [Episode(str(i), str(i // 2), [sample], float(i in (0, 3, 4))) for i, sample in enumerate(samples)]
@@ -295,6 +299,7 @@ def test_a_recorded_episode_learns_from_its_completion_alone():
 
 def test_the_kind_of_training(tmp_path, module):
     """It is a task whose source continues where it was committed; a group is a pair."""
+    module("preference", examples("An objective")[0])
     module("pairs", examples("A kind of training")[0])
     rows = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(5)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -324,6 +329,12 @@ def test_the_kind_of_training(tmp_path, module):
     resumed.load_state_dict(state)
     assert [episode.uid for episode in resumed.next(2)] == [episode.uid for episode in second]
     assert not {episode.group for episode in first} & {episode.group for episode in second}
+    assert cfg.task.objective_of(cfg).options == {"beta": 0.2} and cfg.reads("algorithm.options")
+    assert not cfg.reads("algorithm.gamma") and unread_words(words, cfg) == []
+    assert resume_rules(cfg, SavedRun({}, ()))["algorithm.options"].change == "update"
+    for wrong, problem in (("bta=0.2", "no such option; did you mean beta"), ("beta=x", "like its default, 0.1")):
+        with pytest.raises(UserError, match=f"^algorithm.options.{wrong}: .*{problem}"):
+            compose([*words, f"++algorithm.options.{wrong}"])
     cfg.task(cfg).check_inputs(True)
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": "0?", "chosen": "yes"}))
     with pytest.raises(UserError, match="data.train_files: row 1 must have a text rejected; it has prompt, chosen"):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.support.jobs import wait_until
 from tests.support.metrics import step_metrics
-from trainer.config import TASKS
+from trainer.config import TASKS, Metric, TaskSpec
 from trainer.metrics.progress import Progress, seconds_left
 from trainer.metrics.timing import Timer
 
@@ -50,13 +50,21 @@ def test_start_weights_are_no_result_of_training(capsys):
 
 
 def test_a_supervised_run_shows_its_loss(capsys):
-    with Progress(3, watched=TASKS["sft"].watched) as progress:
+    with Progress(3, shown=TASKS["sft"].shown) as progress:
         progress.update(1, {"sft/loss": 1.25})
         progress.update(2, {"sft/loss": 1.0, "val/loss": 1.5})
         progress.update(3, {"sft/loss": 0.5, "val/loss": 2.0})
     first, second, third = capsys.readouterr().out.splitlines()
     assert first.startswith("step 1/3  loss  1.250  left")
     assert "val loss 1.500 best 1.500" in second and "val loss 2.000 best 1.500" in third
+
+
+def test_a_task_of_the_user_shows_its_loss_and_its_best_metric(capsys):
+    accuracy = {"policy/accuracy": Metric("Pairs.", "share", "max")}
+    with Progress(1, shown=TaskSpec(str, best="policy/accuracy", metrics=accuracy).shown) as progress:
+        progress.update(1, {"policy/accuracy": 0.75, "policy/loss": 0.5, "policy/grad_norm": 1.0})
+    assert capsys.readouterr().out.startswith("step 1/1  loss  0.500  accuracy  0.750  grad 1.000")
+    assert TASKS["rl"].shown == ()
 
 
 def test_pass_at_k_is_shown_with_its_k(capsys):
