@@ -39,7 +39,7 @@ def vllm_launcher() -> ForkServer:
 def start_vllm(cluster: ProcessCluster, path: str, rollout: RolloutConfig = ROLLOUT, **options: Any) -> RemoteEngine:
     """Begin to start an engine with the model at `path`."""
     factory = functools.partial(VLLMEngine, path, dtype="auto", seed=1, rollout=rollout, device="cpu", **options)
-    return RemoteEngine(cluster.launch_engines(factory, (), ENVIRONMENT))
+    return RemoteEngine(cluster.launch_engines(factory, [()], ENVIRONMENT))
 
 
 class RemoteEngine:

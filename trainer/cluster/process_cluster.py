@@ -83,14 +83,14 @@ class ProcessCluster:
         return self._launch(name, factory, args, env, lambda rank: gpus[rank : rank + 1], gpus)
 
     def launch_engines(
-        self, factory: Any, args: tuple, env: dict[str, str], find_gpus: FindGpus | None = None
+        self, factory: Any, args: Sequence[tuple], env: dict[str, str], find_gpus: FindGpus | None = None
     ) -> WorkerGroup:
-        """Start `rollout.num_engines` processes that host `factory(*args)` (see `worker_groups.Cluster`)."""
-        size, count = gpus_per_engine(self.cfg, self.device), self.cfg.rollout.num_engines
+        """Start a process for each of `args`, which hosts `factory(*args)` (see `worker_groups.Cluster`)."""
+        size = gpus_per_engine(self.cfg, self.device)
         if find_gpus is not None:
-            return self._launch("engine", factory, [args] * count, env, lambda engine: _gpus_of(find_gpus(engine)), [])
-        gpus = self._allocate_gpus(size * count)
-        return self._launch("engine", factory, [args] * count, env, lambda i: gpus[i * size : (i + 1) * size], gpus)
+            return self._launch("engine", factory, args, env, lambda engine: _gpus_of(find_gpus(engine)), [])
+        gpus = self._allocate_gpus(size * len(args))
+        return self._launch("engine", factory, args, env, lambda i: gpus[i * size : (i + 1) * size], gpus)
 
     def has_capacity(self, group: WorkerGroup) -> bool:
         """Return True: processes of one machine keep their resources."""

@@ -196,10 +196,9 @@ class RayCluster:
         return self._register(self._launch(name, factory, args, options.__getitem__, env), [group])
 
     def launch_engines(
-        self, factory: Any, args: tuple, env: dict[str, str], find_gpus: FindGpus | None = None
+        self, factory: Any, args: Sequence[tuple], env: dict[str, str], find_gpus: FindGpus | None = None
     ) -> WorkerGroup:
-        """Start `rollout.num_engines` actors that host `factory(*args)` (see `worker_groups.Cluster`)."""
-        r = self.cfg.rollout
+        """Start an actor for each of `args`, which hosts `factory(*args)` (see `worker_groups.Cluster`)."""
         placed: list[PlacementGroup] = []
         if find_gpus is not None:
 
@@ -207,7 +206,7 @@ class RayCluster:
                 return placement.options_colocated_with(find_gpus(engine))
         else:
             bundle, started = self._bundle(gpus_per_engine(self.cfg, self.device)), set[int]()
-            placed = self._place_separately(bundle, r.num_engines)
+            placed = self._place_separately(bundle, len(args))
 
             def options(engine: int) -> dict[str, Any]:
                 if engine in started:
@@ -215,7 +214,7 @@ class RayCluster:
                 started.add(engine)
                 return placement.options_in(bundle, placed[engine], 0)
 
-        return self._register(self._launch("engine", factory, [args] * r.num_engines, options, env), placed)
+        return self._register(self._launch("engine", factory, args, options, env), placed)
 
     def has_capacity(self, group: WorkerGroup) -> bool:
         """Return whether at least one worker of `group` is scheduled. After a node failure it may have to wait."""

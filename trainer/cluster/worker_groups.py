@@ -57,9 +57,9 @@ class Cluster(Protocol):
         ...
 
     def launch_engines(
-        self, factory: Any, args: tuple, env: dict[str, str], find_gpus: FindGpus | None = None
+        self, factory: Any, args: Sequence[tuple], env: dict[str, str], find_gpus: FindGpus | None = None
     ) -> WorkerGroup:
-        """Start `rollout.num_engines` processes that host `factory(*args)`. Does not wait.
+        """Start a process for each of `args`, which hosts `factory(*args)`. Does not wait.
 
         Args:
             find_gpus: returns the ranks whose GPUs an engine uses. None: engines have their own GPUs.

@@ -44,3 +44,4 @@ from trainer.config.training import (
     LoraConfig,
     OptimizerConfig,
 )
+from trainer.config.transports import TransportSpec

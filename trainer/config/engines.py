@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer.config.transports import TransportSpec
 from trainer.errors import UserError
 from trainer.import_utils import import_function
 from trainer.process.signals import SIGNALS
@@ -29,8 +30,8 @@ class EngineSpec:
 
     path: str
     """Import path `package.module:Class`; the class is an `Engine` of `trainer.generation.engine`."""
-    transports: tuple[str, ...] = ("shared_memory",)
-    """Ways in which it can receive weights, of the values of `rollout.weight_sync`."""
+    transports: tuple[str | TransportSpec, ...] = ("shared_memory",)
+    """Ways in which it can receive weights: values of `rollout.weight_sync`, or a `TransportSpec` of its own."""
     gpus: bool = True
     """Engines take GPUs of the job, if it has some: `rollout.tensor_parallel_size` of them each."""
     holds_start_weights: bool = True
@@ -47,6 +48,17 @@ class EngineSpec:
     """It takes more requests while it generates, and returns each completion as it is complete (`step`)."""
     engine_args: bool = False
     """It takes `rollout.engine_args`."""
+    harmless_args: tuple[str, ...] = ()
+    """Those of `rollout.engine_args` that change no token, such as the address of a server. They may change when a run
+    resumes."""
+    numbered: bool = False
+    """Its constructor gets `index`, the number of the engine, from 0. So each engine can speak for another server."""
+    repeats: bool = True
+    """It gives a request the same tokens and log-probs again, to the last bit: always on CPU, on GPUs with
+    `trainer.deterministic`. false: a resumed run does not compare what it trains again bit for bit."""
+    variables: tuple[str, ...] = ()
+    """Environment variables that it reads, or, with `_` at their end, the beginnings of their names. Engines on other
+    machines get those of the driver that they do not have: also secrets, which Ray does not show."""
     cpu_distribution: str | None = None
     """Distribution (the name that pip knows) of a build that cannot use GPUs."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -61,6 +73,15 @@ class EngineSpec:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return a new `Engine` in this process."""
         return import_function(self.path, KEY)(*args, **kwargs)
+
+    def variables_in(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Return those of the variables in `environment` that it reads (`variables`)."""
+        beginnings = tuple(name for name in self.variables if name.endswith("_"))
+        return {
+            name: value
+            for name, value in environment.items()
+            if name in self.variables or beginnings and name.startswith(beginnings)
+        }
 
     def environment_on(self, device: str, deterministic: bool = False) -> dict[str, str]:
         """Return the variables that a process needs before it imports the engine. `device` is `cuda` or `cpu`."""

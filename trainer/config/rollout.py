@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.engines import engines_with, find_engine
-from trainer.config.fields import Section, choice, config_error, number, open_section, setting
-from trainer.config.transports import TRANSPORTS
+from trainer.config.fields import (
+    HARMLESS,
+    ResumeRule,
+    SavedRun,
+    Section,
+    choice,
+    config_error,
+    number,
+    open_section,
+    setting,
+)
+from trainer.config.transports import find_transport
+from trainer.files.redaction import agree
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -51,10 +63,11 @@ class RolloutConfig(Section):
     """Fraction of a GPU's memory that a vLLM engine uses for weights and KV cache."""
     enforce_eager: bool = setting(False, resume="rounding")
     """Run vLLM without CUDA graphs. On CPU it always runs without."""
-    weight_sync: str = choice("auto", ("auto", *TRANSPORTS), resume="rounding")
+    weight_sync: str = setting("auto", resume="rounding")
     """How weights reach the engines: `shared_memory` (engines on rank 0's node), `broadcast` (a gloo or NCCL group
-    over ranks and engines), `ipc` (from rank to engine within the GPU that they share) or `auto`: ipc on shared GPUs,
-    broadcast across nodes and to engines with GPUs of their own, else shared memory."""
+    over ranks and engines), `ipc` (from rank to engine within the GPU that they share), a way of your own by the import
+    path of its class or `TransportSpec`, or `auto`: the way of an engine that has one of its own; else ipc on shared
+    GPUs, broadcast across nodes and to engines with GPUs of their own, else shared memory."""
     weight_sync_bucket_mb: int = number(256, at_least=1, resume="rounding")
     """Size of the buckets, in MiB, in which weights are sent by broadcast and ipc. Two are in memory at a time."""
     lora_sync: str = choice("auto", ("auto", "merged", "adapter"), resume="rounding")
@@ -64,7 +77,7 @@ class RolloutConfig(Section):
     """Write finished completions with their rewards to `{run_dir}/.journal` before a step trains on them. After a kill,
     the steps behind the last checkpoint train again on these, and only what is missing is generated."""
     engine_args: dict[str, Any] = open_section(resume="rollouts")
-    """Further arguments for `vllm.LLM`."""
+    """Further arguments for `vllm.LLM`, or for an engine of your own."""
 
     def check(self, config: Config, name: str) -> None:
         spec = find_engine(self.engine)
@@ -74,9 +87,25 @@ class RolloutConfig(Section):
         if self.engine_args and not spec.engine_args:
             problem = f"rollout.engine={self.engine} takes none; choose {engines_with('engine_args')}"
             raise config_error(config, "rollout.engine_args", problem)
+        if self.weight_sync != "auto":
+            find_transport(self.weight_sync)
         if self.colocate and not spec.gpus:
             raise config_error(config, "rollout.colocate", f"rollout.engine={self.engine} takes no GPUs; choose false")
         self._check_lora(config)
+
+    @property
+    def deciding_args(self) -> dict[str, Any]:
+        """`engine_args` that decide what engines generate."""
+        return self._without_harmless(self.engine_args)
+
+    def _without_harmless(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in arguments.items() if name not in find_engine(self.engine).harmless_args}
+
+    def resume_rules(self, config: Config, saved: SavedRun) -> dict[str, ResumeRule]:
+        before = saved.config.get("rollout", {})
+        arguments = before.get("engine_args", {})
+        same = isinstance(arguments, dict) and agree(self._without_harmless(arguments), self.deciding_args)
+        return {"engine_args": HARMLESS} if same else {}
 
     def _check_lora(self, config: Config) -> None:
         rank, most = config.trainer.policy.lora.rank, find_engine(self.engine).max_lora_rank

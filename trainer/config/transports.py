@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.errors import UserError
 from trainer.import_utils import import_function
+
+KEY = "rollout.weight_sync"
 
 
 @dataclass(frozen=True)
@@ -27,14 +31,15 @@ class TransportSpec:
 
     path: str
     """Import path of its class, a `Transport` of `trainer.generation.transport`."""
-    suits: Callable[[Place], bool]
-    """Whether `rollout.weight_sync=auto` takes it at a place. It takes the first of the table that the engine takes."""
-    problem: Callable[[Place], str | None]
+    suits: Callable[[Place], bool] = lambda place: True
+    """Whether `rollout.weight_sync=auto` takes it at a place. It takes the first that suits: of the engine's own, then
+    of those in the table that the engine takes."""
+    problem: Callable[[Place], str | None] = lambda place: None
     """Returns why it cannot work at a place, and what to choose instead; None: it can."""
 
     def __call__(self, *args: Any) -> Any:
         """Return a new `Transport`."""
-        return import_function(self.path, "rollout.weight_sync")(*args)
+        return import_function(self.path, KEY)(*args)
 
 
 _MODULE = "trainer.generation.transport"
@@ -70,5 +75,27 @@ TRANSPORTS: dict[str, TransportSpec] = {
 }
 """By the values of `rollout.weight_sync`."""
 
-ADAPTER = TransportSpec(f"{_MODULE}:AdapterTransport", suits=lambda place: True, problem=lambda place: None)
+ADAPTER = TransportSpec(f"{_MODULE}:AdapterTransport")
 """The way of a policy whose adapters the engines serve (`rollout.lora_sync`)."""
+
+
+def find_transport(name: str | TransportSpec) -> TransportSpec:
+    """Return the transport of a name: one of `TRANSPORTS`, or the value or class of an import path.
+
+    Raises:
+        UserError: there is none.
+    """
+    if isinstance(name, TransportSpec):
+        return name
+    return TRANSPORTS[name] if name in TRANSPORTS else _import_transport(name)
+
+
+@functools.cache
+def _import_transport(path: str) -> TransportSpec:
+    found: Any = import_function(path, KEY, known=("auto", *TRANSPORTS))
+    if isinstance(found, TransportSpec):
+        return found
+    if not isinstance(found, type):
+        kinds = "a TransportSpec (trainer.config), or a class like Transport (trainer.generation.transport)"
+        raise UserError(f"{KEY}={path}: is a {type(found).__name__}; it must be {kinds}")
+    return TransportSpec(path)

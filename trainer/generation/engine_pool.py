@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -14,14 +16,14 @@ from trainer.cluster.resources import gpus_per_engine
 from trainer.cluster.worker_groups import CallFutures
 from trainer.config import Config
 from trainer.config.engines import EngineSpec
-from trainer.config.transports import ADAPTER, TRANSPORTS
+from trainer.config.transports import ADAPTER, TransportSpec, find_transport
 from trainer.errors import UserError, WorkerError, describe_error, failure_source_of, set_failure_source
 from trainer.generation.colocation import GpuAssignment, assign_gpus, colocated_ranks, gpus_of
 from trainer.generation.dispatcher import Dispatcher
 from trainer.generation.engine import Completion, Engine, Request, RunningRequests
 from trainer.generation.engines import Engines
 from trainer.generation.lifecycle import GpuMemory, State
-from trainer.generation.transport import Ends, PolicyRanks, Transport, choose_transport
+from trainer.generation.transport import Ends, PolicyRanks, Transport, choose_transport, name_of
 from trainer.process.signals import SIGNALS
 
 if TYPE_CHECKING:
@@ -56,7 +58,8 @@ class EnginePool:
         self._device = "cuda" if self._gpus else "cpu"  # of the engines
         build = functools.partial(
             _build_engine,
-            spec,
+            dataclasses.replace(spec, transports=()),  # the functions of a user's transport may not be pickled
+            spec.variables_in(os.environ),
             cfg.trainer.deterministic and spec.deterministic_torch,
             model_path,
             dtype=cfg.rollout.dtype,
@@ -76,7 +79,8 @@ class EnginePool:
             self._way = self._choose_way(self._rank_placements)
         assignment = self._assignment if self._memory.shared else None
         environment = spec.environment_on(self._device, cfg.trainer.deterministic)
-        group = cluster.launch_engines(build, (), environment, assignment)
+        numbers = [(number,) for number in range(cfg.rollout.num_engines)]
+        group = cluster.launch_engines(build, numbers, environment, assignment)
         window_s, has_capacity = 60 * cfg.trainer.restart_window_minutes, functools.partial(cluster.has_capacity, group)
         self._engines = Engines(group, self._memory, cfg.trainer.max_restarts, window_s, has_capacity)
         self._dispatcher = Dispatcher(
@@ -93,7 +97,7 @@ class EnginePool:
     @property
     def repeats(self) -> bool:
         """Whether the engines generate the same tokens and log-probs again, to the last bit."""
-        return self._cluster.device == "cpu" or self._cfg.trainer.deterministic
+        return self._spec.repeats and (self._cluster.device == "cpu" or self._cfg.trainer.deterministic)
 
     def wait_ready(self) -> None:
         """Wait until the ranks may load models on the GPUs. Once, before they do.
@@ -123,7 +127,7 @@ class EnginePool:
             self._engines.load()
             self._way = self._choose_way([*self._ranks.policy.placements(), *self._receiver_places()])
         self._has_started = True
-        self._transport: Transport = TRANSPORTS.get(self._way, ADAPTER)(self._ends)
+        self._transport: Transport = find_transport(self._way)(self._ends)
         self._transport.check()
         self._meet(self._engines.lifecycle.loaded)
         if is_initial and self._spec.holds_start_weights and self._transport.is_checked:
@@ -282,7 +286,8 @@ class EnginePool:
         if isinstance(error, (UserError, WorkerError)):
             return error
         failure = WorkerError(
-            f"rollout.weight_sync={self._way}: the first weights did not reach the engines ({describe_error(error)})",
+            f"rollout.weight_sync={name_of(self._way)}: the first weights did not reach the engines "
+            f"({describe_error(error)})",
             "set NCCL_DEBUG=INFO to see what NCCL does, or choose rollout.weight_sync=shared_memory on one node",
             "weights",
         )
@@ -352,21 +357,25 @@ class EnginePool:
         """Return the ranks that share a GPU with one of these engines."""
         return colocated_ranks([self._assignment(engine) for engine in engines], self._rank_placements)
 
-    def _choose_way(self, placements: Sequence[Mapping[str, Any]]) -> str:
+    def _choose_way(self, placements: Sequence[Mapping[str, Any]]) -> str | TransportSpec:
         """Choose how weights reach the engines (see `choose_transport`). `placements`: of all ranks and engines."""
         if self._cfg.syncs_adapter:
-            return "adapter"
+            return ADAPTER
         same_node = len({placement["host"] for placement in placements}) == 1
         return choose_transport(self._cfg.rollout, same_node, self._device)
 
 
-def _build_engine(spec: EngineSpec, deterministic: bool, *args: Any, **kwargs: Any) -> Engine:
+def _build_engine(
+    spec: EngineSpec, variables: Mapping[str, str], deterministic: bool, model_path: str, number: int, **kwargs: Any
+) -> Engine:
     """Runs in the engine's process, so that the driver need not import engines, which takes seconds."""
+    for name, value in variables.items():  # here, because Ray shows the environment of an actor to everybody
+        os.environ.setdefault(name, value)
     if deterministic:
         from trainer.parallel.determinism import use_deterministic_kernels
 
         use_deterministic_kernels(warn_only=True)  # `top_p` adds up probabilities, which has no such kernel
-    return spec(*args, **kwargs)
+    return spec(model_path, **kwargs, **({"index": number} if spec.numbered else {}))
 
 
 def _wait_for_all(*waits: Callable[[], Any]) -> None:

@@ -13,7 +13,7 @@ from trainer.cluster.resources import rank_groups
 from trainer.cluster.worker_groups import CallFutures
 from trainer.config import Config, RolloutConfig
 from trainer.config.engines import ENGINES, find_engine
-from trainer.config.transports import TRANSPORTS, Place
+from trainer.config.transports import TRANSPORTS, Place, TransportSpec, find_transport
 from trainer.errors import UserError
 from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
 
@@ -82,7 +82,7 @@ class Transport(Protocol):
         ...
 
 
-class _Transport:
+class TransportBase:
     """Base class: nothing to check, no place to meet, and whole weights."""
 
     is_checked = False
@@ -102,7 +102,7 @@ class _Transport:
         return self.ends.ranks.call_one("policy", "weight_bytes", self._dtype)
 
 
-class SharedMemoryTransport(_Transport):
+class SharedMemoryTransport(TransportBase):
     """The ranks write safetensors to memory of the node, and engines read them."""
 
     is_checked = True
@@ -119,7 +119,7 @@ class SharedMemoryTransport(_Transport):
             self.ends.ranks.drop_shared()
 
 
-class _Streamed(_Transport):
+class StreamedTransport(TransportBase):
     """The ranks send while the engines receive. They meet at `transfer`."""
 
     transfer: Broadcast | Ipc
@@ -137,7 +137,7 @@ class _Streamed(_Transport):
         }
 
 
-class BroadcastTransport(_Streamed):
+class BroadcastTransport(StreamedTransport):
     """Rank 0 sends to a group of the processes of all engines."""
 
     _has_met = False
@@ -151,14 +151,14 @@ class BroadcastTransport(_Streamed):
         self._has_met = True
 
 
-class IpcTransport(_Streamed):
+class IpcTransport(StreamedTransport):
     """Each rank sends to the engine on its GPU."""
 
     def meet(self, engines: Sequence[int]) -> None:
         self.transfer = Ipc(secrets.token_hex(16), self.ends.colocated_ranks(engines), **self._settings)
 
 
-class AdapterTransport(_Transport):
+class AdapterTransport(TransportBase):
     """Adapters travel in one piece, stored once for all engines."""
 
     synced_bytes = 0
@@ -174,8 +174,8 @@ class AdapterTransport(_Transport):
         return self.ends.ranks.call_one("policy", "adapter_config", self.ends.model_path)
 
 
-def choose_transport(rollout: RolloutConfig, same_node: bool, device: str = "cpu") -> str:
-    """Return how weights reach the engines, one of `TRANSPORTS`.
+def choose_transport(rollout: RolloutConfig, same_node: bool, device: str = "cpu") -> str | TransportSpec:
+    """Return how weights reach the engines, as `find_transport` takes it.
 
     Args:
         same_node: all ranks and engines are on one node.
@@ -184,17 +184,25 @@ def choose_transport(rollout: RolloutConfig, same_node: bool, device: str = "cpu
     Raises:
         UserError: what `rollout.weight_sync` asks for cannot work for this engine or placement.
     """
-    taken, place = find_engine(rollout.engine).transports, Place(same_node, device == "cuda", rollout.colocate)
-    name = rollout.weight_sync
-    if name == "auto":
-        suited = [way for way, spec in TRANSPORTS.items() if spec.suits(place)]
-        name = next((way for way in suited if way in taken), suited[-1])
-    if (problem := TRANSPORTS[name].problem(place)) is not None:
-        raise UserError(f"rollout.weight_sync={name}: {problem}")
-    if name not in taken:
-        able = " or ".join(engine for engine, spec in ENGINES.items() if name in spec.transports)
+    ways, place = find_engine(rollout.engine).transports, Place(same_node, device == "cuda", rollout.colocate)
+    taken = [find_transport(way) for way in ways]
+    way: str | TransportSpec = rollout.weight_sync
+    if way == "auto":
+        own = [way for way in ways if way not in TRANSPORTS]
+        suited = [way for way in (*own, *TRANSPORTS) if find_transport(way).suits(place)]
+        way = next((way for way in suited if find_transport(way) in taken), suited[-1])
+    if (problem := find_transport(way).problem(place)) is not None:
+        raise UserError(f"rollout.weight_sync={name_of(way)}: {problem}")
+    if find_transport(way) not in taken:
+        able = " or ".join(engine for engine, spec in ENGINES.items() if way in spec.transports)
+        remedy = f"use one node, or choose rollout={able}" if able else "choose one of these, or auto"
         raise UserError(
-            f"rollout.weight_sync={name}: rollout.engine={rollout.engine} takes weights through "
-            f"{' or '.join(taken)} only; use one node, or choose rollout={able}"
+            f"rollout.weight_sync={name_of(way)}: rollout.engine={rollout.engine} takes weights through "
+            f"{' or '.join(map(name_of, ways))} only; {remedy}"
         )
-    return name
+    return way
+
+
+def name_of(way: str | TransportSpec) -> str:
+    """Return a transport as messages call it."""
+    return way if isinstance(way, str) else way.path

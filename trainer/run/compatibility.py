@@ -158,7 +158,8 @@ def deciding_settings(cfg: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     Keys that change nothing, or only how sums are rounded, are in neither. Nor are the paths of models: their content
     is what counts.
     """
-    flat = _with_schedules(flatten(redact(dataclasses.asdict(cfg), references=False), whole=OPEN_SECTIONS))
+    deciding = dataclasses.replace(cfg, rollout=dataclasses.replace(cfg.rollout, engine_args=cfg.rollout.deciding_args))
+    flat = _with_schedules(flatten(redact(dataclasses.asdict(deciding), references=False), whole=OPEN_SECTIONS))
     paths = {"model.path", *(role.key for role in cfg.roles)}
     by_rule: dict[str, dict[str, Any]] = {name: {} for name in RESUME}
     for key, rule in config_rules(cfg).items():

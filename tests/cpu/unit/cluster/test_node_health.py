@@ -42,7 +42,7 @@ from trainer.cluster.ray_cluster import RayCluster
 from trainer.config import Config
 from trainer.errors import WorkerError
 cfg = Config()
-cfg.trainer.ray_address, cfg.trainer.node_timeout_s, cfg.rollout.num_engines = sys.argv[1], 2.0, 2
+cfg.trainer.ray_address, cfg.trainer.node_timeout_s = sys.argv[1], 2.0
 
 def replace(engine):
     try:
@@ -54,7 +54,7 @@ def replace(engine):
     group.replace(engine)
 
 with RayCluster(cfg, "cpu") as cluster:
-    group = cluster.launch_engines(Host, (), {})
+    group = cluster.launch_engines(Host, [()] * 2, {})
     print(*(placement["host"] for placement in group.placements()), flush=True)
     input()
     print("(idle)" in group.stacks()["engine 0"], flush=True)

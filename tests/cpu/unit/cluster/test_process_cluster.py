@@ -97,7 +97,7 @@ def test_ranks_and_engines_have_separate_gpus(fork_server_process, monkeypatch):
     cfg = dataclasses.replace(cfg, rollout=dataclasses.replace(cfg.rollout, num_engines=1, tensor_parallel_size=2))
     with ProcessCluster(cfg, "cuda", fork_server_process) as cluster:
         ranks = cluster.launch_ranks("rank", Host, {})
-        engines = cluster.launch_engines(Host, (), {})
+        engines = cluster.launch_engines(Host, [()], {})
         assert ranks.call("environment", "CUDA_VISIBLE_DEVICES") == ["4", "5"]
         assert engines.call("environment", "CUDA_VISIBLE_DEVICES") == ["6,7"]
         cluster.release(ranks)
@@ -110,7 +110,7 @@ def test_engines_can_share_the_gpus_of_ranks(fork_server_process, monkeypatch):
     cfg = dataclasses.replace(cfg, rollout=dataclasses.replace(cfg.rollout, num_engines=2, colocate=True))
     with ProcessCluster(cfg, "cuda", fork_server_process) as cluster:
         placements = cluster.launch_ranks("rank", Host, {}).placements()
-        engines = cluster.launch_engines(Host, (), {}, lambda engine: placements[1 - engine :][:1])
+        engines = cluster.launch_engines(Host, [()] * 2, {}, lambda engine: placements[1 - engine :][:1])
         assert engines.call("environment", "CUDA_VISIBLE_DEVICES") == ["5", "4"]
 
 

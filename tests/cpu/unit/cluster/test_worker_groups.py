@@ -77,9 +77,9 @@ def test_a_worker_can_start_its_next_call_while_others_run(shared_group):
     assert sorted(results) == [(0, 0), (0, 2), (0, 4), (1, 1), (1, 3), (1, 5)]
 
 
-def test_each_engine_is_a_process_with_the_same_arguments(cluster, shared_group):
-    engines = cluster.launch_engines(Host, ("a", "b"), {"WORD": "engine"})
-    assert engines.call("built_with") == [("a", "b")] * 3
+def test_each_engine_is_a_process_with_its_own_arguments(cluster, shared_group):
+    engines = cluster.launch_engines(Host, [("a", i) for i in range(3)], {"WORD": "engine"})
+    assert engines.call("built_with") == [("a", 0), ("a", 1), ("a", 2)]
     assert engines.call("environment", "WORD") == ["engine"] * 3
     assert len(set(engines.call("pid"))) == 3
     cluster.release(engines)
@@ -91,9 +91,8 @@ def test_engines_start_on_the_gpus_of_ranks_that_still_import(cluster, monkeypat
         ranks = cluster.launch_ranks("rank", LoadsAfterEngine, env)
         stack.callback(cluster.release, ranks)
         placements = ranks.placements()
-        monkeypatch.setattr(cluster.cfg.rollout, "num_engines", 2)
         monkeypatch.setattr(cluster, "device", "cuda")
-        engines = cluster.launch_engines(OpensRanks, (), env, lambda engine: placements[engine : engine + 1])
+        engines = cluster.launch_engines(OpensRanks, [()] * 2, env, lambda engine: placements[engine : engine + 1])
         stack.callback(cluster.release, engines)
         assert ranks.call("rank") == [0, 1]
         assert engines.call("environment", "CUDA_VISIBLE_DEVICES") == ["", ""]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from trainer.config import Config
-from trainer.config.fields import walk_keys
-from trainer.config.transports import ADAPTER, TRANSPORTS
-from trainer.generation.transport import Transport
+from trainer.config.transports import ADAPTER, TRANSPORTS, TransportSpec, find_transport
+from trainer.errors import UserError
+from trainer.generation.transport import Transport, TransportBase
 from trainer.import_utils import import_function
 
 
@@ -17,6 +17,34 @@ def test_the_path_of_a_transport_is_a_class_with_its_methods(spec):
     assert {name for name in vars(Transport) if not name.startswith("_")} <= set(dir(found))
 
 
-def test_every_transport_can_be_chosen():
-    rules = {key: rule for key, _, rule in walk_keys(Config())}
-    assert rules["rollout.weight_sync"].choices == ("auto", *TRANSPORTS)
+OWN = TransportSpec("my_server:Http")
+
+
+@pytest.mark.parametrize("name", ["auto", *TRANSPORTS, f"{__name__}:OWN", f"{__name__}:Http"])
+def test_every_transport_can_be_chosen(name):
+    cfg = Config()
+    cfg.rollout.weight_sync = name
+    cfg.rollout.check(cfg, "rollout")
+
+
+class Http(TransportBase):
+    """A way of the user."""
+
+
+def test_a_transport_of_the_user_has_an_import_path():
+    assert find_transport(f"{__name__}:OWN") is OWN and find_transport(OWN) is OWN
+    assert find_transport(f"{__name__}:Http") == TransportSpec(f"{__name__}:Http")
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("http", "choose one of auto, ipc, broadcast, shared_memory, or an import path"),
+        (f"{__name__}:test_every_transport_can_be_chosen", "is a function; it must be a TransportSpec"),
+    ],
+)
+def test_what_is_no_transport_is_refused(name, problem):
+    cfg = Config()
+    cfg.rollout.weight_sync = name
+    with pytest.raises(UserError, match=f"rollout.weight_sync={name}: {problem}"):
+        cfg.rollout.check(cfg, "rollout")

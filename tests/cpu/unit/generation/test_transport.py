@@ -10,9 +10,9 @@ from tests.support import plain_engine
 from tests.support.plain_pool import answers
 from trainer.config import RolloutConfig
 from trainer.config.engines import ENGINES, EngineSpec
-from trainer.config.transports import TRANSPORTS, TransportSpec
+from trainer.config.transports import TRANSPORTS, TransportSpec, find_transport
 from trainer.errors import UserError
-from trainer.generation.transport import SharedMemoryTransport, choose_transport
+from trainer.generation.transport import SharedMemoryTransport, choose_transport, name_of
 
 
 @pytest.fixture
@@ -88,3 +88,59 @@ def test_a_new_way_is_one_entry_of_the_table(start, monkeypatch):
     ranks.call("policy", "train")
     pool.sync_weights(2)
     assert answers(pool) == [[0, 7, 1], [1, 7, 1]]
+
+
+@pytest.mark.parametrize("way", [f"{__name__}:OWN", f"{__name__}:CountingTransport"])
+@pytest.mark.parametrize("setting", ["auto", "named"])
+def test_an_engine_of_the_user_names_a_way_of_its_own(monkeypatch, way, setting):
+    by_path = dataclasses.replace(plain_engine.SPEC, transports=("shared_memory", way))
+    by_value = dataclasses.replace(plain_engine.SPEC, transports=(find_transport(way), "shared_memory"))
+    for spec in (by_path, by_value):
+        monkeypatch.setitem(ENGINES, "server", spec)
+        chosen = RolloutConfig(engine="server", weight_sync=way if setting == "named" else "auto")
+        found = choose_transport(chosen, same_node=True)
+        assert find_transport(found) == find_transport(way) and name_of(found) in (way, find_transport(way).path)
+
+
+OWN = TransportSpec(f"{__name__}:CountingTransport", problem=lambda place: None if place.same_node else "use one node")
+
+
+def test_a_way_of_the_user_that_cannot_work_is_refused(monkeypatch):
+    monkeypatch.setitem(ENGINES, "server", dataclasses.replace(plain_engine.SPEC, transports=(OWN,)))
+    rollout = RolloutConfig(engine="server")
+    with pytest.raises(UserError, match=f"rollout.weight_sync={OWN.path}: use one node"):
+        choose_transport(rollout, same_node=False)
+    way = f"{__name__}:OWN"
+    sentence = (
+        f"{way}: rollout.engine=transformers takes weights through shared_memory or .*; choose one of these, or auto"
+    )
+    with pytest.raises(UserError, match=sentence):
+        choose_transport(RolloutConfig(engine="transformers", weight_sync=way), same_node=True)
+
+
+def test_weights_travel_a_way_of_the_user(start, monkeypatch):
+    monkeypatch.setitem(ENGINES, "plain", dataclasses.replace(plain_engine.SPEC, transports=(OWN,)))
+    pool, ranks = start(num_engines=2)
+    pool.start(version=1, is_initial=True)
+    assert pool._transport.met == [0, 1]
+    ranks.call("policy", "train")
+    pool.sync_weights(2)
+    assert answers(pool) == [[0, 7, 1], [1, 7, 1]]
+
+
+def test_each_engine_speaks_for_a_server_of_its_own(start, monkeypatch):
+    """The key of the servers reaches processes that were not started with it, and it can be no variable of theirs."""
+    spec = dataclasses.replace(
+        plain_engine.SPEC,
+        path=f"{plain_engine.__name__}:ServerEngine",
+        engine_args=True,
+        numbered=True,
+        repeats=False,
+        variables=("PLAIN_SERVER_",),
+    )
+    monkeypatch.setitem(ENGINES, "plain", spec)
+    monkeypatch.setenv("PLAIN_SERVER_API_KEY", "5")
+    pool, _ = start(num_engines=2, engine_args={"urls": [1001, 1002]})
+    pool.start(version=1, is_initial=True)
+    assert {tuple(answer) for _ in range(3) for answer in answers(pool, 8)} == {(1001, 5), (1002, 5)}
+    assert not pool.repeats

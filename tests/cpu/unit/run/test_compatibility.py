@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config import OPEN_SECTIONS, AlgorithmConfig, Config, compose
+from trainer.checkpoint.components import config_yaml
+from trainer.config import OPEN_SECTIONS, AlgorithmConfig, Config, EngineSpec, RolloutConfig, compose
 from trainer.config.fields import RESUME, SavedRun, Section, number, resume_rules, walk_keys
 from trainer.errors import UserError
+from trainer.files.redaction import redact_text
 from trainer.run import compatibility
 from trainer.run.compatibility import Change
 
@@ -308,3 +310,35 @@ def proofs() -> dict[str, list[str]]:
 def test_a_test_proves_that_each_change_with_permission_acts():
     proven = [key for keys in proofs().values() for key in keys]
     assert sorted(proven) == WITH_PERMISSION, "add a case to a test with PROVEN_KEYS: what a changed key does"
+
+
+SERVER = EngineSpec("my_server:Server", engine_args=True, harmless_args=("urls", "api_key"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "change"),
+    [
+        ({"urls": ["http://b"], "top": 1}, "harmless"),
+        ({"urls": ["http://a"], "top": 1, "api_key": "s3cret-s3cret"}, "harmless"),
+        ({"urls": ["http://a"], "top": 2}, "rollouts"),
+        ({"urls": ["http://b"], "top": 2}, "rollouts"),
+        ({"urls": ["http://b"]}, "rollouts"),
+    ],
+)
+def test_the_address_of_a_server_is_no_other_run(arguments, change):
+    """It may change on a resume, and the records of the journal stay good."""
+    before, now = (Config(rollout=RolloutConfig(engine=f"{__name__}:SERVER")) for _ in range(2))
+    before.rollout.engine_args, now.rollout.engine_args = {"urls": ["http://a"], "top": 1}, arguments
+    saved = SavedRun(dataclasses.asdict(before), ["policy"])
+    assert compatibility.resume_rules(now, saved)["rollout.engine_args"].change == change
+    same = compatibility.deciding_settings(before) == compatibility.deciding_settings(now)
+    assert same == (change == "harmless")
+
+
+def test_the_key_of_a_server_is_in_no_config(monkeypatch):
+    monkeypatch.setenv("INFERENCE_API_KEY", "s3cret-of-the-server")
+    cfg = Config(rollout=RolloutConfig(engine=f"{__name__}:SERVER"))
+    cfg.rollout.engine_args = {"urls": ["http://a"], "api_key": "s3cret-of-the-server"}
+    saved = config_yaml(cfg).decode()
+    assert "s3cret" not in saved and "${oc.env:INFERENCE_API_KEY}" in saved
+    assert "s3cret" not in redact_text("HTTP 401 for the key s3cret-of-the-server at http://a")
