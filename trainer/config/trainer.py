@@ -84,7 +84,8 @@ class TrainerConfig(Section):
     `optimizer`'s states, or `all` (weights too). It takes two copies over PCIe a step. Needs `rollout.colocate`."""
     ray_address: str | None = setting(None, resume="harmless")
     """`host:port` (or `auto`) of a Ray cluster to join. null: start one on this machine for this run. `processes`: use
-    plain processes of this machine in place of Ray, for debugging; their output goes to the terminal."""
+    plain processes of this machine in place of Ray, for debugging; their output goes to the terminal. Numbers,
+    checkpoints and resumes are the same."""
     placement_timeout_s: float | None = number(None, at_least=0.001, at_most=LONGEST_TIME, resume="harmless")
     """The longest time, in seconds, that the job waits for capacity in the cluster of `ray_address`. Set it if nodes
     are added during the wait, because that can take minutes. null: 60 seconds, but a cluster that is too small ends the
@@ -121,9 +122,9 @@ class TrainerConfig(Section):
     divergence_patience: int = number(3, at_least=1, resume="harmless")
     """Number of steps in a row above a limit of `divergence_limits` after which the run ends."""
     train_batch_size: int = number(64, at_least=1, resume="rollouts")
-    """Prompts per step."""
+    """Prompts per step; for a task whose groups are no completions of a prompt, groups."""
     mini_batch_size: int = number(32, at_least=1, resume="update")
-    """Prompts per optimizer step."""
+    """Prompts per optimizer step; groups, as for `train_batch_size`."""
     update_epochs: int = number(1, at_least=1, resume="update")
     """Passes over the experience of a step."""
     max_tokens_per_micro_batch: int = number(16384, at_least=1, resume="rounding")

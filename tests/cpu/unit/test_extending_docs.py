@@ -46,6 +46,7 @@ from trainer.parallel.batching import take_rows
 from trainer.run.compatibility import resume_rules
 from trainer.run.directory import RunDirectory
 from trainer.sources.base import EpisodeSource
+from trainer.tasks import Metric, Task, TaskSpec
 
 PAGE = (Path(__file__).parents[3] / "docs/extending.md").read_text()
 
@@ -185,6 +186,12 @@ def test_the_objective(module):
     pairs[0] = dataclasses.replace(pairs[0], reward=None)
     batch |= objective.experience(pairs, batch).batch
     assert losses(list(range(6))) == (0, 0), "no pair prefers an answer"
+
+
+def test_the_fields_of_a_kind_of_training_are_all_named():
+    section = PAGE.partition("\n## A kind of training\n")[2].partition("\n## ")[0]
+    fields = [field.name for kind in (TaskSpec, Task) for field in dataclasses.fields(kind)]
+    assert [name for name in (*fields, *Metric._fields) if not re.search(rf"`{name}\b|\b{name}=", section)] == ["cfg"]
 
 
 def test_the_kind_of_object_store(module):
