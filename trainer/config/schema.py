@@ -73,7 +73,7 @@ class Config(Section):
     def validates_start(self) -> bool:
         """The initial weights are validated, as step 0."""
         t = self.trainer
-        return t.val_before_train and t.val_interval > 0 and "trainer.val_before_train" not in self.task.unused
+        return t.val_before_train and t.val_interval > 0 and self.reads("trainer.val_before_train")
 
     @property
     def engine(self) -> EngineSpec:
