@@ -276,19 +276,16 @@ class Trainer:
         adapters = None
         if self.cfg.trainer.policy.lora.rank is not None:
             adapters = partial(self.learner.ranks.call_one, "policy", "adapter_config", self.model_path)
-        parts = [
+        return [
             config_part(self.directory.cfg),
             start_weights_part(self.cfg, self.model_path),
             json_part("trainer_state", self.state_dict, self.load_state_dict, shape_of_state),
             json_part("data", self.source.state_dict, self.source.load_state_dict, kinds=("data",)),
-            *getattr(self.source, "parts", tuple)(),
+            *self.source.parts(),
             models_part(self.learner.ranks),
             assets_part(self.model_path, self.tokenizer, self.cfg.model.trust_remote_code, adapters),
             *([self.directory.run_files.part()] if self.checkpoints.store.keeps_record else []),
         ]
-        names = [part.name for part in parts]
-        assert len(set(names)) == len(names), f"parts of a checkpoint have the same name: {', '.join(names)}"
-        return parts
 
     def save_if_due(self, metrics: dict[str, float]) -> None:
         """Save when the schedule says so, after the last step, and before the run stops early.

@@ -59,7 +59,7 @@ class EpisodeSource(Protocol):
         """Return what a checkpoint holds of this source besides `state_dict`, such as finished episodes of steps ahead.
 
         Called once. A resume loads `state_dict` first, then the parts. Only `load_state_dict` is called where a run
-        begins again without a checkpoint: it must drop what the parts hold. A source without this method has none.
+        begins again without a checkpoint: it must drop what the parts hold.
         """
         return ()
 

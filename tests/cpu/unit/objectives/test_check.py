@@ -168,9 +168,9 @@ def test_the_schema_offers_the_registered_functions(key, names):
 
 
 def test_functions_by_import_path_get_their_options(tmp_path, monkeypatch):
-    (tmp_path / "my_losses.py").write_text("def mine(logprobs, old, advantages, mask, *, sharpness, clip_low): ...\n")
+    (tmp_path / "my_options.py").write_text("def mine(logprobs, old, advantages, mask, *, sharpness, clip_low): ...\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    path = "my_losses:mine"
+    path = "my_options:mine"
     options = ["algorithm.clip_low=0.1", "+algorithm.options.sharpness=3"]
     algorithm = compose([f"algorithm.policy_loss={path}", *options]).algorithm
     function = resolve(POLICY_LOSSES, path, "algorithm.policy_loss")
