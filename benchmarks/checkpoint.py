@@ -4,7 +4,7 @@
 
 One run, one state (AdamW, float32) of at least 1 GB over FSDP2 ranks. Each of `--repeat` rounds measures
 
-- `blocked`: seconds that a training loop stands still for a save that is written behind its rollouts,
+- `blocked`: seconds that a training loop waits for a save that is written behind its rollouts,
 - `dcp.save`: the same state written synchronously, with fsync,
 - `gather`: a full state dict gathered to rank 0 and `torch.save`d, with fsync,
 - our write from begin to commit, against one process that writes the same number of bytes with fsync,

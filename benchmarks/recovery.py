@@ -5,7 +5,7 @@ again, once with `rollout.journal=true` and once, from a copy of the killed run,
 of the steps that are trained again, up to the step that was under way. Start-up costs the same in both, and is not in
 the ratio. The rollouts wait in an environment (`Waits`), so that they take as long as they should on any machine.
 
-Prints, too, which share of its steps an undisturbed run waits for the journal.
+Prints, too, which share of its steps an uninterrupted run waits for the journal.
 """
 
 from __future__ import annotations

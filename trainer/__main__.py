@@ -1,6 +1,6 @@
 """`trainer COMMAND`, or `python -m trainer COMMAND`: the one command line of the project.
 
-Each command is imported when it is chosen, so that help is there at once and signals are handled from the start.
+Each command is imported when it is chosen, so that help appears quickly and signals are handled from the start.
 """
 
 from __future__ import annotations

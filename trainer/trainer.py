@@ -364,7 +364,7 @@ class Trainer:
         self.saves.collect(self.checkpoints.results())
 
     def load_data(self) -> None:
-        """Restore the position in the data before `load_checkpoint` does the rest: other data is refused at once.
+        """Restore the position in the data before `load_checkpoint` does the rest: other data is refused early.
 
         Raises:
             UserError: the data is not that of the checkpoint; the message lists changed initial weights, too.

@@ -62,7 +62,7 @@ def serve(listener: socket.socket) -> None:
 
     for module in _PRELOADED:
         importlib.import_module(module)
-    run_metadata.versions()  # each job would read them anew
+    run_metadata.versions()  # each job would read them again
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lack the threads of an import"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes keepers that have ended
     while sys.stdin not in (ready := select.select([sys.stdin, listener], [], [])[0]):

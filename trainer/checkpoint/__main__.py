@@ -288,7 +288,7 @@ def _rollback(args: argparse.Namespace) -> Result:
 
 
 def _forget_rollouts(store: CheckpointStore, root: str, step: int) -> None:
-    """Delete the records of rollouts after `step`: the run generates them anew."""
+    """Delete the records of rollouts after `step`: the run generates them again."""
     saved = read_config(manifests.read(store.path(step))).get("trainer", {}).get("run_dir")
     run_dirs = {root, os.path.dirname(store.root), *([saved] if isinstance(saved, str) else [])}
     for place in {store.root, *(place for place in run_dirs if not is_url(place))}:

@@ -124,7 +124,7 @@ def config_yaml(cfg: Config) -> bytes:
 
 
 def config_digest(cfg: Config) -> str:
-    """Return the xxh3-128 of the config. Secrets have no part in it, so nobody can guess them from it."""
+    """Return the xxh3-128 of the config. Secrets have no part in it, so they cannot be guessed from it."""
     import yaml
 
     return digest_bytes(yaml.safe_dump(redact(asdict(cfg), references=False), sort_keys=False).encode())

@@ -122,7 +122,7 @@ def check_content(
         except Exception as error:
             problems.append(error)
 
-    # A thread that nobody waits for at the end of the process: a large file takes longer than the time that is left.
+    # A daemon thread: the end of the process does not wait for it, and a large file takes longer than is left.
     thread = threading.Thread(target=work, name="verify", daemon=True)
     thread.start()
     end = time.monotonic() + seconds

@@ -116,7 +116,7 @@ class LocalTier:
             checkpoint = manifests.read(self._store.path(step))
             if checkpoint.manifest["self"] != digest:
                 raise CorruptCheckpointError(f"{checkpoint.path} belongs to another checkpoint")
-        except UnreadableError:  # nobody may delete it
+        except UnreadableError:  # it must not be deleted
             raise
         except CorruptCheckpointError:
             self._delete(step)

@@ -64,7 +64,7 @@ class CorruptCheckpointError(UserError):
 class UnreadableError(CorruptCheckpointError):
     """A file of a checkpoint cannot be read now, for a reason that says nothing about its content (no permission).
 
-    The checkpoint may be whole, so nobody may delete it, or use an older one instead.
+    The checkpoint may be whole, so it must not be deleted, nor an older one used instead.
     """
 
 

@@ -91,14 +91,14 @@ def _path_names(cfg: Config) -> dict[str, str]:
 def _compared_keys(cfg: Config, fork: bool = False) -> list[str]:
     """Return the keys of the initial weights that a resume compares with those that the run began with.
 
-    They are those that the run goes on computing with. A fork may replace a model that checkpoints do not hold.
+    They are those with which the run still computes. A fork may replace a model that checkpoints do not hold.
     """
     roles = [role for role in cfg.roles if role.needs_initial_weights and (role.saved or not fork)]
     return list(dict.fromkeys(role.key for role in roles))
 
 
 def fingerprint_weights(cfg: Config, model_path: str, begins: bool) -> str:
-    """Return a fingerprint of the initial weights that the run goes on computing with, and of the files beside them.
+    """Return a fingerprint of the initial weights with which the run still computes, and of the files beside them.
 
     Args:
         begins: of all initial weights: the run begins with them.

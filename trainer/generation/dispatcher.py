@@ -65,7 +65,7 @@ class Dispatcher:
         self._refit = refit
         count = len(engines.group)
         self._capacity = capacity_of(count, most, streaming, device, deterministic)
-        # Engines without a limit get all of their requests at once.
+        # Engines without a limit get all of their requests in one call.
         self._plans = deterministic or self._capacity is None
         self._scheduler = RequestScheduler(count, self._capacity)
         self._calls = CallFutures(engines.group)

@@ -46,7 +46,7 @@ class RequestScheduler:
             self._planned[engine].append(piece)
 
     def forget(self, requests: Collection[int]) -> None:
-        """Give nobody requests that nobody waits for. An engine that has begun them completes them."""
+        """Drop waiting requests whose stream is closed. An engine that has begun them completes them."""
         for pieces in (self._waiting, *self._planned, *self._given):
             left = [[number for number in piece if number not in requests] for piece in pieces]
             pieces.clear()
@@ -132,7 +132,7 @@ def capacity_of(engines: int, most: int, streaming: bool, device: str, determini
     """
     if not streaming:
         return 0
-    # On CPU, runs are exact to the last bit in any case: an engine gets all that it generates at once.
+    # On CPU, runs are exact to the last bit in any case: an engine gets all of its requests in one call.
     return most if device == "cuda" and engines > 1 and not deterministic else None
 
 

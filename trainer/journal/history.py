@@ -44,7 +44,7 @@ def identity(rollouts: Mapping[str, Any], updates: Mapping[str, Any], weights: s
     Args:
         rollouts: the settings that decide rollouts and rewards, by key.
         updates: the settings that decide the update, by key.
-        weights: fingerprint of the initial weights that the run goes on computing with.
+        weights: fingerprint of the initial weights with which the run still computes.
     """
     of_rollouts = digest(__version__, weights, rollouts)
     return Identity(of_rollouts, digest(of_rollouts, updates))

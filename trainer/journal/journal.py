@@ -114,7 +114,7 @@ class Journal:
             self._upkeep.remove_until(oldest)
 
     def remove_after(self, step: int) -> None:
-        """Delete the records of the steps after `step`: the run goes back, and generates them anew."""
+        """Delete the records of the steps after `step`: the run goes back, and generates them again."""
         self._check_thread()
         self._end_replay()
         self._writer.wait()
@@ -312,7 +312,7 @@ class _Writer:
             self._begin()
 
     def flush(self) -> None:
-        """Let the thread write at once what is there."""
+        """Let the thread write without waiting for more groups."""
         with self._condition:
             self._is_urgent = bool(self._queue)
             self._condition.notify_all()

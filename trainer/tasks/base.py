@@ -79,7 +79,7 @@ class Task:
     costs time and perhaps money, if its argument is true."""
     data: Callable[[Any, str], SavedData] | None = None
     """(tokenizer, directory of the initial weights) -> the training data, which refuses a position in other data. It is
-    called for a resume that is refused for other reasons, too, to tell all reasons at once. None: it is not compared
+    called for a resume that is refused for other reasons, too, to list all reasons together. None: it is not compared
     then."""
     kept_weights: str | None = None
     """The directory of initial weights that an earlier run has made. None: there are none, or `model.path` is set."""

@@ -139,7 +139,7 @@ def test_a_job_with_adapters_that_is_killed_twice_ends_as_if_never_killed(tmp_pa
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_job_killed_on_a_cluster_that_outlives_it_ends_as_if_never_killed(tmp_path, marker, ray_address):
-    """With everything that remembers earlier steps. SIGKILL to what runs the loop; then the same command, at once."""
+    """With every state that remembers earlier steps. SIGKILL to the process of the loop, then the same command."""
     settings = ["algorithm=dapo", "data.curriculum=tests.support.curriculum:hardest_first", "data.train_size=24",
                 "algorithm.kl_coef=0.01", "algorithm.kl_controller=adaptive", "algorithm.kl_horizon=64",
                 "algorithm.ref_sync_interval=2", "algorithm.rollout_correction=tis",

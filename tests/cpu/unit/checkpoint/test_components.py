@@ -74,9 +74,9 @@ def test_the_parts_that_hold_the_restored_kinds_are_chosen(checkpoint, kinds, na
 
 def test_a_part_that_earlier_versions_did_not_save_is_left_out_of_their_checkpoints(checkpoint, caplog):
     caplog.set_level("INFO")
-    later = files_part("later", dict, if_missing="has no notes: they begin anew")
+    later = files_part("later", dict, if_missing="has no notes: they begin empty")
     assert Restore().chosen([later, later], checkpoint) == []
-    assert caplog.messages[-1] == f"{checkpoint.path} has no notes: they begin anew"
+    assert caplog.messages[-1] == f"{checkpoint.path} has no notes: they begin empty"
 
 
 class TrainWorkers:

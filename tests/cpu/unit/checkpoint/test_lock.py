@@ -132,7 +132,7 @@ def test_a_heartbeat_finds_that_the_lock_is_another_s_and_does_not_keep_it_alive
     with RunLock(str(tmp_path), lease_s=0.6, trusts_heartbeat=True) as lock:
         lock.acquire()
         lock.check()
-        other = tmp_path / "other"  # replaced in one go, as the other job does
+        other = tmp_path / "other"  # replaced by one rename, as the other job does
         other.write_text(json.dumps({**json.loads((tmp_path / ".lock").read_text()), "token": "x", "pid": 7}))
         os.utime(other, (1e9, 1e9))
         os.replace(other, tmp_path / ".lock")

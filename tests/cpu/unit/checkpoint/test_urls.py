@@ -56,7 +56,7 @@ def test_the_commands_take_urls(s3, capsys, tmp_path, tmp_path_factory):
         storage.put(f"{JOURNAL}/step_{step}-{'0' * 32}.arrow", b"")
     assert run(capsys, "rollback", root, "--to", "3")[0] == 0
     assert open_store(root).steps() == [2, 3]
-    assert [[*records_in(storage).values()] for storage in records] == [[3], [3]], "they are generated anew"
+    assert [[*records_in(storage).values()] for storage in records] == [[3], [3]], "they are generated again"
     assert "not a checkpoint" in run(capsys, "verify", f"{root}/global_step_9")[1]
     assert "no checkpoint is there" in run(capsys, "ls", f"{root}/elsewhere")[1]
 
