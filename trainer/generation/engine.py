@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 RunningRequests = Literal["abort", "drain", "keep"]
-"""What happens to the requests that an engine generates when it gets weights. `abort`: they are dropped, because no caller
+"""What happens to the requests that an engine generates when it gets weights. `abort`: they are dropped, because no one
 waits for them. `drain`: they are completed first, with the old weights. `keep`: they continue with the new weights."""
 
 
