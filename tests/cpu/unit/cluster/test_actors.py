@@ -42,7 +42,7 @@ def test_the_death_of_a_worker_has_its_reason_and_a_hint(error, reason, cause):
 def stopped(name: str) -> subprocess.Popen:
     """A process with this name that cannot respond."""
     process = subprocess.Popen(["bash", "-c", f"exec -a {name} sleep 600"])
-    wait_until(lambda: psutil.Process(process.pid).cmdline()[0] == name)
+    wait_until(lambda: psutil.Process(process.pid).cmdline()[:1] == [name])
     process.send_signal(signal.SIGSTOP)
     return process
 
