@@ -78,16 +78,21 @@ class CountingTransport(SharedMemoryTransport):
         self.met = list(engines)
 
 
-def test_a_new_way_is_one_entry_of_the_table(start, monkeypatch):
-    spec = TransportSpec(f"{__name__}:CountingTransport", suits=lambda place: place.same_node, problem=lambda _: None)
-    monkeypatch.setitem(TRANSPORTS, "counting", spec)
-    monkeypatch.setitem(ENGINES, "plain", dataclasses.replace(plain_engine.SPEC, transports=("counting",)))
+def assert_two_engines_follow(start) -> None:
+    """Check that new weights reach both engines through `CountingTransport`."""
     pool, ranks = start(num_engines=2)
     pool.start(version=1, is_initial=True)
     assert pool._transport.met == [0, 1]
     ranks.call("policy", "train")
     pool.sync_weights(2)
     assert answers(pool) == [[0, 7, 1], [1, 7, 1]]
+
+
+def test_a_new_way_is_one_entry_of_the_table(start, monkeypatch):
+    spec = TransportSpec(f"{__name__}:CountingTransport", suits=lambda place: place.same_node, problem=lambda _: None)
+    monkeypatch.setitem(TRANSPORTS, "counting", spec)
+    monkeypatch.setitem(ENGINES, "plain", dataclasses.replace(plain_engine.SPEC, transports=("counting",)))
+    assert_two_engines_follow(start)
 
 
 @pytest.mark.parametrize("way", [f"{__name__}:OWN", f"{__name__}:CountingTransport"])
@@ -120,12 +125,7 @@ def test_a_way_of_the_user_that_cannot_work_is_refused(monkeypatch):
 
 def test_weights_travel_a_way_of_the_user(start, monkeypatch):
     monkeypatch.setitem(ENGINES, "plain", dataclasses.replace(plain_engine.SPEC, transports=(OWN,)))
-    pool, ranks = start(num_engines=2)
-    pool.start(version=1, is_initial=True)
-    assert pool._transport.met == [0, 1]
-    ranks.call("policy", "train")
-    pool.sync_weights(2)
-    assert answers(pool) == [[0, 7, 1], [1, 7, 1]]
+    assert_two_engines_follow(start)
 
 
 def test_each_engine_speaks_for_a_server_of_its_own(start, monkeypatch):
