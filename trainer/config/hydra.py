@@ -147,7 +147,6 @@ def to_config(dict_config: Any) -> Config:
         )
     remember(*secrets_of(nested), os.environ.get(config.reward.remote.header_env or "", ""))
     refuse_unknown_keys(config)
-    config.model.cache_dir = os.path.expanduser(config.model.cache_dir)
     config.algorithm = AlgorithmConfig(**with_own_defaults(vars(config.algorithm)))
     validate(config)
     return config

@@ -67,8 +67,9 @@ class ModelConfig(Section):
     supervised steps (see `sft`) and cache it."""
     tiny: TinyConfig = subsection(TinyConfig)
     """Shape of the built-in model."""
-    cache_dir: str = setting("${oc.env:TRAINER_CACHE,'~/.cache/trainer'}", resume="harmless")
-    """Directory of the built-in models that were built and warmed up, one directory per configuration."""
+    cache_dir: str | None = setting(None, resume="harmless")
+    """Directory of the built-in models that were built and warmed up, one directory per configuration. null: the
+    environment variable TRAINER_CACHE, or `~/.cache/trainer`."""
     attn_implementation: str = choice("sdpa", ("sdpa", "eager", "flash_attention_2"), resume="rollouts")
     """Attention of the trainer's models. `sdpa`: torch's kernels, each packed sequence by itself. `flash_attention_2`:
     the package flash-attn. `eager`: plain matrices, whose size is the square of all tokens of a micro-batch."""

@@ -124,15 +124,17 @@ def check_cache(cfg: Config) -> None:
     Raises:
         UserError: `model.cache_dir` cannot be written.
     """
-    if os.path.exists(os.path.join(cached_model(cfg), "config.json")):
+    model = cached_model(cfg)
+    if os.path.exists(os.path.join(model, "config.json")):
         return
+    cache = os.path.dirname(model)
     try:
-        os.makedirs(cfg.model.cache_dir, exist_ok=True)
-        with tempfile.TemporaryFile(dir=cfg.model.cache_dir):
+        os.makedirs(cache, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cache):
             pass
     except OSError as error:
         raise UserError(
-            f"model.cache_dir={cfg.model.cache_dir}: the built-in model is made there, and it cannot be written "
+            f"model.cache_dir={cache}: the built-in model is made there, and it cannot be written "
             f"({error.strerror}); choose another, for example with the environment variable "
             "TRAINER_CACHE, or give model.path"
         ) from error
@@ -147,7 +149,8 @@ def cached_model(cfg: Config) -> str:
         for key, value, _ in walk_keys(cfg)
         if key.startswith(_SECTIONS) and key not in ignored and (key in _NAMED or value != value_of(usual, key))
     }
-    return os.path.join(cfg.model.cache_dir, f"tiny-{derive_seed(json.dumps(recipe, sort_keys=True)):016x}")
+    cache = os.path.expanduser(cfg.model.cache_dir or os.environ.get("TRAINER_CACHE") or "~/.cache/trainer")
+    return os.path.join(cache, f"tiny-{derive_seed(json.dumps(recipe, sort_keys=True)):016x}")
 
 
 def _delete_run(run_dir: str) -> None:

@@ -27,6 +27,20 @@ def test_what_is_held_out_of_files_makes_no_other_built_in_model(tmp_path):
     assert cached_model(dataclasses.replace(cfg, data=other)) != cached_model(cfg)
 
 
+@pytest.mark.parametrize(
+    ("key", "variable", "directory"),
+    [("/keyed", "/named", "/keyed"), ("~/keyed", "/named", "/home/me/keyed"), (None, "/named", "/named")]
+    + [(None, "", "/home/me/.cache/trainer")],
+)
+def test_where_the_built_in_model_is_kept_also_by_a_config_of_plain_defaults(monkeypatch, key, variable, directory):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("TRAINER_CACHE", variable)
+    cfg = Config()
+    assert cfg.model.cache_dir is None
+    cfg.model.cache_dir = key
+    assert str(Path(cached_model(cfg)).parent) == directory
+
+
 @pytest.mark.parametrize("key", ["sft.new", "data.new"])
 def test_a_new_key_with_its_default_leaves_the_name_of_the_model_as_it_is(tmp_path, monkeypatch, key):
     """And another value of it makes another model."""
