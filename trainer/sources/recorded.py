@@ -36,25 +36,31 @@ class RecordedGroups:
         ]
         """The requests of the groups that the journal lacks."""
         self._kept: set[int] = set()
+        self._waiting: dict[int, dict[int, Episode]] = {}  # for the rest of their groups
         self.count = len(requests)
         """Of all requests."""
 
     def lacks(self, index: int) -> bool:
-        """Return whether the group of an episode is to be recorded. `index`: in `missing`."""
-        return self._journal.is_on and index // self.size not in self._kept
+        """Return whether an episode is to be given to `keep`. `index`: in `missing`."""
+        number = index // self.size
+        return self._journal.is_on and number not in self._kept and index not in self._waiting.get(number, ())
 
     def keep(self, finished: Mapping[int, Episode]) -> None:
-        """Record the groups that are complete. One with a failure waits for `keep_rest`.
+        """Record the groups that are complete now. One with a failure waits for `keep_rest`.
 
         Args:
-            finished: episodes with their rewards, by their indices in `missing`.
+            finished: episodes with their rewards, by their indices in `missing`: those that it has not been given yet.
         """
-        groups = {}
-        for number in {index // self.size for index in finished}:
-            members = range(number * self.size, (number + 1) * self.size)
-            if all(index in finished and not finished[index].failure for index in members):
-                groups[number] = [finished[index] for index in members]
-        self._add(groups)
+        complete = {}
+        for index, episode in finished.items():
+            if not self.lacks(index):
+                continue
+            number = index // self.size
+            members = self._waiting.setdefault(number, {})
+            members[index] = episode
+            if len(members) == self.size and not any(member.failure for member in members.values()):
+                complete[number] = [members[i] for i in sorted(members)]
+        self._add(complete)
 
     def keep_rest(self, episodes: Sequence[Episode]) -> list[Episode]:
         """Record all groups that are not recorded yet; return the episodes of all requests.
@@ -74,6 +80,8 @@ class RecordedGroups:
         keyed = {self._missing_keys[number]: group for number, group in new.items()}
         self._journal.add(self._step, keyed, self._history)
         self._kept |= new.keys()
+        for number in new:
+            self._waiting.pop(number, None)
 
 
 def _key(journal: Journal, group: Sequence[RolloutRequest], history: str | None) -> str:

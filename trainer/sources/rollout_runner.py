@@ -115,13 +115,12 @@ class RolloutRunner:
             return self._score(self._scorer, recorded, chunks, purpose, timer)
         ended: dict[int, Episode] = {}
         for chunk in chunks:
-            ended |= chunk
-            recorded.keep(
-                {i: self._with_reward(one, *_own_reward(one)) for i, one in ended.items() if recorded.lacks(i)}
-            )
+            rewarded = {index: self._with_reward(episode, *_own_reward(episode)) for index, episode in chunk.items()}
+            recorded.keep(rewarded)
+            ended |= rewarded
         episodes = [ended[index] for index in range(len(recorded.missing))]
         report_failures(episodes, self.cfg.environment.on_failure, purpose)
-        return [self._with_reward(episode, *_own_reward(episode)) for episode in episodes]
+        return episodes
 
     def _score(
         self,

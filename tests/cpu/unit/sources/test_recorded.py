@@ -7,17 +7,22 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.cpu.unit.data.test_records import bits
 from tests.support.replies import evaluator_beside, source_of
 from trainer.config import TinyConfig
+from trainer.data.datasets import Prompt
+from trainer.environments.episode_runner import RolloutRequest
+from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
 from trainer.generation.engine import Sampling
 from trainer.journal.history import Identity
 from trainer.journal.journal import Journal
 from trainer.models.tiny import build_tiny
 from trainer.process import time_limits
+from trainer.sources.recorded import RecordedGroups
 
 
 @pytest.fixture(scope="module")
@@ -138,3 +143,29 @@ def test_failures_are_a_share_of_the_whole_step_with_what_the_journal_has(tmp_pa
             assert len(source.runner.engines.seeds) == generated
             journal.close()
     assert sum(bool(episode.failure) for episode in episodes) == 2, "half of those that were generated"
+
+
+def test_an_episode_is_given_once_while_it_waits_for_its_group(tmp_path):
+    """A group that is given in parts, in any order, is recorded when it is complete; one with a failure is not yet."""
+    journal, prompt = journal_in(tmp_path), Prompt(0, (1,), "p", "x")
+    requests = [
+        RolloutRequest(prompt, f"0:{group}", 1, number, Sampling(1.0, 1.0, -1, 8, ()))
+        for group in range(2)
+        for number in range(3)
+    ]
+    sample = Sample(np.zeros(2, np.int32), np.ones(2, np.float32))
+    episodes = [Episode(request.uid, request.group, [sample], failure="why" if i == 3 else "")
+                for i, request in enumerate(requests)]  # fmt: skip
+    recorded = RecordedGroups(journal, requests)
+    for index in (2, 3, 0, 5, 4):
+        assert recorded.lacks(index)
+        recorded.keep({index: episodes[index]})
+        assert not recorded.lacks(index)
+    recorded.keep({1: episodes[1]})
+    journal.wait()
+    found = RecordedGroups(journal_in(tmp_path), requests)
+    assert found.missing == requests[3:]
+    recorded.keep_rest(episodes)
+    journal.close()
+    whole = RecordedGroups(journal_in(tmp_path), requests)
+    assert not whole.missing and bits(whole.keep_rest([])) == bits(episodes)
