@@ -25,9 +25,10 @@ from trainer.metrics.tracker import read_metrics
 
 STEPS = 6
 _SMALL = ["sft.steps=30", "sft.optimizer.warmup_steps=5", "data.train_size=64", "data.val_size=16",
-          "trainer.train_batch_size=8", "trainer.mini_batch_size=4", f"trainer.total_steps={STEPS}",
-          "trainer.val_interval=3", "trainer.ckpt_interval=3", "rollout.n=4", "rollout.max_num_seqs=32",
-          "rollout.kv_cache_mb=32", f"trainer.hf_save_interval={STEPS}", "logger.plot=false"]  # fmt: skip
+          "trainer.val_interval=3", "trainer.ckpt_interval=3", f"trainer.hf_save_interval={STEPS}",
+          "logger.plot=false"]  # fmt: skip
+_ROLLOUTS = ["trainer.train_batch_size=8", "trainer.mini_batch_size=4", f"trainer.total_steps={STEPS}", "rollout.n=4",
+             "rollout.max_num_seqs=32", "rollout.kv_cache_mb=32"]  # fmt: skip
 _CHATS = [f"sft.steps={STEPS}", "sft.batch_size=2", "sft.max_length=64", "data.synthetic=null", "data.train_size=-1"]
 RUNS: dict[str, tuple[str, list[str]]] = {
     "grpo": ("trainer.main", ["rollout.val_n=2"]),
@@ -60,7 +61,8 @@ def train(name: str, directory: Path, *overrides: str) -> Path:
     if name == "rollouts":
         settings = [*settings, f"data.train_files=[{directory}/dapo/rollouts/step_1.jsonl]",
                     f"model.path={directory}/dapo/exports/global_step_{STEPS}/policy"]  # fmt: skip
-    command = [sys.executable, "-m", module, *_SMALL, *settings, f"trainer.run_name={name}",
+    small = _SMALL if module == "trainer.sft" else [*_SMALL, *_ROLLOUTS]
+    command = [sys.executable, "-m", module, *small, *settings, f"trainer.run_name={name}",
                f"trainer.run_dir={directory}/{name}", *overrides]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRAINER_CACHE": str(directory / "cache")}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)

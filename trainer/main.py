@@ -8,14 +8,13 @@ if __name__ == "__main__":
     SIGNALS.listen()  # before the other imports, which take a part of a second
 
 import contextlib
-import logging
 import os
 from collections.abc import Iterator
 
 from trainer.config import Config
 from trainer.config.command_line import run_app
 from trainer.config.hydra import words_given
-from trainer.config.overrides import unread_words
+from trainer.config.overrides import refuse_unread
 from trainer.config.trainer import PROCESSES
 from trainer.errors import UserError
 from trainer.files.uris import is_url
@@ -25,8 +24,6 @@ from trainer.metrics.startup import StartUp
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.process.startup import stage
 from trainer.run.run_metadata import recorded_early
-
-LOG = logging.getLogger(__name__)
 
 
 def prepare(cfg: Config) -> str:
@@ -124,8 +121,7 @@ def too_few_gpus(ranks: int, gpus: int, cuda: str | None) -> str:
 def train(cfg: Config) -> float | None:
     """Do what `trainer.task` names; returns `best_value`."""
     with StartUp(cfg.logger.progress):
-        if unread := unread_words(words_given(), cfg):
-            LOG.warning("trainer.task=%s does not use %s", cfg.trainer.task, ", ".join(unread))
+        refuse_unread(words_given(), cfg)
         device = prepare(cfg)
         with stage("importing transformers"):
             from trainer.jobs import run_task

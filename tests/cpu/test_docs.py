@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -21,8 +22,7 @@ from trainer.__main__ import COMMANDS, JOBS
 from trainer.config import Config, compose, valid_keys
 from trainer.config.config_file import ConfigFiles
 from trainer.config.hydra import prepared
-from trainer.config.overrides import arranged
-from trainer.objectives.check import check_functions
+from trainer.config.overrides import arranged, refuse_unread
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -99,17 +99,25 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     plain = [word for word in words if not word.startswith("-")]
     parsed = OverridesParser.create().parse_overrides(plain)
     parsed = [override for override in parsed if not override.is_hydra_override()]
-    fixed = [override.input_line for override in parsed if not override.is_sweep_override()]
+    task = ["trainer.task=sft"] if command == "sft" else []
+    fixed = [*task, *(override.input_line for override in parsed if not override.is_sweep_override())]
     compose_words = functools.partial(compose, config_file=files[0] if files else None)
     if directories:
         assert prepared([*directories, *fixed], ConfigFiles())
         return
-    check_functions(compose_words(fixed))
+    check_job(fixed, compose_words)
     for override in parsed:
         if override.is_sweep_override():
             assert "--multirun" in words, f"{override.input_line} sweeps without -m"
             for value in values_of(override):
-                check_functions(compose_words([*fixed, f"{override.key_or_group}={value}"]))
+                check_job([*fixed, f"{override.key_or_group}={value}"], compose_words)
+
+
+def check_job(words: list[str], compose_words: Callable[[list[str]], Config]) -> None:
+    """Compose the overrides of one job, and check what a job checks of them before it starts."""
+    cfg = compose_words(words)
+    refuse_unread(words, cfg)
+    cfg.task.objective_of(cfg).check()
 
 
 def check_arguments(command: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,6 @@ _COMMON = (
     "logger.progress=false",
     "trainer.device=cpu",
     "trainer.resume_mode=latest",
-    "trainer.train_batch_size=4",
-    "trainer.mini_batch_size=2",
     "trainer.ckpt_interval=2",
     "trainer.max_ckpts_to_keep=3",
     "trainer.val_interval=4",
@@ -27,6 +25,8 @@ _COMMON = (
 )
 _ROLLOUTS = (
     f"trainer.total_steps={STEPS}",
+    "trainer.train_batch_size=4",
+    "trainer.mini_batch_size=2",
     "trainer.policy.optimizer.lr=1e-3",
     "trainer.policy.optimizer.scheduler=cosine",
     "algorithm.policy_loss=tests.support.noisy_loss:noisy_clip",

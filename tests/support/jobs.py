@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 
 from tests.support.forks import ForkedCommand, fork_server, run_forked
+from trainer.config import Config, TrainerConfig
+from trainer.config.overrides import unread_words
 
 SMALL = [
     "sft.steps=30",
@@ -35,7 +37,13 @@ SMALL = [
 
 def command(*overrides: str, module: str = "trainer.main") -> list[str]:
     flags = [o for o in overrides if o.startswith("-")]  # argparse wants them on one side of all overrides
-    return [sys.executable, "-m", module, *flags, *SMALL, *(o for o in overrides if o not in flags)]
+    return [sys.executable, "-m", module, *flags, *read_words(SMALL, module), *(o for o in overrides if o not in flags)]
+
+
+def read_words(words: Iterable[str], module: str) -> list[str]:
+    """The overrides that the task of a command reads."""
+    cfg = Config(trainer=TrainerConfig(task="sft" if module == "trainer.sft" else "rl"))
+    return [word for word in words if not unread_words([word], cfg)]
 
 
 def run_job(*overrides: str, cwd: Path, module: str = "trainer.main", small: bool = True, timeout: float = 300):
@@ -61,7 +69,7 @@ def forked_arguments(*overrides: str, module: str) -> list[str]:
     """The arguments of a forked job. It has no Ray, and the transformers engine unless it names another."""
     given = {override.partition("=")[0] for override in overrides}
     added = [f"{key}={value}" for key, value in FORKED.items() if key not in given]
-    return [*command(*overrides, module=module)[3:], *added]
+    return [*command(*overrides, module=module)[3:], *read_words(added, module)]
 
 
 def run_forked_job(*overrides: str, cwd: Path, module: str = "trainer.main", timeout: float = 300):

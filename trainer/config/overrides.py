@@ -105,10 +105,7 @@ def checked(overrides: Sequence[str], groups: dict[str, list[str]], sweeps: bool
 
 
 def unread_words(words: Sequence[str], config: Config) -> list[str]:
-    """Return the keys and choices in the overrides that the task does not read (`TaskSpec.unread`).
-
-    They are not refused: scripts give one list of overrides to supervised training and to RL.
-    """
+    """Return the keys and choices in the overrides that the task does not read (`TaskSpec.unread`)."""
     names = {word: word.partition("=")[0].lstrip("+~") for word in words}
     unread = []
     for word, name in names.items():
@@ -117,6 +114,22 @@ def unread_words(words: Sequence[str], config: Config) -> list[str]:
         if any(fnmatchcase(shown, pattern) for shown in (name, f"{name}.") for pattern in config.task.unread):
             unread.append(word if name in SECTIONS and "{" not in word else name)
     return unread
+
+
+def refuse_unread(words: Sequence[str], config: Config) -> None:
+    """Refuse overrides that the task does not read: they would change nothing.
+
+    Files are not searched for such keys, because one file may serve several tasks.
+
+    Raises:
+        UserError: names all of them.
+    """
+    if unread := unread_words(words, config):
+        task, them = config.trainer.task, "it" if len(unread) == 1 else "them"
+        raise UserError(
+            f"{', '.join(unread)}: trainer.task={task} does not read {them}, so leave {them} out or choose another "
+            "task (a config file may have keys of several tasks)"
+        )
 
 
 def _problem(word: str, groups: dict[str, list[str]], sweeps: bool) -> str | None:

@@ -62,8 +62,8 @@ class TaskSpec:
     """The functions of `reward.name` give the rewards, unless there is an environment. False: a scorer of the task
     gives them, or all are 0. Then `reward.name` is not read, and no function is tried before the start."""
     unused: tuple[str, ...] = ()
-    """Patterns of further keys that the task does not read. They may change when a run resumes, and a section of
-    which no key is read is not checked."""
+    """Patterns of further keys that the task does not read. They may change when a run resumes, a section of which no
+    key is read is not checked, and an override of such a key is refused."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Settings of its own, with their defaults. `+algorithm.options.NAME=VALUE` sets one, and the objective reads it in
     `Objective.options`. A resume keeps them, also where `unused` covers `algorithm.*`."""

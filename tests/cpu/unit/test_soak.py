@@ -13,6 +13,8 @@ from tests.soak.kinds import KINDS, STEPS, draw_kind
 from tests.soak.outcomes import difference, outcome_of
 from tests.soak.tally import table
 from tests.support.toy import toy_config, toy_run
+from trainer.config import Config, TrainerConfig
+from trainer.config.overrides import unread_words
 
 
 def drawn(seed: int, has_disk: bool = True):
@@ -83,3 +85,9 @@ def test_the_table_counts_faults_and_rounds():
         "| full disk | 1 | 0 | 1 | 1 | 1 |",
         "| kill of a rank | 3 | 3 | 0 | 2 | 1 |",
     ]
+
+
+def test_no_kind_has_words_that_its_task_does_not_read():
+    for kind in KINDS.values():
+        task = "sft" if kind.module == "trainer.sft" else "rl"
+        assert unread_words(kind.overrides, Config(trainer=TrainerConfig(task=task))) == []

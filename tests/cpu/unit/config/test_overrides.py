@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.config import explained
+from tests.support.config import KEYS, explained
 from tests.support.jobs import environment
 from trainer.config import Config, TrainerConfig, compose
 from trainer.config.config_file import ConfigFiles
@@ -167,3 +168,12 @@ def test_the_kind_of_a_value_in_words(key, kind):
 )
 def test_overrides_that_the_task_does_not_read_are_named(task, words, unread):
     assert unread_words(words, Config(trainer=TrainerConfig(task=task))) == unread
+
+
+def test_supervised_stages_of_examples_get_the_words_that_they_read():
+    words = [f"{name}=1" for name in (*KEYS, "algorithm", "rollout", "data", "model", "experiment")]
+    script = 'source examples/supervised_words.bash "$@"; printf "%s\\n" "${supervised_words[@]}"'
+    command = ["bash", "-euc", script, "bash", *words]
+    done = subprocess.run(command, cwd=Path(__file__).parents[4], capture_output=True, text=True, check=True)
+    supervised = Config(trainer=TrainerConfig(task="sft"))
+    assert done.stdout.split() == [word for word in words if not unread_words([word], supervised)]

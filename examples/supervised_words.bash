@@ -1,0 +1,10 @@
+# Sourced by the examples whose first stage is supervised: it refuses keys that only RL reads.
+supervised_words=()
+for word in "$@"; do
+  case "${word%%=*}" in
+    algorithm* | rollout* | reward* | environment*) ;;
+    trainer.policy.optimizer* | trainer.critic* | trainer.reference*) ;;
+    trainer.*_batch_size | trainer.update_epochs | trainer.total_steps | trainer.val_before_train) ;;
+    *) supervised_words+=("$word") ;;
+  esac
+done
