@@ -20,6 +20,7 @@ from trainer.metrics.timing import Timer
 from trainer.models.files import resolve_model_path
 from trainer.models.parallel_checks import check_axes
 from trainer.models.tokenizer import load_tokenizer
+from trainer.models.vocabularies import check_vocabularies
 from trainer.process.startup import stage
 from trainer.run.compatibility import deciding_settings
 from trainer.run.directory import RunDirectory
@@ -117,6 +118,7 @@ def make_trainer(task: Task, cluster: Cluster, directory: RunDirectory, model_pa
     """
     timer, path = Timer(), resolve_model_path(model_path)
     check_axes(task.cfg, path)
+    check_vocabularies(task.cfg, path)
     # The processes start, and import for many seconds, while this one reads the data.
     learner = Learner(task.cfg, cluster, timer)
     journal = open_journal(task.cfg, path, directory, timer)

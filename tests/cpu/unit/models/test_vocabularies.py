@@ -1,0 +1,72 @@
+"""A model of the run that lacks tokens of the policy is refused before it is loaded."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Qwen3Config
+
+from tests.support.architectures import SHAPE
+from tests.support.runs import configured
+from trainer.config import LM, SCORE, TASKS, RoleSpec, policy_role
+from trainer.errors import UserError
+from trainer.models.vocabularies import check_vocabularies
+from trainer.tasks.base import make_trainer
+
+TASK = replace(
+    TASKS["rl"],
+    roles=lambda cfg: (
+        policy_role(cfg),
+        RoleSpec("teacher", str(Path(cfg.model.path).with_name("teacher")), LM, key="teacher"),
+        RoleSpec("judge", str(Path(cfg.model.path).with_name("judge")), SCORE, key="judge"),
+    ),
+)
+
+
+def write_configs(directory: Path, **tokens: int) -> str:
+    for name, count in tokens.items():
+        Qwen3Config(**SHAPE | {"vocab_size": count}).save_pretrained(directory / name)
+    return str(directory / "policy")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "refused"), [((100, 100, 120), None), ((100, 99, 100), "teacher"), ((100, 200, 64), "judge")]
+)
+def test_a_frozen_model_with_fewer_tokens_than_the_policy_is_refused(tmp_path, tokens, refused):
+    path = write_configs(tmp_path, **dict(zip(("policy", "teacher", "judge"), tokens, strict=True)))
+    cfg = configured(tmp_path / "run", {"model.path": path}, task=f"{__name__}:TASK")
+    if refused is None:
+        return check_vocabularies(cfg, path)
+    known = tokens[1 if refused == "teacher" else 2]
+    sentence = (
+        f"{refused}={tmp_path}/{refused}: the vocabulary of the {refused} has {known} tokens, and that of the policy, "
+        f"{path}, has 100; "
+    )
+    with pytest.raises(UserError, match=f"^{re.escape(sentence)}.* resize its embeddings to 100 tokens$"):
+        check_vocabularies(cfg, path)
+
+
+def test_a_critic_with_weights_of_its_own_is_checked_by_its_key(tmp_path):
+    path = write_configs(tmp_path, policy=100, critic=64)
+    cfg = configured(tmp_path / "run", {"model.path": path, "algorithm.advantage_estimator": "gae"})
+    check_vocabularies(cfg, path)
+    cfg.trainer.critic.path = str(tmp_path / "critic")
+    with pytest.raises(UserError, match="^trainer.critic.path=.*critic: the vocabulary of the critic has 64 tokens"):
+        check_vocabularies(cfg, path)
+
+
+def test_ranks_are_not_started_for_such_a_run(tmp_path):
+    path = write_configs(tmp_path, policy=100, critic=64)
+    critic = {"trainer.critic.path": str(tmp_path / "critic"), "algorithm.advantage_estimator": "gae"}
+    cfg = configured(tmp_path / "run", {"model.path": path, **critic})
+    nothing: Any = None
+    with pytest.raises(UserError, match="^trainer.critic.path="):
+        make_trainer(cfg.task(cfg), nothing, nothing, path, nothing)
+
+
+def test_nothing_is_read_for_a_run_of_one_model(tmp_path):
+    check_vocabularies(configured(tmp_path), str(tmp_path / "missing"))
