@@ -16,7 +16,7 @@ model="$(ls -d "$out"/start/exports/global_step_*/policy | sort -V | tail -n 1)"
 python -m trainer train trainer.total_steps=8 trainer.val_interval=8 trainer.run_name=rejection_rollouts \
   trainer.run_dir="$out/rollouts" trainer.resume_mode=latest "$@" model.path="$model" \
   trainer.policy.optimizer.lr=0 logger.save_rollouts=true
-files="$(printf '%s,' "$out"/rollouts/rollouts/*.jsonl)"
+files="$(printf '%s,' "$out"/rollouts/rollouts/*.arrow)"
 python -m trainer sft sft.steps=60 sft.optimizer.lr=5e-4 sft.min_reward=1 sft.max_weight=5 \
   trainer.ckpt_interval=60 trainer.run_name=rejection trainer.run_dir="$out/learnt" trainer.resume_mode=latest \
   "${supervised_words[@]}" model.path="$model" sft.source=rollouts data.synthetic=null \

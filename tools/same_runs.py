@@ -59,7 +59,8 @@ def train(name: str, directory: Path, *overrides: str) -> Path:
         files = [_write_chats(directory, kind, count) for kind, count in (("a", 7), ("b", 20))]
         settings = [*settings, f"data.train_files=[{files[0]},{files[1]}]", f"data.val_files=[{files[0]}]"]
     if name == "rollouts":
-        settings = [*settings, f"data.train_files=[{directory}/dapo/rollouts/step_1.jsonl]",
+        (file,) = (directory / "dapo/rollouts").glob("step_1.*")  # earlier versions wrote JSON lines
+        settings = [*settings, f"data.train_files=[{file}]",
                     f"model.path={directory}/dapo/exports/global_step_{STEPS}/policy"]  # fmt: skip
     small = _SMALL if module == "trainer.sft" else [*_SMALL, *_ROLLOUTS]
     command = [sys.executable, "-m", module, *small, *settings, f"trainer.run_name={name}",

@@ -18,6 +18,7 @@ COMMANDS = {
     "diagnose": ("trainer.reports.diagnose", "say what happened to a run, and what to do next"),
     "compare": ("trainer.reports.compare", "print a table of runs, and draw their curves"),
     "report": ("trainer.reports.report", "draw the picture of a run"),
+    "rollouts": ("trainer.data.rollout_io", "print kept rollouts as JSON lines"),
     "checkpoint": ("trainer.checkpoint.__main__", "list, verify, show, compare, export, prune, roll back"),
     "config": ("trainer.config.reference", "print the reference of all config keys"),
 }

@@ -72,6 +72,13 @@ class Episode:
 
     def split_messages(self) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
         """Return the messages before the policy's first reply, and the others."""
-        replies = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
-        first = replies[-self.turns] if self.turns else len(self.messages)  # a prompt may show example replies
-        return self.messages[:first], self.messages[first:]
+        return split_messages(self.messages, self.turns)
+
+
+def split_messages(
+    messages: Sequence[Mapping[str, Any]], turns: int
+) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
+    """Return the messages before the first of the policy's `turns` replies, and the others."""
+    replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    first = replies[-turns] if turns else len(messages)  # a prompt may show example replies
+    return messages[:first], messages[first:]

@@ -263,6 +263,7 @@ class Trainer:
             self.load_checkpoint()
         self.journal.remove_after(self.state.step)
         self.tracker.rewind(self.state.step)
+        self.transcripts.rewind(self.state.step)
         self._begin_checks()
         self.source.publish(version=self.state.step + 1)
         return False
@@ -478,6 +479,7 @@ class Trainer:
         # A run that starts from scratch, or with the weights of another run, rewinds to before its first line: an
         # earlier start may have died before its first checkpoint.
         tracker.rewind(self.state.step or -1)
+        self.transcripts.rewind(self.state.step)
         return tracker
 
     def _open_progress(self) -> Progress:

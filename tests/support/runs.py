@@ -10,6 +10,7 @@ from typing import Any
 from tests.support.config import set_value
 from trainer.checkpoint.components import Component, config_digest, config_part, json_part
 from trainer.config import Config
+from trainer.data.rollout_io import read_lines
 from trainer.metrics.tracker import first_step
 from trainer.run.directory import RunDirectory
 
@@ -108,3 +109,8 @@ def save_steps(cfg: Config, *steps: int, metrics: dict[str, float] | None = None
     with opened(cfg) as run:
         for step in steps:
             run.save(step, metrics)
+
+
+def rollouts_of(run: Path, step: int) -> list[dict[str, Any]]:
+    """The episodes that a run has kept of a step, as `trainer rollouts` prints them."""
+    return list(read_lines(str(run / f"rollouts/step_{step}.arrow")))

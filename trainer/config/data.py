@@ -17,7 +17,7 @@ GENERATORS: dict[str, tuple[str, ...]] = {"arithmetic": ("max_value",), "reverse
 @dataclass
 class DataConfig(Section):
     train_files: list[str] = setting(default_factory=list, resume="harmless")
-    """Training prompts: `.jsonl` or `.parquet` files, or Hub datasets as
+    """Training prompts: `.jsonl`, `.parquet` or `.arrow` files, or Hub datasets as
     `hf://OWNER/NAME?config=C&split=S&revision=COMMIT`. On the command line it implies `data=files`, unless a group or
     an experiment chooses the data."""
     val_files: list[str] = setting(default_factory=list, resume="validation")

@@ -27,6 +27,9 @@ from trainer.process import time_limits
 _LINE_BYTES = 64 << 20
 _COMMIT = re.compile("[0-9a-f]{40}")
 _MAX_PROBLEMS = 10
+_ARROW_FILE = b"ARROW1"
+_SLICE = 64
+"""Rows of a table that are Python objects at the same time: a token of them takes ten times the memory."""
 _CHECKED_ROWS = 10
 """Number of rows of each file that are checked before anything starts."""
 _CHECKED_BYTES = 64 << 20
@@ -364,9 +367,10 @@ def _lines(file: str, key: str) -> Rows:
     """Yield the rows of a file or Hub data set like `read_rows`, but JSON lines as bytes."""
     if file.startswith("hf://"):
         rows = _hub_rows(file, key)
-    elif not file.endswith((".jsonl", ".parquet")):
+    elif not file.endswith((".jsonl", ".parquet", ".arrow")):
         raise UserError(
-            f"{key}={file}: must end in .jsonl or .parquet, or be hf://OWNER/NAME?config=C&split=S{_conversion(file)}"
+            f"{key}={file}: must end in .jsonl, .parquet or .arrow, or be hf://OWNER/NAME?config=C&split=S"
+            f"{_conversion(file)}"
         )
     elif os.path.exists(file) and (problem := file_problem(file)) is not None:
         raise UserError(
@@ -379,7 +383,7 @@ def _lines(file: str, key: str) -> Rows:
             "the Hub"
         )
     else:
-        rows = _jsonl_rows(file, key) if file.endswith(".jsonl") else _parquet_rows(file, key)
+        rows = _jsonl_rows(file, key) if file.endswith(".jsonl") else _table_rows(file, key)
     empty = True
     for item in rows:
         empty = False
@@ -413,15 +417,40 @@ def _jsonl_rows(file: str, key: str) -> Rows:
                 yield f"{file}:{number}", line
 
 
-def _parquet_rows(file: str, key: str) -> Rows:
-    import pyarrow.parquet
+def _table_rows(file: str, key: str) -> Rows:
+    import pyarrow
 
+    is_arrow = file.endswith(".arrow")
     try:
-        batches = pyarrow.parquet.ParquetFile(file).iter_batches()
-        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
+        batches = _arrow_batches(file) if is_arrow else _parquet_batches(file)
+        slices = (batch.slice(start, _SLICE) for batch in batches for start in range(0, len(batch), _SLICE))
+        for number, row in enumerate((row for part in slices for row in part.to_pylist()), start=1):
             yield f"{file}, row {number}", row
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{key}={file}: is not a Parquet file ({first_line(error)})") from error
+        kind = "an Arrow" if is_arrow else "a Parquet"
+        raise UserError(f"{key}={file}: is not {kind} file ({first_line(error)})") from error
+
+
+def _parquet_batches(file: str) -> Iterator[Any]:
+    import pyarrow.parquet
+
+    yield from pyarrow.parquet.ParquetFile(file).iter_batches()
+
+
+def _arrow_batches(file: str) -> Iterator[Any]:
+    """Yield the batches of a file in either format of Arrow: the one of files (Feather), and that of streams."""
+    import pyarrow
+
+    with pyarrow.memory_map(file) as source:
+        if source.read(len(_ARROW_FILE)) != _ARROW_FILE:
+            source.seek(0)
+            yield from pyarrow.ipc.open_stream(source)
+            return
+        reader = pyarrow.ipc.open_file(source)
+        for number in range(reader.num_record_batches):
+            batch = reader.get_batch(number)
+            batch.validate(full=True)
+            yield batch
 
 
 def _hub_rows(url: str, key: str) -> Rows:

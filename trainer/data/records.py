@@ -1,4 +1,4 @@
-"""Episodes as an Arrow table, bit for bit: the format of the journal."""
+"""Episodes as an Arrow table, bit for bit: the format of the journal and of rollouts that are kept."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def schema() -> pa.Schema:
     """Return the columns: one row for each episode.
 
-    `key` names its group in the journal. `messages`, `rewards` and `metrics` are JSON, which has any content; null
-    stands for what an episode does not have.
+    `key` names its group in the journal; null elsewhere. `messages`, `rewards` and `metrics` are JSON, which has any
+    content; null stands for what an episode does not have.
     """
     import pyarrow as pa  # slow to import, and starts a thread
 
@@ -42,10 +42,22 @@ _PLAIN = ("group", "uid", "turns", "answer", "status", "reward", "baseline", "fa
 _JSON = ("messages", "rewards", "metrics")
 
 
-def encode(step: int, groups: Mapping[str, Sequence[Episode]], about: Mapping[str, str] | None = None) -> bytes:
-    """Return groups of episodes, by key, as an Arrow IPC file. The same groups give the same bytes.
+def encode_groups(step: int, groups: Mapping[str, Sequence[Episode]], about: Mapping[str, str]) -> bytes:
+    """Return groups of episodes, by key, as `encode` does."""
+    keys = [key for key, episodes in groups.items() for _ in episodes]
+    return encode(step, [episode for group in groups.values() for episode in group], keys, about)
+
+
+def encode(
+    step: int,
+    episodes: Sequence[Episode],
+    keys: Sequence[str | None] | None = None,
+    about: Mapping[str, str] | None = None,
+) -> bytes:
+    """Return episodes as an Arrow IPC file. The same episodes give the same bytes.
 
     Args:
+        keys: of their groups; None: they have none.
         about: metadata of the file.
 
     Raises:
@@ -53,12 +65,11 @@ def encode(step: int, groups: Mapping[str, Sequence[Episode]], about: Mapping[st
     """
     import pyarrow as pa
 
-    keys = [key for key, episodes in groups.items() for _ in episodes]
-    episodes = [episode for group in groups.values() for episode in group]
     try:
         columns: dict[str, Any] = {name: [getattr(episode, name) for episode in episodes] for name in _PLAIN}
         columns |= {name: [_as_json(getattr(episode, name)) for episode in episodes] for name in _JSON}
-        columns |= {"step": [step] * len(episodes), "key": keys, "samples": _samples_column(episodes)}
+        columns |= {"step": [step] * len(episodes), "key": keys or [None] * len(episodes)}
+        columns["samples"] = _samples_column(episodes)
         table = pa.table([columns[name] for name in schema().names], schema().with_metadata(dict(about or {})))
     except (TypeError, UnicodeError, pa.ArrowException) as error:
         raise ValueError(str(error)) from error
@@ -69,7 +80,7 @@ def encode(step: int, groups: Mapping[str, Sequence[Episode]], about: Mapping[st
     return sink.getvalue().to_pybytes()
 
 
-def decode(data: bytes) -> tuple[dict[str, list[Episode]], dict[str, str]]:
+def decode_groups(data: bytes) -> tuple[dict[str, list[Episode]], dict[str, str]]:
     """Return the groups of a file, by key, and the metadata of the file.
 
     Raises:

@@ -2,96 +2,78 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from trainer.data.datasets import read_rows
-from trainer.episodes import Episode
+from trainer.data.records import encode
+from trainer.episodes import Episode, split_messages
 from trainer.errors import UserError
 from trainer.files.atomic_io import write_file
+from trainer.files.documents import parse_json
+from trainer.process.log_setup import run_tool
 
+FOLDER = "rollouts"
+_FILE = re.compile(r"step_([1-9][0-9]{0,17})\.arrow")
 _IDS = ("prompt_ids", "completion_ids")
+_JSON = ("messages", "rewards", "metrics")
 
 
 def write_rollouts(
     run_dir: str, step: int, episodes: Sequence[Episode], fence: Callable[[], None] = lambda: None
 ) -> None:
-    """Write `{run_dir}/rollouts/step_{step}.jsonl` atomically, with one line for each single-turn episode.
+    """Write the episodes of a step atomically to `{run_dir}/rollouts/step_{step}.arrow`, as records of the journal.
 
-    Prompt and completion are lists of messages, as in the files of validations and in chats to learn from. A step that
-    is replayed after a kill writes the same file again.
+    A step that is trained again after a kill writes the same file again.
 
     Args:
         fence: raises when this process no longer holds the run directory. Then nothing is written there.
+
+    Raises:
+        UserError: an episode has a value that the format cannot hold.
     """
-    lines = []
-    for episode in episodes:
-        (sample,) = episode.samples
-        start = int(np.append(sample.mask, 1).argmax())  # the completion follows the prompt
-        assert sample.logprobs is not None
-        lines.append(
-            {
-                "step": step,
-                "uid": episode.group,
-                "prompt": list(episode.messages[:-1]),
-                "answer": episode.answer,
-                "completion": [episode.messages[-1]],
-                "reward": episode.reward,
-                "rewards": dict(episode.rewards),
-                "finish_reason": episode.status,
-                "failure": episode.failure or None,
-                "prompt_ids": sample.token_ids[:start].tolist(),
-                "completion_ids": sample.token_ids[start:].tolist(),
-                "logprobs": sample.logprobs[start:].tolist(),
-            }
-        )
-    _write(run_dir, step, lines, fence)
-
-
-def write_conversations(
-    run_dir: str, step: int, episodes: Sequence[Episode], fence: Callable[[], None] = lambda: None
-) -> None:
-    """Write the episodes of a step as `write_rollouts` does: their turns, and the tokens of their samples."""
-    lines = []
-    for episode in episodes:
-        prompt, completion = episode.split_messages()
-        samples = [
-            {
-                "token_ids": sample.token_ids.tolist(),
-                "mask": sample.mask.astype(int).tolist(),
-                "logprobs": [] if sample.logprobs is None else sample.logprobs.tolist(),
-            }
-            for sample in episode.samples
-        ]
-        lines.append(
-            {
-                "step": step,
-                "uid": episode.group,
-                "prompt": list(prompt),
-                "completion": list(completion),
-                "reward": episode.reward,
-                "rewards": dict(episode.rewards),
-                "metrics": dict(episode.metrics),
-                "finish_reason": episode.status,
-                "failure": episode.failure or None,
-                "samples": samples,
-            }
-        )
-    _write(run_dir, step, lines, fence)
-
-
-def _write(run_dir: str, step: int, lines: Sequence[Mapping[str, Any]], fence: Callable[[], None]) -> None:
     fence()
-    directory = os.path.join(run_dir, "rollouts")
+    directory = os.path.join(run_dir, FOLDER)
     os.makedirs(directory, exist_ok=True)
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    write_file(os.path.join(directory, f"step_{step}.jsonl"), text, fence)
+    try:
+        data = encode(step, episodes)
+    except ValueError as error:
+        raise UserError(f"logger.save_rollouts: the rollouts of step {step} cannot be written ({error})") from error
+    write_file(os.path.join(directory, f"step_{step}.arrow"), data, fence)
+
+
+def remove_rollouts(run_dir: str, after: int) -> None:
+    """Delete the files of the steps after `after`: these steps are trained again, or never."""
+    for step, path in kept_files(run_dir).items():
+        if step > after:
+            os.remove(path)
+
+
+def kept_files(run_dir: str) -> dict[int, str]:
+    """Return the files that `write_rollouts` has written in a run, by step, in order."""
+    folder = os.path.join(run_dir, FOLDER)
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    found = {int(match[1]): os.path.join(folder, match[0]) for match in map(_FILE.fullmatch, names) if match}
+    return dict(sorted(found.items()))
+
+
+def read_lines(file: str) -> Iterator[dict[str, Any]]:
+    """Yield the records in a file as people read them: JSON columns as values, messages as prompt and completion.
+
+    Raises:
+        UserError: the file has other rows, or is damaged.
+    """
+    for where, row in read_rows(file, "RUN"):
+        line = _as_line(row)
+        if not line:
+            raise UserError(f"{where} is not a rollout")
+        yield line
 
 
 def read_rollouts(
@@ -99,8 +81,8 @@ def read_rollouts(
 ) -> list[dict[str, Any]]:
     """Return the tokens, masks and log-probs of the rollouts in a file that have at least `min_reward`.
 
-    The file was written by `write_rollouts` or `write_conversations`. Each sample of a multi-turn episode is one
-    rollout.
+    The file is one of `write_rollouts`, or has lines that `trainer rollouts` has printed or earlier versions have
+    written. Each sample of a multi-turn episode is one rollout.
 
     Args:
         vocab_size: vocabulary size of the model that learns from them.
@@ -110,6 +92,8 @@ def read_rollouts(
     """
     selected = []
     for where, row in read_rows(file, "data.train_files"):
+        if file.endswith(".arrow"):
+            row = _as_line(row)
         samples = _samples(row)
         if not samples:
             raise UserError(
@@ -129,6 +113,17 @@ def read_rollouts(
         if min_reward is None or (not row.get("failure") and row["reward"] >= min_reward):
             selected += samples
     return selected
+
+
+def _as_line(row: Any) -> dict[str, Any]:
+    """Return the line of a record; an empty one if the row is not a record."""
+    try:
+        line = {name: parse_json(value) if name in _JSON else value for name, value in row.items() if name != "key"}
+        prompt, completion = split_messages(line.pop("messages"), row["turns"])
+        first = {name: line.pop(name) for name in ("step", "group", "uid")}
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+        return {}
+    return {**first, "prompt": prompt, "completion": completion, **line}
 
 
 def _samples(row: Any) -> list[dict[str, Any]]:
@@ -188,3 +183,20 @@ def _is_rollout(row: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print kept rollouts, as `trainer rollouts` does; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="trainer rollouts", description="Print kept rollouts as lines of JSON.")
+    help = "run directory, or a file of its directories rollouts and .journal"
+    parser.add_argument("paths", nargs="+", metavar="RUN", help=help)
+
+    def tool(args: argparse.Namespace) -> None:
+        for path in args.paths:
+            files = [*kept_files(path).values()] if os.path.isdir(path) else [path]
+            if not files:
+                raise UserError(f"{path}: no rollouts are kept there; logger.save_rollouts=true makes a run keep them")
+            for line in (line for file in files for line in read_lines(file)):
+                print(json.dumps(line))
+
+    return run_tool(parser, tool, argv)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.checkpoint.storage import Storage
-from trainer.data.records import decode, encode
+from trainer.data.records import decode_groups, encode_groups
 from trainer.episodes import Episode
 from trainer.errors import UserError, one_line
 from trainer.journal.history import Identity, after, digest
@@ -252,7 +252,7 @@ class _Replay:
         records: _Records = {}
         for name in self._names.pop(step, []):
             try:
-                groups, about = decode(self._pieces.read(name))
+                groups, about = decode_groups(self._pieces.read(name))
             except FileNotFoundError:  # deleted since, by a commit
                 continue
             except (OSError, ValueError) as error:
@@ -380,7 +380,7 @@ class _Writer:
         if self._is_stopped:
             return
         try:
-            self._written(self._pieces.write(step, encode(step, groups, about)))
+            self._written(self._pieces.write(step, encode_groups(step, groups, about)))
         except UserError as error:  # another job has taken the run
             with self._condition:
                 self._lost, self._is_stopped = error, True

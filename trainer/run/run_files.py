@@ -37,6 +37,7 @@ PATTERNS = (
     "starts.jsonl",
     "rewards.jsonl",
     "incidents.jsonl",
+    "rollouts/step_*.arrow",
     "rollouts/step_*.jsonl",
     "validation/step_*.jsonl",
 )

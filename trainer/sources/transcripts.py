@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from trainer.config import Config
-from trainer.data.rollout_io import write_conversations, write_rollouts
+from trainer.data.rollout_io import remove_rollouts, write_rollouts
 from trainer.episodes import Episode
 from trainer.metrics.samples import Transcript, draw, write_validation
 from trainer.sources.base import Evaluation
@@ -36,8 +36,12 @@ class TranscriptLog:
         if logger.samples_interval > 0 and step % logger.samples_interval == 0:
             self._sample("training", step, episodes, shown=trainer.val_interval <= 0)
         if logger.save_rollouts:
-            write = write_conversations if self.cfg.environment.name else write_rollouts
-            write(trainer.run_dir, step, episodes, self._fence)
+            write_rollouts(trainer.run_dir, step, episodes, self._fence)
+
+    def rewind(self, step: int) -> None:
+        """Delete the rollouts that were kept of the steps after `step`, which are trained again."""
+        self._fence()
+        remove_rollouts(self.cfg.trainer.run_dir, step)
 
     def add_evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Sample from the greedy episodes of an evaluation; with `logger.validation`, write all of its episodes."""

@@ -263,7 +263,7 @@ def test_supervised_training_is_a_run_with_checkpoints_and_learns_from_the_rollo
     )
     assert sampled.returncode == 0, sampled.stderr
     files = sorted((tmp_path / "outputs/sampler/rollouts").iterdir())
-    assert [file.name for file in files] == ["step_1.jsonl", "step_2.jsonl"]
+    assert [file.name for file in files] == ["step_1.arrow", "step_2.arrow"]
     offline = run_forked_job(
         f"model.path={model}",
         "trainer.run_name=offline",

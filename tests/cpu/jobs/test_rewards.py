@@ -8,6 +8,7 @@ import re
 import pytest
 
 from tests.support.jobs import comparable, metrics, run_forked_job
+from tests.support.runs import rollouts_of
 
 MODULE = """
 import os
@@ -114,8 +115,7 @@ def test_a_run_ends_when_its_rewards_fail_and_continues_when_they_work(directory
         parts = row["reward/vowels/mean"] + row["reward/letters/mean"] + 0.5 * row["reward/rank/mean"]
         assert row["reward/mean"] == pytest.approx(parts, rel=1e-5)
     assert "val/reward/letters/mean" in rows[0] and "val/reward/letters/mean" not in rows[1]
-    for line in (run / "rollouts" / "step_3.jsonl").read_text().splitlines():
-        rollout = json.loads(line)
+    for rollout in rollouts_of(run, 3):
         assert set(rollout["rewards"]) == {"vowels", "letters", "rank"}
         assert rollout["rewards"]["letters"] == len(rollout["completion"][0]["content"]) / 1000
 

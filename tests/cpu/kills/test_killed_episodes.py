@@ -54,8 +54,8 @@ def test_a_job_with_environments_ends_as_if_never_killed(model, tmp_path):
     assert comparable(metrics(tmp_path / "killed")) == comparable(rows)
     for name in (
         f"exports/global_step_{STEPS}/policy/model.safetensors",
-        "rollouts/step_1.jsonl",
-        "rollouts/step_6.jsonl",
+        "rollouts/step_1.arrow",
+        "rollouts/step_6.arrow",
         "validation/step_3.jsonl",
         "validation/step_6.jsonl",
     ):

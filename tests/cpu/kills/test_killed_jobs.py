@@ -152,7 +152,7 @@ def test_a_job_killed_on_a_cluster_that_outlives_it_ends_as_if_never_killed(tmp_
     assert_as_if_never_killed(tmp_path, last.stdout)
     assert left_running(marker) == []
     for step in range(1, STEPS + 1):
-        file = f"rollouts/step_{step}.jsonl"
+        file = f"rollouts/step_{step}.arrow"
         assert (tmp_path / "outputs/killed" / file).read_bytes() == (tmp_path / "outputs/whole" / file).read_bytes()
 
 

@@ -68,7 +68,7 @@ def test_each_command_and_its_module_print_the_same_help(command):
     of_command, module = trainer(command, "--help"), COMMANDS[command][0].removesuffix(".__main__")
     assert (of_command.returncode, of_command.stderr) == (0, "")
     assert of_command.stdout.startswith(f"usage: trainer {command}")
-    if not module.startswith(("trainer.config.", "trainer.reports.")):  # `python -m` runs the others
+    if not module.startswith(("trainer.config.", "trainer.data.", "trainer.reports.")):  # `python -m` runs the others
         of_module = trainer("--help", program=("-m", module))
         assert (of_module.returncode, of_module.stdout, of_module.stderr) == (0, of_command.stdout, "")
 

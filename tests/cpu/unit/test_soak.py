@@ -40,7 +40,7 @@ def finished(tmp_path):
     for name in ("one", "other"):
         toy_run(toy_config(tmp_path / name, total_steps=STEPS), model)
         (tmp_path / name / "rollouts").mkdir()
-        (tmp_path / name / "rollouts/step_1.jsonl").write_text("{}")
+        (tmp_path / name / "rollouts/step_1.arrow").write_text("{}")
     return tmp_path / "one", tmp_path / "other"
 
 
@@ -61,10 +61,10 @@ def test_the_comparison_notices_what_differs(finished):
     (run / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps({**last, "policy/loss": 0.25})]))
     assert f"metrics of step {STEPS}: policy/loss is 0.25, not " in compare(run, other)
     (run / "metrics.jsonl").write_text("\n".join(lines))
-    (run / "rollouts/step_1.jsonl").write_text("{ }")
-    assert compare(run, other).startswith("rollouts/step_1.jsonl: is ")
-    (run / "rollouts/step_1.jsonl").unlink()
-    assert compare(run, other) == "missing: rollouts/step_1.jsonl"
+    (run / "rollouts/step_1.arrow").write_text("{ }")
+    assert compare(run, other).startswith("rollouts/step_1.arrow: is ")
+    (run / "rollouts/step_1.arrow").unlink()
+    assert compare(run, other) == "missing: rollouts/step_1.arrow"
 
 
 def test_a_damaged_or_missing_checkpoint_is_no_outcome(finished):

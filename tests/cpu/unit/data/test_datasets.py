@@ -79,6 +79,22 @@ def test_parquet_rows_are_those_of_jsonl(tmp_path):
     )
 
 
+@pytest.mark.parametrize("kind", [pyarrow.ipc.new_file, pyarrow.ipc.new_stream])
+def test_arrow_rows_are_those_of_jsonl(tmp_path, kind):
+    """As Feather and this project write them, and as the library `datasets` does."""
+    rows = [{"prompt": f"é{i}", "answer": str(i)} for i in range(150)]
+    table = pyarrow.Table.from_pylist(rows)
+    with kind(str(tmp_path / "a.arrow"), table.schema) as writer:
+        writer.write_table(table, max_chunksize=100)
+    expected = read_examples(files(jsonl(tmp_path / "a.jsonl", *rows)), "train")
+    assert read_examples(files(str(tmp_path / "a.arrow")), "train") == expected
+    data = (tmp_path / "a.arrow").read_bytes()
+    for content in (b"", data[:20], data[: len(data) // 2]):
+        (tmp_path / "b.arrow").write_bytes(content)
+        with pytest.raises(UserError, match="data.train_files=.*b.arrow: is (not an Arrow file|empty)"):
+            read_examples(files(str(tmp_path / "b.arrow")), "train")
+
+
 def test_parquet_chats(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": CHAT, "answer": 4}]), str(tmp_path / "a.parquet"))
     assert read_examples(files(str(tmp_path / "a.parquet")), "train") == [
@@ -192,7 +208,7 @@ def test_data_that_is_no_file_is_refused_before_it_is_read(tmp_path, name):
             f"data.train_files=missing.jsonl: no such file in {os.getcwd()}; correct the path, or set hf://.*",
         ),
         ("/missing.jsonl", "data.train_files=/missing.jsonl: no such file; correct the path, or set hf://.*"),
-        ("missing.csv", "data.train_files=missing.csv: must end in .jsonl or .parquet, or be hf://.*"),
+        ("missing.csv", "data.train_files=missing.csv: must end in .jsonl, .parquet or .arrow, or be hf://.*"),
         ("hf://a/b?name=c", "data.train_files=hf://a/b.name=c: takes config, split and revision, not name"),
         ("hf://a/b?revision=main", "data.train_files=hf://a/b.revision=main: revision must be a commit, of 40 hex.*"),
         ("hf://", "data.train_files=hf://: cannot be loaded from the Hub .*"),
@@ -214,7 +230,9 @@ def test_bad_names_are_refused(name, message):
 )
 def test_the_refusal_of_another_kind_of_file_says_how_to_convert_it(tmp_path, name, content):
     (tmp_path / name).write_text(content)
-    with pytest.raises(UserError, match="must end in .jsonl or .parquet, .*; convert .* with python -c ") as refused:
+    with pytest.raises(
+        UserError, match="must end in .jsonl, .parquet or .arrow, .*; convert .* with python -c "
+    ) as refused:
         read_examples(files(str(tmp_path / name)), "train")
     command = str(refused.value).partition(" with python ")[2]
     subprocess.run(f"{sys.executable} {command}", shell=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})

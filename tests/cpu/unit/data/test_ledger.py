@@ -412,7 +412,7 @@ def files(tmp_path_factory) -> dict[str, str]:
         messages = [{"role": "user", "content": "p"}, reply]
         episodes.append(Episode(f"0:0:{number}", "0:0", [sample], reward, messages=messages))
     write_rollouts(str(root), 1, episodes)
-    rollouts = str(root / "rollouts/step_1.jsonl")
+    rollouts = str(root / "rollouts/step_1.arrow")
     return {
         "model": str(root / "model"),
         "template": str(root / "other.jinja"),

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.records import decode, encode
+from trainer.data.records import decode_groups, encode, encode_groups
 from trainer.episodes import Episode, Sample
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -76,16 +76,17 @@ def bits(value: Any) -> Any:
 @settings(deadline=None, max_examples=60)
 @given(groups=st.dictionaries(st.text("abc", min_size=1), st.lists(episodes, min_size=1, max_size=3), max_size=3))
 def test_episodes_come_back_bit_for_bit(groups):
-    data = encode(7, groups, {"history": "h"})
-    found, about = decode(data)
+    data = encode_groups(7, groups, {"history": "h"})
+    found, about = decode_groups(data)
     assert bits(found) == bits(groups) and list(found) == list(groups) and about == {"history": "h"}
-    assert encode(7, groups, {"history": "h"}) == data, "the same groups give the same bytes"
+    assert encode_groups(7, groups, {"history": "h"}) == data, "the same groups give the same bytes"
 
 
 def sample_file() -> bytes:
     sample = Sample(np.arange(5, dtype=np.int32), np.ones(5, np.float32), np.zeros(5, np.float32), (1, 1))
     chat = [{"role": "user", "content": "é"}]
-    return encode(3, {"k": [Episode(f"0:1:{i}", "0:1", [sample], 0.1, {"a": 1.0}, messages=chat) for i in range(4)]})
+    episodes = [Episode(f"0:1:{i}", "0:1", [sample], 0.1, {"a": 1.0}, messages=chat) for i in range(4)]
+    return encode(3, episodes)
 
 
 @settings(deadline=None, max_examples=50)
@@ -94,7 +95,7 @@ def test_a_file_that_is_cut_short_is_refused(length):
     data = sample_file()
     if length < len(data):
         with pytest.raises(ValueError):
-            decode(data[:length])
+            decode_groups(data[:length])
 
 
 def test_a_table_of_another_kind_is_refused():
@@ -103,12 +104,12 @@ def test_a_table_of_another_kind_is_refused():
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
     with pytest.raises(ValueError, match="other columns"):
-        decode(sink.getvalue().to_pybytes())
+        decode_groups(sink.getvalue().to_pybytes())
 
 
 def test_a_value_that_is_no_json_is_refused():
     with pytest.raises(ValueError):
-        encode(1, {"k": [Episode("u", "g", [], messages=[{"content": object()}])]})
+        encode(1, [Episode("u", "g", [], messages=[{"content": object()}])])
 
 
 def test_people_read_a_file_with_pandas():

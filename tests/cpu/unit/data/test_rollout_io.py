@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 
+import datasets
 import numpy as np
+import pandas
+import pyarrow.feather
 import pytest
 
 from tests.support.runs import OpenRun, configured
 from trainer.config import TinyConfig
-from trainer.data.rollout_io import read_rollouts, write_conversations, write_rollouts
+from trainer.data.rollout_io import main, read_rollouts, write_rollouts
 from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
 from trainer.models.tiny import build_tiny
@@ -23,19 +26,52 @@ def test_a_job_that_lost_its_run_directory_publishes_no_rollouts(tmp_path):
         (tmp_path / ".lock").unlink()
         with pytest.raises(UserError, match="lost the run directory"):
             write_rollouts(str(tmp_path), 2, [], run.directory.check)
-    assert os.listdir(tmp_path / "rollouts") == ["step_1.jsonl"]
+    assert os.listdir(tmp_path / "rollouts") == ["step_1.arrow"]
 
 
-def test_episodes_of_several_turns_are_written_with_their_turns_and_tokens(tmp_path):
+def test_kept_rollouts_are_printed_as_lines_and_read_by_other_tools(tmp_path, capsys):
     mask, logprobs = np.array([0, 1], np.float32), np.array([0, -0.5], np.float32)
     samples = [Sample(np.array([7, 8]), mask, logprobs, (1, 1)), Sample(np.array([9, 10]), mask, logprobs, (1, 1))]
     chat = [{"role": "user", "content": "é"}, {"role": "assistant", "content": "x"}]
-    write_conversations(str(tmp_path), 3, [Episode("0:1:0", "0:1", samples, 0.5, {}, "turns", messages=chat)])
-    tokens = [{"token_ids": ids, "mask": [0, 1], "logprobs": [0.0, -0.5]} for ids in ([7, 8], [9, 10])]
-    assert json.loads((tmp_path / "rollouts/step_3.jsonl").read_text()) == {
-        "step": 3, "uid": "0:1", "prompt": chat[:1], "completion": chat[1:], "reward": 0.5, "rewards": {},
-        "finish_reason": "turns", "failure": None, "metrics": {}, "samples": tokens,
+    for step in (10, 3):
+        episode = Episode("0:1:0", "0:1", samples, 0.5, {"a": 0.5}, "turns", metrics={"m": 1.0}, messages=chat)
+        write_rollouts(str(tmp_path), step, [episode])
+    tokens = [
+        {"token_ids": ids, "mask": [0, 1], "logprobs": [0.0, -0.5], "weight_versions": [1, 1]}
+        for ids in ([7, 8], [9, 10])
+    ]
+    line = {
+        "step": 3, "group": "0:1", "uid": "0:1:0", "prompt": chat[:1], "completion": chat[1:], "answer": "",
+        "status": "turns", "failure": "", "reward": 0.5, "baseline": None, "rewards": {"a": 0.5}, "metrics": {"m": 1.0},
+        "turns": 1, "samples": tokens,
     }  # fmt: skip
+    assert main([str(tmp_path)]) == 0
+    assert [json.loads(text) for text in capsys.readouterr().out.splitlines()] == [line, {**line, "step": 10}]
+    file = f"{tmp_path}/rollouts/step_3.arrow"
+    frame = pandas.read_feather(file)
+    assert frame.reward.tolist() == [0.5] and json.loads(frame.messages[0]) == chat
+    assert frame.samples[0][1]["token_ids"].tolist() == [9, 10]
+    loaded = datasets.load_dataset("arrow", data_files=file, split="train", cache_dir=str(tmp_path / "cache"))
+    assert loaded[0]["samples"] == tokens and loaded[0]["key"] is None
+
+
+@pytest.mark.parametrize("path", ["empty", "other.arrow", "cut.arrow", "other.jsonl", "missing.arrow"])
+def test_what_holds_no_rollouts_is_refused_in_one_sentence(tmp_path, capsys, path):
+    write_rollouts(str(tmp_path), 1, [Episode("0:1:0", "0:1", [])])
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "cut.arrow").write_bytes((tmp_path / "rollouts/step_1.arrow").read_bytes()[:-50])
+    pyarrow.feather.write_feather(pyarrow.table({"messages": ["["]}), str(tmp_path / "other.arrow"))
+    (tmp_path / "other.jsonl").write_text("[1]")
+    assert main([str(tmp_path / path)]) == 2
+    printed = capsys.readouterr()
+    assert (
+        printed.err.startswith("error: ") and printed.err.count("\n") == 1 and path in printed.err and not printed.out
+    )
+
+
+def test_an_episode_that_cannot_be_kept_is_named(tmp_path):
+    with pytest.raises(UserError, match="logger.save_rollouts: the rollouts of step 4 cannot be written"):
+        write_rollouts(str(tmp_path), 4, [Episode("u", "g", [], messages=[{"content": object()}])])
 
 
 def test_a_reward_that_failed_reaches_no_limit(tmp_path):
@@ -50,5 +86,5 @@ def test_a_reward_that_failed_reaches_no_limit(tmp_path):
         for i, (reward, reason) in enumerate(rewards)
     ]
     write_rollouts(str(tmp_path), 1, made)
-    file = str(tmp_path / "rollouts/step_1.jsonl")
+    file = str(tmp_path / "rollouts/step_1.arrow")
     assert len(read_rollouts(file, tokenizer, None)) == 3 and len(read_rollouts(file, tokenizer, -1.0)) == 1

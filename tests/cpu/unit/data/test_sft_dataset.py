@@ -6,13 +6,12 @@ import copy
 import itertools
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from trainer.config import DataConfig, SFTConfig, TinyConfig
-from trainer.data.rollout_io import write_conversations, write_rollouts
+from trainer.data.rollout_io import read_lines, write_rollouts
 from trainer.data.sft_dataset import encode, load_train, load_val
 from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
@@ -175,9 +174,9 @@ def test_episodes_of_several_turns_are_read_back_as_they_were_sampled(tokenizer,
         ),
         Episode("0:1:2", "0:1", [sample(("<|end|>", False))], 0.0, {}, "failed", messages=chat[:1], turns=0),
     ]
-    write_conversations(str(tmp_path), 5, episodes)
-    file = tmp_path / "rollouts/step_5.jsonl"
-    data = DataConfig(train_files=[str(file)])
+    write_rollouts(str(tmp_path), 5, episodes)
+    kept = str(tmp_path / "rollouts/step_5.arrow")
+    data = DataConfig(train_files=[kept])
     [part] = load_train(data, sft(source="rollouts", max_weight=4.0), tokenizer, 320)
     assert [example.token_ids.tolist() for example in part] == [
         sample.token_ids.tolist() for episode in episodes[:2] for sample in episode.samples
@@ -186,7 +185,12 @@ def test_episodes_of_several_turns_are_read_back_as_they_were_sampled(tokenizer,
     assert all((example.logprobs == -0.5 * example.mask).all() for example in part)
     [right] = load_train(data, sft(source="rollouts", min_reward=1.0), tokenizer)
     assert len(right) == 1 and right[0].logprobs is None
-    row = json.loads(file.read_text().splitlines()[0])
+    file, lines = tmp_path / "printed.jsonl", list(read_lines(kept))
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = DataConfig(train_files=[str(file)])
+    [printed] = load_train(data, sft(source="rollouts", max_weight=4.0), tokenizer, 320)
+    assert [example.token_ids.tolist() for example in printed] == [example.token_ids.tolist() for example in part]
+    row = lines[0]
     assert (row["prompt"], row["completion"]) == (chat[:1], chat[1:])
     old = {name: value for name, value in row.items() if name not in ("prompt", "completion")} | {"messages": chat}
     file.write_text(json.dumps(old) + "\n")
@@ -217,7 +221,7 @@ def test_rollouts_are_read_back_as_they_were_sampled(tokenizer, tmp_path):
         messages = [*chat, {"role": "assistant", "content": text}]
         episodes.append(Episode(f"0:7:{number}", "0:7", [sample], reward, messages=messages, answer="ba"))
     write_rollouts(str(tmp_path), 5, episodes)
-    file = str(tmp_path / "rollouts/step_5.jsonl")
+    file = str(tmp_path / "rollouts/step_5.arrow")
     data = DataConfig(train_files=[file])
     [both] = load_train(data, sft(source="rollouts", max_weight=4.0), tokenizer)
     assert learnt(both[0], tokenizer) == ["ba<|end|>"] and len(both) == 2
@@ -227,12 +231,17 @@ def test_rollouts_are_read_back_as_they_were_sampled(tokenizer, tmp_path):
     assert all(e.weight_versions is None for e in (*both, *right)), "not sampled by the policy that learns them"
     with pytest.raises(UserError, match="sft.min_reward=2: no rollout of training has that much"):
         load_train(data, sft(source="rollouts", min_reward=2), tokenizer)
-    row = json.loads(Path(file).read_text().splitlines()[0])
-    assert row["prompt"] == [{"role": "user", "content": "ab"}]
-    assert row["completion"] == [{"role": "assistant", "content": "ba"}]
-    (tmp_path / "old.jsonl").write_text(json.dumps({**row, "prompt": "ab", "completion": "ba"}) + "\n")
-    [old] = load_train(DataConfig(train_files=[str(tmp_path / "old.jsonl")]), sft(source="rollouts"), tokenizer)
-    assert old[0].token_ids.tolist() == both[0].token_ids.tolist(), "the form of earlier versions"
+    row = {
+        "step": 5, "uid": "0:7", "prompt": chat, "answer": "ba", "completion": [{"role": "assistant", "content": "ba"}],
+        "reward": 1.0, "rewards": {}, "finish_reason": "stop", "failure": None, "prompt_ids": prompt,
+        "completion_ids": both[0].token_ids.tolist()[start:], "logprobs": [-0.5, -0.25, -0.125],
+    }  # fmt: skip
+    for line in (row, {**row, "prompt": "ab", "completion": "ba"}):
+        (tmp_path / "old.jsonl").write_text(json.dumps(line) + "\n")
+        old_data = DataConfig(train_files=[str(tmp_path / "old.jsonl")])
+        [old] = load_train(old_data, sft(source="rollouts", max_weight=4.0), tokenizer)
+        assert old[0].token_ids.tolist() == both[0].token_ids.tolist(), "the forms of earlier versions"
+        assert old[0].logprobs.tolist() == both[0].logprobs.tolist()
     for change, problem in (
         ({"logprobs": [0.0]}, "is not a rollout"),
         ({"logprobs": [math.nan, 0.0, 0.0]}, "is not a rollout"),
@@ -248,7 +257,7 @@ def test_rollouts_are_read_back_as_they_were_sampled(tokenizer, tmp_path):
         (tmp_path / "bad.jsonl").write_text("".join(json.dumps(r) + "\n" for r in (row, {**row, **change})))
         with pytest.raises(UserError, match=problem):
             load_train(DataConfig(train_files=[str(tmp_path / "bad.jsonl")]), sft(source="rollouts"), tokenizer, 320)
-    with pytest.raises(UserError, match="data.train_size=1: leaves nothing of .*step_5.jsonl, which sft.weights names"):
+    with pytest.raises(UserError, match="data.train_size=1: leaves nothing of .*step_5.arrow, which sft.weights names"):
         load_train(
             DataConfig(train_files=[file, file], train_size=1), sft(source="rollouts", weights=[1, 1]), tokenizer
         )

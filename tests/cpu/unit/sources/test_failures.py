@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support.replies import evaluator_beside, sampling_source
-from tests.support.runs import configured
+from tests.support.runs import configured, rollouts_of
 from trainer.config import DataConfig, EnvironmentConfig, RewardConfig, TinyConfig
 from trainer.episodes import Episode
 from trainer.errors import UserError
@@ -79,10 +79,8 @@ class Step:
                 evaluation = evaluator.evaluate(1)
                 log.add_evaluation(1, evaluation)
         self.validation = evaluation.metrics
-        self.lines, self.held_out = (
-            [json.loads(line) for line in (root / "run" / folder / "step_1.jsonl").read_text().splitlines()]
-            for folder in ("rollouts", "validation")
-        )
+        self.lines = rollouts_of(root / "run", 1)
+        self.held_out = [json.loads(line) for line in (root / "run/validation/step_1.jsonl").read_text().splitlines()]
 
     @property
     def rewards(self) -> list[float | None]:
@@ -145,7 +143,7 @@ def test_failed_rewards_are_left_out_or_count_as_0(step, caplog, environment):
         reasons = [episode.failure for episode in found.episodes]
         assert [bool(reason) for reason in reasons] == [place in failed for place in range(9)]
         assert all("the judge is down" in reason or "it broke" in reason for reason in reasons if reason)
-        assert [line["failure"] for line in found.lines] == [reason or None for reason in reasons]
+        assert [line["failure"] for line in found.lines] == reasons
         assert [line["reward"] for line in found.lines] == found.rewards
         assert found.metrics[f"{kind}/failures"] == 4
         assert found.validation["val/failures"] == 2

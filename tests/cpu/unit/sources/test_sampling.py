@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.replies import source_of
+from tests.support.runs import rollouts_of
 from trainer.config import TinyConfig
 from trainer.data.ledger import SampleIndex
 from trainer.generation.engine import Sampling
@@ -89,7 +90,7 @@ def test_prompts_completions_and_rewards_belong_together_when_others_are_left_ou
         assert used != rows
         rewards = [1.0 + row % 2 / 2 if row in used else None for row in range(12)]
         assert source.state_dict()["curriculum"]["rewards"] == rewards
-    lines = [json.loads(line) for line in (tmp_path / "run/rollouts/step_1.jsonl").read_text().splitlines()]
+    lines = rollouts_of(tmp_path / "run", 1)
     assert [(line["prompt"][-1]["content"], line["completion"][0]["content"]) for line in lines] == [
         (f"p{row}", "abcdefghijkl"[row] * (1 + number)) for row in rows for number in range(2)
     ]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import os
 
 import numpy as np
 import pytest
 
-from tests.support.runs import configured
+from tests.support.runs import configured, rollouts_of
 from trainer.episodes import Episode, Sample
 from trainer.metrics.samples import Transcript
 from trainer.sources.transcripts import TranscriptLog, transcript
@@ -55,13 +55,23 @@ def test_a_transcript_has_the_whole_episode(tmp_path):
     assert (episode.text, episode.length) == ("b", 1)
 
 
-def test_rollouts_hold_prompt_and_completion_apart(tmp_path):
+def test_rollouts_are_kept_until_the_run_goes_back_behind_their_step(tmp_path):
+    """With prompt and completion apart. What the user has put there stays."""
     cfg = configured(tmp_path)
     cfg.logger.save_rollouts = True
-    TranscriptLog(cfg, lambda: None).add_step(1, EPISODES)
-    line = json.loads((tmp_path / "rollouts/step_1.jsonl").read_text().splitlines()[2])
-    assert (line["uid"], line["prompt"], line["completion"], line["answer"]) == ("0:2", CHAT[:1], CHAT[1:], "b")
-    assert (line["prompt_ids"], line["completion_ids"], line["logprobs"]) == ([7], [8], [-0.5])
+    log = TranscriptLog(cfg, lambda: None)
+    log.rewind(0)
+    for step in (1, 2, 10):
+        log.add_step(step, EPISODES)
+    line = rollouts_of(tmp_path, 1)[2]
+    assert (line["step"], line["group"], line["answer"], line["reward"]) == (1, "0:2", "b", 2.0)
+    assert (line["prompt"], line["completion"]) == (CHAT[:1], CHAT[1:])
+    assert line["samples"] == [
+        {"token_ids": [7, 8], "mask": [0.0, 1.0], "logprobs": [0.0, -0.5], "weight_versions": [1, 1]}
+    ]
+    (tmp_path / "rollouts/step_3.jsonl").touch()
+    log.rewind(2)
+    assert sorted(os.listdir(tmp_path / "rollouts")) == ["step_1.arrow", "step_2.arrow", "step_3.jsonl"]
 
 
 def test_samples_show_why_a_reward_failed():
