@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 from trainer.checkpoint.components import Restore
@@ -14,6 +15,7 @@ from trainer.config import Config
 from trainer.config.trainer import PROCESSES
 from trainer.errors import UserError, as_list, sentences_of
 from trainer.files.hf_hub import pin
+from trainer.files.shared_memory import clear_abandoned
 from trainer.models.export import export_target
 from trainer.models.files import resolve_model_path
 from trainer.process.startup import stage
@@ -43,7 +45,11 @@ def run_task(task: Task, device: str) -> None:
         if _is_finished(directory, total, task.exports_last or t.hf_save_interval > 0):
             LOG.info(f"finished step {total} of {total} before; nothing is left to do in {t.run_dir}")
             return
-        with _cluster(cfg, device) as cluster, directory.settling(), Watchdog(t, cluster):
+        with contextlib.ExitStack() as ends:
+            ends.callback(clear_abandoned)  # the ranks, which are killed, may keep weights for engines in shared memory
+            cluster = ends.enter_context(_cluster(cfg, device))
+            ends.enter_context(directory.settling())
+            ends.enter_context(Watchdog(t, cluster))
             trainer = make_trainer(task, cluster, directory, task.initial_weights(cluster, stop), stop)
             trainer.fit()
             model = f"; model: {trainer.export_last()}" if task.exports_last else ""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.support import plain_engine
@@ -21,8 +22,15 @@ def streaming(engine: str = "StreamingEngine") -> EngineSpec:
     return dataclasses.replace(plain_engine.SPEC, path=f"{plain_engine.__name__}:{engine}", streaming=True)
 
 
-def answers(pool: EnginePool, count: int = 2) -> list[list[int]]:
-    return tokens_of(pool.generate([Request([i], 7, SAMPLED) for i in range(count)]))
+def answers(pool: EnginePool, prompts: int | Sequence[int] = 2) -> list[list[int]]:
+    numbers = range(prompts) if isinstance(prompts, int) else prompts
+    return tokens_of(pool.generate([Request([i], 7, SAMPLED) for i in numbers]))
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait until another thread or process has made `condition` true."""
+    while not condition():
+        threading.Event().wait(0.01)
 
 
 def fault(directory: Path, *names: str) -> None:

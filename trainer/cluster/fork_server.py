@@ -48,6 +48,7 @@ class ForkServer:
     """
 
     def __init__(self, preload: Sequence[str] = ()):
+        self._lock = threading.Lock()  # a thread may replace an engine while another one starts ranks
         self._connection, remote = _pair()
         with remote:
             self._process = self._start(remote, preload)
@@ -69,7 +70,7 @@ class ForkServer:
             env: environment variables to add to the environment of this process.
         """
         connection, remote = _pair()
-        with remote, contextlib.suppress(OSError):  # if the fork server has died, the connection closes
+        with remote, self._lock, contextlib.suppress(OSError):  # if the fork server has died, the connection closes
             self._connection.send(("start", name, {**os.environ, **env}, os.getcwd()))
             send_handle(self._connection, remote.fileno(), self._process.pid)
         return connection
@@ -79,7 +80,7 @@ class ForkServer:
 
         A fork server that does not answer is killed with all its workers.
         """
-        with contextlib.suppress(OSError, EOFError):  # the fork server and its workers have died
+        with self._lock, contextlib.suppress(OSError, EOFError):  # the fork server and its workers have died
             self._connection.send(("end", name))
             if not self._connection.poll(time_limits.WORKER_EXIT_S):
                 processes = [*self._process.children(recursive=True), self._process]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,16 +15,26 @@ from trainer.generation.engine import Completion, Request
 from trainer.generation.engines import Engines
 from trainer.generation.lifecycle import State
 from trainer.generation.request_scheduler import RequestScheduler, by_length, by_prompt, capacity_of, request_costs
+from trainer.process import time_limits
+from trainer.process.signals import SIGNALS
 
 
-@dataclass
+class StreamAborted(RuntimeError):
+    """The requests of a stream were dropped before all were complete. Its reader must not read on."""
+
+
+@dataclass(eq=False)
 class _Stream:
     """What the reader of a stream waits for."""
 
+    requests: Sequence[Request]
+    numbers: list[int]
     left: set[int]
     """Numbers of the requests that are not complete."""
     complete: dict[int, Completion] = field(default_factory=dict)
     """Completions that the reader has not got, by the indices of their requests."""
+    failure: BaseException | None = None
+    """What the reader gets instead of the rest."""
 
 
 @dataclass
@@ -38,7 +50,11 @@ class _Pending:
 
 
 class Dispatcher:
-    """Any number of streams of requests to the same engines. One thread reads them, in any order.
+    """Any number of streams of requests to the same engines, read by any threads, in any order.
+
+    One thread at a time has the turn, and works with the engines: a reader that waits for completions, or the training
+    thread that brings weights. A reader with the turn serves all streams; the other readers wait until they have got
+    completions, or the turn. A failure ends all streams, each on the thread of its reader.
 
     Every request has a number that no other request of the run has. An engine that is done early takes from what is
     left, and the requests of one that is lost go to the others.
@@ -47,7 +63,9 @@ class Dispatcher:
         streaming: the engines take requests while they generate (`EngineSpec.streaming`).
         most: requests that an engine can generate together (`rollout.max_num_seqs`).
         deterministic: time does not decide which requests run together, or where (`trainer.deterministic`).
-        refit: called when requests wait and no engine is left. It waits for one, and gives it the current weights.
+        join: called again and again. It gives weights to engines that have come back, if that needs no rank.
+        refit: called when requests wait and no engine is left. It waits for one, and gives it the current weights. It
+            returns early when the function that it gets says that another thread wants the turn.
     """
 
     def __init__(
@@ -57,11 +75,13 @@ class Dispatcher:
         most: int,
         device: str,
         deterministic: bool,
-        refit: Callable[[], None],
+        join: Callable[[], None],
+        refit: Callable[[Callable[[], bool]], None],
     ):
         self._engines = engines
         self._streaming = streaming
         self._most = most
+        self._join = join
         self._refit = refit
         count = len(engines.group)
         self._capacity = capacity_of(count, most, streaming, device, deterministic)
@@ -71,41 +91,140 @@ class Dispatcher:
         self._calls = CallFutures(engines.group)
         self._busy: dict[int, tuple[Any, list[int]]] = {}
         """For each engine with a running call: its process, and the numbers of the requests that the call has added."""
+        self._changed = threading.Condition()
+        """Guards all that follows, and the scheduler. Only the thread with the turn uses engines and calls."""
+        self._owner: int | None = None
+        """The thread that has the turn."""
+        self._claims = 0
+        """Threads that want the turn before any reader."""
         self._numbers = itertools.count()
         self._pending: dict[int, _Pending] = {}
-        self._thread = 0
+        self._open: set[_Stream] = set()
+        self._new: list[_Stream] = []
+        """Streams whose requests are not scheduled."""
+        self._closed: deque[_Stream] = deque()
+        """Streams whose requests are to be forgotten. A generator can be collected at any moment, also while this
+        thread changes the scheduler; so closing it does no more than to note it here."""
 
     def stream(self, requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
-        """Yield all completions, by the indices of their requests, as engines complete them."""
-        if not self._pending:
-            self._thread = threading.get_ident()
-        self._check_thread()
-        numbers = list(itertools.islice(self._numbers, len(requests)))
-        stream = _Stream(set(numbers))
-        self._pending |= {number: _Pending(requests[index], stream, index) for index, number in enumerate(numbers)}
-        self._schedule(requests, numbers)
+        """Yield all completions, by the indices of their requests, as engines complete them.
+
+        Raises:
+            StreamAborted: the requests were dropped.
+            BaseException: whatever has failed, on this thread or on that of another reader.
+        """
+        with self._changed:
+            numbers = list(itertools.islice(self._numbers, len(requests)))
+            stream = _Stream(requests, numbers, set(numbers))
+            self._pending |= {number: _Pending(requests[i], stream, i) for i, number in enumerate(numbers)}
+            self._open.add(stream)
+            self._new.append(stream)
         try:
-            while stream.left or stream.complete:
+            while (chunk := self._next_chunk(stream)) is not None:
+                yield chunk
+        finally:
+            self._closed.append(stream)
+
+    def _next_chunk(self, stream: _Stream) -> dict[int, Completion] | None:
+        """Return what is complete. Waits for it; None: nothing is left."""
+        while True:
+            with self._changed:
+                if stream.failure is not None:
+                    raise stream.failure
                 if stream.complete:
                     chunk, stream.complete = stream.complete, {}
-                    yield chunk
-                    continue
-                assert stream.left <= self._pending.keys(), "a weight sync has aborted the requests of this stream"
-                self._advance()
+                    return chunk
+                if not stream.left:
+                    return None
+                leads = self._owner is None and not self._claims
+                if leads:
+                    self._owner = threading.get_ident()
+                else:
+                    self._changed.wait(time_limits.POLL_INTERVAL_S)
+            if leads:
+                with self._turn_taken():
+                    self._advance()
+            else:
+                self._check_signals()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Keep the engines from all readers while the block runs. Waits until the reader with the turn gives it back.
+
+        A failure within the block ends all streams.
+        """
+        with self._changed:
+            self._claims += 1
+            try:
+                while self._owner is not None:
+                    self._changed.wait(time_limits.POLL_INTERVAL_S)
+                    self._check_signals()
+                self._owner = threading.get_ident()
+            finally:
+                self._claims -= 1
+        with self._turn_taken():
+            yield
+
+    @contextmanager
+    def _turn_taken(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self.end(error)
+            raise
         finally:
-            self._close(stream)
+            with self._changed:
+                self._owner = None
+                self._changed.notify_all()
 
-    def abort(self) -> None:
-        """Forget all requests, which the engines drop. A stream that is open must not be read on."""
-        self._scheduler.clear()
-        self._pending.clear()
+    def _check_signals(self) -> None:
+        """Raise what a signal asks for, on the main thread; it ends all streams."""
+        try:
+            SIGNALS.check()
+        except BaseException as error:
+            self.end(error)
+            raise
 
-    def _close(self, stream: _Stream) -> None:
-        self._scheduler.forget(stream.left)
-        for number in stream.left:
-            self._pending.pop(number, None)
+    def end(self, error: BaseException) -> None:
+        """End all streams: their readers get `error`. Any thread may call this. Engines complete what they have begun.
 
-    def _schedule(self, requests: Sequence[Request], numbers: Sequence[int]) -> None:
+        The engines may have to generate on for a moment, but nobody waits for it.
+        """
+        with self._changed:
+            for stream in self._open:
+                if stream.failure is None and (stream.left or stream.complete):
+                    stream.failure = error
+                    self._closed.append(stream)
+            self._changed.notify_all()
+
+    def clear(self) -> None:
+        """Forget all requests, which the engines drop. Readers of streams that are open get `StreamAborted`."""
+        self.end(StreamAborted("a weight sync has aborted the requests of this stream"))
+        with self._changed:
+            self._scheduler.clear()
+            self._pending.clear()
+            self._new.clear()
+
+    def _is_wanted(self) -> bool:
+        """Whether another thread should get the turn, or the streams of this one have ended."""
+        with self._changed:
+            return bool(self._claims) or not any(map(self._is_needed, self._open))
+
+    def _is_needed(self, stream: _Stream) -> bool:
+        return bool(stream.left) and stream.failure is None and stream not in self._closed
+
+    def _forget_closed(self) -> None:
+        while self._closed:
+            stream = self._closed.popleft()
+            self._open.discard(stream)
+            if stream in self._new:
+                self._new.remove(stream)
+            self._scheduler.forget(stream.left)
+            for number in stream.left:
+                self._pending.pop(number, None)
+
+    def _schedule(self, stream: _Stream) -> None:
+        requests, numbers = stream.requests, stream.numbers
         if self._streaming:
             pieces = by_prompt(requests, self._capacity)
         else:
@@ -116,8 +235,40 @@ class Dispatcher:
 
     def _advance(self) -> None:
         """Keep all engines busy, and hand out what they complete. Waits a moment for it."""
-        self._check_thread()
-        engines, lifecycle = self._engines, self._engines.lifecycle
+        engines = self._engines
+        engines.poll(0)
+        self._join()
+        with self._changed:
+            self._begin_calls()
+            # Another thread that wants the turn, or has requests, should wait for this one but a moment.
+            is_alone = len(self._open) == 1 and threading.current_thread() is threading.main_thread()
+        if not self._busy:
+            if not engines.lifecycle.serving:
+                self._refit(self._is_wanted)
+            return
+        ended = self._calls.poll(None if is_alone else min(time_limits.POLL_INTERVAL_S, time_limits.TURN_S))
+        failed = []
+        with self._changed:
+            for engine, result, error in ended:
+                _, numbers = self._busy.pop(engine)
+                if error is not None:
+                    self._scheduler.requeue(engine)
+                    failed.append((engine, error))
+                    continue
+                chunk = result if self._streaming else dict(zip(numbers, result, strict=True))
+                self._scheduler.mark_done(engine, chunk)
+                for number, completion in chunk.items():
+                    self._hand_out(number, completion, engines.lifecycle.version(engine))
+            self._changed.notify_all()
+        for engine, error in failed:
+            engines.mark_failed([engine], error)
+
+    def _begin_calls(self) -> None:
+        lifecycle = self._engines.lifecycle
+        self._forget_closed()
+        new, self._new = self._new, []
+        for stream in new:
+            self._schedule(stream)
         self._drop_lost()
         self._scheduler.replan({*lifecycle.serving, *self._busy})
         idle = [engine for engine in lifecycle.serving if engine not in self._busy]
@@ -125,22 +276,7 @@ class Dispatcher:
         for engine in idle:
             if self._scheduler.has_work(engine):
                 self._begin(engine, given.get(engine, []))
-        if not self._busy:
-            self._refit()
-        ended = [(engine, self._busy.pop(engine)[1], result, error) for engine, result, error in self._calls.poll()]
-        for engine, numbers, result, error in ended:
-            if error is not None:
-                self._scheduler.requeue(engine)
-                engines.mark_failed([engine], error)
-                continue
-            chunk = result if self._streaming else dict(zip(numbers, result, strict=True))
-            self._scheduler.mark_done(engine, chunk)
-            for number, completion in chunk.items():
-                self._hand_out(number, completion, lifecycle.version(engine))
-        engines.poll(0)
-
-    def _check_thread(self) -> None:
-        assert threading.get_ident() == self._thread, "one thread reads all open streams of an engine pool"
+        assert self._busy or not lifecycle.serving or not any(map(self._is_needed, self._open)), "nobody works"
 
     def _begin(self, engine: int, numbers: list[int]) -> None:
         version = self._engines.lifecycle.version(engine)

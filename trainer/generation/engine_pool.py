@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -17,9 +18,17 @@ from trainer.cluster.worker_groups import CallFutures
 from trainer.config import Config
 from trainer.config.engines import EngineSpec
 from trainer.config.transports import ADAPTER, TransportSpec, find_transport
-from trainer.errors import UserError, WorkerError, describe_error, failure_source_of, set_failure_source
+from trainer.errors import (
+    RESTART_HINT,
+    FailureSource,
+    UserError,
+    WorkerError,
+    describe_error,
+    failure_source_of,
+    set_failure_source,
+)
 from trainer.generation.colocation import GpuAssignment, assign_gpus, colocated_ranks, gpus_of
-from trainer.generation.dispatcher import Dispatcher
+from trainer.generation.dispatcher import Dispatcher, StreamAborted
 from trainer.generation.engine import Completion, Engine, Request, RunningRequests
 from trainer.generation.engines import Engines
 from trainer.generation.lifecycle import GpuMemory, State
@@ -42,14 +51,19 @@ class EnginePool:
     Args:
         ranks: those that train the policy.
         model_path: the initial weights of the engines, a local directory or Hub id.
+        keeps_weights: engines generate while the ranks train. So the weights of the last sync are kept, if the way of
+            the weights allows that: engines that come back get these.
     """
 
-    def __init__(self, cfg: Config, cluster: Cluster, ranks: PolicyRanks, model_path: str):
+    def __init__(self, cfg: Config, cluster: Cluster, ranks: PolicyRanks, model_path: str, keeps_weights: bool = False):
         self._cfg = cfg
         self._cluster = cluster
         self._ranks = ranks
         self._model_path = model_path
         self._version = 0
+        self._keeps_weights = keeps_weights
+        self._has_initial_weights = False  # the weights of the policy are those that engines start with
+        self._thread = threading.get_ident()  # the only one that may use the ranks
         self.synced_bytes = 0
         """Size of the weights or adapters of the last sync."""
         self._waking_bytes = 0  # of each GPU; 0: not known
@@ -89,9 +103,19 @@ class EnginePool:
             cfg.rollout.max_num_seqs,
             self._device,
             cfg.trainer.deterministic,
+            self._join,
             self._refit,
         )
-        self._ends = Ends(cfg, cluster, ranks, model_path, self._device, self._count_receivers, self._colocated_ranks)
+        self._ends = Ends(
+            cfg,
+            cluster,
+            ranks,
+            model_path,
+            self._device,
+            self._count_receivers,
+            self._colocated_ranks,
+            keeps_weights,
+        )
         self._receivers: list[Any] = []  # the processes of the engines that the transport reaches
 
     @property
@@ -118,6 +142,12 @@ class EnginePool:
         Raises:
             UserError: weights cannot reach the engines in the way that the config says.
         """
+        self.abort()
+        self._thread = threading.get_ident()
+        with self._dispatcher.turn():
+            self._start(version, is_initial)
+
+    def _start(self, version: int, is_initial: bool) -> None:
         if self._has_started or self._memory.shared:
             self._engines.check()
             if self._memory.shared:  # the ranks may have been started again on other GPUs
@@ -135,8 +165,9 @@ class EnginePool:
                 self._engines.call(self._engines.lifecycle.loaded, "set_version", version), version
             )
             self._version = version
+            self._has_initial_weights = True
         else:
-            self.sync_weights(version)
+            self._sync(version, "abort")
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -206,15 +237,50 @@ class EnginePool:
             raise
         self._put_to_sleep()
 
-    def _refit(self) -> None:
-        """Wait for an engine while requests wait, and give it the current weights: no other is left."""
-        self._engines.wait_for_capacity()
+    def _join(self) -> None:
+        """Give the weights of the last sync to engines that have come back, without the ranks."""
+        if self._keeps_weights and (stale := self._engines.lifecycle.within(State.STALE)):
+            self._reload(stale)
+
+    def _reload(self, stale: list[int]) -> None:
+        """Give these engines the weights of the last sync again, without the ranks, if they were kept."""
+        source = self._transport.kept()
+        if source is not None:
+            arguments = (source, self._version, "keep") if self._spec.streaming else (source, self._version)
+            self._engines.mark_ready(self._engines.call(stale, "sync_weights", *arguments), self._version)
+        elif self._has_initial_weights:
+            self._engines.mark_ready(self._engines.call(stale, "set_version", self._version), self._version)
+
+    def _refit(self, gives_up: Callable[[], bool]) -> None:
+        """Wait for an engine while requests wait, and give it the current weights: no other is left.
+
+        Args:
+            gives_up: returns whether to return before.
+
+        Raises:
+            WorkerError: the ranks may have newer weights, and nothing was kept.
+        """
+        is_kept = self._keeps_weights and (self._has_initial_weights or self._transport.kept() is not None)
+        if not is_kept and threading.get_ident() != self._thread:
+            error = WorkerError(
+                "no engine is left that has the weights of the rollouts under way, and the ranks train already: the "
+                "run goes back to its last checkpoint",
+                RESTART_HINT,
+            )
+            set_failure_source(error, FailureSource("engine"))
+            raise error
+        self._engines.wait_for_capacity(gives_up)
+        if not self._engines.lifecycle.loaded:
+            return
+        if is_kept:
+            self._reload(self._engines.lifecycle.loaded)
+            return
         if not self._memory.shared:
-            self.sync_weights(self._version, "keep")
+            self._sync(self._version, "keep")
             return
         self._engines.finish_starts()  # the ranks come back for the sync
         self._put_to_sleep()
-        self.sync_weights(self._version, "keep")
+        self._sync(self._version, "keep")
         self._wake()
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
@@ -225,23 +291,40 @@ class EnginePool:
     def stream(self, requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
         """Yield all completions, by the indices of their requests, as engines complete them.
 
-        The tokens do not depend on who generates them, as long as the weights are the same. One thread may read several
-        streams, in any order: each gets the completions of its own requests.
+        The tokens do not depend on who generates them, as long as the weights are the same. Any threads may read any
+        number of streams, in any order: each gets the completions of its own requests. Only the thread that has called
+        `start` may read while engines share the GPUs of the ranks.
+
+        Raises:
+            StreamAborted: `abort`, or a weight sync, has dropped the requests.
+            BaseException: whatever has failed while one of the readers worked with the engines; on the main thread
+                also what a signal asks for. All readers get it.
         """
+        assert not self._memory.shared or threading.get_ident() == self._thread, "the ranks need the memory"
         with self.awake():
             yield from self._dispatcher.stream(requests)
 
-    def sync_weights(self, version: int, running: RunningRequests = "abort") -> None:
-        """Give all engines the policy's weights, and call them `version`.
+    def abort(self) -> None:
+        """End all streams: readers on all threads get `StreamAborted`. They need not wait for an engine."""
+        self._dispatcher.end(StreamAborted("the requests of this stream are no longer needed"))
 
-        Engines that still load do not take part, and do not serve before the next sync.
+    def sync_weights(self, version: int, running: RunningRequests = "abort") -> None:
+        """Give all engines the policy's weights, and call them `version`. Only the thread of `start` may call this.
+
+        Engines that still load do not take part. They do not serve before the next sync, unless the weights are kept.
 
         Args:
-            running: what happens to requests of streams that are under way. After `abort` they must not be read on.
+            running: what happens to requests of streams that are under way, on any thread. After `abort` their readers
+                get `StreamAborted`.
         """
+        assert threading.get_ident() == self._thread, "another thread uses the ranks"
+        with self._dispatcher.turn():
+            self._sync(version, running)
+
+    def _sync(self, version: int, running: RunningRequests) -> None:
         engines = self._engines
         if running == "abort":
-            self._dispatcher.abort()
+            self._dispatcher.clear()
         engines.poll(0)
         engines.lifecycle.mark_stale(engines.lifecycle.loaded)
         self._wait_for_engine()
@@ -261,7 +344,7 @@ class EnginePool:
                 engines.mark_ready(receivers, version)
         self._waking_bytes = 0  # the weights are awake now, and the ranks have left enough for the rest
         self._version = version
-        self._has_synced = True
+        self._has_synced, self._has_initial_weights = True, False
         self.synced_bytes = self._transport.synced_bytes
 
     def _receive(self, receivers: Sequence[int], arguments: tuple[Any, ...], sending: CallFutures) -> None:
@@ -297,7 +380,14 @@ class EnginePool:
 
     def shutdown(self) -> None:
         """End the engines. A failure is only logged: the run is finished, and the cluster ends their processes."""
-        self._engines.shutdown()
+        self.abort()
+        with self._dispatcher.turn():
+            if self._has_started:
+                try:
+                    self._transport.drop_kept()
+                except Exception as error:  # no rank is left to free it
+                    LOG.info("the kept weights: %s", describe_error(error))
+            self._engines.shutdown()
 
     def _meet(self, receivers: list[int]) -> None:
         self._transport.meet(receivers)

@@ -106,15 +106,18 @@ class Engines:
     def _may_start(self, engine: int) -> bool:
         return self._memory.may_start and engine not in self.unplaced
 
-    def wait_for_capacity(self) -> None:
+    def wait_for_capacity(self, gives_up: Callable[[], bool] = lambda: False) -> None:
         """Wait until an engine can get weights. The seconds count as the cost of the incidents.
+
+        Args:
+            gives_up: returns whether to return without an engine. It may be called again and again.
 
         Raises:
             WorkerError: the cluster has no capacity for an engine. It may have one if fewer ranks start again.
         """
         assert self._memory.may_start
         began = time.monotonic()
-        while not self.lifecycle.loaded:
+        while not self.lifecycle.loaded and not gives_up():
             self.poll()
             if time.monotonic() - began > time_limits.CAPACITY_WAIT_S and not self._has_capacity():
                 error = WorkerError("no engine is left, and the cluster has no capacity for one", RESTART_HINT, "node")

@@ -56,6 +56,8 @@ class Ends:
     """Returns the number of processes of these engines that take weights."""
     colocated_ranks: Callable[[Sequence[int]], tuple[int, ...]]
     """Returns the ranks that share a GPU with one of these engines."""
+    keeps: bool = False
+    """Engines may need the weights of the last sync again after the ranks have changed theirs."""
 
 
 class Transport(Protocol):
@@ -74,6 +76,14 @@ class Transport(Protocol):
 
     def offer(self) -> AbstractContextManager[tuple[WeightSource, CallFutures | None]]:
         """Return what engines load, and the sending calls that run meanwhile; None: nothing is sent any more."""
+        ...
+
+    def kept(self) -> WeightSource | None:
+        """Return what engines can load again without the ranks, until the next `offer`. None: nothing was kept."""
+        ...
+
+    def drop_kept(self) -> None:
+        """Free what `kept` returns."""
         ...
 
     @property
@@ -97,25 +107,47 @@ class TransportBase:
     def meet(self, engines: Sequence[int]) -> None:
         """Engines find what they load by what they are given."""
 
+    def kept(self) -> WeightSource | None:
+        return None
+
+    def drop_kept(self) -> None:
+        """Nothing is kept."""
+
     @functools.cached_property
     def synced_bytes(self) -> int:
         return self.ends.ranks.call_one("policy", "weight_bytes", self._dtype)
 
 
 class SharedMemoryTransport(TransportBase):
-    """The ranks write safetensors to memory of the node, and engines read them."""
+    """The ranks write safetensors to memory of the node, and engines read them.
+
+    With `Ends.keeps` the files stay there until the next sync.
+    """
 
     is_checked = True
+    _kept: SharedMemory | None = None
 
     def check(self) -> None:
         self.ends.ranks.check_shared(self._dtype)
 
     @contextmanager
     def offer(self) -> Iterator[tuple[WeightSource, None]]:
-        path = self.ends.ranks.share_weights(self._dtype)
+        self._kept = None  # the ranks delete the files before they write others
+        source = SharedMemory(self.ends.ranks.share_weights(self._dtype))
         try:
-            yield SharedMemory(path), None
+            yield source, None
+            if self.ends.keeps:
+                self._kept = source
         finally:
+            if self._kept is None:
+                self.ends.ranks.drop_shared()
+
+    def kept(self) -> SharedMemory | None:
+        return self._kept
+
+    def drop_kept(self) -> None:
+        if self._kept is not None:
+            self._kept = None
             self.ends.ranks.drop_shared()
 
 
@@ -159,15 +191,23 @@ class IpcTransport(StreamedTransport):
 
 
 class AdapterTransport(TransportBase):
-    """Adapters travel in one piece, stored once for all engines."""
+    """Adapters travel in one piece, stored once for all engines. They are small, and always kept."""
 
     synced_bytes = 0
+    _kept: Any = None
 
     @contextmanager
     def offer(self) -> Iterator[tuple[Any, None]]:
         adapter = Adapter(self._config, self.ends.ranks.call("policy", "adapter_weights"))
         self.synced_bytes = len(adapter.weights)
-        yield self.ends.cluster.put(adapter), None
+        self._kept = self.ends.cluster.put(adapter)
+        yield self._kept, None
+
+    def kept(self) -> Any:
+        return self._kept
+
+    def drop_kept(self) -> None:
+        self._kept = None
 
     @functools.cached_property
     def _config(self) -> str:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 POLL_INTERVAL_S = 0.2
 """Between two looks at what sends no notice: the end of a process, an upload, a request to stop."""
+TURN_S = 0.05
+"""The same where another thread may wait for this one."""
 
 # Signals
 SIGNAL_GRACE_S = 3.0

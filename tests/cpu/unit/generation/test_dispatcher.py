@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import random
 import shutil
+import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.support import plain_engine
 from tests.support.generation import GREEDY, SAMPLED, alternate, contents, make_requests, tokens_of, with_sampling
-from tests.support.plain_pool import answers, streaming
+from tests.support.plain_pool import answers, fault, streaming, wait_for
 from trainer.config.engines import ENGINES
+from trainer.errors import WorkerError
+from trainer.generation.dispatcher import StreamAborted
 from trainer.generation.engine import Request
+from trainer.generation.engine_pool import EnginePool
+from trainer.process import time_limits
+from trainer.process.failure_log import read_incidents
+from trainer.process.signals import SIGNALS, Stopped
 
 
 @pytest.mark.parametrize("spec", [streaming(), plain_engine.SPEC], ids=["streaming", "batched"])
@@ -54,27 +63,98 @@ def test_a_stream_that_is_closed_leaves_nothing_for_the_next_one(start, monkeypa
     assert answers(pool, 12) == [[i, 7, 0] for i in range(12)]
 
 
-def test_a_stream_whose_requests_a_sync_has_aborted_is_not_read_on(start, monkeypatch):
+@pytest.mark.parametrize("is_sync", [True, False])
+def test_streams_that_are_aborted_end_on_the_threads_of_their_readers(start, monkeypatch, incidents, is_sync):
+    """One of them leads, and the engine does not answer it."""
     monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
-    pool, _ = start(num_engines=2, max_num_seqs=12)
+    pool, _ = start(num_engines=1, max_num_seqs=64)
     pool.start(version=1, is_initial=True)
-    stream = pool.stream([Request([i, 0], 7, SAMPLED) for i in range(12)])
-    next(stream)
-    pool.sync_weights(2)
+    mine = pool.stream([Request([i, 0], 7, SAMPLED) for i in range(12)])
+    next(mine)
+    fault(incidents, "wait 20")
+    with ThreadPoolExecutor(2) as threads:
+        others = [threads.submit(answers, pool, range(first, first + 12)) for first in (20, 40)]
+        wait_for(lambda: not list(incidents.glob("fault *")))
+        if is_sync:
+            (incidents / "go on").touch()
+            pool.sync_weights(2)
+        else:
+            pool.abort()
+        for other in others:
+            with pytest.raises(StreamAborted):
+                other.result()
+    with pytest.raises(StreamAborted):
+        list(mine)
+    (incidents / "go on").touch()
     assert answers(pool, 4) == [[i, 7, 0] for i in range(4)]
-    with pytest.raises(AssertionError, match="a weight sync has aborted the requests of this stream"):
-        list(stream)
 
 
-def test_streams_of_two_threads_are_refused(start):
-    pool, _ = start()
+def run_streams(pool: EnginePool, thread: int, count: int, size: int, versions: set) -> None:
+    """Read `count` streams, some of them closed early; check that each gets its own completions."""
+    for number in range(count):
+        seed = 1000 * thread + number
+        stream = pool.stream([Request([2000 + i, thread], seed, SAMPLED) for i in range(size)])
+        if number % 5 == 4:
+            next(stream)
+            stream.close()
+            continue
+        completions = {index: one for chunk in stream for index, one in chunk.items()}
+        assert [tokens_of([completions[i]])[0][:3] for i in range(size)] == [
+            [2000 + i, thread, seed] for i in range(size)
+        ]
+        versions |= {one.weight_versions for one in completions.values()}
+
+
+@pytest.mark.parametrize("engine", ["FaultyStreamingEngine", "FaultyEngine"])
+@pytest.mark.parametrize("keeps", [True, False])
+def test_many_threads_read_while_weights_change_and_engines_die(start, monkeypatch, incidents, engine, keeps):
+    """The main thread trains ranks and brings weights meanwhile. Without kept weights, one engine lives on."""
+    spec = dataclasses.replace(streaming(engine), streaming="Streaming" in engine)
+    monkeypatch.setitem(ENGINES, "plain", spec)
+    monkeypatch.setattr(time_limits, "RESTART_FIRST_DELAY_S", 0.0)
+    options = {"max_restarts": 99, "max_num_seqs": 16, "weight_sync": "shared_memory", "keeps_weights": keeps}
+    pool, ranks = start("cuda", num_engines=2, **options)
     pool.start(version=1, is_initial=True)
-    stream = pool.stream([Request([i], 7, SAMPLED) for i in range(3)])
-    with ThreadPoolExecutor(1) as thread:
-        next(stream)
-        list(stream)
-        assert thread.submit(answers, pool).result() == [[0, 7, 0], [1, 7, 0]], "none is open"
-        stream = pool.stream([Request([i, 0], 7, SAMPLED) for i in range(300)])
-        next(stream)
-        with pytest.raises(AssertionError, match="one thread reads all open streams of an engine pool"):
-            thread.submit(answers, pool).result()
+    versions: set[tuple[int, int]] = set()
+    rng, version = random.Random(3), 1
+    with ThreadPoolExecutor(4) as threads:
+        readers = [threads.submit(run_streams, pool, thread, 25, 12, versions) for thread in range(4)]
+        while not all(reader.done() for reader in readers):
+            ranks.call("policy", "train")
+            version += 1
+            pool.sync_weights(version, rng.choice(["keep", "drain"]))
+            if version % 3 == 0 and (keeps or len(pool._engines.lifecycle.serving) == 2):
+                pool._engines.group.end(rng.randrange(2) if keeps else 0)
+            run_streams(pool, 9, 1, 3, versions)
+        for reader in readers:
+            reader.result()
+    assert version > 3 and len({newest for _, newest in versions}) > 2
+    assert all(one.role == "engine" for one in read_incidents(str(incidents)))
+
+
+def test_a_failure_ends_the_streams_of_all_threads(start, monkeypatch, incidents):
+    monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
+    pool, _ = start(num_engines=1, max_restarts=0, max_num_seqs=64)
+    pool.start(version=1, is_initial=True)
+    with ThreadPoolExecutor(3) as threads:
+        fault(incidents, "kill 25")
+        readers = [threads.submit(answers, pool, range(first, first + 10)) for first in (20, 40, 60)]
+        for reader in readers:
+            with pytest.raises(WorkerError, match="engine 0 died"):
+                reader.result()
+
+
+def test_a_signal_on_the_main_thread_ends_the_streams_of_all_threads(start, monkeypatch, incidents):
+    monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
+    pool, _ = start(num_engines=1, max_num_seqs=64)
+    pool.start(version=1, is_initial=True)
+    fault(incidents, "wait 20")
+    with ThreadPoolExecutor(2) as threads, SIGNALS.listening():
+        other = threads.submit(answers, pool, range(20, 30))
+        wait_for(lambda: not list(incidents.glob("fault *")))
+        threads.submit(os.kill, os.getpid(), signal.SIGTERM)
+        with pytest.raises(Stopped, match="SIGTERM"):
+            answers(pool)
+        with pytest.raises(Stopped, match="SIGTERM"):
+            other.result()
+    (incidents / "go on").touch()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -60,6 +61,53 @@ def test_the_death_of_the_last_engine_pauses_the_step(start, monkeypatch, incide
     )
     one, two = read_incidents(str(incidents))
     assert one.cost_s > 0 and two.cost_s > 0
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "adapter", "broadcast", "none yet"])
+def test_engines_get_the_kept_weights_when_the_ranks_have_others(start, monkeypatch, incidents, transport):
+    """The last engine dies while another thread generates, and the ranks train. "none yet": the initial weights."""
+    monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
+    setting = {"lora": True} if transport == "adapter" else {"weight_sync": transport}
+    if transport == "none yet":
+        setting = {"weight_sync": "shared_memory"}
+    pool, ranks = start(num_engines=2, max_restarts=3, max_num_seqs=64, keeps_weights=True, **setting)
+    if transport != "none yet":
+        ranks.call("policy", "train")
+    pool.start(version=4, is_initial=transport == "none yet")
+    ranks.call("policy", "train")
+    fault(incidents, "kill 3", "kill 5")
+    requests = [Request([i, 0], i, SAMPLED) for i in range(8)]
+    with ThreadPoolExecutor(1) as thread:
+        generated = thread.submit(pool.generate, requests)
+        if transport == "broadcast":
+            with pytest.raises(WorkerError, match="no engine is left that has the weights of the rollouts") as raised:
+                generated.result()
+            assert can_recover(raised.value)
+            return
+        completions = generated.result()
+    assert tokens_of(completions) == [[i, 0, i, 0 if transport == "none yet" else 1] for i in range(8)]
+    assert {one.weight_versions for one in completions} == {(4, 4)}
+    pool.sync_weights(5)
+    assert answers(pool) == [[i, 7, 1 if transport == "none yet" else 2] for i in range(2)]
+    pool.shutdown()
+    assert not (incidents / "weights").exists()
+
+
+def test_an_engine_that_comes_back_joins_the_batch_that_is_generated(start, monkeypatch, incidents):
+    """It need not wait for the next sync if the weights were kept."""
+    monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
+    options = {"max_restarts": 3, "max_num_seqs": 2, "weight_sync": "shared_memory", "keeps_weights": True}
+    pool, ranks = start("cuda", num_engines=2, **options)
+    pool.start(version=4, is_initial=False)
+    ranks.call("policy", "train")
+    before = {one.logprobs[0] for one in pool.generate([Request([i, 0], i, SAMPLED) for i in range(8)])}
+    fault(incidents, "kill 3")
+    stream = pool.stream([Request([i, 0], i, SAMPLED) for i in range(20000)])
+    homes: set[float] = set()
+    while len(homes - before) == 0:
+        homes |= {one.logprobs[0] for one in next(stream).values()}
+    stream.close()
+    assert pool._engines.lifecycle.serving == [0, 1] and len(before) == 2
 
 
 def test_an_engine_that_dies_as_it_starts_is_started_again(start, monkeypatch, incidents):
