@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from trainer.config import Config
+from trainer.config.fields import config_error
 from trainer.data.datasets import PromptSet, as_messages, check_files, read_examples
 from trainer.environments.base import find_environment
 from trainer.errors import UserError, as_list, sentences_of
@@ -70,19 +71,37 @@ def sample_episodes(
         make_source: a `SamplingSource`, or what draws, samples or publishes in another way.
         make_scorer: returns what gives the rewards, to training and to validation. A task that names another one sets
             `TaskSpec.reward_functions` to false.
+
+    Raises:
+        UserError: nothing gives rewards, and the config compares them.
     """
-    cfg = given.cfg
+    cfg, scorer = given.cfg, make_scorer(given)
+    if scorer is None and cfg.environment.name is None:
+        _check_without_rewards(cfg)
     pool = EnginePool(cfg, given.cluster, given.learner.ranks, given.path)
     read_ahead(given)
     given.waits.append(pool.wait_ready)
     tokenizer = given.tokenizer
-    runner = RolloutRunner(
-        cfg, pool, tokenizer, stop_token_ids(given.path, tokenizer), make_scorer(given), given.journal
-    )
+    runner = RolloutRunner(cfg, pool, tokenizer, stop_token_ids(given.path, tokenizer), scorer, given.journal)
     needs_baselines = "baselines" in cfg.algorithm.reads
     source = make_source(cfg, runner, read_prompts(cfg, "train", tokenizer), given.timer, needs_baselines)
     val_prompts = read_prompts(cfg, "val", tokenizer).prompts if cfg.trainer.val_interval > 0 else []
     return source, RolloutEvaluator(cfg, runner, val_prompts) if val_prompts else None
+
+
+def _check_without_rewards(cfg: Config) -> None:
+    """Refuse settings that leave out prompts by their rewards, for a run whose rewards are all 0."""
+    a = cfg.algorithm
+    filters = {"dynamic_sampling": a.dynamic_sampling, "filter_zero_variance": a.filter_zero_variance}
+    if a.overlong_buffer > 0:  # its penalties differ
+        del filters["filter_zero_variance"]
+    for name in filter(filters.get, filters):
+        raise config_error(
+            cfg,
+            f"algorithm.{name}",
+            f"keeps the prompts whose completions have different rewards, and trainer.task={cfg.trainer.task} gives no "
+            "rewards, so it would keep none; set it to false, or give the task a scorer",
+        )
 
 
 def _prompts(cfg: Config, tokenizer: Any, path: str) -> SavedData:

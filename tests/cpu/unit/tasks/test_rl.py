@@ -12,7 +12,7 @@ from tests.support.runs import configured
 from trainer.config import TASKS, Config
 from trainer.config.overrides import unread_words
 from trainer.errors import UserError
-from trainer.tasks.rl import build, config_scorer
+from trainer.tasks.rl import build, config_scorer, sample_episodes
 from trainer.tasks.warm_start import cached_model
 
 HERE = __name__
@@ -88,6 +88,30 @@ def test_a_task_without_reward_functions_neither_tries_nor_starts_them(cfg):
     build(cfg).check_inputs(True)
     assert config_scorer(given) is None
     assert unread_words(["reward.name=x", "reward.on_failure=zero"], cfg) == ["reward.name"]
+
+
+@pytest.mark.parametrize("name", ["dynamic_sampling", "filter_zero_variance"])
+def test_without_any_rewards_prompts_cannot_be_chosen_by_them(cfg, name):
+    """Nothing is started. With reward functions, a scorer, an environment or penalties, rewards differ."""
+    setattr(cfg.algorithm, name, True)
+    given = SimpleNamespace(cfg=cfg, fence=lambda: None)
+    assert is_built_on(given)
+    cfg.trainer.task = f"{HERE}:TASK"
+    with pytest.raises(UserError, match=f"^algorithm.{name}=True: keeps .* trainer.task={HERE}:TASK gives no rewards"):
+        sample_episodes(given)
+    assert is_built_on(given, make_scorer=lambda given: "a scorer")
+    cfg.environment.name = "trainer.environments.retry:RetryEnv"
+    assert is_built_on(given)
+    cfg.environment.name, cfg.algorithm.overlong_buffer = None, 2
+    if name == "filter_zero_variance":
+        assert is_built_on(given)
+
+
+def is_built_on(given: SimpleNamespace, **others) -> bool:
+    """Whether the source goes on to its engines, for which `given` has no cluster."""
+    with pytest.raises(AttributeError, match="no attribute 'cluster'"):
+        sample_episodes(given, **others)
+    return True
 
 
 def test_the_cached_model_is_kept_if_it_exists(cfg, tmp_path):
