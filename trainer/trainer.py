@@ -209,7 +209,7 @@ class Trainer:
         last = step == self.cfg.total_steps
         if t.val_interval > 0 and (step % t.val_interval == 0 or last):
             metrics |= self._evaluate(step)
-        problem = self.audit.check(step, metrics) if self.audit else None
+        problem = self.audit.check(step, metrics, self.journal.has_all(step)) if self.audit else None
         if problem is not None and not self._accept_mismatch(problem):
             return metrics
         self._log(step, metrics)

@@ -69,6 +69,7 @@ class Journal:
         self._replay: _Replay | None = None
         self._replaying = threading.Lock()
         self._step = 0  # the last one that is trained
+        self._has_all: dict[int, bool] = {}
 
     @property
     def history(self) -> str:
@@ -83,6 +84,7 @@ class Journal:
         """Continue behind a step, whose weights have this history; find the records of the steps after it."""
         self._check_thread()
         self._history, self._step = history, step
+        self._has_all.clear()
         self._end_replay()
         if not self.is_on:
             return
@@ -101,6 +103,7 @@ class Journal:
         self._history = after(self.history, episodes, self._settings)
         self._step += 1
         with self._replaying:
+            self._has_all = {step: has_all for step, has_all in self._has_all.items() if step >= self._step}
             if self._replay is None:
                 return
             self._replay.end_before(self._step)  # its evaluation is still to come
@@ -149,7 +152,14 @@ class Journal:
         """Return the groups of a step that have a record, by key. Steps ahead may be asked for in any order."""
         history = self._of(history)
         with self._replaying:
-            return {} if self._replay is None else self._replay.find(step, history, keys)
+            found = {} if self._replay is None else self._replay.find(step, history, keys)
+            self._has_all[step] = self._has_all.get(step, True) and len(found) == len({*keys})
+        return found
+
+    def has_all(self, step: int) -> bool:
+        """Return whether groups of a step were looked for, and all had a record. It is forgotten a step later."""
+        with self._replaying:
+            return self._has_all.get(step, False)
 
     def add(self, step: int, groups: Mapping[str, Sequence[Episode]], history: str | None = None) -> None:
         """Begin to write finished groups, by key. They appear in one file, so all of them are kept or none."""

@@ -28,6 +28,9 @@ _SMALL = 1e-3
 """A metric that was 0 may leave it by this much: when rewards begin to differ, the policy begins to move."""
 _ROUNDING = 1e-3  # relative difference that another number of ranks may cause in one step
 _RATE_ROUNDING = 1e-6
+_OF_EPISODES = ("reward/", "response_length/", "episode/", "environment/", "sampling/", "progress/")
+_OF_EPISODES += ("val/reward/", "val/accuracy", "val/pass@", "val/failures")
+"""Metrics, by the beginnings of their names, that the driver computes from episodes alone."""
 _GPU_TOLERANCE = 1e-2  # kernels that add with atomics differ from run to run in the last bits
 
 
@@ -51,8 +54,9 @@ def audit_of(
         tolerance if tolerance is not None else 0.0 if exact else _GPU_TOLERANCE,
         same_layout,
         altered,
-        exact and same_episodes,
-        chance=not same_episodes and tolerance is None,
+        exact,
+        same_episodes,
+        chance=tolerance is None,
         watched=find_task(trainer.task).watched,
     )
 
@@ -71,9 +75,11 @@ class ReplayAudit:
         altered: metrics, by the beginning of their names, that a changed config alters (see
             `compatibility.altered_metrics`). They are not compared. If they are more than the validation, only the
             first step is compared, because the later ones start from other weights.
-        exact: a step computes the same bits again. If not, the last bits change some sampled tokens, and after them
-            whole completions: only the first step is compared.
-        chance: other episodes were sampled: metrics may differ as far as chance explains (see `beyond_chance`).
+        exact: a step computes the same bits again from the same episodes. If not, only the first step is compared.
+        same_episodes: the source gives the same episodes again. If not, the last bits have changed some sampled tokens,
+            and after them whole completions. Then the first step is compared whose episodes the journal does not have,
+            and none after it.
+        chance: where other episodes were sampled, metrics may differ as far as chance explains (see `beyond_chance`).
         watched: metrics of the task that are watched besides `WATCHED`.
     """
 
@@ -85,7 +91,8 @@ class ReplayAudit:
         same_layout: bool,
         altered: tuple[str, ...] = (),
         exact: bool = True,
-        chance: bool = False,
+        same_episodes: bool = True,
+        chance: bool = True,
         watched: Sequence[str] = (),
     ) -> None:
         self._path = os.path.join(run_dir, REPLAY_FILE)
@@ -93,7 +100,10 @@ class ReplayAudit:
         self._altered = altered
         same_steps = set(altered) <= set(OF_VALIDATION)
         self._all_steps = same_layout and same_steps and exact
+        self._exact = exact
+        self._same_episodes = same_episodes
         self._chance = chance
+        self._by_chance = False  # a step was compared so
         self._watched = (*WATCHED, *watched)
         self._start = step
         rows = read_metrics(os.path.join(run_dir, METRICS_FILE))
@@ -108,8 +118,12 @@ class ReplayAudit:
         elif merged:
             write_file(self._path, as_lines(merged[n] for n in sorted(merged)))
 
-    def check(self, step: int, metrics: Mapping[str, float]) -> str | None:
-        """Compare the metrics of a new step with its logged line; returns a sentence if they differ, else None."""
+    def check(self, step: int, metrics: Mapping[str, float], from_journal: bool = False) -> str | None:
+        """Compare the metrics of a new step with its logged line; returns a sentence if they differ, else None.
+
+        Args:
+            from_journal: all episodes of the step, those of its evaluation too, are those that were logged.
+        """
         if not self._expected:
             if step <= self._start + _WATCHED_STEPS:
                 for jump in jumps(metrics, self._history, self._watched):
@@ -123,26 +137,37 @@ class ReplayAudit:
         row = self._expected.pop(step, None)
         if row is not None:
             same = {name: value for name, value in row.items() if not name.startswith(self._altered)}
-            difference = (
-                first_difference(same, metrics, self._tolerance)
-                if not self._chance
-                else beyond_chance(same, metrics, self._history, self._watched)
-            )
+            difference = self._difference(same, metrics, from_journal)
             if difference is not None:
                 self._expected.clear()
                 self._discard()
                 return f"step {step} was not replayed as it had been logged: {difference}"
             self._matched += 1
+        if not self._same_episodes and not from_journal and self._expected:
+            self._expected, self._all_steps = {}, False  # the weights are others from now on
         if not self._expected:
             self._discard()
+            if not self._matched:
+                return None
             how = "identical" if self._tolerance == 0 else f"equal to {self._tolerance:g}"
             limits = [f"without {', '.join(self._altered)}, which the new config alters"] if self._altered else []
-            limits += [] if self._all_steps else ["the first step alone can be compared with this config"]
-            limits += ["sampled values as far as chance allows"] if self._chance else []
+            first = "the first step" if self._matched == 1 else "these steps"
+            limits += [] if self._all_steps else [f"{first} alone can be compared with this config"]
+            limits += ["sampled values as far as chance allows"] if self._by_chance else []
             shown = f" ({'; '.join(limits)})" if limits else ""
             steps = "step" if self._matched == 1 else "steps"
             LOG.info("resume verified: %d replayed %s %s%s", self._matched, steps, how, shown)
         return None
+
+    def _difference(self, logged: Mapping[str, Any], now: Mapping[str, float], from_journal: bool) -> str | None:
+        """Return the first metric that differs by more than it may."""
+        if not self._chance or self._same_episodes or (from_journal and self._exact):
+            return first_difference(logged, now, self._tolerance)
+        self._by_chance = True
+        of_episodes = {name: value for name, value in logged.items() if name.startswith(_OF_EPISODES)}
+        return (first_difference(of_episodes, now, 0.0) if from_journal else None) or beyond_chance(
+            logged, now, self._history, self._watched
+        )
 
     def _discard(self) -> None:
         if os.path.exists(self._path):

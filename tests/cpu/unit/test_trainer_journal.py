@@ -34,6 +34,7 @@ class Chance(Replies):
 
     def __init__(self, tokenizer: Any):
         super().__init__(tokenizer, lambda prompt, number, sampling: os.urandom(4).hex()[: 1 + number])
+        self.repeats = False
 
     def start(self, version: int, is_initial: bool) -> None:
         pass
@@ -68,12 +69,17 @@ class Killed(BaseException):
     pass
 
 
-def run(cfg: Config, model: str, kill_in: int | None = None) -> int:
-    """Run to the end, or to a kill in the update of a step; returns how many completions were generated."""
+def run(cfg: Config, model: str, kill_in: int | None = None, repeats: bool = False) -> int:
+    """Run to the end, or to a kill in the update of a step; returns how many completions were generated.
+
+    Args:
+        repeats: what the engines say of themselves.
+    """
     with RunDirectory(cfg).open() as directory:
         tokenizer, timer, learner = load_tokenizer(model), Timer(), ToyLearner()
         journal = open_journal(cfg, model, directory, timer)
         engines = Chance(tokenizer)
+        engines.repeats = repeats
         source = sampling_source(cfg, engines, model, journal=journal)
         update = learner.update
 
@@ -133,7 +139,22 @@ def test_nothing_comes_back_without_the_journal(tmp_path, model):
     run(cfg, model, kill_in=4)
     cfg.rollout.journal = False
     with pytest.raises(Exception, match="step 3 was not replayed as it had been logged"):
-        run(cfg, model)
+        run(cfg, model, repeats=True)
+
+
+def test_a_step_with_episodes_of_its_own_ends_the_exact_comparison(tmp_path, model, caplog):
+    """The records of a step in the middle are lost, and those after it are of other weights."""
+    caplog.set_level("INFO")
+    cfg = settings(tmp_path)
+    run(cfg, model, kill_in=6)
+    shutil.rmtree(f"{cfg.trainer.ckpt_path}/global_step_4")
+    max((tmp_path / "run/.journal").glob("step_4-*"), key=lambda path: path.stat().st_size).unlink()
+    caplog.clear()
+    assert run(cfg, model, kill_in=6) == 3 * ONE_STEP - 2, "steps 4 and 5, and step 6 without its validation"
+    assert (
+        "resume verified: 2 replayed steps identical (these steps alone can be compared with this config; "
+        "sampled values as far as chance allows)" in caplog.text
+    )
 
 
 def test_a_changed_key_is_generated_anew_from_the_step_on_at_which_it_acts(tmp_path, model, caplog):

@@ -232,3 +232,32 @@ def test_a_source_whose_episodes_do_not_repeat_is_compared_as_far_as_chance_allo
         config = dataclasses.replace(compose([]).trainer, run_dir=run_dir)
         found = [audit_of(config, "cpu", 10, True, (), same).check(11, REPLAYED | change) for same in (False, True)]
         assert [one is not None for one in found] == [differs, True]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_steps_from_the_journal_are_compared_exactly_whatever_the_engine(tmp_path, device, caplog):
+    """On GPUs that do not repeat themselves, what the episodes alone decide is."""
+    caplog.set_level("INFO")
+    rows = [{**REPLAYED, "step": step} for step in (11, 12, 13)]
+
+    def audited(*steps: tuple[dict[str, float], bool]) -> list[bool]:
+        run_dir = logged(tmp_path, [*HISTORY, *rows])
+        config = dataclasses.replace(compose([]).trainer, run_dir=run_dir)
+        audit = audit_of(config, device, 10, True, (), same_episodes=False)
+        found = [audit.check(11 + i, REPLAYED | change, kept) is not None for i, (change, kept) in enumerate(steps)]
+        (tmp_path / "metrics.replay.jsonl").unlink(missing_ok=True)
+        return found
+
+    last_bit, rounding = {"reward/mean": 0.51000001}, {"policy/kl": 0.1000001}
+    assert audited((last_bit, True)) == [True] and audited((last_bit, False)) == [False]
+    assert audited((rounding, True)) == [device == "cpu"]
+    later = [({}, True), (last_bit, True), ({}, True)]
+    assert audited(*later) == [False, device == "cpu", False]
+    caplog.clear()
+    assert audited(({}, True), (last_bit, False), ({"reward/mean": 9.0}, True)) == [False] * 3
+    what = (
+        "2 replayed steps identical (these steps"
+        if device == "cpu"
+        else "1 replayed step equal to 0.01 (the first step"
+    )
+    assert f"resume verified: {what} alone can be compared" in caplog.text
