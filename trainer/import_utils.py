@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from trainer.errors import UserError, describe_error, did_you_mean
+from trainer.errors import UserError, describe_error, describe_with_place, did_you_mean
 from trainer.process import signals
 
 
@@ -91,11 +91,12 @@ def with_colon(path: str) -> str:
 
 
 @contextmanager
-def user_code(message: str) -> Iterator[None]:
+def user_code(message: str, has_place: bool = False) -> Iterator[None]:
     """Turn everything that user code in the block raises, even SystemExit and KeyboardInterrupt, into a UserError.
 
     Args:
         message: the error message, with `{}` as the placeholder for the error.
+        has_place: the message also names the innermost line of the user's own code.
     """
     try:
         yield
@@ -103,7 +104,8 @@ def user_code(message: str) -> Iterator[None]:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         if frame.f_globals.get("__name__") == signals.__name__:  # raised by a signal, not by user code
             raise
-        raise UserError(message.format(describe_error(error))) from error
+        described = describe_with_place(error) if has_place else describe_error(error)
+        raise UserError(message.format(described)) from error
 
 
 def options_of(function: Callable[..., Any]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import torch
 
 from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.aggregation import Totals
-from trainer.algorithms.losses import POLICY_LOSSES
+from trainer.algorithms.losses import POLICY_LOSSES, Loss
 from trainer.algorithms.registry import needs_different_completions, resolve
 from trainer.config.algorithm import (
     ESTIMATOR,
@@ -72,7 +72,7 @@ def _resolve(
             f"algorithm.{key}={name}: on four completions of three tokens, with the arguments that "
             "docs/algorithms.md names, it ended in {}"
         )
-        with user_code(message):
+        with user_code(message, has_place=True):
             try_out(function, algorithm)
     return function
 
@@ -159,13 +159,25 @@ def _try_loss(function: Callable[..., Any], algorithm: AlgorithmConfig, scores: 
     arrays = dict.fromkeys((*INPUTS[LOSS], *scores), logprobs.detach()) | {"group_ids": torch.tensor([0, 0, 1, 1])}
     inputs = {name: arrays[name] for name in parameter_names(function) if name in arrays}
     options = chosen_options(function, algorithm, LOSS) | given | inputs
-    result = function(logprobs, logprobs.detach(), mask - 0.5, mask, **options)
+    check_result(function(logprobs, logprobs.detach(), mask - 0.5, mask, **options), "log-probs")
+
+
+def check_result(result: Any, outputs: str) -> Loss:
+    """Return what a loss has returned, if it is a loss and its metrics.
+
+    Args:
+        outputs: what the loss must depend on, for messages.
+
+    Raises:
+        TypeError: it is not.
+    """
     if not (isinstance(result, tuple) and len(result) == 2 and getattr(result[0], "shape", None) == ()):
         raise TypeError("it must return (loss, metrics), the loss a scalar tensor")
-    if not result[0].requires_grad:
-        raise TypeError("its loss does not depend on the log-probs")
-    metrics = result[1]
+    loss, metrics = result
+    if not loss.requires_grad:
+        raise TypeError(f"its loss does not depend on the {outputs}")
     if not (isinstance(metrics, dict) and all(getattr(value, "shape", None) == () for value in metrics.values())):
         raise TypeError("its metrics must be scalar tensors by their names")
     if taken := _OF_THE_TRAINER & metrics.keys():
         raise TypeError(f"its metric {min(taken)} has the name of one of the trainer's; choose another")
+    return loss, metrics

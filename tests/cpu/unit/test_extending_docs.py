@@ -42,6 +42,7 @@ from trainer.models.tokenizer import load_tokenizer
 from trainer.objectives import Outputs, make_objective
 from trainer.objectives.batches import build_batch
 from trainer.objectives.check import check_functions
+from trainer.objectives.trial import try_objective
 from trainer.parallel.batching import take_rows
 from trainer.run.compatibility import resume_rules
 from trainer.run.directory import RunDirectory
@@ -336,6 +337,7 @@ def test_the_kind_of_training(tmp_path, module):
     resumed.load_state_dict(state)
     assert [episode.uid for episode in resumed.next(2)] == [episode.uid for episode in second]
     assert not {episode.group for episode in first} & {episode.group for episode in second}
+    try_objective(cfg.task.objective_of(cfg))
     assert cfg.task.objective_of(cfg).options == {"beta": 0.2} and cfg.reads("algorithm.options")
     assert not cfg.validates_start and not cfg.reads("algorithm.gamma") and unread_words(words, cfg) == []
     assert resume_rules(cfg, SavedRun({}, ()))["algorithm.options"].change == "update"
