@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
+import importlib.metadata
+import importlib.util
 import inspect
 import os
 import pkgutil
@@ -78,6 +81,27 @@ def _suggest_module(missing: str) -> str:
         return meant
     where = " and among the installed packages" if not package else ""
     return f"{name}.py or {name}/ is searched for in {' and '.join(directories)}{where}"
+
+
+def digest_code(path: str) -> str:
+    """Return a digest of the file that an import path `package.module:function` names; empty if there is none.
+
+    Of what the module imports, nothing is in it, but the version of the package if the module is installed.
+    """
+    module, _, function = path.partition(":")
+    if not (function.isidentifier() and all(name.isidentifier() for name in module.split("."))):
+        return ""
+    with contextlib.suppress(UserError, OSError), user_code("{}"):
+        spec = importlib.util.find_spec(module)
+        if spec is None or not os.path.isfile(spec.origin or ""):
+            return ""
+        with open(spec.origin, "rb") as file:
+            content = hashlib.blake2b(file.read(), digest_size=16)
+        if "site-packages" in spec.origin:
+            for name in sorted({*importlib.metadata.packages_distributions().get(module.partition(".")[0], ())}):
+                content.update(f"{name} {importlib.metadata.version(name)}".encode())
+        return content.hexdigest()
+    return ""
 
 
 def is_import_path(name: str) -> bool:

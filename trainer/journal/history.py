@@ -18,6 +18,7 @@ from trainer.checkpoint.manifest import Checkpoint, read_object
 from trainer.checkpoint.start_weights import fingerprint_weights
 from trainer.config import Config
 from trainer.episodes import Episode
+from trainer.import_utils import digest_code
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,24 @@ def digest(*parts: Any) -> str:
 def identity(rollouts: Mapping[str, Any], updates: Mapping[str, Any], weights: str) -> Identity:
     """Return the identity of a run.
 
+    The files of the functions and classes that the settings name by import path count, too.
+
     Args:
         rollouts: the settings that decide rollouts and rewards, by key.
         updates: the settings that decide the update, by key.
         weights: fingerprint of the initial weights with which the run still computes.
     """
-    of_rollouts = digest(__version__, weights, rollouts)
-    return Identity(of_rollouts, digest(of_rollouts, updates))
+    of_rollouts = digest(__version__, weights, rollouts, _code_in(rollouts))
+    return Identity(of_rollouts, digest(of_rollouts, updates, _code_in(updates)))
+
+
+def _code_in(settings: Any) -> dict[str, str]:
+    """Return the digests of the files that settings name by import path, at any depth."""
+    if isinstance(settings, str):
+        found = digest_code(settings)
+        return {settings: found} if found else {}
+    values = settings.values() if isinstance(settings, Mapping) else settings if isinstance(settings, list) else ()
+    return {path: found for value in values for path, found in _code_in(value).items()}
 
 
 def first_history(cfg: Config, model_path: str) -> str:

@@ -25,7 +25,7 @@ LOG = logging.getLogger(__name__)
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _DAMAGED = "damaged files"
-_OTHER_CONFIG, _OTHER_HISTORY = "of another config", "of another history"
+_OTHER_CONFIG, _OTHER_HISTORY = "of another config or other code", "of another history"
 _OTHER_PROMPTS = "of other prompts or samplings"
 
 

@@ -11,7 +11,7 @@ import pytest
 from trainer.algorithms import ADVANTAGES, POLICY_LOSSES
 from trainer.algorithms import resolve as resolve_function
 from trainer.errors import UserError
-from trainer.import_utils import import_function
+from trainer.import_utils import digest_code, import_function
 from trainer.process.signals import SIGNALS, Stopped
 from trainer.rewards import resolve as resolve_reward
 
@@ -112,3 +112,17 @@ def test_a_misspelt_function_class_or_module_gets_a_suggestion(path, sentence, t
     with pytest.raises(UserError) as caught:
         import_function(path, "reward.name")
     assert str(caught.value).startswith(f"reward.name={path}: ") and str(caught.value).endswith(sentence)
+
+
+@pytest.mark.parametrize(
+    "path", ["grpo", "a sentence: with a colon", "missing_module:x", "raising.inner:x", "sys:argv"]
+)
+def test_what_names_no_file_has_no_digest(tmp_path, monkeypatch, path):
+    (tmp_path / "raising").mkdir()
+    (tmp_path / "raising/__init__.py").write_text("import sys; sys.exit(3)")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert digest_code(path) == ""
+
+
+def test_an_installed_function_stands_for_its_file_and_version():
+    assert digest_code("numpy:mean") != digest_code("numpy.linalg:norm") and digest_code("numpy:mean")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
+import sys
 
 import numpy as np
 import pytest
@@ -47,6 +49,31 @@ def settings(key: str, value: object) -> Identity:
 def test_the_resume_rule_of_a_key_says_what_it_decides(key, value, rollouts, updates):
     before, now = identity(*deciding_settings(Config()), "weights"), settings(key, value)
     assert (before.rollouts != now.rollouts, before.updates != now.updates) == (rollouts, updates)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rollouts"),
+    [
+        ("reward.name", ["gsm8k", "edited_code:reward"], True),
+        ("environment.name", "edited_code.world:World", True),
+        ("environment.kwargs", {"judges": [{"name": "edited_code:judge"}]}, True),
+        ("algorithm.policy_loss", "edited_code:loss", False),
+    ],
+)
+def test_the_files_of_functions_by_import_path_decide(tmp_path, monkeypatch, key, value, rollouts):
+    package = tmp_path / "edited_code"
+    package.mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "edited_code", raising=False)
+    file = package / ("world.py" if "world" in str(value) else "__init__.py")
+    found = []
+    for code in ("def loss(): 1", "def loss(): 1", "def loss(): 2"):
+        (package / "__init__.py").touch()
+        file.write_text(code)
+        importlib.invalidate_caches()
+        found.append(settings(key, value))
+    assert found[0] == found[1] and found[1].updates != found[2].updates
+    assert (found[1].rollouts != found[2].rollouts) == rollouts
 
 
 def test_a_longer_run_decays_another_way():
