@@ -125,7 +125,7 @@ class Trainer:
             partial(restore_rng, capture_rng()),
         ]
         load, is_loaded = self._load_start_weights, False
-        with self.source, closing(self.journal):
+        with closing(self.journal), self.source:  # a source may add to the journal until it has ended
             while True:
                 try:
                     load()
@@ -165,8 +165,7 @@ class Trainer:
                         episodes = self.source.next(step)
                         experience = self.learner.score(episodes, step)
                         metrics = self._update(experience, step)
-                        with self.timer("sync"):
-                            self.source.publish(version=step + 1)
+                        self.source.publish(version=step + 1)
                     metrics = self.finish_step(step, episodes, metrics)
                     if self.state.step == step:  # else a mismatch with the log has sent the run back
                         self.save_if_due(metrics)
@@ -193,8 +192,8 @@ class Trainer:
         samples = [sample for episode in episodes for sample in episode.samples]
         tokens = sum(len(sample.token_ids) for sample in samples)
         metrics = self.source.add_metrics(step, metrics)
+        self.journal.trained(episodes)  # before `commit`, from which on the new weights may sample
         self.source.commit(step)
-        self.journal.trained(episodes)
         self.transcripts.add_step(step, episodes)
         state.step = step
         state.prompts += len({episode.group for episode in episodes})

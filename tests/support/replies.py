@@ -44,14 +44,19 @@ class Replies:
 
 
 def sampling_source(
-    cfg: Config, engines: Any, model: str, needs_baselines: bool = False, journal: Journal | None = None
+    cfg: Config,
+    engines: Any,
+    model: str,
+    needs_baselines: bool = False,
+    journal: Journal | None = None,
+    timer: Timer | None = None,
 ) -> SamplingSource:
     """The source that `cfg` describes, with these engines."""
     tokenizer = load_tokenizer(model)
     scorer = None if cfg.environment.name else RewardPool(cfg.reward, RewardCache(cfg.trainer.run_dir, lambda: None))
     journal = journal or Journal(cfg.trainer.run_dir, Identity("", ""), lambda: None, is_on=False)
     runner = RolloutRunner(cfg, engines, tokenizer, stop_token_ids(model, tokenizer), scorer, journal)
-    return SamplingSource(cfg, runner, read_prompts(cfg, "train", tokenizer), Timer(), needs_baselines)
+    return SamplingSource(cfg, runner, read_prompts(cfg, "train", tokenizer), timer or Timer(), needs_baselines)
 
 
 def evaluator_beside(source: SamplingSource, model: str) -> RolloutEvaluator:

@@ -73,6 +73,9 @@ class RolloutConfig(Section):
     lora_sync: str = choice("auto", ("auto", "merged", "adapter"), resume="rounding")
     """What engines receive from a policy with adapters: the `adapter`, `merged` weights, or `auto`: the adapter if the
     engine can serve it, else merged weights."""
+    ahead: int = number(0, at_least=0, at_most=8, resume="update")
+    """While a step trains, engines generate the episodes of this many steps after it. Each step then trains on episodes
+    of the weights of so many steps before. 0: each step trains on episodes of its own weights."""
     journal: bool = setting(True, resume="harmless")
     """Write finished completions with their rewards to `{run_dir}/.journal` before a step trains on them. After a kill,
     the steps behind the last checkpoint train again on these, and only what is missing is generated."""
@@ -91,6 +94,9 @@ class RolloutConfig(Section):
             find_transport(self.weight_sync)
         if self.colocate and not spec.gpus:
             raise config_error(config, "rollout.colocate", f"rollout.engine={self.engine} takes no GPUs; choose false")
+        if self.colocate and self.ahead > 0:
+            problem = "engines that share the GPUs of the ranks cannot generate while these train; choose 0"
+            raise config_error(config, "rollout.ahead", f"{problem}, or rollout.colocate=false")
         self._check_lora(config)
 
     @property

@@ -72,6 +72,11 @@ class Journal:
         self._has_all: dict[int, bool] = {}
 
     @property
+    def config(self) -> str:
+        """Digest of the settings that decide rollouts and rewards."""
+        return self._settings.rollouts
+
+    @property
     def history(self) -> str:
         """Of the weights that sample now. Those who sample ahead keep it, to find and to add groups by it later."""
         self._check_thread()

@@ -62,6 +62,12 @@ METRICS: dict[str, Metric] = {
     ),
     "critic/grad_norm": Metric("Global norm of the critic's gradient before clipping.", "norm"),
     "critic/lr": Metric("Learning rate of the critic's last optimizer step.", "1"),
+    "rollout/staleness_mean": Metric(
+        "With `rollout.ahead`: by how many versions the weights that sampled an episode are older than those that the "
+        "step trains, mean over the episodes. A step makes one version.",
+        "versions",
+    ),
+    "rollout/staleness_max": Metric("The largest such number (see `rollout/staleness_mean`).", "versions"),
     "rollout/logprob_diff_mean": Metric(
         "Mean absolute difference of the engine's and the trainer's log-prob of a sampled token.", "nats"
     ),
@@ -98,12 +104,24 @@ METRICS: dict[str, Metric] = {
     ),
     **{name: metric for task in TASKS.values() for name, metric in task.metrics.items()},
     "time/step": Metric("The whole step.", "s"),
-    "time/rollout": Metric("Waiting for the step's completions. Rewards are computed meanwhile.", "s"),
+    "time/rollout": Metric(
+        "Waiting for the step's completions. Rewards are computed meanwhile. With `rollout.ahead`, also waiting for "
+        "those of a later step, before engines can take new weights.",
+        "s",
+    ),
     "time/environment": Metric("Waiting for environments.", "s"),
     "time/reward": Metric("Waiting for rewards after the last completion.", "s"),
     "time/logprob": Metric("Old and reference log-probs, and values.", "s"),
     "time/update": Metric("Optimizer steps of critic and policy.", "s"),
     "time/sync": Metric("Bringing the new weights to the engines.", "s"),
+    "time/generation": Metric(
+        "With `rollout.ahead`: from the begin to the end of the generation of the step's completions, while earlier "
+        "steps trained.",
+        "s",
+    ),
+    "time/wait_weights": Metric(
+        "With `rollout.ahead`: engines had nothing to generate, and waited for the step's new weights.", "s"
+    ),
     "time/journal": Metric("Waiting until the step's rollouts are on the disk.", "s"),
     "time/checkpoint_blocked": Metric("Time that training waited for a checkpoint.", "s"),
     "time/upload_lag": Metric(

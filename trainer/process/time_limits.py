@@ -78,6 +78,10 @@ UPLOAD_FIRST_BACKOFF_S = 1.0
 """Wait after the first failed upload of a checkpoint. Each further failure doubles it."""
 UPLOAD_LONGEST_BACKOFF_S = 60.0
 
+# Rollouts of steps ahead
+BATCH_END_S = 60.0
+"""Longest wait for the thread that makes the rollouts of a step ahead, after it was stopped."""
+
 # Weights
 IPC_RETRY_S = 0.01
 """Between two attempts of an engine to connect to the rank that offers weights on its GPU."""

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self
+
+import numpy as np
 
 from trainer.config import Config
 from trainer.environments.episode_runner import (
     EnvironmentRunner,
     EpisodeRunner,
-    PhaseTimer,
     RolloutRequest,
     SingleTurnRunner,
     report_failures,
@@ -24,8 +27,10 @@ from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.engine_pool import EnginePool
 from trainer.journal.journal import Journal
 from trainer.process import time_limits
+from trainer.process.signals import SIGNALS
 from trainer.rewards.scorer import Scorer
 from trainer.rewards.terms import RewardInput
+from trainer.sources.ahead import BatchProgress
 from trainer.sources.recorded import RecordedGroups
 
 
@@ -57,6 +62,7 @@ class RolloutRunner:
             cfg, tokenizer
         )
         self._scorer = scorer
+        self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
@@ -78,41 +84,56 @@ class RolloutRunner:
         self,
         requests: Sequence[RolloutRequest],
         purpose: str,
-        timer: PhaseTimer = contextlib.nullcontext,
-        history: str | None = None,
+        progress: BatchProgress | None = None,
+        is_last: bool = False,
     ) -> list[Episode]:
         """Return episodes with their rewards: those that the journal has, and those that are run now.
 
         Args:
             requests: the same number for each group, those of one group together.
             purpose: names what the episodes are for, in messages.
-            timer: of the step. Evaluation is not timed.
-            history: of the weights that sample, as `Journal.history` was when the engines got them; None: those of now.
+            progress: of the batch that they are for. None: of an evaluation, which is not timed.
+            is_last: the batch needs no more episodes than these.
         """
-
-        recorded = RecordedGroups(self.journal, requests, history)
-        made = self._run(recorded, purpose, timer) if recorded.missing else []
-        episodes = recorded.keep_rest(made)
+        progress = progress or BatchProgress(requests[0].step, requests[0].step, None)
+        with self._turn(progress):
+            recorded = RecordedGroups(self.journal, requests, progress.history)
+            made = self._run(recorded, purpose, progress, is_last) if recorded.missing else []
+            episodes = recorded.keep_rest(made)
         rewards = [episode.reward for episode in episodes if episode.reward is not None]
         self.largest_reward = max([self.largest_reward, *rewards])
         return episodes
 
-    def _run(self, recorded: RecordedGroups, purpose: str, timer: PhaseTimer) -> list[Episode]:
+    @contextlib.contextmanager
+    def _turn(self, progress: BatchProgress) -> Iterator[None]:
+        """Let one thread at a time use the engines and the scorer."""
+        while not self._lock.acquire(timeout=time_limits.POLL_INTERVAL_S):
+            progress.check()
+            SIGNALS.check()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _run(self, recorded: RecordedGroups, purpose: str, progress: BatchProgress, is_last: bool) -> list[Episode]:
         """Run episodes, and score those that have ended while others are generated."""
 
         def generate(prompts: Sequence[Request]) -> Iterator[dict[int, Completion]]:
             chunks = self.engines.stream(prompts)
             while True:
-                with timer("rollout"):
+                with progress.timer("rollout"):
                     chunk = next(chunks, None)
+                progress.check()
                 if chunk is None:
                     return
                 yield chunk
 
         known = recorded.count - len(recorded.missing)
-        chunks = self._episodes.run(recorded.missing, generate, timer, known)
+        chunks = self._episodes.run(recorded.missing, generate, progress.timer, known)
+        if is_last:
+            chunks = itertools.chain(chunks, _noting(progress.mark_generated))
         if self._scorer is not None:
-            return self._score(self._scorer, recorded, chunks, purpose, timer)
+            return self._score(self._scorer, recorded, chunks, purpose, progress)
         ended: dict[int, Episode] = {}
         for chunk in chunks:
             rewarded = {index: self._with_reward(episode, *_own_reward(episode)) for index, episode in chunk.items()}
@@ -128,7 +149,7 @@ class RolloutRunner:
         recorded: RecordedGroups,
         chunks: Iterator[Mapping[int, Episode]],
         purpose: str,
-        timer: PhaseTimer,
+        progress: BatchProgress,
     ) -> list[Episode]:
         """Compute the rewards of each group as soon as its episodes have ended."""
         requests, n = recorded.missing, recorded.size
@@ -138,6 +159,7 @@ class RolloutRunner:
 
             def keep() -> None:
                 nonlocal looked
+                progress.check()
                 if time.monotonic() - looked > time_limits.JOURNAL_FLUSH_S:
                     looked = time.monotonic()
                     known = session.finished().items()
@@ -150,7 +172,7 @@ class RolloutRunner:
                     if all(index in ended for index in indices):
                         session.add(indices.start, [_reward_input(requests[index], ended[index]) for index in indices])
                 keep()
-            with timer("reward"):
+            with progress.timer("reward"):
                 scores = session.scores(keep)
         return [self._with_reward(ended[index], *result) for index, result in enumerate(scores.each())]
 
@@ -164,6 +186,19 @@ class RolloutRunner:
 
     def greedy(self) -> Sampling:
         return self.sampling(0.0, 1.0, -1)
+
+
+def _noting(note: Callable[[], None]) -> Iterator[dict[int, Episode]]:
+    """Yield nothing, and call `note`."""
+    note()
+    yield from ()
+
+
+def staleness(episodes: Sequence[Episode], step: int) -> dict[str, float]:
+    """Return by how many versions the weights that sampled the episodes are older than those that the step trains."""
+    samples = [sample for episode in episodes for sample in episode.samples if sample.mask.any()]
+    ages = [step - sample.weight_versions[0] for sample in samples if sample.weight_versions is not None]
+    return {"rollout/staleness_mean": float(np.mean(ages)), "rollout/staleness_max": float(max(ages))} if ages else {}
 
 
 def means(name: str, values: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""On-policy episodes: the current policy answers prompts, and reward functions or environments score the answers."""
+"""Sampled episodes: the policy answers prompts, and reward functions or environments score the answers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ from trainer.episodes import Episode
 from trainer.generation.engine import RunningRequests, Sampling
 from trainer.import_utils import import_function
 from trainer.metrics.timing import Timer
+from trainer.sources.ahead import BatchesAhead, BatchProgress, steps_to_begin
+from trainer.sources.batches import StepBatch, UsedRow, ahead_part
 from trainer.sources.dynamic_sampling import choose_groups, have_different_rewards
-from trainer.sources.rollout_runner import RolloutRunner, means, reward_terms
+from trainer.sources.rollout_runner import RolloutRunner, means, reward_terms, staleness
 
 LOG = logging.getLogger(__name__)
 
@@ -42,14 +44,6 @@ class _Group:
         """None: all rewards failed."""
         known = [episode.reward for episode in self.episodes if episode.reward is not None]
         return float(np.asarray(known).mean()) if known else None
-
-
-@dataclass(frozen=True)
-class _Step:
-    """The rows that a step uses up: those it trains on, and those that dynamic sampling filtered out before them."""
-
-    used: list[_Group]
-    metrics: dict[str, float]
 
 
 def read_prompts(cfg: Config, split: str, tokenizer: Any) -> PromptSet:
@@ -93,6 +87,9 @@ def prompt_ledger(cfg: Config, prompts: Sequence[Prompt]) -> Ledger:
 class SamplingSource:
     """Samples `rollout.n` episodes for each of `trainer.train_batch_size` prompts a step.
 
+    With `rollout.ahead` at 0 it makes the episodes of a step when they are asked for, else on a thread
+    (see `trainer.sources.ahead`).
+
     Args:
         needs_baselines: each group also gets the reward of a greedy episode, as its baseline.
     """
@@ -111,9 +108,11 @@ class SamplingSource:
         self._dropped = train.dropped
         self._timer = timer
         self._needs_baselines = needs_baselines
-        self._steps: dict[int, _Step] = {}
-        """Steps that are sampled and not committed."""
-        self._sync_speed: dict[str, float] = {}
+        self._version = 0  # of the weights that the engines have
+        self._ahead = BatchesAhead()
+        self._batches: dict[int, StepBatch] = {}
+        """Those that are trained now."""
+        self._speeds: dict[str, float] = {}
 
     def __str__(self) -> str:
         r = self.cfg.rollout
@@ -124,6 +123,7 @@ class SamplingSource:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: Any) -> None:
+        self._ahead.cancel(lambda: self._engines.abort())
         self.runner.__exit__(kind, *exception)
         if kind is None:
             self._engines.shutdown()
@@ -145,11 +145,22 @@ class SamplingSource:
                 self.cfg.rollout.max_prompt_tokens,
             )
         self._engines.start(version, is_initial)
+        self._version = version
+        self._begin_ahead()
 
     def publish(self, version: int) -> None:
+        """Give the engines the policy's new weights, as soon as no batch is generated with the old ones."""
+        newest = self._ahead.newest
+        if newest is not None:
+            with self._timer("rollout"):
+                self._ahead.wait_generated()
         started = time.monotonic()
-        self._engines.sync_weights(version, self.running)
-        self._sync_speed = {"perf/sync_gb_per_s": self._engines.synced_bytes / 1e9 / (time.monotonic() - started)}
+        with self._timer("sync"):
+            self._engines.sync_weights(version, self.running)
+        now, self._version = time.monotonic(), version
+        self._speeds = {"perf/sync_gb_per_s": self._engines.synced_bytes / 1e9 / (now - started)}
+        if newest is not None:
+            self._speeds["time/wait_weights"] = now - newest.generated_at
 
     # ---------------------------------------------------------------------------------------------------
     # A step
@@ -160,29 +171,57 @@ class SamplingSource:
         Dynamic sampling replaces prompts whose completions all have the same reward by the next prompts. Prompts that
         the step samples but does not need are sampled again in the next step.
         """
+        self._begin_ahead()  # in case the run has gone back to a checkpoint
+        thread = self._ahead.thread(step)
+        if thread is not None:
+            with self._timer("rollout"):
+                thread.wait_generated()
+            with self._timer("reward"):
+                batch = thread.result()
+        else:
+            batch = self._ahead.held(step) or self._make_batch(BatchProgress(step, step, None, self._timer))
+        self._batches[step] = batch
+        return batch.episodes
+
+    def add_metrics(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        thread = self._ahead.thread(step)
+        duration = {} if thread is None else {"time/generation": thread.generated_at - thread.began_at}
+        return metrics | self._batches[step].metrics | self._speeds | duration
+
+    def commit(self, step: int) -> None:
+        """Record that the rows that the step has used up are trained. Then the next batch ahead begins."""
+        used = self._batches.pop(step).used
+        self._ahead.commit(step)
+        self.ledger.commit([row.index for row in used], [row.reward for row in used])
+        self._begin_ahead()
+
+    def _begin_ahead(self) -> None:
+        """Begin all batches that the weights of now sample."""
+        ahead = self.cfg.rollout.ahead
+        if ahead == 0:
+            return
+        known = self._ahead.steps | self._batches.keys()
+        for step in steps_to_begin(self._version, ahead, self.cfg.total_steps, known):
+            self._ahead.begin(step, self._version, self.runner.journal.history, self._make_batch)
+
+    def _make_batch(self, progress: BatchProgress) -> StepBatch:
+        """Sample the episodes of a step, and compute their rewards. It changes nothing that is saved."""
         with self.runner.awake():
-            sampled, chosen, used, metrics = self._sample_groups(step)
+            sampled, chosen, used, metrics = self._sample_groups(progress)
             trained = [sampled[i] for i in chosen]
             if self._needs_baselines:
-                trained = self._with_baselines(trained, step)
+                trained = self._with_baselines(trained, progress)
         episodes = [episode for group in trained for episode in group.episodes]
         metrics |= means("reward", reward_terms(episodes))
         if self.cfg.environment.name:
             metrics |= means("episode", [episode.metrics for episode in episodes if episode.reward is not None])
             metrics["episode/turns/mean"] = float(np.mean([episode.turns for episode in episodes]))
             metrics["episode/tokens/mean"] = float(np.mean([episode.length for episode in episodes]))
-        self._steps[step] = _Step(sampled[:used], metrics)
-        return episodes
+        if self.cfg.rollout.ahead > 0:
+            metrics |= staleness(episodes, progress.step)
+        return StepBatch(episodes, [UsedRow(group.index, group.mean_reward) for group in sampled[:used]], metrics)
 
-    def add_metrics(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
-        return metrics | self._steps[step].metrics | self._sync_speed
-
-    def commit(self, step: int) -> None:
-        """Record that the rows that the step has used up are trained."""
-        used = self._steps.pop(step).used
-        self.ledger.commit([group.index for group in used], [group.mean_reward for group in used])
-
-    def _sample_groups(self, step: int) -> tuple[list[_Group], list[int], int, dict[str, float]]:
+    def _sample_groups(self, progress: BatchProgress) -> tuple[list[_Group], list[int], int, dict[str, float]]:
         """Sample batches of groups until there are enough to train on.
 
         Returns:
@@ -194,13 +233,18 @@ class SamplingSource:
         batch, choice = 0, None
         while choice is None:
             batch += 1
-            groups += self._sample(self.ledger.peek(wanted, in_flight=[group.index for group in groups]), step)
+            # No step is committed before this one is generated, so the ledger does not change meanwhile.
+            earlier = self._ahead.rows_before(progress.step)
+            indices = self.ledger.peek(wanted, in_flight=[*earlier, *(group.index for group in groups)])
+            progress.rows += indices
+            groups += self._sample(indices, progress)
             rewards = _reward_table(groups)
             if a.dynamic_sampling:
                 choice = choose_groups(rewards, wanted, complete=batch == most)
             else:
                 choice = list(range(wanted)), wanted
         chosen, used = choice
+        progress.rows = [group.index for group in groups[:used]]
         failures = sum(bool(episode.failure) for group in groups for episode in group.episodes)
         metrics = {f"{'environment' if self.cfg.environment.name else 'reward'}/failures": float(failures)}
         if a.dynamic_sampling:
@@ -213,22 +257,24 @@ class SamplingSource:
                     batch,
                     wanted - uninformative,
                     wanted,
-                    step,
+                    progress.step,
                 )
         return groups, chosen, used, metrics
 
-    def _sample(self, indices: Sequence[SampleIndex], step: int) -> list[_Group]:
+    def _sample(self, indices: Sequence[SampleIndex], progress: BatchProgress) -> list[_Group]:
         """Run `rollout.n` episodes for each prompt, those of one prompt together."""
         r, n = self.cfg.rollout, self.cfg.rollout.n
         sampling = self.runner.sampling(r.temperature, r.top_p, r.top_k)
-        requests = [self._request(index, step, number, sampling) for index in indices for number in range(n)]
-        episodes = self.runner.run(requests, f"step {step}", self._timer)
+        requests = [self._request(index, progress.step, number, sampling) for index in indices for number in range(n)]
+        is_last = not (self.cfg.algorithm.dynamic_sampling or self._needs_baselines)
+        episodes = self.runner.run(requests, f"step {progress.step}", progress, is_last)
         return [_Group(index, episodes[i * n : (i + 1) * n]) for i, index in enumerate(indices)]
 
-    def _with_baselines(self, groups: Sequence[_Group], step: int) -> list[_Group]:
+    def _with_baselines(self, groups: Sequence[_Group], progress: BatchProgress) -> list[_Group]:
         """Return `groups`, each with the shaped reward of a greedy episode as its baseline. None: it failed."""
+        step = progress.step
         requests = [self._request(group.index, step, -1, self.runner.greedy()) for group in groups]
-        greedy = self.runner.run(requests, f"the baselines of step {step}", self._timer)
+        greedy = self.runner.run(requests, f"the baselines of step {step}", progress, is_last=True)
         a, lengths = self.cfg.algorithm, torch.tensor([episode.length for episode in greedy])
         rewards = torch.tensor([episode.reward or 0.0 for episode in greedy], dtype=torch.float64)
         limit = self.cfg.rollout.max_response_tokens
@@ -247,13 +293,16 @@ class SamplingSource:
     # State
 
     def parts(self) -> list[Component]:
-        return []
+        """Return the part with the finished batches of the steps ahead: the weights that sampled them are gone."""
+        config = self.runner.journal.config
+        return [ahead_part(config, lambda: self._ahead.older_than(self._version), self._ahead.hold)]
 
     def state_dict(self) -> dict[str, Any]:
         return self.ledger.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._steps.clear()
+        self._ahead.cancel(lambda: self._engines.abort())
+        self._batches.clear()
         self.ledger.load_state_dict(state)
 
 

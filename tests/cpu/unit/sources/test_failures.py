@@ -70,7 +70,7 @@ class Step:
         with sampling_source(cfg, Engines(load_tokenizer(model)), model, estimator == "remax") as source:
             self.episodes: list[Episode] = source.next(1)
             self.metrics = source.add_metrics(1, {})
-            self.row_rewards = [group.mean_reward for group in source._steps[1].used]
+            self.row_rewards = [row.reward for row in source._batches[1].used]
             source.commit(1)
             log.add_step(1, self.episodes)
             self.shown = [sample.block() for sample in log.pop(1).get("training", [])]

@@ -1,0 +1,217 @@
+"""Batches of steps ahead: each is made on a thread of its own, one after another, while the ranks train.
+
+Staleness is a function of the step. With `rollout.ahead=k`, version v are the weights after step v - 1, and step t is
+sampled by version t - k, or by the first version of this start if that is newer. The rows of a batch depend on the
+steps that are committed when its weights arrive, and on the steps in flight; never on time.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
+
+from trainer.data.ledger import SampleIndex
+from trainer.environments.episode_runner import PhaseTimer
+from trainer.process import time_limits
+from trainer.process.signals import SIGNALS
+from trainer.sources.batches import StepBatch
+
+LOG = logging.getLogger(__name__)
+
+
+class CancelledBatch(Exception):
+    """The run does not need the batch any more: it ends, or goes back to a checkpoint."""
+
+
+def steps_to_begin(version: int, ahead: int, total: int, known: Collection[int]) -> list[int]:
+    """Return the steps whose batches begin now, in the order in which they are made.
+
+    Args:
+        version: of the weights that the engines have: the step that is trained next.
+        ahead: `rollout.ahead`.
+        total: the last step of the run.
+        known: the steps whose batch is there, or has begun.
+    """
+    return [step for step in range(version, min(version + ahead, total) + 1) if step not in known]
+
+
+class BatchProgress:
+    """A batch while it is made: for the code that makes it.
+
+    Args:
+        step: the one that trains on it.
+        version: of the weights that sample it.
+        history: of these weights (see `Journal.history`). None: they are those of now.
+        timer: of the phases.
+    """
+
+    def __init__(self, step: int, version: int, history: str | None, timer: PhaseTimer = nullcontext):
+        self.step = step
+        self.version = version
+        self.history = history
+        self.timer = timer
+        self.rows: list[SampleIndex] = []
+        """The rows that have been drawn so far; once all episodes are generated, those that the step uses up."""
+
+    def check(self) -> None:
+        """Raise if the batch is not needed any more. Called often.
+
+        Raises:
+            CancelledBatch: it is not needed.
+        """
+
+    def mark_generated(self) -> None:
+        """Note that the engines have nothing more to do for the batch, and that its rows are chosen."""
+
+
+class BatchThread(BatchProgress):
+    """A batch that is made on a thread.
+
+    Args:
+        make: makes it.
+        before: the batch that is generated first; None: there is none.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        version: int,
+        history: str,
+        make: Callable[[BatchProgress], StepBatch],
+        before: BatchThread | None,
+    ):
+        super().__init__(step, version, history)
+        self.began_at = self.generated_at = 0.0
+        self._make = make
+        self._before = before
+        self._generated, self._done = threading.Event(), threading.Event()
+        self._is_cancelled = False
+        self._batch: StepBatch | None = None
+        self._error: BaseException | None = None
+        threading.Thread(target=self._run, name=f"batch of step {step}", daemon=True).start()
+
+    def check(self) -> None:
+        if self._is_cancelled:
+            raise CancelledBatch(f"the rollouts of step {self.step} are not needed any more")
+
+    def mark_generated(self) -> None:
+        if not self._generated.is_set():
+            self.generated_at = time.monotonic()
+            self._generated.set()
+
+    def wait_generated(self) -> None:
+        """Wait until the engines have nothing more to do for the batch. Raises the error that has ended the thread."""
+        _wait(self._generated)
+        if self._error is not None:
+            raise self._error
+
+    def result(self) -> StepBatch:
+        """Wait for the batch, and return it. Raises the error that has ended the thread."""
+        _wait(self._done)
+        if self._error is not None:
+            raise self._error
+        assert self._batch is not None
+        return self._batch
+
+    def cancel(self) -> None:
+        """Let the thread end."""
+        self._is_cancelled = True
+
+    def has_ended(self, timeout_s: float = 0.0) -> bool:
+        """Wait for the end of the thread; return whether it has ended."""
+        return self._done.wait(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            while self._before is not None and not self._before._generated.wait(time_limits.POLL_INTERVAL_S):
+                self.check()
+            self.check()
+            if self._before is not None and self._before._error is not None:
+                raise CancelledBatch(f"the rollouts of step {self._before.step} have failed")
+            self._before = None
+            self.began_at = time.monotonic()
+            self._batch = self._make(self)
+        except BaseException as error:  # the thread that trains raises it
+            self._error = error
+        self.mark_generated()
+        self._done.set()
+
+
+class BatchesAhead:
+    """The batches of the steps that are not committed, in the order of the steps."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, StepBatch] = {}  # of a checkpoint
+        self._threads: dict[int, BatchThread] = {}
+
+    @property
+    def steps(self) -> set[int]:
+        """The steps whose batch is there, or has begun."""
+        return {*self._held, *self._threads}
+
+    @property
+    def newest(self) -> BatchThread | None:
+        return self._threads[max(self._threads)] if self._threads else None
+
+    def begin(self, step: int, version: int, history: str, make: Callable[[BatchProgress], StepBatch]) -> None:
+        """Begin to make the batch of a step. Earlier batches are generated first."""
+        self._threads[step] = BatchThread(step, version, history, make, self.newest)
+
+    def hold(self, batches: Mapping[int, StepBatch]) -> None:
+        """Take the batches that a checkpoint holds."""
+        self._held = dict(batches)
+
+    def thread(self, step: int) -> BatchThread | None:
+        """Return the batch of a step if a thread makes it or has made it."""
+        return self._threads.get(step)
+
+    def wait_generated(self) -> None:
+        """Wait until all batches are generated. Raises the error of the first that has failed."""
+        for step in sorted(self._threads):
+            self._threads[step].wait_generated()
+
+    def held(self, step: int) -> StepBatch | None:
+        """Return the batch of a step if a checkpoint has held it."""
+        return self._held.get(step)
+
+    def rows_before(self, step: int) -> list[SampleIndex]:
+        """Return the rows in flight: those of the steps before this one that are not committed."""
+        held = [row.index for other, batch in self._held.items() if other < step for row in batch.used]
+        return held + [row for other, thread in self._threads.items() if other < step for row in thread.rows]
+
+    def older_than(self, version: int) -> dict[int, Callable[[], StepBatch]]:
+        """Return the batches of weights before this version, by step: functions that wait for them."""
+        waits: dict[int, Callable[[], StepBatch]] = {step: lambda b=batch: b for step, batch in self._held.items()}  # type: ignore[misc]
+        waits |= {step: thread.result for step, thread in self._threads.items() if thread.version < version}
+        return dict(sorted(waits.items()))
+
+    def commit(self, step: int) -> None:
+        """Forget the batch of a step that is trained."""
+        self._held.pop(step, None)
+        self._threads.pop(step, None)
+
+    def cancel(self, abort: Callable[[], None]) -> None:
+        """Forget all batches, and end their threads.
+
+        Args:
+            abort: ends the requests to the engines.
+        """
+        threads = [thread for thread in self._threads.values() if not thread.has_ended()]
+        self._held, self._threads = {}, {}
+        for thread in threads:
+            thread.cancel()
+        if threads:
+            abort()
+        end = time.monotonic() + time_limits.BATCH_END_S
+        for thread in threads:
+            if not thread.has_ended(max(0.0, end - time.monotonic())):
+                seconds = time_limits.BATCH_END_S
+                LOG.warning("the rollouts of step %d have not ended %g s after they were stopped", thread.step, seconds)
+
+
+def _wait(event: threading.Event) -> None:
+    while not event.wait(time_limits.POLL_INTERVAL_S):  # every call that the thread makes has a time limit
+        SIGNALS.check()

@@ -1,0 +1,130 @@
+"""The batch of a step: its episodes and the rows that it uses up; and how a checkpoint holds batches of steps ahead."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+from trainer.checkpoint.checkpoint_files import CheckpointFiles
+from trainer.checkpoint.components import Component, Restore
+from trainer.checkpoint.manifest import Checkpoint, FileEntry, reading
+from trainer.data.ledger import SampleIndex
+from trainer.data.records import decode, encode
+from trainer.episodes import Episode
+from trainer.files.documents import is_count, is_number, parse_object
+
+LOG = logging.getLogger(__name__)
+
+_PART = "ahead"
+_FILE = re.compile(rf"{_PART}/step_([1-9]\d*)\.arrow")
+_OF_WEIGHTS = {"weights", "data", "state"}
+"""A resume that restores these continues with the weights, rows and steps to which the batches belong."""
+_SHAPE: dict[Any, Any] = {
+    "used": [{"dataset": is_count, "epoch": is_count, "index": is_count, "reward": (is_number, type(None))}],
+    "metrics": {str: is_number},
+    "config": str,
+}
+
+
+@dataclass(frozen=True)
+class UsedRow:
+    """A row that a step uses up: it trains on the row, or dynamic sampling has filtered the row out."""
+
+    index: SampleIndex
+    reward: float | None
+    """Mean over the episodes. None: all rewards failed."""
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The episodes of a step, with their rewards. Those of one group are together."""
+
+    episodes: list[Episode]
+    used: list[UsedRow]
+    """The rows that the step uses up, in the order of the ledger."""
+    metrics: dict[str, float]
+
+
+def encode_batch(step: int, batch: StepBatch, config: str) -> bytes:
+    """Return a batch as an Arrow IPC file. The same batch gives the same bytes.
+
+    Args:
+        config: digest of the settings that decide rollouts.
+    """
+    groups: dict[str, list[Episode]] = {}
+    for episode in batch.episodes:  # those of a group follow one another
+        groups.setdefault(episode.group, []).append(episode)
+    used = [
+        dict(zip(("dataset", "epoch", "index", "reward"), (*astuple(row.index), row.reward), strict=True))
+        for row in batch.used
+    ]
+    about = {"used": used, "metrics": batch.metrics, "config": config}
+    return encode(step, groups, {"batch": json.dumps(about)})
+
+
+def decode_batch(data: bytes) -> tuple[StepBatch, str]:
+    """Return the batch of a file, and the digest of the settings that it was made with.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    groups, about = decode(data)
+    content = parse_object(about.get("batch", "null"), _SHAPE)
+    used = [UsedRow(SampleIndex(row["dataset"], row["epoch"], row["index"]), row["reward"]) for row in content["used"]]
+    episodes = [episode for group in groups.values() for episode in group]
+    return StepBatch(episodes, used, content["metrics"]), content["config"]
+
+
+def ahead_part(
+    config: str,
+    finishing: Callable[[], Mapping[int, Callable[[], StepBatch]]],
+    hold: Callable[[Mapping[int, StepBatch]], None],
+) -> Component:
+    """Make the part that holds the finished batches of steps ahead: the weights that sampled them are gone.
+
+    Args:
+        config: digest of the settings that decide rollouts. Batches of another config are not restored.
+        finishing: returns, for each step ahead whose weights are gone, a function that waits for its batch.
+        hold: takes the batches of a checkpoint.
+    """
+
+    def begin(staging: CheckpointFiles) -> Callable[[], list[FileEntry]]:
+        waits = finishing()
+
+        def write() -> list[FileEntry]:
+            return [
+                staging.write(f"{_PART}/step_{step}.arrow", encode_batch(step, wait(), config))
+                for step, wait in waits.items()
+            ]
+
+        return write
+
+    def load(checkpoint: Checkpoint, restore: Restore) -> None:
+        names = {int(match[1]): path for path in _paths(checkpoint) if (match := _FILE.fullmatch(path))}
+        batches: dict[int, StepBatch] = {}
+        for step, path in sorted(names.items()):
+            with reading(checkpoint.path, path):
+                batch, config_of_batch = decode_batch(checkpoint.files.read(path))
+            if config_of_batch == config and restore.kinds >= _OF_WEIGHTS:
+                batches[step] = batch
+        if dropped := sorted(names.keys() - batches.keys()):
+            reason = "another config" if restore.kinds >= _OF_WEIGHTS else "other weights"
+            LOG.info(
+                "%s: its rollouts of %s are of %s, and are generated again", checkpoint.path, _listed(dropped), reason
+            )
+        hold(batches)
+
+    return Component(_PART, begin, load, ("data",), if_missing="holds no rollouts of steps ahead")
+
+
+def _paths(checkpoint: Checkpoint) -> Sequence[str]:
+    files: Sequence[Mapping[str, Any]] = checkpoint.manifest["files"]
+    return [entry["path"] for entry in files]
+
+
+def _listed(steps: Sequence[int]) -> str:
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
