@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from trainer.data.ledger import SampleIndex
 from trainer.environments.episode_runner import PhaseTimer
 from trainer.process import time_limits
+from trainer.process.failpoints import failpoint
 from trainer.process.signals import SIGNALS
 from trainer.sources.batches import StepBatch
 
@@ -99,6 +100,7 @@ class BatchThread(BatchProgress):
 
     def mark_generated(self) -> None:
         if not self._generated.is_set():
+            failpoint("ahead:generated")
             self.generated_at = time.monotonic()
             self._generated.set()
 
@@ -133,6 +135,7 @@ class BatchThread(BatchProgress):
                 raise CancelledBatch(f"the rollouts of step {self._before.step} have failed")
             self._before = None
             self.began_at = time.monotonic()
+            failpoint("ahead:begun")
             self._batch = self._make(self)
         except BaseException as error:  # the thread that trains raises it
             self._error = error

@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from types import NoneType
 from typing import Any
 
 from trainer.checkpoint.checkpoint_files import CheckpointFiles
@@ -15,7 +16,7 @@ from trainer.checkpoint.manifest import Checkpoint, FileEntry, reading
 from trainer.data.ledger import SampleIndex
 from trainer.data.records import decode, encode
 from trainer.episodes import Episode
-from trainer.files.documents import is_count, is_number, parse_object
+from trainer.files.documents import is_count, parse_object
 
 LOG = logging.getLogger(__name__)
 
@@ -24,8 +25,8 @@ _FILE = re.compile(rf"{_PART}/step_([1-9]\d*)\.arrow")
 _OF_WEIGHTS = {"weights", "data", "state"}
 """A resume that restores these continues with the weights, rows and steps to which the batches belong."""
 _SHAPE: dict[Any, Any] = {
-    "used": [{"dataset": is_count, "epoch": is_count, "index": is_count, "reward": (is_number, type(None))}],
-    "metrics": {str: is_number},
+    "used": [{"dataset": is_count, "epoch": is_count, "index": is_count, "reward": (float, int, NoneType)}],
+    "metrics": {str: (float, int)},
     "config": str,
 }
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
@@ -117,31 +116,35 @@ class RolloutRunner:
 
     def _run(self, recorded: RecordedGroups, purpose: str, progress: BatchProgress, is_last: bool) -> list[Episode]:
         """Run episodes, and score those that have ended while others are generated."""
-
-        def generate(prompts: Sequence[Request]) -> Iterator[dict[int, Completion]]:
-            chunks = self.engines.stream(prompts)
-            while True:
-                with progress.timer("rollout"):
-                    chunk = next(chunks, None)
-                progress.check()
-                if chunk is None:
-                    return
-                yield chunk
-
-        known = recorded.count - len(recorded.missing)
-        chunks = self._episodes.run(recorded.missing, generate, progress.timer, known)
-        if is_last:
-            chunks = itertools.chain(chunks, _noting(progress.mark_generated))
-        if self._scorer is not None:
-            return self._score(self._scorer, recorded, chunks, purpose, progress)
-        ended: dict[int, Episode] = {}
-        for chunk in chunks:
-            rewarded = {index: self._with_reward(episode, *_own_reward(episode)) for index, episode in chunk.items()}
-            recorded.keep(rewarded)
-            ended |= rewarded
+        with contextlib.closing(self._ended(recorded, progress, is_last)) as chunks:
+            if self._scorer is not None:
+                return self._score(self._scorer, recorded, chunks, purpose, progress)
+            ended: dict[int, Episode] = {}
+            for chunk in chunks:
+                rewarded = {i: self._with_reward(episode, *_own_reward(episode)) for i, episode in chunk.items()}
+                recorded.keep(rewarded)
+                ended |= rewarded
         episodes = [ended[index] for index in range(len(recorded.missing))]
         report_failures(episodes, self.cfg.environment.on_failure, purpose)
         return episodes
+
+    def _ended(self, recorded: RecordedGroups, progress: BatchProgress, is_last: bool) -> Iterator[dict[int, Episode]]:
+        """Yield the missing episodes as they end, by their indices."""
+
+        def generate(prompts: Sequence[Request]) -> Iterator[dict[int, Completion]]:
+            with contextlib.closing(self.engines.stream(prompts)) as chunks:
+                while True:
+                    with progress.timer("rollout"):
+                        chunk = next(chunks, None)
+                    progress.check()
+                    if chunk is None:
+                        return
+                    yield chunk
+
+        known = recorded.count - len(recorded.missing)
+        yield from self._episodes.run(recorded.missing, generate, progress.timer, known)
+        if is_last:
+            progress.mark_generated()
 
     def _score(
         self,
@@ -186,12 +189,6 @@ class RolloutRunner:
 
     def greedy(self) -> Sampling:
         return self.sampling(0.0, 1.0, -1)
-
-
-def _noting(note: Callable[[], None]) -> Iterator[dict[int, Episode]]:
-    """Yield nothing, and call `note`."""
-    note()
-    yield from ()
 
 
 def staleness(episodes: Sequence[Episode], step: int) -> dict[str, float]:

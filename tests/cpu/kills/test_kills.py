@@ -52,10 +52,14 @@ def model(tmp_path_factory) -> str:
     return path
 
 
+ONE_RANK = ("trainer.num_workers=1",)
+AHEAD = ("trainer.num_workers=2", "rollout.ahead=1")
+
+
 @pytest.fixture(scope="module")
 def overrides(request, model) -> tuple[str, ...]:
-    """Of a job on this number of ranks."""
-    return f"model.path={model}", f"trainer.num_workers={request.param}"
+    """Of a job with these settings."""
+    return f"model.path={model}", *request.param
 
 
 @dataclass
@@ -83,7 +87,9 @@ LATER_SAVES = [
     [("logged", 3), ("save:published", 2)],
     [("logged", 3), ("save:hinted", 2)],
 ]
-LIVES = [(1, FIRST_SAVES), (2, FIRST_SAVES), *((2, life) for life in LATER_SAVES)]
+WHILE_GENERATING = [(place, 1) for place in ("ahead:begun", "ahead:generated")]  # of a step ahead, before any save
+WHILE_GENERATING += [("ahead:begun", 4), ("ahead:generated", 4)]
+LIVES = [(ONE_RANK, FIRST_SAVES), *((AHEAD, life) for life in (FIRST_SAVES, *LATER_SAVES, WHILE_GENERATING))]
 
 
 @pytest.mark.parametrize(("overrides", "life"), LIVES, indirect=["overrides"])
@@ -122,10 +128,10 @@ def test_a_job_killed_under_one_layout_ends_under_others_as_if_never_killed(tmp_
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-5) for name in theirs)
 
 
-@pytest.mark.parametrize(("overrides", "trial"), [(1, 0), (2, 1), (2, 2)], indirect=["overrides"])
+@pytest.mark.parametrize(("overrides", "trial"), [(ONE_RANK, 0), (AHEAD, 1), (AHEAD, 2)], indirect=["overrides"])
 def test_a_job_killed_at_random_moments_ends_as_if_never_killed(overrides, uninterrupted, trial, tmp_path):
     """Four kills spread over the life of a job, its start and its saves included."""
-    moments = random.Random(f"{overrides[1]} {trial}")
+    moments = random.Random(f"{overrides[1:]} {trial}")
     job = Job(tmp_path / "job", overrides)
     kills, longest = 0, uninterrupted.seconds
     while kills < 4:

@@ -18,8 +18,7 @@ from tests.support.replies import Replies, evaluator_beside, sampling_source
 from tests.support.runs import configured
 from tests.support.toy import ToyLearner
 from trainer.config import Config, DataConfig, RewardConfig, TinyConfig
-from trainer.errors import FailureSource, UserError, WorkerError, set_failure_source
-from trainer.generation.engine import Completion, Request, Sampling
+from trainer.generation.engine import Completion, Request
 from trainer.metrics.timing import Timer
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
@@ -179,3 +178,35 @@ def test_a_run_that_died_ends_as_if_it_had_not(tmp_path, model, whole, step, ahe
     cfg.rollout.journal = step % 2 == 0
     trainer = run(cfg, model)
     assert outcome(tmp_path / "run", trainer) == whole(ahead)
+
+
+PROVEN_KEYS = {"rollout.ahead"}
+
+
+def versions(root: Path) -> dict[int, int]:
+    """The version of the weights that sampled each step."""
+    ages = {row["step"]: row.get("rollout/staleness_max", 0.0) for row in metrics(root) if row["step"] > 0}
+    return {step: step - int(age) for step, age in ages.items()}
+
+
+@pytest.mark.parametrize("before", [0, 1, 2])
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_a_changed_key_acts_from_the_first_step_on_that_the_checkpoint_does_not_hold(
+    tmp_path, model, whole, before, after
+):
+    run(settings(tmp_path / "run", before), model, kill_in_update(6))
+    outcomes = []
+    for name in ("first", "second"):
+        root = tmp_path / name
+        shutil.copytree(tmp_path / "run", root)
+        cfg = settings(root, after, allow_config_change=["rollout.ahead"])
+        outcomes.append(outcome(root, run(cfg, model)))
+    assert outcomes[0] == outcomes[1]
+    first = [{name: row[name] for name in row if "staleness" not in name} for row in outcomes[0][0][:6]]
+    expected = [{name: row[name] for name in row if "staleness" not in name} for row in whole(before)[0][:6]]
+    assert first == expected, "step 5 has episodes of the same weights with any key"
+    held = {step: max(1, step - before) for step in range(1, 4 + before + 1)}
+    fresh = {step: max(5, step - after) for step in range(4 + before + 1, STEPS + 1)}
+    assert versions(tmp_path / "first") == held | fresh
+    if before == after:
+        assert outcomes[0] == whole(after)

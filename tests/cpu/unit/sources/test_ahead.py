@@ -1,0 +1,190 @@
+"""Which weights sample which step and which rows, whatever is killed; and threads that fail, hang or are stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.replies import Replies, sampling_source, source_of
+from trainer.checkpoint.checkpoint_files import files_at
+from trainer.checkpoint.components import Restore
+from trainer.checkpoint.manifest import Checkpoint
+from trainer.config import TinyConfig
+from trainer.data.ledger import SampleIndex
+from trainer.generation.engine import Completion, Request
+from trainer.models.tiny import build_tiny
+from trainer.models.tokenizer import load_tokenizer
+from trainer.sources.ahead import steps_to_begin
+from trainer.sources.sampling import SamplingSource, prompt_ledger
+
+
+@pytest.mark.parametrize(
+    ("version", "ahead", "total", "known", "expected"),
+    [
+        (1, 1, 9, (), [1, 2]),  # a run that begins
+        (2, 1, 9, (2,), [3]),  # its second step
+        (5, 2, 9, (5, 6), [7]),
+        (5, 2, 6, (5, 6), []),  # the last steps
+        (5, 1, 9, (5, 6, 7), []),  # the checkpoint was saved with more steps ahead
+        (5, 3, 9, (5,), [6, 7, 8]),  # with fewer
+        (5, 0, 9, (), [5]),
+        (10, 2, 9, (), []),
+    ],
+)
+def test_the_batches_that_begin_with_new_weights(version, ahead, total, known, expected):
+    assert steps_to_begin(version, ahead, total, known) == expected
+
+
+class Versions(Replies):
+    """Engines with a version. A prompt of `dull` gets equal replies."""
+
+    synced_bytes = 0
+
+    def __init__(self, tokenizer: Any):
+        super().__init__(tokenizer, lambda *_: "")
+        self.version, self.open, self.dull = 0, 0, frozenset[str]()
+        self.before_request: Any = lambda request: None
+        self.aborted = threading.Event()
+
+    def start(self, version: int, is_initial: bool) -> None:
+        self.sync_weights(version, "abort")
+
+    def sync_weights(self, version: int, running: str) -> None:
+        assert self.open == 0, "weights change while a batch is generated"
+        self.version = version
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+    def stream(self, requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
+        self.open += 1
+        try:
+            for index, request in enumerate(requests):
+                self.before_request(request)
+                prompt = self._tokenizer.decode(request.prompt_token_ids, skip_special_tokens=True)
+                length = 1 if prompt in self.dull or index % 2 == 0 else 2 + request.seed % 5
+                yield {index: Completion([65] * length, [-1.0] * length, "stop", self.version)}
+        finally:
+            self.open -= 1
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    path = str(tmp_path_factory.mktemp("model"))
+    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128), path)
+    return path
+
+
+@contextlib.contextmanager
+def versioned(root: Path, model: str, ahead: int = 1) -> Iterator[tuple[SamplingSource, Versions]]:
+    with source_of(root, model, lambda *_: "") as plain:
+        cfg = plain.cfg
+    cfg.rollout.ahead, cfg.trainer.train_batch_size, cfg.trainer.total_steps = ahead, 2, 6
+    engines = Versions(load_tokenizer(model))
+    with sampling_source(cfg, engines, model) as source:
+        yield source, engines
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory, model) -> Iterator[tuple[SamplingSource, Versions]]:
+    with versioned(tmp_path_factory.mktemp("shared"), model) as found:
+        yield found
+
+
+def save(source: SamplingSource, step: int, root: Path) -> Checkpoint:
+    """Save what the source saves after a step. The files stay at `root`."""
+    staging = files_at(str(root / f"step {step}"))
+    (part,) = source.parts()
+    staging.write("data.json", json.dumps(source.state_dict()).encode())
+    entries = part.begin(staging)()
+    return Checkpoint(staging.path, step, {"files": [{"path": entry.path} for entry in entries]})
+
+
+def load(source: SamplingSource, checkpoint: Checkpoint) -> None:
+    source.load_state_dict(json.loads(checkpoint.files.read("data.json")))
+    (part,) = source.parts()
+    part.load(checkpoint, Restore())
+
+
+Trained = tuple[list[str], list[float | None], set[int], list[SampleIndex]]
+
+
+def train(
+    source: SamplingSource, first: int, last: int, kill_at: int | None, root: Path | None
+) -> tuple[dict[int, Trained], Checkpoint | None]:
+    """Train steps, and save every second one; returns what each step trained on, and the last checkpoint."""
+    trained: dict[int, Trained] = {}
+    saved = None
+    source.start(first, is_initial=first == 1)
+    for step in range(first, last + 1):
+        episodes = source.next(step)
+        if step == kill_at:
+            break
+        source.publish(step + 1)
+        used = [row.index for row in source._batches[step].used]
+        source.commit(step)
+        versions = {version for episode in episodes for version in episode.samples[0].weight_versions}
+        trained[step] = [e.uid for e in episodes], [e.reward for e in episodes], versions, used
+        if step % 2 == 0 and root is not None:
+            saved = save(source, step, root)
+    return trained, saved
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    size=st.integers(1, 12),
+    wanted=st.integers(1, 4),
+    dull=st.sets(st.integers(0, 11)),
+    lives=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 7)), min_size=1, max_size=4),
+    is_dynamic=st.booleans(),
+)
+def test_every_step_has_its_weights_and_rows_whatever_is_killed(
+    shared, tmp_path_factory, size, wanted, dull, lives, is_dynamic
+):
+    """Each life has a `rollout.ahead` of its own and ends with a kill. If it is always the same, nothing differs."""
+    source, engines = shared
+    cfg, steps = source.cfg, 6
+    engines.dull = frozenset(f"p{index}" for index in dull)
+    cfg.trainer.train_batch_size, cfg.trainer.total_steps = wanted, steps
+    cfg.algorithm.dynamic_sampling, cfg.algorithm.max_gen_batches = is_dynamic, 2
+
+    def begin() -> None:
+        source.ledger = prompt_ledger(cfg, source.prompts[:size])
+        source.load_state_dict(source.ledger.state_dict())
+
+    def run_killed(aheads: Sequence[int]) -> dict[int, Trained]:
+        root, committed, checkpoint = tmp_path_factory.mktemp("saves"), {}, None
+        moments = [kill for _, kill in lives] + [None]
+        for ahead, kill_at in zip(aheads, moments, strict=True):
+            cfg.rollout.ahead = ahead
+            begin()
+            first, held = 1, set()
+            if checkpoint is not None:
+                load(source, checkpoint)
+                first, held = checkpoint.step + 1, set(source._ahead.steps)
+            committed = {step: one for step, one in committed.items() if step < first}
+            trained, saved = train(source, first, steps, kill_at, root)
+            for step, (_, _, versions, _) in trained.items():
+                assert step in held or versions == {max(first, step - ahead)}
+            committed |= trained
+            checkpoint = saved or checkpoint
+        rows = [row for step in sorted(committed) for row in committed[step][3]]
+        assert len(set(rows)) == len(rows) and [*committed] == list(range(1, steps + 1))
+        source.ledger = prompt_ledger(cfg, source.prompts[:size])
+        assert rows == source.ledger.peek(len(rows)), "a row is skipped, or comes too early"
+        return committed
+
+    aheads = [ahead for ahead, _ in lives]
+    run_killed([*aheads, aheads[-1]])
+    cfg.rollout.ahead = aheads[0]
+    begin()
+    expected, _ = train(source, 1, steps, None, None)
+    assert run_killed([aheads[0]] * (len(lives) + 1)) == expected

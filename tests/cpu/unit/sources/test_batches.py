@@ -1,0 +1,85 @@
+"""Batches of steps ahead, and how a checkpoint holds them."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.cpu.unit.data.test_records import bits, episodes
+from tests.support.checkpoints import manager, save
+from trainer.checkpoint.components import Restore
+from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, verify
+from trainer.data.ledger import SampleIndex
+from trainer.sources.batches import StepBatch, UsedRow, ahead_part, decode_batch, encode_batch
+
+counts = st.integers(0, 2**40)
+rows = st.builds(UsedRow, st.builds(SampleIndex, counts, counts, counts), st.none() | st.floats(allow_nan=False))
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    found=st.lists(episodes, min_size=1, max_size=4),
+    used=st.lists(rows, max_size=4),
+    metrics=st.dictionaries(st.text(max_size=4), st.floats(allow_nan=False) | st.integers()),
+)
+def test_a_batch_comes_back_bit_for_bit(found, used, metrics):
+    together = [dataclasses.replace(episode, group=str(i // 2)) for i, episode in enumerate(found)]
+    batch = StepBatch(together, used, metrics)
+    data = encode_batch(3, batch, "config")
+    assert bits(decode_batch(data)) == bits((batch, "config")) and encode_batch(3, batch, "config") == data
+
+
+@pytest.mark.parametrize("about", ["", "{}", '{"used": [{}], "metrics": {}, "config": ""}', "[[["])
+def test_a_record_of_the_journal_is_no_batch(about):
+    from trainer.data.records import encode
+
+    with pytest.raises(ValueError):
+        decode_batch(encode(1, {}, {"batch": about}))
+
+
+def saved(root: Path, batches: dict[int, StepBatch], config: str = "config") -> Checkpoint:
+    part = ahead_part(config, lambda: {step: lambda b=batch: b for step, batch in batches.items()}, lambda _: None)
+    run = {"roles": ["policy"], "ranks": 1, "replicas": 1, "config_digest": "0", "score": None, "parent": None}
+    return verify(save(manager(root), 1, [part], **run))
+
+
+BATCHES = {step: StepBatch([], [UsedRow(SampleIndex(0, 0, step), 0.5)], {"reward/a/mean": 0.5}) for step in (2, 10)}
+
+
+@pytest.mark.parametrize(
+    ("config", "left_out", "reason"),
+    [("config", (), ""), ("other", (), "another config"), ("config", ("weights",), "other weights")],
+)
+def test_batches_of_another_config_or_of_other_weights_are_dropped(tmp_path, caplog, config, left_out, reason):
+    caplog.set_level(logging.INFO)
+    checkpoint = saved(tmp_path, BATCHES)
+    held: dict[int, StepBatch] = {}
+    restore = Restore(Restore().kinds - set(left_out), fork=True)
+    ahead_part(config, dict, held.update).load(checkpoint, restore)
+    assert held == ({} if reason else BATCHES) and [*held] == sorted(held)
+    told = [line for line in caplog.messages if "its rollouts of" in line]
+    assert told == ([f"{checkpoint.path}: its rollouts of steps 2 to 10 are of {reason}, and are generated again"]
+                    if reason else [])  # fmt: skip
+
+
+def test_a_damaged_batch_is_refused(tmp_path):
+    checkpoint = saved(tmp_path, BATCHES)
+    (Path(checkpoint.path) / "ahead/step_2.arrow").write_bytes(b"ARROW1")
+    with pytest.raises(CorruptCheckpointError, match="ahead/step_2.arrow is damaged"):
+        ahead_part("config", dict, lambda _: None).load(checkpoint, Restore())
+
+
+def test_a_batch_that_fails_fails_the_save(tmp_path):
+    def fail() -> StepBatch:
+        raise ValueError("a judge is gone")
+
+    checkpoints = manager(tmp_path)
+    checkpoints.save(1, [ahead_part("config", lambda: {2: fail}, lambda _: None)], {})
+    checkpoints.wait()
+    (result,) = checkpoints.results()
+    assert result.error == "a judge is gone" and checkpoints.store.steps() == []
