@@ -14,7 +14,7 @@ from trainer.checkpoint.checkpoint_files import CheckpointFiles
 from trainer.checkpoint.components import Component, Restore
 from trainer.checkpoint.manifest import Checkpoint, FileEntry, reading
 from trainer.data.ledger import SampleIndex
-from trainer.data.records import decode, encode
+from trainer.data.records import decode_groups, encode
 from trainer.episodes import Episode
 from trainer.files.documents import is_count, parse_object
 
@@ -56,15 +56,12 @@ def encode_batch(step: int, batch: StepBatch, config: str) -> bytes:
     Args:
         config: digest of the settings that decide rollouts.
     """
-    groups: dict[str, list[Episode]] = {}
-    for episode in batch.episodes:  # those of a group follow one another
-        groups.setdefault(episode.group, []).append(episode)
     used = [
         dict(zip(("dataset", "epoch", "index", "reward"), (*astuple(row.index), row.reward), strict=True))
         for row in batch.used
     ]
     about = {"used": used, "metrics": batch.metrics, "config": config}
-    return encode(step, groups, {"batch": json.dumps(about)})
+    return encode(step, batch.episodes, about={"batch": json.dumps(about)})
 
 
 def decode_batch(data: bytes) -> tuple[StepBatch, str]:
@@ -73,7 +70,7 @@ def decode_batch(data: bytes) -> tuple[StepBatch, str]:
     Raises:
         ValueError: the file is damaged.
     """
-    groups, about = decode(data)
+    groups, about = decode_groups(data)
     content = parse_object(about.get("batch", "null"), _SHAPE)
     used = [UsedRow(SampleIndex(row["dataset"], row["epoch"], row["index"]), row["reward"]) for row in content["used"]]
     episodes = [episode for group in groups.values() for episode in group]

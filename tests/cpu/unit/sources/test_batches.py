@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from tests.support.checkpoints import manager, save
 from trainer.checkpoint.components import Restore
 from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, verify
 from trainer.data.ledger import SampleIndex
+from trainer.data.records import encode
 from trainer.sources.batches import StepBatch, UsedRow, ahead_part, decode_batch, encode_batch
 
 counts = st.integers(0, 2**40)
@@ -28,18 +28,15 @@ rows = st.builds(UsedRow, st.builds(SampleIndex, counts, counts, counts), st.non
     metrics=st.dictionaries(st.text(max_size=4), st.floats(allow_nan=False) | st.integers()),
 )
 def test_a_batch_comes_back_bit_for_bit(found, used, metrics):
-    together = [dataclasses.replace(episode, group=str(i // 2)) for i, episode in enumerate(found)]
-    batch = StepBatch(together, used, metrics)
+    batch = StepBatch(found, used, metrics)
     data = encode_batch(3, batch, "config")
     assert bits(decode_batch(data)) == bits((batch, "config")) and encode_batch(3, batch, "config") == data
 
 
 @pytest.mark.parametrize("about", ["", "{}", '{"used": [{}], "metrics": {}, "config": ""}', "[[["])
 def test_a_record_of_the_journal_is_no_batch(about):
-    from trainer.data.records import encode
-
     with pytest.raises(ValueError):
-        decode_batch(encode(1, {}, {"batch": about}))
+        decode_batch(encode(1, [], about={"batch": about}))
 
 
 def saved(root: Path, batches: dict[int, StepBatch], config: str = "config") -> Checkpoint:
