@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import process_marks
+from tests.support.buckets import s3_server
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests are about CPUs, also on a machine with GPUs
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - with Ray's 15, others would leave it hardly any time
@@ -50,6 +51,13 @@ def read_only(tmp_path) -> Iterator[Path]:
     path.mkdir(mode=0o555)
     yield path
     path.chmod(0o755)
+
+
+@pytest.fixture(scope="session")
+def s3_url() -> Iterator[str]:
+    """The URL of an S3 server. A test makes buckets with names of its own, and reaches them with `use_s3`."""
+    with s3_server() as url:
+        yield url
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.buckets import make_bucket, s3_server, use_s3
+from tests.support.buckets import make_bucket, use_s3
 from tests.support.forks import fork_server
 from tests.support.jobs import environment
 from tests.support.toy import toy_config, toy_run
@@ -21,12 +21,6 @@ pytestmark = pytest.mark.slow
 
 _STRAIGHT = ["begin", "parts_written", "manifest_written", "published", "hinted", "deleting"]
 _names = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def server():
-    with s3_server() as url:
-        yield url
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +36,10 @@ def whole(tmp_path_factory):
     [(f"save:{name}", False) for name in _STRAIGHT] + [("upload:published", True)],
 )
 def test_a_killed_run_continues_on_another_machine_as_if_uninterrupted(
-    server, whole, tmp_path, monkeypatch, failpoint, tiers
+    s3_url, whole, tmp_path, monkeypatch, failpoint, tiers
 ):
     number, expected, model = whole
-    use_s3(monkeypatch, server)
+    use_s3(monkeypatch, s3_url)
     root = make_bucket(f"killed-{next(_names)}") + "/run"
     stopped, local = tmp_path / "stopped", str(tmp_path / "disk") if tiers else ""
     nth = {"save:deleting": 1, "upload:published": 2}.get(failpoint, 3)  # uploads may skip steps, but not the last one

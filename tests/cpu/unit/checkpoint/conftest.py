@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.buckets import make_bucket, s3_server, use_s3
+from tests.support.buckets import make_bucket, use_s3
 from tests.support.checkpoints import write_two
 from tests.support.fault_proxy import Faults, fault_proxy
 from tests.support.one_rank import save_run
@@ -37,13 +37,6 @@ def saved_run(tmp_path_factory, model) -> Path:
     return root
 
 
-@pytest.fixture(scope="module")
-def s3() -> Iterator[str]:
-    """The URL of an S3 server."""
-    with s3_server() as url:
-        yield url
-
-
 @pytest.fixture
 def faults() -> Faults:
     """What goes wrong between this process and the store."""
@@ -51,9 +44,9 @@ def faults() -> Faults:
 
 
 @pytest.fixture
-def bucket_behind_proxy(s3, faults, monkeypatch) -> Iterator[str]:
+def bucket_behind_proxy(s3_url, faults, monkeypatch) -> Iterator[str]:
     """The URL of an empty bucket, which is reached through a proxy with faults."""
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # the tries of botocore; ours come on top
-    with fault_proxy(s3, faults) as url:
+    with fault_proxy(s3_url, faults) as url:
         use_s3(monkeypatch, url)
         yield make_bucket(f"bucket-{secrets.token_hex(4)}")

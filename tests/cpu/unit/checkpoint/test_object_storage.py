@@ -164,11 +164,11 @@ def test_a_store_that_ignores_conditions_is_refused(root, monkeypatch):
 
 
 @pytest.mark.parametrize(("mode", "attempts"), [("legacy", 3), ("standard", 3), ("legacy", 1)])
-def test_repeated_requests_to_s3_leave_the_generator_of_user_code_alone(s3, faults, monkeypatch, mode, attempts):
+def test_repeated_requests_to_s3_leave_the_generator_of_user_code_alone(s3_url, faults, monkeypatch, mode, attempts):
     """With the repetitions of botocore, and with ours alone."""
     monkeypatch.setenv("AWS_RETRY_MODE", mode)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", str(attempts))
-    with fault_proxy(s3, faults) as url:
+    with fault_proxy(s3_url, faults) as url:
         use_s3(monkeypatch, url)
         assert draws_nothing(f"{make_bucket(f'{mode}-{attempts}')}/run", faults)
 

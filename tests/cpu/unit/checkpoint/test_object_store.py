@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.another_store import use_another_store
-from tests.support.buckets import make_bucket, s3_server, use_s3
+from tests.support.buckets import make_bucket, use_s3
 from tests.support.checkpoints import parts_of, save
 from tests.support.ranks import run_ranks
 from tests.support.toy import toy_config, toy_run
@@ -30,16 +30,10 @@ from trainer.files.atomic_io import digest_bytes
 from trainer.run.directory import RunDirectory
 
 
-@pytest.fixture(scope="module")
-def server():
-    with s3_server() as url:
-        yield url
-
-
 @pytest.fixture
-def root(server, monkeypatch, request) -> str:
+def root(s3_url, monkeypatch, request) -> str:
     """An empty prefix."""
-    use_s3(monkeypatch, server)
+    use_s3(monkeypatch, s3_url)
     bucket = f"bucket-{abs(hash(request.node.name))}"
     return make_bucket(bucket) + "/some/run"
 
@@ -123,8 +117,8 @@ def test_pieces_that_no_checkpoint_names_are_deleted_at_the_next_start(root, tmp
         assert (second / "metrics.jsonl").read_bytes() == lines
 
 
-def test_ranks_write_and_read_their_own_parts_with_any_sharding(root, server, monkeypatch):
-    environment = use_s3(monkeypatch, server)
+def test_ranks_write_and_read_their_own_parts_with_any_sharding(root, s3_url, monkeypatch):
+    environment = use_s3(monkeypatch, s3_url)
     checkpoints = CheckpointManager(open_store(root))
 
     def write(staging: CheckpointFiles) -> Callable[[], list[FileEntry]]:

@@ -13,10 +13,10 @@ from trainer.checkpoint.storage import StoreError, open_storage
 
 
 @pytest.fixture
-def bare(s3, monkeypatch, tmp_path):
+def bare(s3_url, monkeypatch, tmp_path):
     """A bucket, and no variable that says how to reach it."""
     with monkeypatch.context() as known:
-        use_s3(known, s3)
+        use_s3(known, s3_url)
         url = make_bucket(tmp_path.name.replace("_", "-")[:40])
     for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
         monkeypatch.delenv(name, raising=False)
@@ -35,23 +35,23 @@ def is_usable(url: str) -> bool:
     return storage.get("a") == b"1"
 
 
-def test_a_profile_names_the_endpoint_and_the_credentials(bare, s3, monkeypatch, tmp_path):
-    Path(tmp_path, "config").write_text(f"[profile mine]\nregion = us-east-1\nendpoint_url = {s3}\n")
+def test_a_profile_names_the_endpoint_and_the_credentials(bare, s3_url, monkeypatch, tmp_path):
+    Path(tmp_path, "config").write_text(f"[profile mine]\nregion = us-east-1\nendpoint_url = {s3_url}\n")
     Path(tmp_path, "credentials").write_text(f"[mine]\naws_access_key_id = {KEY}\naws_secret_access_key = {SECRET}\n")
     monkeypatch.setenv("AWS_PROFILE", "mine")
     assert is_usable(bare)
 
 
-def test_the_settings_of_fsspec_are_used(bare, s3, monkeypatch):
-    settings = {"key": KEY, "secret": SECRET, "endpoint_url": s3, "client_kwargs": {"region_name": "us-east-1"}}
+def test_the_settings_of_fsspec_are_used(bare, s3_url, monkeypatch):
+    settings = {"key": KEY, "secret": SECRET, "endpoint_url": s3_url, "client_kwargs": {"region_name": "us-east-1"}}
     monkeypatch.setenv("FSSPEC_S3", json.dumps(settings))
     monkeypatch.setitem(fsspec.config.conf, "s3", {})
     fsspec.config.set_conf_env(fsspec.config.conf)
     assert is_usable(bare)
 
 
-def test_without_credentials_one_request_is_refused(bare, s3, monkeypatch):
-    monkeypatch.setenv("AWS_ENDPOINT_URL", s3)
+def test_without_credentials_one_request_is_refused(bare, s3_url, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_url)
     with pytest.raises(StoreError, match="NoCredentialsError"):
         open_storage(bare).get("a")
 
@@ -59,11 +59,11 @@ def test_without_credentials_one_request_is_refused(bare, s3, monkeypatch):
 @pytest.mark.parametrize(
     ("variable", "value"), [("AWS_CA_BUNDLE", "/nowhere/ca.pem"), ("HTTPS_PROXY", "http://127.0.0.1:9")]
 )
-def test_certificates_and_proxies_of_the_environment_are_used(bare, s3, monkeypatch, variable, value):
+def test_certificates_and_proxies_of_the_environment_are_used(bare, s3_url, monkeypatch, variable, value):
     """A certificate that is missing must not look like a missing object."""
     for name, content in {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, variable: value}.items():
         monkeypatch.setenv(name, content)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.replace("http://", "https://"))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_url.replace("http://", "https://"))
     with pytest.raises(StoreError, match="ProxyConnectionError|No such file|invalid path") as raised:
         open_storage(bare).get("a")
     assert SECRET not in str(raised.value)

@@ -11,7 +11,7 @@ import shutil
 
 import pytest
 
-from tests.support.buckets import KEY, SECRET, make_bucket, s3_server, use_s3
+from tests.support.buckets import KEY, SECRET, make_bucket, use_s3
 from tests.support.toy import toy_config, toy_run
 from trainer.checkpoint.__main__ import main
 from trainer.checkpoint.storage import JOURNAL, open_storage, records_in
@@ -19,15 +19,9 @@ from trainer.checkpoint.store import open_store
 from trainer.checkpoint.tiers import open_tiers
 
 
-@pytest.fixture(scope="module")
-def server():
-    with s3_server() as url:
-        yield url
-
-
 @pytest.fixture
-def s3(server, monkeypatch):
-    use_s3(monkeypatch, server)
+def s3(s3_url, monkeypatch):
+    use_s3(monkeypatch, s3_url)
 
 
 def run(capsys, *arguments: str) -> tuple[int, str]:

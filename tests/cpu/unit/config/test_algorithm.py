@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
-from tests.support.config import refusal_of
-from trainer.config import ESTIMATOR, LOSS, AlgorithmConfig, Config, compose, named_options
+from tests.cpu.unit.config.contradictions import (  # noqa: F401
+    test_contradictions_are_refused_in_one_sentence,
+    test_what_is_at_a_bound_is_accepted,
+)
+from trainer.config import ESTIMATOR, LOSS, AlgorithmConfig, Config, named_options
 from trainer.config.algorithm import aggregation_of, check_group_size, chosen_options, option_names, own_defaults
 from trainer.errors import UserError
 
@@ -56,17 +57,6 @@ AT_THE_BOUND = [
     ["algorithm.kl_controller=adaptive", "algorithm.kl_horizon=512"],
     ["algorithm.dynamic_sampling=true", "rollout.n=2"],
 ]
-
-
-@pytest.mark.parametrize(("overrides", "sentence"), CONTRADICTIONS)
-def test_contradictions_are_refused_in_one_sentence(overrides, sentence):
-    assert re.search(sentence, refusal_of(overrides))
-
-
-@pytest.mark.parametrize("overrides", AT_THE_BOUND, ids=lambda overrides: " ".join(overrides[-2:]))
-def test_what_is_at_a_bound_is_accepted(overrides):
-    """One step further it would be a contradiction, or the contradiction has no effect."""
-    compose(overrides)
 
 
 def test_named_options_are_those_that_are_set():

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
-from tests.support.config import refusal_of
-from trainer.config import compose
+from tests.cpu.unit.config.contradictions import (  # noqa: F401
+    test_contradictions_are_refused_in_one_sentence,
+    test_what_is_at_a_bound_is_accepted,
+)
 from trainer.config.data import GENERATORS
 from trainer.data.generators import generate
 
@@ -23,17 +23,6 @@ CONTRADICTIONS = [
 AT_THE_BOUND = [
     ["data=files", "data.train_files=[a.jsonl]", "trainer.val_interval=-1"],
 ]
-
-
-@pytest.mark.parametrize(("overrides", "sentence"), CONTRADICTIONS)
-def test_contradictions_are_refused_in_one_sentence(overrides, sentence):
-    assert re.search(sentence, refusal_of(overrides))
-
-
-@pytest.mark.parametrize("overrides", AT_THE_BOUND, ids=lambda overrides: " ".join(overrides[-2:]))
-def test_what_is_at_a_bound_is_accepted(overrides):
-    """One step further it would be a contradiction, or the contradiction has no effect."""
-    compose(overrides)
 
 
 @pytest.mark.parametrize("name", GENERATORS)

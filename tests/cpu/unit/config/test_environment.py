@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import re
-
-import pytest
-
-from tests.support.config import refusal_of
+from tests.cpu.unit.config.contradictions import test_contradictions_are_refused_in_one_sentence  # noqa: F401
 from trainer.config import compose
 
 CONTRADICTIONS = [
@@ -16,11 +12,6 @@ CONTRADICTIONS = [
         "algorithm.overlong_buffer=4: is for one completion",
     ),
 ]
-
-
-@pytest.mark.parametrize(("overrides", "sentence"), CONTRADICTIONS)
-def test_contradictions_are_refused_in_one_sentence(overrides, sentence):
-    assert re.search(sentence, refusal_of(overrides))
 
 
 def test_without_an_environment_its_keys_contradict_nothing():

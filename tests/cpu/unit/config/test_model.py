@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import re
-
-import pytest
-
-from tests.support.config import refusal_of
+from tests.cpu.unit.config.contradictions import test_contradictions_are_refused_in_one_sentence  # noqa: F401
 from trainer.config import compose
 
 CONTRADICTIONS = [
@@ -19,11 +15,6 @@ CONTRADICTIONS = [
         "model.chat_template_kwargs.*'enable-thinking' is no name",
     ),
 ]
-
-
-@pytest.mark.parametrize(("overrides", "sentence"), CONTRADICTIONS)
-def test_contradictions_are_refused_in_one_sentence(overrides, sentence):
-    assert re.search(sentence, refusal_of(overrides))
 
 
 def test_lengths_are_compared_with_the_built_in_model_alone():

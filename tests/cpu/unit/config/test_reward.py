@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
-import pytest
-
+from tests.cpu.unit.config.contradictions import (  # noqa: F401
+    test_contradictions_are_refused_in_one_sentence,
+    test_what_is_at_a_bound_is_accepted,
+)
 from tests.support.config import refusal_of
-from trainer.config import RewardConfig, compose
+from trainer.config import RewardConfig
 
 CONTRADICTIONS = [
     (["reward.name=[math,gsm8k]", "reward.weights=[1]"], "reward.weights=.*a weight for each of the 2 rewards"),
@@ -25,17 +25,6 @@ AT_THE_BOUND = [
     ["reward.name=[math,gsm8k]", "reward.weights=[1,2]"],
     ["reward.name=remote", "reward.url=http://judge:1/score"],
 ]
-
-
-@pytest.mark.parametrize(("overrides", "sentence"), CONTRADICTIONS)
-def test_contradictions_are_refused_in_one_sentence(overrides, sentence):
-    assert re.search(sentence, refusal_of(overrides))
-
-
-@pytest.mark.parametrize("overrides", AT_THE_BOUND, ids=lambda overrides: " ".join(overrides[-2:]))
-def test_what_is_at_a_bound_is_accepted(overrides):
-    """One step further it would be a contradiction, or the contradiction has no effect."""
-    compose(overrides)
 
 
 def test_credentials_in_an_address_are_refused_and_not_shown():

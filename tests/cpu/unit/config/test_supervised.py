@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import re
-
-import pytest
-
-from tests.support.config import refusal_of
+from tests.cpu.unit.config.contradictions import test_contradictions_are_refused_in_one_sentence  # noqa: F401
 from trainer.config import compose
 
 CONTRADICTIONS = [
@@ -20,11 +16,6 @@ CONTRADICTIONS = [
         r"sft.weights=\[1.0, 0.0\]: must be numbers above 0",
     ),
 ]
-
-
-@pytest.mark.parametrize(("overrides", "sentence"), CONTRADICTIONS)
-def test_contradictions_are_refused_in_one_sentence(overrides, sentence):
-    assert re.search(sentence, refusal_of(overrides))
 
 
 def test_rollouts_may_be_filtered_and_weighed():

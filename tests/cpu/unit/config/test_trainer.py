@@ -7,7 +7,11 @@ import re
 
 import pytest
 
-from tests.support.config import refusal_of, refusal_of_value
+from tests.cpu.unit.config.contradictions import (  # noqa: F401
+    test_contradictions_are_refused_in_one_sentence,
+    test_what_is_at_a_bound_is_accepted,
+)
+from tests.support.config import refusal_of_value
 from trainer.config import compose, validate
 
 BASE = compose([])
@@ -74,17 +78,6 @@ AT_THE_BOUND = [
     ["trainer.num_workers=4", "trainer.min_world_size=4"],
     ["trainer.num_workers=4", "trainer.dp_replicate=2", "trainer.min_world_size=2"],
 ]
-
-
-@pytest.mark.parametrize(("overrides", "sentence"), CONTRADICTIONS)
-def test_contradictions_are_refused_in_one_sentence(overrides, sentence):
-    assert re.search(sentence, refusal_of(overrides))
-
-
-@pytest.mark.parametrize("overrides", AT_THE_BOUND, ids=lambda overrides: " ".join(overrides[-2:]))
-def test_what_is_at_a_bound_is_accepted(overrides):
-    """One step further it would be a contradiction, or the contradiction has no effect."""
-    compose(overrides)
 
 
 @pytest.mark.parametrize(

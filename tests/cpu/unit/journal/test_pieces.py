@@ -8,22 +8,16 @@ import shutil
 import pytest
 
 from tests.cpu.unit.journal.test_journal import opened, steps_on_disk, train
-from tests.support.buckets import make_bucket, s3_server, use_s3
+from tests.support.buckets import make_bucket, use_s3
 from trainer.checkpoint.storage import JOURNAL, open_storage, records_in
 from trainer.errors import UserError
 
 _names = itertools.count()
 
 
-@pytest.fixture(scope="module")
-def server():
-    with s3_server() as url:
-        yield url
-
-
 @pytest.fixture
-def storage(server, monkeypatch):
-    use_s3(monkeypatch, server)
+def storage(s3_url, monkeypatch):
+    use_s3(monkeypatch, s3_url)
     return open_storage(make_bucket(f"journal-{next(_names)}") + "/run")
 
 
