@@ -21,7 +21,7 @@ from tests.support import killed_jobs
 from tests.support.jobs import send
 from tests.support.nodes import Node
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.storage import open_storage
+from trainer.checkpoint.storage import JOURNAL, open_storage
 from trainer.checkpoint.store import open_store
 
 _END_S = 60
@@ -201,6 +201,28 @@ def _tear_lines(workspace: Workspace, job: int, numbers: random.Random) -> str |
     return ", ".join(torn)
 
 
+def _damage_journal(workspace: Workspace, job: int, numbers: random.Random) -> str | None:
+    """Kill the job and damage or delete some of the records that it would train again on, or all."""
+    directory = workspace.run / JOURNAL
+    if not any(directory.glob("*.arrow")):
+        return None
+    _kill_job(workspace, job, numbers)
+    files = sorted(directory.glob("*.arrow"))
+    if numbers.random() < 0.2:
+        shutil.rmtree(directory)
+        return f"deleted {len(files)} records"
+    done = []
+    for file in numbers.sample(files, numbers.randint(1, len(files))) if files else []:
+        if numbers.random() < 0.3:
+            file.unlink()
+            done.append("deleted one")
+        else:
+            data, text = _damaged(file.read_bytes(), numbers)
+            file.write_bytes(data)
+            done.append(f"{text} one")
+    return f"{', '.join(done)} of {len(files)} records"
+
+
 def _lose_machine(workspace: Workspace, job: int, numbers: random.Random) -> str:
     """Kill the job, and delete all that it had on the disk."""
     _kill_job(workspace, job, numbers)
@@ -311,6 +333,7 @@ FAULTS: dict[str, Fault] = {
     "full disk": Fault(_fill_disk, (1, 2), needs_disk=True),
     "damaged newest checkpoint": Fault(_damage, (KILLED,)),
     "torn lines": Fault(_tear_lines, (KILLED,)),
+    "damaged journal": Fault(_damage_journal, (KILLED,), _has("engine"), 1.5),
     "lost machine": Fault(_lose_machine, (KILLED,), _on("store")),
     "errors of the object store": Fault(_disturb_store, (1, 2), _on("store"), 2),
     "cut link to the object store": Fault(_cut_link, (1, 2), _on("store"), 2),
