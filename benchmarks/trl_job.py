@@ -1,14 +1,17 @@
-"""The TRL side of `benchmarks.vs_trl`. It runs in an environment that has TRL and does not have this project.
+"""The TRL side of `benchmarks.vs_trl` and `benchmarks.resume_vs_trl`, in an environment without this project.
 
     python trl_job.py SETTINGS
 
-SETTINGS is a JSON file (see `benchmarks.vs_trl`). Prints a JSON object: the seconds of each step after the first, the
-CPU seconds of one, and the mean reward of each.
+SETTINGS is a JSON file (see these two). Prints a JSON object: the seconds of each step after the first, the CPU seconds
+of one, and the mean reward of each. A job that saves (`save_every`) is deterministic, can be continued (`resume`), and
+writes a line for each step to `steps.jsonl`, and at its end a digest of its weights to `weights.txt`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import sys
 import time
 
@@ -31,6 +34,33 @@ class Clock(TrainerCallback):
         self.cpu_times.append(time.process_time())
 
 
+class StepLog(TrainerCallback):
+    """Writes what the trainer logs of each step of `minis` optimizer steps, and how long it took."""
+
+    def __init__(self, path, minis):
+        self.path = path
+        self.minis = minis
+        self.begin = None
+
+    def on_step_begin(self, args, state, control, **_):
+        self.begin = self.begin or time.perf_counter()
+
+    def on_log(self, args, state, control, logs=None, **_):
+        if self.begin is None or "loss" not in logs:
+            return  # the summary at the end
+        seconds, self.begin = time.perf_counter() - self.begin, None
+        with open(self.path, "a", encoding="utf-8") as file:
+            row = {"step": state.global_step // self.minis, "seconds": seconds, "logged": logs}
+            file.write(json.dumps(row) + "\n")
+
+
+def digest(model) -> str:
+    found = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        found.update(name.encode() + tensor.detach().contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
 def main(s: dict) -> dict:
     torch.set_num_threads(s["threads"])
     with open(s["data"], encoding="utf-8") as file:
@@ -45,6 +75,11 @@ def main(s: dict) -> dict:
         rewards.append(sum(scores) / len(scores))
         return scores
 
+    saving = {"save_strategy": "no"}
+    callbacks = [clock := Clock()]
+    if s.get("save_every"):
+        saving = {"save_strategy": "steps", "save_steps": s["save_every"] * minis, "full_determinism": True}
+        callbacks.append(StepLog(os.path.join(s["out"], "steps.jsonl"), minis))
     args = trl.GRPOConfig(
         output_dir=s["out"],
         use_cpu=True,
@@ -65,20 +100,23 @@ def main(s: dict) -> dict:
         gradient_checkpointing=False,
         seed=s["seed"],
         logging_steps=minis,
-        save_strategy="no",
         report_to=[],
         disable_tqdm=True,
+        **saving,
     )
-    clock = Clock()
     trainer = trl.GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(s["model"], dtype=torch.float32),
         reward_funcs=reward,
         args=args,
         train_dataset=prompts,
         processing_class=AutoTokenizer.from_pretrained(s["model"], padding_side="left"),
-        callbacks=[clock],
+        callbacks=callbacks,
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=s.get("resume", False))
+    if s.get("save_every"):
+        with open(os.path.join(s["out"], "weights.txt"), "w", encoding="utf-8") as file:
+            file.write(digest(trainer.model))
+        return {}
     ends, cpu_ends = clock.times[minis - 1 :: minis], clock.cpu_times[minis - 1 :: minis]
     lengths = [row["completions/mean_length"] for row in trainer.state.log_history if "completions/mean_length" in row]
     return {
