@@ -1,7 +1,32 @@
-"""Importance weights that correct the mismatch between engine and trainer log-probs, and metrics of the mismatch.
+"""Importance weights of sampled tokens: the policy before the update against the policy that sampled.
 
-rho_t = exp(logp_trainer_t - logp_engine_t), both computed with the weights that sampled the token. Engine and trainer
-differ in kernels and precision (Yao et al., Your efficient RL framework secretly brings you off-policy training, 2025).
+rho_t = exp(logp_trainer_t - logp_engine_t). The trainer computes its log-probs before the update. They differ from the
+engine's for two reasons. Engine and trainer have other kernels and another precision (Yao et al., Your efficient RL
+framework secretly brings you off-policy training, 2025). And with `rollout.ahead` the engine had older weights.
+
+With older weights, rho separates the two meanings of "old policy" in the clipped surrogate (Hilton et al., Batch
+size-invariance for policy optimization, 2022; Fu et al., AReaL, 2025):
+
+    L_t = sg[rho_t] surrogate(r_t, A_t)
+    r_t = policy / policy before the update          rho_t = policy before the update / sampler
+
+The clip counts from the weights before the update, so older samples have as much room as fresh ones. Therefore
+`algorithm.rollout_correction=auto` is `tis` with `rollout.ahead`. With `algorithm.old_logprobs=rollout` the sampler
+itself is the old policy: r_t = policy / sampler contains rho_t, and there is no further weight. This is what each loss
+does with older samples:
+
+- `clip`, `clip_cov`: recompute: the surrogate above. rollout: older weights use up the room of the clip.
+- `gspo`: recompute: rho weighs the tokens; `rollout_correction_level=geometric` has the loss's own ratio. rollout: the
+  narrow bounds clip nearly every older sequence; not recommended.
+- `cispo`, `importance_weighted_ce`: recompute: two weights, each with its own bound. rollout: one weight with the bound
+  of the loss, as in V-trace (Espeholt et al., 2018).
+- `sapo`: recompute: the gate has its full slope before the update. rollout: it closes where older weights differ.
+- `kl_cov`: recompute: rho weighs the surrogate, but not the penalty. rollout: a ratio without a bound.
+- `reinforce`: recompute: truncated importance sampling. rollout: refused with `rollout.ahead`, because this loss has no
+  ratio, unless the correction is `off`.
+
+A loss that is given by import path gets the same arrays. The loss of a critic has no weight: its returns are those of
+the samples.
 """
 
 from __future__ import annotations

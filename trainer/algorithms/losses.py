@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trainer.algorithms.aggregation import Totals, aggregate, masked
 from trainer.algorithms.ratios import at_least_float32, clamp_log_ratio, is_clamped, log_ratio
+from trainer.algorithms.registry import without_ratio
 
 Loss = tuple[Tensor, dict[str, Tensor]]
 
@@ -187,6 +188,7 @@ def kl_cov(
     return aggregate(losses, mask, aggregation, totals), _metrics(log_r, selected | is_clamped(log_r), mask, totals)
 
 
+@without_ratio
 def reinforce(
     logprobs: Tensor,
     old_logprobs: Tensor,

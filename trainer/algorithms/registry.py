@@ -21,6 +21,17 @@ def needs_different_completions(function: Callable[..., Any]) -> bool:
     return getattr(function, "compares_completions", False)
 
 
+def without_ratio(function: Function) -> Function:
+    """Mark a policy loss that has no ratio of the policy to the old one."""
+    function.without_ratio = True  # type: ignore[attr-defined]
+    return function
+
+
+def has_ratio(function: Callable[..., Any]) -> bool:
+    """Return whether `function` is not decorated with `without_ratio`."""
+    return not getattr(function, "without_ratio", False)
+
+
 def resolve(registry: Mapping[str, Callable[..., Any]], name: str, key: str) -> Callable[..., Any]:
     """Return `registry[name]`, or the function at the import path `package.module:function`.
 

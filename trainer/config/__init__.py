@@ -10,6 +10,7 @@ from trainer.config.algorithm import (
     AlgorithmConfig,
     aggregation_of,
     chosen_options,
+    correction_of,
     named_options,
     option_names,
     own_defaults,

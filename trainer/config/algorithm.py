@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.fields import (
+    HARMLESS,
     ResumeRule,
     SavedRun,
     Section,
@@ -29,6 +30,14 @@ if TYPE_CHECKING:
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
 CORRECTIONS = ("tis", "mis")
+AUTO, OFF = "auto", "off"
+
+
+def correction_or_off(value: object) -> Any:
+    """Return a value of `rollout_correction`, and `off` for null (of earlier versions) and for false (off in YAML)."""
+    return OFF if value is None or str(value) == "False" else value
+
+
 CORRECTION_LEVELS = ("token", "arithmetic", "geometric", "product")
 ESTIMATOR, LOSS = "advantage_estimator", "policy_loss"
 """The keys that choose a function with options of its own."""
@@ -103,9 +112,10 @@ class AlgorithmConfig(Section):
     """Weight of the entropy bonus in the policy loss."""
     value_clip: float = number(0.2, at_least=0, resume="update")
     """`gae`: in the value loss, new values are clipped to at most this distance from the old values."""
-    rollout_correction: str | None = choice(None, (None, *CORRECTIONS), resume="update")
-    """Multiply advantages by the ratio of the trainer's to the engine's probability: `tis` (truncated) or `mis`
-    (masked). null: no correction."""
+    rollout_correction: str | None = choice(AUTO, (AUTO, OFF, *CORRECTIONS), resume="update")
+    """Multiply advantages by the ratio of the trainer's to the engine's probability: `tis` (truncated), `mis` (masked)
+    or `off`. `auto`: `tis` if older weights sample (`rollout.ahead` above 0), unless `old_logprobs=rollout`, whose
+    ratio corrects already; else `off`. null and false mean `off`."""
     rollout_correction_level: str = choice("token", CORRECTION_LEVELS, resume="update")
     """One ratio per `token`, or one per sequence: the `arithmetic` mean, the `geometric` mean or the `product` of the
     ratios of its tokens."""
@@ -128,6 +138,9 @@ class AlgorithmConfig(Section):
     """Largest number of batches of prompts that a step samples with `dynamic_sampling`. If they hold too few prompts
     with different rewards, the step is filled up with the other prompts."""
 
+    def __post_init__(self) -> None:
+        self.rollout_correction = correction_or_off(self.rollout_correction)
+
     @property
     def reads(self) -> frozenset[str]:
         """The arrays that estimator, loss and KL read, of those that something has to compute or keep for them."""
@@ -145,7 +158,7 @@ class AlgorithmConfig(Section):
                 f"exceeds algorithm.rollout_correction_high={self.rollout_correction_high}, which leaves no token to "
                 "learn from",
             )
-        if self.rollout_correction is not None and self.old_logprobs == "rollout":
+        if self.rollout_correction in CORRECTIONS and self.old_logprobs == "rollout":
             problem = "corrects the engine's log-probs, and algorithm.old_logprobs=rollout takes them as they are"
             raise config_error(config, "algorithm.rollout_correction", problem)
         if self.overlong_buffer > rollout.max_response_tokens:
@@ -165,6 +178,8 @@ class AlgorithmConfig(Section):
 
     def resume_rules(self, config: Config, saved: SavedRun) -> dict[str, ResumeRule]:
         rules = {}
+        if _correction(saved.config) == correction_of(config):
+            rules["rollout_correction"] = HARMLESS
         if ("critic" in saved.roles) != ("critic" in {role.name for role in config.roles}):
             rules["advantage_estimator"] = ResumeRule("never", "only one of the two has a critic")
         if saved.config.get("algorithm", {}).get("kl_controller") == self.kl_controller == "adaptive":
@@ -197,6 +212,30 @@ class AlgorithmConfig(Section):
                     "algorithm.ref_sync_interval",
                     "needs trainer.colocate_roles=true: the reference takes the weights of the policy beside it",
                 )
+
+
+def correction_of(config: Config) -> str | None:
+    """Return how the advantages of rollouts are corrected, one of `CORRECTIONS`; None: not at all."""
+    return _correction({name: vars(getattr(config, name)) for name in ("algorithm", "rollout")})
+
+
+def samples_from_older_weights(config: Config) -> bool:
+    """Return whether rollouts come from other weights than those that the step begins with."""
+    return _is_ahead(vars(config.rollout))
+
+
+def _correction(config: Mapping[str, Any]) -> str | None:
+    """Return what `correction_of` returns for a nested config, which may be one of an earlier version."""
+    algorithm = config.get("algorithm", {})
+    chosen = algorithm.get("rollout_correction")
+    if chosen == AUTO:
+        corrects = _is_ahead(config.get("rollout", {})) and algorithm.get("old_logprobs") != "rollout"
+        return "tis" if corrects else None
+    return chosen if chosen in CORRECTIONS else None
+
+
+def _is_ahead(rollout: Mapping[str, Any]) -> bool:
+    return rollout.get("ahead", 0) > 0
 
 
 def check_group_size(config: Config, key: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from trainer.config.algorithm import correction_or_off
 from trainer.config.training import CHECKPOINTING_OF_BOOL
 from trainer.import_utils import with_colon
 
@@ -75,6 +76,7 @@ def _checkpointing(saved: Any) -> Any:
 
 
 CONVERTERS: dict[str, Callable[[Any], Any]] = {
+    "algorithm.rollout_correction": correction_or_off,
     "trainer.divergence_limits": with_new_metrics,
     "algorithm.advantage_estimator": _import_path,
     "algorithm.policy_loss": _import_path,

@@ -11,15 +11,18 @@ import torch
 from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.aggregation import Totals
 from trainer.algorithms.losses import POLICY_LOSSES, Loss
-from trainer.algorithms.registry import needs_different_completions, resolve
+from trainer.algorithms.registry import has_ratio, needs_different_completions, resolve
 from trainer.config.algorithm import (
+    AUTO,
     ESTIMATOR,
     LOSS,
     AlgorithmConfig,
     aggregation_of,
     check_group_size,
     chosen_options,
+    correction_of,
     named_options,
+    samples_from_older_weights,
 )
 from trainer.config.functions import INPUTS
 from trainer.config.schema import Config
@@ -55,6 +58,7 @@ def check_functions(config: Config) -> None:
     _check_keys(algorithm, functions)
     _check_further_options(algorithm, functions, config.task.options)
     _check_covariances(loss, algorithm)
+    _check_correction(loss, config)
     if needs_different_completions(estimator):
         check_group_size(config, f"algorithm.advantage_estimator={algorithm.advantage_estimator}")
 
@@ -130,6 +134,18 @@ def _check_covariances(function: Callable[..., Any], algorithm: AlgorithmConfig)
         key = "cov_high" if bounds["cov_high"] != defaults["cov_high"] else "cov_low"
         room = " to ".join(f"{name}={value}" for name, value in bounds.items())
         raise UserError(f"algorithm.{key}={bounds[key]}: leaves no room from {room}")
+
+
+def _check_correction(loss: Callable[..., Any], config: Config) -> None:
+    """Refuse older weights that neither a correction nor the loss corrects, unless the user switched that off."""
+    a = config.algorithm
+    corrected = correction_of(config) is not None or has_ratio(loss) or a.rollout_correction != AUTO
+    if not corrected and samples_from_older_weights(config):
+        raise UserError(
+            f"algorithm.policy_loss={a.policy_loss}: has no ratio that corrects for the older weights of "
+            f"rollout.ahead={config.rollout.ahead}; choose algorithm.old_logprobs=recompute, or "
+            "algorithm.rollout_correction=off to train without a correction"
+        )
 
 
 def _try_estimator(function: Callable[..., Any], algorithm: AlgorithmConfig, scores: Collection[str] = ()) -> None:

@@ -129,20 +129,23 @@ def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
     return float(1 - errors.var() / returns.var())
 
 
-def correct_rollouts(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Batch, dict[str, float]]:
-    """Multiply the advantages by the weights of `algorithm.rollout_correction`; return the batch and metrics.
+def correct_rollouts(batch: Batch, algorithm: AlgorithmConfig, kind: str | None) -> tuple[Batch, dict[str, float]]:
+    """Multiply the advantages by the weights of a rollout correction; return the batch and metrics.
 
     Every policy loss is linear in the advantages, so this weighs the terms of its surrogate. `clip_cov` and `kl_cov`
     choose tokens by the corrected advantages, and the penalty of `kl_cov` has no weight.
+
+    Args:
+        kind: see `correction_of`.
     """
-    if algorithm.rollout_correction is None:
+    if kind is None:
         return batch, {}
     mask = torch.from_numpy(batch["mask"])
     weights, bound = correction_weights(
         torch.from_numpy(batch["old_logprobs"]),
         torch.from_numpy(batch["rollout_logprobs"]),
         mask,
-        kind=algorithm.rollout_correction,
+        kind=kind,
         level=algorithm.rollout_correction_level,
         low=algorithm.rollout_correction_low,
         high=algorithm.rollout_correction_high,

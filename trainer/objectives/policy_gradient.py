@@ -22,7 +22,7 @@ from trainer.algorithms import (
     value_loss,
 )
 from trainer.algorithms.registry import needs_different_completions
-from trainer.config import LOSS, Config, aggregation_of, chosen_options
+from trainer.config import LOSS, Config, aggregation_of, chosen_options, correction_of
 from trainer.config.functions import GIVEN, INPUTS
 from trainer.episodes import Episode
 from trainer.errors import UserError
@@ -56,6 +56,7 @@ class PolicyGradient(Objective):
         adaptive = a.kl_controller == "adaptive"
         self.kl = AdaptiveKL(a.kl_coef, a.kl_target, a.kl_horizon) if adaptive else FixedKL(a.kl_coef)
         self.temperature = cfg.rollout.temperature
+        self._correction = correction_of(cfg)
         self.unit = GROUP if "group_ids" in a.reads else ROW
         self.losses: dict[str, Callable[..., LossResult]] = {"policy": self._policy_loss, "critic": self._value_loss}
         """The loss of each trained role. A subclass with further trained roles adds theirs."""
@@ -112,7 +113,7 @@ class PolicyGradient(Objective):
         has_all = "old_logprobs" in batch and "has_old_logprobs" not in batch
         if "rollout_logprobs" in batch and has_all and not self._uses_rollout_logprobs:
             metrics |= logprob_mismatch(batch)
-        batch, corrected = correct_rollouts(batch, a)
+        batch, corrected = correct_rollouts(batch, a, self._correction)
         metrics |= corrected
         if a.kl_controller == "adaptive":
             metrics["policy/kl_coef"] = self.kl.coef
@@ -148,7 +149,7 @@ class PolicyGradient(Objective):
         """
         t, a = self.cfg.trainer, self.cfg.algorithm
         first = mini_batches(batch["group_ids"], t, step)[0]
-        read_before = a.rollout_correction is not None or (a.kl_in == "reward" and "reference" in self.roles)
+        read_before = self._correction is not None or (a.kl_in == "reward" and "reference" in self.roles)
         read_before |= self._estimator_reads_old_logprobs
         if read_before or t.update_epochs > 1 or "policy" not in self.updates(step):
             first = first[:0]

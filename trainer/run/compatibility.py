@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.checkpoint.components import Restore, is_allowed
 from trainer.checkpoint.manifest import Checkpoint
-from trainer.config import OPEN_SECTIONS, TASKS, Config, own_defaults
+from trainer.config import OPEN_SECTIONS, TASKS, Config, correction_of, own_defaults
 from trainer.config.fields import HARMLESS, RESUME, ResumeRule, SavedRun
 from trainer.config.fields import resume_rules as config_rules
 from trainer.errors import UserError, as_list
@@ -158,7 +158,9 @@ def deciding_settings(cfg: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     Keys that change nothing, or only how sums are rounded, are in neither. Nor are the paths of models: their content
     is what counts.
     """
-    deciding = dataclasses.replace(cfg, rollout=dataclasses.replace(cfg.rollout, engine_args=cfg.rollout.deciding_args))
+    rollout = dataclasses.replace(cfg.rollout, engine_args=cfg.rollout.deciding_args)
+    algorithm = dataclasses.replace(cfg.algorithm, rollout_correction=correction_of(cfg))
+    deciding = dataclasses.replace(cfg, rollout=rollout, algorithm=algorithm)
     flat = _with_schedules(flatten(redact(dataclasses.asdict(deciding), references=False), whole=OPEN_SECTIONS))
     paths = {"model.path", *(role.key for role in cfg.roles)}
     by_rule: dict[str, dict[str, Any]] = {name: {} for name in RESUME}

@@ -8,8 +8,15 @@ from tests.cpu.unit.config.contradictions import (  # noqa: F401
     test_contradictions_are_refused_in_one_sentence,
     test_what_is_at_a_bound_is_accepted,
 )
-from trainer.config import ESTIMATOR, LOSS, AlgorithmConfig, Config, named_options
-from trainer.config.algorithm import aggregation_of, check_group_size, chosen_options, option_names, own_defaults
+from trainer.config import ESTIMATOR, LOSS, AlgorithmConfig, Config, compose, named_options
+from trainer.config.algorithm import (
+    aggregation_of,
+    check_group_size,
+    chosen_options,
+    correction_of,
+    option_names,
+    own_defaults,
+)
 from trainer.errors import UserError
 
 CONTRADICTIONS = [
@@ -57,6 +64,31 @@ AT_THE_BOUND = [
     ["algorithm.kl_controller=adaptive", "algorithm.kl_horizon=512"],
     ["algorithm.dynamic_sampling=true", "rollout.n=2"],
 ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind"),
+    [
+        ([], None),
+        (["rollout.ahead=1"], "tis"),
+        (["rollout.ahead=1", "algorithm.old_logprobs=rollout"], None),
+        (["rollout.ahead=1", "algorithm.rollout_correction=off"], None),
+        (["rollout.ahead=1", "algorithm.rollout_correction=null"], None),
+        (["rollout.ahead=1", "algorithm.rollout_correction=mis"], "mis"),
+        (["algorithm.rollout_correction=tis"], "tis"),
+    ],
+    ids=str,
+)
+def test_rollouts_of_older_weights_are_corrected_unless_that_is_off(overrides, kind):
+    assert correction_of(compose(overrides)) == kind
+
+
+def test_a_correction_can_be_off_in_a_file(tmp_path):
+    """YAML reads off as false."""
+    path = tmp_path / "mine.yaml"
+    path.write_text("algorithm:\n  rollout_correction: off\nrollout:\n  ahead: 1\n")
+    config = compose(config_file=str(path))
+    assert config.algorithm.rollout_correction == "off" and correction_of(config) is None
 
 
 def test_named_options_are_those_that_are_set():

@@ -149,7 +149,7 @@ def test_seeds_have_32_bits(key):
         (["algorithm=ppo", "trainer.critic.lora.rank=-1"], "trainer.critic.lora.rank=-1: must be at least 1"),
         (["trainer.policy.lora.rank=4", "trainer.policy.lora.alpha=0"], "trainer.policy.lora.alpha=0.0: must be above"),
         (["algorithm.ref_sync_interval=0"], r"algorithm.ref_sync_interval=0: must be at least 1 \(or -1\)"),
-        (["algorithm.rollout_correction=is"], "algorithm.rollout_correction=is: choose one of null, tis, mis"),
+        (["algorithm.rollout_correction=is"], "algorithm.rollout_correction=is: choose one of auto, off, tis, mis"),
         (["algorithm=ppo", "algorithm.gamma=nan"], "algorithm.gamma=nan"),
         (["algorithm.dual_clip=1"], "algorithm.dual_clip=1.0: must be above 1"),
         (["rollout.engine=sglang"], "rollout.engine=sglang: choose one of vllm, transformers"),

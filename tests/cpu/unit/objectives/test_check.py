@@ -158,13 +158,26 @@ def test_the_schema_has_a_key_for_every_option_of_a_built_in_function():
     [
         ("aggregation", (None, *AGGREGATIONS)),
         ("kl_estimator", KL_ESTIMATORS),
-        ("rollout_correction", (None, *CORRECTIONS)),
+        ("rollout_correction", ("auto", "off", *CORRECTIONS)),
         ("rollout_correction_level", LEVELS),
     ],
 )
 def test_the_schema_offers_the_registered_functions(key, names):
     rules = {name: rule for name, _, rule in walk_keys(AlgorithmConfig())}
     assert set(rules[key].choices) == set(names)
+
+
+@pytest.mark.parametrize("policy_loss", POLICY_LOSSES)
+def test_a_loss_that_cannot_correct_for_older_weights_is_refused(policy_loss):
+    stale = [f"algorithm.policy_loss={policy_loss}", "rollout.ahead=1", "algorithm.old_logprobs=rollout"]
+    if policy_loss != "reinforce":
+        check_functions(compose(stale))
+    else:
+        with pytest.raises(UserError, match="^algorithm.policy_loss=reinforce: has no ratio .*rollout.ahead=1; choose"):
+            check_functions(compose(stale))
+    check_functions(compose([*stale, "algorithm.rollout_correction=off"]))
+    check_functions(compose([*stale, "algorithm.old_logprobs=recompute"]))
+    check_functions(compose([*stale, "rollout.ahead=0"]))
 
 
 def test_functions_by_import_path_get_their_options(tmp_path, monkeypatch):

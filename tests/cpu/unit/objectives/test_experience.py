@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.algorithms import ADVANTAGES, shape_rewards
-from trainer.config import AlgorithmConfig
+from trainer.algorithms import ADVANTAGES, POLICY_LOSSES, shape_rewards
+from trainer.config import AlgorithmConfig, Config, RolloutConfig, correction_of
 from trainer.objectives.experience import (
     add_advantages,
     choose_learnable_rows,
@@ -74,12 +74,62 @@ def test_a_correction_weighs_advantages_and_counts_what_it_cuts(kind, weight):
     ours[2, 1] = np.log(8.0)
     a = AlgorithmConfig(rollout_correction=kind, rollout_correction_high=2.0)
     given = add_advantages(batch(old_logprobs=ours), np.array([1.0, 0.0, 1.0, 0.0]), a)
-    corrected, metrics = correct_rollouts(given, a)
+    corrected, metrics = correct_rollouts(given, a, kind)
     expected = given["advantages"].copy()
     expected[2, 1] *= weight
     np.testing.assert_allclose(corrected["advantages"], expected, rtol=1e-6)
     assert metrics == {"rollout_is/clip_frac": pytest.approx(1 / 10)}
-    assert correct_rollouts(given, AlgorithmConfig()) == (given, {})
+    assert correct_rollouts(given, a, None) == (given, {})
+
+
+WIDE: dict[str, dict[str, float]] = {
+    "clip": {"clip_low": 1.0, "clip_high": 1e9},
+    "clip_cov": {"clip_low": 1.0, "clip_high": 1e9},
+    "gspo": {"clip_low": 1.0, "clip_high": 1e9},
+    "cispo": {"clip_high": 1e9},
+    "importance_weighted_ce": {"max_weight": 1e9},
+    "kl_cov": {"cov_kl_coef": 0.0},
+}
+"""The losses whose ratio is an importance weight, with options that remove its bounds."""
+
+
+def gradient_error(loss: str, old_logprobs: str, correction: str, ahead: int = 1) -> torch.Tensor:
+    """Return the error of the expected gradient if other weights sampled the completions, of one token each.
+
+    The expectation is exact: each token counts with the probability that the sampler gives it.
+    """
+    generator = torch.Generator().manual_seed(3)
+    logits, older = (torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(2))
+    advantages = torch.randn(7, generator=generator, dtype=torch.float64)
+    logits.requires_grad_()
+    ours, sampler = logits.log_softmax(0), older.log_softmax(0)
+    a = AlgorithmConfig(
+        policy_loss=loss, old_logprobs=old_logprobs, rollout_correction=correction, rollout_correction_high=1e9
+    )
+    kind = correction_of(Config(algorithm=a, rollout=RolloutConfig(ahead=ahead)))
+    total = torch.zeros((), dtype=torch.float64)
+    for token in range(7):
+        old = sampler if old_logprobs == "rollout" else ours.detach()
+        batch = {
+            name: values[token].reshape(1, 1).numpy()
+            for name, values in {"old_logprobs": old, "rollout_logprobs": sampler, "advantages": advantages}.items()
+        }
+        batch, _ = correct_rollouts(batch | {"mask": np.ones((1, 1))}, a, kind)
+        given = (torch.from_numpy(batch[name]) for name in ("old_logprobs", "advantages", "mask"))
+        value, _ = POLICY_LOSSES[loss](ours[token].reshape(1, 1), *given, **WIDE.get(loss, {}))
+        total = total + sampler[token].exp() * value
+    on_policy = -(ours.detach().exp() * advantages * ours).sum()
+    (error,) = torch.autograd.grad(total - on_policy, logits)
+    return error
+
+
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+def test_samples_of_older_weights_give_the_gradient_of_fresh_samples(loss):
+    assert gradient_error(loss, "recompute", "auto").abs().max() < 1e-12
+    assert gradient_error(loss, "recompute", "off").abs().max() > 1e-2, "nothing to correct"
+    assert gradient_error(loss, "recompute", "auto", ahead=0).abs().max() > 1e-2, "only older weights need it"
+    if loss in WIDE:
+        assert gradient_error(loss, "rollout", "auto").abs().max() < 1e-12
 
 
 def test_rows_that_are_left_out_have_no_mask():
@@ -216,7 +266,8 @@ def experience(algorithm: AlgorithmConfig) -> dict[str, np.ndarray]:
         algorithm.overlong_buffer,
         algorithm.overlong_factor,
     ).numpy()
-    corrected, _ = correct_rollouts(add_advantages(batch, rewards, algorithm), algorithm)
+    config = Config(algorithm=algorithm)
+    corrected, _ = correct_rollouts(add_advantages(batch, rewards, algorithm), algorithm, correction_of(config))
     return mask_rows(corrected, rewards, status, algorithm)
 
 

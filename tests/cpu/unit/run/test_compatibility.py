@@ -20,8 +20,12 @@ from trainer.run.compatibility import Change
 
 RULES = resume_rules(Config())
 WITH_PERMISSION = sorted(key for key, rule in RULES.items() if rule.change in ("update", "rollouts"))
-NEW_CRITIC = SavedRun({}, ["policy", "critic"])
-"""A run with a critic, which the default config has not."""
+NEW_CRITIC = SavedRun({"algorithm": {"rollout_correction": "mis"}}, ["policy", "critic"])
+"""A run with a critic and a correction, which the default config has not."""
+
+
+def corrected(kind: str, **rollout: int) -> SavedRun:
+    return SavedRun({"algorithm": {"rollout_correction": kind}, "rollout": rollout}, ["policy"])
 
 
 def check(changes: Sequence[Change], allowed: Sequence[str], forked: Collection[str] | None = None) -> list[Change]:
@@ -270,6 +274,12 @@ def test_a_key_without_a_rule_is_an_error_at_import():
         ([], NEW_CRITIC, "trainer.critic.warmup_steps", "harmless"),
         (["model.path=x"], NEW_CRITIC, "sft.batch_size", "harmless"),
         ([], NEW_CRITIC, "sft.batch_size", "rollouts"),
+        ([], corrected("off"), "algorithm.rollout_correction", "harmless"),
+        (["rollout.ahead=1"], corrected("off"), "algorithm.rollout_correction", "update"),
+        (["rollout.ahead=1"], corrected("tis"), "algorithm.rollout_correction", "harmless"),
+        ([], corrected("auto", ahead=1), "algorithm.rollout_correction", "update"),
+        (["algorithm.rollout_correction=tis"], corrected("auto", ahead=1), "algorithm.rollout_correction", "harmless"),
+        (["algorithm.old_logprobs=rollout"], corrected("auto"), "algorithm.rollout_correction", "harmless"),
     ],
 )
 def test_some_rules_follow_from_values(now, saved, key, change):
