@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.support.buckets import make_bucket, s3_server, use_s3
 from tests.support.jobs import comparable, metrics
 from tests.support.killed_jobs import STEPS, run_killed, run_until
+from trainer.checkpoint.storage import open_storage, records_in, remove_records
 from trainer.config import TinyConfig
 from trainer.models.tiny import build_tiny
 
@@ -63,22 +66,38 @@ def test_a_job_with_environments_ends_as_if_never_killed(model, tmp_path):
     assert "resume verified" in Path(tmp_path / "killed.log").read_text()
 
 
-def test_steps_come_back_as_they_were_even_if_environments_answer_differently_each_time(model, tmp_path):
-    """Also the validation of a step, and the steps of a second kill; nothing but the journal knows the answers."""
-    base = (f"trainer.run_dir={tmp_path}/run", f"model.path={model}", "rollout.max_prompt_tokens=64",
-            "environment.name=tests.support.environments:Random", "trainer.on_resume_mismatch=stop",
-            "trainer.ckpt_interval=4")  # fmt: skip
-    log = tmp_path / "log"
-    logged: dict[int, dict] = {}
-    for kill, places in enumerate(["logged,3", "logged,3"]):  # behind steps 3 and 3 again: no commit yet
-        reached = tmp_path / f"reached{kill}"
-        env = {"TRAINER_FAILPOINT": f"{places},{reached}"}
-        assert not run_until(log, *base, env=env, kill_when=lambda _, r=reached: r.exists())
+def test_steps_come_back_as_they_were_even_if_environments_answer_differently_each_time(model, tmp_path, monkeypatch):
+    """On two tiers; nothing but the journal knows the answers. First all disks are lost, then the records in the store.
+
+    Also the validation of a step, and the steps of a second kill.
+    """
+    with s3_server() as url:
+        use_s3(monkeypatch, url)
+        bucket = make_bucket("answers")
+        base = (f"trainer.run_dir={tmp_path}/run", f"model.path={model}", "rollout.max_prompt_tokens=64",
+                "environment.name=tests.support.environments:Random", "trainer.on_resume_mismatch=stop",
+                "trainer.ckpt_interval=4", f"trainer.ckpt_path={bucket}/run",
+                f"trainer.ckpt_cache_dir={tmp_path}/cache", "trainer.lock_lease_s=1")  # fmt: skip
+        log, store, disk = tmp_path / "log", open_storage(f"{bucket}/run"), open_storage(str(tmp_path / "run"))
+        logged: dict[int, dict] = {}
+        for kill in range(2):  # behind step 3, and behind step 3 again: no commit yet
+            reached = tmp_path / f"reached{kill}"
+
+            def is_due(_: float, reached: Path = reached) -> bool:
+                return reached.exists() and records_in(store).keys() >= records_in(disk).keys()
+
+            env = {"TRAINER_FAILPOINT": f"logged,3,{reached}"}
+            assert not run_until(log, *base, env=env, kill_when=is_due)
+            rows = {row["step"]: row for row in metrics(tmp_path / "run")}
+            assert comparable([rows[step] for step in logged]) == comparable([*logged.values()])
+            logged = rows
+            if kill == 0:
+                shutil.rmtree(tmp_path / "run")
+                shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+            else:
+                remove_records(store, lambda step: True)
+        assert {*logged} == {0, 1, 2, 3} and any(name.startswith("val/") for name in logged[3])
+        assert run_until(log, *base)
         rows = {row["step"]: row for row in metrics(tmp_path / "run")}
         assert comparable([rows[step] for step in logged]) == comparable([*logged.values()])
-        logged = rows
-    assert {*logged} >= {1, 2, 3} and any(name.startswith("val/") for name in logged[3])
-    assert run_until(log, *base)
-    rows = {row["step"]: row for row in metrics(tmp_path / "run")}
-    assert comparable([rows[step] for step in logged]) == comparable([*logged.values()])
-    assert max(rows) == STEPS and "groups came from the journal and 0 were generated" in log.read_text()
+        assert max(rows) == STEPS and "groups came from the journal and 0 were generated" in log.read_text()

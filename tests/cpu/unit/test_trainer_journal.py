@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from tests.support.buckets import make_bucket, s3_server, use_s3
 from tests.support.jobs import comparable, metrics
 from tests.support.replies import Replies, evaluator_beside, sampling_source
 from tests.support.runs import configured
 from tests.support.toy import ToyLearner
 from trainer.checkpoint.__main__ import main as checkpoint_tool
+from trainer.checkpoint.storage import open_storage, records_in, remove_records
 from trainer.config import Config, DataConfig, RewardConfig, TinyConfig
 from trainer.metrics.timing import Timer
 from trainer.models.tiny import build_tiny
@@ -191,3 +193,20 @@ def test_a_fork_generates_anew(tmp_path, model):
     shutil.copytree(tmp_path / "run/.journal", tmp_path / "fork/run/.journal")
     assert run(fork, model, kill_in=4) == 2 * ONE_STEP - 2
     assert run(fork, model, kill_in=4) == 0, "its own records have the same history again"
+
+
+def test_a_machine_with_an_empty_disk_brings_the_records_from_the_store(tmp_path, model, monkeypatch, caplog):
+    """Without them, the steps are generated again, and nothing else is lost."""
+    caplog.set_level("INFO")
+    with s3_server() as url:
+        use_s3(monkeypatch, url)
+        cfg = settings(tmp_path, ckpt_path=make_bucket("records") + "/run", lock_lease_s=1)
+        store = open_storage(cfg.trainer.ckpt_path)
+        run(cfg, model, kill_in=4)
+        assert {*records_in(store).values()} >= {3, 4}
+        shutil.rmtree(tmp_path / "run")
+        assert run(cfg, model, kill_in=5) == ONE_STEP, "the validation of step 4, and step 5 without it"
+        shutil.rmtree(tmp_path / "run")
+        remove_records(store, lambda step: True)
+        assert run(cfg, model) == 2 * ONE_STEP
+        assert [*rows_of(tmp_path)] == [*range(STEPS + 1)] and {*records_in(store).values()} <= {5, 6}
