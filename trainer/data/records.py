@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -67,14 +68,15 @@ def encode(
 
     try:
         columns: dict[str, Any] = {name: [getattr(episode, name) for episode in episodes] for name in _PLAIN}
-        columns |= {name: [_as_json(getattr(episode, name)) for episode in episodes] for name in _JSON}
+        columns |= {name: [_as_json(getattr(episode, name)) for episode in episodes] for name in ("rewards", "metrics")}
+        columns["messages"] = _messages_column(episodes)
         columns |= {"step": [step] * len(episodes), "key": keys or [None] * len(episodes)}
         columns["samples"] = _samples_column(episodes)
         table = pa.table([columns[name] for name in schema().names], schema().with_metadata(dict(about or {})))
     except (TypeError, UnicodeError, pa.ArrowException) as error:
         raise ValueError(str(error)) from error
     sink = pa.BufferOutputStream()
-    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    options = pa.ipc.IpcWriteOptions(compression="lz4")  # zstd takes several times the CPU time
     with pa.ipc.new_file(sink, table.schema, options=options) as writer:
         writer.write_table(table)
     return sink.getvalue().to_pybytes()
@@ -106,8 +108,18 @@ def decode_groups(data: bytes) -> tuple[dict[str, list[Episode]], dict[str, str]
     return groups, about
 
 
-def _as_json(value: Any) -> str:
-    return json.dumps(dict(value) if isinstance(value, Mapping) else list(value))
+def _as_json(value: Mapping[str, Any]) -> str:
+    return json.dumps(dict(value)) if value else "{}"
+
+
+def _messages_column(episodes: Sequence[Episode]) -> list[str]:
+    """Return the messages of episodes as JSON. Those of its prompt, which the episodes of a group share, once."""
+    texts: dict[int, str] = {}
+    for episode in episodes:
+        for message in episode.messages:
+            if id(message) not in texts:
+                texts[id(message)] = json.dumps(message)
+    return [f"[{', '.join([texts[id(message)] for message in episode.messages])}]" for episode in episodes]
 
 
 def _samples_column(episodes: Sequence[Episode]) -> pa.Array:
@@ -128,8 +140,11 @@ def _lists(arrays: Sequence[Any], dtype: Any) -> pa.ListArray:
     """Return arrays of numbers as one column; None stays null."""
     import pyarrow as pa
 
-    present = [np.asarray(() if one is None else one, dtype) for one in arrays]
-    values = np.concatenate(present) if present else np.zeros(0, dtype)
+    present = [() if one is None else one for one in arrays]
+    if all(isinstance(one, tuple) for one in present):
+        values = np.fromiter(itertools.chain.from_iterable(present), dtype)
+    else:
+        values = np.concatenate(present, dtype=dtype, casting="unsafe")
     missing = pa.array([one is None for one in arrays], pa.bool_())
     return pa.ListArray.from_arrays(_offsets([len(one) for one in present]), pa.array(values), mask=missing)
 
