@@ -9,15 +9,16 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trainer.config import EnvironmentConfig
 from trainer.environments.base import Message, StepResult
 from trainer.environments.worker import largest_message
 from trainer.sandbox.limits import LARGEST_REWARD, MAX_ASYNC_SESSIONS
-from trainer.sandbox.pool import Task, WorkerPool
+from trainer.sandbox.pool import WorkerPool
 from trainer.sandbox.process import ProcessDied
+from trainer.sandbox.tasks import Task
 
 LOG = logging.getLogger(__name__)
 
@@ -145,12 +146,15 @@ class EnvironmentPool(WorkerPool):
             largest_message=largest_message(most_characters),
         )
 
-    def step_all(self, sessions: Sequence[Session]) -> None:
+    def step_all(self, sessions: Sequence[Session], meanwhile: Callable[[], None] = lambda: None) -> None:
         """Make the calls that the sessions need: afterwards each has answered its replies, has failed, or is closed.
+
+        Args:
+            meanwhile: called again and again while this waits.
 
         Raises:
             WorkerError: the processes cannot start.
         """
         with self.round() as tasks:
             tasks.submit(sessions)
-            tasks.wait()
+            tasks.wait(meanwhile)

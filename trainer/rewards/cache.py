@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,7 +31,7 @@ def key_of(reward: str, given: Mapping[str, Any]) -> str:
 
 
 class RewardCache:
-    """The file `{run_dir}/rewards.jsonl`: a line for each call. Lines are only appended.
+    """The file `{run_dir}/rewards.jsonl`: a line for each call. Lines are only appended. Any thread may use it.
 
     A call that has succeeded is never repeated. One that has failed is not repeated when its step is replayed, and is
     tried again in other steps.
@@ -44,23 +45,26 @@ class RewardCache:
         self._fence = fence
         self._file = AppendedFile(self._path, fence, mode=0o600)  # a server's answers are for the user alone
         self._known: dict[str, Result] | None = None
+        self._lock = threading.Lock()
 
     def find(self, key: str, step: str) -> Result | None:
         """Return the result of the call, if it is known for this step."""
-        known = self._load()
-        return known.get(f"{key} {step}") or known.get(key)  # it may have succeeded in a later step, before a kill
+        with self._lock:
+            known = self._load()
+            return known.get(f"{key} {step}") or known.get(key)  # it may have succeeded in a later step, before a kill
 
     def add(self, results: Mapping[str, Result], step: str) -> None:
         """Add results, and wait until they are on the disk."""
-        lines = []
-        for key, result in results.items():
-            name = f"{key} {step}" if any(isinstance(terms, str) for terms in result) else key
-            self._load()[name] = result
-            lines.append(json.dumps({"key": name, "rewards": result}) + "\n")
-        if not lines:
-            return
-        self._fence()
-        self._file.append("".join(lines).encode(), durable=True)
+        with self._lock:
+            lines = []
+            for key, result in results.items():
+                name = f"{key} {step}" if any(isinstance(terms, str) for terms in result) else key
+                self._load()[name] = result
+                lines.append(json.dumps({"key": name, "rewards": result}) + "\n")
+            if not lines:
+                return
+            self._fence()
+            self._file.append("".join(lines).encode(), durable=True)
 
     def _load(self) -> dict[str, Result]:
         if self._known is None:

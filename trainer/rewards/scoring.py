@@ -15,8 +15,9 @@ from trainer.rewards.cache import Result, RewardCache
 from trainer.rewards.parsing import Terms
 from trainer.rewards.scores import Scores, aggregate
 from trainer.rewards.terms import Call, RewardFunction, RewardInput, reward_functions
-from trainer.sandbox.pool import Round, Task, WorkerPool
+from trainer.sandbox.pool import WorkerPool
 from trainer.sandbox.process import ProcessDied
+from trainer.sandbox.tasks import Round, Task
 
 LOG = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class RewardPool(WorkerPool):
 
     @contextmanager
     def scoring(self, n: int = 1, purpose: str = "", known: int = 0) -> Iterator[ScoringSession]:
-        """Compute rewards while the block runs. Only one such block may run at a time.
+        """Compute rewards while the block runs. Several threads may each run such a block.
 
         Args:
             n: completions in a group.

@@ -7,125 +7,27 @@ A process that hangs or dies is replaced, and its tasks are repeated, except the
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import itertools
 import logging
 import os
-import queue
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 from typing import Any, Self
 
 from trainer.errors import WorkerError
 from trainer.process.failure_log import record_replaced_process
-from trainer.process.signals import SIGNALS
 from trainer.sandbox import limits
 from trainer.sandbox.process import OutputCapture, ProcessDied, SandboxedProcess, end_all
+from trainer.sandbox.tasks import Round, Task
 
 LOG = logging.getLogger(__name__)
 
 NOT_TRIED = "was not tried"
 """The beginning of the failure reason of a task that was never started."""
-
-
-class Task:
-    """Work for the processes of a pool. A base class."""
-
-    kind: Any = None
-    """Tasks of the same kind may travel in one message."""
-    limit: tuple[str, float] | None = None
-    """Key and value of the longest time for one call. None: those of the pool."""
-    is_session = False
-    """All calls must be made by the same process. If it is lost, the session begins again in another."""
-    is_async = False
-    retried: frozenset[str] = frozenset({"died"})
-    """Failures after which the task is tried again: `died`, `timeout`, `raised`."""
-
-    def __init__(self) -> None:
-        self.failures = 0
-        self.run_isolated = False
-        """It gets a process for itself: one of several tasks that ran at the same time was bad."""
-        self.worker: _Worker | None = None
-        """The process of a session."""
-
-    def next_call(self) -> list[Any] | None:
-        """Return the next call, for `Handler.compute`; None: there is nothing to do."""
-        raise NotImplementedError
-
-    def take(self, value: Any) -> bool:
-        """Take what the call has returned. Return whether that counts as a failure.
-
-        Raises:
-            ProcessDied: it cannot be from the handler: user code wrote into the pipe.
-        """
-        raise NotImplementedError
-
-    def fail(self, status: str, reason: str) -> None:
-        """Fail the task for good."""
-        raise NotImplementedError
-
-    def restart(self) -> None:
-        """Begin again: what the process knew is lost."""
-
-    def record_failure(self, status: str, reason: str) -> None:
-        """Note that a call has failed: the task is tried again, or has failed for good."""
-        self.failures += 1
-        if self.failures >= limits.MAX_ATTEMPTS or status not in self.retried:
-            self.fail(status, reason)
-        else:
-            self.restart()
-
-
-class Round:
-    """Tasks that a pool does while the block of `WorkerPool.round` runs."""
-
-    def __init__(self, pool: WorkerPool):
-        self._pool = pool
-        self._inbox: queue.SimpleQueue[Sequence[Task]] = queue.SimpleQueue()
-        self.wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC)
-        """A descriptor that can be read when another thread has changed something."""
-        self.is_open = True
-        self.is_cancelled = False
-        self.serving: Future[None]
-
-    def submit(self, tasks: Sequence[Task]) -> None:
-        """Begin to do tasks.
-
-        Raises:
-            WorkerError: the processes cannot start.
-        """
-        if self.serving.done():
-            self.serving.result()  # raises if it has failed
-        self._inbox.put(tasks)
-        os.eventfd_write(self.wakeup_fd, 1)
-
-    def wait(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Wait until all tasks are done or have failed. No others can follow.
-
-        Args:
-            meanwhile: called twice a second.
-
-        Raises:
-            WorkerError: the processes cannot start.
-        """
-        self.is_open = False
-        os.eventfd_write(self.wakeup_fd, 1)
-        with SIGNALS.waiting():
-            while not self.serving.done():  # not in one wait, which signals could not interrupt
-                concurrent.futures.wait([self.serving], 0.5)
-                meanwhile()
-        self.serving.result()
-        self._pool.log_output()
-
-    def received(self) -> Iterator[Task]:
-        """Yield the tasks that were submitted since the last call."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                yield from self._inbox.get_nowait()
 
 
 class _Batch:
@@ -152,7 +54,8 @@ class _Worker(SandboxedProcess):
         self.batches: dict[int, _Batch] = {}
         self.since = self.checked_at = time.monotonic()
         """When it was started, and when it was last checked during its start."""
-        self.replaces_failed = False
+        self.charged: set[Round] = set()
+        """The rounds whose failed calls have made its start necessary."""
 
     def can_take(self, task: Task) -> bool:
         """Return whether the next call of the task can be sent now.
@@ -163,7 +66,7 @@ class _Worker(SandboxedProcess):
             return False
         if not self.is_concurrent or task.run_isolated:
             return not self.batches
-        alone = any(other.run_isolated for batch in self.batches.values() for other in batch.tasks)
+        alone = any(other.run_isolated for other in self.tasks())
         has_begun = all(batch.is_begun for batch in self.batches.values())
         return has_begun and not alone and len(self.batches) < limits.MAX_ASYNC_SESSIONS
 
@@ -176,6 +79,10 @@ class _Worker(SandboxedProcess):
         if not self.is_ready:
             return min(self.since + limits.START_S, self.checked_at + limit_s)
         return min((batch.since + batch.limit_s for batch in self.batches.values()), default=float("inf"))
+
+    def tasks(self) -> list[Task]:
+        """Return the tasks whose calls it makes."""
+        return [task for batch in self.batches.values() for task in batch.tasks]
 
     def suspects(self) -> list[Task]:
         """Return the tasks one of which is to blame if the process dies: those that were being worked on."""
@@ -193,7 +100,7 @@ class _Worker(SandboxedProcess):
 
 
 class WorkerPool:
-    """Processes that run user code. A context manager.
+    """Processes that run user code. A context manager. Any thread may open a round.
 
     Args:
         handler: import path of the `Handler` in the processes.
@@ -231,64 +138,112 @@ class WorkerPool:
         """Tasks that any process can do."""
         self._numbers = itertools.count()
         self._printed = OutputCapture(role)
-        self._begin_round()
+        self._failed_starts = 0
+        self._lock = threading.Lock()
+        self._rounds: list[Round] = []
+        """Those that are open, in the order in which they began. While there is one, a thread serves them all."""
+        self._wakeup_fd = -1
+        """Can be read when another thread has changed something."""
 
     def __enter__(self) -> Self:
+        self._wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC)
         # The processes import their modules while engines and ranks start.
         self._workers = [self._start_worker() for _ in range(self._num_processes)]
         return self
 
     def __exit__(self, *_: object) -> None:
+        with self._lock:
+            left = list(self._rounds)
+        for tasks in left:
+            self._cancel(tasks)
         end_all(self._workers)
         self._workers = []
+        with self._lock:
+            os.close(self._wakeup_fd)
+            self._wakeup_fd = -1
 
     @contextmanager
     def round(self) -> Iterator[Round]:
-        """Do tasks in a thread while the block runs. Only one such block may run at a time."""
-        tasks = Round(self)
-        with ThreadPoolExecutor(1) as thread:
-            tasks.serving = thread.submit(self._serve, tasks)
-            try:
-                yield tasks
-            finally:
-                tasks.is_cancelled = True
-                os.eventfd_write(tasks.wakeup_fd, 1)
-                concurrent.futures.wait([tasks.serving])  # the thread reads the descriptor
-                os.close(tasks.wakeup_fd)
+        """Do tasks in a thread while the block runs. Several threads may each run such a block."""
+        tasks = Round(self.wake, self.log_output)
+        with self._lock:
+            self._rounds.append(tasks)
+            if len(self._rounds) == 1:
+                threading.Thread(target=self._serve, name=f"{self._role} processes", daemon=True).start()
+        self.wake()
+        try:
+            yield tasks
+        finally:
+            self._cancel(tasks)
+
+    def _cancel(self, tasks: Round) -> None:
+        tasks.is_cancelled = True
+        self.wake()
+        concurrent.futures.wait([tasks.ended])
+
+    def wake(self) -> None:
+        """Let the serving thread look at the rounds."""
+        with self._lock:
+            if self._wakeup_fd >= 0:  # else the pool is closed
+                os.eventfd_write(self._wakeup_fd, 1)
 
     def log_output(self) -> None:
         """Log what the processes have printed."""
         for line in self._printed.take():
             LOG.info(line)
 
-    def _begin_round(self) -> None:
+    def _serve(self) -> None:
+        """Do the tasks of all rounds, until none is open."""
         self._failed_starts = 0
-        self._lost_s = 0.0
-        """Seconds that the processes spent on failed calls, in this round."""
-        self._round_since = time.monotonic()
+        while True:
+            with self._lock:
+                rounds = list(self._rounds)
+            try:
+                if not any([self._end_if_done(tasks) for tasks in rounds]):
+                    for worker in list(self._workers):
+                        self._send_tasks(worker)
+                    self._listen(self._wakeup_fd)
+                    continue
+            except BaseException as error:  # each thread with a round raises it
+                for tasks in rounds:
+                    if not tasks.ended.done():
+                        self._end(tasks, error)
+            with self._lock:
+                self._rounds = [tasks for tasks in self._rounds if not tasks.ended.done()]
+                if not self._rounds:
+                    return
 
-    def _serve(self, tasks: Round) -> None:
-        """Do the tasks of a round, until failed calls have taken too much time."""
-        self._begin_round()
+    def _end_if_done(self, tasks: Round) -> bool:
+        """Receive the tasks of a round. End it if nothing is left to do; return whether it has ended."""
+        is_open = tasks.is_open  # read before the tasks are received: none follows
+        for task in tasks.received():
+            self._queue(task)
         key, limit_s = self._limit
-        most_s = limits.FAILED_TIME_LIMITS * limit_s * self._num_processes
-        reason = f"{NOT_TRIED}: failed calls had already taken {limits.FAILED_TIME_LIMITS} times {key} for each process"
+        if tasks.lost_s > limits.FAILED_TIME_LIMITS * limit_s * self._num_processes:
+            times = limits.FAILED_TIME_LIMITS
+            reason = f"{NOT_TRIED}: failed calls had already taken {times} times {key} for each process"
+            self._abandon(tasks, reason, keep_sessions=True)
+        if not tasks.is_cancelled and (is_open or self._has_work(tasks)):
+            return False
+        self._end(tasks)
+        return True
+
+    def _has_work(self, tasks: Round) -> bool:
+        waiting = (self._todo, *(queue for worker in self._workers for queue in (worker.queue, worker.tasks())))
+        return any(task.round is tasks for some in waiting for task in some)
+
+    def _end(self, tasks: Round, error: BaseException | None = None) -> None:
+        """End a round. A process that is still busy with it must not answer later."""
         try:
-            while not tasks.is_cancelled:
-                is_open = tasks.is_open  # read before the tasks are received: none follows
-                for task in tasks.received():
-                    self._queue(task)
-                if self._lost_s > most_s:
-                    self._abandon(reason, keep_sessions=True)
-                if not (is_open or self._todo or any(worker.queue or worker.batches for worker in self._workers)):
-                    break
-                for worker in list(self._workers):
-                    self._send_tasks(worker)
-                self._listen(tasks.wakeup_fd)
-        finally:
-            self._abandon(NOT_TRIED)  # a process that is still busy must not answer in the next round
+            self._abandon(tasks, NOT_TRIED)
             for worker in self._workers:
                 self._printed.read(worker)
+        except BaseException as later:
+            error = error or later
+        if error is None:
+            tasks.ended.set_result(None)
+        else:
+            tasks.ended.set_exception(error)
 
     def _queue(self, task: Task) -> None:
         """Let a process make the next call of the task, if it needs one."""
@@ -302,18 +257,19 @@ class WorkerPool:
             task.worker.sessions[task] = None
         task.worker.queue.append(task)
 
-    def _abandon(self, reason: str, keep_sessions: bool = False) -> None:
-        """Let all tasks fail that wait or are under way.
+    def _abandon(self, tasks: Round, reason: str, keep_sessions: bool = False) -> None:
+        """Let all tasks of a round fail that wait or are under way.
 
         Args:
             keep_sessions: calls of sessions that are under way may end: other sessions live in the same process.
         """
-        for worker in [worker for worker in self._workers if worker.batches]:
+        for worker in [worker for worker in self._workers if any(task.round is tasks for task in worker.tasks())]:
             if not (keep_sessions and worker.sessions):
                 self._replace(worker)
         for waiting in (self._todo, *(worker.queue for worker in self._workers)):
-            while waiting:
-                waiting.popleft().fail("timeout", reason)
+            for task in [task for task in waiting if task.round is tasks]:
+                waiting.remove(task)
+                task.fail("timeout", reason)
 
     def _send_tasks(self, worker: _Worker) -> None:
         while (waiting := worker.queue or self._todo) and worker.can_take(waiting[0]):
@@ -370,8 +326,8 @@ class WorkerPool:
                 case {"left": str()} if worker.batches:
                     self._replace(worker, "left", "left a process running")
                 case {"ready": bool(is_concurrent)}:
-                    if worker.replaces_failed:
-                        self._lost_s += time.monotonic() - max(worker.since, self._round_since)
+                    for tasks in worker.charged:
+                        tasks.lost_s += time.monotonic() - max(worker.since, tasks.since)
                     worker.is_ready, worker.is_concurrent, self._failed_starts = True, is_concurrent, 0
                 case {"cannot_start": str(reason)}:
                     raise WorkerError(f"the processes of {self._name} die as they start: {reason}")
@@ -384,11 +340,12 @@ class WorkerPool:
         """Take the results of the first tasks of a batch. `is_last`: the process will not answer again."""
         batch, now = worker.batches[number], time.monotonic()
         cost_s = (now - batch.since) / len(results) / len(worker.batches)
-        failed = False
+        failed: list[Task] = []
         for result in results:
-            failed = self._take(batch.tasks[0], result)
-            self._lost_s += cost_s * failed
-            task = batch.tasks.popleft()
+            task = batch.tasks[0]
+            failed = [task] if self._take(task, result) else []
+            _charge(failed, cost_s)
+            batch.tasks.popleft()
             if task.worker is None:
                 worker.sessions.pop(task, None)
             self._queue(task)
@@ -396,7 +353,7 @@ class WorkerPool:
         if not batch.tasks:
             del worker.batches[number]
         if is_last:
-            self._replace(worker, failed=failed)
+            self._replace(worker, because_of=failed)
 
     def _take(self, task: Task, result: Any) -> bool:
         """Give a task its result. Return whether that is a failure."""
@@ -440,7 +397,7 @@ class WorkerPool:
             output = f"; the last output: {printed}" if printed else ""
             raise WorkerError(f"the processes of {self._name} die as they start ({ending}){output}")
 
-    def _replace(self, worker: _Worker, status: str = "", reason: str = "", failed: bool = False) -> str:
+    def _replace(self, worker: _Worker, status: str = "", reason: str = "", because_of: Sequence[Task] = ()) -> str:
         """Replace a process by a new one, and repeat its tasks. Return how it ended.
 
         If it worked on one task, that one is to blame. If it worked on several, each is repeated in a process for
@@ -449,15 +406,15 @@ class WorkerPool:
         Args:
             status: how the task that is to blame has failed (see `Task.retried`); empty: none is.
             reason: why it has failed. Empty: it has ended the process.
-            failed: the process is replaced because of a call that has failed.
+            because_of: the process is replaced because calls of these tasks have failed.
         """
         suspects = worker.suspects() if status else []
-        self._lost_s += worker.busy_s() if status else 0.0
+        _charge(suspects, worker.busy_s())
         ending = worker.end(died=bool(status) and not reason)
         self._printed.read(worker)
         worker.close()
         new = self._start_worker()
-        new.replaces_failed = failed or bool(suspects)
+        new.charged = {task.round for task in (*because_of, *suspects) if task.round is not None}
         self._workers[self._workers.index(worker)] = new
         for session in worker.sessions:
             session.worker = None
@@ -467,6 +424,12 @@ class WorkerPool:
         else:
             for task in suspects:
                 task.run_isolated = True
-        for task in [*(task for batch in worker.batches.values() for task in batch.tasks), *worker.queue]:
+        for task in [*worker.tasks(), *worker.queue]:
             self._queue(task)
         return ending
+
+
+def _charge(tasks: Sequence[Task], seconds: float) -> None:
+    """Note that failed calls of these tasks have taken this time."""
+    for tasks_of_one in {task.round for task in tasks if task.round is not None}:
+        tasks_of_one.lost_s += seconds

@@ -11,6 +11,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -133,14 +134,16 @@ class OutputCapture:
         self._label = label
         self._text = bytearray()
         self._left_out = 0
+        self._lock = threading.Lock()  # one thread reads, others take
 
     def read(self, process: SandboxedProcess) -> None:
         """Read what the process has printed so far."""
         with contextlib.suppress(BlockingIOError):
             data = os.read(process.output, 1 << 20)
-            kept = data[: max(0, limits.OUTPUT_BYTES - len(self._text))]
-            self._text += kept
-            self._left_out += len(data) - len(kept)
+            with self._lock:
+                kept = data[: max(0, limits.OUTPUT_BYTES - len(self._text))]
+                self._text += kept
+                self._left_out += len(data) - len(kept)
 
     def last_line(self) -> str:
         """Return the last line that was printed since the last `take`; empty if there is none."""
@@ -149,8 +152,10 @@ class OutputCapture:
 
     def take(self) -> list[str]:
         """Return the lines that were printed since the last call, shortened."""
-        lines = [one_line(line) for line in self._text.decode(errors="replace").splitlines() if line.strip()]
-        more = self._left_out + sum(len(line) for line in lines[limits.OUTPUT_LINES :])
-        self._text, self._left_out = bytearray(), 0
+        with self._lock:
+            text, more = self._text.decode(errors="replace"), self._left_out
+            self._text, self._left_out = bytearray(), 0
+        lines = [one_line(line) for line in text.splitlines() if line.strip()]
+        more += sum(len(line) for line in lines[limits.OUTPUT_LINES :])
         shown = [f"[{self._label}] {line}" for line in lines[: limits.OUTPUT_LINES]]
         return [*shown, f"[{self._label}] … {more} more bytes of output are not shown"] if more else shown

@@ -14,7 +14,8 @@ import pytest
 
 from tests.support.jobs import wait_until
 from trainer.sandbox.limits import MAX_ATTEMPTS
-from trainer.sandbox.pool import Task, WorkerPool
+from trainer.sandbox.pool import WorkerPool
+from trainer.sandbox.tasks import Task
 from trainer.sandbox.worker import Handler
 
 LIMIT_S = 2.0

@@ -1,0 +1,123 @@
+"""What a pool of processes does: tasks, and the rounds in which they are submitted."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import queue
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from trainer.process.signals import SIGNALS
+from trainer.sandbox import limits
+
+
+class Task:
+    """Work for the processes of a pool. A base class."""
+
+    kind: Any = None
+    """Tasks of the same kind may travel in one message."""
+    limit: tuple[str, float] | None = None
+    """Key and value of the longest time for one call. None: those of the pool."""
+    is_session = False
+    """All calls must be made by the same process. If it is lost, the session begins again in another."""
+    is_async = False
+    retried: frozenset[str] = frozenset({"died"})
+    """Failures after which the task is tried again: `died`, `timeout`, `raised`."""
+
+    def __init__(self) -> None:
+        self.round: Round | None = None
+        """The round that it was submitted to last."""
+        self.failures = 0
+        self.run_isolated = False
+        """It gets a process for itself: one of several tasks that ran at the same time was bad."""
+        self.worker: Any = None
+        """The process of a session."""
+
+    def next_call(self) -> list[Any] | None:
+        """Return the next call, for `Handler.compute`; None: there is nothing to do."""
+        raise NotImplementedError
+
+    def take(self, value: Any) -> bool:
+        """Take what the call has returned. Return whether that counts as a failure.
+
+        Raises:
+            ProcessDied: it cannot be from the handler: user code wrote into the pipe.
+        """
+        raise NotImplementedError
+
+    def fail(self, status: str, reason: str) -> None:
+        """Fail the task for good."""
+        raise NotImplementedError
+
+    def restart(self) -> None:
+        """Begin again: what the process knew is lost."""
+
+    def record_failure(self, status: str, reason: str) -> None:
+        """Note that a call has failed: the task is tried again, or has failed for good."""
+        self.failures += 1
+        if self.failures >= limits.MAX_ATTEMPTS or status not in self.retried:
+            self.fail(status, reason)
+        else:
+            self.restart()
+
+
+class Round:
+    """Tasks that a pool does while the block of `WorkerPool.round` runs. It belongs to one thread.
+
+    Args:
+        wake: lets the pool look at the round.
+        log_output: logs what the processes have printed.
+    """
+
+    def __init__(self, wake: Callable[[], None], log_output: Callable[[], None]):
+        self._wake = wake
+        self._log_output = log_output
+        self._inbox: queue.SimpleQueue[Sequence[Task]] = queue.SimpleQueue()
+        self.is_open = True
+        """More tasks may follow."""
+        self.is_cancelled = False
+        self.ended: Future[None] = Future()
+        """Done when the pool does nothing more for the round."""
+        self.since = time.monotonic()
+        self.lost_s = 0.0
+        """Seconds that the processes have spent on its failed calls."""
+
+    def submit(self, tasks: Sequence[Task]) -> None:
+        """Begin to do tasks.
+
+        Raises:
+            WorkerError: the processes cannot start.
+        """
+        if self.ended.done():
+            self.ended.result()  # raises if it has failed
+        for task in tasks:
+            task.round = self
+        self._inbox.put(tasks)
+        self._wake()
+
+    def wait(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Wait until all tasks are done or have failed. No others can follow.
+
+        Args:
+            meanwhile: called twice a second.
+
+        Raises:
+            WorkerError: the processes cannot start.
+        """
+        self.is_open = False
+        self._wake()
+        with SIGNALS.waiting():
+            while not self.ended.done():  # not in one wait, which signals could not interrupt
+                concurrent.futures.wait([self.ended], 0.5)
+                meanwhile()
+        self.ended.result()
+        self._log_output()
+
+    def received(self) -> Iterator[Task]:
+        """Yield the tasks that were submitted since the last call."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                yield from self._inbox.get_nowait()
