@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -49,15 +50,21 @@ class RolloutRequest:
 
 
 class EpisodeRunner(contextlib.AbstractContextManager["EpisodeRunner"]):
-    """Runs episodes. A base class."""
+    """Runs episodes, for several threads at the same time. A base class."""
 
     def run(
-        self, requests: Sequence[RolloutRequest], generate: Generate, timer: PhaseTimer, known: int = 0
+        self,
+        requests: Sequence[RolloutRequest],
+        generate: Generate,
+        timer: PhaseTimer,
+        known: int = 0,
+        check: Callable[[], None] = lambda: None,
     ) -> Iterator[dict[int, Episode]]:
         """Yield the episodes of all requests, by the indices of these, as they end. Their rewards may be missing.
 
         Args:
             known: further episodes of the step that are there already and have not failed.
+            check: called again and again while this waits for environments. It raises to end that.
         """
         raise NotImplementedError
 
@@ -71,16 +78,23 @@ class SingleTurnRunner(EpisodeRunner):
     def __init__(self, cfg: Config, tokenizer: Any):
         self._seed = cfg.trainer.seed
         self._tokenizer = tokenizer
+        self._lock = threading.Lock()  # one thread at a time may use the tokenizer
 
     def run(
-        self, requests: Sequence[RolloutRequest], generate: Generate, timer: PhaseTimer, known: int = 0
+        self,
+        requests: Sequence[RolloutRequest],
+        generate: Generate,
+        timer: PhaseTimer,
+        known: int = 0,
+        check: Callable[[], None] = lambda: None,
     ) -> Iterator[dict[int, Episode]]:
         # One array for all requests of a prompt: it is pickled once.
         prompts = {request.group: np.asarray(request.prompt.token_ids, np.int32) for request in requests}
         to_generate = [_request(request, prompts[request.group], self._seed) for request in requests]
         for chunk in generate(to_generate):
             tokens = [completion.token_ids.tolist() for completion in chunk.values()]
-            texts = self._tokenizer.batch_decode(tokens, skip_special_tokens=True)
+            with self._lock:
+                texts = self._tokenizer.batch_decode(tokens, skip_special_tokens=True)
             yield {
                 index: _single_turn(requests[index], prompts[requests[index].group], completion, text)
                 for (index, completion), text in zip(chunk.items(), texts, strict=True)
@@ -117,6 +131,7 @@ class EnvironmentRunner(EpisodeRunner):
         self._seed = cfg.trainer.seed
         self._longest = cfg.rollout.max_prompt_tokens
         self._tokenizer = tokenizer
+        self._lock = threading.Lock()  # one thread at a time may use the tokenizer
         self._limit = max_characters(tokenizer, self._longest)
         self._pool = EnvironmentPool(cfg.environment, self._limit)
 
@@ -128,7 +143,12 @@ class EnvironmentRunner(EpisodeRunner):
         self._pool.__exit__(*exception)
 
     def run(
-        self, requests: Sequence[RolloutRequest], generate: Generate, timer: PhaseTimer, known: int = 0
+        self,
+        requests: Sequence[RolloutRequest],
+        generate: Generate,
+        timer: PhaseTimer,
+        known: int = 0,
+        check: Callable[[], None] = lambda: None,
     ) -> Iterator[dict[int, Episode]]:
         """Yield episodes as they end.
 
@@ -137,9 +157,10 @@ class EnvironmentRunner(EpisodeRunner):
         """
         episodes = [_RunningEpisode(request, self._seed) for request in requests]
         with timer("environment"):
-            self._pool.step_all(episodes)
-            for episode in episodes:
-                self._begin(episode)
+            self._pool.step_all(episodes, check)
+            with self._lock:
+                for episode in episodes:
+                    self._begin(episode)
         for turn in range(self._config.max_turns):
             self._check_failures(episodes, known)
             active = [episode for episode in episodes if not episode.ended]
@@ -151,14 +172,16 @@ class EnvironmentRunner(EpisodeRunner):
             replies = {index: reply for chunk in generate(prompts) for index, reply in chunk.items()}
             completions = [replies[index] for index in range(len(prompts))]
             with timer("environment"):
-                for episode, completion in zip(active, completions, strict=True):
-                    episode.take_reply(completion)
-                self._pool.step_all(episodes)
-                for episode, completion in zip(active, completions, strict=True):
-                    self._continue(episode, completion, last=turn + 1 == self._config.max_turns)
+                with self._lock:
+                    for episode, completion in zip(active, completions, strict=True):
+                        episode.take_reply(completion)
+                self._pool.step_all(episodes, check)
+                with self._lock:
+                    for episode, completion in zip(active, completions, strict=True):
+                        self._continue(episode, completion, last=turn + 1 == self._config.max_turns)
             yield from self._newly_ended(episodes)
         with timer("environment"):
-            self._pool.step_all(episodes)  # closes what is left
+            self._pool.step_all(episodes, check)  # closes what is left
         self._check_failures(episodes, known)
         yield from self._newly_ended(episodes)
 

@@ -55,7 +55,7 @@ class Scorer(Protocol):
         ...
 
     def scoring(self, n: int, purpose: str, known: int) -> AbstractContextManager[Scoring]:
-        """Score the episodes that are added in the block.
+        """Score the episodes that are added in the block. Several threads may each run such a block.
 
         Args:
             n: episodes in a group.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -26,7 +25,6 @@ from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.engine_pool import EnginePool
 from trainer.journal.journal import Journal
 from trainer.process import time_limits
-from trainer.process.signals import SIGNALS
 from trainer.rewards.scorer import Scorer
 from trainer.rewards.terms import RewardInput
 from trainer.sources.ahead import BatchProgress
@@ -34,7 +32,7 @@ from trainer.sources.recorded import RecordedGroups
 
 
 class RolloutRunner:
-    """Runs episodes and scores them. A context manager.
+    """Runs episodes and scores them, for several threads at the same time. A context manager.
 
     Args:
         stop_tokens: end a completion.
@@ -61,7 +59,6 @@ class RolloutRunner:
             cfg, tokenizer
         )
         self._scorer = scorer
-        self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
@@ -95,24 +92,12 @@ class RolloutRunner:
             is_last: the batch needs no more episodes than these.
         """
         progress = progress or BatchProgress(requests[0].step, requests[0].step, None)
-        with self._turn(progress):
-            recorded = RecordedGroups(self.journal, requests, progress.history)
-            made = self._run(recorded, purpose, progress, is_last) if recorded.missing else []
-            episodes = recorded.keep_rest(made)
+        recorded = RecordedGroups(self.journal, requests, progress.history)
+        made = self._run(recorded, purpose, progress, is_last) if recorded.missing else []
+        episodes = recorded.keep_rest(made)
         rewards = [episode.reward for episode in episodes if episode.reward is not None]
         self.largest_reward = max([self.largest_reward, *rewards])
         return episodes
-
-    @contextlib.contextmanager
-    def _turn(self, progress: BatchProgress) -> Iterator[None]:
-        """Let one thread at a time use the engines and the scorer."""
-        while not self._lock.acquire(timeout=time_limits.POLL_INTERVAL_S):
-            progress.check()
-            SIGNALS.check()
-        try:
-            yield
-        finally:
-            self._lock.release()
 
     def _run(self, recorded: RecordedGroups, purpose: str, progress: BatchProgress, is_last: bool) -> list[Episode]:
         """Run episodes, and score those that have ended while others are generated."""
@@ -142,7 +127,7 @@ class RolloutRunner:
                     yield chunk
 
         known = recorded.count - len(recorded.missing)
-        yield from self._episodes.run(recorded.missing, generate, progress.timer, known)
+        yield from self._episodes.run(recorded.missing, generate, progress.timer, known, progress.check)
         if is_last:
             progress.mark_generated()
 
