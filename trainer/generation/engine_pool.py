@@ -86,6 +86,7 @@ class EnginePool:
         self._awake_blocks: set[object] = set()
         self._memory = GpuMemory(cfg.rollout.colocate and self._gpus > 0)
         self._has_started = False
+        self._deferred: bool | None = None  # whether a start that is still to come has the initial weights
         self._has_synced = False
         self._assignments: list[GpuAssignment | None] = []
         if self._memory.shared:  # what cannot work is refused before the engines load
@@ -132,20 +133,30 @@ class EnginePool:
             self._engines.load()
             self._put_to_sleep()
 
-    def start(self, version: int, is_initial: bool) -> None:
+    def start(self, version: int, is_initial: bool, may_defer: bool = False) -> None:
         """Wait for the engines, and bring them to the policy's weights. Again if the ranks have been started again.
 
         Args:
             version: of the policy's weights.
             is_initial: these are the initial weights, which new engines hold already.
+            may_defer: all this may happen when a stream is read for the first time. Only this thread may read it.
 
         Raises:
             UserError: weights cannot reach the engines in the way that the config says.
         """
         self.abort()
         self._thread = threading.get_ident()
-        with self._dispatcher.turn():
-            self._start(version, is_initial)
+        self._version, self._deferred = version, is_initial
+        if not may_defer or self._has_started or self._memory.shared:
+            self._end_deferral()
+
+    def _end_deferral(self) -> None:
+        if self._deferred is None:
+            return
+        assert threading.get_ident() == self._thread, "another thread uses the ranks"
+        is_initial, self._deferred = self._deferred, None
+        with SIGNALS.waiting(), self._dispatcher.turn():
+            self._start(self._version, is_initial)
 
     def _start(self, version: int, is_initial: bool) -> None:
         if self._has_started or self._memory.shared:
@@ -301,6 +312,7 @@ class EnginePool:
                 also what a signal asks for. All readers get it.
         """
         assert not self._memory.shared or threading.get_ident() == self._thread, "the ranks need the memory"
+        self._end_deferral()
         with self.awake():
             yield from self._dispatcher.stream(requests)
 
@@ -319,7 +331,11 @@ class EnginePool:
         """
         assert threading.get_ident() == self._thread, "another thread uses the ranks"
         with self._dispatcher.turn():
-            self._sync(version, running)
+            if self._deferred is None:
+                self._sync(version, running)
+            else:
+                self._version, self._deferred = version, False
+                self._engines.poll(0)  # replaces those that have died
 
     def _sync(self, version: int, running: RunningRequests) -> None:
         engines = self._engines

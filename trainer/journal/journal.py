@@ -161,6 +161,16 @@ class Journal:
             self._has_all[step] = self._has_all.get(step, True) and len(found) == len({*keys})
         return found
 
+    def has_records(self, step: int) -> bool:
+        """Return whether there are records of a step. It may still be that none of them can be used."""
+        with self._replaying:
+            return self._replay is not None and self._replay.has_records(step)
+
+    def note_found(self, step: int) -> None:
+        """Note that episodes of a step are those of before a resume, though they did not come from here."""
+        with self._replaying:
+            self._has_all.setdefault(step, True)
+
     def has_all(self, step: int) -> bool:
         """Return whether groups of a step were looked for, and all had a record. It is forgotten a step later."""
         with self._replaying:
@@ -238,6 +248,9 @@ class _Replay:
         self._counts["found"] += len(found)
         self._counts["generated"] += len(keys) - len(found)
         return found
+
+    def has_records(self, step: int) -> bool:
+        return step in self._open or step in self._names
 
     def end_before(self, step: int) -> None:
         """Forget the steps before `step`: no one asks for them again."""

@@ -137,14 +137,18 @@ class SamplingSource:
         return self.ledger.epoch
 
     def start(self, version: int, is_initial: bool) -> None:
-        """Wait for the engines, and bring them to the policy's weights unless these are the ones they started with."""
+        """Wait for the engines, and bring them to the policy's weights unless these are the ones they started with.
+
+        If the journal has rollouts of the first step, the ranks train from it while the engines still load.
+        """
         if self._dropped:
             LOG.info(
                 "%d prompts are longer than rollout.max_prompt_tokens=%d and were dropped",
                 self._dropped,
                 self.cfg.rollout.max_prompt_tokens,
             )
-        self._engines.start(version, is_initial)
+        may_defer = self.cfg.rollout.ahead == 0 and self.runner.journal.has_records(version)
+        self._engines.start(version, is_initial, may_defer)
         self._version = version
         self._begin_ahead()
 

@@ -54,7 +54,7 @@ class Engines(Replies):
         """The seed of each completion, and the version of the weights that made it."""
         self.fail: Callable[[Sequence[Request]], None] = lambda requests: None
 
-    def start(self, version: int, is_initial: bool) -> None:
+    def start(self, version: int, is_initial: bool, may_defer: bool) -> None:
         self.sync_weights(version, "abort")
 
     def abort(self) -> None:

@@ -37,9 +37,10 @@ class Chance(Replies):
     def __init__(self, tokenizer: Any):
         super().__init__(tokenizer, lambda prompt, number, sampling: os.urandom(4).hex()[: 1 + number])
         self.repeats = False
+        self.may_load_later = False
 
-    def start(self, version: int, is_initial: bool) -> None:
-        pass
+    def start(self, version: int, is_initial: bool, may_defer: bool) -> None:
+        self.may_load_later = may_defer
 
     def sync_weights(self, version: int, running: str) -> None:
         pass
@@ -71,11 +72,12 @@ class Killed(BaseException):
     pass
 
 
-def run(cfg: Config, model: str, kill_in: int | None = None, repeats: bool = False) -> int:
+def run(cfg: Config, model: str, kill_in: int | None = None, repeats: bool = False, defers: bool | None = None) -> int:
     """Run to the end, or to a kill in the update of a step; returns how many completions were generated.
 
     Args:
         repeats: what the engines say of themselves.
+        defers: whether the run must begin without its engines. None: it may, or not.
     """
     with RunDirectory(cfg).open() as directory:
         tokenizer, timer, learner = load_tokenizer(model), Timer(), ToyLearner()
@@ -99,6 +101,7 @@ def run(cfg: Config, model: str, kill_in: int | None = None, repeats: bool = Fal
             trainer.fit()
         except Killed:
             directory.checkpoints.wait()
+        assert defers in (None, engines.may_load_later)
         return len(engines.seeds)
 
 
@@ -113,10 +116,11 @@ def test_steps_that_are_trained_again_are_as_they_were(tmp_path, model, caplog):
     """With `on_resume_mismatch=stop`, a step that is trained on anything else would end the run."""
     caplog.set_level("INFO")
     cfg = settings(tmp_path)
-    assert run(cfg, model, kill_in=4) == 2 + 4 * ONE_STEP - 2, "its initial weights are validated"
+    assert run(cfg, model, kill_in=4, defers=False) == 2 + 4 * ONE_STEP - 2, "its initial weights are validated"
     before = rows_of(tmp_path)
     assert {*before} == {0, 1, 2, 3}
-    assert run(cfg, model, kill_in=6) == 2 * ONE_STEP, "the validation of step 4, step 5, and step 6 without it"
+    generated = run(cfg, model, kill_in=6, defers=True)
+    assert generated == 2 * ONE_STEP, "the validation of step 4, step 5, and step 6 without it"
     assert "of steps 3 to 4, 8 groups came from the journal and 2 were generated\n" in caplog.text + "\n"
     assert "resume verified: 1 replayed step identical" in caplog.text
     middle = rows_of(tmp_path)

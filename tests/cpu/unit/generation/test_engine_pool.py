@@ -98,6 +98,23 @@ def test_engines_start_while_the_ranks_do_other_things(start, monkeypatch, tmp_p
     assert answers(pool, 1) == [[0, 7, 0]]
 
 
+def test_engines_load_while_the_ranks_train_if_nobody_needs_completions_yet(start, monkeypatch, tmp_path):
+    """They get the weights of the first step that does."""
+    spec = dataclasses.replace(plain_engine.SPEC, path=f"{plain_engine.__name__}:SlowEngine")
+    monkeypatch.setitem(ENGINES, "plain", spec)
+    pool, ranks = start(waits=False)
+    pool.start(version=3, is_initial=False, may_defer=True)
+    for version in (4, 5):
+        ranks.call("policy", "train")
+        pool.sync_weights(version)
+    (tmp_path / "go").touch()
+    assert [one.weight_versions for one in pool.generate([Request([0], 7, SAMPLED)])] == [(5, 5)]
+    assert answers(pool, 1) == [[0, 7, 2]]
+    ranks.call("policy", "train")
+    pool.sync_weights(6)
+    assert answers(pool, 1) == [[0, 7, 3]]
+
+
 def test_engines_stay_asleep_if_the_ranks_leave_them_too_little_room(start, tmp_path):
     """Whether they would generate or take weights. They have not failed, and generate once there is room."""
     pool, ranks = start("cuda", colocate=True, num_engines=1)

@@ -54,7 +54,7 @@ class Versions(Replies):
         self.before_request: Any = lambda request: None
         self.aborted = threading.Event()
 
-    def start(self, version: int, is_initial: bool) -> None:
+    def start(self, version: int, is_initial: bool, may_defer: bool) -> None:
         self.sync_weights(version, "abort")
 
     def sync_weights(self, version: int, running: str) -> None:
