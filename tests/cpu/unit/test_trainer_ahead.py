@@ -18,11 +18,13 @@ from tests.support.replies import Replies, evaluator_beside, sampling_source
 from tests.support.runs import configured
 from tests.support.toy import ToyLearner
 from trainer.config import Config, DataConfig, RewardConfig, TinyConfig
+from trainer.errors import FailureSource, UserError, WorkerError, set_failure_source
 from trainer.generation.engine import Completion, Request
 from trainer.metrics.timing import Timer
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
 from trainer.objectives import Experience
+from trainer.process.signals import Stopped
 from trainer.run.directory import RunDirectory
 from trainer.run.stopping import StopRequest
 from trainer.tasks.base import open_journal
@@ -52,13 +54,14 @@ class Engines(Replies):
         self.weights, self.version, self._open = 0.0, 0, 0
         self.made: list[tuple[int, int]] = []
         """The seed of each completion, and the version of the weights that made it."""
+        self.aborted = threading.Event()
         self.fail: Callable[[Sequence[Request]], None] = lambda requests: None
 
     def start(self, version: int, is_initial: bool, may_defer: bool) -> None:
         self.sync_weights(version, "abort")
 
     def abort(self) -> None:
-        pass
+        self.aborted.set()
 
     def sync_weights(self, version: int, running: str) -> None:
         assert self._open == 0, "weights change while a batch is generated"
@@ -145,6 +148,12 @@ def outcome(root: Path, trainer: Trainer) -> tuple[list[dict[str, Any]], float]:
     return comparable(metrics(root)), trainer.learner.ranks.number  # type: ignore[attr-defined]
 
 
+def versions(root: Path) -> dict[int, int]:
+    """The version of the weights that sampled each step."""
+    ages = {row["step"]: row.get("rollout/staleness_max", 0.0) for row in metrics(root) if row["step"] > 0}
+    return {step: step - int(age) for step, age in ages.items()}
+
+
 @pytest.fixture(scope="module")
 def whole(model, tmp_path_factory) -> Callable[[int], tuple[list[dict[str, Any]], float]]:
     """Returns the outcome of an uninterrupted run, by `rollout.ahead`."""
@@ -155,6 +164,20 @@ def whole(model, tmp_path_factory) -> Callable[[int], tuple[list[dict[str, Any]]
         if ahead not in known:
             known[ahead] = outcome(root / str(ahead), run(settings(root / str(ahead), ahead), model))
         return known[ahead]
+
+    return find
+
+
+@pytest.fixture(scope="module")
+def killed(model, tmp_path_factory) -> Callable[[int], Path]:
+    """Returns the directory of a run that was killed in step 6, by `rollout.ahead`. It has saved step 4."""
+    root = tmp_path_factory.mktemp("killed")
+
+    def find(ahead: int) -> Path:
+        directory = root / str(ahead)
+        if not directory.exists():
+            run(settings(directory, ahead), model, kill_in_update(6))
+        return directory
 
     return find
 
@@ -170,43 +193,166 @@ def test_each_step_trains_on_the_weights_of_so_many_steps_before(tmp_path, model
     assert [row[f"{name}max"] for row in rows] == [row[f"{name}mean"] for row in rows] == expected
 
 
-@pytest.mark.parametrize("ahead", [1, 2])
-@pytest.mark.parametrize("step", range(1, STEPS + 1))
-def test_a_run_that_died_ends_as_if_it_had_not(tmp_path, model, whole, step, ahead):
+def test_without_the_key_no_thread_makes_batches(tmp_path, model, whole, monkeypatch):
+    monkeypatch.setattr("trainer.sources.ahead.BatchThread", None)
+    assert outcome(tmp_path / "run", run(settings(tmp_path / "run", 0), model)) == whole(0)
+
+
+def batch_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("batch of")]
+
+
+@pytest.mark.parametrize("journal", [True, False])
+@pytest.mark.parametrize(("ahead", "steps"), [(1, [1, 4, 5]), (1, [2, 7]), (2, [3, 3, 6]), (2, [5])])
+def test_a_run_that_died_ends_as_if_it_had_not(tmp_path, model, whole, steps, ahead, journal):
     cfg = settings(tmp_path / "run", ahead)
-    run(cfg, model, kill_in_update(step))
-    cfg.rollout.journal = step % 2 == 0
-    trainer = run(cfg, model)
+    cfg.rollout.journal = journal
+    for step in steps:
+        run(cfg, model, kill_in_update(step))
+    assert batch_threads() == []
+    assert outcome(tmp_path / "run", run(cfg, model)) == whole(ahead)
+
+
+def test_a_run_with_every_kind_of_sampling_that_died_ends_as_if_it_had_not(tmp_path, model):
+    """Further draws, baselines, and a curriculum whose order depends on the rewards of the steps before."""
+
+    def everything(root: Path) -> Config:
+        cfg = settings(root, 2)
+        cfg.algorithm.dynamic_sampling, cfg.algorithm.max_gen_batches = True, 2
+        cfg.data.curriculum = "tests.support.curriculum:hardest_first"
+        cfg.reward.name = "tests.support.named_rewards:length"
+        return cfg
+
+    whole = outcome(tmp_path / "whole", run(everything(tmp_path / "whole"), model, needs_baselines=True))
+    assert max(row.get("sampling/batches", 0) for row in whole[0]) > 1 and whole[0][-1]["progress/epoch"] > 2
+    for step in (3, 5):
+        run(everything(tmp_path / "run"), model, kill_in_update(step), needs_baselines=True)
+    trainer = run(everything(tmp_path / "run"), model, needs_baselines=True)
+    assert outcome(tmp_path / "run", trainer) == whole
+
+
+def lost(member: str) -> WorkerError:
+    error = WorkerError(f"{member} died", "restart", "killed")
+    set_failure_source(error, FailureSource(member, "10.0.0.7"))
+    return error
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_ranks_and_engines_that_die_at_any_time_cost_nothing_but_time(tmp_path, model, whole, ahead):
+    """The error of a thread is raised by the training thread, which goes back to the last commit."""
+    dead: list[str] = []
+
+    def disturb(trainer: Trainer, engines: Engines) -> None:
+        update, calls = trainer.learner.update, iter(range(100))
+
+        def update_or_die(experience: Any, step: int) -> dict[str, float]:
+            if step == 5 and dead.count("rank") < 2:
+                dead.append("rank")
+                raise lost("policy rank 0")
+            return update(experience, step)
+
+        def die(requests: Sequence[Request]) -> None:
+            if next(calls) in (3, 9):
+                dead.append("engine")
+                raise lost("engine 0")
+
+        trainer.learner.update = update_or_die  # type: ignore[method-assign]
+        engines.fail = die
+
+    trainer = run(settings(tmp_path / "run", ahead, max_restarts=9), model, disturb)
+    assert sorted(dead) == ["engine", "engine", "rank", "rank"] and batch_threads() == []
     assert outcome(tmp_path / "run", trainer) == whole(ahead)
+
+
+def test_a_sentence_to_the_user_that_a_thread_raises_ends_the_run(tmp_path, model, whole):
+    def disturb(trainer: Trainer, engines: Engines) -> None:
+        def refuse(requests: Sequence[Request]) -> None:
+            if threading.current_thread().name == "batch of step 4":
+                raise UserError("reward.max_error_rate: too many have failed")
+
+        engines.fail = refuse
+
+    with pytest.raises(UserError, match="^reward.max_error_rate: too many have failed$"):
+        run(settings(tmp_path / "run"), model, disturb)
+    assert batch_threads() == []
+    assert outcome(tmp_path / "run", run(settings(tmp_path / "run"), model)) == whole(1)
+
+
+def test_a_run_that_stops_while_a_batch_is_made_ends_at_once_and_continues(tmp_path, model, whole):
+    """The engines never answer the requests of the batch ahead."""
+    hangs = threading.Event()
+
+    def disturb(trainer: Trainer, engines: Engines) -> None:
+        def hang(requests: Sequence[Request]) -> None:
+            if threading.current_thread().name == "batch of step 5":
+                hangs.set()
+                trainer.stop.ask("SIGTERM")
+                engines.aborted.wait()
+                raise RuntimeError("aborted")
+
+        engines.fail = hang
+
+    with pytest.raises(Stopped, match="stopped after step 3 of 7"):
+        run(settings(tmp_path / "run", ckpt_interval=100), model, disturb)
+    assert hangs.is_set() and batch_threads() == []
+    assert outcome(tmp_path / "run", run(settings(tmp_path / "run", ckpt_interval=100), model)) == whole(1)
+
+
+def test_a_run_that_goes_back_further_ends_as_if_it_had_not(tmp_path, model, whole, killed, caplog):
+    shutil.copytree(killed(2), tmp_path / "run")
+    cfg = settings(tmp_path / "run", 2, on_resume_mismatch="fallback")
+    lines = metrics(tmp_path / "run")
+    lines[5]["policy/loss"] += 1.0
+    (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    caplog.set_level("INFO")
+    trainer = run(cfg, model)
+    assert any("going back to" in line and "global_step_2" in line for line in caplog.messages)
+    assert outcome(tmp_path / "run", trainer) == whole(2)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_a_fork_trains_on_the_held_batches_unless_its_rollouts_differ(
+    tmp_path, model, whole, killed, caplog, temperature
+):
+    parent = f"{killed(2)}/checkpoints/global_step_4"
+    cfg = settings(tmp_path / "fork", 2, resume_path=parent)
+    cfg.trainer.resume_mode, cfg.rollout.temperature = "from_path", temperature
+    caplog.set_level("INFO")
+    trainer = run(cfg, model)
+    told = [line for line in caplog.messages if "generated again" in line]
+    if temperature == 1.0:
+        assert outcome(tmp_path / "fork", trainer)[1] == whole(2)[1] and not told
+    else:
+        assert told == [f"{parent}: its rollouts of steps 5 to 6 are of another config, and are generated again"]
+        assert [versions(tmp_path / "fork")[step] for step in (5, 6, 7)] == [5, 5, 5]
+
+
+def test_an_extended_run_samples_ahead_again_from_the_weights_it_has(tmp_path, model, whole):
+    run(settings(tmp_path / "run", 1, total_steps=4), model)
+    trainer = run(settings(tmp_path / "run", 1), model)
+    assert versions(tmp_path / "run") == {1: 1, 2: 1, 3: 2, 4: 3, 5: 5, 6: 5, 7: 6}
+    losses = [[row.get("policy/loss") for row in rows[:5]] for rows in (metrics(tmp_path / "run"), whole(1)[0])]
+    assert losses[0] == losses[1] and trainer.state.step == STEPS
 
 
 PROVEN_KEYS = {"rollout.ahead"}
 
 
-def versions(root: Path) -> dict[int, int]:
-    """The version of the weights that sampled each step."""
-    ages = {row["step"]: row.get("rollout/staleness_max", 0.0) for row in metrics(root) if row["step"] > 0}
-    return {step: step - int(age) for step, age in ages.items()}
+def comparable_steps(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: row[name] for name in row if "staleness" not in name} for row in rows]
 
 
 @pytest.mark.parametrize("before", [0, 1, 2])
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_a_changed_key_acts_from_the_first_step_on_that_the_checkpoint_does_not_hold(
-    tmp_path, model, whole, before, after
+    tmp_path, model, whole, killed, before, after
 ):
-    run(settings(tmp_path / "run", before), model, kill_in_update(6))
-    outcomes = []
-    for name in ("first", "second"):
-        root = tmp_path / name
-        shutil.copytree(tmp_path / "run", root)
-        cfg = settings(root, after, allow_config_change=["rollout.ahead"])
-        outcomes.append(outcome(root, run(cfg, model)))
-    assert outcomes[0] == outcomes[1]
-    first = [{name: row[name] for name in row if "staleness" not in name} for row in outcomes[0][0][:6]]
-    expected = [{name: row[name] for name in row if "staleness" not in name} for row in whole(before)[0][:6]]
-    assert first == expected, "step 5 has episodes of the same weights with any key"
+    shutil.copytree(killed(before), tmp_path / "run")
+    cfg = settings(tmp_path / "run", after, allow_config_change=["rollout.ahead"])
+    rows, number = outcome(tmp_path / "run", run(cfg, model))
+    assert comparable_steps(rows[:6]) == comparable_steps(whole(before)[0][:6]), "step 5 is the same with any key"
     held = {step: max(1, step - before) for step in range(1, 4 + before + 1)}
     fresh = {step: max(5, step - after) for step in range(4 + before + 1, STEPS + 1)}
-    assert versions(tmp_path / "first") == held | fresh
+    assert versions(tmp_path / "run") == held | fresh
     if before == after:
-        assert outcomes[0] == whole(after)
+        assert (rows, number) == whole(after)
