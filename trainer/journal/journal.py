@@ -308,7 +308,7 @@ class _Replay:
 
 
 class _Writer:
-    """Writes groups on a thread, those of one second in one file.
+    """Writes groups on a thread, those of half a second in one file.
 
     Args:
         written: called with the name of each file.

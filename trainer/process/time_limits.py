@@ -64,8 +64,8 @@ KERNEL_CLOCK_ERROR_S = 5.0
 # Saves and storage
 SAVE_END_S = 60.0
 """Longest wait, after a failure, for the save under way. It completes if its ranks live."""
-JOURNAL_FLUSH_S = 1.0
-"""Rollouts that finish within this time are written together, unless a step waits for them."""
+JOURNAL_FLUSH_S = 0.5
+"""Between two looks for finished rollouts. What is found within this time is written together, unless a step waits."""
 JOURNAL_CLOSE_S = 5.0
 """Longest wait at the end for copies of rollouts that are under way."""
 JOURNAL_WAIT_S = 60.0
