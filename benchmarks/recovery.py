@@ -1,11 +1,17 @@
 """What a kill costs, with and without the journal: `python -m benchmarks.recovery [--kills N]`.
 
-Kills jobs whose rollouts take one, three and nine times the update, at random moments. Then it gives the same command
-again, once with `rollout.journal=true` and once, from a copy of the killed run, with `false`, and measures the seconds
-of the steps that are trained again, up to the step that was under way. Start-up costs the same in both, and is not in
-the ratio. The rollouts wait in an environment (`Waits`), so that they take as long as they should on any machine.
+Trains jobs whose rollouts take one, three and nine times the update, each from one checkpoint for as many steps as lie
+between two checkpoints. At random moments, one in each of N equal parts of that time, it stops all processes of the job
+for a moment and copies the run directory: that is what a kill leaves. Then it continues each copy up to the step that
+was under way. The seconds of the steps that are trained again are compared with those that the same steps took the
+first time, without records to train from. Start-up costs the same in both, and is printed apart. One copy of each job
+is also continued with `rollout.journal=false`, to show that its steps take as long as the first time.
 
-Prints, too, which share of its steps an uninterrupted run waits for the journal.
+A reward waits (`waits`), so that rollouts take as long as they should on any machine: two groups at a time, so groups
+finish one after another, as in an engine that is full.
+
+With the journal, n steps behind the checkpoint cost n updates, and the rollouts that the step under way lacked. So the
+ratio is at most 1 + (rollouts / update), and it is smaller the fewer steps a kill costs.
 """
 
 from __future__ import annotations
@@ -20,139 +26,176 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import psutil
 
-from trainer.environments import Message, StepResult
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 
-COMMITTED = 2  # the only checkpoint before the kill
+COMMITTED = 2  # the step of the checkpoint before the kill
+GROUPS, LANES = 16, 2  # a step's groups; those that are rewarded at the same time
+SECONDS, MARK = "BENCHMARK_REWARD_SECONDS", "BENCHMARK_REWARD_MARK"
+AIMS = {1: 1.8, 3: 3.0, 9: 6.0}
 
 
-class Waits:
-    """Answers after some seconds.
+async def waits(completions: list[str]) -> list[float]:
+    """A reward that takes as long as the environment says, and leaves a mark of its last call."""
+    with open(os.environ[MARK], "w"):
+        pass
+    await asyncio.sleep(float(os.environ[SECONDS]))
+    return [len(completion) / 100 for completion in completions]
+
+
+@dataclass
+class Image:
+    """A copy of a run directory, as a kill would have left it."""
+
+    path: str
+    step: int
+    """The one that was under way."""
+    paused_s: float
+    """Seconds for which the job stood still for the copy."""
+
+
+def run(run_dir: str, steps: int, seconds: float, *more: str, watch: Callable[[Any], None] | None = None) -> float:
+    """Run a job to its last step; return the seconds.
 
     Args:
-        seconds: of an episode.
+        watch: called again and again with the process of the job.
     """
-
-    def __init__(self, seconds: float = 0.0):
-        self._seconds = seconds
-
-    def reset(self, row: Mapping[str, Any], seed: int) -> list[Message]:
-        return [{"role": "user", "content": row["prompt"]}]
-
-    async def step(self, reply: Message) -> StepResult:
-        await asyncio.sleep(self._seconds)
-        return StepResult([], len(reply["content"]) / 100, True)
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-def run(run_dir: str, steps: int, seconds: float, *more: str, kill_when: Callable[[], bool] = lambda: False) -> None:
-    """Run a job to its last step, or until `kill_when()`."""
     command = [
         sys.executable, "-m", "trainer.main", "rollout=transformers", "trainer.ray_address=processes",
-        "environment.name=benchmarks.recovery:Waits", f"+environment.kwargs.seconds={seconds}",
-        "environment.timeout_s=600", "environment.max_turns=1", "trainer.train_batch_size=16",
-        "trainer.mini_batch_size=16", "rollout.n=4", "trainer.update_epochs=4",
-        "rollout.max_response_tokens=16", "trainer.policy.optimizer.scheduler=constant", f"trainer.total_steps={steps}",
-        f"trainer.run_dir={run_dir}", "trainer.resume_mode=latest", "trainer.val_interval=-1",
-        f"trainer.ckpt_interval={COMMITTED}", "logger.plot=false", *more,
+        "reward.name=benchmarks.recovery:waits", f"reward.concurrency={LANES}", "reward.timeout_s=600",
+        f"trainer.train_batch_size={GROUPS}", f"trainer.mini_batch_size={GROUPS}", "rollout.n=4",
+        "trainer.update_epochs=12", "rollout.max_response_tokens=16", "trainer.policy.optimizer.scheduler=constant",
+        f"trainer.total_steps={steps}", f"trainer.run_dir={run_dir}", "trainer.resume_mode=latest",
+        "trainer.val_interval=-1", "trainer.ckpt_interval=1000", "logger.plot=false", *more,
     ]  # fmt: skip
-    log = f"{run_dir}.log"
+    log, started = f"{run_dir}.log", time.monotonic()
     with open(log, "a") as output:
-        job = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        env = {**os.environ, "OMP_NUM_THREADS": "1", SECONDS: str(seconds), MARK: f"{run_dir}.mark"}
+        job = subprocess.Popen(command, stdout=output, stderr=output, env=env)
     while job.poll() is None:
-        if kill_when():
-            processes = [psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)]
-            for process in processes:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            job.wait()
-            return
-        time.sleep(0.02)
+        if watch is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                watch(psutil.Process(job.pid))
+        time.sleep(0.05)
     if job.returncode:
         with open(log) as output:
             raise SystemExit(f"{output.read()[-3000:]}\n{' '.join(command)} ended with status {job.returncode}")
+    return time.monotonic() - started
 
 
-def rows_of(run_dir: str) -> list[dict[str, Any]]:
-    return [row for row in read_metrics(os.path.join(run_dir, METRICS_FILE)) if row["step"] > 0]
+def times_of(run_dir: str) -> dict[int, float]:
+    """Return the seconds of the steps behind the checkpoint."""
+    rows = read_metrics(os.path.join(run_dir, METRICS_FILE))
+    return {row["step"]: row["time/step"] for row in rows if row["step"] > COMMITTED}
 
 
-def moment_in(run_dir: str, step: int, delay_s: float) -> Callable[[], bool]:
-    """Return whether some seconds have passed since `step` was logged."""
-    reached: list[float] = []
+def train_and_copy(
+    run_dir: str, interval: int, seconds: float, moments: list[float]
+) -> tuple[dict[int, float], list[Image]]:
+    """Train behind the checkpoint; return the seconds of each step, and the copies.
 
-    def is_reached() -> bool:
-        rows = [] if reached else rows_of(run_dir)
-        if rows and rows[-1]["step"] >= step:
-            reached.append(time.monotonic())
-        return bool(reached) and time.monotonic() - reached[0] >= delay_s
+    Args:
+        moments: of the copies, in seconds behind the begin of the first step, in order.
+    """
+    images: list[Image] = []
+    resumed: list[float] = []
+    began: list[float] = []
 
-    return is_reached
+    def watch(job: Any) -> None:
+        if not began:
+            with open(f"{run_dir}.log") as log:
+                is_resumed = "resumed from" in log.read()
+            if is_resumed and not resumed:  # rewards were tried before that
+                resumed.append(time.time())
+            elif is_resumed and os.path.getmtime(f"{run_dir}.mark") > resumed[0]:
+                began.append(time.monotonic())
+            return
+        paused = sum(image.paused_s for image in images)
+        if len(images) < len(moments) and time.monotonic() - began[0] - paused >= moments[len(images)]:
+            stopped, path = time.monotonic(), f"{run_dir}-{len(images)}"
+            processes = [job, *job.children(recursive=True)]
+            for process in processes:
+                process.suspend()
+            try:
+                shutil.copytree(run_dir, path, symlinks=True)
+                step = max([COMMITTED, *times_of(run_dir)]) + 1
+            finally:
+                for process in processes:
+                    process.resume()
+            images.append(Image(path, step, time.monotonic() - stopped))
+
+    run(run_dir, COMMITTED + interval, seconds, watch=watch)
+    took = times_of(run_dir)
+    for image in images:
+        took[image.step] -= image.paused_s
+    return took, [image for image in images if image.step in took]
 
 
-def trained_again(run_dir: str, lost: int, seconds: float, journal: bool) -> tuple[float, float]:
-    """Return the seconds of the steps behind the checkpoint up to `lost`, and those since the command was given."""
-    begin = time.monotonic()
-    run(run_dir, lost, seconds, f"rollout.journal={str(journal).lower()}")
-    took = time.monotonic() - begin
-    return sum(row["time/step"] for row in rows_of(run_dir) if row["step"] > COMMITTED), took
+def measure(base: str, times: int, update_s: float, generate_s: float, args: argparse.Namespace) -> None:
+    """Print the costs of kills of one workload.
 
-
-def measure(root: str, update_s: float, generate_s: float, times: int, kills: int, moments: random.Random) -> None:
-    seconds = max(0.0, times * update_s - generate_s)
-    ratios, again = [], {True: 0.0, False: 0.0}
-    for number in range(kills):
-        run_dir = os.path.join(root, f"{times}-{number}")
-        last, fraction = moments.randint(COMMITTED + 1, COMMITTED + 3), moments.random()
-        # Its second checkpoint would be at step 4: the interval is the whole run, but for the first.
-        run(run_dir, COMMITTED, seconds)
-        moment = moment_in(run_dir, last, fraction * (1 + times) * update_s)
-        run(run_dir, COMMITTED + 20, seconds, "trainer.ckpt_interval=1000", kill_when=moment)
-        lost = rows_of(run_dir)[-1]["step"] + 1
-        shutil.copytree(run_dir, f"{run_dir}-copy", symlinks=True)
-        took = {}
-        for journal in (True, False):
-            again[journal], took[journal] = trained_again(run_dir, lost, seconds, journal)
-            if journal:
-                shutil.rmtree(run_dir)
-                os.rename(f"{run_dir}-copy", run_dir)
-        ratios.append(again[False] / again[True])
-        print(
-            f"| {times} | {lost - COMMITTED} | {fraction:.2f} | {again[False]:.1f} s | {again[True]:.1f} s | "
-            f"{ratios[-1]:.2f} | {took[False]:.1f} s | {took[True]:.1f} s |",
-            flush=True,
-        )
-    print(f"rollouts {times} times the update: {median(ratios):.2f} times less trained-again time", flush=True)
+    Args:
+        base: run directory with the checkpoint.
+    """
+    draw = random.Random(f"{args.seed}:{times}")
+    seconds = max(0.0, times * update_s - generate_s) / (GROUPS // LANES)
+    whole_s = args.interval * (1 + times) * update_s
+    moments = [whole_s * (part + draw.random()) / args.kills for part in range(args.kills)]
+    run_dir = f"{base}-{times}"
+    shutil.copytree(base, run_dir, symlinks=True)
+    first, images = train_and_copy(run_dir, args.interval, seconds, moments)
+    without, again, ratios = 0.0, 0.0, []
+    for number, image in enumerate(images):
+        journals = ["true", "false"] if number == len(images) // 2 else ["true"]
+        before = sum(first[step] for step in first if step <= image.step)
+        for journal in journals:
+            shutil.rmtree(run_dir)
+            shutil.copytree(image.path, run_dir, symlinks=True)
+            total = run(run_dir, image.step, seconds, f"rollout.journal={journal}")
+            took = sum(times_of(run_dir).values())
+            lost = image.step - COMMITTED
+            if journal == "false":
+                print(f"| {times} | {lost} | {before:.1f} s | {took:.1f} s, off | | {total - took:.1f} s |", flush=True)
+                continue
+            without, again, ratios = without + before, again + took, [*ratios, before / took]
+            print(
+                f"| {times} | {lost} | {before:.1f} s | {took:.1f} s | {ratios[-1]:.2f} | {total - took:.1f} s |",
+                flush=True,
+            )
+    aim = f", aim {AIMS[times]:g}" if times in AIMS else ""
+    print(
+        f"rollouts {times} times the update: all kills together {without / again:.2f} times less{aim}; "
+        f"median {median(ratios):.2f}, from {min(ratios):.2f} to {max(ratios):.2f}",
+        flush=True,
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=3, help="kills for each workload (default: 3)")
+    parser.add_argument("--kills", type=int, default=4, help="kills for each workload (default: 4)")
+    parser.add_argument("--interval", type=int, default=20, help="steps between two checkpoints (default: 20)")
     parser.add_argument("--times", type=int, nargs="*", default=[1, 3, 9], help="rollouts, in updates (default: 1 3 9)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default: 0)")
     args = parser.parse_args()
-    moments = random.Random(args.seed)
     with tempfile.TemporaryDirectory() as root:
-        whole = os.path.join(root, "whole")
-        run(whole, 8, 0.0)
-        rows = rows_of(whole)[2:]
-        generate_s = median(row.get("time/rollout", 0.0) + row.get("time/environment", 0.0) for row in rows)
+        base, whole = os.path.join(root, "base"), os.path.join(root, "whole")
+        run(base, COMMITTED, 0.0)
+        shutil.copytree(base, whole, symlinks=True)
+        run(whole, 10, 0.0)
+        rows = [row for row in read_metrics(os.path.join(whole, METRICS_FILE)) if row["step"] > COMMITTED + 1]
+        generate_s = median(row.get("time/rollout", 0.0) + row.get("time/reward", 0.0) for row in rows)
         update_s = median(row["time/step"] for row in rows) - generate_s
-        waited = sum(row.get("time/journal", 0.0) for row in rows) / sum(row["time/step"] for row in rows)
-        print(f"without waiting: a step generates for {generate_s:.2f} s and learns for {update_s:.2f} s")
-        print(f"waiting for the journal: {waited:.2%} of these steps\n")
-        print("| rollouts / update | steps lost | moment | without | with | ratio | with start-up: without | with |")
-        print("|---|---|---|---|---|---|---|---|")
+        print(f"without waiting: a step generates for {generate_s:.2f} s and learns for {update_s:.2f} s\n")
+        print("| rollouts / update | steps lost | first time | again | ratio | start-up |")
+        print("|---|---|---|---|---|---|")
         for times in args.times:
-            measure(root, update_s, generate_s, times, args.kills, moments)
+            measure(base, times, update_s, generate_s, args)
 
 
 if __name__ == "__main__":
