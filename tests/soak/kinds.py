@@ -69,6 +69,20 @@ KINDS = {
         _rollouts("grpo", "trainer.num_workers=2", "rollout.num_engines=2", "algorithm.kl_coef=0.01"),
         _rollouts("ppo", "trainer.num_workers=2", "algorithm=ppo", "trainer.critic.optimizer.lr=1e-3"),
         _rollouts("dapo", "algorithm=dapo", "data.curriculum=tests.support.curriculum:hardest_first"),
+        _rollouts(
+            "ahead",
+            "trainer.num_workers=2",
+            "rollout.num_engines=2",
+            "algorithm=ppo",
+            "trainer.critic.optimizer.lr=1e-3",
+            "rollout.ahead=1",
+        ),
+        _rollouts(
+            "far_ahead",
+            "algorithm=dapo",
+            "data.curriculum=tests.support.curriculum:hardest_first",
+            "rollout.ahead=2",
+        ),
         _rollouts("lora", "trainer.policy.lora.rank=4", "algorithm.kl_coef=0.01"),
         _rollouts(
             "episodes",
