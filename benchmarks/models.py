@@ -35,6 +35,8 @@ SHAPES = {
     "100M": Shape(25600, 768, 2304, 11, 12, 4),
 }
 
+SMALL = Shape(vocabulary=1024, hidden=128, intermediate=384, layers=2, heads=2, kv_heads=1)
+
 
 def add_data(parser: argparse.ArgumentParser) -> None:
     """Add the argument `--data`."""

@@ -34,11 +34,10 @@ from typing import Any
 
 import psutil
 
-from benchmarks.models import Shape, make_model, read_questions
+from benchmarks.models import SMALL, make_model, read_questions
 from benchmarks.vs_trl import HERE, trl_python
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 
-SMALL = Shape(vocabulary=1024, hidden=128, intermediate=384, layers=2, heads=2, kv_heads=1)
 PROMPTS, N, TOKENS, MINI_BATCHES = 8, 4, 32, 2
 ROWS = 64
 """Prompts of the data: an epoch has eight steps."""
