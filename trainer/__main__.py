@@ -15,6 +15,7 @@ from trainer.process.signals import SIGNALS
 COMMANDS = {
     "train": ("trainer.main", "train with rewards or environments: GRPO, PPO and others"),
     "sft": ("trainer.sft", "train on examples, or on kept completions"),
+    "inference": ("trainer.inference.__main__", "serve a model to jobs and people, while jobs come and go"),
     "diagnose": ("trainer.reports.diagnose", "say what happened to a run, and what to do next"),
     "compare": ("trainer.reports.compare", "print a table of runs, and draw their curves"),
     "report": ("trainer.reports.report", "draw the picture of a run"),
@@ -23,8 +24,8 @@ COMMANDS = {
     "config": ("trainer.config.reference", "print the reference of all config keys"),
 }
 """Module and purpose of each command. The module has a function `main`, which reads `sys.argv`."""
-JOBS = ("train", "sft")
-"""Commands that start a run. They handle signals."""
+JOBS = ("train", "sft", "inference")
+"""Commands that run long. They handle signals."""
 _HELP = """usage: trainer COMMAND [ARGUMENT ...]
 
 Commands:

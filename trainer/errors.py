@@ -29,7 +29,8 @@ class WorkerError(RuntimeError):
         hint: what the user can do if the job does not recover by itself.
         cause: `killed`, `heartbeat_timeout`, `rpc_timeout`, `memory`, `gpu_memory_in_use` (other programs hold the
             GPU's memory), `gpu` (the message contains a GPU error), `node` (its machine failed), `cluster` (a process
-            of Ray died), `weights` (the initial weights did not reach the engines) or `restart_limit` (the config
+            of Ray died), `server` (an inference server does not serve), `server_absent` (it has not come back in time),
+            `weights` (the initial weights did not reach the engines) or `restart_limit` (the config
             allows no further restart). Empty: another cause.
     """
 

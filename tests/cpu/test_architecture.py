@@ -30,6 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "objectives": {"algorithms", "parallel", "sandbox"},
     "workers": {"models", "parallel", "algorithms", "objectives"},
     "generation": {"cluster", "models", "parallel"},
+    "inference": {"generation", "models", "parallel", "sandbox"},
     "environments": {"generation", "data", "sandbox", "rewards"},
     "run": {"checkpoint", "metrics"},
     "learner": {"workers", "cluster", "models", "metrics", "algorithms", "parallel", "objectives"},
@@ -47,7 +48,13 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": set(),
 }  # fmt: skip
 FORBIDDEN = {"ray", "hydra", "omegaconf", "vllm"}
-MAY = {"config": {"hydra", "omegaconf"}, "sweeps": {"hydra", "omegaconf"}, "cluster": {"ray"}, "generation": {"vllm"}}
+MAY = {
+    "config": {"hydra", "omegaconf"},
+    "sweeps": {"hydra", "omegaconf"},
+    "cluster": {"ray"},
+    "generation": {"vllm"},
+    "inference": {"vllm"},
+}
 
 
 def imports(path: Path) -> set[str]:

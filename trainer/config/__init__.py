@@ -19,6 +19,7 @@ from trainer.config.data import DataConfig
 from trainer.config.engines import ENGINES, EngineSpec
 from trainer.config.environment import EnvironmentConfig
 from trainer.config.hydra import compose, conf_dir, register, to_config
+from trainer.config.inference import InferenceConfig
 from trainer.config.logger import LoggerConfig, WandbConfig
 from trainer.config.model import ModelConfig, TinyConfig
 from trainer.config.reference import field_docs

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer.config.inference import TOKEN
 from trainer.config.transports import TransportSpec
 from trainer.errors import UserError
 from trainer.import_utils import import_function
@@ -53,6 +54,9 @@ class EngineSpec:
     resumes."""
     numbered: bool = False
     """Its constructor gets `index`, the number of the engine, from 0. So each engine can speak for another server."""
+    served: bool = False
+    """It speaks to the servers of `rollout.urls`, one engine to each, which serve one job at a time. Its constructor
+    gets `job`, the `Job` of `trainer.generation.server_protocol`."""
     repeats: bool = True
     """It gives a request the same tokens and log-probs again, to the last bit: always on CPU, on GPUs with
     `trainer.deterministic`. false: a resumed run does not compare what it trains again bit for bit."""
@@ -122,6 +126,17 @@ ENGINES: dict[str, EngineSpec] = {
         transports=("shared_memory", "broadcast", "ipc"),
         cpu_environment=_ONE_THREAD,
         deterministic_torch=True,
+    ),
+    "server": EngineSpec(
+        path="trainer.generation.server_engine:ServerEngine",
+        transports=("shared_memory", "broadcast"),
+        gpus=False,
+        holds_start_weights=False,
+        streaming=True,
+        numbered=True,
+        served=True,
+        variables=(TOKEN,),
+        cpu_environment=_ONE_THREAD,
     ),
 }
 

@@ -19,6 +19,7 @@ from trainer.config.algorithm import AlgorithmConfig, with_own_defaults
 from trainer.config.config_file import ConfigFiles, load
 from trainer.config.explanation import unresolved
 from trainer.config.overrides import CONFIG, MULTIRUN, arranged, checked, find_groups
+from trainer.config.rollout import RolloutConfig
 from trainer.config.schema import Config, refuse_unknown_keys, validate
 from trainer.config.tasks import find_task
 from trainer.errors import UserError
@@ -148,6 +149,8 @@ def to_config(dict_config: Any) -> Config:
     remember(*secrets_of(nested), os.environ.get(config.reward.remote.header_env or "", ""))
     refuse_unknown_keys(config)
     config.algorithm = AlgorithmConfig(**with_own_defaults(vars(config.algorithm)))
+    if config.rollout.num_engines == RolloutConfig.num_engines:
+        config.rollout.num_engines = max(1, len(config.rollout.urls))
     validate(config)
     return config
 

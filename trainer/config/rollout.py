@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from trainer.config.engines import engines_with, find_engine
 from trainer.config.fields import (
     HARMLESS,
+    LONGEST_TIME,
     ResumeRule,
     SavedRun,
     Section,
@@ -18,6 +20,7 @@ from trainer.config.fields import (
     open_section,
     setting,
 )
+from trainer.config.inference import TOKEN
 from trainer.config.transports import find_transport
 from trainer.files.redaction import agree
 
@@ -30,10 +33,15 @@ _LOWEST_TEMPERATURE = 0.01  # vLLM replaces anything lower by this
 @dataclass
 class RolloutConfig(Section):
     engine: str = setting("vllm", resume="rollouts")
-    """Inference engine: `vllm`, `transformers`, or an engine of your own, by the import path of its class or
-    `EngineSpec`."""
+    """Inference engine: `vllm`, `transformers`, `server` (the inference servers of `rollout.urls`), or an engine of
+    your own, by the import path of its class or `EngineSpec`."""
+    urls: list[str] = setting(default_factory=list, resume="rounding")
+    """Addresses of inference servers, such as `http://gpu7:8000`, for `rollout.engine=server`. There is one engine for
+    each of them."""
+    server_timeout_s: float = number(600.0, at_least=1, at_most=LONGEST_TIME, resume="harmless")
+    """Seconds for which an engine waits for its inference server, which may be starting again."""
     num_engines: int = number(1, at_least=1, resume="rounding")
-    """Number of engines. Prompts are spread over them."""
+    """Number of engines. Prompts are spread over them. With `rollout.urls`, it is their number."""
     tensor_parallel_size: int = number(1, at_least=1, resume="rounding")
     """GPUs per engine (vLLM)."""
     colocate: bool = setting(False, resume="harmless")
@@ -90,6 +98,7 @@ class RolloutConfig(Section):
         if self.engine_args and not spec.engine_args:
             problem = f"rollout.engine={self.engine} takes none; choose {engines_with('engine_args')}"
             raise config_error(config, "rollout.engine_args", problem)
+        self._check_urls(config, spec.served)
         if self.weight_sync != "auto":
             find_transport(self.weight_sync)
         if self.colocate and not spec.gpus:
@@ -98,6 +107,20 @@ class RolloutConfig(Section):
             problem = "engines that share the GPUs of the ranks cannot generate while these train; choose 0"
             raise config_error(config, "rollout.ahead", f"{problem}, or rollout.colocate=false")
         self._check_lora(config)
+
+    def _check_urls(self, config: Config, served: bool) -> None:
+        if self.urls and not served:
+            raise config_error(config, "rollout.urls", f"rollout.engine={self.engine} uses no servers; choose server")
+        if served and not self.urls:
+            raise config_error(config, "rollout.urls", f"rollout.engine={self.engine} needs the addresses of servers")
+        for url in self.urls:
+            if (problem := _problem_of_url(url)) is not None:
+                raise config_error(config, "rollout.urls", problem)
+        if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
+            raise config_error(config, "rollout.urls", "names a server twice")
+        if self.urls and self.num_engines != len(self.urls):
+            problem = f"there is one engine for each of the {len(self.urls)} rollout.urls; leave this key out"
+            raise config_error(config, "rollout.num_engines", problem)
 
     @property
     def deciding_args(self) -> dict[str, Any]:
@@ -129,3 +152,17 @@ class RolloutConfig(Section):
         if rank > most:
             problem = f"rollout.engine={self.engine} serves adapters up to rank {most}; choose merged"
             raise config_error(config, "rollout.lora_sync", problem)
+
+
+def _problem_of_url(url: str) -> str | None:
+    """Return why `url` cannot be the address of a server; None: it can."""
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return f"{url} is no address; write http://HOST:PORT"
+    if parts.username is not None or parts.password is not None:
+        return f"an address must hold no password; the token of the servers is the variable {TOKEN}"
+    if not is_address or parts.path not in ("", "/") or parts.query or parts.fragment:
+        return f"{url} is no address of a server; write http://HOST:PORT"
+    return None

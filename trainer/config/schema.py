@@ -16,6 +16,7 @@ from trainer.config.data import DataConfig
 from trainer.config.engines import EngineSpec, find_engine
 from trainer.config.environment import EnvironmentConfig
 from trainer.config.fields import Section, config_error, subsection, value_of, walk_keys, walk_sections
+from trainer.config.inference import InferenceConfig
 from trainer.config.logger import LoggerConfig
 from trainer.config.model import ModelConfig
 from trainer.config.renamed import successor_of, successor_of_value
@@ -37,6 +38,7 @@ class Config(Section):
     reward: RewardConfig = subsection(RewardConfig)
     environment: EnvironmentConfig = subsection(EnvironmentConfig)
     rollout: RolloutConfig = subsection(RolloutConfig)
+    inference: InferenceConfig = subsection(InferenceConfig)
     sft: SFTConfig = subsection(SFTConfig)
     logger: LoggerConfig = subsection(LoggerConfig)
 

@@ -32,6 +32,7 @@ from trainer.generation.dispatcher import Dispatcher, StreamAborted
 from trainer.generation.engine import Completion, Engine, Request, RunningRequests
 from trainer.generation.engines import Engines
 from trainer.generation.lifecycle import GpuMemory, State
+from trainer.generation.server_protocol import Job
 from trainer.generation.transport import Ends, PolicyRanks, Transport, choose_transport, name_of
 from trainer.process.signals import SIGNALS
 
@@ -82,6 +83,7 @@ class EnginePool:
             device=self._device,
             trust_remote_code=cfg.model.trust_remote_code,
             **({"lora_rank": cfg.trainer.policy.lora.rank} if cfg.syncs_adapter else {}),
+            **({"job": Job.of_run(cfg.trainer.run_dir)} if spec.served else {}),
         )
         self._awake_blocks: set[object] = set()
         self._memory = GpuMemory(cfg.rollout.colocate and self._gpus > 0)

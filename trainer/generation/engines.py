@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ from trainer.process.signals import SIGNALS
 
 LOG = logging.getLogger(__name__)
 
+_SERVER_CAUSES = ("server", "server_absent")
 _NO_WEIGHTS = -1
 """Version of an engine whose weights are not those of the policy. Its completions would be refused."""
 
@@ -53,6 +54,8 @@ class Engines:
         self._restarts = Restarts(limit, window_s)
         self._loading = CallFutures(group)
         self._due: dict[int, float] = {}  # when the new process of a dead engine starts
+        self._used: set[int] = set()
+        """Engines that have loaded once."""
         self._lost: dict[int, tuple[Exception, int, float]] = {}  # failure, step, and paused seconds before it
         self._lost_nodes: set[tuple[int, str | None]] = set()  # the steps and the nodes
         self._paused_s = 0.0
@@ -100,6 +103,7 @@ class Engines:
         for engine, _, error in self._loading.poll(wait_s):
             if error is None:
                 self.lifecycle.load(engine)
+                self._used.add(engine)
             else:
                 self.mark_failed([engine], error)
 
@@ -167,7 +171,9 @@ class Engines:
         step = INCIDENTS.step
         decision = Decision()
         loss = _lost_node(error)
-        if loss is None or (step, loss) not in self._lost_nodes:  # one lost node may have had several engines
+        if self._may_wait(error, lost):
+            decision = Decision(delay_s=time_limits.SERVER_RETRY_S)
+        elif loss is None or (step, loss) not in self._lost_nodes:  # one lost node may have had several engines
             decision = self._restarts.decide(error, step, time.monotonic())
         self._lost_nodes.add((step, loss))
         if decision.refusal:
@@ -179,6 +185,16 @@ class Engines:
             self._due[engine] = time.monotonic() + decision.delay_s
             if (origin := failure_source_of(error)) is not None and origin.name == f"{self.group.name} {engine}":
                 self._lost[engine] = error, step, self._paused_s
+
+    def _may_wait(self, error: Exception, lost: Sequence[int]) -> bool:
+        """Return whether a new engine, which waits for its inference server, is no restart that counts.
+
+        A server that has not come within its time limit is waited for again only if the run has used it before, and
+        another engine serves meanwhile.
+        """
+        if not isinstance(error, WorkerError) or error.cause not in _SERVER_CAUSES:
+            return False
+        return error.cause == "server" or bool(self.lifecycle.loaded) and self._used.issuperset(lost)
 
     def end(self, engines: Iterable[int]) -> list[int]:
         """End those of these engines that are not dead, and return them. New ones start in their place."""

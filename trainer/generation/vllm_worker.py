@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 from vllm.config import ModelConfig, set_current_vllm_config
 from vllm.device_allocator import get_mem_allocator_instance
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
@@ -20,6 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.utils.nccl import unpinned_nccl_env
 
+from trainer.generation.weight_check import refused_weights, weights_of
 from trainer.generation.weight_sync import Broadcast, Ipc
 
 BACKEND = "trainer"
@@ -35,6 +37,16 @@ class WeightReceiver:
             self.reload_weights(weights_path=path)
         with set_current_vllm_config(self.vllm_config):
             repack_tied_head(self.model_runner.get_model())
+
+    def refused_weights(self, path: str) -> str | None:
+        """Return why the safetensors files in `path` are no weights for this model; None: they are.
+
+        vLLM merges weights under names of its own, so the names are those of an empty Hugging Face model.
+        """
+        config = self.vllm_config.model_config
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config.hf_config, trust_remote_code=config.trust_remote_code)
+        return refused_weights(path, weights_of(model), config.dtype)
 
     def waking_bytes(self) -> int:
         """Return the bytes of its GPU that this worker takes when what sleeps of it wakes."""

@@ -44,6 +44,8 @@ _CAUSES = {
     "cluster": (INFRASTRUCTURE, "Ray died"),
     "memory": (JOB, "out of memory"),
     "weights": (JOB, "weights not sent"),
+    "server": (INFRASTRUCTURE, "inference server"),
+    "server_absent": (INFRASTRUCTURE, "inference server"),
     "gpu_memory_in_use": (INFRASTRUCTURE, "GPU memory in use"),
 }
 """Failure class and description of each cause of a `WorkerError`."""

@@ -8,7 +8,7 @@ from trainer.errors import NonFiniteError, NonRetryableError, UserError, WorkerE
 from trainer.process import time_limits
 from trainer.process.failure_log import JOB, classify
 
-_NOT_RECOVERABLE = ("cluster", "restart_limit")
+_NOT_RECOVERABLE = ("cluster", "restart_limit", "server_absent")
 
 
 @dataclass(frozen=True)

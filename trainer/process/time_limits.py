@@ -88,6 +88,20 @@ IPC_RETRY_S = 0.01
 ENGINE_REPORT_S = 0.2
 """Shortest time between two reports of finished completions: vLLM does nothing while it reports."""
 
+# Inference servers
+SERVER_CONNECT_S = 10.0
+"""Longest wait for a connection to an inference server."""
+SERVER_SILENCE_S = 30.0
+"""Longest time without a sign of life from an inference server that has a request."""
+SERVER_RETRY_S = 0.5
+"""Between two attempts to reach an inference server."""
+SERVER_WARNING_S = 5.0
+"""A wait for an inference server that takes this long is logged."""
+SERVER_POLL_S = 2.0
+"""Between two looks of an inference server at its engine."""
+SERVER_STOP_S = 10.0
+"""Longest wait until the processes of an engine have ended by themselves."""
+
 # Programs and files
 GIT_S = 10.0
 """Longest time for a command of git about the state of the sources."""

@@ -1,13 +1,16 @@
-"""A run directory for tests of what its files hold."""
+"""A run directory for tests of what its files hold, and an inference server for tests that leave it as it was."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.inference import ROLLOUT, TOKEN, Server
 from tests.support.odd_files import make_run
+from trainer.config.inference import TOKEN as VARIABLE
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +25,18 @@ def real_run(tmp_path_factory) -> Path:
 def run_dir(real_run, tmp_path) -> Path:
     """A copy of it for one test."""
     return shutil.copytree(real_run, tmp_path / "run")
+
+
+@pytest.fixture(scope="session")
+def running_server(tmp_path_factory) -> Iterator[Server]:
+    """A server of the transformers engine, with the built-in model."""
+    log = tmp_path_factory.mktemp("server") / "log"
+    with Server(log, "inference.engine=transformers", "inference.lease_s=5", *ROLLOUT, token=TOKEN) as server:
+        yield server.wait()
+
+
+@pytest.fixture
+def server(running_server, monkeypatch) -> Server:
+    """The server, whose token the test's process has."""
+    monkeypatch.setenv(VARIABLE, TOKEN)
+    return running_server

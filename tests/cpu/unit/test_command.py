@@ -88,7 +88,7 @@ def test_a_job_handles_signals_before_it_imports_anything_else(command):
         "import signal, sys\n"
         "class Watch:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        f"        if name == {COMMANDS[command][0]!r}:\n"
+        f"        if name == {COMMANDS[command][0].removesuffix('.__main__')!r}:\n"
         "            ours = {name for name in sys.modules if name.startswith('trainer.')}\n"
         "            modules = {'__main__', 'process', 'process.signals', 'process.time_limits', 'errors'}\n"
         "            assert ours == {f'trainer.{name}' for name in modules}, ours\n"

@@ -24,7 +24,7 @@ def test_transports_are_choices_of_weight_sync(name):
 
 def test_engines_with_a_feature_are_listed():
     assert engines_with("tensor_parallel") == engines_with("max_lora_rank") == "vllm"
-    assert engines_with("path") == "vllm or transformers"
+    assert engines_with("path") == "vllm or transformers or server"
 
 
 MODULE = """

@@ -1,0 +1,205 @@
+"""The job's side of an inference server: the same bits as an engine of its own, and one sentence for each refusal."""
+
+from __future__ import annotations
+
+import dataclasses
+import http.server
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.fault_proxy import CUT, LOST, PASS, Faults, fault_proxy
+from tests.support.generation import GREEDY, ROLLOUT, contents, make_requests, with_sampling
+from tests.support.inference import TOKEN, engine, free_port, job
+from trainer.errors import UserError, WorkerError
+from trainer.files.shared_memory import SharedDirectory
+from trainer.generation.transformers_engine import TransformersEngine
+from trainer.generation.weight_sync import SharedMemory
+from trainer.process import time_limits
+
+REQUESTS = [*make_requests(70, longest=40), *with_sampling(make_requests(3), GREEDY)]
+
+
+@pytest.fixture
+def weights(model_paths) -> Iterator[SharedMemory]:
+    """The model's weights, changed a little."""
+    tensors = load_file(f"{model_paths[True]}/model.safetensors")
+    with SharedDirectory() as shared:
+        save_file({name: tensor * 1.1 for name, tensor in tensors.items()}, f"{shared.path}/model.safetensors")
+        yield SharedMemory(shared.path)
+
+
+@pytest.fixture(scope="session")
+def expected(model_paths) -> list[tuple]:
+    """What an engine of the job generates with these weights."""
+    own = TransformersEngine(model_paths[True], dtype="auto", seed=1, rollout=ROLLOUT, device="cpu")
+    with SharedDirectory() as shared, torch.no_grad():
+        tensors = load_file(f"{model_paths[True]}/model.safetensors")
+        save_file({name: tensor * 1.1 for name, tensor in tensors.items()}, f"{shared.path}/model.safetensors")
+        own.sync_weights(SharedMemory(shared.path), 3)
+    return contents(own.generate(REQUESTS))
+
+
+def test_completions_are_those_of_an_engine_of_the_job_to_the_last_bit(server, weights, expected):
+    with engine(server.url) as one:
+        one.sync_weights(weights, 3)
+        assert contents(one.generate(REQUESTS)) == expected
+        completions, left = one.step(dict(enumerate(REQUESTS[:10]))), set(range(10))
+        while left := left - completions.keys():
+            completions |= one.step({})
+        assert one.step({}) == {}
+
+
+def test_weights_travel_over_http_to_a_server_that_does_not_see_the_files(server, weights, expected, monkeypatch):
+    monkeypatch.setattr(
+        "trainer.generation.server_protocol.fingerprint", lambda directory: {"other machine": [1, 2, 3]}
+    )
+    with engine(server.url) as one:
+        one.sync_weights(weights, 3)
+        assert contents(one.generate(REQUESTS)) == expected
+
+
+class Broadcast:
+    """Sends weights as ranks on several nodes do."""
+
+    def __init__(self, path: str):
+        self._path = path
+
+    def receive(self) -> Iterator:
+        yield from load_file(f"{self._path}/model.safetensors").items()
+
+
+def test_weights_that_ranks_broadcast_are_passed_on(server, weights, expected):
+    with engine(server.url) as one:
+        one.sync_weights(Broadcast(weights.path), 3)
+        assert contents(one.generate(REQUESTS)) == expected
+
+
+def test_a_job_gets_nothing_before_it_has_sent_weights(server, weights):
+    with engine(server.url) as one:
+        one.sync_weights(weights, 3)
+    with engine(server.url) as one, pytest.raises(WorkerError, match="no weights of this job") as raised:
+        one.generate(REQUESTS[:1])
+    assert raised.value.cause == "server"
+
+
+def test_weights_of_another_model_are_refused_and_the_old_ones_stay(server, weights, expected):
+    tensors = load_file(f"{weights.path}/model.safetensors")
+    with engine(server.url) as one, SharedDirectory() as shared:
+        one.sync_weights(weights, 3)
+        name = "model.norm.weight"
+        save_file({**tensors, name: tensors[name][:-1].clone()}, f"{shared.path}/model.safetensors")
+        with pytest.raises(UserError, match=f"{server.url} serves another model: {name} has the shape"):
+            one.sync_weights(SharedMemory(shared.path), 4)
+        one.sync_weights(weights, 3)
+        assert contents(one.generate(REQUESTS)) == expected
+
+
+def test_another_job_is_refused_and_a_restarted_one_is_not(server, weights, expected):
+    with engine(server.url, job("a", 1)) as first:
+        first.sync_weights(weights, 3)
+        with pytest.raises(UserError, match="is in use by run a 1; choose another server, or end that job and wait"):
+            with engine(server.url, job("b", 1)):
+                pass
+        with engine(server.url, job("a", 2)) as second:
+            with pytest.raises(UserError, match="has been taken by run a 2: this job has lost it"):
+                first.sync_weights(weights, 4)
+            with pytest.raises(UserError, match="lost its lock"):
+                with engine(server.url, job("a", 1)):
+                    pass
+            second.sync_weights(weights, 3)
+            assert contents(second.generate(REQUESTS)) == expected
+
+
+def test_a_job_that_shows_no_life_loses_the_server_after_the_lease(server):
+    with engine(server.url, job("a")) as silent:
+        silent._ended.set()  # as if its process were stopped
+        with pytest.raises(UserError, match="is in use by run a 1"):
+            with engine(server.url, job("b")):
+                pass
+        time.sleep(5.5)  # inference.lease_s of this server is 5
+        with engine(server.url, job("b")), pytest.raises(UserError, match="this job has lost it"):
+            silent.set_version(1)
+
+
+def test_a_job_that_needs_more_tokens_than_the_server_takes_is_refused(server):
+    with pytest.raises(UserError, match="takes 364 tokens, prompt and completion together, and this job needs 400"):
+        with engine(server.url, max_prompt_tokens=336):
+            pass
+
+
+@pytest.mark.parametrize("wrong", ["", "another token of 24 letters"])
+def test_a_wrong_token_is_refused_and_named_nowhere(server, monkeypatch, wrong):
+    monkeypatch.setenv("TRAINER_INFERENCE_TOKEN", wrong)
+    with pytest.raises(
+        UserError, match="refuses the token of this job; set the environment variable TRAINER_INFERENCE_TOKEN"
+    ) as raised:  # noqa: E501
+        with engine(server.url):
+            pass
+    assert TOKEN not in str(raised.value)
+
+
+def test_an_address_where_nobody_answers_is_named_when_the_time_is_over(monkeypatch):
+    url = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(
+        WorkerError, match=rf"{url} .*Connection refused.*waited for 1 s \(rollout.server_timeout_s\)"
+    ) as raised:  # noqa: E501
+        with engine(url, server_timeout_s=1):
+            pass
+    assert raised.value.cause == "server_absent"
+
+
+def test_another_program_at_the_address_is_no_inference_server():
+    listener = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+    threading.Thread(target=listener.serve_forever, daemon=True).start()
+    try:
+        with pytest.raises(WorkerError, match="HTTP 501"):
+            with engine(f"http://127.0.0.1:{listener.server_port}", server_timeout_s=1):
+                pass
+    finally:
+        listener.shutdown()
+        listener.server_close()
+
+
+def test_new_weights_abort_or_drain_the_requests_under_way(server, weights, expected):
+    sampling = dataclasses.replace(REQUESTS[0].sampling, max_tokens=64)
+    slow = [dataclasses.replace(request, sampling=sampling) for request in REQUESTS[:64]]
+    with engine(server.url) as one:
+        one.sync_weights(weights, 1)
+        threading.Thread(target=one._read_batch, args=(one._batches, dict(enumerate(slow)))).start()
+        one._pending |= set(range(64))
+        one.sync_weights(weights, 2, "drain")
+        assert {c.weight_versions for c in one.step({}).values()} == {(1, 1)} and not one._pending
+        threading.Thread(target=one._read_batch, args=(one._batches, dict(enumerate(slow)))).start()
+        one._pending |= set(range(64))
+        one.sync_weights(weights, 3)
+        assert one.step({}) == {} and contents(one.generate(REQUESTS)) == expected
+
+
+@pytest.mark.parametrize("fault", [CUT, LOST])
+def test_what_a_broken_connection_has_lost_is_asked_for_again(server, weights, expected, fault):
+    faults = Faults()
+    with fault_proxy(server.url, faults) as url, engine(url) as one:
+        one.sync_weights(weights, 3)
+        faults.plan = lambda method, path: fault if len(faults.seen) in (first, first + 1, first + 4) else PASS
+        first = len(faults.seen)
+        assert contents(one.generate(REQUESTS)) == expected
+        assert [one[2] for one in faults.seen].count(fault) >= 2
+
+
+def test_a_server_that_hangs_is_lost(server, weights, monkeypatch):
+    monkeypatch.setattr(time_limits, "SERVER_SILENCE_S", 2.5)
+    with engine(server.url) as one:
+        one.sync_weights(weights, 1)
+        server.process.send_signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(WorkerError, match="no sign of life for 2.5 s") as raised:
+                one.generate(REQUESTS)
+        finally:
+            server.process.send_signal(signal.SIGCONT)
+        assert raised.value.cause == "server"

@@ -1,0 +1,58 @@
+"""What is said to inference servers arrives as it was, to the last bit."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from tests.support.generation import GREEDY, contents, make_requests, with_sampling
+from trainer.generation.engine import Completion
+from trainer.generation.server_protocol import (
+    _STARTS_FILE,
+    Job,
+    decode_completions,
+    decode_requests,
+    encode_completions,
+    encode_requests,
+    fingerprint,
+)
+from trainer.run.run_metadata import STARTS_FILE
+
+
+def test_requests_and_completions_arrive_as_they_were():
+    sent = dict(enumerate([*make_requests(3), *with_sampling(make_requests(2), GREEDY)], start=7))
+    received = decode_requests(encode_requests(sent))
+    assert list(received) == list(sent)
+    for number, request in sent.items():
+        assert received[number].prompt_token_ids.tolist() == request.prompt_token_ids.tolist()
+        assert (received[number].seed, received[number].sampling) == (request.seed, request.sampling)
+    logprobs = -np.random.default_rng(1).random(5, np.float32) * 1e-3
+    completion = Completion([1, 2, 3, 4, 5], logprobs, "stop", (3, 4))
+    assert contents([decode_completions(encode_completions({9: completion}))[9]]) == contents([completion])
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"samplings": [{}], "requests": []}', b'{"samplings": 1}'])
+def test_what_is_no_list_of_requests_is_a_value_error(body):
+    with pytest.raises(ValueError):
+        decode_requests(body)
+
+
+def test_the_number_of_a_start_is_that_of_its_line(tmp_path):
+    assert _STARTS_FILE == STARTS_FILE
+    empty = Job.of_run(str(tmp_path))
+    (tmp_path / STARTS_FILE).write_text('{"time": 1}\n')
+    first = Job.of_run(str(tmp_path))
+    (tmp_path / STARTS_FILE).write_text('{"time": 1}\n{"time": 2}\n')
+    second = Job.of_run(str(tmp_path))
+    assert (empty.start, first.start, second.start) == (1, 1, 2)
+    assert first.run == second.run != empty.run and first.owner != second.owner
+
+
+def test_the_fingerprint_tells_directories_with_equal_files_apart(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x").write_text("equal")
+        os.utime(tmp_path / name / "x", (1, 1))
+    assert fingerprint(str(tmp_path / "a")) != fingerprint(str(tmp_path / "b"))

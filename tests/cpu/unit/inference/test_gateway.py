@@ -1,0 +1,81 @@
+"""The front guards every route, and passes on to the engine what people may ask."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import httpx
+import pytest
+
+from tests.support.inference import ROLLOUT, TOKEN, Server
+from trainer.generation import server_protocol as protocol
+from trainer.inference.gateway import _is_here, _is_loopback
+
+ROUTES = [
+    ("GET", "/"),
+    ("GET", "/health"),
+    ("GET", "/v1/models"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/collective_rpc"),
+    ("POST", "/pause"),
+    ("POST", "/reset_prefix_cache"),
+    ("POST", "/trainer/../v1/models"),
+    ("GET", protocol.STATUS),
+    *(("POST", path) for path in (protocol.LEASE, protocol.RENEW, protocol.RELEASE)),
+    *(("POST", path) for path in (protocol.GENERATE, protocol.WEIGHTS)),
+    ("PUT", f"{protocol.UPLOAD}/a.safetensors"),
+    ("OPTIONS", protocol.WEIGHTS),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+@pytest.mark.parametrize("header", [{}, {"Authorization": TOKEN}, {"Authorization": f"Bearer {TOKEN[:-1]}"}])
+def test_every_route_wants_the_token(server, method, path, header):
+    answer = httpx.request(method, server.url + path, headers=header)
+    assert answer.status_code == 401 and answer.json() == {"error": "this server needs its token"}
+
+
+@pytest.mark.parametrize("path", ["/collective_rpc", "/pause", "/reset_prefix_cache", "/trainer/alive", "/v1/load"])
+def test_routes_that_change_the_engine_are_not_passed_on(server, path):
+    for method in ("GET", "POST"):
+        assert httpx.request(method, server.url + path, headers=server.headers, json={}).status_code == 404
+
+
+def test_calls_of_a_job_need_its_lease(server):
+    for path in (protocol.RENEW, protocol.GENERATE, protocol.WEIGHTS):
+        answer = httpx.post(server.url + path, headers=server.headers, json={})
+        assert (answer.status_code, answer.json()["kind"]) == (409, protocol.LOST)
+    for message in ({}, {"job": {}}, {"job": {"run": "a"}, "needs": {}}, [], "x"):
+        assert httpx.post(server.url + protocol.LEASE, headers=server.headers, json=message).status_code == 400
+
+
+def test_the_token_is_in_no_command_and_no_file_of_the_server(server):
+    for process in server.family():
+        assert not any(TOKEN in word for word in process.cmdline())
+    assert TOKEN not in server.log.read_text()
+    assert all("TRAINER_INFERENCE_TOKEN" not in process.environ() for process in server.engine())
+
+
+def test_without_a_token_web_pages_are_refused(tmp_path):
+    overrides = ["inference.engine=transformers", *ROLLOUT]
+    with Server(tmp_path / "log", *overrides) as server:
+        server.wait("starting")
+        assert httpx.get(server.url + protocol.STATUS).status_code == 200
+        assert httpx.get(server.url + protocol.STATUS, headers={"Origin": "http://evil"}).status_code == 403
+        assert httpx.get(server.url + protocol.STATUS, headers={"Host": "evil.example"}).status_code == 403
+
+
+def test_only_files_that_are_these_very_files_are_here(tmp_path):
+    (tmp_path / "a").write_text("1")
+    files = protocol.fingerprint(str(tmp_path))
+    assert _is_here(str(tmp_path), files)
+    assert not _is_here(str(tmp_path), {}) and not _is_here(str(tmp_path), {"a": [1, 1, 1]})
+    os.symlink(tmp_path, link := tmp_path.parent / f"{tmp_path.name} link")
+    assert not _is_here(str(link), files) and not _is_here(str(tmp_path / "no"), files) and not _is_here(3, files)
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.1.2.3", "::1", "[::1]"])
+def test_names_of_this_machine_are_known(host):
+    assert _is_loopback(host)
+    assert not _is_loopback("127.0.0.1.evil.example") and not _is_loopback(socket.gethostname() + ".example")

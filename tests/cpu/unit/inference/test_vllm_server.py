@@ -1,0 +1,136 @@
+"""vLLM's own API server as the engine: the bits of an engine of the job, beside people who use its OpenAI API."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import threading
+
+import httpx
+import psutil
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.support.engines import start_vllm, vllm_launcher
+from tests.support.generation import GREEDY, ROLLOUT, contents, make_requests, tokens_of, with_sampling
+from tests.support.inference import ROLLOUT as WORDS
+from tests.support.inference import Server, engine
+from trainer.cluster.process_cluster import ProcessCluster
+from trainer.config import Config, TinyConfig
+from trainer.errors import UserError
+from trainer.files.shared_memory import SharedDirectory
+from trainer.generation.weight_sync import SharedMemory
+from trainer.inference.vllm_server import arguments
+from trainer.models.tiny import build_tiny
+
+REQUESTS = [*make_requests(12, longest=200), *with_sampling(make_requests(4), GREEDY)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    path = str(tmp_path_factory.mktemp("model"))
+    build_tiny(TinyConfig(seed=5), path)
+    tensors = {
+        name: tensor * 3 if tensor.dim() > 1 else tensor
+        for name, tensor in load_file(f"{path}/model.safetensors").items()
+    }
+    save_file(tensors, f"{path}/model.safetensors", {"format": "pt"})
+    return path
+
+
+@pytest.fixture(scope="module")
+def weights(model):
+    with SharedDirectory() as shared:
+        tensors = load_file(f"{model}/model.safetensors")
+        save_file({name: tensor * 1.1 for name, tensor in tensors.items()}, f"{shared.path}/model.safetensors")
+        yield SharedMemory(shared.path)
+
+
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory):
+    log = tmp_path_factory.mktemp("server") / "log"
+    with Server(log, f"model.path={model}", "rollout.kv_cache_mb=64", *WORDS) as server:
+        yield server.wait()
+
+
+def test_completions_are_those_of_an_engine_of_the_job_to_the_last_bit(server, model, weights):
+    with vllm_launcher() as launcher, ProcessCluster(Config(), "cpu", launcher) as cluster:
+        own = start_vllm(cluster, model)
+        own.sync_weights(weights, 3)
+        expected = contents(own.generate(REQUESTS))
+    with engine(server.url) as one:
+        one.sync_weights(weights, 3)
+        assert contents(one.generate(REQUESTS)) == expected
+        assert contents(one.generate(REQUESTS[::-1]))[::-1] == expected
+        one.sync_weights(SharedMemory(model), 4)
+        other = one.generate(REQUESTS)
+        assert {c.weight_versions for c in other} == {(4, 4)} and tokens_of(other) != [row[0] for row in expected]
+        one.sync_weights(weights, 3)
+        assert contents(one.generate(REQUESTS)) == expected
+
+
+def test_people_use_the_openai_api_beside_the_job(server):
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "model": _name(server)}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=chat, timeout=60)
+    assert answer.status_code == 200 and answer.json()["choices"][0]["message"]["role"] == "assistant"
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json={**chat, "stream": True}) as stream:
+        assert [line for line in stream.iter_lines() if line][-1] == "data: [DONE]"
+    for path in ("/collective_rpc", "/pause", "/sleep"):
+        assert httpx.post(server.url + path, json={}).status_code == 404
+
+
+def _name(server: Server) -> str:
+    return httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
+
+
+def test_weights_of_another_model_are_refused_and_the_engine_lives(server, weights):
+    tensors = load_file(f"{weights.path}/model.safetensors")
+    with engine(server.url) as one, SharedDirectory() as shared:
+        one.sync_weights(weights, 3)
+        expected = contents(one.generate(REQUESTS))
+        save_file({name: tensor[:-1].clone() for name, tensor in tensors.items()}, f"{shared.path}/model.safetensors")
+        with pytest.raises(UserError, match="serves another model: model.embed_tokens.weight has the shape"):
+            one.sync_weights(SharedMemory(shared.path), 4)
+        one.sync_weights(weights, 3)
+        assert contents(one.generate(REQUESTS)) == expected
+
+
+def test_requests_that_are_kept_continue_with_the_new_weights(server, weights, model):
+    slow = make_requests(8)
+    with engine(server.url) as one:
+        one.sync_weights(weights, 1)
+        slow = [dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, max_tokens=60)) for r in slow]
+        one._pending |= set(range(8))
+        threading.Thread(target=one._read_batch, args=(0, dict(enumerate(slow)))).start()
+        one.sync_weights(SharedMemory(model), 2, "keep")
+        completions: dict = {}
+        while len(completions) < 8:
+            completions |= one.step({})
+        assert all(c.weight_versions[1] <= 2 and len(c.token_ids) for c in completions.values())
+
+
+def test_nothing_is_left_when_the_api_server_is_killed(server, weights):
+    shared = _shared_memory()
+    old = server.engine()
+    api = old[1]
+    api.send_signal(signal.SIGKILL)
+    assert not psutil.wait_procs(old, 30)[1]
+    with engine(server.url, server_timeout_s=300.0) as one:
+        one.sync_weights(weights, 3)
+        assert len(one.generate(REQUESTS)) == len(REQUESTS)
+    assert _shared_memory() <= shared
+
+
+def _shared_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith("psm_")}
+
+
+def test_the_arguments_follow_from_the_config():
+    settings = {"model_path": "m", "name": "n", "seed": 1, "trust_remote_code": False, "device": "cpu"}
+    words = arguments("s", {**settings, "rollout": dataclasses.asdict(ROLLOUT)})
+    pairs = dict(zip(words, words[1:], strict=False))
+    assert (
+        pairs["--uds"] == "s" and pairs["--max-model-len"] == "364" and pairs["--logprobs-mode"] == "processed_logprobs"
+    )
+    assert "--no-enable-chunked-prefill" in words and "--skip-tokenizer-init" not in words

@@ -1,0 +1,111 @@
+"""Inference servers for tests: real ones, in processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from tests.support.jobs import environment
+from trainer.config import RolloutConfig
+from trainer.config.inference import TOKEN as VARIABLE
+from trainer.generation.server_engine import ServerEngine
+from trainer.generation.server_protocol import Job
+
+TOKEN = "a token that has 30 characters"
+ROLLOUT = ["rollout.max_prompt_tokens=300", "rollout.max_response_tokens=64", "rollout.max_num_seqs=64"]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+class Server:
+    """A server started as a user starts it. A context manager."""
+
+    def __init__(self, log: Path, *overrides: str, port: int = 0, token: str | None = None):
+        self.port, self.token, self.log = port or free_port(), token, log
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._overrides = overrides
+        self.start()
+
+    def start(self) -> None:
+        env = {name: value for name, value in environment().items() if name != VARIABLE}
+        env |= {VARIABLE: self.token} if self.token else {}
+        with open(self.log, "a") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "trainer.inference", f"inference.port={self.port}", *self._overrides],
+                stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True,
+            )  # fmt: skip
+
+    def status(self) -> dict[str, Any]:
+        return httpx.get(f"{self.url}/trainer/status", headers=self.headers, timeout=5).json()
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.token}"} if self.token else {}
+
+    def wait(self, state: str = "ready") -> Server:
+        for _ in range(3000):
+            with contextlib.suppress(httpx.TransportError):
+                if self.status()["state"] == state:
+                    return self
+            assert self.process.poll() is None, self.log.read_text()
+            time.sleep(0.1)
+        raise AssertionError(self.log.read_text())
+
+    def engine(self) -> list[psutil.Process]:
+        """The reaper, and below it the processes of the engine."""
+        children = psutil.Process(self.process.pid).children()
+        alive = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+        reaper = next(child for child in alive if any("reaper" in word for word in child.cmdline()))
+        return [reaper, *reaper.children(recursive=True)]
+
+    def family(self) -> list[psutil.Process]:
+        return [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        family = self.family() if self.process.poll() is None else []
+        for process in family:
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(signal.SIGCONT)
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(60)
+        self.process.kill()
+        assert not psutil.wait_procs(family, 30)[1], "processes are left"
+
+
+def job(run: str = "a", start: int = 1, owner: str = "") -> Job:
+    return Job(run, start, owner or os.urandom(8).hex(), f"run {run} {start}")
+
+
+@contextlib.contextmanager
+def engine(url: str, user: Job | None = None, **options: Any) -> Iterator[ServerEngine]:
+    """An engine of a job that uses the server at `url`."""
+    settings = {"max_prompt_tokens": 300, "max_response_tokens": 64, "max_num_seqs": 64, "server_timeout_s": 60.0}
+    rollout = RolloutConfig(engine="server", urls=[url], **(settings | options))
+    one = ServerEngine("", dtype="auto", seed=1, rollout=rollout, device="cpu", index=0, job=user or job())
+    try:
+        yield one
+    finally:
+        one.shutdown()

@@ -1,0 +1,315 @@
+"""An engine that is an inference server, older than the job: `rollout.engine=server` (see `trainer.inference`)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from trainer.config import RolloutConfig
+from trainer.config.inference import TOKEN
+from trainer.errors import RESTART_HINT, UserError, WorkerError, one_line
+from trainer.files.shared_memory import SharedDirectory, choose_directory
+from trainer.generation import server_protocol as protocol
+from trainer.generation.engine import Completion, Request, RunningRequests
+from trainer.generation.server_protocol import Job
+from trainer.process import time_limits
+from trainer.process.log_setup import show
+
+if TYPE_CHECKING:
+    from trainer.generation.weight_sync import Broadcast, SharedMemory
+
+_LARGEST_ERROR = 1 << 16
+_ATTEMPTS = 3
+"""Attempts of a request that cannot reach the server, before the server counts as lost."""
+_PIECE = 1 << 20
+
+
+class ServerEngine:
+    """See `trainer.generation.engine.StreamingEngine`. It waits for its server in the constructor, and nowhere else.
+
+    If the server fails later, the calls raise `WorkerError` with the cause `server`. The pool then gives the requests
+    to other engines and starts a new process, which waits for the server and gets the weights again.
+
+    Args:
+        rollout: `urls[index]` is the server.
+        job: who uses the server.
+
+    Raises:
+        UserError: the server refuses this job.
+        WorkerError: the server has not answered within `rollout.server_timeout_s` (cause `server_absent`).
+    """
+
+    def __init__(self, model_path: str, *, rollout: RolloutConfig, index: int, job: Job, **_: Any):
+        self.url = rollout.urls[index].rstrip("/")
+        self._job = job
+        token = os.environ.get(TOKEN, "")
+        self._client = httpx.Client(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            timeout=httpx.Timeout(time_limits.SERVER_SILENCE_S, connect=time_limits.SERVER_CONNECT_S),
+            limits=httpx.Limits(max_connections=None),
+            trust_env=False,  # a proxy for the internet is no way to a server of the cluster
+        )
+        self._version = -1
+        self._batches = 0  # number of the last batch before the last abort
+        self._pending: set[int] = set()
+        self._results: queue.Queue[tuple[int, dict[int, Completion] | Exception]] = queue.Queue()
+        self._completed: dict[int, Completion] = {}
+        self._error: Exception | None = None
+        self._shared: SharedDirectory | None = None
+        needs = {"tokens": rollout.max_prompt_tokens + rollout.max_response_tokens}
+        self._lease = self._wait_for_lease(needs, rollout.server_timeout_s)
+        self._headers = {protocol.OWNER: job.owner, protocol.START: self._lease["start"]}
+        self._ended = threading.Event()
+        threading.Thread(target=self._renew, name="lease", daemon=True).start()
+
+    def _wait_for_lease(self, needs: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        deadline, warned = time.monotonic() + timeout_s, time.monotonic() + time_limits.SERVER_WARNING_S
+        while True:
+            try:
+                return self._post(protocol.LEASE, {"job": asdict(self._job), "needs": needs})
+            except WorkerError as error:
+                now = time.monotonic()
+                if now > deadline:
+                    waited = f"{error.message}; waited for {timeout_s:g} s (rollout.server_timeout_s)"
+                    raise WorkerError(waited, RESTART_HINT, "server_absent") from error
+                if now > warned:
+                    show(f"WARNING: {error.message}; waiting for it (rollout.server_timeout_s)", error=True)
+                    warned = deadline
+            time.sleep(time_limits.SERVER_RETRY_S)
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Return completions in the order of the requests."""
+        completions = self.step(dict(enumerate(requests)))
+        while self._pending:
+            completions |= self.step({})
+        return [completions[number] for number in range(len(requests))]
+
+    def step(self, requests: Mapping[int, Request]) -> dict[int, Completion]:
+        """Send requests, and wait until some are complete; return these (see `StreamingEngine`)."""
+        if requests:
+            ordered = dict(sorted(requests.items()))  # the order of their stream, as an engine of the job has it
+            self._pending |= ordered.keys()
+            threading.Thread(target=self._read_batch, args=(self._batches, ordered), name="batch", daemon=True).start()
+        completions, self._completed = self._completed, {}
+        began = time.monotonic()
+        while self._pending and not (completions and time.monotonic() > began + time_limits.ENGINE_REPORT_S):
+            completions |= self._receive(None if not completions else time_limits.ENGINE_REPORT_S)
+        return completions
+
+    def _receive(self, wait_s: float | None) -> dict[int, Completion]:
+        """Wait for the next result of a batch. The server shows that it lives, or the connection breaks."""
+        if self._error is not None:
+            raise self._error
+        try:
+            number, result = self._results.get(timeout=wait_s)
+        except queue.Empty:
+            return {}
+        if number != self._batches:
+            return {}
+        if isinstance(result, Exception):
+            raise result
+        self._pending -= result.keys()
+        return result
+
+    def _read_batch(self, number: int, missing: dict[int, Request]) -> None:
+        """Send a batch, and queue its completions, or why they do not come.
+
+        If the connection breaks, the rest is sent again to an engine that still has the weights.
+        """
+        attempts = 0
+        while True:
+            try:
+                for line in self._stream(protocol.GENERATE, protocol.encode_requests(missing)):
+                    completions = protocol.decode_completions(line)
+                    for done in completions:
+                        del missing[done]
+                    self._results.put((number, completions))
+                    attempts = 0
+                if not missing:
+                    return
+                raise self._lost(f"the answer has ended without {len(missing)} completions")
+            except Exception as error:
+                attempts += 1
+                if number == self._batches and attempts < _ATTEMPTS and self._still_has_weights(error):
+                    continue
+                self._results.put((number, error))
+                return
+
+    def _still_has_weights(self, error: Exception) -> bool:
+        """Return whether the server answers again after `error`, with the engine that has got the weights."""
+        if not isinstance(error, WorkerError) or isinstance(error.__cause__, httpx.TimeoutException):
+            return False
+        with contextlib.suppress(WorkerError, UserError):
+            self._post(protocol.RENEW, {}, self._headers)
+            return True
+        return False
+
+    def sync_weights(self, source: SharedMemory | Broadcast, version: int, running: RunningRequests = "abort") -> None:
+        """Let the server load the weights of `source`."""
+        if running == "abort":
+            self._batches += 1
+            self._pending.clear()
+            self._completed.clear()
+        path = getattr(source, "path", None) or self._receive_broadcast(source)
+        update = {"version": version, "running": running}
+        try:
+            try:
+                self._update({**update, "path": path, "files": protocol.fingerprint(path)})
+            except _AbsentError:  # the server is on another machine
+                for name in sorted(os.listdir(path)):
+                    self._upload(path, name)
+                self._update({**update, "path": None})
+        finally:
+            self._close_shared()
+        if running == "drain":
+            while self._pending:
+                self._completed |= self._receive(None)
+        self._version = version
+
+    def _receive_broadcast(self, source: Any) -> str:
+        """Write what the ranks send to memory of this machine, one file a tensor; return the directory."""
+        from safetensors.torch import save_file
+
+        self._shared = SharedDirectory(choose_directory(0))
+        for count, (name, tensor) in enumerate(source.receive()):
+            save_file({name: tensor}, os.path.join(self._shared.path, f"{count}.safetensors"), {"format": "pt"})
+        return self._shared.path
+
+    def _close_shared(self) -> None:
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
+
+    def _update(self, message: Mapping[str, Any]) -> None:
+        answer = ""
+        for line in self._stream(protocol.WEIGHTS, json.dumps(message).encode()):
+            answer = line
+        if not answer:
+            raise self._lost("the answer has ended before the weights were loaded")
+        result = json.loads(answer)
+        if "kind" in result:
+            raise self._error_of(result)
+
+    def _upload(self, directory: str, name: str) -> None:
+        path = os.path.join(directory, name)
+
+        def pieces() -> Iterator[bytes]:
+            with open(path, "rb") as file:
+                while piece := file.read(_PIECE):
+                    yield piece
+
+        headers = {**self._headers, "Content-Length": str(os.path.getsize(path))}
+        with self._answers():
+            self._checked(self._client.put(f"{protocol.UPLOAD}/{name}", content=pieces(), headers=headers))
+
+    def set_version(self, version: int) -> None:
+        """Set the version of the weights that are loaded. Raises if the server has lost them, or does not answer."""
+        if self._error is not None:
+            raise self._error
+        self._post(protocol.RENEW, {}, self._headers)
+        self._version = version
+
+    def sleep(self) -> int:
+        """Do nothing: the server shares no GPU with the job."""
+        return 0
+
+    def wake(self) -> None:
+        """Do nothing."""
+
+    def shutdown(self) -> None:
+        """Leave the server to other jobs."""
+        self._ended.set()
+        with contextlib.suppress(WorkerError, UserError):
+            self._post(protocol.RELEASE, {}, self._headers)
+
+    def _renew(self) -> None:
+        while not self._ended.wait(self._lease["lease_s"] / 4):
+            try:
+                self._post(protocol.RENEW, {}, self._headers)
+            except UserError as error:  # another job has the server; the next call says so
+                self._error = error
+                self._results.put((self._batches, error))
+                return
+            except WorkerError:  # the calls find out
+                pass
+
+    def _post(self, path: str, message: Any, headers: Mapping[str, str] | None = None) -> dict[str, Any]:
+        for attempt in range(_ATTEMPTS):
+            try:
+                with self._answers():
+                    response = self._checked(self._client.post(path, json=message, headers=headers))
+                    return response.json()
+            except WorkerError as error:
+                cause = error.__cause__
+                passes = isinstance(cause, httpx.TransportError) and not isinstance(cause, httpx.ReadTimeout)
+                if attempt == _ATTEMPTS - 1 or not passes:
+                    raise
+                time.sleep(time_limits.SERVER_RETRY_S)
+        raise AssertionError
+
+    def _stream(self, path: str, body: bytes) -> Iterator[str]:
+        """Post `body`, and yield the lines of the answer that hold something."""
+        with self._answers(), self._client.stream("POST", path, content=body, headers=self._headers) as response:
+            if response.status_code != 200:
+                response.read()
+            self._checked(response)
+            yield from (line for line in response.iter_lines() if line)
+
+    @contextlib.contextmanager
+    def _answers(self) -> Iterator[None]:
+        """Turn what httpx and a foreign server raise into an error of this server."""
+        try:
+            yield
+        except (httpx.TransportError, httpx.StreamError, httpx.InvalidURL) as error:
+            silent = isinstance(error, httpx.ReadTimeout)
+            reason = f"no sign of life for {time_limits.SERVER_SILENCE_S:g} s" if silent else str(error)
+            raise self._lost(reason or type(error).__name__) from error
+        except ValueError as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"rollout.urls: {self.url} is no inference server of this project") from error
+
+    def _checked(self, response: httpx.Response) -> httpx.Response:
+        if response.status_code == 200:
+            return response
+        try:
+            answer = json.loads(response.content[:_LARGEST_ERROR])
+        except ValueError:
+            answer = None
+        if isinstance(answer, dict) and "kind" in answer:
+            raise self._error_of(answer)
+        if response.status_code in (401, 403):
+            raise UserError(
+                f"rollout.urls: {self.url} refuses the token of this job; set the environment variable {TOKEN} to that "
+                "of the server"
+            )
+        if response.status_code >= 500:
+            raise self._lost(f"HTTP {response.status_code}")
+        raise UserError(f"rollout.urls: {self.url} is no inference server of this project")
+
+    def _error_of(self, answer: Mapping[str, Any]) -> Exception:
+        text = one_line(str(answer.get("error", "")))
+        match answer["kind"]:
+            case protocol.REFUSED:
+                return UserError(f"rollout.urls: {self.url} {text}")
+            case protocol.ABSENT:
+                return _AbsentError(text)
+            case _:
+                return self._lost(text)
+
+    def _lost(self, reason: str) -> WorkerError:
+        return WorkerError(f"the inference server {self.url} does not serve ({one_line(reason)})", "", "server")
+
+
+class _AbsentError(Exception):
+    """The server does not see the files."""

@@ -1,0 +1,138 @@
+"""What a job and an inference server say to each other over HTTP: who asks, requests, completions, places of weights.
+
+A stream of completions has one JSON list of completions a line. An empty line says that the server lives.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import secrets
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from trainer.generation.engine import Completion, Request, Sampling
+
+LEASE, ABORT, RENEW, RELEASE = "/trainer/lease", "/trainer/abort", "/trainer/renew", "/trainer/release"
+GENERATE, WEIGHTS, UPLOAD, STATUS = "/trainer/generate", "/trainer/weights", "/trainer/upload", "/trainer/status"
+OWNER, START = "X-Trainer-Owner", "X-Trainer-Start"
+"""Headers of every request of a job: its `Job.owner`, and the start of the engine that it has sent weights to."""
+ALIVE_S = 2.0
+"""Between two empty lines of a stream."""
+
+LOST, REFUSED, BUSY, ABSENT = "lost", "refused", "busy", "absent"
+"""Kinds of errors: the engine has lost the weights, or the server another engine; the job must change something;
+the server cannot answer now; the files are on another machine."""
+
+_STARTS_FILE = "starts.jsonl"
+"""File of a run with one line for each start (see `trainer.run.run_metadata`)."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Who uses a server."""
+
+    run: str
+    """Identity of the run. It is the same in every start."""
+    start: int
+    """Number of this start of the run, from 1. A later start has taken the lock of the run from an earlier one."""
+    owner: str
+    """Secret of this start."""
+    name: str
+    """What messages call it."""
+
+    @staticmethod
+    def of_run(run_dir: str) -> Job:
+        """Return the current start of the run in `run_dir`, whose lock this process holds."""
+        try:
+            with open(os.path.join(run_dir, _STARTS_FILE), "rb") as file:
+                lines = file.readlines()
+        except OSError:
+            lines = []
+        first = lines[0] if lines else os.path.abspath(run_dir).encode()  # the first line names time, host and process
+        name = f"run {os.path.basename(os.path.abspath(run_dir))} (process {os.getpid()} on {socket.gethostname()})"
+        return Job(hashlib.sha256(first).hexdigest()[:16], max(1, len(lines)), secrets.token_hex(16), name)
+
+
+def encode_requests(requests: Mapping[int, Request]) -> bytes:
+    """Return requests, by number, as JSON."""
+    samplings: dict[Sampling, int] = {}
+    rows = [
+        [
+            number,
+            _packed(request.prompt_token_ids, "<i4"),
+            request.seed,
+            samplings.setdefault(request.sampling, len(samplings)),
+        ]
+        for number, request in requests.items()
+    ]
+    return json.dumps({"samplings": [asdict(sampling) for sampling in samplings], "requests": rows}).encode()
+
+
+def decode_requests(body: bytes) -> dict[int, Request]:
+    """Return the requests of `encode_requests`.
+
+    Raises:
+        ValueError: they are no such requests.
+    """
+    try:
+        message = json.loads(body)
+        samplings = [
+            Sampling(**{**sampling, "stop_token_ids": tuple(sampling["stop_token_ids"])})
+            for sampling in message["samplings"]
+        ]
+        return {
+            int(number): Request(_unpacked(prompt, "<i4"), int(seed), samplings[sampling])
+            for number, prompt, seed, sampling in message["requests"]
+        }
+    except (KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"no requests ({error!r})") from error
+
+
+def encode_completions(completions: Mapping[int, Completion]) -> bytes:
+    """Return completions, by the numbers of their requests, as one line."""
+    rows = [
+        [
+            number,
+            _packed(completion.token_ids, "<i4"),
+            _packed(completion.logprobs, "<f4"),
+            completion.finish_reason,
+            *completion.weight_versions,
+        ]
+        for number, completion in completions.items()
+    ]
+    return json.dumps(rows).encode() + b"\n"
+
+
+def decode_completions(line: str | bytes) -> dict[int, Completion]:
+    """Return the completions of a line."""
+    return {
+        number: Completion(_unpacked(tokens, "<i4"), _unpacked(logprobs, "<f4"), reason, (oldest, newest))
+        for number, tokens, logprobs, reason, oldest, newest in json.loads(line)
+    }
+
+
+def fingerprint(directory: str) -> dict[str, list[int]]:
+    """Return what tells the files of `directory` from all others of any machine: inode, bytes and time of each."""
+    with os.scandir(directory) as entries:
+        stats = {entry.name: entry.stat(follow_symlinks=False) for entry in entries}
+    return {name: [stat.st_ino, stat.st_size, stat.st_mtime_ns] for name, stat in sorted(stats.items())}
+
+
+def error_body(kind: str, text: str) -> dict[str, str]:
+    """Return the JSON of an error: one of the kinds above, and one sentence."""
+    return {"kind": kind, "error": text}
+
+
+def _packed(values: np.ndarray | Iterable[Any], dtype: str) -> str:
+    return base64.b64encode(np.asarray(values).astype(dtype).tobytes()).decode()
+
+
+def _unpacked(text: str, dtype: str) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), dtype).copy()

@@ -1,0 +1,49 @@
+"""Checks offered weights against a model before any of them is loaded: a load that fails half-way ruins an engine."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Mapping
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+
+
+def weights_of(model: nn.Module) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Return identity and shape of each weight of a Hugging Face model by name. Tied weights have one identity."""
+    return {name: (id(tensor), tuple(tensor.shape)) for name, tensor in model.state_dict(keep_vars=True).items()}
+
+
+def refused_weights(
+    directory: str, expected: Mapping[str, tuple[int, tuple[int, ...]]], dtype: torch.dtype
+) -> str | None:
+    """Return why the safetensors files in `directory` are no weights for the model; None: they are.
+
+    Args:
+        expected: `weights_of` the model.
+        dtype: in which the engine computes.
+    """
+    offered: set[str] = set()
+    for path in sorted(glob.glob(os.path.join(directory, "*.safetensors"))):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it has no iterator
+                piece = file.get_slice(name)
+                if name not in expected:
+                    return f"serves another model: it has no weight {name}"
+                shape, own = tuple(piece.get_shape()), expected[name][1]
+                if shape != own:
+                    return (
+                        f"serves another model: {name} has the shape {list(own)} there, and {list(shape)} in this job"
+                    )
+                kind = _DTYPES.get(piece.get_dtype())
+                if kind is not None and kind != dtype:
+                    names = [str(one).removeprefix("torch.") for one in (dtype, kind)]
+                    return f"computes in {names[0]} and gets weights in {names[1]}; set rollout.dtype of both to one"
+                offered.add(name)
+    covered = {expected[name][0] for name in offered}
+    missing = sorted(name for name, (identity, _) in expected.items() if identity not in covered)
+    return f"serves another model: this job has no weight {missing[0]}" if missing else None

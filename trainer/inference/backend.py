@@ -1,0 +1,207 @@
+"""The process of the engine of an inference server: started, watched, ended, and started again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import aiohttp
+import psutil
+
+from trainer.config.inference import TOKEN, InferenceConfig
+from trainer.errors import WorkerError
+from trainer.files.shared_memory import PrivateDirectory
+from trainer.process import time_limits
+
+LOG = logging.getLogger(__name__)
+
+SERVERS = {
+    "vllm": "trainer.inference.vllm_server:serve",
+    "transformers": "trainer.inference.transformers_server:serve",
+}
+_PREFIX = "trainer-inference-"
+_FAILED_STARTS = 5
+"""Starts in a row without an engine that served, after which the server ends."""
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class Backend:
+    """The engine's processes, which listen on a Unix socket in a directory of this user alone.
+
+    A reaper is above them (`trainer.sandbox.reaper`): it ends them all when the API server dies, or this process.
+
+    Args:
+        cfg: `inference.*`.
+        settings: what the engine is built from: `model_path`, `name`, `rollout`, `device`, `seed`, `trust_remote_code`.
+        on_start: called when the engine has lost its weights, as a new one starts.
+    """
+
+    def __init__(self, cfg: InferenceConfig, settings: Mapping[str, Any], on_start: Callable[[], None]):
+        self._cfg = cfg
+        self._settings = settings
+        self._on_start = on_start
+        self._directory = PrivateDirectory(tempfile.gettempdir(), _PREFIX, 8)
+        self._socket = os.path.join(self._directory.path, "engine")
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start_id = ""
+        """Names one start of the engine. Weights that were sent to another are lost."""
+        self.is_ready = False
+        self._failed: str | None = None
+        self.session: aiohttp.ClientSession
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans come here if the reaper is killed
+
+    def url(self, path: str) -> str:
+        """Return the URL of a path of the engine, for `session`."""
+        return f"http://engine{path}"
+
+    def fail(self, reason: str) -> None:
+        """Let the engine be ended and started again."""
+        self.is_ready = False
+        self._failed = self._failed or reason
+
+    async def run(self, ready: Callable[[], None]) -> None:
+        """Keep the engine running, until the task is cancelled.
+
+        Args:
+            ready: called each time the engine serves.
+
+        Raises:
+            WorkerError: the engine does not start.
+        """
+        failures = 0
+        connector = aiohttp.UnixConnector(self._socket, limit=0)
+        timeout = aiohttp.ClientTimeout(total=None)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as self.session:
+            try:
+                while True:
+                    self._launch()
+                    has_served, reason = await self._watch(ready)
+                    await self._end()
+                    failures = 0 if has_served else failures + 1
+                    if failures and self._cfg.engine and (failures == _FAILED_STARTS or not self._ever_served):
+                        raise WorkerError(f"inference.engine={self._cfg.engine} does not start: {reason}", "see above")
+                    LOG.warning("%s; it is started again", reason)
+                    await asyncio.sleep(min(time_limits.RESTART_LONGEST_DELAY_S, failures * 2.0**failures))
+            finally:
+                self.is_ready = False
+                await self._end()
+                self._directory.close()
+
+    _ever_served = False
+
+    def _launch(self) -> None:
+        self.start_id, self._failed = secrets.token_hex(8), None
+        self._on_start()
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(self._socket)
+        arguments = os.path.join(self._directory.path, "settings.json")  # the command line of a process is public
+        with open(arguments, "w") as file:
+            json.dump([self._socket, self._settings], file)
+        null = os.open(os.devnull, os.O_RDWR)
+        code = (
+            f"import json, sys; sys.path[:] = {sys.path!r}; from trainer.sandbox.reaper import main; "
+            f"main({os.getpid()}, {null}, {SERVERS[self._cfg.engine]!r}, json.load(open(sys.argv[1])))"
+        )
+        environment = {name: value for name, value in os.environ.items() if name != TOKEN}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code, arguments],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[null],
+            env=environment,
+            start_new_session=True,  # only this process handles signals
+        )
+        os.close(null)
+
+    async def _watch(self, ready: Callable[[], None]) -> tuple[bool, str]:
+        """Watch one process until it has failed. Return whether it has served, and what happened."""
+        assert self._process is not None
+        deadline, has_served, seen, moved_at = time.monotonic() + self._cfg.start_timeout_s, False, None, 0.0
+        while True:
+            if self._failed is not None:
+                return has_served, f"the engine has failed ({self._failed})"
+            if (status := self._process.poll()) is not None:
+                self.is_ready = False
+                return has_served, f"the engine has exited (status {status})"
+            limit_s = self._cfg.hang_timeout_s if has_served else time_limits.SERVER_POLL_S
+            alive = await self._alive(limit_s)
+            now = time.monotonic()
+            if alive is not None:
+                if alive["progress"] != seen or not alive["busy"]:
+                    seen, moved_at = alive["progress"], now
+                if not has_served:
+                    has_served = self._ever_served = self.is_ready = True
+                    ready()
+            is_hanging = has_served and (alive is None or now - moved_at > self._cfg.hang_timeout_s)
+            if is_hanging and self._process.poll() is None:
+                self.is_ready = False
+                return True, f"the engine makes no progress for {self._cfg.hang_timeout_s:g} s"
+            if not has_served and now > deadline:
+                return False, f"the model is not loaded after {self._cfg.start_timeout_s:g} s"
+            await asyncio.sleep(time_limits.SERVER_POLL_S if has_served else time_limits.POLL_INTERVAL_S)
+
+    async def _alive(self, limit_s: float) -> dict[str, Any] | None:
+        try:
+            timeout = aiohttp.ClientTimeout(total=limit_s)
+            async with self.session.get(self.url("/trainer/alive"), timeout=timeout) as response:
+                return await response.json() if response.status == 200 else None
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return None
+
+    async def _end(self) -> None:
+        """End the processes of the engine: politely, so that they free their shared memory, then by force."""
+        process, self._process, self.is_ready = self._process, None, False
+        if process is None:
+            return
+        below = _below(process.pid)
+        for one in below:
+            with contextlib.suppress(psutil.Error):
+                one.send_signal(signal.SIGTERM)
+                one.send_signal(signal.SIGCONT)
+        deadline = time.monotonic() + time_limits.SERVER_STOP_S
+        while any(map(_lives, below)) and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        process.terminate()
+        process.send_signal(signal.SIGCONT)
+        while process.poll() is None and time.monotonic() < deadline + time_limits.SERVER_STOP_S:
+            await asyncio.sleep(0.05)
+        for one in [*below, *_below(os.getpid())]:  # orphans of a reaper that was killed
+            if one.pid != process.pid and _lives(one) and not _is_tracker(one):
+                with contextlib.suppress(psutil.Error):
+                    one.kill()
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        for one in below:  # orphans have become children of this process
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(one.pid, os.WNOHANG)
+
+
+def _below(pid: int) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).children(recursive=True)
+    return []
+
+
+def _lives(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    """Return whether it is Python's process that frees the shared memory of others at their end."""
+    with contextlib.suppress(psutil.Error):
+        return any("resource_tracker" in word for word in process.cmdline())
+    return False

@@ -1,0 +1,252 @@
+"""The HTTP front of an inference server: it guards every route, and lets one job at a time use the engine.
+
+Jobs use the routes below `/trainer/`. People use the OpenAI API of the engine (`_OPEN`) beside the job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+import json
+import os
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from trainer.errors import UserError
+from trainer.files.shared_memory import SharedDirectory, check_owner, choose_directory
+from trainer.generation import server_protocol as protocol
+from trainer.generation.server_protocol import Job, error_body
+from trainer.inference.backend import Backend
+from trainer.inference.leases import Leases, RefusedError
+from trainer.inference.streams import with_signs_of_life
+
+_OPEN = re.compile(r"/(v1/(models|completions|chat/completions|responses)|health|metrics|tokenize|detokenize)")
+"""Paths of the engine that people may use. All others, such as those that change the engine, are the front's alone."""
+_FILE = re.compile(r"[\w-][\w.-]*\.safetensors")
+_HOP_HEADERS = {"connection", "content-length", "transfer-encoding", "host", "keep-alive", "authorization"}
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Gateway:
+    """The application.
+
+    Args:
+        token: which every request must carry; None: none, and only this machine can ask.
+        description: what the server tells jobs about itself: `max_tokens`, the longest sequence; `model`; `engine`.
+    """
+
+    def __init__(self, token: str | None, lease_s: float, description: dict[str, Any]):
+        self.backend: Backend
+        self._token = token
+        self._description = description
+        self._leases = Leases(lease_s, time.monotonic)
+        self._weights_of: str | None = None  # the owner whose weights the engine has
+        self._calls: set[asyncio.Task[Any]] = set()  # of the job
+        self._uploads: SharedDirectory | None = None
+        self._loading = asyncio.Lock()
+
+    def application(self) -> web.Application:
+        """Return the HTTP application."""
+        app = web.Application(client_max_size=1 << 40, middlewares=[self._guard])
+        app.router.add_get(protocol.STATUS, self._status)
+        app.router.add_post(protocol.LEASE, self._lease)
+        app.router.add_post(protocol.RENEW, self._renew)
+        app.router.add_post(protocol.RELEASE, self._release)
+        app.router.add_post(protocol.GENERATE, self._generate)
+        app.router.add_post(protocol.WEIGHTS, self._weights)
+        app.router.add_put(f"{protocol.UPLOAD}/{{name}}", self._upload)
+        app.router.add_route("*", "/{path:.*}", self._forward)
+        app.on_cleanup.append(self._clean_up)
+        return app
+
+    def forget_weights(self) -> None:
+        """Note that the engine has no weights of a job any more."""
+        self._weights_of = None
+
+    async def _clean_up(self, _: web.Application) -> None:
+        self._drop_uploads()
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if self._token is not None:
+            given = request.headers.get("Authorization", "").encode(errors="replace")
+            if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+                return web.json_response({"error": "this server needs its token"}, status=401)
+        elif "Origin" in request.headers or not _is_loopback(request.url.host or ""):
+            # A web page that the user reads could send requests to this machine, under any name.
+            return web.json_response({"error": "web pages may not use this server"}, status=403)
+        try:
+            return await handler(request)
+        except RefusedError as error:
+            return web.json_response(error_body(protocol.REFUSED, str(error)), status=409)
+        except LookupError as error:
+            return web.json_response(error_body(protocol.LOST, str(error)), status=409)
+        except (aiohttp.ClientError, ConnectionError) as error:
+            return web.json_response(error_body(protocol.BUSY, f"its engine fails: {type(error).__name__}"), status=503)
+
+    async def _status(self, _: web.Request) -> web.Response:
+        job = self._leases.job
+        state = "ready" if self.backend.is_ready else "starting"
+        return web.json_response({**self._description, "state": state, "job": job and job.name})
+
+    async def _lease(self, request: web.Request) -> web.Response:
+        message = await _json(request)
+        try:
+            job, tokens = Job(**message["job"]), int(message["needs"]["tokens"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise web.HTTPBadRequest(text=f"no job: {error!r}") from error
+        if tokens > self._description["max_tokens"]:
+            raise RefusedError(
+                f"takes {self._description['max_tokens']} tokens, prompt and completion together, and this job needs "
+                f"{tokens}; start it with larger rollout.max_prompt_tokens or rollout.max_response_tokens"
+            )
+        if self._leases.take(job):
+            self._end_calls()
+            self._weights_of = None
+        if not self.backend.is_ready:
+            return web.json_response(error_body(protocol.BUSY, "its engine is starting"), status=503)
+        return web.json_response({"start": self.backend.start_id, "lease_s": self._leases.lease_s})
+
+    async def _renew(self, request: web.Request) -> web.Response:
+        self._check(request)
+        return web.json_response({})
+
+    async def _release(self, request: web.Request) -> web.Response:
+        self._leases.release(request.headers.get(protocol.OWNER, ""))
+        return web.json_response({})
+
+    def _check(self, request: web.Request) -> str:
+        """Check that the request is of the job that uses the server, and for this start of the engine."""
+        owner = request.headers.get(protocol.OWNER, "")
+        self._leases.renew(owner)
+        if request.headers.get(protocol.START) != self.backend.start_id or not self.backend.is_ready:
+            raise LookupError("its engine has been started again")
+        return owner
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        if self._check(request) != self._weights_of:
+            raise LookupError("it has no weights of this job")
+        with self._call_of_job():
+            return await self._pipe(request, protocol.GENERATE, await request.read())
+
+    async def _upload(self, request: web.Request) -> web.Response:
+        self._check(request)
+        name = request.match_info["name"]
+        if not _FILE.fullmatch(name):
+            raise RefusedError(f"takes no file {name[:80]!r}")
+        if self._uploads is None:
+            self._uploads = SharedDirectory(choose_directory(request.content_length or 0))
+        with self._call_of_job(), open(os.path.join(self._uploads.path, name), "wb") as file:
+            async for piece in request.content.iter_chunked(1 << 20):
+                file.write(piece)
+        return web.json_response({})
+
+    async def _weights(self, request: web.Request) -> web.StreamResponse:
+        owner, message = self._check(request), await _json(request)
+        path = message.get("path")
+        if path is None:
+            if self._uploads is None:
+                raise LookupError("it has no files of this job")
+            path = self._uploads.path
+        elif not _is_here(path, message.get("files")):
+            return web.json_response(error_body(protocol.ABSENT, "the files are on another machine"), status=404)
+        order = {"path": path, "version": int(message["version"]), "running": message["running"]}
+        with self._call_of_job():
+            response = web.StreamResponse()
+            await response.prepare(request)
+            async for line in with_signs_of_life(self._loaded(owner, order)):
+                await response.write(line)
+            return response
+
+    async def _loaded(self, owner: str, order: dict[str, Any]) -> AsyncIterator[bytes]:
+        async with self._loading:
+            self._weights_of = None
+            answer: dict[str, str] | None = None
+            try:
+                url = self.backend.url(protocol.WEIGHTS)
+                async with self.backend.session.post(url, json=order) as response:
+                    async for line in response.content:
+                        if line.strip():
+                            answer = json.loads(line)
+            except (aiohttp.ClientError, ConnectionError, ValueError):
+                answer = None
+            self._drop_uploads()
+            if answer is None:  # some of the weights may be new
+                self.backend.fail("while it loaded weights")
+                answer = error_body(protocol.LOST, "its engine has failed while it loaded weights")
+            elif not answer and self._leases.job is not None and self._leases.job.owner == owner:
+                self._weights_of = owner
+            yield json.dumps(answer).encode() + b"\n"
+
+    def _drop_uploads(self) -> None:
+        if self._uploads is not None:
+            self._uploads.close()
+            self._uploads = None
+
+    @contextlib.contextmanager
+    def _call_of_job(self) -> Any:
+        """Count the current task as a call of the job, which ends when another takes the server."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls.add(task)
+        try:
+            yield
+        finally:
+            self._calls.discard(task)
+
+    def _end_calls(self) -> None:
+        for task in self._calls:
+            task.cancel()
+
+    async def _forward(self, request: web.Request) -> web.StreamResponse:
+        if not _OPEN.fullmatch(request.path):
+            return web.json_response({"error": f"no route {request.path[:80]}"}, status=404)
+        if not self.backend.is_ready:
+            return web.json_response({"error": "the engine is starting"}, status=503)
+        return await self._pipe(request, request.path_qs, await request.read())
+
+    async def _pipe(self, request: web.Request, path: str, body: bytes) -> web.StreamResponse:
+        """Pass a request on to the engine, and its answer back, as it comes."""
+        headers = {name: value for name, value in request.headers.items() if name.lower() not in _HOP_HEADERS}
+        url = self.backend.url(path)
+        async with self.backend.session.request(request.method, url, data=body, headers=headers) as answer:
+            kept = {name: value for name, value in answer.headers.items() if name.lower() not in _HOP_HEADERS}
+            response = web.StreamResponse(status=answer.status, headers=kept)
+            await response.prepare(request)
+            async for piece in answer.content.iter_any():
+                await response.write(piece)
+            await response.write_eof()
+            return response
+
+
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    return host == "localhost"
+
+
+def _is_here(path: Any, files: Any) -> bool:
+    """Return whether `path` is a directory of this user with these very files (see `server_protocol.fingerprint`)."""
+    try:
+        check_owner(path)
+        return bool(files) and protocol.fingerprint(path) == files
+    except (UserError, OSError, TypeError, ValueError):
+        return False
+
+
+async def _json(request: web.Request) -> dict[str, Any]:
+    try:
+        message = await request.json()
+    except ValueError as error:
+        raise web.HTTPBadRequest(text="no JSON") from error
+    if not isinstance(message, dict):
+        raise web.HTTPBadRequest(text="no JSON object")
+    return message

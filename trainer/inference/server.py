@@ -1,0 +1,139 @@
+"""A whole inference server: the front, and the engine behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import importlib.util
+import ipaddress
+import logging
+import os
+import socket
+import tempfile
+from typing import Any
+
+from aiohttp import web
+
+from trainer.config import Config
+from trainer.config.engines import ENGINES
+from trainer.config.inference import TOKEN
+from trainer.errors import UserError
+from trainer.files.shared_memory import PrivateDirectory
+from trainer.inference.backend import Backend
+from trainer.inference.gateway import Gateway
+from trainer.process import time_limits
+from trainer.process.signals import SIGNALS, Stopped
+
+LOG = logging.getLogger(__name__)
+
+_SHORTEST_TOKEN = 16
+
+
+def run(cfg: Config) -> None:
+    """Serve until a signal comes.
+
+    Raises:
+        UserError: the address cannot be used, the token is missing, or vLLM is.
+        WorkerError: the engine does not start.
+    """
+    token = check(cfg)
+    with _listen(cfg.inference.host, cfg.inference.port) as listener, _model(cfg) as (path, name):
+        try:
+            asyncio.run(_serve(cfg, token, listener, path, name))
+        except Stopped:
+            LOG.info("stopped")
+
+
+def check(cfg: Config) -> str | None:
+    """Check what the server needs, and return its token; None: it has none.
+
+    Raises:
+        UserError: something is missing.
+    """
+    inference = cfg.inference
+    token = os.environ.get(TOKEN)
+    if token is not None and (len(token) < _SHORTEST_TOKEN or not token.isascii() or not token.isprintable()):
+        raise UserError(f"{TOKEN}: a token needs at least {_SHORTEST_TOKEN} printable ASCII characters")
+    if token is None and not _is_loopback(inference.host):
+        raise UserError(
+            f"inference.host={inference.host}: others can reach this address; set the environment variable {TOKEN} to "
+            "a secret, here and where the jobs run, or choose 127.0.0.1"
+        )
+    if inference.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise UserError(
+            "inference.engine=vllm: vLLM is not installed; install it, or choose inference.engine=transformers"
+        )
+    return token
+
+
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise UserError(
+            f"inference.host={host} inference.port={port}: cannot listen there ({error.strerror})"
+        ) from error
+    return listener
+
+
+@contextlib.contextmanager
+def _model(cfg: Config) -> Any:
+    """Yield path and name of the model: `model.path`, or the built-in one with random weights."""
+    from trainer.models.files import resolve_model_path
+
+    if cfg.model.path is not None:
+        yield resolve_model_path(cfg.model.path), cfg.model.path
+        return
+    from trainer.models.tiny import build_tiny
+
+    with PrivateDirectory(tempfile.gettempdir(), "trainer-model-", 8) as directory:
+        build_tiny(cfg.model.tiny, directory.path)
+        yield directory.path, "tiny"
+
+
+async def _serve(cfg: Config, token: str | None, listener: socket.socket, path: str, name: str) -> None:
+    from trainer.parallel.mesh import pick_device
+
+    rollout, inference = cfg.rollout, cfg.inference
+    settings = {
+        "model_path": path,
+        "name": name,
+        "rollout": dataclasses.asdict(rollout),
+        "device": pick_device(cfg.trainer.device, ENGINES[inference.engine]),
+        "seed": cfg.trainer.seed,
+        "trust_remote_code": cfg.model.trust_remote_code,
+    }
+    description = {
+        "engine": inference.engine,
+        "model": name,
+        "max_tokens": rollout.max_prompt_tokens + rollout.max_response_tokens,
+    }
+    gateway = Gateway(token, inference.lease_s, description)
+    gateway.backend = Backend(inference, settings, gateway.forget_weights)
+    runner = web.AppRunner(gateway.application(), handler_cancellation=True, access_log=None)
+    await runner.setup()
+    await web.SockSite(runner, listener).start()
+    shown = f"[{inference.host}]" if ":" in inference.host else inference.host
+    address = f"http://{shown}:{listener.getsockname()[1]}"
+    LOG.info("listening on %s, loading %s", address, name)
+    engine = asyncio.ensure_future(gateway.backend.run(lambda: LOG.info("serving %s on %s", name, address)))
+    try:
+        while not engine.done():
+            await asyncio.wait([engine], timeout=time_limits.POLL_INTERVAL_S)
+            SIGNALS.check()
+        engine.result()
+    finally:
+        engine.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await engine
+        await runner.cleanup()

@@ -1,0 +1,197 @@
+"""The transformers engine behind a small HTTP application, for machines without vLLM.
+
+It listens on a Unix socket, for the front alone (see `trainer.inference.gateway`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from aiohttp import web
+from transformers import AutoTokenizer
+
+from trainer.config import RolloutConfig
+from trainer.generation import server_protocol as protocol
+from trainer.generation.engine import Completion, Request, Sampling
+from trainer.generation.request_scheduler import by_length
+from trainer.generation.transformers_engine import TransformersEngine
+from trainer.generation.weight_check import refused_weights, weights_of
+from trainer.generation.weight_sync import SharedMemory
+from trainer.inference.streams import with_signs_of_life
+
+_DEFAULT_TOKENS = 256
+"""Longest answer to a person who does not say how long it may be."""
+
+
+class _AbortedError(Exception):
+    """The batch under way is not wanted any more."""
+
+
+class TransformersServer:
+    """One engine; its calls run one after another on a thread.
+
+    Args:
+        settings: see `trainer.inference.backend.Backend`.
+    """
+
+    def __init__(self, settings: dict[str, Any]):
+        self._rollout = RolloutConfig(**settings["rollout"])
+        self._name, path = settings["name"], settings["model_path"]
+        trusted = settings["trust_remote_code"]
+        self._engine = TransformersEngine(
+            path,
+            dtype=self._rollout.dtype,
+            seed=settings["seed"],
+            rollout=self._rollout,
+            device=settings["device"],
+            trust_remote_code=trusted,
+        )
+        self._tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trusted)
+        self._model = self._engine._model
+        self._model.register_forward_hook(self._after_forward)
+        self._weights = weights_of(self._model)
+        self._thread = ThreadPoolExecutor(1)
+        self._forwards, self._calls = 0, 0
+        self._aborted = False
+        self._aborts = 0
+        self._batches: set[asyncio.Event] = set()
+        """Of each batch under way: set at its end."""
+
+    def application(self) -> web.Application:
+        """Return the HTTP application."""
+        app = web.Application(client_max_size=1 << 32)
+        app.router.add_get("/trainer/alive", self._alive)
+        app.router.add_post(protocol.GENERATE, self._generate)
+        app.router.add_post(protocol.WEIGHTS, self._load)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        return app
+
+    def _after_forward(self, *_: Any) -> None:
+        self._forwards += 1
+        if self._aborted:
+            raise _AbortedError
+
+    async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        self._calls += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+        finally:
+            self._calls -= 1
+
+    async def _alive(self, _: web.Request) -> web.Response:
+        return web.json_response({"busy": self._calls > 0, "progress": self._forwards})
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        requests = protocol.decode_requests(await request.read())
+        return await _send(request, with_signs_of_life(self._completions(requests)))
+
+    async def _completions(self, requests: dict[int, Request]) -> AsyncIterator[bytes]:
+        numbers, aborts, ended = list(requests), self._aborts, asyncio.Event()
+        self._batches.add(ended)
+        try:
+            for places in by_length(list(requests.values()), 1, self._rollout.max_num_seqs):
+                if self._aborts > aborts:
+                    return
+                chosen = [numbers[place] for place in places]
+                completions = await self._call(self._engine.generate, [requests[number] for number in chosen])
+                yield protocol.encode_completions(dict(zip(chosen, completions, strict=True)))
+        except _AbortedError:
+            return
+        finally:
+            self._batches.discard(ended)
+            ended.set()
+
+    async def _load(self, request: web.Request) -> web.StreamResponse:
+        message = await request.json()
+        return await _send(request, with_signs_of_life(self._loaded(message)))
+
+    async def _loaded(self, message: dict[str, Any]) -> AsyncIterator[bytes]:
+        if message["running"] == "abort":
+            self._aborted = True  # the call under way ends at its next token
+            self._aborts += 1
+        elif message["running"] == "drain":
+            await asyncio.gather(*(ended.wait() for ended in self._batches))
+        # A call that is kept is completed first: the engine cannot change its weights between two tokens.
+        yield json.dumps(await self._call(self._replace_weights, message)).encode() + b"\n"
+
+    def _replace_weights(self, message: dict[str, Any]) -> dict[str, str]:
+        self._aborted = False
+        dtype = next(self._model.parameters()).dtype
+        if (problem := refused_weights(message["path"], self._weights, dtype)) is not None:
+            return protocol.error_body(protocol.REFUSED, problem)
+        self._engine.sync_weights(SharedMemory(message["path"]), message["version"])
+        return {}
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": self._name, "object": "model"}]})
+
+    async def _complete(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        prompt = body["prompt"]
+        ids = prompt if isinstance(prompt, list) else self._tokenizer(prompt)["input_ids"]
+        text, reason, usage = await self._answer(ids, body)
+        choice = {"index": 0, "text": text, "finish_reason": reason}
+        return web.json_response(self._envelope("text_completion", choice, usage))
+
+    async def _chat(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        ids = self._tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=False)
+        text, reason, usage = await self._answer(ids, body)
+        choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": reason}
+        return web.json_response(self._envelope("chat.completion", choice, usage))
+
+    async def _answer(self, ids: Sequence[int], body: dict[str, Any]) -> tuple[str, str, dict[str, int]]:
+        if body.get("stream"):
+            raise web.HTTPBadRequest(text="the transformers engine streams nothing; leave out `stream`")
+        most = self._rollout.max_prompt_tokens + self._rollout.max_response_tokens - len(ids)
+        tokens = min(most, int(body.get("max_completion_tokens") or body.get("max_tokens") or _DEFAULT_TOKENS))
+        if tokens < 1:
+            raise web.HTTPBadRequest(text="the prompt is too long for this server")
+        stop = [token for token in (self._tokenizer.eos_token_id,) if token is not None]
+        sampling = Sampling(float(body.get("temperature", 1.0)), float(body.get("top_p", 1.0)), -1, tokens, tuple(stop))
+        seed = body.get("seed")
+        request = Request(ids, uuid.uuid4().int % 2**31 if seed is None else int(seed), sampling)
+        completion = await self._call_again(request)
+        text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        counts = {"prompt_tokens": len(ids), "completion_tokens": len(completion.token_ids)}
+        return text, completion.finish_reason, {**counts, "total_tokens": sum(counts.values())}
+
+    async def _call_again(self, request: Request) -> Completion:
+        while True:  # a job that aborts its own batches does not end those of people
+            try:
+                return (await self._call(self._engine.generate, [request]))[0]
+            except _AbortedError:
+                continue
+
+    def _envelope(self, kind: str, choice: dict[str, Any], usage: dict[str, int]) -> dict[str, Any]:
+        return {
+            "id": uuid.uuid4().hex,
+            "object": kind,
+            "created": int(time.time()),
+            "model": self._name,
+            "choices": [choice],
+            "usage": usage,
+        }
+
+
+async def _send(request: web.Request, lines: AsyncIterator[bytes]) -> web.StreamResponse:
+    response = web.StreamResponse()
+    await response.prepare(request)
+    async for line in lines:
+        await response.write(line)
+    await response.write_eof()
+    return response
+
+
+def serve(_: Any, socket_path: str, settings: dict[str, Any]) -> None:
+    """Serve on the Unix socket until the process is ended."""
+    app = TransformersServer(settings).application()
+    web.run_app(app, path=socket_path, print=None, handle_signals=False, access_log=None, handler_cancellation=True)

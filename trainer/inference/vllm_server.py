@@ -1,0 +1,200 @@
+"""vLLM's own API server, with routes for jobs beside its OpenAI API.
+
+It listens on a Unix socket, for the front alone (see `trainer.inference.gateway`). Jobs' requests join the engine
+together: what a batch of one sequence computes can differ in its last bits, so all of them begin in one step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from trainer.config import RolloutConfig
+from trainer.config.engines import ENGINES
+from trainer.generation import server_protocol as protocol
+from trainer.generation.engine import Completion, Request
+from trainer.inference.streams import with_signs_of_life
+
+_OWN_OPTIONS = ("skip_tokenizer_init", "use_tqdm_on_load", "weight_transfer_config")
+"""Options of `vllm.LLM` that a server for people does without."""
+
+
+def serve(_: Any, socket_path: str, settings: dict[str, Any]) -> None:
+    """Serve on the Unix socket until the process is ended."""
+    for name, value in ENGINES["vllm"].environment_on(settings["device"]).items():
+        if name != "VLLM_ENABLE_V1_MULTIPROCESSING":  # the API server wants its engine in another process
+            os.environ.setdefault(name, value)
+    sys.argv = ["trainer inference", *arguments(socket_path, settings)]
+    import uvloop
+    from vllm.entrypoints.openai.api_server import make_arg_parser, run_server, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args()
+    validate_parsed_serve_args(parsed)
+    uvloop.run(run_server(parsed))
+
+
+def arguments(socket_path: str, settings: dict[str, Any]) -> list[str]:
+    """Return the arguments of vLLM's API server."""
+    from trainer.generation.vllm_engine import _device_options
+
+    rollout, device = RolloutConfig(**settings["rollout"]), settings["device"]
+    dtype = ("float32" if device == "cpu" else "bfloat16") if rollout.dtype == "auto" else rollout.dtype
+    options = {
+        "model": settings["model_path"],
+        "served_model_name": settings["name"],
+        "dtype": dtype,
+        "seed": settings["seed"],
+        "trust_remote_code": settings["trust_remote_code"],
+        **_device_options(rollout, device),
+        **({"distributed_executor_backend": "uni"} if device == "cpu" else {}),
+        **rollout.engine_args,
+        "middleware": f"{__name__}.JobRoutes",
+        "uds": socket_path,
+        "uvicorn_log_level": "warning",
+    }
+    words = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if name in _OWN_OPTIONS:
+            continue
+        if isinstance(value, bool):
+            words += [f"--{flag}"] if value else [f"--no-{flag}"] if name == "enable_chunked_prefill" else []
+        elif value is not None:
+            words += [f"--{flag}", json.dumps(value) if isinstance(value, (dict, list)) else str(value)]
+    return words
+
+
+class JobRoutes:
+    """ASGI middleware that answers the paths below `/trainer/` itself."""
+
+    def __init__(self, app: Any):
+        self._app = app
+        self._version = 0
+        self._running: set[asyncio.Future[Any]] = set()
+        self._admission = asyncio.Lock()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith("/trainer/"):
+            await self._app(scope, receive, send)
+            return
+        from starlette.requests import Request as HttpRequest
+        from starlette.responses import JSONResponse, Response, StreamingResponse
+
+        request, engine = HttpRequest(scope, receive), scope["app"].state.engine_client
+        response: Response
+        match scope["path"]:
+            case "/trainer/alive":
+                await engine.collective_rpc("check_health")  # the engine answers between two steps
+                response = JSONResponse({"busy": False, "progress": 0})
+            case protocol.GENERATE:
+                lines = self._completions(engine, protocol.decode_requests(await request.body()))
+                response = StreamingResponse(with_signs_of_life(lines))
+            case protocol.WEIGHTS:
+                response = StreamingResponse(with_signs_of_life(self._loaded(engine, await request.json())))
+            case _:
+                response = JSONResponse({}, 404)
+        await response(scope, receive, send)
+
+    async def _completions(self, engine: Any, requests: dict[int, Request]) -> AsyncIterator[bytes]:
+        tasks: dict[asyncio.Future[Any], int] = {}
+        try:
+            oldest, queues = await self._add(engine, requests)
+            for number, one in queues.items():
+                task = asyncio.ensure_future(self._wait_for(engine, one))
+                tasks[task] = number
+                self._running.add(task)
+                task.add_done_callback(self._running.discard)
+            left = set(tasks)
+            while left:
+                done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+                if any(task.cancelled() for task in done):
+                    return
+                outputs = {tasks[task]: _completion(task.result(), (oldest, self._version)) for task in done}
+                yield protocol.encode_completions(outputs)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _add(self, engine: Any, requests: dict[int, Request]) -> tuple[int, dict[int, Any]]:
+        """Add all requests while the scheduler is paused. Return the version of the weights, and where outputs come."""
+        async with self._admission:
+            await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+            try:
+                if not self._running:  # as an engine of the job does, which generates the same bits
+                    await engine.reset_prefix_cache()
+                queues = {}
+                for number, request in requests.items():
+                    prompt = {"prompt_token_ids": request.prompt_token_ids.tolist()}
+                    queues[number] = await engine.add_request(uuid.uuid4().hex, prompt, _sampling_params(request))
+                return self._version, queues
+            finally:
+                await engine.engine_core.resume_scheduler_async()
+
+    async def _wait_for(self, engine: Any, outputs: Any) -> Any:
+        """Return the last output of a request; abort the request if nobody waits for it any more."""
+        try:
+            while not (output := await outputs.get()).finished:
+                pass
+            return output
+        except asyncio.CancelledError:
+            await engine.abort(outputs.request_id, internal=True)
+            raise
+        finally:
+            outputs.close()
+
+    async def _loaded(self, engine: Any, message: dict[str, Any]) -> AsyncIterator[bytes]:
+        running = list(self._running)
+        if message["running"] == "abort":
+            for task in running:
+                task.cancel()
+        if message["running"] != "keep" and running:
+            await asyncio.wait(running)
+        async with self._admission:
+            yield json.dumps(await self._load(engine, message["path"], message["version"])).encode() + b"\n"
+
+    async def _load(self, engine: Any, path: str, version: int) -> dict[str, str]:
+        for problem in await engine.collective_rpc("refused_weights", args=(path,)):
+            if problem is not None:
+                return protocol.error_body(protocol.REFUSED, problem)
+        await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+        try:
+            await engine.collective_rpc("load_shared", args=(path,))
+            # The keys and values of requests that go on, also of people, are of the old weights: compute them again.
+            if not await engine.reset_prefix_cache(reset_running_requests=True):
+                raise RuntimeError("the prefix cache is in use")
+            self._version = version
+        finally:
+            await engine.engine_core.resume_scheduler_async()
+        return {}
+
+
+def _sampling_params(request: Request) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=request.sampling.temperature,
+        top_p=request.sampling.top_p,
+        top_k=request.sampling.top_k,
+        max_tokens=request.sampling.max_tokens,
+        stop_token_ids=list(request.sampling.stop_token_ids),
+        ignore_eos=True,  # the caller names all stop tokens; vLLM would add the model directory's
+        seed=request.seed,
+        logprobs=0,  # of the sampled token alone
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _completion(request: Any, versions: tuple[int, int]) -> Completion:
+    output = request.outputs[0]
+    if output.finish_reason not in ("stop", "length"):
+        raise RuntimeError(f"vLLM has ended a request: {output.finish_reason}")
+    logprobs = [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)]
+    return Completion(output.token_ids, logprobs, output.finish_reason, versions)
