@@ -141,7 +141,7 @@ class EnginePool:
         Args:
             version: of the policy's weights.
             is_initial: these are the initial weights, which new engines hold already.
-            may_defer: all this may happen when a stream is read for the first time. Only this thread may read it.
+            may_defer: all this may happen when completions are asked for. Then only this thread may ask for them.
 
         Raises:
             UserError: weights cannot reach the engines in the way that the config says.
@@ -149,7 +149,7 @@ class EnginePool:
         self.abort()
         self._thread = threading.get_ident()
         self._version, self._deferred = version, is_initial
-        if not may_defer or self._has_started or self._memory.shared:
+        if not may_defer or self._has_started:
             self._end_deferral()
 
     def _end_deferral(self) -> None:
@@ -189,6 +189,7 @@ class EnginePool:
         The ranks must not compute meanwhile. Blocks may overlap: the engines sleep after the last one, or after the
         first one that fails.
         """
+        self._end_deferral()
         if not self._memory.shared:
             yield
             return
@@ -314,7 +315,6 @@ class EnginePool:
                 also what a signal asks for. All readers get it.
         """
         assert not self._memory.shared or threading.get_ident() == self._thread, "the ranks need the memory"
-        self._end_deferral()
         with self.awake():
             yield from self._dispatcher.stream(requests)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import numpy as np
@@ -29,6 +29,11 @@ from trainer.rewards.scorer import Scorer
 from trainer.rewards.terms import RewardInput
 from trainer.sources.ahead import BatchProgress
 from trainer.sources.recorded import RecordedGroups
+
+
+class _Here(threading.local):
+    block: contextlib.ExitStack | None = None
+    """The block of `RolloutRunner.awake` in this thread, until the engines are awake."""
 
 
 class RolloutRunner:
@@ -59,6 +64,7 @@ class RolloutRunner:
             cfg, tokenizer
         )
         self._scorer = scorer
+        self._here = _Here()
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
@@ -71,10 +77,19 @@ class RolloutRunner:
     def __exit__(self, *exception: Any) -> None:
         self._processes.close()
 
-    def awake(self) -> AbstractContextManager[None]:
-        """Keep the engines awake between the calls of `run` in the block, unless the scorer needs their GPUs."""
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[None]:
+        """Keep the engines awake in the block, from the first completion on that is generated.
+
+        But not between calls of `run` if the scorer needs their GPUs.
+        """
         needs_gpus = self._scorer is not None and self._scorer.uses_ranks
-        return contextlib.nullcontext() if needs_gpus else self.engines.awake()
+        with contextlib.ExitStack() as block:
+            self._here.block = None if needs_gpus else block
+            try:
+                yield
+            finally:
+                self._here.block = None
 
     def run(
         self,
@@ -117,6 +132,9 @@ class RolloutRunner:
         """Yield the missing episodes as they end, by their indices."""
 
         def generate(prompts: Sequence[Request]) -> Iterator[dict[int, Completion]]:
+            block, self._here.block = self._here.block, None
+            if block is not None:
+                block.enter_context(self.engines.awake())
             with contextlib.closing(self.engines.stream(prompts)) as chunks:
                 while True:
                     with progress.timer("rollout"):

@@ -98,21 +98,25 @@ def test_engines_start_while_the_ranks_do_other_things(start, monkeypatch, tmp_p
     assert answers(pool, 1) == [[0, 7, 0]]
 
 
-def test_engines_load_while_the_ranks_train_if_nobody_needs_completions_yet(start, monkeypatch, tmp_path):
-    """They get the weights of the first step that does."""
+@pytest.mark.parametrize("colocate", [False, True])
+def test_engines_load_while_the_ranks_train_if_nobody_needs_completions_yet(start, monkeypatch, tmp_path, colocate):
+    """They get the weights of the first step that does. On a shared GPU they are loaded already, and stay asleep."""
     spec = dataclasses.replace(plain_engine.SPEC, path=f"{plain_engine.__name__}:SlowEngine")
     monkeypatch.setitem(ENGINES, "plain", spec)
-    pool, ranks = start(waits=False)
+    if colocate:
+        (tmp_path / "go").touch()
+    pool, ranks = start("cuda" if colocate else "cpu", waits=colocate, colocate=colocate)
     pool.start(version=3, is_initial=False, may_defer=True)
-    for version in (4, 5):
-        ranks.call("policy", "train")
-        pool.sync_weights(version)
+    ranks.call("policy", "compute")
+    pool.sync_weights(4)
+    ranks.call("policy", "train")
+    pool.sync_weights(5)
     (tmp_path / "go").touch()
     assert [one.weight_versions for one in pool.generate([Request([0], 7, SAMPLED)])] == [(5, 5)]
-    assert answers(pool, 1) == [[0, 7, 2]]
-    ranks.call("policy", "train")
+    assert answers(pool, 1) == [[0, 7, 1]]
+    ranks.call("policy", "compute")
     pool.sync_weights(6)
-    assert answers(pool, 1) == [[0, 7, 3]]
+    assert [one.weight_versions for one in pool.generate([Request([0], 7, SAMPLED)])] == [(6, 6)]
 
 
 def test_engines_stay_asleep_if_the_ranks_leave_them_too_little_room(start, tmp_path):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +46,20 @@ def journal_in(root: Path) -> Journal:
 
 
 def two_steps(root: Path, model: str, edit: Any = lambda cfg: None) -> tuple[Any, int]:
-    """Two steps of a run from its start, and an evaluation; returns all episodes, and how many were generated."""
+    """Two steps of a run from its start, and an evaluation; returns all episodes, and how many were generated.
+
+    The engines are woken only in the steps and evaluations that generate.
+    """
+    woken: list[None] = []
+
+    @contextlib.contextmanager
+    def awake() -> Iterator[None]:
+        woken.append(None)
+        yield
+
     journal = journal_in(root)
     with source_of(root, model, chance, validation=3, needs_baselines=True, journal=journal) as source:
-        cfg = source.cfg
+        cfg, source.runner.engines.awake = source.cfg, awake
         cfg.trainer.train_batch_size, cfg.rollout.val_n = 4, 2
         cfg.algorithm.dynamic_sampling, cfg.algorithm.max_gen_batches = True, 3
         edit(cfg)
@@ -60,6 +72,7 @@ def two_steps(root: Path, model: str, edit: Any = lambda cfg: None) -> tuple[Any
             evaluation = evaluator_beside(source, model).evaluate(step)
             episodes += [trained, evaluation.greedy, evaluation.sampled, evaluation.metrics]
         journal.close()
+        assert len(woken) == (4 if source.runner.engines.seeds else 0)
         return bits(episodes), len(source.runner.engines.seeds)
 
 
