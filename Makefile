@@ -20,7 +20,7 @@ demo: setup  ## train the built-in default with GRPO
 	$(BIN)/python -m trainer train $(ARGS)
 
 check: lint  ## lint, and the CPU tests that start no job, rank, vLLM, Ray or command
-	$(BIN)/python -m pytest tests/cpu -m "not processes" -n 3 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest tests/cpu -m "not processes" -n 4 --dist loadfile $(ARGS)
 
 test: setup  ## the CPU tests
 	$(BIN)/python -m pytest tests/cpu -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)

@@ -59,7 +59,7 @@ def fault_proxy(upstream: str, faults: Faults) -> Iterator[str]:
                 return self._answer(int(fault), [], _ANSWERS[fault])
             answer = self._ask(body)
             if fault == SLOW:
-                time.sleep(0.5)
+                time.sleep(0.1)
             if fault == LOST:
                 return self._close()
             self._answer(*answer)

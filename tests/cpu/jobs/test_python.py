@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import comparable, environment, left_running, metrics, shared_memory, wait_until
+from tests.support.jobs import SMALL, comparable, environment, left_running, metrics, shared_memory, wait_until
 
 pytestmark = pytest.mark.slow
 NOTEBOOK = Path(__file__).parents[3] / "examples/notebook.ipynb"
 
+MODEL = ["model.cache_dir=null", *(word for word in SMALL if word.startswith(("sft.", "data.")))]
+"""The built-in model of the other tests."""
 BEFORE = """
 import signal
 HANDLED = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
@@ -53,8 +55,8 @@ def cells() -> str:
 def test_a_killed_script_continues_its_run_exactly_and_leaves_its_process_as_it_was(tmp_path, marker):
     """The run saves after each step. The script is killed after the first of three."""
     memory = shared_memory()
-    overrides = 'overrides += ["trainer.ckpt_interval=1", "trainer.total_steps=3", "sft.steps=40"]\n'
-    overrides += 'overrides += ["rollout=transformers", "trainer.ray_address=processes"]\nresult = train('
+    added = [*MODEL, "trainer.ckpt_interval=1", "trainer.total_steps=3"]
+    overrides = f"overrides += {added}\nresult = train("
     script = BEFORE + cells().replace("result = train(", overrides) + AFTER
     (tmp_path / "script.py").write_text(script)
     command = [sys.executable, "script.py"]

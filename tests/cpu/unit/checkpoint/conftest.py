@@ -13,6 +13,7 @@ from tests.support.one_rank import save_run
 from tests.support.ranks import run_ranks
 from trainer.config import TinyConfig
 from trainer.models.tiny import build_tiny
+from trainer.process import time_limits
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +39,9 @@ def saved_run(tmp_path_factory, model) -> Path:
 
 
 @pytest.fixture
-def faults() -> Faults:
-    """What goes wrong between this process and the store."""
+def faults(monkeypatch) -> Faults:
+    """What goes wrong between this process and the store. Requests that failed are sent again soon."""
+    monkeypatch.setattr(time_limits, "STORAGE_LONGEST_BACKOFF_S", 0.02)
     return Faults()
 
 

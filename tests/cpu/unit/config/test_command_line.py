@@ -12,6 +12,7 @@ import sys
 import pytest
 import yaml
 
+from tests.support.forks import run_forked
 from tests.support.jobs import environment, run_job
 from tests.support.namespaces import small_disk
 from trainer.config import compose
@@ -91,7 +92,7 @@ def without_torch(*overrides: str, cwd) -> subprocess.CompletedProcess[str]:
 )
 def test_wrong_input_is_refused_with_status_2(overrides, sentence, tmp_path):
     (tmp_path / "deep").mkdir()
-    done = without_torch(*overrides, cwd=tmp_path / "deep")
+    done = run_forked("trainer.main", overrides, tmp_path / "deep", environment(), timeout=60)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     line = done.stderr.strip().splitlines()[-1]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support.forks import run_forked
 from tests.support.jobs import environment
 from trainer.config import compose
 from trainer.errors import UserError
@@ -37,9 +38,7 @@ def file(tmp_path) -> Path:
 
 
 def command(*words: object, cwd: Path, module: str = "trainer.main") -> subprocess.CompletedProcess[str]:
-    code = f"import sys; from {module} import main; sys.argv[0] = 'trainer'; main()"
-    words = [sys.executable, "-c", code, *map(str, words)]
-    return subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=60, env=environment(), check=False)
+    return run_forked(module, list(map(str, words)), cwd, environment(), timeout=60)
 
 
 def test_the_file_has_the_meaning_of_its_overrides(file):
