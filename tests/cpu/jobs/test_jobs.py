@@ -227,7 +227,7 @@ GSM8K = Path(__file__).resolve().parents[3] / "../shared/data/gsm8k"
 @pytest.mark.skipif(not GSM8K.exists(), reason="the GSM8K files are not beside this checkout")
 def test_real_gsm8k_trains_on_two_ranks(tmp_path):
     files = [f"data.train_files=[{GSM8K}/train.jsonl]", f"data.val_files=[{GSM8K}/test.jsonl]"]
-    settings = ["trainer.num_workers=2", "rollout.max_response_tokens=64"]
+    settings = ["trainer.num_workers=2", "rollout.max_response_tokens=64", "sft.steps=5"]
     done = run_forked_job("data=gsm8k", *files, *settings, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = metrics(tmp_path / "outputs/default")

@@ -122,11 +122,10 @@ def test_a_job_that_is_killed_and_loses_a_rank_and_its_engine_ends_as_if_never_d
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_job_with_adapters_that_is_killed_twice_ends_as_if_never_killed(tmp_path):
+def test_a_job_with_adapters_that_is_killed_ends_as_if_never_killed(tmp_path):
     """They are served by vLLM, beside a critic that is trained whole."""
     _, job = whole_and_killed("algorithm=ppo", "trainer.policy.lora.rank=4", "rollout=vllm", cwd=tmp_path)
-    for place in ("save:shards_written,3", "save:published,1"):
-        killed_fork(job, tmp_path, place)
+    killed_fork(job, tmp_path, "save:shards_written,3")
     last = run_forked_job(*job, cwd=tmp_path)
     assert last.returncode == 0, last.stdout + last.stderr
     assert_as_if_never_killed(tmp_path, last.stdout)

@@ -257,9 +257,9 @@ def load_reference(rank: Rank, path: str, directory: str) -> dict:
 
 @pytest.mark.parametrize(
     "model_path, lora, keep",
-    [(True, False, True), (True, True, False), (False, False, False), (False, True, True)],
+    [(True, True, False), (False, False, True)],
     indirect=["model_path"],
-    ids=["tied, full, keep", "tied, lora, reshard", "untied, full, reshard", "untied, lora, keep"],
+    ids=["tied, lora, reshard", "untied, full, keep"],
 )
 def test_a_refreshed_reference_is_saved_and_restored(model_path, tmp_path, lora, keep):
     """Also where a forward pass leaves whole parameters behind."""

@@ -45,10 +45,8 @@ from trainer.workers.rank import Rank
 
 pytestmark = pytest.mark.early
 LAYOUTS = {
-    "2 contexts": (2, {"context_parallel_size": 2}),
     "2 replicas in 2 contexts each": (4, {"context_parallel_size": 2, "dp_replicate": 2}),
     "more contexts than key and value heads": (4, {"context_parallel_size": 4}),
-    "2 tensor ranks": (2, {"tensor_parallel_size": 2}),
     "2 shares on 2 tensor ranks each": (4, {"tensor_parallel_size": 2}),
     "2 replicas on 2 tensor ranks each": (4, {"tensor_parallel_size": 2, "dp_replicate": 2}),
     "2 contexts on 2 tensor ranks each": (4, {"tensor_parallel_size": 2, "context_parallel_size": 2}),
@@ -188,6 +186,7 @@ def test_axes_of_one_rank_change_nothing(tmp_path):
 
 
 WHOLE = (1, {})
+TWO_SHARES = (2, {})
 FOUR_SHARES = (4, {})
 TWO_BY_TWO = (4, {"tensor_parallel_size": 2})
 TWO_CONTEXTS = (4, {"context_parallel_size": 2})
@@ -197,9 +196,9 @@ TWO_CONTEXTS = (4, {"context_parallel_size": 2})
     "tied, saved, resumed",
     [
         (True, TWO_BY_TWO, [FOUR_SHARES, TWO_CONTEXTS, WHOLE]),
-        (False, FOUR_SHARES, [TWO_BY_TWO]),
+        (False, FOUR_SHARES, [TWO_BY_TWO, TWO_SHARES]),
         (True, TWO_CONTEXTS, [TWO_BY_TWO, WHOLE]),
-        (False, WHOLE, [(4, {"tensor_parallel_size": 2, "context_parallel_size": 2})]),
+        (False, WHOLE, [(4, {"tensor_parallel_size": 2, "context_parallel_size": 2}), TWO_SHARES]),
     ],
     ids=["tensor", "data", "context", "one rank"],
 )
