@@ -214,6 +214,7 @@ def test_a_rank_that_is_not_scheduled_yet_misses_no_heartbeats(cluster):
 
 def test_a_rank_that_hangs_after_fast_calls_is_named(group):
     """While calls are fast, the driver does not check heartbeats."""
+    group.timeouts = dataclasses.replace(group.timeouts, heartbeat_s=5.0)
     pid = group.call("pid")[0]
     os.kill(pid, signal.SIGSTOP)
     try:

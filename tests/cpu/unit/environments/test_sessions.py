@@ -15,6 +15,7 @@ from trainer.config import EnvironmentConfig
 from trainer.environments.sessions import EnvironmentPool, Session
 from trainer.errors import WorkerError
 from trainer.process.failure_log import INCIDENTS, read_incidents
+from trainer.sandbox import limits
 
 LIMIT_S = 2.0
 
@@ -151,7 +152,8 @@ def test_an_async_call_that_takes_too_long_costs_its_episode_alone():
 
 
 @pytest.mark.parametrize("do", ["die", "hang"])
-def test_of_several_calls_under_way_in_a_process_that_dies_the_guilty_one_is_found(do, tmp_path):
+def test_of_several_calls_under_way_in_a_process_that_dies_the_guilty_one_is_found(do, tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "ASYNC_GRACE_S", 0.5)  # a process that hangs cannot stop the call itself
     before = INCIDENTS.open(str(tmp_path))
     with pool_of("AsyncEcho") as pool:
         guilty = {"prompt": "1", "do": do, "at": 1, "waits": 0.3}
