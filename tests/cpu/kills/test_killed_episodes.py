@@ -42,7 +42,8 @@ def model(tmp_path_factory) -> str:
 def test_a_job_with_environments_ends_as_if_never_killed(model, tmp_path):
     """Killed in a save, between saves and at random moments; half of its environments end their processes, too."""
     base = (f"model.path={model}", "environment.name=tests.support.environments:Hashed", "environment.max_turns=3",
-            "rollout.max_prompt_tokens=64", "logger.save_rollouts=true", "rollout.val_n=2")  # fmt: skip
+            "rollout.max_prompt_tokens=64", "logger.save_rollouts=true", "rollout.val_n=2",
+            "rollout.ahead=1")  # fmt: skip
     started = time.monotonic()
     assert run_until(tmp_path / "whole.log", f"trainer.run_dir={tmp_path}/whole", *base)
     seconds = time.monotonic() - started

@@ -124,7 +124,8 @@ def test_a_job_that_is_killed_and_loses_a_rank_and_its_engine_ends_as_if_never_d
 @pytest.mark.timeout(900)
 def test_a_job_with_adapters_that_is_killed_ends_as_if_never_killed(tmp_path):
     """They are served by vLLM, beside a critic that is trained whole."""
-    _, job = whole_and_killed("algorithm=ppo", "trainer.policy.lora.rank=4", "rollout=vllm", cwd=tmp_path)
+    settings = ("algorithm=ppo", "trainer.policy.lora.rank=4", "rollout=vllm", "rollout.ahead=1")
+    _, job = whole_and_killed(*settings, cwd=tmp_path)
     killed_fork(job, tmp_path, "save:shards_written,3")
     last = run_forked_job(*job, cwd=tmp_path)
     assert last.returncode == 0, last.stdout + last.stderr
@@ -141,7 +142,7 @@ def test_a_job_killed_on_a_cluster_that_outlives_it_ends_as_if_never_killed(tmp_
     """With every state that remembers earlier steps. SIGKILL to the process of the loop, then the same command."""
     settings = ["algorithm=dapo", "data.curriculum=tests.support.curriculum:hardest_first", "data.train_size=24",
                 "algorithm.kl_coef=0.01", "algorithm.kl_controller=adaptive", "algorithm.kl_horizon=64",
-                "algorithm.ref_sync_interval=2", "algorithm.rollout_correction=tis",
+                "algorithm.ref_sync_interval=2", "algorithm.rollout_correction=tis", "rollout.ahead=2",
                 "logger.save_rollouts=true"]  # fmt: skip
     _, job = whole_and_killed(*settings, cwd=tmp_path)
     job += ["rollout=transformers", f"trainer.ray_address={ray_address}"]

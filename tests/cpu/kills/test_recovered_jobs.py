@@ -34,6 +34,7 @@ def overrides(tmp_path_factory) -> tuple[str, ...]:
     return (
         f"model.path={path}",
         "trainer.num_workers=2",
+        "rollout.ahead=1",
         "trainer.heartbeat_timeout_s=4",
         "trainer.max_restarts=5",
         "reward.timeout_s=300",

@@ -93,6 +93,17 @@ def test_the_report_draws_terms_and_what_environments_count(name, tmp_path):
     assert report_of(tmp_path / "many" / "run", many) != plain
 
 
+def test_the_report_draws_what_was_generated_beside_training():
+    times = {"time/step": 3.0, "time/generation": 2.0, "time/rollout": 0.5, "time/wait_weights": 1.0}
+    rows = [{"step": 1, "time/step": 9.0, "time/rollout": 4.0}, *({"step": step, **times} for step in (2, 3))]
+    *_, panel = _panels(rows, {})
+    axes = Figure().add_subplot()
+    panel(axes, rows)
+    assert axes.get_title() == "Overlap: 75% of the generation beside training"
+    assert {line.get_gid() for line in axes.lines} == {*times}
+    assert len(_panels(rows[:1], {})) == len(_panels(rows, {})) - 1, "without `rollout.ahead`, nothing overlaps"
+
+
 def test_the_report_marks_incidents(tmp_path):
     rows = [step_metrics(step) for step in range(1, 6)]
     plain = report_of(tmp_path / "plain" / "run", rows)
