@@ -183,7 +183,11 @@ class SamplingSource:
             with self._timer("reward"):
                 batch = thread.result()
         else:
-            batch = self._ahead.held(step) or self._make_batch(BatchProgress(step, step, None, self._timer))
+            batch = self._ahead.held(step)
+            if batch is not None:
+                self.runner.journal.note_found(step)
+            else:
+                batch = self._make_batch(BatchProgress(step, step, None, self._timer))
         self._batches[step] = batch
         return batch.episodes
 

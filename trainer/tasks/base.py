@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from trainer.checkpoint.start_weights import fingerprint_weights
 from trainer.cluster.worker_groups import Cluster
 from trainer.config import Config
+from trainer.config.fields import config_error
 from trainer.errors import WorkerError
 from trainer.journal.history import identity
 from trainer.journal.journal import Journal
@@ -26,6 +27,7 @@ from trainer.run.compatibility import deciding_settings
 from trainer.run.directory import RunDirectory
 from trainer.run.stopping import StopRequest
 from trainer.sources.base import EpisodeSource, Evaluator
+from trainer.sources.sampling import SamplingSource
 from trainer.trainer import Trainer
 
 
@@ -125,6 +127,7 @@ def make_trainer(task: Task, cluster: Cluster, directory: RunDirectory, model_pa
     ingredients = Ingredients(task.cfg, path, learner, cluster, timer, directory.check, journal)
     with stage("reading the data"):
         source, evaluator = task.source(ingredients)
+        check_ahead(task.cfg, source)
         is_enough = partial(task.is_enough, learner, source)
         trainer = Trainer(
             task.cfg,
@@ -145,6 +148,13 @@ def make_trainer(task: Task, cluster: Cluster, directory: RunDirectory, model_pa
             for wait in ingredients.waits:
                 wait()
     return trainer
+
+
+def check_ahead(cfg: Config, source: EpisodeSource) -> None:
+    """Refuse `rollout.ahead` with a source that does not sample ahead."""
+    if cfg.rollout.ahead > 0 and cfg.reads("rollout.ahead") and not isinstance(source, SamplingSource):
+        problem = f"the source of trainer.task={cfg.trainer.task} does not sample ahead; choose 0"
+        raise config_error(cfg, "rollout.ahead", problem)
 
 
 def open_journal(cfg: Config, path: str, directory: RunDirectory, timer: Timer) -> Journal:

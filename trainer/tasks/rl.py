@@ -73,12 +73,11 @@ def sample_episodes(
             `TaskSpec.reward_functions` to false.
 
     Raises:
-        UserError: nothing gives rewards, and the config compares them.
+        UserError: nothing gives rewards, and the config compares them; or ranks are to give them while they train.
     """
     cfg, scorer = given.cfg, make_scorer(given)
     if scorer is None and cfg.environment.name is None:
         _check_without_rewards(cfg)
-    scorer = make_scorer(given)
     if cfg.rollout.ahead > 0 and scorer is not None and scorer.uses_ranks:
         raise config_error(cfg, "rollout.ahead", "the ranks cannot give rewards while they train; choose 0")
     pool = EnginePool(cfg, given.cluster, given.learner.ranks, given.path, keeps_weights=cfg.rollout.ahead > 0)
@@ -88,9 +87,6 @@ def sample_episodes(
     runner = RolloutRunner(cfg, pool, tokenizer, stop_token_ids(given.path, tokenizer), scorer, given.journal)
     needs_baselines = "baselines" in cfg.algorithm.reads
     source = make_source(cfg, runner, read_prompts(cfg, "train", tokenizer), given.timer, needs_baselines)
-    if cfg.rollout.ahead > 0 and not isinstance(source, SamplingSource):
-        problem = f"trainer.task={cfg.trainer.task} has a source of its own, which samples no steps ahead; choose 0"
-        raise config_error(cfg, "rollout.ahead", problem)
     val_prompts = read_prompts(cfg, "val", tokenizer).prompts if cfg.trainer.val_interval > 0 else []
     return source, RolloutEvaluator(cfg, runner, val_prompts) if val_prompts else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 import zlib
@@ -55,6 +56,7 @@ class Engines(Replies):
         self.made: list[tuple[int, int]] = []
         """The seed of each completion, and the version of the weights that made it."""
         self.aborted = threading.Event()
+        self.chance: Callable[[], str] = lambda: ""
         self.fail: Callable[[Sequence[Request]], None] = lambda requests: None
 
     def start(self, version: int, is_initial: bool, may_defer: bool) -> None:
@@ -74,7 +76,7 @@ class Engines(Replies):
             self.fail(requests)
             for index, request in enumerate(requests):
                 prompt = self._tokenizer.decode(request.prompt_token_ids, skip_special_tokens=True)
-                text = f"{zlib.crc32(f'{prompt} {request.seed} {self.weights}'.encode()):08x}"
+                text = f"{zlib.crc32(f'{prompt} {request.seed} {self.weights}{self.chance()}'.encode()):08x}"
                 tokens = self._tokenizer.encode(text[: 1 + request.seed % 8], add_special_tokens=False)
                 self.seeds.append(request.seed)
                 self.made.append((request.seed, self.version))
@@ -296,6 +298,25 @@ def test_a_run_that_stops_while_a_batch_is_made_ends_at_once_and_continues(tmp_p
         run(settings(tmp_path / "run", ckpt_interval=100), model, disturb)
     assert hangs.is_set() and batch_threads() == []
     assert outcome(tmp_path / "run", run(settings(tmp_path / "run", ckpt_interval=100), model)) == whole(1)
+
+
+def test_steps_come_back_as_they_were_even_if_engines_never_repeat_themselves(tmp_path, model, caplog):
+    """Step 5 from the checkpoint, step 6 from the journal."""
+
+    def disturb(step: int) -> Disturb:
+        def change(trainer: Trainer, engines: Engines) -> None:
+            engines.repeats, engines.chance = False, lambda: os.urandom(4).hex()
+            kill_in_update(step)(trainer, engines)
+
+        return change
+
+    cfg = settings(tmp_path / "run", 1, ckpt_interval=4)
+    run(cfg, model, disturb(7))
+    before = comparable(metrics(tmp_path / "run"))
+    caplog.set_level("INFO")
+    run(cfg, model, disturb(100))
+    assert comparable(metrics(tmp_path / "run"))[: len(before)] == before
+    assert any(line.startswith("resume verified: 2 replayed steps identical") for line in caplog.messages)
 
 
 def test_a_run_that_goes_back_further_ends_as_if_it_had_not(tmp_path, model, whole, killed, caplog):

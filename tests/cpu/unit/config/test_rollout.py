@@ -16,6 +16,7 @@ CONTRADICTIONS = [
         ["rollout=transformers", "+rollout.engine_args.x=2"],
         "rollout.engine_args=.*: rollout.engine=transformers takes none; choose vllm",
     ),
+    (["rollout=vllm", "rollout.colocate=true", "rollout.ahead=1"], "rollout.ahead=1: .*share the GPUs.*; choose 0"),
     (["rollout.lora_sync=merged"], "rollout.lora_sync=merged: needs trainer.policy.lora.rank"),
     (
         ["trainer.policy.lora.rank=4", "rollout=transformers", "rollout.lora_sync=adapter"],

@@ -5,9 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.runs import configured
+from trainer.errors import UserError
 from trainer.run.stopping import StopRequest
+from trainer.sources.supervised import SupervisedSource
 from trainer.tasks import Task
+from trainer.tasks.base import check_ahead
 
 
 def test_without_weights_of_its_own_a_task_starts_from_model_path_or_random_ones(tmp_path):
@@ -20,3 +25,12 @@ def test_without_weights_of_its_own_a_task_starts_from_model_path_or_random_ones
     assert not task.is_enough(nothing, nothing, 5) and task.data is None and not task.exports_last
     cfg.model.path = "a/model"
     assert task.initial_weights(nothing, StopRequest(None)) == "a/model"
+
+
+def test_a_source_that_does_not_sample_ahead_is_refused_where_the_task_reads_the_key(tmp_path):
+    source = object.__new__(SupervisedSource)
+    cfg = configured(tmp_path / "run", {"rollout.ahead": 1})
+    with pytest.raises(UserError, match="^rollout.ahead=1: the source of trainer.task=rl does not sample ahead; cho"):
+        check_ahead(cfg, source)
+    cfg.trainer.task = "sft"
+    check_ahead(cfg, source)

@@ -12,6 +12,7 @@ from tests.support.runs import configured
 from trainer.config import TASKS, Config
 from trainer.config.overrides import unread_words
 from trainer.errors import UserError
+from trainer.rewards.scorer import RankScorer
 from trainer.tasks.rl import build, config_scorer, sample_episodes
 from trainer.tasks.warm_start import cached_model
 
@@ -49,6 +50,13 @@ def test_what_cannot_be_imported_or_read_is_refused_by_its_key(cfg, section, key
     with pytest.raises(UserError) as refused:
         build(cfg).check_inputs(True)
     assert str(refused.value).startswith(sentence)
+
+
+def test_ranks_cannot_give_rewards_while_they_train(cfg):
+    cfg.rollout.ahead = 1
+    given = SimpleNamespace(cfg=cfg)
+    with pytest.raises(UserError, match="^rollout.ahead=1: the ranks cannot give rewards while they train; choose 0$"):
+        sample_episodes(given, make_scorer=lambda given: RankScorer("reward", lambda role, samples: []))
 
 
 def test_all_that_is_wrong_is_listed_together(cfg):
