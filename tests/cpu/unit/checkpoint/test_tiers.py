@@ -21,12 +21,14 @@ from trainer.checkpoint.store import open_store
 from trainer.checkpoint.tiers import TieredStore, open_tiers
 from trainer.errors import UserError
 from trainer.files.atomic_io import digest_bytes
+from trainer.process import time_limits
 from trainer.run.directory import RunDirectory
 
 
 @pytest.fixture
 def root(bucket_behind_proxy, monkeypatch) -> str:
-    """An empty prefix of a store that is tried twice."""
+    """An empty prefix of a store that is tried twice, and soon again."""
+    monkeypatch.setattr(time_limits, "UPLOAD_FIRST_BACKOFF_S", 0.1)
     monkeypatch.setattr("trainer.checkpoint.object_storage._MAX_ATTEMPTS", 2)
     return f"{bucket_behind_proxy}/run"
 
