@@ -150,12 +150,29 @@ class EnvironmentRunner(EpisodeRunner):
         known: int = 0,
         check: Callable[[], None] = lambda: None,
     ) -> Iterator[dict[int, Episode]]:
-        """Yield episodes as they end.
+        """Yield episodes as they end. If that fails, or nobody reads on, the environments are closed.
 
         Raises:
             UserError: more than `environment.max_error_rate` of the episodes have failed.
         """
         episodes = [_RunningEpisode(request, self._seed) for request in requests]
+        try:
+            yield from self._run(episodes, generate, timer, known, check)
+        except BaseException:
+            for episode in episodes:
+                episode.fail("failed", "was stopped")
+            with contextlib.suppress(Exception):  # the first error counts
+                self._pool.step_all(episodes)
+            raise
+
+    def _run(
+        self,
+        episodes: Sequence[_RunningEpisode],
+        generate: Generate,
+        timer: PhaseTimer,
+        known: int,
+        check: Callable[[], None],
+    ) -> Iterator[dict[int, Episode]]:
         with timer("environment"):
             self._pool.step_all(episodes, check)
             with self._lock:

@@ -61,6 +61,8 @@ class Signals:
         """The exception that a signal has raised. It is raised only once, so later signals do not disturb the exit."""
         self.safe_points = 0
         """Number of safe points that the main thread has passed. If it does not change, the main thread may hang."""
+        self.passed: dict[int, int] = {}
+        """Number of safe points that each other thread has passed, by its identifier."""
         self.is_waiting = False
         """Whether the main thread is in a `waiting` block."""
         self.count = 0
@@ -190,16 +192,21 @@ class Signals:
         """Record that training is interrupted: until the next step begins, a signal ends the run without a save."""
         self._steps = "interrupted"
 
-    def check(self) -> None:
-        """Raise the exception that a signal requests, once. A safe point. Does nothing on other threads.
+    def check(self, is_progress: bool = True) -> None:
+        """Raise the exception that a signal requests, once. A safe point. On other threads it is only counted.
+
+        Args:
+            is_progress: whether the main thread gets on. False: it waits for another thread that may hang.
 
         Raises:
             Stopped: the first signal arrived outside the training loop.
             KeyboardInterrupt: a second signal arrived in the training loop.
         """
         if threading.current_thread() is not threading.main_thread():
+            thread = threading.get_ident()
+            self.passed[thread] = self.passed.get(thread, 0) + 1
             return
-        self.safe_points += 1
+        self.safe_points += is_progress
         waits_for_step = self._steps == "inside" and self.count == 1
         if self.count > self._handled and not (waits_for_step or self._deferred or self.raised):
             signal.setitimer(signal.ITIMER_REAL, 0)

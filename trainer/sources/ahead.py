@@ -92,9 +92,11 @@ class BatchThread(BatchProgress):
         self._is_cancelled = False
         self._batch: StepBatch | None = None
         self._error: BaseException | None = None
-        threading.Thread(target=self._run, name=f"batch of step {step}", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name=f"batch of step {step}", daemon=True)
+        self._thread.start()
 
     def check(self) -> None:
+        SIGNALS.check()
         if self._is_cancelled:
             raise CancelledBatch(f"the rollouts of step {self.step} are not needed any more")
 
@@ -106,13 +108,13 @@ class BatchThread(BatchProgress):
 
     def wait_generated(self) -> None:
         """Wait until the engines have nothing more to do for the batch. Raises the error that has ended the thread."""
-        _wait(self._generated)
+        self._wait(self._generated)
         if self._error is not None:
             raise self._error
 
     def result(self) -> StepBatch:
         """Wait for the batch, and return it. Raises the error that has ended the thread."""
-        _wait(self._done)
+        self._wait(self._done)
         if self._error is not None:
             raise self._error
         assert self._batch is not None
@@ -125,6 +127,13 @@ class BatchThread(BatchProgress):
     def has_ended(self, timeout_s: float = 0.0) -> bool:
         """Wait for the end of the thread; return whether it has ended."""
         return self._done.wait(timeout_s)
+
+    def _wait(self, event: threading.Event) -> None:
+        """Wait. The main thread makes progress only as far as the thread of the batch does."""
+        thread, passed = self._thread.ident or 0, 0
+        while not event.wait(time_limits.POLL_INTERVAL_S):
+            before, passed = passed, SIGNALS.passed.get(thread, 0)
+            SIGNALS.check(is_progress=passed != before)
 
     def _run(self) -> None:
         try:
@@ -213,8 +222,3 @@ class BatchesAhead:
             if not thread.has_ended(max(0.0, end - time.monotonic())):
                 seconds = time_limits.BATCH_END_S
                 LOG.warning("the rollouts of step %d have not ended %g s after they were stopped", thread.step, seconds)
-
-
-def _wait(event: threading.Event) -> None:
-    while not event.wait(time_limits.POLL_INTERVAL_S):  # every call that the thread makes has a time limit
-        SIGNALS.check()

@@ -281,3 +281,20 @@ def test_one_rule_says_which_numbers_are_rewards_of_functions_judges_and_environ
 def test_rewards_beyond_the_range_and_odd_names_fail(tokenizer, steps, reason):
     (one,) = valued(tokenizer, steps)
     assert one.status == "failed" and reason in one.failure and one.reward == 0.0
+
+
+def test_the_environments_of_episodes_that_fail_together_are_closed(runner):
+    """A run that goes back to a checkpoint continues with the same processes."""
+
+    def count() -> int:
+        return sum(len(worker.sessions) for worker in runner._pool._workers)
+
+    def generate(requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
+        assert count() == before + 3
+        raise UserError("the engines are gone")
+        yield {}
+
+    before = count()
+    with pytest.raises(UserError, match="the engines are gone"):
+        list(runner.run(requests_of({}, {}, {}), generate, contextlib.nullcontext))
+    assert count() == before

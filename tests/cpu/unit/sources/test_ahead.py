@@ -19,10 +19,14 @@ from trainer.checkpoint.components import Restore
 from trainer.checkpoint.manifest import Checkpoint
 from trainer.config import TinyConfig
 from trainer.data.ledger import SampleIndex
+from trainer.errors import UserError
 from trainer.generation.engine import Completion, Request
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
-from trainer.sources.ahead import steps_to_begin
+from trainer.process import time_limits
+from trainer.process.signals import SIGNALS
+from trainer.sources.ahead import BatchesAhead, BatchProgress, BatchThread, CancelledBatch, steps_to_begin
+from trainer.sources.batches import StepBatch
 from trainer.sources.sampling import SamplingSource, prompt_ledger
 
 
@@ -188,3 +192,59 @@ def test_every_step_has_its_weights_and_rows_whatever_is_killed(
     begin()
     expected, _ = train(source, 1, steps, None, None)
     assert run_killed([aheads[0]] * (len(lives) + 1)) == expected
+
+
+def test_the_main_thread_hangs_if_the_thread_of_a_batch_hangs(monkeypatch):
+    """So the watching process ends a job whose curriculum never returns."""
+    monkeypatch.setattr(time_limits, "POLL_INTERVAL_S", 0.01)
+    moves, end = threading.Event(), threading.Event()
+
+    def make(progress: BatchProgress) -> StepBatch:
+        while not end.wait(0.002):
+            if moves.is_set():
+                progress.check()
+        return StepBatch([], [], {})
+
+    counts = []
+    for does_move in (False, True):
+        (moves.set if does_move else moves.clear)()
+        end.clear()
+        batch = BatchThread(3, 2, "history", make, None)
+        before = SIGNALS.safe_points
+        threading.Timer(0.5, end.set).start()
+        assert batch.result() == StepBatch([], [], {})
+        counts.append(SIGNALS.safe_points - before)
+    assert counts[0] <= 1 and counts[1] > 3
+
+
+def test_a_batch_that_is_cancelled_ends_and_so_do_those_behind_it(monkeypatch):
+    monkeypatch.setattr(time_limits, "POLL_INTERVAL_S", 0.01)
+    batches, aborted, made = BatchesAhead(), threading.Event(), []
+
+    def make(progress: BatchProgress) -> StepBatch:
+        made.append(progress.step)
+        aborted.wait()
+        progress.check()
+        raise AssertionError("it is not needed")
+
+    for step in (1, 2, 3):
+        batches.begin(step, 1, "history", make)
+    threads = [batches.thread(step) for step in (1, 2, 3)]
+    batches.cancel(aborted.set)
+    assert batches.steps == set() and made in ([1], []) and all(thread.has_ended() for thread in threads)
+    with pytest.raises(CancelledBatch):
+        threads[2].result()
+
+
+def test_a_batch_behind_one_that_has_failed_is_not_made():
+    batches = BatchesAhead()
+
+    def fail(progress: BatchProgress) -> StepBatch:
+        raise UserError(f"step {progress.step}")
+
+    for step in (5, 6):
+        batches.begin(step, 5, "history", fail)
+    with pytest.raises(UserError, match="^step 5$"):
+        batches.wait_generated()
+    with pytest.raises(CancelledBatch, match="the rollouts of step 5 have failed"):
+        batches.thread(6).result()
