@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 KEY = "trainer.task"
 OPTIONS = "algorithm.options"
+_OF_SERVERS = "inference.*"
+"""Keys of `trainer inference`, which no task reads."""
 ACCURACY = "val/accuracy"
 
 
@@ -120,7 +122,7 @@ class TaskSpec:
     @property
     def unread(self) -> tuple[str, ...]:
         """Patterns of all keys that the task never reads."""
-        return self.unused if self.reward_functions else (*self.unused, "reward.name")
+        return (*self.unused, _OF_SERVERS, *(() if self.reward_functions else ("reward.name",)))
 
     @property
     def watched(self) -> tuple[str, ...]:

@@ -163,6 +163,7 @@ def test_the_kind_of_a_value_in_words(key, kind):
         ),
         ("sft", ["trainer.total_steps=9", "trainer.critic={path:x}"], ["trainer.total_steps", "trainer.critic"]),
         ("rl", ["rollout.n=4", "algorithm=ppo", "sft.steps=3"], []),
+        ("rl", ["inference.port=8001"], ["inference.port"]),
         ("tests.support.preferences:TASK", ["rollout=vllm", "trainer.total_steps=9"], ["rollout=vllm"]),
     ],
 )
