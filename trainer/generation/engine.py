@@ -58,6 +58,9 @@ class Completion:
     """`stop` or `length`."""
     weight_versions: tuple[int, int]
     """The oldest and the newest version of the weights that generated its tokens. One number stands for both."""
+    version_spans: tuple[tuple[int, int], ...] = ()
+    """Who generated which tokens, if several versions did: pairs of a version and a number of tokens, in the order of
+    the tokens. Empty: one version did, or the engine does not know."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", np.asarray(self.token_ids, np.int32))
@@ -125,5 +128,12 @@ class StreamingEngine(Engine, Protocol):
 
         Args:
             running: see `RunningRequests`. A completion that was kept has an older and a newer version.
+        """
+        ...
+
+    def interrupt(self) -> None:
+        """Let a running `step` return within about a token's time, with what is complete. Called on another thread.
+
+        Only engines with `EngineSpec.in_flight` have it. If no `step` runs, the next one may return at once.
         """
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -70,13 +71,13 @@ class VLLMEngine:
                 "install one, or choose rollout=transformers"
             ) from error
 
-        self._version = 0
         self._asleep = False
         self._can_sleep = device == "cuda" and rollout.colocate
-        self._running: dict[str, tuple[int, int]] = {}
-        """The requests in vLLM, by their names there: their numbers, and the weights that they began with."""
+        self._running: dict[str, int] = {}
+        """The numbers of the requests in vLLM, by their names there."""
         self._completed: dict[int, Completion] = {}
         """What was completed before a change of the weights, for the next `step`."""
+        self._interrupted = threading.Event()
         self._source: Broadcast | Ipc | None = None
         self._adapter: LoRARequest | None = None
         options = {
@@ -92,6 +93,7 @@ class VLLMEngine:
             self._llm = LLM(**options)
         except (TypeError, ValueError) as error:  # TypeError: engine_args has a name that vLLM does not know
             raise start_failure(error, model_path) from error
+        self.set_version(0)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Return completions in the order of the requests."""
@@ -112,17 +114,23 @@ class VLLMEngine:
             self._add(requests)
         completions, self._completed = self._completed, {}
         began = time.monotonic()
-        while self._running and not (completions and time.monotonic() > began + time_limits.ENGINE_REPORT_S):
+        while self._running and not self._interrupted.is_set():
             completions |= self._step_vllm()
+            if completions and time.monotonic() > began + time_limits.ENGINE_REPORT_S:
+                break
+        self._interrupted.clear()
         return completions
+
+    def interrupt(self) -> None:
+        """Let a running `step` return after the next token (see `StreamingEngine`)."""
+        self._interrupted.set()
 
     def _step_vllm(self) -> dict[int, Completion]:
         """Generate one token of each running request; return those that are complete."""
         completions = {}
         for output in self._llm.llm_engine.step():
             if output.finished:
-                number, oldest = self._running.pop(output.request_id)
-                completions[number] = self._completion(output, oldest)
+                completions[self._running.pop(output.request_id)] = _completion(output)
         return completions
 
     def _add(self, requests: Mapping[int, Request]) -> None:
@@ -146,13 +154,7 @@ class VLLMEngine:
         names = self._llm.enqueue(prompts, params, lora_request=self._adapter, use_tqdm=False)
         # vLLM returns names with a random end, and puts names without it into outputs.
         for name, number in zip(names, requests, strict=True):
-            self._running[name.partition("-")[0]] = number, self._version
-
-    def _completion(self, request: RequestOutput, oldest: int) -> Completion:
-        output = request.outputs[0]
-        assert output.finish_reason in ("stop", "length"), output.finish_reason
-        logprobs = [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)]
-        return Completion(output.token_ids, logprobs, output.finish_reason, (oldest, self._version))
+            self._running[name.partition("-")[0]] = number
 
     def sync_weights(self, source: WeightSource, version: int, running: RunningRequests = "abort") -> None:
         """Load the weights of `source` in place."""
@@ -173,7 +175,7 @@ class VLLMEngine:
         if self._running:  # their keys and values are of the old weights: compute them again
             cleared = self._llm.reset_prefix_cache(reset_running_requests=True)
             assert cleared, "the prefix cache is in use"
-        self._version = version
+        self.set_version(version)
 
     def _abort(self) -> None:
         if self._running:
@@ -216,7 +218,7 @@ class VLLMEngine:
 
     def set_version(self, version: int) -> None:
         """Set the version of the weights that are loaded."""
-        self._version = version
+        self._llm.llm_engine.set_weight_version(str(version))  # vLLM tells which tokens each version has generated
 
     def sleep(self) -> int:
         """Release the GPU memory of weights and KV cache, if the engine shares its GPU.
@@ -237,6 +239,15 @@ class VLLMEngine:
     def shutdown(self) -> None:
         """End vLLM's worker processes. The engine is of no use afterwards."""
         self._llm.llm_engine.engine_core.shutdown()
+
+
+def _completion(request: RequestOutput) -> Completion:
+    output = request.outputs[0]
+    assert output.finish_reason in ("stop", "length"), output.finish_reason
+    logprobs = [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)]
+    spans = tuple((int(span.version), span.end - span.start) for span in output.weight_versions)
+    versions = spans[0][0], spans[-1][0]
+    return Completion(output.token_ids, logprobs, output.finish_reason, versions, spans if len(spans) > 1 else ())
 
 
 def start_failure(error: Exception, model_path: str) -> Exception:

@@ -30,6 +30,7 @@ from tests.support.generation import (
     with_sampling,
 )
 from trainer.cluster.process_cluster import ProcessCluster
+from trainer.cluster.worker_groups import CallFutures
 from trainer.config import Config, RolloutConfig
 from trainer.errors import UserError
 from trainer.generation.engine import Completion, Request, Sampling
@@ -223,6 +224,26 @@ def test_requests_under_way_survive_a_sync_that_does_not_drop_them(
         old, new = (errors_of(model, requests[i % 6], completions[i]) for model in (trained, changed))
         across = [at for at in range(len(old) + 1) if max([*old[:at], *new[at:]], default=0.0) < 1e-3]
         assert across and (0 < across[0] < len(old) if running == "keep" else across[-1] == len(old)), (old, new)
+        spans = dict(completions[i].version_spans)
+        assert (sum(spans.values()) == len(old) and spans[1] in across) if running == "keep" else not spans
+
+
+@pytest.mark.processes
+def test_an_interrupted_engine_returns_before_a_request_is_complete(model_paths, vllm_engine):
+    vllm_engine.sync_weights(SharedMemory(model_paths[True]), 1)
+    endless = with_sampling(make_requests(4), dataclasses.replace(SAMPLED, max_tokens=280))
+    group, results = vllm_engine._group, []
+    step = CallFutures(group)
+    step.begin(0, "step", dict(enumerate(endless)))
+    group.start_background("interrupt").result()
+    results.append(step.result()[0])
+    vllm_engine.sync_weights(SharedMemory(model_paths[True]), 2, "keep")
+    while sum(map(len, results)) < 4:
+        results.append(vllm_engine.step({}))
+    completions = {number: one for part in results for number, one in part.items()}
+    assert results[0] == {} and {one.weight_versions for one in completions.values()} <= {(1, 2), (2, 2)}
+    vllm_engine.sync_weights(SharedMemory(model_paths[True]), 1)
+    assert tokens_of([completions[i] for i in range(4)]) == tokens_of(vllm_engine.generate(endless))
 
 
 def errors_of(model, request, completion) -> list[float]:
