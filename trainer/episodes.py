@@ -21,6 +21,9 @@ class Sample:
     """`(T,)` float32, under the policy that sampled, 0 where `mask` is 0. None: nobody sampled the tokens."""
     weight_versions: tuple[int, int] | None = None
     """The oldest and the newest weights that sampled tokens of it. None: nobody sampled the tokens."""
+    version_spans: tuple[tuple[int, int], ...] = ()
+    """Which weights sampled which tokens, if several did: pairs of a version and a number of tokens, in the order of
+    the tokens whose `mask` is 1. Empty: one version did, or the engine does not say."""
 
 
 @dataclass(frozen=True)

@@ -165,6 +165,7 @@ class Trainer:
                         episodes = self.source.next(step)
                         experience = self.learner.score(episodes, step)
                         metrics = self._update(experience, step)
+                        self.journal.trained(episodes)  # the policy has new weights, which may sample from now on
                         self.source.publish(version=step + 1)
                     metrics = self.finish_step(step, episodes, metrics)
                     if self.state.step == step:  # else a mismatch with the log has sent the run back
@@ -192,7 +193,6 @@ class Trainer:
         samples = [sample for episode in episodes for sample in episode.samples]
         tokens = sum(len(sample.token_ids) for sample in samples)
         metrics = self.source.add_metrics(step, metrics)
-        self.journal.trained(episodes)  # before `commit`, from which on the new weights may sample
         self.source.commit(step)
         self.transcripts.add_step(step, episodes)
         state.step = step

@@ -18,6 +18,7 @@ from trainer.models.tokenizer import load_tokenizer, stop_token_ids
 from trainer.rewards.cache import RewardCache
 from trainer.rewards.scoring import RewardPool
 from trainer.sources.evaluation import RolloutEvaluator
+from trainer.sources.in_flight import InFlightSource
 from trainer.sources.rollout_runner import RolloutRunner
 from trainer.sources.sampling import SamplingSource, read_prompts
 
@@ -56,7 +57,8 @@ def sampling_source(
     scorer = None if cfg.environment.name else RewardPool(cfg.reward, RewardCache(cfg.trainer.run_dir, lambda: None))
     journal = journal or Journal(cfg.trainer.run_dir, Identity("", ""), lambda: None, is_on=False)
     runner = RolloutRunner(cfg, engines, tokenizer, stop_token_ids(model, tokenizer), scorer, journal)
-    return SamplingSource(cfg, runner, read_prompts(cfg, "train", tokenizer), timer or Timer(), needs_baselines)
+    kind = InFlightSource if cfg.rollout.in_flight_updates else SamplingSource
+    return kind(cfg, runner, read_prompts(cfg, "train", tokenizer), timer or Timer(), needs_baselines)
 
 
 def evaluator_beside(source: SamplingSource, model: str) -> RolloutEvaluator:

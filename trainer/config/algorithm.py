@@ -114,8 +114,8 @@ class AlgorithmConfig(Section):
     """`gae`: in the value loss, new values are clipped to at most this distance from the old values."""
     rollout_correction: str | None = choice(AUTO, (AUTO, OFF, *CORRECTIONS), resume="update")
     """Multiply advantages by the ratio of the trainer's to the engine's probability: `tis` (truncated), `mis` (masked)
-    or `off`. `auto`: `tis` if older weights sample (`rollout.ahead` above 0), unless `old_logprobs=rollout`, whose
-    ratio corrects already; else `off`. null and false mean `off`."""
+    or `off`. `auto`: `tis` if older weights sample (`rollout.ahead`, `rollout.in_flight_updates`), unless
+    `old_logprobs=rollout`, whose ratio corrects already; else `off`. null and false mean `off`."""
     rollout_correction_level: str = choice("token", CORRECTION_LEVELS, resume="update")
     """One ratio per `token`, or one per sequence: the `arithmetic` mean, the `geometric` mean or the `product` of the
     ratios of its tokens."""
@@ -235,7 +235,7 @@ def _correction(config: Mapping[str, Any]) -> str | None:
 
 
 def _is_ahead(rollout: Mapping[str, Any]) -> bool:
-    return rollout.get("ahead", 0) > 0
+    return rollout.get("ahead", 0) > 0 or rollout.get("in_flight_updates", False)
 
 
 def check_group_size(config: Config, key: str) -> None:

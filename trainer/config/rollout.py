@@ -84,6 +84,17 @@ class RolloutConfig(Section):
     ahead: int = number(0, at_least=0, at_most=8, resume="update")
     """While a step trains, engines generate the episodes of this many steps after it. Each step then trains on episodes
     of the weights of so many steps before. 0: each step trains on episodes of its own weights."""
+    in_flight_updates: bool = setting(False, resume="rollouts")
+    """Engines generate all the time, and take new weights between two tokens. So a completion may come of several
+    versions of the weights, and chance decides of which: no step can be repeated bit for bit. Across kills, no prompt
+    is lost or trained twice. Only for engines that keep requests while they take weights (vLLM)."""
+    max_staleness: int = number(1, at_least=1, at_most=64, resume="update")
+    """With `in_flight_updates`: at most this many steps more than the next one are under way, and a step trains on
+    episodes that began at most this many versions before. `window` adds to that."""
+    window: int = number(1, at_least=1, resume="update")
+    """With `in_flight_updates`: a step trains on the oldest prompts that are finished, among so many from the oldest
+    one that is left. 1: in the order in which they were drawn. More: a few prompts may pass one that takes long, and a
+    step may train on episodes that are (window - 1) / train_batch_size versions older."""
     journal: bool = setting(True, resume="harmless")
     """Write finished completions with their rewards to `{run_dir}/.journal` before a step trains on them. After a kill,
     the steps behind the last checkpoint train again on these, and only what is missing is generated."""
@@ -106,6 +117,7 @@ class RolloutConfig(Section):
         if self.colocate and self.ahead > 0:
             problem = "engines that share the GPUs of the ranks cannot generate while these train; choose 0"
             raise config_error(config, "rollout.ahead", f"{problem}, or rollout.colocate=false")
+        self._check_in_flight(config)
         self._check_lora(config)
 
     def _check_urls(self, config: Config, served: bool) -> None:
@@ -121,6 +133,29 @@ class RolloutConfig(Section):
         if self.urls and self.num_engines != len(self.urls):
             problem = f"there is one engine for each of the {len(self.urls)} rollout.urls; leave this key out"
             raise config_error(config, "rollout.num_engines", problem)
+
+    @property
+    def works_ahead(self) -> bool:
+        """Whether engines generate while the ranks train."""
+        return self.ahead > 0 or self.in_flight_updates
+
+    def _check_in_flight(self, config: Config) -> None:
+        key = "rollout.in_flight_updates"
+        if not self.in_flight_updates:
+            for name in ("max_staleness", "window"):
+                if getattr(self, name) != getattr(RolloutConfig(), name):
+                    raise config_error(config, f"rollout.{name}", f"needs {key}=true")
+            return
+        if not find_engine(self.engine).in_flight:
+            able = engines_with("in_flight")
+            problem = f"rollout.engine={self.engine} takes weights only when it generates nothing"
+            raise config_error(config, key, f"{problem}; choose rollout={able}, or rollout.ahead=1 instead")
+        if self.ahead > 0:
+            problem = "engines take new weights before a batch of rollout.ahead is complete"
+            raise config_error(config, key, f"{problem}; choose one of the two")
+        if self.colocate:
+            problem = "engines that share the GPUs of the ranks cannot generate while these train"
+            raise config_error(config, key, f"{problem}; choose false, or rollout.colocate=false")
 
     @property
     def deciding_args(self) -> dict[str, Any]:

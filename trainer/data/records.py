@@ -31,6 +31,7 @@ def schema() -> pa.Schema:
             ("mask", pa.list_(pa.float32())),
             ("logprobs", pa.list_(pa.float32())),
             ("weight_versions", pa.list_(pa.int64())),
+            ("version_spans", pa.list_(pa.list_(pa.int64()))),
         ]
     )
     texts = [(name, pa.string()) for name in ("key", "group", "uid", "messages", "answer", "status", "failure")]
@@ -131,6 +132,7 @@ def _samples_column(episodes: Sequence[Episode]) -> pa.Array:
         _lists([sample.mask for sample in samples], np.float32),
         _lists([sample.logprobs for sample in samples], np.float32),
         _lists([sample.weight_versions for sample in samples], np.int64),
+        pa.array([sample.version_spans for sample in samples], pa.list_(pa.list_(pa.int64()))),
     ]
     structs = pa.StructArray.from_arrays(fields, fields=list(schema().field("samples").type.value_type))
     return pa.ListArray.from_arrays(_offsets([len(episode.samples) for episode in episodes]), structs)
@@ -161,8 +163,15 @@ def _offsets(lengths: Sequence[int]) -> pa.Array:
 def _samples_of(column: pa.ListArray) -> list[list[Sample]]:
     structs = column.values
     tokens, masks, logprobs, versions = (_arrays(structs.field(i)) for i in range(4))
+    spans = structs.field(4).to_pylist()
     made = [
-        Sample(tokens[i], masks[i], logprobs[i], None if versions[i] is None else tuple(versions[i].tolist()))
+        Sample(
+            tokens[i],
+            masks[i],
+            logprobs[i],
+            None if versions[i] is None else tuple(versions[i].tolist()),
+            tuple(map(tuple, spans[i])),
+        )
         for i in range(len(structs))
     ]
     bounds = column.offsets.to_pylist()

@@ -48,6 +48,7 @@ class Conversation:
         self._mask = [0.0] * len(token_ids)
         self._logprobs = [0.0] * len(token_ids)
         self._versions: list[int] = []
+        self._spans: list[tuple[int, int]] = []
 
     def add_reply(self, completion: Completion) -> Message:
         """Append the tokens of a reply; return it as a message."""
@@ -55,6 +56,7 @@ class Conversation:
         self._mask += [1.0] * len(completion.token_ids)
         self._logprobs += completion.logprobs.tolist()
         self._versions += completion.weight_versions
+        self._spans += completion.version_spans or [(completion.weight_versions[1], len(completion.token_ids))]
         text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
         self.messages.append({"role": "assistant", "content": text})
         return self.messages[-1]
@@ -113,4 +115,5 @@ class Conversation:
             np.asarray(self._mask, np.float32),
             np.asarray(self._logprobs, np.float32),
             (min(self._versions), max(self._versions)) if self._versions else (0, 0),
+            tuple(self._spans) if len(set(self._versions)) > 1 else (),
         )

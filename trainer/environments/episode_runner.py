@@ -297,4 +297,5 @@ def _sample(prompt: np.ndarray, completion: Completion) -> Sample:
     mask, logprobs = np.zeros(length, np.float32), np.zeros(length, np.float32)
     mask[start:] = 1.0
     logprobs[start:] = completion.logprobs
-    return Sample(np.concatenate([prompt, completion.token_ids]), mask, logprobs, completion.weight_versions)
+    tokens = np.concatenate([prompt, completion.token_ids])
+    return Sample(tokens, mask, logprobs, completion.weight_versions, completion.version_spans)

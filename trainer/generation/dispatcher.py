@@ -29,6 +29,8 @@ class _Stream:
 
     requests: Sequence[Request]
     numbers: list[int]
+    ready: threading.Condition
+    """Of the lock of the dispatcher. Its reader waits for it."""
     left: set[int]
     """Numbers of the requests that are not complete."""
     complete: dict[int, Completion] = field(default_factory=dict)
@@ -91,8 +93,10 @@ class Dispatcher:
         self._calls = CallFutures(engines.group)
         self._busy: dict[int, tuple[Any, list[int]]] = {}
         """For each engine with a running call: its process, and the numbers of the requests that the call has added."""
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
         """Guards all that follows, and the scheduler. Only the thread with the turn uses engines and calls."""
+        self._returned = threading.Condition(self._lock)
+        """Notified when the turn is free."""
         self._owner: int | None = None
         """The thread that has the turn."""
         self._claims = 0
@@ -100,6 +104,8 @@ class Dispatcher:
         self._numbers = itertools.count()
         self._pending: dict[int, _Pending] = {}
         self._open: set[_Stream] = set()
+        self._waiting: set[_Stream] = set()
+        """Streams whose readers wait while another thread has the turn."""
         self._new: list[_Stream] = []
         """Streams whose requests are not scheduled."""
         self._closed: deque[_Stream] = deque()
@@ -113,9 +119,9 @@ class Dispatcher:
             StreamAborted: the requests were dropped.
             BaseException: whatever has failed, on this thread or on that of another reader.
         """
-        with self._changed:
+        with self._lock:
             numbers = list(itertools.islice(self._numbers, len(requests)))
-            stream = _Stream(requests, numbers, set(numbers))
+            stream = _Stream(requests, numbers, threading.Condition(self._lock), set(numbers))
             self._pending |= {number: _Pending(requests[i], stream, i) for i, number in enumerate(numbers)}
             self._open.add(stream)
             self._new.append(stream)
@@ -128,19 +134,20 @@ class Dispatcher:
     def _next_chunk(self, stream: _Stream) -> dict[int, Completion] | None:
         """Return what is complete. Waits for it; None: nothing is left."""
         while True:
-            with self._changed:
-                if stream.failure is not None:
-                    raise stream.failure
-                if stream.complete:
+            with self._lock:
+                if stream.failure is not None or stream.complete or not stream.left:
+                    self._pass_on()
+                    if stream.failure is not None:
+                        raise stream.failure
                     chunk, stream.complete = stream.complete, {}
-                    return chunk
-                if not stream.left:
-                    return None
+                    return chunk or None
                 leads = self._owner is None and not self._claims
                 if leads:
                     self._owner = threading.get_ident()
                 else:
-                    self._changed.wait(time_limits.POLL_INTERVAL_S)
+                    self._waiting.add(stream)
+                    stream.ready.wait(time_limits.POLL_INTERVAL_S)
+                    self._waiting.discard(stream)
             if leads:
                 with self._turn_taken():
                     self._advance()
@@ -153,11 +160,11 @@ class Dispatcher:
 
         A failure within the block ends all streams.
         """
-        with self._changed:
+        with self._lock:
             self._claims += 1
             try:
                 while self._owner is not None:
-                    self._changed.wait(time_limits.POLL_INTERVAL_S)
+                    self._returned.wait(time_limits.POLL_INTERVAL_S)
                     self._check_signals()
                 self._owner = threading.get_ident()
             finally:
@@ -173,9 +180,17 @@ class Dispatcher:
             self.end(error)
             raise
         finally:
-            with self._changed:
+            with self._lock:
                 self._owner = None
-                self._changed.notify_all()
+                self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Let a thread that waits take the turn, if it is free."""
+        if self._owner is None and self._claims:
+            self._returned.notify()
+        elif self._owner is None:
+            for stream in itertools.islice(self._waiting, 1):
+                stream.ready.notify()
 
     def _check_signals(self) -> None:
         """Raise what a signal asks for, on the main thread; it ends all streams."""
@@ -190,19 +205,19 @@ class Dispatcher:
 
         The engines may have to generate on for a moment, but nobody waits for it.
         """
-        with self._changed:
+        with self._lock:
             for stream in self._open:
                 if stream.failure is None and (stream.left or stream.complete):
                     stream.failure = error
                     self._closed.append(stream)
-            self._changed.notify_all()
+                stream.ready.notify()
 
     def interrupt(self) -> None:
         """Let the engines return from what they generate, so that they soon do what they are told next.
 
         For the thread with the turn.
         """
-        with self._changed:
+        with self._lock:
             self._drop_lost()
         if self._busy:
             self._engines.group.start_background("interrupt", workers=list(self._busy))
@@ -210,14 +225,14 @@ class Dispatcher:
     def clear(self) -> None:
         """Forget all requests, which the engines drop. Readers of streams that are open get `StreamAborted`."""
         self.end(StreamAborted("a weight sync has aborted the requests of this stream"))
-        with self._changed:
+        with self._lock:
             self._scheduler.clear()
             self._pending.clear()
             self._new.clear()
 
     def _is_wanted(self) -> bool:
         """Whether another thread should get the turn, or the streams of this one have ended."""
-        with self._changed:
+        with self._lock:
             return bool(self._claims) or not any(map(self._is_needed, self._open))
 
     def _is_needed(self, stream: _Stream) -> bool:
@@ -248,7 +263,7 @@ class Dispatcher:
         engines = self._engines
         engines.poll(0)
         self._join()
-        with self._changed:
+        with self._lock:
             self._begin_calls()
             # Another thread that wants the turn, or has requests, should wait for this one but a moment.
             is_alone = len(self._open) == 1 and threading.current_thread() is threading.main_thread()
@@ -258,7 +273,7 @@ class Dispatcher:
             return
         ended = self._calls.poll(None if is_alone else min(time_limits.POLL_INTERVAL_S, time_limits.TURN_S))
         failed = []
-        with self._changed:
+        with self._lock:
             for engine, result, error in ended:
                 _, numbers = self._busy.pop(engine)
                 if error is not None:
@@ -269,7 +284,6 @@ class Dispatcher:
                 self._scheduler.mark_done(engine, chunk)
                 for number, completion in chunk.items():
                     self._hand_out(number, completion, engines.lifecycle.version(engine))
-            self._changed.notify_all()
         for engine, error in failed:
             engines.mark_failed([engine], error)
 
@@ -314,6 +328,7 @@ class Dispatcher:
         )
         pending.stream.left.discard(number)
         pending.stream.complete[pending.index] = completion
+        pending.stream.ready.notify()
 
     def _drop_lost(self) -> None:
         """Take back the requests of engines that have been ended since the last call, by a weight sync for example."""

@@ -171,15 +171,49 @@ class Journal:
         with self._replaying:
             self._has_all.setdefault(step, True)
 
+    def candidates(self, key: str) -> list[tuple[int, str, list[Episode]]]:
+        """Return the records of a group that was sampled in flight, the oldest first.
+
+        Each is a version and its history (see `add`), and the episodes. Who takes one says so (`note_in_flight`).
+        """
+        with self._replaying:
+            return [] if self._replay is None else self._replay.candidates(key)
+
+    def note_in_flight(self, key: str, is_found: bool) -> None:
+        """Note whether a record of a group was taken, or its episodes are generated."""
+        with self._replaying:
+            if self._replay is not None:
+                self._replay.note(key, is_found)
+
+    def note_generated(self, step: int) -> None:
+        """Note that a step trains on episodes that may have been generated anew (see `has_all`)."""
+        with self._replaying:
+            self._has_all[step] = False
+
     def has_all(self, step: int) -> bool:
         """Return whether groups of a step were looked for, and all had a record. It is forgotten a step later."""
         with self._replaying:
             return self._has_all.get(step, False)
 
-    def add(self, step: int, groups: Mapping[str, Sequence[Episode]], history: str | None = None) -> None:
-        """Begin to write finished groups, by key. They appear in one file, so all of them are kept or none."""
+    def add(
+        self,
+        step: int,
+        groups: Mapping[str, Sequence[Episode]],
+        history: str | None = None,
+        version: int | None = None,
+    ) -> None:
+        """Begin to write finished groups, by key. They appear in one file, so all of them are kept or none.
+
+        Args:
+            step: the one that trains on them, or the last one that may. Later, the records can be deleted.
+            history: of the weights that sampled them; in flight, of the newest ones that may have. None: of those of
+                now.
+            version: of these weights, in flight.
+        """
         if self.is_on and groups:
             about = {"history": self._of(history), "config": self._settings.rollouts}
+            if version is not None:
+                about["version"] = str(version)
             self._writer.add(step, groups, about)
 
     def flush(self) -> None:
@@ -251,6 +285,19 @@ class _Replay:
 
     def has_records(self, step: int) -> bool:
         return step in self._open or step in self._names
+
+    def candidates(self, key: str) -> list[tuple[int, str, list[Episode]]]:
+        for step in list(self._names):
+            self._open[step] = _ReplayedStep(self._read(step))
+        records = [opened.groups[key] for opened in self._open.values() if key in opened.groups]
+        found = [(int(about["version"]), about["history"], group) for group, about in records if "version" in about]
+        return sorted(found, key=lambda record: record[0])
+
+    def note(self, key: str, is_found: bool) -> None:
+        for opened in self._open.values():
+            if is_found and key in opened.groups:
+                opened.used.add(key)
+        self._counts["found" if is_found else "generated"] += 1
 
     def end_before(self, step: int) -> None:
         """Forget the steps before `step`: no one asks for them again."""

@@ -63,11 +63,15 @@ METRICS: dict[str, Metric] = {
     "critic/grad_norm": Metric("Global norm of the critic's gradient before clipping.", "norm"),
     "critic/lr": Metric("Learning rate of the critic's last optimizer step.", "1"),
     "rollout/staleness_mean": Metric(
-        "With `rollout.ahead`: by how many versions the weights that sampled an episode are older than those that the "
-        "step trains, mean over the episodes. A step makes one version.",
+        "With `rollout.ahead` or `in_flight_updates`: by how many versions the oldest weights that sampled an episode "
+        "are older than those that the step trains, mean over the episodes. A step makes one version.",
         "versions",
     ),
     "rollout/staleness_max": Metric("The largest such number (see `rollout/staleness_mean`).", "versions"),
+    "rollout/versions_mean": Metric(
+        "With `rollout.in_flight_updates`: versions of the weights that sampled an episode, mean over the episodes.",
+        "versions",
+    ),
     "rollout/logprob_diff_mean": Metric(
         "Mean absolute difference of the engine's and the trainer's log-prob of a sampled token.", "nats"
     ),

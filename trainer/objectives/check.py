@@ -141,10 +141,11 @@ def _check_correction(loss: Callable[..., Any], config: Config) -> None:
     a = config.algorithm
     corrected = correction_of(config) is not None or has_ratio(loss) or a.rollout_correction != AUTO
     if not corrected and samples_from_older_weights(config):
+        ahead = config.rollout.ahead
+        key = f"rollout.ahead={ahead}" if ahead else "rollout.in_flight_updates=true"
         raise UserError(
-            f"algorithm.policy_loss={a.policy_loss}: has no ratio that corrects for the older weights of "
-            f"rollout.ahead={config.rollout.ahead}; choose algorithm.old_logprobs=recompute, or "
-            "algorithm.rollout_correction=off to train without a correction"
+            f"algorithm.policy_loss={a.policy_loss}: has no ratio that corrects for the older weights of {key}; choose "
+            "algorithm.old_logprobs=recompute, or algorithm.rollout_correction=off to train without a correction"
         )
 
 

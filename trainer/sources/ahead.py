@@ -10,15 +10,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 
 from trainer.data.ledger import SampleIndex
-from trainer.environments.episode_runner import PhaseTimer
+from trainer.environments.episode_runner import PhaseTimer, RolloutRequest
+from trainer.journal.journal import Journal
 from trainer.process import time_limits
 from trainer.process.failpoints import failpoint
 from trainer.process.signals import SIGNALS
 from trainer.sources.batches import StepBatch
+from trainer.sources.recorded import RecordedGroups
 
 LOG = logging.getLogger(__name__)
 
@@ -56,6 +58,10 @@ class BatchProgress:
         self.timer = timer
         self.rows: list[SampleIndex] = []
         """The rows that have been drawn so far; once all episodes are generated, those that the step uses up."""
+
+    def records(self, journal: Journal, requests: Sequence[RolloutRequest]) -> RecordedGroups:
+        """Return what the journal has of the groups of these requests, and what it gets."""
+        return RecordedGroups(journal, requests, self.history)
 
     def check(self) -> None:
         """Raise if the batch is not needed any more. Called often.
@@ -211,14 +217,24 @@ class BatchesAhead:
         Args:
             abort: ends the requests to the engines.
         """
-        threads = [thread for thread in self._threads.values() if not thread.has_ended()]
+        threads = list(self._threads.values())
         self._held, self._threads = {}, {}
-        for thread in threads:
-            thread.cancel()
-        if threads:
-            abort()
-        end = time.monotonic() + time_limits.BATCH_END_S
-        for thread in threads:
-            if not thread.has_ended(max(0.0, end - time.monotonic())):
-                seconds = time_limits.BATCH_END_S
-                LOG.warning("the rollouts of step %d have not ended %g s after they were stopped", thread.step, seconds)
+        end_threads(threads, abort)
+
+
+def end_threads(threads: Sequence[BatchThread], abort: Callable[[], None]) -> None:
+    """Cancel threads, and wait until they have ended.
+
+    Args:
+        abort: ends the requests to the engines.
+    """
+    threads = [thread for thread in threads if not thread.has_ended()]
+    for thread in threads:
+        thread.cancel()
+    if threads:
+        abort()
+    end = time.monotonic() + time_limits.BATCH_END_S
+    for thread in threads:
+        if not thread.has_ended(max(0.0, end - time.monotonic())):
+            seconds = time_limits.BATCH_END_S
+            LOG.warning("the rollouts of step %d have not ended %g s after they were stopped", thread.step, seconds)

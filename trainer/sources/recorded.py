@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from trainer.data.row_digest import digest_rows
 from trainer.environments.episode_runner import RolloutRequest
@@ -25,8 +26,8 @@ class RecordedGroups:
         self._step = requests[0].step
         n = self.size = len(requests) // len({request.group for request in requests})
         groups = [requests[i : i + n] for i in range(0, len(requests), n)]
-        self._keys = [_key(journal, group, history) if journal.is_on else "" for group in groups]
-        self._found = journal.find(self._step, self._keys, history)
+        self._keys = [self._key(group) if journal.is_on else "" for group in groups]
+        self._found = self._find(self._keys)
         self._missing_keys = [key for key in self._keys if key not in self._found]
         self.missing = [
             request
@@ -78,16 +79,24 @@ class RecordedGroups:
     def _add(self, groups: Mapping[int, list[Episode]]) -> None:
         new = {number: group for number, group in groups.items() if number not in self._kept}
         keyed = {self._missing_keys[number]: group for number, group in new.items()}
-        self._journal.add(self._step, keyed, self._history)
+        self._record(keyed)
         self._kept |= new.keys()
         for number in new:
             self._waiting.pop(number, None)
 
+    def _key(self, group: Sequence[RolloutRequest]) -> str:
+        """Return the key of a group: a digest of all that decides its episodes."""
+        return self._journal.key(self._step, *content_of(group), history=self._history)
 
-def _key(journal: Journal, group: Sequence[RolloutRequest], history: str | None) -> str:
-    """Return the key of a group: a digest of all that decides its episodes."""
+    def _find(self, keys: Sequence[str]) -> dict[str, list[Episode]]:
+        return self._journal.find(self._step, keys, self._history)
+
+    def _record(self, groups: Mapping[str, list[Episode]]) -> None:
+        self._journal.add(self._step, groups, self._history)
+
+
+def content_of(group: Sequence[RolloutRequest]) -> tuple[Any, ...]:
+    """Return what decides the episodes of a group besides the step, the weights and the config."""
     prompt = group[0].prompt
     content = digest_rows([prompt.row], prompt.token_ids, prompt.text, prompt.answer, prompt.messages)
-    numbers = [request.number for request in group]
-    sampling = dataclasses.astuple(group[0].sampling)
-    return journal.key(group[0].step, group[0].group, numbers, sampling, content, history=history)
+    return group[0].group, [request.number for request in group], dataclasses.astuple(group[0].sampling), content

@@ -107,7 +107,7 @@ class RolloutRunner:
             is_last: the batch needs no more episodes than these.
         """
         progress = progress or BatchProgress(requests[0].step, requests[0].step, None)
-        recorded = RecordedGroups(self.journal, requests, progress.history)
+        recorded = progress.records(self.journal, requests)
         made = self._run(recorded, purpose, progress, is_last) if recorded.missing else []
         episodes = recorded.keep_rest(made)
         rewards = [episode.reward for episode in episodes if episode.reward is not None]
@@ -199,6 +199,13 @@ def staleness(episodes: Sequence[Episode], step: int) -> dict[str, float]:
     samples = [sample for episode in episodes for sample in episode.samples if sample.mask.any()]
     ages = [step - sample.weight_versions[0] for sample in samples if sample.weight_versions is not None]
     return {"rollout/staleness_mean": float(np.mean(ages)), "rollout/staleness_max": float(max(ages))} if ages else {}
+
+
+def mean_versions(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Return how many versions of the weights have sampled an episode."""
+    ranges = [sample.weight_versions for episode in episodes for sample in episode.samples if sample.mask.any()]
+    counts = [newest - oldest + 1 for oldest, newest in filter(None, ranges)]
+    return {"rollout/versions_mean": float(np.mean(counts))} if counts else {}
 
 
 def means(name: str, values: Sequence[Mapping[str, float]]) -> dict[str, float]:

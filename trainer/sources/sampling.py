@@ -33,7 +33,7 @@ LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Group:
+class Group:
     """The episodes of one prompt."""
 
     index: SampleIndex
@@ -123,7 +123,7 @@ class SamplingSource:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: Any) -> None:
-        self._ahead.cancel(lambda: self._engines.abort())
+        self._cancel()
         self.runner.__exit__(kind, *exception)
         if kind is None:
             self._engines.shutdown()
@@ -147,7 +147,7 @@ class SamplingSource:
                 self._dropped,
                 self.cfg.rollout.max_prompt_tokens,
             )
-        may_defer = self.cfg.rollout.ahead == 0 and self.runner.journal.has_records(version)
+        may_defer = not self.cfg.rollout.works_ahead and self.runner.journal.has_records(version)
         self._engines.start(version, is_initial, may_defer)
         self._version = version
         self._begin_ahead()
@@ -225,11 +225,11 @@ class SamplingSource:
             metrics |= means("episode", [episode.metrics for episode in episodes if episode.reward is not None])
             metrics["episode/turns/mean"] = float(np.mean([episode.turns for episode in episodes]))
             metrics["episode/tokens/mean"] = float(np.mean([episode.length for episode in episodes]))
-        if self.cfg.rollout.ahead > 0:
+        if self.cfg.rollout.works_ahead:
             metrics |= staleness(episodes, progress.step)
         return StepBatch(episodes, [UsedRow(group.index, group.mean_reward) for group in sampled[:used]], metrics)
 
-    def _sample_groups(self, progress: BatchProgress) -> tuple[list[_Group], list[int], int, dict[str, float]]:
+    def _sample_groups(self, progress: BatchProgress) -> tuple[list[Group], list[int], int, dict[str, float]]:
         """Sample batches of groups until there are enough to train on.
 
         Returns:
@@ -237,15 +237,11 @@ class SamplingSource:
         """
         a, wanted = self.cfg.algorithm, self.cfg.trainer.train_batch_size
         most = a.max_gen_batches if a.dynamic_sampling else 1
-        groups: list[_Group] = []
+        groups: list[Group] = []
         batch, choice = 0, None
         while choice is None:
             batch += 1
-            # No step is committed before this one is generated, so the ledger does not change meanwhile.
-            earlier = self._ahead.rows_before(progress.step)
-            indices = self.ledger.peek(wanted, in_flight=[*earlier, *(group.index for group in groups)])
-            progress.rows += indices
-            groups += self._sample(indices, progress)
+            groups += self._more_groups(groups, progress)
             rewards = _reward_table(groups)
             if a.dynamic_sampling:
                 choice = choose_groups(rewards, wanted, complete=batch == most)
@@ -269,16 +265,25 @@ class SamplingSource:
                 )
         return groups, chosen, used, metrics
 
-    def _sample(self, indices: Sequence[SampleIndex], progress: BatchProgress) -> list[_Group]:
+    def _more_groups(self, groups: Sequence[Group], progress: BatchProgress) -> list[Group]:
+        """Draw the next rows for a step that has these groups already, and sample their episodes."""
+        # No step is committed before this one is generated, so the ledger does not change meanwhile.
+        earlier = self._ahead.rows_before(progress.step)
+        in_flight = [*earlier, *(group.index for group in groups)]
+        indices = self.ledger.peek(self.cfg.trainer.train_batch_size, in_flight)
+        progress.rows += indices
+        return self._sample(indices, progress)
+
+    def _sample(self, indices: Sequence[SampleIndex], progress: BatchProgress) -> list[Group]:
         """Run `rollout.n` episodes for each prompt, those of one prompt together."""
         r, n = self.cfg.rollout, self.cfg.rollout.n
         sampling = self.runner.sampling(r.temperature, r.top_p, r.top_k)
         requests = [self._request(index, progress.step, number, sampling) for index in indices for number in range(n)]
         is_last = not (self.cfg.algorithm.dynamic_sampling or self._needs_baselines)
         episodes = self.runner.run(requests, f"step {progress.step}", progress, is_last)
-        return [_Group(index, episodes[i * n : (i + 1) * n]) for i, index in enumerate(indices)]
+        return [Group(index, episodes[i * n : (i + 1) * n]) for i, index in enumerate(indices)]
 
-    def _with_baselines(self, groups: Sequence[_Group], progress: BatchProgress) -> list[_Group]:
+    def _with_baselines(self, groups: Sequence[Group], progress: BatchProgress) -> list[Group]:
         """Return `groups`, each with the shaped reward of a greedy episode as its baseline. None: it failed."""
         step = progress.step
         requests = [self._request(group.index, step, -1, self.runner.greedy()) for group in groups]
@@ -308,13 +313,17 @@ class SamplingSource:
     def state_dict(self) -> dict[str, Any]:
         return self.ledger.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def _cancel(self) -> None:
+        """End the threads that sample."""
         self._ahead.cancel(lambda: self._engines.abort())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._cancel()
         self._batches.clear()
         self.ledger.load_state_dict(state)
 
 
-def _reward_table(groups: Sequence[_Group]) -> np.ndarray:
+def _reward_table(groups: Sequence[Group]) -> np.ndarray:
     """Return the rewards of groups, `(P, n)`, NaN where a reward failed."""
     return np.asarray(
         [[np.nan if episode.reward is None else episode.reward for episode in group.episodes] for group in groups]

@@ -27,6 +27,7 @@ from trainer.rewards.scoring import RewardPool
 from trainer.rewards.terms import RewardInput, reward_functions
 from trainer.sources.base import EpisodeSource, Evaluator
 from trainer.sources.evaluation import RolloutEvaluator
+from trainer.sources.in_flight import InFlightSource
 from trainer.sources.rollout_runner import RolloutRunner
 from trainer.sources.sampling import SamplingSource, prompt_ledger, read_prompts
 from trainer.tasks.base import Ingredients, SavedData, Task, read_ahead, tokenizer_of
@@ -62,13 +63,14 @@ def config_scorer(given: Ingredients) -> Scorer | None:
 
 def sample_episodes(
     given: Ingredients,
-    make_source: Callable[[Config, RolloutRunner, PromptSet, Timer, bool], EpisodeSource] = SamplingSource,
+    make_source: Callable[[Config, RolloutRunner, PromptSet, Timer, bool], EpisodeSource] | None = None,
     make_scorer: Callable[[Ingredients], Scorer | None] = config_scorer,
 ) -> tuple[EpisodeSource, Evaluator | None]:
     """Start the engines; return a source that samples with them, and the evaluator of the validation prompts.
 
     Args:
-        make_source: a `SamplingSource`, or what draws, samples or publishes in another way.
+        make_source: makes what draws, samples or publishes in another way. None: a `SamplingSource`, or with
+            `rollout.in_flight_updates` an `InFlightSource`.
         make_scorer: returns what gives the rewards, to training and to validation. A task that names another one sets
             `TaskSpec.reward_functions` to false.
 
@@ -78,15 +80,21 @@ def sample_episodes(
     cfg, scorer = given.cfg, make_scorer(given)
     if scorer is None and cfg.environment.name is None:
         _check_without_rewards(cfg)
-    if cfg.rollout.ahead > 0 and scorer is not None and scorer.uses_ranks:
-        raise config_error(cfg, "rollout.ahead", "the ranks cannot give rewards while they train; choose 0")
-    pool = EnginePool(cfg, given.cluster, given.learner.ranks, given.path, keeps_weights=cfg.rollout.ahead > 0)
+    if cfg.rollout.works_ahead and scorer is not None and scorer.uses_ranks:
+        key, off = ("ahead", "0") if cfg.rollout.ahead > 0 else ("in_flight_updates", "false")
+        raise config_error(cfg, f"rollout.{key}", f"the ranks cannot give rewards while they train; choose {off}")
+    pool = EnginePool(cfg, given.cluster, given.learner.ranks, given.path, keeps_weights=cfg.rollout.works_ahead)
     read_ahead(given)
     given.waits.append(pool.wait_ready)
     tokenizer = given.tokenizer
     runner = RolloutRunner(cfg, pool, tokenizer, stop_token_ids(given.path, tokenizer), scorer, given.journal)
     needs_baselines = "baselines" in cfg.algorithm.reads
+    is_in_flight = cfg.rollout.in_flight_updates
+    make_source = make_source or (InFlightSource if is_in_flight else SamplingSource)
     source = make_source(cfg, runner, read_prompts(cfg, "train", tokenizer), given.timer, needs_baselines)
+    if is_in_flight and not isinstance(source, InFlightSource):
+        problem = f"trainer.task={cfg.trainer.task} has a source of its own, which is no InFlightSource; choose false"
+        raise config_error(cfg, "rollout.in_flight_updates", problem)
     val_prompts = read_prompts(cfg, "val", tokenizer).prompts if cfg.trainer.val_interval > 0 else []
     return source, RolloutEvaluator(cfg, runner, val_prompts) if val_prompts else None
 

@@ -71,6 +71,7 @@ AT_THE_BOUND = [
     [
         ([], None),
         (["rollout.ahead=1"], "tis"),
+        (["rollout.in_flight_updates=true"], "tis"),
         (["rollout.ahead=1", "algorithm.old_logprobs=rollout"], None),
         (["rollout.ahead=1", "algorithm.rollout_correction=off"], None),
         (["rollout.ahead=1", "algorithm.rollout_correction=null"], None),

@@ -17,6 +17,21 @@ CONTRADICTIONS = [
         "rollout.engine_args=.*: rollout.engine=transformers takes none; choose vllm",
     ),
     (["rollout=vllm", "rollout.colocate=true", "rollout.ahead=1"], "rollout.ahead=1: .*share the GPUs.*; choose 0"),
+    (["rollout.window=4"], "rollout.window=4: needs rollout.in_flight_updates=true"),
+    (["rollout.max_staleness=2"], "rollout.max_staleness=2: needs rollout.in_flight_updates=true"),
+    (
+        ["rollout=transformers", "rollout.in_flight_updates=true"],
+        "rollout.in_flight_updates=True: rollout.engine=transformers takes weights only when it generates nothing; "
+        "choose rollout=vllm, or rollout.ahead=1 instead",
+    ),
+    (
+        ["rollout.in_flight_updates=true", "rollout.ahead=1"],
+        "rollout.in_flight_updates=True: engines take new weights before .* choose one of the two",
+    ),
+    (
+        ["rollout.in_flight_updates=true", "rollout.colocate=true"],
+        "rollout.in_flight_updates=True: engines that share the GPUs .* or rollout.colocate=false",
+    ),
     (["rollout.lora_sync=merged"], "rollout.lora_sync=merged: needs trainer.policy.lora.rank"),
     (
         ["trainer.policy.lora.rank=4", "rollout=transformers", "rollout.lora_sync=adapter"],

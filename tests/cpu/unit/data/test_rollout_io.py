@@ -37,7 +37,7 @@ def test_kept_rollouts_are_printed_as_lines_and_read_by_other_tools(tmp_path, ca
         episode = Episode("0:1:0", "0:1", samples, 0.5, {"a": 0.5}, "turns", metrics={"m": 1.0}, messages=chat)
         write_rollouts(str(tmp_path), step, [episode])
     tokens = [
-        {"token_ids": ids, "mask": [0, 1], "logprobs": [0.0, -0.5], "weight_versions": [1, 1]}
+        {"token_ids": ids, "mask": [0, 1], "logprobs": [0.0, -0.5], "weight_versions": [1, 1], "version_spans": []}
         for ids in ([7, 8], [9, 10])
     ]
     line = {

@@ -67,7 +67,13 @@ def test_rollouts_are_kept_until_the_run_goes_back_behind_their_step(tmp_path):
     assert (line["step"], line["group"], line["answer"], line["reward"]) == (1, "0:2", "b", 2.0)
     assert (line["prompt"], line["completion"]) == (CHAT[:1], CHAT[1:])
     assert line["samples"] == [
-        {"token_ids": [7, 8], "mask": [0.0, 1.0], "logprobs": [0.0, -0.5], "weight_versions": [1, 1]}
+        {
+            "token_ids": [7, 8],
+            "mask": [0.0, 1.0],
+            "logprobs": [0.0, -0.5],
+            "weight_versions": [1, 1],
+            "version_spans": [],
+        }
     ]
     (tmp_path / "rollouts/step_3.jsonl").touch()
     log.rewind(2)

@@ -1,0 +1,104 @@
+"""Records of groups in flight: valid if the weights that sampled the group are weights of this run."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from trainer.config import Config
+from trainer.data.ledger import SampleIndex
+from trainer.episodes import Episode, Sample
+from trainer.journal.history import Identity
+from trainer.journal.journal import Journal
+from trainer.process import time_limits
+from trainer.sources.ahead import CancelledBatch
+from trainer.sources.in_flight import GroupThread, Lineage
+
+
+def journal_in(root: Path) -> Journal:
+    return Journal(str(root), Identity("config", "updates"), lambda: None)
+
+
+def group(token: int) -> list[Episode]:
+    sample = Sample(
+        np.full(2, token, np.int32), np.ones(2, np.float32), np.zeros(2, np.float32), (3, 4), ((3, 1), (4, 1))
+    )
+    return [Episode("0:7:0", "0:7", [sample], 0.5)]
+
+
+@pytest.fixture
+def replayed(tmp_path) -> Journal:
+    """The journal of a killed run: it had finished the group while it had version 4, in two lives."""
+    journal = journal_in(tmp_path)
+    journal.start(1, "h2")
+    journal.add(6, {"key": group(40)}, "h4", 4)
+    journal.add(7, {"key": group(50)}, "h5", 5)
+    journal.close()
+    journal = journal_in(tmp_path)
+    journal.start(2, "h3")
+    return journal
+
+
+def looking(journal: Journal, lineage: Lineage) -> GroupThread:
+    """The thread of a group that looks for its record."""
+    source = SimpleNamespace(
+        lineage=lineage, cfg=Config(), ended=threading.Condition(), make_group=lambda group: group.find(journal, "key")
+    )
+    return GroupThread(SampleIndex(0, 0, 7), 9, 3, source)  # type: ignore[arg-type]
+
+
+def test_a_record_is_valid_once_the_run_has_come_to_its_weights(replayed):
+    lineage = Lineage()
+    lineage.add(3, "h3")
+    thread = looking(replayed, lineage)
+    assert not thread.has_ended(0.3), "the run may still come to version 4 with the same history"
+    lineage.add(4, "h4")
+    (episode,) = thread.result()  # type: ignore[misc]
+    assert episode.samples[0].version_spans == ((3, 1), (4, 1)) and episode.samples[0].token_ids.tolist() == [40, 40]
+
+
+def test_a_record_of_other_weights_is_not_used(replayed):
+    """Another record of the group may still be valid."""
+    lineage = Lineage()
+    for version, history in ((3, "h3"), (4, "other"), (5, "h5")):
+        lineage.add(version, history)
+    (episode,) = looking(replayed, lineage).result()  # type: ignore[misc]
+    assert episode.samples[0].token_ids.tolist() == [50, 50]
+    lineage.add(5, "other")
+    with pytest.raises(AssertionError):
+        looking(replayed, lineage).result()  # it has found nothing
+
+
+def test_a_group_that_the_next_step_needs_waits_for_no_later_weights(replayed):
+    lineage = Lineage()
+    lineage.add(3, "h3")
+    thread = looking(replayed, lineage)
+    thread.is_needed = True
+    with pytest.raises(AssertionError):
+        thread.result()
+
+
+def test_a_group_that_waits_can_be_cancelled(replayed, monkeypatch):
+    monkeypatch.setattr(time_limits, "POLL_INTERVAL_S", 0.01)
+    lineage = Lineage()
+    lineage.add(3, "h3")
+    thread = looking(replayed, lineage)
+    thread.cancel()
+    with pytest.raises(CancelledBatch):
+        thread.result()
+
+
+def test_the_histories_of_a_checkpoint_are_those_of_a_resumed_run():
+    lineage, resumed = Lineage(), Lineage()
+    for version in range(1, 6):
+        lineage.add(version, f"h{version}")
+    lineage.forget_before(3)
+    resumed.load_state_dict(lineage.state_dict())
+    resumed.add(5, "h5")
+    assert resumed.newest == (5, "h5") and resumed.includes(3, "h3") and not resumed.includes(2, "h2")
+    resumed.add(4, "another")  # the run has gone back
+    assert resumed.newest == (4, "another") and not resumed.includes(5, "h5")

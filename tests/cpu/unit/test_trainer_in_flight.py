@@ -1,0 +1,125 @@
+"""Runs with `rollout.in_flight_updates`, killed and continued: every prompt is trained exactly once."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cpu.unit import test_trainer_ahead as ahead
+from tests.cpu.unit.test_trainer_ahead import STEPS, kill_in_update, run, settings
+from tests.support.jobs import metrics
+from tests.support.runs import rollouts_of
+from trainer.config import Config
+from trainer.generation.engine import Completion, Request
+
+model = ahead.model
+
+
+class Engines(ahead.Engines):
+    """Each token comes of the weights of its moment, after a wait that only chance knows."""
+
+    def sync_weights(self, version: int, running: str) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        self.weights, self.version = self._learner.ranks.number, version
+
+    def stream(self, requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
+        for index, request in enumerate(requests):
+            versions, tokens = [], []
+            for position in range(1 + request.seed % 6):
+                threading.Event().wait(0.01 * (request.seed % 3))
+                versions.append(self.version)
+                text = f"{zlib.crc32(f'{request.seed} {position} {self.weights}'.encode()):08x}"
+                tokens += self._tokenizer.encode(text, add_special_tokens=False)[:1]
+            yield {index: Completion(tokens, [-1.0] * len(tokens), "stop", (versions[0], versions[-1]))}
+
+
+@pytest.fixture(autouse=True)
+def engines(monkeypatch) -> None:
+    monkeypatch.setattr(ahead, "Engines", Engines)
+
+
+def in_flight(root: Path, window: int = 1, **options: Any) -> Config:
+    cfg = settings(root, 0, **options)
+    cfg.rollout.in_flight_updates, cfg.rollout.window = True, window
+    cfg.logger.save_rollouts = True
+    return cfg
+
+
+def trained(root: Path) -> list[list[str]]:
+    """The uids of each step."""
+    return [[row["uid"] for row in rollouts_of(root, step)] for step in range(1, STEPS + 1)]
+
+
+def check(root: Path, window: int) -> None:
+    """Each prompt is trained once an epoch, in the order of drawing, and not too late."""
+    uids = [uid for step in trained(root) for uid in step]
+    assert len(uids) == len(set(uids)) == 6 * STEPS
+    epochs = [int(uid.split(":")[0]) for uid in uids]
+    if window == 1:
+        assert epochs == sorted(epochs) and epochs.count(0) == epochs.count(1) == 20
+    ages = [row["rollout/staleness_max"] for row in metrics(root)[1:]]
+    assert max(ages) <= 1 + -(-(window - 1) // 3) and max(ages) > 0
+
+
+@pytest.mark.parametrize("window", [1, 4])
+def test_groups_are_sampled_while_the_weights_change(tmp_path, model, window):
+    run(in_flight(tmp_path / "run", window), model)
+    check(tmp_path / "run", window)
+    assert any(row["rollout/versions_mean"] > 1 for row in metrics(tmp_path / "run")[1:])
+
+
+@pytest.mark.parametrize("step", range(1, STEPS + 1))
+def test_a_run_that_died_trains_every_prompt_once(tmp_path, model, caplog, step):
+    """The journal brings back what was finished: the steps after the checkpoint train on the same episodes again."""
+    root, window = tmp_path / "run", 1 + step % 2
+    run(in_flight(root, window), model, kill_in_update(step))
+    before = {at: rollouts_of(root, at) for at in range(1, step)}
+    with caplog.at_level(logging.INFO):
+        trainer = run(in_flight(root, window), model)
+    check(root, window)
+    assert trainer.state.prompts == 3 * STEPS
+    found = re.search(r"(\d+) groups came from the journal", caplog.text)
+    if window == 1:
+        assert found and int(found[1]) >= 3 * (1 + (step - 1) % 2), "those of the steps after the checkpoint, at least"
+        assert {at: rollouts_of(root, at) for at in before} == before
+
+
+def test_a_run_that_died_twice_without_a_journal_trains_every_prompt_once(tmp_path, model):
+    for step in (4, 6, 0):
+        cfg = in_flight(tmp_path / "run", 4)
+        cfg.rollout.journal = False
+        run(cfg, model, kill_in_update(step))
+    check(tmp_path / "run", 4)
+
+
+PROVEN_KEYS = {"rollout.in_flight_updates", "rollout.max_staleness", "rollout.window"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "oldest"),
+    [({}, {"max_staleness": 3}, 3), ({"window": 7, "max_staleness": 2}, {}, 1), (None, {}, 1), ({}, None, 0)],
+)
+def test_a_changed_key_acts_after_a_resume(tmp_path, model, before, after, oldest):
+    """None: without updates in flight. No prompt is lost or trained twice all the same."""
+    root, changed = tmp_path / "run", [f"rollout.{key}" for key in ("in_flight_updates", "max_staleness", "window")]
+
+    def settings_of(keys: dict[str, int] | None) -> Config:
+        cfg = in_flight(root, allow_config_change=changed)
+        cfg.rollout.in_flight_updates = keys is not None
+        for key, value in (keys or {}).items():
+            setattr(cfg.rollout, key, value)
+        return cfg
+
+    run(settings_of(before), model, kill_in_update(4))
+    run(settings_of(after), model)
+    uids = [uid for step in trained(root) for uid in step]
+    assert len(uids) == len(set(uids)) == 6 * STEPS
+    ages = [row.get("rollout/staleness_max", 0) for row in metrics(root)[4:]]
+    assert max(ages) == oldest

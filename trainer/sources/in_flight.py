@@ -1,0 +1,264 @@
+"""Groups that are sampled all the time, by whichever weights the engines have: not to the last bit, but exactly once.
+
+Each group is sampled on a thread of its own, for as long as it takes, while the ranks train. Rows are admitted in the
+order of the ledger, at most `rollout.max_staleness` steps ahead (see `Window`). The ledger records a row when its step
+is committed. So a kill costs no row, and no row is trained twice: those that were under way are drawn again.
+
+Finished groups are in the journal. Such a group may have been sampled by several versions of the weights, so its record
+names one version that none of its tokens is newer than, and the history of that version. After a kill the record is
+valid as soon as the run has come to that version with the same history: then all weights that sampled the group are
+weights of this run. The run may have to train some steps again before. If it comes to other weights on the way, the
+group is sampled anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trainer.checkpoint.components import Component, json_part
+from trainer.config import Config
+from trainer.data.datasets import PromptSet
+from trainer.data.ledger import SampleIndex
+from trainer.environments.episode_runner import RolloutRequest
+from trainer.episodes import Episode
+from trainer.generation.engine import RunningRequests
+from trainer.journal.journal import Journal
+from trainer.metrics.timing import Timer
+from trainer.process import time_limits
+from trainer.process.failpoints import failpoint
+from trainer.process.signals import SIGNALS
+from trainer.sources.ahead import BatchProgress, BatchThread, end_threads
+from trainer.sources.batches import StepBatch, UsedRow
+from trainer.sources.recorded import RecordedGroups, content_of
+from trainer.sources.rollout_runner import RolloutRunner, mean_versions
+from trainer.sources.sampling import Group, SamplingSource
+from trainer.sources.window import Window
+
+_IN_FLIGHT = "in flight"
+"""Stands in keys of records for the history that a group in flight does not have."""
+
+
+class Lineage:
+    """The histories of the weights of this run, by version. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._histories: dict[int, str] = {}
+
+    def add(self, version: int, history: str) -> None:
+        """Add the next version, or the first one of a start."""
+        with self._changed:
+            self._histories = {v: h for v, h in self._histories.items() if v < version} | {version: history}
+            self._changed.notify_all()
+
+    @property
+    def newest(self) -> tuple[int, str]:
+        """The newest version, and its history."""
+        with self._changed:
+            version = max(self._histories)
+            return version, self._histories[version]
+
+    def includes(self, version: int, history: str) -> bool:
+        with self._changed:
+            return self._histories.get(version) == history
+
+    def wait(self, version: int) -> bool:
+        """Wait a moment until the run has come to a version; return whether it has."""
+        with self._changed:
+            return self._changed.wait_for(lambda: max(self._histories) >= version, time_limits.POLL_INTERVAL_S)
+
+    def state_dict(self) -> dict[str, Any]:
+        with self._changed:
+            return {"histories": {str(version): history for version, history in self._histories.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        with self._changed:
+            self._histories = {int(version): history for version, history in state["histories"].items()}
+
+    def forget_before(self, version: int) -> None:
+        with self._changed:
+            self._histories = {v: h for v, h in self._histories.items() if v >= version}
+
+
+class GroupThread(BatchThread):
+    """A group that is sampled on a thread, or that the journal has.
+
+    Args:
+        row: of the group.
+        last_step: the last step that can train on it.
+        source: samples it.
+    """
+
+    def __init__(self, row: SampleIndex, last_step: int, version: int, source: InFlightSource):
+        self.row = row
+        self.last_step = last_step
+        self.lineage = source.lineage
+        self.count = source.cfg.trainer.train_batch_size * source.cfg.rollout.n
+        """Episodes of a step, of which a share may fail."""
+        self.is_needed = False
+        """The next step needs it: it waits for no later version."""
+        self._ended = source.ended
+        super().__init__(version, version, _IN_FLIGHT, source.make_group, None)
+
+    def _run(self) -> None:
+        super()._run()
+        with self._ended:
+            self._ended.notify_all()
+
+    def records(self, journal: Journal, requests: Sequence[RolloutRequest]) -> RecordedGroups:
+        return _RecordedInFlight(journal, requests, self)
+
+    def find(self, journal: Journal, key: str) -> list[Episode] | None:
+        """Return a valid record of the group. Waits for the version of one that may become valid."""
+        for version, history, episodes in journal.candidates(key):
+            while not self.lineage.wait(version) and not self.is_needed:
+                self.check()
+            if self.lineage.includes(version, history):
+                return episodes
+        return None
+
+
+class _RecordedInFlight(RecordedGroups):
+    """The record of one group. Its key has neither a step nor a history: it is the same after a kill."""
+
+    def __init__(self, journal: Journal, requests: Sequence[RolloutRequest], thread: GroupThread):
+        self._thread = thread
+        super().__init__(journal, requests, _IN_FLIGHT)
+        self.count = max(self.count, thread.count)
+
+    def _key(self, group: Sequence[RolloutRequest]) -> str:
+        return self._journal.key(0, *content_of(group), history=_IN_FLIGHT)
+
+    def _find(self, keys: Sequence[str]) -> dict[str, list[Episode]]:
+        found = {}
+        for key in keys if self._journal.is_on else ():
+            episodes = self._thread.find(self._journal, key)
+            self._journal.note_in_flight(key, episodes is not None)
+            if episodes is not None:
+                found[key] = episodes
+        return found
+
+    def _record(self, groups: Mapping[str, list[Episode]]) -> None:
+        version, history = self._thread.lineage.newest  # the engines never have newer weights than that
+        self._journal.add(self._thread.last_step, groups, history, version)
+
+
+class InFlightSource(SamplingSource):
+    """Samples groups without end, while the weights change (`rollout.in_flight_updates`)."""
+
+    running: RunningRequests = "keep"
+
+    def __init__(
+        self, cfg: Config, runner: RolloutRunner, train: PromptSet, timer: Timer, needs_baselines: bool = False
+    ):
+        super().__init__(cfg, runner, train, timer, needs_baselines)
+        self.lineage = Lineage()
+        self.ended = threading.Condition()
+        """Notified when the thread of a group ends."""
+        self._threads: dict[int, GroupThread] = {}
+        """The groups that are admitted and not committed, by their numbers."""
+        self._window = self._new_window()
+        self._trained: list[int] = []
+        """The groups that the step uses up."""
+
+    def _new_window(self) -> Window:
+        r = self.cfg.rollout
+        return Window(self.cfg.trainer.train_batch_size, r.max_staleness, r.window)
+
+    @property
+    def repeats(self) -> bool:
+        return False
+
+    def start(self, version: int, is_initial: bool) -> None:
+        self.lineage.add(version, self.runner.journal.history)
+        super().start(version, is_initial)
+
+    def publish(self, version: int) -> None:
+        """Give the engines the policy's new weights now; requests that are under way continue with these."""
+        self.lineage.add(version, self.runner.journal.history)  # before the first token of these weights
+        super().publish(version)
+        self._window.publish()
+        failpoint("in_flight:published")
+
+    def commit(self, step: int) -> None:
+        for number in self._trained:
+            del self._threads[number]
+        self._trained = []
+        self.lineage.forget_before(min([self._version, *(thread.version for thread in self._threads.values())]))
+        super().commit(step)
+
+    def _begin_ahead(self) -> None:
+        """Admit the next rows."""
+        batch, count = self.cfg.trainer.train_batch_size, self._window.room()
+        if not self.cfg.algorithm.dynamic_sampling:  # else nobody knows how many the run needs
+            left = (self.cfg.total_steps - self._version + 1) * batch
+            count = max(0, min(count, left - len(self._threads)))
+        rows = self.ledger.peek(count, in_flight=[thread.row for thread in self._threads.values()])
+        last_step = self._window.last_step(self._version)
+        for number, row in zip(self._window.admit(count), rows, strict=True):
+            self._threads[number] = GroupThread(row, last_step, self._version, self)
+
+    def next(self, step: int) -> list[Episode]:
+        """Return the episodes of a step: the oldest groups that are finished, as far as the window goes."""
+        self.runner.journal.note_generated(step)
+        self._begin_ahead()  # in case the run has gone back to a checkpoint
+        self._trained = []
+        batch = self._make_batch(BatchProgress(step, step, None, self._timer))
+        self._window.give_back(self._trained[len(batch.used) :])
+        del self._trained[len(batch.used) :]
+        self._batches[step] = dataclasses.replace(batch, metrics=batch.metrics | mean_versions(batch.episodes))
+        return batch.episodes
+
+    def _more_groups(self, groups: Sequence[Group], progress: BatchProgress) -> list[Group]:
+        """Wait for the next groups to train on."""
+        self._begin_ahead()  # groups that the step has filtered out make room
+        wanted = self.cfg.trainer.train_batch_size
+        with self._timer("rollout"):
+            while (numbers := self._take(wanted)) is None:
+                SIGNALS.check()
+        self._trained += numbers
+        failpoint("in_flight:taken")
+        batches = [self._threads[number].result() for number in numbers]
+        return [Group(batch.used[0].index, batch.episodes) for batch in batches]
+
+    def _take(self, wanted: int) -> list[int] | None:
+        """Return the next groups. None: they are not finished; it has waited a moment for them."""
+        for number in self._window.unfinished:
+            if self._threads[number].has_ended():
+                self._threads[number].result()  # raises what has ended the thread
+                self._window.finish(number)
+        numbers = self._window.take(wanted)
+        if numbers is None:
+            for number in self._window.waiting[:wanted]:
+                self._threads[number].is_needed = True
+            running = [self._threads[number] for number in self._window.unfinished]
+            with self.ended:  # every call that a thread makes has a time limit
+                self.ended.wait_for(lambda: any(thread.has_ended() for thread in running), time_limits.POLL_INTERVAL_S)
+        return numbers
+
+    def make_group(self, progress: BatchProgress) -> StepBatch:
+        """Sample one group, on its thread."""
+        assert isinstance(progress, GroupThread)
+        groups = self._sample([progress.row], progress)
+        if self._needs_baselines:
+            groups = super()._with_baselines(groups, progress)
+        failpoint("in_flight:finished")
+        return StepBatch(groups[0].episodes, [UsedRow(groups[0].index, groups[0].mean_reward)], {})
+
+    def _with_baselines(self, groups: Sequence[Group], progress: BatchProgress) -> list[Group]:
+        return list(groups)  # their threads have computed them
+
+    def parts(self) -> list[Component]:
+        """Return the part with the histories of the weights, by which groups in the journal are valid."""
+        shape: dict[Any, Any] = {"histories": {str: str}}
+        part = json_part("in_flight", self.lineage.state_dict, self.lineage.load_state_dict, shape, kinds=("data",))
+        return [dataclasses.replace(part, if_missing="was not sampled in flight")]
+
+    def _cancel(self) -> None:
+        threads, self._threads = list(self._threads.values()), {}
+        end_threads(threads, self._engines.abort)
+        self._window, self._trained = self._new_window(), []
+        super()._cancel()

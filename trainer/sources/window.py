@@ -1,0 +1,82 @@
+"""Which groups are under way in flight, and which of them a step trains on: no threads, no clocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class Window:
+    """Groups that are admitted and not trained, by numbers in the order in which their rows were drawn.
+
+    At most `(max_staleness + 1) * batch` groups are charged at a time. A group is charged from its admission until the
+    weights of the step that has trained on it are published. A step trains on the oldest groups that are finished, none
+    of them more than `window - 1` numbers behind the oldest one that is left: with a window of 1, in the order of the
+    numbers. So a group that is admitted while step t is the next one is trained `last_step(t)` at the latest.
+
+    Args:
+        batch: groups of a step.
+        max_staleness: `rollout.max_staleness`.
+        window: `rollout.window`.
+    """
+
+    def __init__(self, batch: int, max_staleness: int, window: int):
+        self._batch = batch
+        self._most = (max_staleness + 1) * batch
+        self._window = window
+        self._delay = max_staleness - (1 - window) // batch
+        self._next = 0
+        self._waiting: dict[int, bool] = {}  # in the order of the numbers; whether it is finished
+        self._taken: list[int] = []
+
+    @property
+    def waiting(self) -> list[int]:
+        """The groups that no step has taken."""
+        return list(self._waiting)
+
+    @property
+    def unfinished(self) -> list[int]:
+        return [number for number, is_finished in self._waiting.items() if not is_finished]
+
+    def last_step(self, step: int) -> int:
+        """Return the last step that can train on a group that is admitted while `step` is the next one."""
+        return step + self._delay
+
+    def room(self) -> int:
+        """Return how many groups can be admitted now. Those that a step has filtered out are not charged."""
+        return max(0, self._most - len(self._waiting) - min(len(self._taken), self._batch))
+
+    def admit(self, count: int) -> list[int]:
+        """Admit groups; return their numbers."""
+        numbers = list(range(self._next, self._next + count))
+        self._waiting |= dict.fromkeys(numbers, False)
+        self._next += count
+        return numbers
+
+    def finish(self, number: int) -> None:
+        """Note that all of a group is there."""
+        assert not self._waiting[number]
+        self._waiting[number] = True
+
+    def take(self, count: int) -> list[int] | None:
+        """Take the next `count` groups to train on. None: they are not finished yet."""
+        left, chosen = list(self._waiting), []
+        while len(chosen) < count:
+            inside = [number for number in left if number < left[0] + self._window] if left else []
+            number = next((number for number in inside if self._waiting[number]), None)
+            if number is None:
+                return None
+            chosen.append(number)
+            left.remove(number)
+        for number in chosen:
+            del self._waiting[number]
+        self._taken += chosen
+        return chosen
+
+    def give_back(self, numbers: Sequence[int]) -> None:
+        """Return finished groups that the step has taken and does not need."""
+        self._taken = [number for number in self._taken if number not in numbers]
+        self._waiting = dict(sorted({**self._waiting, **dict.fromkeys(numbers, True)}.items()))
+
+    def publish(self) -> None:
+        """Free the groups that were taken: the weights of their step are published."""
+        self._taken.clear()
