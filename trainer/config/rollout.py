@@ -38,7 +38,7 @@ class RolloutConfig(Section):
     urls: list[str] = setting(default_factory=list, resume="rounding")
     """Addresses of inference servers, such as `http://gpu7:8000`, for `rollout.engine=server`. There is one engine for
     each of them."""
-    server_timeout_s: float = number(600.0, at_least=1, at_most=LONGEST_TIME, resume="harmless")
+    server_timeout_s: float = number(300.0, at_least=1, at_most=LONGEST_TIME, resume="harmless")
     """Seconds for which an engine waits for its inference server, which may be starting again."""
     num_engines: int = number(1, at_least=1, resume="rounding")
     """Number of engines. Prompts are spread over them. With `rollout.urls`, it is their number."""
@@ -133,6 +133,9 @@ class RolloutConfig(Section):
         if self.urls and self.num_engines != len(self.urls):
             problem = f"there is one engine for each of the {len(self.urls)} rollout.urls; leave this key out"
             raise config_error(config, "rollout.num_engines", problem)
+        if served and self.server_timeout_s >= config.trainer.hang_timeout_s:
+            problem = f"must be below trainer.hang_timeout_s={config.trainer.hang_timeout_s:g}, or the wait is a hang"
+            raise config_error(config, "rollout.server_timeout_s", problem)
 
     @property
     def works_ahead(self) -> bool:

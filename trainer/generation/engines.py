@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,8 @@ from trainer.process.signals import SIGNALS
 
 LOG = logging.getLogger(__name__)
 
+_SERVER_LOSSES = 20
+"""Losses of an inference server within one step after which a further one counts as a restart."""
 _SERVER_CAUSES = ("server", "server_absent")
 _NO_WEIGHTS = -1
 """Version of an engine whose weights are not those of the policy. Its completions would be refused."""
@@ -54,6 +57,7 @@ class Engines:
         self._restarts = Restarts(limit, window_s)
         self._loading = CallFutures(group)
         self._due: dict[int, float] = {}  # when the new process of a dead engine starts
+        self._server_losses: Counter[int] = Counter()  # by step
         self._used: set[int] = set()
         """Engines that have loaded once."""
         self._lost: dict[int, tuple[Exception, int, float]] = {}  # failure, step, and paused seconds before it
@@ -190,9 +194,12 @@ class Engines:
         """Return whether a new engine, which waits for its inference server, is no restart that counts.
 
         A server that has not come within its time limit is waited for again only if the run has used it before, and
-        another engine serves meanwhile.
+        another engine serves meanwhile. Servers that fail again and again in one step do count: they are not away.
         """
         if not isinstance(error, WorkerError) or error.cause not in _SERVER_CAUSES:
+            return False
+        self._server_losses[INCIDENTS.step] += 1
+        if self._server_losses[INCIDENTS.step] > _SERVER_LOSSES * len(self.group):
             return False
         return error.cause == "server" or bool(self.lifecycle.loaded) and self._used.issuperset(lost)
 

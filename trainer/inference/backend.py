@@ -8,6 +8,7 @@ import ctypes
 import json
 import logging
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -34,6 +35,7 @@ SERVERS = {
 _PREFIX = "trainer-inference-"
 _FAILED_STARTS = 5
 """Starts in a row without an engine that served, after which the server ends."""
+_SEGMENT = re.compile(r"(/dev/shm/(?:psm_|sem\.mp-)\w+)$", re.MULTILINE)
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -59,6 +61,7 @@ class Backend:
         """Names one start of the engine. Weights that were sent to another are lost."""
         self.is_ready = False
         self._failed: str | None = None
+        self._segments: set[str] = set()  # shared memory of the processes, which a killed one leaves behind
         self.session: aiohttp.ClientSession
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans come here if the reaper is killed
 
@@ -129,6 +132,7 @@ class Backend:
         assert self._process is not None
         deadline, has_served, seen, moved_at = time.monotonic() + self._cfg.start_timeout_s, False, None, 0.0
         while True:
+            self._segments |= _mapped_segments(self._process.pid)
             if self._failed is not None:
                 return has_served, f"the engine has failed ({self._failed})"
             if (status := self._process.poll()) is not None:
@@ -165,6 +169,7 @@ class Backend:
         if process is None:
             return
         below = _below(process.pid)
+        self._segments |= _mapped_segments(process.pid)
         for one in below:
             with contextlib.suppress(psutil.Error):
                 one.send_signal(signal.SIGTERM)
@@ -186,12 +191,25 @@ class Backend:
         for one in below:  # orphans have become children of this process
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(one.pid, os.WNOHANG)
+        for path in self._segments:
+            with contextlib.suppress(OSError):
+                os.remove(path)
+        self._segments.clear()
 
 
 def _below(pid: int) -> list[psutil.Process]:
     with contextlib.suppress(psutil.Error):
         return psutil.Process(pid).children(recursive=True)
     return []
+
+
+def _mapped_segments(pid: int) -> set[str]:
+    """Return the paths of the shared memory that the processes below `pid` have made. Its names are random."""
+    found: set[str] = set()
+    for process in _below(pid):
+        with contextlib.suppress(OSError), open(f"/proc/{process.pid}/maps") as file:
+            found.update(_SEGMENT.findall(file.read()))
+    return found
 
 
 def _lives(process: psutil.Process) -> bool:

@@ -55,7 +55,7 @@ class Gateway:
 
     def application(self) -> web.Application:
         """Return the HTTP application."""
-        app = web.Application(client_max_size=1 << 40, middlewares=[self._guard])
+        app = web.Application(client_max_size=1 << 30, middlewares=[self._guard])
         app.router.add_get(protocol.STATUS, self._status)
         app.router.add_post(protocol.LEASE, self._lease)
         app.router.add_post(protocol.RENEW, self._renew)

@@ -30,13 +30,9 @@ def serve(_: Any, socket_path: str, settings: dict[str, Any]) -> None:
         if name != "VLLM_ENABLE_V1_MULTIPROCESSING":  # the API server wants its engine in another process
             os.environ.setdefault(name, value)
     sys.argv = ["trainer inference", *arguments(socket_path, settings)]
-    import uvloop
-    from vllm.entrypoints.openai.api_server import make_arg_parser, run_server, validate_parsed_serve_args
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.entrypoints.launchers.api_server.entry import main
 
-    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args()
-    validate_parsed_serve_args(parsed)
-    uvloop.run(run_server(parsed))
+    main()
 
 
 def arguments(socket_path: str, settings: dict[str, Any]) -> list[str]:

@@ -21,6 +21,7 @@ from trainer.config import Config, TinyConfig
 from trainer.errors import UserError
 from trainer.files.shared_memory import SharedDirectory
 from trainer.generation.weight_sync import SharedMemory
+from trainer.inference.backend import _mapped_segments
 from trainer.inference.vllm_server import arguments
 from trainer.models.tiny import build_tiny
 
@@ -102,7 +103,7 @@ def test_requests_that_are_kept_continue_with_the_new_weights(server, weights, m
         one.sync_weights(weights, 1)
         slow = [dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, max_tokens=60)) for r in slow]
         one._pending |= set(range(8))
-        threading.Thread(target=one._read_batch, args=(0, dict(enumerate(slow)))).start()
+        threading.Thread(target=one._read_batch, args=(one._batches, dict(enumerate(slow)))).start()
         one.sync_weights(SharedMemory(model), 2, "keep")
         completions: dict = {}
         while len(completions) < 8:
@@ -111,7 +112,7 @@ def test_requests_that_are_kept_continue_with_the_new_weights(server, weights, m
 
 
 def test_nothing_is_left_when_the_api_server_is_killed(server, weights):
-    shared = _shared_memory()
+    segments = _mapped_segments(server.process.pid)
     old = server.engine()
     api = old[1]
     api.send_signal(signal.SIGKILL)
@@ -119,18 +120,13 @@ def test_nothing_is_left_when_the_api_server_is_killed(server, weights):
     with engine(server.url, server_timeout_s=300.0) as one:
         one.sync_weights(weights, 3)
         assert len(one.generate(REQUESTS)) == len(REQUESTS)
-    assert _shared_memory() <= shared
-
-
-def _shared_memory() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith("psm_")}
+    assert segments and not any(map(os.path.exists, segments))
 
 
 def test_the_arguments_follow_from_the_config():
     settings = {"model_path": "m", "name": "n", "seed": 1, "trust_remote_code": False, "device": "cpu"}
     words = arguments("s", {**settings, "rollout": dataclasses.asdict(ROLLOUT)})
     pairs = dict(zip(words, words[1:], strict=False))
-    assert (
-        pairs["--uds"] == "s" and pairs["--max-model-len"] == "364" and pairs["--logprobs-mode"] == "processed_logprobs"
-    )
+    assert (pairs["--uds"], pairs["--max-model-len"]) == ("s", "364")
+    assert pairs["--logprobs-mode"] == "processed_logprobs"
     assert "--no-enable-chunked-prefill" in words and "--skip-tokenizer-init" not in words
