@@ -247,6 +247,40 @@ def _cut_link(workspace: Workspace, job: int, numbers: random.Random) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------
+# The inference server, which is no process of the job
+
+
+def _kill_server(workspace: Workspace, job: int, numbers: random.Random) -> str | None:
+    """Kill the server, which comes back after some seconds, or one of the processes of its engine."""
+    server, _ = workspace.scene.server()
+    family = server.family()
+    if numbers.random() < 0.5 and len(family) > 1:
+        send([numbers.choice(family[1:])], signal.SIGKILL)
+        return "one of its processes"
+    seconds = numbers.uniform(0, 5)
+    server.kill()
+    psutil.wait_procs(family, _END_S)
+    time.sleep(seconds)
+    server.start()
+    return f"started again after {seconds:.0f} s"
+
+
+def _stop_server(workspace: Workspace, job: int, numbers: random.Random) -> str:
+    family, seconds = workspace.scene.server()[0].family(), numbers.uniform(1, 20)
+    send(family, signal.SIGSTOP)
+    time.sleep(seconds)
+    send(family, signal.SIGCONT)
+    return f"{seconds:.0f} s"
+
+
+def _cut_server(workspace: Workspace, job: int, numbers: random.Random) -> str:
+    seconds = numbers.uniform(0, 8)
+    with workspace.scene.server()[1].cut():
+        time.sleep(seconds)
+    return f"{seconds:.0f} s"
+
+
+# ----------------------------------------------------------------------------------------------------------
 # Nodes. A new one joins for each that is lost: the numbers of a job with fewer ranks would be rounded in other ways.
 
 
@@ -301,6 +335,10 @@ def _on(*storages: str) -> Callable[[Kind], bool]:
     return lambda kind: kind.storages >= set(storages)
 
 
+def _served(kind: Kind) -> bool:
+    return kind.served
+
+
 def _on_nodes(kind: Kind) -> bool:
     return kind.on_nodes
 
@@ -337,6 +375,9 @@ FAULTS: dict[str, Fault] = {
     "lost machine": Fault(_lose_machine, (KILLED,), _on("store")),
     "errors of the object store": Fault(_disturb_store, (1, 2), _on("store"), 2),
     "cut link to the object store": Fault(_cut_link, (1, 2), _on("store"), 2),
+    "kill of the inference server": Fault(_kill_server, (), _served, 3),
+    "stop (hang) of the inference server": Fault(_stop_server, (), _served, 3),
+    "cut link to the inference server": Fault(_cut_server, (), _served, 3),
     "lost node": Fault(_lose_node, (), _on_nodes, 3),
     "lost node of the driver": Fault(_lose_driver_node, (KILLED,), _on_nodes, 2),
     "cut link of a node": Fault(_cut_node, (), _on_nodes, 3),

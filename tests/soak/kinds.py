@@ -53,6 +53,10 @@ class Kind:
     roles: frozenset[str] = frozenset({"rank", "engine", "reward"})
     """The kinds of processes that it has, beside the driver and the launcher."""
     with_ray: bool = False
+    is_exact: bool = True
+    """Its numbers are those of an uninterrupted job. False: only the prompts of each step are."""
+    served: bool = False
+    """An inference server generates, which stays up between the jobs."""
     on_nodes: bool = False
     """Its Ray is a cluster of several nodes, of which some are lost."""
     weight: float = 1.0
@@ -93,6 +97,23 @@ KINDS = {
             "rollout.max_prompt_tokens=64",
             "rollout.val_n=2",
             roles=frozenset({"rank", "engine", "environment"}),
+        ),
+        _rollouts(
+            "in_flight",
+            "rollout=vllm",
+            "rollout.max_num_seqs=32",
+            "rollout.kv_cache_mb=32",
+            "rollout.in_flight_updates=true",
+            "trainer.heartbeat_timeout_s=30",
+            is_exact=False,
+            weight=0.3,
+        ),
+        _rollouts(
+            "server",
+            "rollout.engine=server",
+            "rollout.server_timeout_s=120",  # a server that was killed needs half a minute
+            "trainer.hang_timeout_s=150",
+            served=True,
         ),
         Kind(
             "supervised",

@@ -7,6 +7,7 @@ from typing import Any
 
 from tests.soak.kinds import STEPS, Kind
 from tests.support.jobs import comparable, metrics
+from tests.support.runs import rollouts_of
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.store import open_store
 from trainer.files.atomic_io import digest_bytes
@@ -25,20 +26,25 @@ def outcome_of(kind: Kind, run: Path, root: str) -> Outcome:
     Raises:
         Exception: a file is missing or damaged.
     """
-    found: Outcome = {f"metrics of step {row['step']}": row for row in comparable(metrics(run))}
-    found["steps in metrics.jsonl"] = [row["step"] for row in metrics(run)]
-    files = [*run.glob("rollouts/*"), *run.glob("validation/*"), *run.glob("exports/**/*.safetensors")]
-    found |= {str(path.relative_to(run)): digest_bytes(path.read_bytes()) for path in files}
+    found: Outcome = {"steps in metrics.jsonl": [row["step"] for row in metrics(run)]}
     store = open_store(root)
     for step in store.steps():
         manifests.verify(store.path(step), "hash")
+    found["leftovers of interrupted saves"] = sorted(store.orphans())
+    if not kind.is_exact:
+        steps = range(1, STEPS + 1)
+        return found | {
+            f"episodes of step {step}": sorted(row["uid"] for row in rollouts_of(run, step)) for step in steps
+        }
+    found |= {f"metrics of step {row['step']}": row for row in comparable(metrics(run))}
+    files = [*run.glob("rollouts/*"), *run.glob("validation/*"), *run.glob("exports/**/*.safetensors")]
+    found |= {str(path.relative_to(run)): digest_bytes(path.read_bytes()) for path in files}
     last = manifests.read(store.path(STEPS))
     for entry in last.entries:
         if entry.path not in _OWN and not entry.path.endswith(".metadata"):
             found[f"the last checkpoint's {entry.path}"] = entry.hash
     state = manifests.read_object(last, "trainer_state.json")
     found["the last checkpoint's state"] = {name: state.get(name) for name in ("step", "counters", "best")}
-    found["leftovers of interrupted saves"] = sorted(store.orphans())
     return found
 
 

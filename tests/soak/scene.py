@@ -17,14 +17,17 @@ import pytest
 from tests.soak.cluster import Cluster
 from tests.soak.kinds import Kind
 from tests.soak.processes import family
+from tests.soak.wire import Wire
 from tests.support.buckets import make_bucket, s3_server, use_s3
 from tests.support.fault_proxy import CUT, ERROR, LOST, PASS, SLOW, SLOW_DOWN, Faults, fault_proxy
 from tests.support.gcs import gcs_server, use_gcs
+from tests.support.inference import Server
 from trainer.config import TinyConfig
 from trainer.models.tiny import build_tiny
 
 DISK_BYTES = 96 << 20
 _BUCKET = "soak"
+_SERVER = ("inference.engine=transformers", "rollout.max_response_tokens=8", "inference.lease_s=5")
 
 
 class Scene:
@@ -40,6 +43,7 @@ class Scene:
         self.disk = directory / "disk"
         self.model = directory / "model"
         self.store = Faults()
+        self._server: tuple[Server, Wire] | None = None
 
     def __enter__(self) -> Scene:
         self._stack = contextlib.ExitStack()
@@ -63,6 +67,14 @@ class Scene:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    def server(self) -> tuple[Server, Wire]:
+        """Return the inference server, and the wire to it. It starts at the first call."""
+        if self._server is None:
+            log = self.directory / "server.log"
+            server = self._stack.enter_context(Server(log, f"model.path={self.model}", *_SERVER)).wait()
+            self._server = server, self._stack.enter_context(Wire(server.port))
+        return self._server
 
     def empty_store(self) -> None:
         """Let the object store work again; delete everything in that of S3, and make the bucket again."""
@@ -138,6 +150,7 @@ class Workspace(contextlib.ExitStack):
         """The settings of the job that depend on its workspace."""
         given = [f"model.path={self.scene.model}", f"trainer.run_dir={self.run}", f"trainer.ckpt_path={self.root}"]
         given += [f"trainer.ckpt_cache_dir={self.local}"] if self.local else []
+        given += [f"rollout.urls=[{self.scene.server()[1].url}]"] if self.kind.served else []
         return [*given, f"trainer.ray_address={self.cluster.head.ray_address}"] if self.cluster else given
 
     def driver(self, job: int) -> int | None:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import socket
+import threading
+import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ from tests.soak.faults import FAULTS, draw_faults
 from tests.soak.kinds import KINDS, STEPS, draw_kind
 from tests.soak.outcomes import difference, outcome_of
 from tests.soak.tally import table
+from tests.soak.wire import Wire
 from tests.support.toy import toy_config, toy_run
 from trainer.config import Config, TrainerConfig
 from trainer.config.overrides import unread_words
@@ -73,6 +78,26 @@ def test_a_damaged_or_missing_checkpoint_is_no_outcome(finished):
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ValueError, match="data.json"):
         compare(run, other)
+
+
+def test_a_wire_forwards_until_it_is_cut():
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server, Wire(server.server_address[1]) as wire:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert urllib.request.urlopen(wire.url).status == 204
+        open_before = socket.create_connection(("127.0.0.1", wire.port))
+        with wire.cut(), pytest.raises(OSError):
+            urllib.request.urlopen(wire.url)
+        assert open_before.recv(1) == b""
+        assert urllib.request.urlopen(wire.url).status == 204
+        server.shutdown()
 
 
 def test_the_table_counts_faults_and_rounds():
