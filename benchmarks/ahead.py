@@ -1,6 +1,7 @@
 """Seconds of a step with and without rollouts ahead: `python -m benchmarks.ahead [--workloads demo equal long]`.
 
-Runs short jobs on two cores, a rank and an engine with one thread each, in turns: `rollout.ahead` 0, 1, 0, 1, … A
+Runs short jobs on two cores, a rank and an engine with one thread each, in turns: `rollout.ahead` 0, 1, 0, 1, … (and
+with `rollout.in_flight_updates`, for the workload `long`). A
 machine that gets slower so hits both. Prints the median seconds of a step for each setting, their smallest and largest,
 the ratio to `rollout.ahead=0` within each round, and where the time of a step goes. The first steps of a job warm up
 and its last has nothing ahead: they are not counted.
@@ -19,7 +20,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -29,8 +31,11 @@ from benchmarks.models import SMALL, make_model
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 
 _WARM_UP = 3
-SETTINGS = {"0": ["rollout.ahead=0"], "1": ["rollout.ahead=1"]}
-"""The settings that take turns, by their name in the table."""
+_AHEAD = {"ahead 0": ("rollout.ahead=0",), "ahead 1": ("rollout.ahead=1",)}
+_IN_FLIGHT = {
+    "in flight": ("rollout.in_flight_updates=true",),
+    "in flight, window 8": ("rollout.in_flight_updates=true", "rollout.window=8"),
+}
 Row = dict[str, Any]
 
 
@@ -42,6 +47,8 @@ class Workload:
     steps: int
     stops: int = 0
     """Tokens of 1,024 that end a completion of a model with random weights. 0: the built-in model is trained."""
+    settings: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: _AHEAD)
+    """The settings that take turns, by their name in the table. The others are compared with the first."""
 
 
 _RANDOM = (
@@ -54,7 +61,7 @@ _RANDOM = (
 WORKLOADS = {
     "demo": Workload((), 24),
     "equal": Workload((*_RANDOM, "rollout.max_response_tokens=64"), 20, stops=1),
-    "long": Workload((*_RANDOM, "rollout.max_response_tokens=512"), 16, stops=16),
+    "long": Workload((*_RANDOM, "rollout.max_response_tokens=512"), 16, stops=16, settings={**_AHEAD, **_IN_FLIGHT}),
 }
 
 
@@ -66,7 +73,7 @@ def make_random_model(stops: int, path: str) -> None:
     config.save_pretrained(path)
 
 
-def run(workload: Workload, settings: list[str], extra: list[str], run_dir: str) -> list[Row]:
+def run(workload: Workload, settings: Sequence[str], extra: list[str], run_dir: str) -> list[Row]:
     """Run a job to its end; return the metrics of the steps that count."""
     command = [
         sys.executable, "-m", "trainer.main", f"trainer.total_steps={workload.steps}", f"trainer.run_dir={run_dir}",
@@ -88,12 +95,12 @@ def measure(name: str, workload: Workload, rounds: int, extra: list[str], direct
     if workload.stops:
         make_random_model(workload.stops, model)
         extra = [f"model.path={model}", *extra]
-    found: dict[str, list[list[Row]]] = {setting: [] for setting in SETTINGS}
+    found: dict[str, list[list[Row]]] = {setting: [] for setting in workload.settings}
     for number in range(rounds):
-        for setting, overrides in SETTINGS.items():
-            run_dir = os.path.join(directory, f"{name}-{setting}-{number}")
+        for position, (setting, overrides) in enumerate(workload.settings.items()):
+            run_dir = os.path.join(directory, f"{name}-{position}-{number}")
             found[setting].append(run(workload, overrides, extra, run_dir))
-    base = [median(row["time/step"] for row in rows) for rows in found["0"]]
+    base = [median(row["time/step"] for row in rows) for rows in next(iter(found.values()))]
     for setting, jobs in found.items():
         steps = [row["time/step"] for rows in jobs for row in rows]
         own = [median(row["time/step"] for row in rows) for rows in jobs]
@@ -118,7 +125,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="jobs of each setting (default: 3)")
     parser.add_argument("extra", nargs="*", help="overrides for every job, after --")
     args = parser.parse_args()
-    columns = ("workload", "ahead", "step", "smallest and largest", "ratio", "of each round", "seconds of a step")
+    columns = ("workload", "setting", "step", "smallest and largest", "ratio", "of each round", "seconds of a step")
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)
     with tempfile.TemporaryDirectory() as directory:
         for name in args.workloads:
