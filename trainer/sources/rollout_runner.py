@@ -25,6 +25,7 @@ from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.engine_pool import EnginePool
 from trainer.journal.journal import Journal
 from trainer.process import time_limits
+from trainer.process.signals import SIGNALS
 from trainer.rewards.scorer import Scorer
 from trainer.rewards.terms import RewardInput
 from trainer.sources.ahead import BatchProgress
@@ -64,6 +65,7 @@ class RolloutRunner:
             cfg, tokenizer
         )
         self._scorer = scorer
+        self._lock = threading.Lock()
         self._here = _Here()
 
     def __enter__(self) -> Self:
@@ -135,7 +137,7 @@ class RolloutRunner:
             block, self._here.block = self._here.block, None
             if block is not None:
                 block.enter_context(self.engines.awake())
-            with contextlib.closing(self.engines.stream(prompts)) as chunks:
+            with self._turn(progress), contextlib.closing(self.engines.stream(prompts)) as chunks:
                 while True:
                     with progress.timer("rollout"):
                         chunk = next(chunks, None)
@@ -181,6 +183,24 @@ class RolloutRunner:
             with progress.timer("reward"):
                 scores = session.scores(keep)
         return [self._with_reward(ended[index], *result) for index, result in enumerate(scores.each())]
+
+    @contextlib.contextmanager
+    def _turn(self, progress: BatchProgress) -> Iterator[None]:
+        """Let one thread at a time generate, if the company of a request may change its last bits.
+
+        Engines that take requests while they generate run those of several threads together. Which ones would depend on
+        time, and so would the bits of their log-probs, in runs that are to be exact.
+        """
+        if not (self.cfg.engine.streaming and self.engines.repeats):
+            yield
+            return
+        while not self._lock.acquire(timeout=time_limits.POLL_INTERVAL_S):
+            progress.check()
+            SIGNALS.check()
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _with_reward(self, episode: Episode, reward: float, terms: Mapping[str, float], reason: str) -> Episode:
         """Return an episode with its reward. `reason`: why the reward failed, empty if it did not."""

@@ -294,10 +294,12 @@ def test_a_run_that_stops_while_a_batch_is_made_ends_at_once_and_continues(tmp_p
 
         engines.fail = hang
 
+    cfg = settings(tmp_path / "run", ckpt_interval=100)
+    cfg.rollout.engine = "transformers"  # so that the evaluation of step 3 runs beside the batch
     with pytest.raises(Stopped, match="stopped after step 3 of 7"):
-        run(settings(tmp_path / "run", ckpt_interval=100), model, disturb)
+        run(cfg, model, disturb)
     assert hangs.is_set() and batch_threads() == []
-    assert outcome(tmp_path / "run", run(settings(tmp_path / "run", ckpt_interval=100), model)) == whole(1)
+    assert outcome(tmp_path / "run", run(cfg, model)) == whole(1)
 
 
 def test_steps_come_back_as_they_were_even_if_engines_never_repeat_themselves(tmp_path, model, caplog):

@@ -27,6 +27,7 @@ from trainer.process import time_limits
 from trainer.process.signals import SIGNALS
 from trainer.sources.ahead import BatchesAhead, BatchProgress, BatchThread, CancelledBatch, steps_to_begin
 from trainer.sources.batches import StepBatch
+from trainer.sources.evaluation import RolloutEvaluator
 from trainer.sources.sampling import SamplingSource, prompt_ledger
 
 
@@ -192,6 +193,33 @@ def test_every_step_has_its_weights_and_rows_whatever_is_killed(
     begin()
     expected, _ = train(source, 1, steps, None, None)
     assert run_killed([aheads[0]] * (len(lives) + 1)) == expected
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_an_evaluation_runs_beside_a_batch_unless_the_company_of_requests_changes_bits(tmp_path, model, engine):
+    """A transformers engine generates one batch after another. One of vLLM mixes all requests that it has."""
+    with versioned(tmp_path, model) as (source, engines):
+        source.cfg.rollout.engine = engine
+        source.start(1, is_initial=True)
+        source.next(1)
+        source.publish(2)
+        evaluated, begun, most = threading.Event(), threading.Event(), []
+
+        def wait(request: Request) -> None:
+            most.append(engines.open)
+            if threading.current_thread() is not threading.main_thread():
+                begun.set()
+                evaluated.wait(5 if engine == "transformers" else 0.2)
+
+        engines.before_request = wait
+        source.commit(1)  # step 3 begins
+        begun.wait()
+        prompts = source.prompts[:2]
+        RolloutEvaluator(source.cfg, source.runner, prompts).evaluate(1)
+        evaluated.set()
+        source.next(2)
+        source.publish(3)
+        assert max(most) == (2 if engine == "transformers" else 1)
 
 
 def test_the_main_thread_hangs_if_the_thread_of_a_batch_hangs(monkeypatch):

@@ -38,7 +38,7 @@ class Engines:
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        self.awake = contextlib.nullcontext
+        self.awake, self.repeats = contextlib.nullcontext, True
 
     def stream(self, requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
         for place in range(len(requests)):

@@ -40,7 +40,7 @@ class Engines:
 
     def __init__(self, tokenizer: Any, order: Sequence[int], seen: Path, before_last: int = 0):
         self._tokenizer, self._order, self._seen, self._before_last = tokenizer, order, seen, before_last
-        self.awake = contextlib.nullcontext
+        self.awake, self.repeats = contextlib.nullcontext, True
 
     def stream(self, requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
         for number, place in enumerate(self._order, start=1):
