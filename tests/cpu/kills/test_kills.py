@@ -109,7 +109,7 @@ def test_a_job_killed_under_one_layout_ends_under_others_as_if_never_killed(tmp_
     """Killed with its data split over two ranks, then with its matrices, it ends with its tokens split."""
     model = str(tmp_path / "model")
     build_tiny(TinyConfig(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=2), model)
-    common = (f"model.path={model}", "trainer.num_workers=2", "algorithm.policy_loss=clip")
+    common = (f"model.path={model}", *AHEAD, "algorithm.policy_loss=clip")
     uninterrupted = Job(tmp_path / "uninterrupted", common)
     assert uninterrupted.run()
     for axis in ((), ("trainer.tensor_parallel_size=2",)):

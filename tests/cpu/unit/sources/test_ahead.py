@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -89,10 +91,13 @@ def model(tmp_path_factory) -> str:
 
 
 @contextlib.contextmanager
-def versioned(root: Path, model: str, ahead: int = 1) -> Iterator[tuple[SamplingSource, Versions]]:
+def versioned(
+    root: Path, model: str, ahead: int = 1, reward: str = "tests.support.named_rewards:length"
+) -> Iterator[tuple[SamplingSource, Versions]]:
     with source_of(root, model, lambda *_: "") as plain:
         cfg = plain.cfg
     cfg.rollout.ahead, cfg.trainer.train_batch_size, cfg.trainer.total_steps = ahead, 2, 6
+    cfg.reward.name = reward
     engines = Versions(load_tokenizer(model))
     with sampling_source(cfg, engines, model) as source:
         yield source, engines
@@ -220,6 +225,36 @@ def test_an_evaluation_runs_beside_a_batch_unless_the_company_of_requests_change
         source.next(2)
         source.publish(3)
         assert max(most) == (2 if engine == "transformers" else 1)
+
+
+def held_up(completion: str, answer: str) -> float:
+    """A reward that takes as long as there is a file."""
+    while os.path.exists(os.environ["TEST_HELD_UP"]):
+        time.sleep(0.01)
+    return float(len(completion))
+
+
+def test_rewards_of_a_batch_are_computed_while_the_next_one_is_generated(tmp_path, model, monkeypatch):
+    file, generates = tmp_path / "file", threading.Event()
+    monkeypatch.setenv("TEST_HELD_UP", str(file))
+    with versioned(tmp_path, model, reward=f"{__name__}:held_up") as (source, engines):
+
+        def look(request: Request) -> None:
+            name = threading.current_thread().name
+            if name == "batch of step 2" and not file.exists():
+                assert source._ahead.thread(1).has_ended(30)
+                file.touch()
+            if name == "batch of step 3":
+                generates.set()
+
+        engines.before_request = look
+        source.start(1, is_initial=True)
+        source.next(1)
+        source.publish(2)
+        source.commit(1)
+        assert generates.wait(30) and file.exists() and not source._ahead.thread(2).has_ended()
+        file.unlink()
+        assert len(source.next(2)) == 4
 
 
 def test_the_main_thread_hangs_if_the_thread_of_a_batch_hangs(monkeypatch):
