@@ -8,6 +8,7 @@ its final weights must be those of an uninterrupted run.
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import time
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from safetensors.torch import load
 
 from tests.support.jobs import comparable, metrics
 from tests.support.killed_jobs import PLACES, STEPS, run_until
+from tests.support.runs import rollouts_of
 from trainer.config import TinyConfig
 from trainer.models.tiny import build_tiny
 
@@ -103,6 +105,29 @@ def test_a_job_killed_in_every_phase_of_a_save_ends_like_an_uninterrupted_one(ov
     assert job.outcome() == uninterrupted.outcome
     left = [path.name for path in (tmp_path / "job/run/checkpoints").iterdir() if path.name.startswith(".")]
     assert left == []
+
+
+IN_FLIGHT = [("in_flight:finished", 5), ("in_flight:taken", 1), ("in_flight:published", 1), ("in_flight:finished", 9)]
+IN_FLIGHT += [("in_flight:taken", 2), ("logged", 1), ("save:shards_written", 1), ("save:published", 1)]
+
+
+def test_a_job_in_flight_killed_in_every_phase_trains_every_prompt_once(model, tmp_path):
+    """Ten prompts, and 24 that are trained: the third epoch is under way."""
+    engine = ("rollout.engine=tests.support.token_engine:ENGINE", "rollout.in_flight_updates=true")
+    common = ("logger.save_rollouts=true", "rollout.max_response_tokens=24", "trainer.num_workers=2")
+    job = Job(tmp_path / "job", (f"model.path={model}", *engine, *common, "rollout.window=4"))
+    for place, nth in IN_FLIGHT:
+        reached = tmp_path / f"reached {place} {nth}"
+        env = {"TRAINER_FAILPOINT": f"{place},{nth},{reached}"}
+        assert not job.run(env=env, kill_when=lambda _, reached=reached: reached.exists()), place
+    assert job.run()
+    uids = [row["uid"] for step in range(1, STEPS + 1) for row in rollouts_of(tmp_path / "job/run", step)]
+    assert len(uids) == len(set(uids)) == 4 * 2 * STEPS
+    rows = metrics(tmp_path / "job/run")
+    assert [row["step"] for row in rows] == list(range(STEPS + 1))
+    assert 0 < max(row["rollout/staleness_max"] for row in rows[1:]) <= 2
+    found = re.findall(r"(\d+) groups came from the journal", (job.directory / "log").read_text())
+    assert any(int(count) > 0 for count in found)
 
 
 def test_a_job_killed_under_one_layout_ends_under_others_as_if_never_killed(tmp_path):

@@ -1,0 +1,80 @@
+"""A streaming engine without a model: its tokens come of seeds, and it takes weights between two of them."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trainer.config.engines import EngineSpec
+from trainer.generation.engine import Completion, Request, RunningRequests
+from trainer.generation.weight_sync import SharedMemory
+
+ENGINE = EngineSpec(path=f"{__name__}:TokenEngine", streaming=True, in_flight=True)
+_TOKEN_S = 0.004
+
+
+class _Running:
+    def __init__(self, request: Request):
+        self.request = request
+        self.tokens: list[int] = []
+        self.versions: list[int] = []
+        self.length = 1 + request.seed % request.sampling.max_tokens
+
+    def completion(self) -> Completion:
+        spans: list[list[int]] = []
+        for version in self.versions:
+            if not spans or spans[-1][0] != version:
+                spans.append([version, 0])
+            spans[-1][1] += 1
+        versions = self.versions[0], self.versions[-1]
+        pairs = tuple((version, count) for version, count in spans) if len(spans) > 1 else ()
+        return Completion(self.tokens, [-3.0] * len(self.tokens), "length", versions, pairs)
+
+
+class TokenEngine:
+    """See `trainer.generation.engine.StreamingEngine`."""
+
+    def __init__(self, model_path: str, **_: Any):
+        self._version = 0
+        self._running: dict[int, _Running] = {}
+        self._interrupted = threading.Event()
+
+    def step(self, requests: Mapping[int, Request]) -> dict[int, Completion]:
+        self._running |= {number: _Running(request) for number, request in requests.items()}
+        done: dict[int, Completion] = {}
+        while self._running and not done and not self._interrupted.is_set():
+            threading.Event().wait(_TOKEN_S)
+            for number, running in list(self._running.items()):
+                position = len(running.tokens)
+                running.tokens.append(zlib.crc32(f"{running.request.seed} {position}".encode()) % 200)
+                running.versions.append(self._version)
+                if len(running.tokens) == running.length:
+                    done[number] = self._running.pop(number).completion()
+        self._interrupted.clear()
+        return done
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        raise AssertionError("the pool calls `step`")
+
+    def interrupt(self) -> None:
+        self._interrupted.set()
+
+    def sync_weights(self, source: SharedMemory, version: int, running: RunningRequests = "abort") -> None:
+        assert running == "keep" or not self._running
+        if running == "abort":
+            self._running.clear()
+        self._version = version
+
+    def set_version(self, version: int) -> None:
+        self._version = version
+
+    def sleep(self) -> int:
+        return 0
+
+    def wake(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass
