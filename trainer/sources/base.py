@@ -44,11 +44,11 @@ class EpisodeSource(Protocol):
         ...
 
     def publish(self, version: int) -> None:
-        """Sample with the policy's new weights from now on."""
+        """Sample with the policy's new weights from now on. Waits for what is still sampled with the old ones."""
         ...
 
     def commit(self, step: int) -> None:
-        """Record that the episodes of `step` have been trained on."""
+        """Record that the episodes of `step` have been trained on. Called after `publish`: steps ahead may begin."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
