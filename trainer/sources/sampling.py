@@ -163,7 +163,7 @@ class SamplingSource:
             self._engines.sync_weights(version, self.running)
         now, self._version = time.monotonic(), version
         self._speeds = {"perf/sync_gb_per_s": self._engines.synced_bytes / 1e9 / (now - started)}
-        if newest is not None:
+        if newest is not None and newest.step >= version:
             self._speeds["time/wait_weights"] = now - newest.generated_at
 
     # ---------------------------------------------------------------------------------------------------
