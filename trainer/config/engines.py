@@ -137,6 +137,7 @@ ENGINES: dict[str, EngineSpec] = {
         gpus=False,
         holds_start_weights=False,
         streaming=True,
+        in_flight=True,
         numbered=True,
         served=True,
         variables=(TOKEN,),

@@ -175,8 +175,10 @@ class Engines:
         step = INCIDENTS.step
         decision = Decision()
         loss = _lost_node(error)
+        successor = "starts"
         if self._may_wait(error, lost):
             decision = Decision(delay_s=time_limits.SERVER_RETRY_S)
+            successor = "waits for the server (rollout.server_timeout_s)"
         elif loss is None or (step, loss) not in self._lost_nodes:  # one lost node may have had several engines
             decision = self._restarts.decide(error, step, time.monotonic())
         self._lost_nodes.add((step, loss))
@@ -184,7 +186,7 @@ class Engines:
             ending = _ending(error, decision)
             raise ending from (error if ending is not error else None)
         fact = error.message if isinstance(error, WorkerError) else describe_error(error)
-        LOG.warning("%s; the other engines take its requests, and a new one starts", fact)
+        LOG.warning("%s; the other engines take its requests, and a new one %s", fact, successor)
         for engine in lost:
             self._due[engine] = time.monotonic() + decision.delay_s
             if (origin := failure_source_of(error)) is not None and origin.name == f"{self.group.name} {engine}":

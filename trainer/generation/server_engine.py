@@ -64,6 +64,7 @@ class ServerEngine:
         self._pending: set[int] = set()
         self._results: queue.Queue[tuple[int, dict[int, Completion] | Exception]] = queue.Queue()
         self._completed: dict[int, Completion] = {}
+        self._interrupted = threading.Event()
         self._error: Exception | None = None
         self._shared: SharedDirectory | None = None
         needs = {"tokens": rollout.max_prompt_tokens + rollout.max_response_tokens}
@@ -102,9 +103,17 @@ class ServerEngine:
             threading.Thread(target=self._read_batch, args=(self._batches, ordered), name="batch", daemon=True).start()
         completions, self._completed = self._completed, {}
         began = time.monotonic()
-        while self._pending and not (completions and time.monotonic() > began + time_limits.ENGINE_REPORT_S):
+        while self._pending and not self._interrupted.is_set():
             completions |= self._receive(None if not completions else time_limits.ENGINE_REPORT_S)
+            if completions and time.monotonic() > began + time_limits.ENGINE_REPORT_S:
+                break
+        self._interrupted.clear()
         return completions
+
+    def interrupt(self) -> None:
+        """Let a running `step` return (see `StreamingEngine`)."""
+        self._interrupted.set()
+        self._results.put((self._batches, {}))
 
     def _receive(self, wait_s: float | None) -> dict[int, Completion]:
         """Wait for the next result of a batch. The server shows that it lives, or the connection breaks."""

@@ -103,7 +103,8 @@ def encode_completions(completions: Mapping[int, Completion]) -> bytes:
             _packed(completion.token_ids, "<i4"),
             _packed(completion.logprobs, "<f4"),
             completion.finish_reason,
-            *completion.weight_versions,
+            completion.weight_versions,
+            completion.version_spans,
         ]
         for number, completion in completions.items()
     ]
@@ -113,8 +114,10 @@ def encode_completions(completions: Mapping[int, Completion]) -> bytes:
 def decode_completions(line: str | bytes) -> dict[int, Completion]:
     """Return the completions of a line."""
     return {
-        number: Completion(_unpacked(tokens, "<i4"), _unpacked(logprobs, "<f4"), reason, (oldest, newest))
-        for number, tokens, logprobs, reason, oldest, newest in json.loads(line)
+        number: Completion(
+            _unpacked(tokens, "<i4"), _unpacked(logprobs, "<f4"), reason, tuple(versions), tuple(map(tuple, spans))
+        )
+        for number, tokens, logprobs, reason, versions, spans in json.loads(line)
     }
 
 

@@ -85,7 +85,7 @@ class VLLMEngine:
             "trust_remote_code": trust_remote_code,
             "dtype": ("float32" if device == "cpu" else "bfloat16") if dtype == "auto" else dtype,
             "seed": seed,
-            **_device_options(rollout, device),
+            **device_options(rollout, device),
             **_lora_options(lora_rank),
             **rollout.engine_args,
         }
@@ -130,7 +130,7 @@ class VLLMEngine:
         completions = {}
         for output in self._llm.llm_engine.step():
             if output.finished:
-                completions[self._running.pop(output.request_id)] = _completion(output)
+                completions[self._running.pop(output.request_id)] = completion_of(output)
         return completions
 
     def _add(self, requests: Mapping[int, Request]) -> None:
@@ -241,7 +241,8 @@ class VLLMEngine:
         self._llm.llm_engine.engine_core.shutdown()
 
 
-def _completion(request: RequestOutput) -> Completion:
+def completion_of(request: RequestOutput) -> Completion:
+    """Return the completion of a request that vLLM has completed."""
     output = request.outputs[0]
     assert output.finish_reason in ("stop", "length"), output.finish_reason
     logprobs = [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)]
@@ -268,7 +269,7 @@ def _lora_options(rank: int | None) -> dict[str, Any]:
     return {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}
 
 
-def _device_options(rollout: RolloutConfig, device: str) -> dict[str, Any]:
+def device_options(rollout: RolloutConfig, device: str) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM` that follow from the config, without those of the model."""
     from vllm.config import WeightTransferConfig
 

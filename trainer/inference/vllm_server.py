@@ -17,7 +17,7 @@ from typing import Any
 from trainer.config import RolloutConfig
 from trainer.config.engines import ENGINES
 from trainer.generation import server_protocol as protocol
-from trainer.generation.engine import Completion, Request
+from trainer.generation.engine import Request
 from trainer.inference.streams import with_signs_of_life
 
 _OWN_OPTIONS = ("skip_tokenizer_init", "use_tqdm_on_load", "weight_transfer_config")
@@ -37,7 +37,7 @@ def serve(_: Any, socket_path: str, settings: dict[str, Any]) -> None:
 
 def arguments(socket_path: str, settings: dict[str, Any]) -> list[str]:
     """Return the arguments of vLLM's API server."""
-    from trainer.generation.vllm_engine import _device_options
+    from trainer.generation.vllm_engine import device_options
 
     rollout, device = RolloutConfig(**settings["rollout"]), settings["device"]
     dtype = ("float32" if device == "cpu" else "bfloat16") if rollout.dtype == "auto" else rollout.dtype
@@ -47,7 +47,7 @@ def arguments(socket_path: str, settings: dict[str, Any]) -> list[str]:
         "dtype": dtype,
         "seed": settings["seed"],
         "trust_remote_code": settings["trust_remote_code"],
-        **_device_options(rollout, device),
+        **device_options(rollout, device),
         **({"distributed_executor_backend": "uni"} if device == "cpu" else {}),
         **rollout.engine_args,
         "middleware": f"{__name__}.JobRoutes",
@@ -71,7 +71,6 @@ class JobRoutes:
 
     def __init__(self, app: Any):
         self._app = app
-        self._version = 0
         self._running: set[asyncio.Future[Any]] = set()
         self._admission = asyncio.Lock()
 
@@ -98,9 +97,11 @@ class JobRoutes:
         await response(scope, receive, send)
 
     async def _completions(self, engine: Any, requests: dict[int, Request]) -> AsyncIterator[bytes]:
+        from trainer.generation.vllm_engine import completion_of
+
         tasks: dict[asyncio.Future[Any], int] = {}
         try:
-            oldest, queues = await self._add(engine, requests)
+            queues = await self._add(engine, requests)
             for number, one in queues.items():
                 task = asyncio.ensure_future(self._wait_for(engine, one))
                 tasks[task] = number
@@ -111,14 +112,14 @@ class JobRoutes:
                 done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
                 if any(task.cancelled() for task in done):
                     return
-                outputs = {tasks[task]: _completion(task.result(), (oldest, self._version)) for task in done}
+                outputs = {tasks[task]: completion_of(task.result()) for task in done}
                 yield protocol.encode_completions(outputs)
         finally:
             for task in tasks:
                 task.cancel()
 
-    async def _add(self, engine: Any, requests: dict[int, Request]) -> tuple[int, dict[int, Any]]:
-        """Add all requests while the scheduler is paused. Return the version of the weights, and where outputs come."""
+    async def _add(self, engine: Any, requests: dict[int, Request]) -> dict[int, Any]:
+        """Add all requests while the scheduler is paused. Return where their outputs come, by number."""
         async with self._admission:
             await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
             try:
@@ -128,7 +129,7 @@ class JobRoutes:
                 for number, request in requests.items():
                     prompt = {"prompt_token_ids": request.prompt_token_ids.tolist()}
                     queues[number] = await engine.add_request(uuid.uuid4().hex, prompt, _sampling_params(request))
-                return self._version, queues
+                return queues
             finally:
                 await engine.engine_core.resume_scheduler_async()
 
@@ -164,7 +165,7 @@ class JobRoutes:
             # The keys and values of requests that go on, also of people, are of the old weights: compute them again.
             if not await engine.reset_prefix_cache(reset_running_requests=True):
                 raise RuntimeError("the prefix cache is in use")
-            self._version = version
+            await engine.update_weight_version(str(version))  # vLLM tells which tokens each has generated
         finally:
             await engine.engine_core.resume_scheduler_async()
         return {}
@@ -186,11 +187,3 @@ def _sampling_params(request: Request) -> Any:
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-
-
-def _completion(request: Any, versions: tuple[int, int]) -> Completion:
-    output = request.outputs[0]
-    if output.finish_reason not in ("stop", "length"):
-        raise RuntimeError(f"vLLM has ended a request: {output.finish_reason}")
-    logprobs = [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)]
-    return Completion(output.token_ids, logprobs, output.finish_reason, versions)

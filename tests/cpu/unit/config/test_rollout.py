@@ -22,7 +22,7 @@ CONTRADICTIONS = [
     (
         ["rollout=transformers", "rollout.in_flight_updates=true"],
         "rollout.in_flight_updates=True: rollout.engine=transformers takes weights only when it generates nothing; "
-        "choose rollout=vllm, or rollout.ahead=1 instead",
+        "choose rollout=vllm or server, or rollout.ahead=1 instead",
     ),
     (
         ["rollout.in_flight_updates=true", "rollout.ahead=1"],

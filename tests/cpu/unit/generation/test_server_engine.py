@@ -182,6 +182,17 @@ def test_new_weights_abort_or_drain_the_requests_under_way(server, weights, expe
         assert one.step({}) == {} and contents(one.generate(REQUESTS)) == expected
 
 
+def test_a_step_that_is_interrupted_returns_and_its_requests_go_on(server, weights, expected):
+    with engine(server.url) as one:
+        one.sync_weights(weights, 3)
+        one.interrupt()
+        completions = one.step(dict(enumerate(REQUESTS)))
+        assert not completions
+        while len(completions) < len(REQUESTS):
+            completions |= one.step({})
+        assert contents([completions[number] for number in range(len(REQUESTS))]) == expected
+
+
 @pytest.mark.parametrize("fault", [CUT, LOST])
 def test_what_a_broken_connection_has_lost_is_asked_for_again(server, weights, expected, fault):
     faults = Faults()

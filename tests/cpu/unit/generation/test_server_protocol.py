@@ -29,8 +29,10 @@ def test_requests_and_completions_arrive_as_they_were():
         assert received[number].prompt_token_ids.tolist() == request.prompt_token_ids.tolist()
         assert (received[number].seed, received[number].sampling) == (request.seed, request.sampling)
     logprobs = -np.random.default_rng(1).random(5, np.float32) * 1e-3
-    completion = Completion([1, 2, 3, 4, 5], logprobs, "stop", (3, 4))
-    assert contents([decode_completions(encode_completions({9: completion}))[9]]) == contents([completion])
+    completion = Completion([1, 2, 3, 4, 5], logprobs, "stop", (3, 4), ((3, 2), (4, 3)))
+    received_completion = decode_completions(encode_completions({9: completion}))[9]
+    assert contents([received_completion]) == contents([completion])
+    assert received_completion.version_spans == completion.version_spans
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"samplings": [{}], "requests": []}', b'{"samplings": 1}'])
