@@ -4,8 +4,8 @@ Trains jobs whose rollouts take one, three and nine times the update, each from 
 between two checkpoints. At random moments, one in each of N equal parts of that time, it stops all processes of the job
 for a moment and copies the run directory: that is what a kill leaves. Then it continues each copy up to the step that
 was under way. The seconds of the steps that are trained again are compared with those that the same steps took the
-first time, without records to train from. Start-up costs the same in both, and is printed apart. One copy of each job
-is also continued with `rollout.journal=false`, to show that its steps take as long as the first time.
+first time, without records to train from. Start-up is printed apart. Some copies (`--controls`) are also continued with
+`rollout.journal=false`, which should take as long as the first time; on a busy machine use one for each kill.
 
 A reward waits (`waits`), so that rollouts take as long as they should on any machine: two groups at a time, so groups
 finish one after another, as in an engine that is full.
@@ -150,35 +150,47 @@ def measure(base: str, times: int, update_s: float, generate_s: float, args: arg
     run_dir = f"{base}-{times}"
     shutil.copytree(base, run_dir, symlinks=True)
     first, images = train_and_copy(run_dir, args.interval, seconds, moments)
-    without, again, ratios = 0.0, 0.0, []
+    if not images:
+        raise SystemExit("the job ended before the first kill; try again with a larger --interval")
+    controls = sorted(range(len(images)), key=lambda number: abs(number - len(images) // 2))[: args.controls]
+    before, again, ratios, paired = 0.0, 0.0, [], []
     for number, image in enumerate(images):
-        journals = ["true", "false"] if number == len(images) // 2 else ["true"]
-        before = sum(first[step] for step in first if step <= image.step)
-        for journal in journals:
-            shutil.rmtree(run_dir)
-            shutil.copytree(image.path, run_dir, symlinks=True)
-            total = run(run_dir, image.step, seconds, f"rollout.journal={journal}")
-            took = sum(times_of(run_dir).values())
-            lost = image.step - COMMITTED
-            if journal == "false":
-                print(f"| {times} | {lost} | {before:.1f} s | {took:.1f} s, off | | {total - took:.1f} s |", flush=True)
-                continue
-            without, again, ratios = without + before, again + took, [*ratios, before / took]
-            print(
-                f"| {times} | {lost} | {before:.1f} s | {took:.1f} s | {ratios[-1]:.2f} | {total - took:.1f} s |",
-                flush=True,
-            )
-    aim = f", aim {AIMS[times]:g}" if times in AIMS else ""
+        first_s = sum(first[step] for step in first if step <= image.step)
+        on_s, start_s = continued(run_dir, image, seconds, journal=True)
+        before, again, ratios = before + first_s, again + on_s, [*ratios, first_s / on_s]
+        off = " | |"
+        if number in controls:
+            off_s, _ = continued(run_dir, image, seconds, journal=False)
+            paired.append(off_s / on_s)
+            off = f"{off_s:.1f} s | {paired[-1]:.2f} |"
+        lost = image.step - COMMITTED
+        print(
+            f"| {times} | {lost} | {first_s:.1f} s | {on_s:.1f} s | {ratios[-1]:.2f} | {off} {start_s:.1f} s |",
+            flush=True,
+        )
+    aim = f" (aim {AIMS[times]:g})" if times in AIMS else ""
+    shown = f"; continued without it {median(paired):.2f} times" if paired else ""
     print(
-        f"rollouts {times} times the update: all kills together {without / again:.2f} times less{aim}; "
-        f"median {median(ratios):.2f}, from {min(ratios):.2f} to {max(ratios):.2f}",
+        f"rollouts {times} times the update: all kills together {before / again:.2f} times less{aim}; each "
+        f"{min(ratios):.2f} to {max(ratios):.2f}, median {median(ratios):.2f}{shown}",
         flush=True,
     )
+
+
+def continued(run_dir: str, image: Image, seconds: float, journal: bool) -> tuple[float, float]:
+    """Continue a copy up to the step that was under way; return the seconds of the steps, and those of the start."""
+    shutil.rmtree(run_dir)
+    shutil.copytree(image.path, run_dir, symlinks=True)
+    total = run(run_dir, image.step, seconds, f"rollout.journal={str(journal).lower()}")
+    took = sum(times_of(run_dir).values())
+    return took, total - took
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=4, help="kills for each workload (default: 4)")
+    controls = "kills of each workload that are continued without the journal, too (default: 1)"
+    parser.add_argument("--controls", type=int, default=1, help=controls)
     parser.add_argument("--interval", type=int, default=20, help="steps between two checkpoints (default: 20)")
     parser.add_argument("--times", type=int, nargs="*", default=[1, 3, 9], help="rollouts, in updates (default: 1 3 9)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default: 0)")
@@ -192,8 +204,8 @@ def main() -> None:
         generate_s = median(row.get("time/rollout", 0.0) + row.get("time/reward", 0.0) for row in rows)
         update_s = median(row["time/step"] for row in rows) - generate_s
         print(f"without waiting: a step generates for {generate_s:.2f} s and learns for {update_s:.2f} s\n")
-        print("| rollouts / update | steps lost | first time | again | ratio | start-up |")
-        print("|---|---|---|---|---|---|")
+        print("| rollouts / update | steps lost | first time | again | ratio | without journal | ratio | start-up |")
+        print("|---|---|---|---|---|---|---|---|")
         for times in args.times:
             measure(base, times, update_s, generate_s, args)
 
