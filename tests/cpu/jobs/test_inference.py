@@ -2,26 +2,116 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from tests.support.inference import Server
-from tests.support.jobs import comparable, metrics, run_forked_job
+from tests.support.inference import Server, free_port
+from tests.support.jobs import SMALL, comparable, environment, metrics, run_forked_job
 
-SERVED = ["rollout.max_num_seqs=20"]
+SETTINGS = ["rollout.max_num_seqs=20", "trainer.total_steps=4"]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with Server(tmp_path_factory.mktemp("server") / "log", "inference.engine=transformers", *SERVED) as server:
-        yield server.wait()
+def servers(tmp_path_factory) -> Iterator[list[Server]]:
+    logs, words = tmp_path_factory.mktemp("servers"), ["inference.engine=transformers", "rollout.max_num_seqs=20"]
+    words += ["inference.hang_timeout_s=3"]
+    with Server(logs / "1", *words) as first, Server(logs / "2", *words) as second:
+        yield [first.wait(), second.wait()]
 
 
-def test_a_job_on_a_server_has_the_numbers_of_one_with_its_own_engine(server, tmp_path):
-    plain = run_forked_job("trainer.run_dir=plain", *SERVED, cwd=tmp_path)
-    assert plain.returncode == 0, plain.stderr
-    served = run_forked_job(
-        "trainer.run_dir=served", "rollout=server", f"rollout.urls=[{server.url}]", *SERVED, cwd=tmp_path
-    )
-    assert served.returncode == 0, served.stderr
-    assert comparable(metrics(tmp_path / "served")) == comparable(metrics(tmp_path / "plain"))
-    assert server.status()["job"] is None
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> list[dict[str, Any]]:
+    """The metrics of a run with an engine of its own."""
+    directory = tmp_path_factory.mktemp("plain")
+    done = run_forked_job("trainer.run_dir=run", *SETTINGS, cwd=directory)
+    assert done.returncode == 0, done.stderr
+    return comparable(metrics(directory / "run"))
+
+
+def run_served(servers: list[Server], cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    urls = f"rollout.urls=[{','.join(server.url for server in servers)}]"
+    return run_forked_job("trainer.run_dir=run", "rollout=server", urls, *SETTINGS, *words, cwd=cwd)
+
+
+def at_step(run_dir: Path, step: int, action: Callable[[], None]) -> threading.Thread:
+    """Do something once the run has logged a step."""
+
+    def wait() -> None:
+        path = run_dir / "metrics.jsonl"
+        while not path.exists() or f'"step": {step},' not in path.read_text():
+            time.sleep(0.005)
+        action()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_job_on_a_server_has_the_numbers_of_one_with_its_own_engine(servers, plain, tmp_path):
+    done = run_served(servers[:1], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert comparable(metrics(tmp_path / "run")) == plain
+    assert servers[0].status()["job"] is None, "the job has left the server"
+
+
+@pytest.mark.parametrize("fault", ["killed", "engine killed", "engine hangs"])
+def test_a_server_that_fails_and_comes_back_changes_no_number(servers, plain, tmp_path, fault):
+    server = servers[0].wait()
+
+    def fail() -> None:
+        if fault == "killed":
+            server.kill()
+            server.start()
+        else:
+            server.engine()[-1].send_signal(signal.SIGKILL if "killed" in fault else signal.SIGSTOP)
+
+    thread = at_step(tmp_path / "run", 1, fail)
+    done = run_served([server], tmp_path, "trainer.max_restarts=0")
+    thread.join(10)
+    assert done.returncode == 0, done.stderr
+    assert "inference server" in (tmp_path / "run/log.txt").read_text()
+    assert comparable(metrics(tmp_path / "run")) == plain
+
+
+def test_the_other_server_takes_the_requests_of_one_that_is_gone(servers, tmp_path):
+    first, second = (server.wait() for server in servers)
+    thread = at_step(tmp_path / "run", 1, second.kill)
+    done = run_served([first, second], tmp_path, "trainer.max_restarts=0", "rollout.server_timeout_s=5")
+    thread.join(10)
+    second.start()
+    assert done.returncode == 0, done.stderr
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_two_jobs_of_the_example_end_as_one_job_with_its_own_engine_does(tmp_path):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    env = environment() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PORT": str(free_port())}
+    words = [*SMALL, "trainer.ray_address=processes", "logger.plot=false", "trainer.hf_save_interval=20"]
+    words = [word for word in words if not word.startswith(("trainer.total_steps", "trainer.val", "trainer.ckpt"))]
+    apart = subprocess.run(
+        ["bash", "examples/inference_server.sh", *words, "inference.engine=transformers"], cwd=tmp_path, env=env,
+        capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert apart.returncode == 0, apart.stdout + apart.stderr
+    one = run_forked_job(
+        "data=reverse_text", "trainer.run_dir=one", "trainer.hf_save_interval=20", "trainer.total_steps=20",
+        "trainer.val_interval=10", "trainer.ckpt_interval=10", cwd=tmp_path,
+    )  # fmt: skip
+    assert one.returncode == 0, one.stderr
+    runs = [tmp_path / "outputs/inference_server", tmp_path / "one"]
+    assert len((runs[0] / "starts.jsonl").read_text().splitlines()) == 2
+    first, second = (comparable(metrics(run)) for run in runs)
+    assert first == second and len(first) > 20
+    weights = [(run / "exports/global_step_20/policy/model.safetensors").read_bytes() for run in runs]
+    assert weights[0] == weights[1]
