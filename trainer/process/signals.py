@@ -63,6 +63,7 @@ class Signals:
         """Number of safe points that the main thread has passed. If it does not change, the main thread may hang."""
         self.passed: dict[int, int] = {}
         """Number of safe points that each other thread has passed, by its identifier."""
+        self._seen: dict[int, int] = {}  # the same at the last `check_behind`
         self.is_waiting = False
         """Whether the main thread is in a `waiting` block."""
         self.count = 0
@@ -212,6 +213,16 @@ class Signals:
             signal.setitimer(signal.ITIMER_REAL, 0)
             self.raised = self._exception()
             raise self.raised
+
+    def check_behind(self, thread: int) -> None:
+        """Check while the main thread waits for another one. It gets on only as far as that thread does.
+
+        Args:
+            thread: identifier of the other thread, which calls `check`.
+        """
+        passed = self.passed.get(thread, 0)
+        before, self._seen[thread] = self._seen.get(thread), passed
+        self.check(is_progress=passed != before)
 
     def stop_behind(self, error: BaseException) -> BaseException | None:
         """Return the exception of a signal if it explains `error`, otherwise None.

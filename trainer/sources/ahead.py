@@ -136,10 +136,8 @@ class BatchThread(BatchProgress):
 
     def _wait(self, event: threading.Event) -> None:
         """Wait. The main thread makes progress only as far as the thread of the batch does."""
-        thread, passed = self._thread.ident or 0, 0
         while not event.wait(time_limits.POLL_INTERVAL_S):
-            before, passed = passed, SIGNALS.passed.get(thread, 0)
-            SIGNALS.check(is_progress=passed != before)
+            SIGNALS.check_behind(self._thread.ident or 0)
 
     def _run(self) -> None:
         try:

@@ -66,6 +66,7 @@ class RolloutRunner:
         )
         self._scorer = scorer
         self._lock = threading.Lock()
+        self._generating = 0  # the thread that has the lock
         self._here = _Here()
 
     def __enter__(self) -> Self:
@@ -196,7 +197,8 @@ class RolloutRunner:
             return
         while not self._lock.acquire(timeout=time_limits.POLL_INTERVAL_S):
             progress.check()
-            SIGNALS.check()
+            SIGNALS.check_behind(self._generating)
+        self._generating = threading.get_ident()
         try:
             yield
         finally:
