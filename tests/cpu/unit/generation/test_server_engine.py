@@ -236,3 +236,25 @@ def test_a_pool_waits_for_servers_that_fail_and_counts_no_restart(start, tmp_pat
             fail()
             assert contents(pool.generate(REQUESTS)) == expected
         pool.shutdown()
+
+
+def test_a_run_ends_in_one_sentence_when_a_server_never_comes(start):
+    url = f"http://127.0.0.1:{free_port()}"
+    pool, _ = start(waits=False, max_restarts=3, engine="server", urls=[url], server_timeout_s=1.0)
+    sentence = rf"{url} .*waited for 1 s \(rollout.server_timeout_s\); restart the job with the same command"
+    with pytest.raises(WorkerError, match=sentence):
+        pool.start(0, False)
+
+
+def test_a_server_that_refuses_ends_the_run_in_one_sentence(start, server):
+    with engine(server.url, job("a")):
+        pool, _ = start(
+            waits=False,
+            max_restarts=3,
+            engine="server",
+            urls=[server.url],
+            max_prompt_tokens=300,
+            max_response_tokens=64,
+        )
+        with pytest.raises(UserError, match=f"{server.url} is in use by run a 1; choose another server, or end that"):
+            pool.start(0, False)
