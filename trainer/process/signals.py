@@ -220,6 +220,8 @@ class Signals:
         Args:
             thread: identifier of the other thread, which calls `check`.
         """
+        if threading.current_thread() is not threading.main_thread():
+            return self.check()
         passed = self.passed.get(thread, 0)
         before, self._seen[thread] = self._seen.get(thread), passed
         self.check(is_progress=passed != before)

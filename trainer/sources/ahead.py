@@ -194,9 +194,10 @@ class BatchesAhead:
         return self._held.get(step)
 
     def rows_before(self, step: int) -> list[SampleIndex]:
-        """Return the rows in flight: those of the steps before this one that are not committed."""
+        """Return the rows in flight: those of the steps before this one that are not committed. Any thread may ask."""
+        threads = list(self._threads.values())  # the thread that trains may begin others meanwhile
         held = [row.index for other, batch in self._held.items() if other < step for row in batch.used]
-        return held + [row for other, thread in self._threads.items() if other < step for row in thread.rows]
+        return held + [row for thread in threads if thread.step < step for row in thread.rows]
 
     def older_than(self, version: int) -> dict[int, Callable[[], StepBatch]]:
         """Return the batches of weights before this version, by step: functions that wait for them."""
@@ -229,10 +230,11 @@ def end_threads(threads: Sequence[BatchThread], abort: Callable[[], None]) -> No
     threads = [thread for thread in threads if not thread.has_ended()]
     for thread in threads:
         thread.cancel()
-    if threads:
-        abort()
     end = time.monotonic() + time_limits.BATCH_END_S
+    while threads and time.monotonic() < end:
+        abort()  # again and again: a thread may just have begun a request
+        threads[0].has_ended(time_limits.POLL_INTERVAL_S)
+        threads = [thread for thread in threads if not thread.has_ended()]
     for thread in threads:
-        if not thread.has_ended(max(0.0, end - time.monotonic())):
-            seconds = time_limits.BATCH_END_S
-            LOG.warning("the rollouts of step %d have not ended %g s after they were stopped", thread.step, seconds)
+        seconds = time_limits.BATCH_END_S
+        LOG.warning("the rollouts of step %d have not ended %g s after they were stopped", thread.step, seconds)

@@ -311,3 +311,21 @@ def test_a_batch_behind_one_that_has_failed_is_not_made():
         batches.wait_generated()
     with pytest.raises(CancelledBatch, match="the rollouts of step 5 have failed"):
         batches.thread(6).result()
+
+
+def test_a_request_that_begins_while_the_run_goes_back_is_ended_too(monkeypatch):
+    monkeypatch.setattr(time_limits, "POLL_INTERVAL_S", 0.01)
+    aborts, batches = [], BatchesAhead()
+
+    def make(progress: BatchProgress) -> StepBatch:
+        while not aborts:  # it has looked whether it is needed before
+            time.sleep(0.001)
+        count = len(aborts)
+        while len(aborts) < count + 1:  # a request that the first abort has not seen
+            time.sleep(0.001)
+        raise RuntimeError("aborted")
+
+    batches.begin(1, 1, "history", make)
+    thread = batches.thread(1)
+    batches.cancel(lambda: aborts.append(1))
+    assert thread.has_ended() and len(aborts) > 1
