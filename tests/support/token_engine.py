@@ -62,7 +62,7 @@ class TokenEngine:
         self._interrupted.set()
 
     def sync_weights(self, source: SharedMemory, version: int, running: RunningRequests = "abort") -> None:
-        assert running == "keep" or not self._running
+        assert running != "drain"
         if running == "abort":
             self._running.clear()
         self._version = version

@@ -65,6 +65,7 @@ class Dispatcher:
         streaming: the engines take requests while they generate (`EngineSpec.streaming`).
         most: requests that an engine can generate together (`rollout.max_num_seqs`).
         deterministic: time does not decide which requests run together, or where (`trainer.deterministic`).
+        interrupts: an engine returns from `step` when it is told to (`EngineSpec.in_flight`).
         join: called again and again. It gives weights to engines that have come back, if that needs no rank.
         refit: called when requests wait and no engine is left. It waits for one, and gives it the current weights. It
             returns early when the function that it gets says that another thread wants the turn.
@@ -77,12 +78,14 @@ class Dispatcher:
         most: int,
         device: str,
         deterministic: bool,
+        interrupts: bool,
         join: Callable[[], None],
         refit: Callable[[Callable[[], bool]], None],
     ):
         self._engines = engines
         self._streaming = streaming
         self._most = most
+        self._interrupts = interrupts
         self._join = join
         self._refit = refit
         count = len(engines.group)
@@ -158,6 +161,8 @@ class Dispatcher:
     def turn(self) -> Iterator[None]:
         """Keep the engines from all readers while the block runs. Waits until the reader with the turn gives it back.
 
+        Engines that can do so return from what they generate.
+
         A failure within the block ends all streams.
         """
         with self._lock:
@@ -170,6 +175,7 @@ class Dispatcher:
             finally:
                 self._claims -= 1
         with self._turn_taken():
+            self._interrupt()
             yield
 
     @contextmanager
@@ -212,14 +218,11 @@ class Dispatcher:
                     self._closed.append(stream)
                 stream.ready.notify()
 
-    def interrupt(self) -> None:
-        """Let the engines return from what they generate, so that they soon do what they are told next.
-
-        For the thread with the turn.
-        """
+    def _interrupt(self) -> None:
+        """Let the engines return from what they generate, so that they soon do what they are told next."""
         with self._lock:
             self._drop_lost()
-        if self._busy:
+        if self._busy and self._interrupts:
             self._engines.group.start_background("interrupt", workers=list(self._busy))
 
     def clear(self) -> None:

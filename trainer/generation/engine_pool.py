@@ -106,6 +106,7 @@ class EnginePool:
             cfg.rollout.max_num_seqs,
             self._device,
             cfg.trainer.deterministic,
+            spec.in_flight,
             self._join,
             self._refit,
         )
@@ -334,8 +335,6 @@ class EnginePool:
         assert threading.get_ident() == self._thread, "another thread uses the ranks"
         with self._dispatcher.turn():
             if self._deferred is None:
-                if running == "keep" and self._spec.in_flight:
-                    self._dispatcher.interrupt()
                 self._sync(version, running)
             else:
                 self._version, self._deferred = version, False

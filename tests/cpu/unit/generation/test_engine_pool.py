@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.support import plain_engine
+from tests.support import plain_engine, token_engine
 from tests.support.generation import SAMPLED, alternate, tokens_of
 from tests.support.plain_engine import PlainRank, PlainRanks
-from tests.support.plain_pool import answers, fault, streaming
+from tests.support.plain_pool import answers, fault, streaming, wait_for
 from trainer.config.engines import ENGINES, EngineSpec
 from trainer.errors import NonRetryableError, UserError, WorkerError
+from trainer.generation.dispatcher import StreamAborted
 from trainer.generation.engine import Request
 from trainer.generation.engine_pool import EnginePool
 from trainer.generation.lifecycle import State
@@ -263,6 +265,29 @@ def test_requests_under_way_survive_a_sync_that_does_not_drop_them(start, monkey
     weights = {one.weight_versions: int(one.token_ids[-1]) for one in completions.values()}
     across = {(1, 2): 1} if running == "keep" else {}
     assert weights == {(1, 1): 0, (2, 2): 1, **across}
+
+
+def test_engines_take_weights_before_a_long_request_is_complete(start, monkeypatch):
+    """Its tokens name the versions that sampled them. One that nobody waits for any more is dropped at the end."""
+    monkeypatch.setitem(ENGINES, "plain", token_engine.ENGINE)
+    pool, ranks = start("cuda", num_engines=2, max_num_seqs=3, weight_sync="shared_memory", keeps_weights=True)
+    pool.start(version=1, is_initial=True)
+    lengths = [dataclasses.replace(SAMPLED, max_tokens=most) for most in (200, 100_000)]
+    with ThreadPoolExecutor(2) as threads:
+        short, endless = (
+            threads.submit(pool.generate, [Request([1], sampling.max_tokens - 1, sampling)]) for sampling in lengths
+        )
+        wait_for(lambda: short.done() or len(pool._dispatcher._busy) == 2)
+        for version in range(2, 5):
+            pool.sync_weights(version, "keep")
+        (completion,) = short.result()
+        pool.abort()
+        with pytest.raises(StreamAborted):
+            endless.result()
+    versions, counts = zip(*completion.version_spans, strict=True)
+    assert sorted({*versions}) == list(versions) and sum(counts) == 200
+    assert completion.weight_versions == (versions[0], versions[-1]) == (1, 4)
+    pool.sync_weights(5)
 
 
 def test_a_failed_sender_is_heard_while_engines_still_wait(start):
