@@ -141,6 +141,8 @@ class Workspace(contextlib.ExitStack):
 
     def __enter__(self) -> Workspace:
         self.directory.mkdir()
+        if self.kind.served:
+            self.scene.server()  # before the job is timed
         if self.kind.on_nodes:
             self.cluster = self.enter_context(Cluster())
         return self
