@@ -6,7 +6,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,8 @@ class Identity:
     """Of those that decide rollouts and rewards."""
     updates: str
     """Of those that decide the update, and of the ones before."""
+    by_key: Mapping[str, str] = field(default_factory=dict)
+    """Of each setting that decides rollouts and rewards. No code counts, no version and no weights."""
 
 
 def digest(*parts: Any) -> str:
@@ -50,7 +52,8 @@ def identity(rollouts: Mapping[str, Any], updates: Mapping[str, Any], weights: s
         weights: fingerprint of the initial weights with which the run still computes.
     """
     of_rollouts = digest(__version__, weights, rollouts, _code_in(rollouts))
-    return Identity(of_rollouts, digest(of_rollouts, updates, _code_in(updates)))
+    by_key = {key: digest(value) for key, value in rollouts.items()}
+    return Identity(of_rollouts, digest(of_rollouts, updates, _code_in(updates)), by_key)
 
 
 def _code_in(settings: Any) -> dict[str, str]:

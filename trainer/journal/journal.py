@@ -72,9 +72,9 @@ class Journal:
         self._has_all: dict[int, bool] = {}
 
     @property
-    def config(self) -> str:
-        """Digest of the settings that decide rollouts and rewards."""
-        return self._settings.rollouts
+    def settings(self) -> Mapping[str, str]:
+        """Digests of the settings that decide rollouts and rewards, by key."""
+        return self._settings.by_key
 
     @property
     def history(self) -> str:

@@ -27,7 +27,7 @@ _OF_WEIGHTS = {"weights", "data", "state"}
 _SHAPE: dict[Any, Any] = {
     "used": [{"dataset": is_count, "epoch": is_count, "index": is_count, "reward": (float, int, NoneType)}],
     "metrics": {str: (float, int)},
-    "config": str,
+    "settings": {str: str},
 }
 
 
@@ -50,22 +50,22 @@ class StepBatch:
     metrics: dict[str, float]
 
 
-def encode_batch(step: int, batch: StepBatch, config: str) -> bytes:
+def encode_batch(step: int, batch: StepBatch, settings: Mapping[str, str]) -> bytes:
     """Return a batch as an Arrow IPC file. The same batch gives the same bytes.
 
     Args:
-        config: digest of the settings that decide rollouts.
+        settings: digests of those that decide rollouts and rewards, by key.
     """
     used = [
         dict(zip(("dataset", "epoch", "index", "reward"), (*astuple(row.index), row.reward), strict=True))
         for row in batch.used
     ]
-    about = {"used": used, "metrics": batch.metrics, "config": config}
+    about = {"used": used, "metrics": batch.metrics, "settings": dict(settings)}
     return encode(step, batch.episodes, about={"batch": json.dumps(about)})
 
 
-def decode_batch(data: bytes) -> tuple[StepBatch, str]:
-    """Return the batch of a file, and the digest of the settings that it was made with.
+def decode_batch(data: bytes) -> tuple[StepBatch, dict[str, str]]:
+    """Return the batch of a file, and the digests of the settings that it was made with.
 
     Raises:
         ValueError: the file is damaged.
@@ -74,18 +74,20 @@ def decode_batch(data: bytes) -> tuple[StepBatch, str]:
     content = parse_object(about.get("batch", "null"), _SHAPE)
     used = [UsedRow(SampleIndex(row["dataset"], row["epoch"], row["index"]), row["reward"]) for row in content["used"]]
     episodes = [episode for group in groups.values() for episode in group]
-    return StepBatch(episodes, used, content["metrics"]), content["config"]
+    return StepBatch(episodes, used, content["metrics"]), content["settings"]
 
 
 def ahead_part(
-    config: str,
+    settings: Mapping[str, str],
     finishing: Callable[[], Mapping[int, Callable[[], StepBatch]]],
     hold: Callable[[Mapping[int, StepBatch]], None],
 ) -> Component:
     """Make the part that holds the finished batches of steps ahead: the weights that sampled them are gone.
 
     Args:
-        config: digest of the settings that decide rollouts. Batches of another config are not restored.
+        settings: digests of those that decide rollouts and rewards, by key. Batches of other settings are not restored.
+            A key that another version of this package does not know is not compared. Nor are code and models: the
+            checkpoint has the weights, and an edit of a reward must not cost what only they can sample.
         finishing: returns, for each step ahead whose weights are gone, a function that waits for its batch.
         hold: takes the batches of a checkpoint.
     """
@@ -95,7 +97,7 @@ def ahead_part(
 
         def write() -> list[FileEntry]:
             return [
-                staging.write(f"{_PART}/step_{step}.arrow", encode_batch(step, wait(), config))
+                staging.write(f"{_PART}/step_{step}.arrow", encode_batch(step, wait(), settings))
                 for step, wait in waits.items()
             ]
 
@@ -104,16 +106,19 @@ def ahead_part(
     def load(checkpoint: Checkpoint, restore: Restore) -> None:
         names = {int(match[1]): path for path in _paths(checkpoint) if (match := _FILE.fullmatch(path))}
         batches: dict[int, StepBatch] = {}
+        changed: set[str] = set()
         for step, path in sorted(names.items()):
             with reading(checkpoint.path, path):
-                batch, config_of_batch = decode_batch(checkpoint.files.read(path))
-            if config_of_batch == config and restore.kinds >= _OF_WEIGHTS:
-                batches[step] = batch
-        if dropped := sorted(names.keys() - batches.keys()):
-            reason = "another config" if restore.kinds >= _OF_WEIGHTS else "other weights"
-            LOG.info(
-                "%s: its rollouts of %s are of %s, and are generated again", checkpoint.path, _listed(dropped), reason
+                batches[step], saved = decode_batch(checkpoint.files.read(path))
+            changed |= {key for key in saved.keys() & settings.keys() if saved[key] != settings[key]}
+        if batches and (changed or not restore.kinds >= _OF_WEIGHTS):
+            LOG.warning(
+                "%s: its rollouts of %s are of other %s, and are generated again",
+                checkpoint.path,
+                _listed(sorted(batches)),
+                ", ".join(sorted(changed)) or "weights",
             )
+            batches = {}
         hold(batches)
 
     return Component(_PART, begin, load, ("data",), if_missing="holds no rollouts of steps ahead")

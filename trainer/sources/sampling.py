@@ -307,8 +307,8 @@ class SamplingSource:
 
     def parts(self) -> list[Component]:
         """Return the part with the finished batches of the steps ahead: the weights that sampled them are gone."""
-        config = self.runner.journal.config
-        return [ahead_part(config, lambda: self._ahead.older_than(self._version), self._ahead.hold)]
+        settings = self.runner.journal.settings
+        return [ahead_part(settings, lambda: self._ahead.older_than(self._version), self._ahead.hold)]
 
     def state_dict(self) -> dict[str, Any]:
         return self.ledger.state_dict()

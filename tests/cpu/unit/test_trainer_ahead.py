@@ -333,6 +333,21 @@ def test_a_run_that_goes_back_further_ends_as_if_it_had_not(tmp_path, model, who
     assert outcome(tmp_path / "run", trainer) == whole(2)
 
 
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_an_edit_of_the_reward_and_a_model_that_has_moved_leave_the_held_batches(
+    tmp_path, model, whole, killed, ahead, monkeypatch
+):
+    """Only weights that are gone could sample them. A comment in the reward changes no number."""
+    shutil.copytree(killed(ahead), tmp_path / "run")
+    shutil.copytree(model, tmp_path / "model", copy_function=shutil.copy)
+    for name in os.listdir(tmp_path / "model"):
+        os.utime(tmp_path / "model" / name, (1, 1))
+    monkeypatch.setattr("trainer.journal.history.digest_code", lambda path: "edited" if ":" in path else None)
+    monkeypatch.setattr("trainer.journal.history.__version__", "99.0")
+    trainer = run(settings(tmp_path / "run", ahead), str(tmp_path / "model"))
+    assert outcome(tmp_path / "run", trainer) == whole(ahead)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_a_fork_trains_on_the_held_batches_unless_its_rollouts_differ(
     tmp_path, model, whole, killed, caplog, temperature
@@ -346,7 +361,9 @@ def test_a_fork_trains_on_the_held_batches_unless_its_rollouts_differ(
     if temperature == 1.0:
         assert outcome(tmp_path / "fork", trainer)[1] == whole(2)[1] and not told
     else:
-        assert told == [f"{parent}: its rollouts of steps 5 to 6 are of another config, and are generated again"]
+        assert told == [
+            f"{parent}: its rollouts of steps 5 to 6 are of other rollout.temperature, and are generated again"
+        ]
         assert [versions(tmp_path / "fork")[step] for step in (5, 6, 7)] == [5, 5, 5]
 
 

@@ -17,6 +17,7 @@ from trainer.data.ledger import SampleIndex
 from trainer.data.records import encode
 from trainer.sources.batches import StepBatch, UsedRow, ahead_part, decode_batch, encode_batch
 
+SETTINGS = {"rollout.n": "2", "rollout.top_p": "1"}
 counts = st.integers(0, 2**40)
 rows = st.builds(UsedRow, st.builds(SampleIndex, counts, counts, counts), st.none() | st.floats(allow_nan=False))
 
@@ -29,18 +30,18 @@ rows = st.builds(UsedRow, st.builds(SampleIndex, counts, counts, counts), st.non
 )
 def test_a_batch_comes_back_bit_for_bit(found, used, metrics):
     batch = StepBatch(found, used, metrics)
-    data = encode_batch(3, batch, "config")
-    assert bits(decode_batch(data)) == bits((batch, "config")) and encode_batch(3, batch, "config") == data
+    data = encode_batch(3, batch, SETTINGS)
+    assert bits(decode_batch(data)) == bits((batch, SETTINGS)) and encode_batch(3, batch, SETTINGS) == data
 
 
-@pytest.mark.parametrize("about", ["", "{}", '{"used": [{}], "metrics": {}, "config": ""}', "[[["])
+@pytest.mark.parametrize("about", ["", "{}", '{"used": [{}], "metrics": {}, "settings": {}}', "[[["])
 def test_a_record_of_the_journal_is_no_batch(about):
     with pytest.raises(ValueError):
         decode_batch(encode(1, [], about={"batch": about}))
 
 
-def saved(root: Path, batches: dict[int, StepBatch], config: str = "config") -> Checkpoint:
-    part = ahead_part(config, lambda: {step: lambda b=batch: b for step, batch in batches.items()}, lambda _: None)
+def saved(root: Path, batches: dict[int, StepBatch], settings: dict[str, str] = SETTINGS) -> Checkpoint:
+    part = ahead_part(settings, lambda: {step: lambda b=batch: b for step, batch in batches.items()}, lambda _: None)
     run = {"roles": ["policy"], "ranks": 1, "replicas": 1, "config_digest": "0", "score": None, "parent": None}
     return verify(save(manager(root), 1, [part], **run))
 
@@ -49,15 +50,21 @@ BATCHES = {step: StepBatch([], [UsedRow(SampleIndex(0, 0, step), 0.5)], {"reward
 
 
 @pytest.mark.parametrize(
-    ("config", "left_out", "reason"),
-    [("config", (), ""), ("other", (), "another config"), ("config", ("weights",), "other weights")],
+    ("now", "left_out", "reason"),
+    [
+        ({}, (), ""),
+        ({"rollout.new": "1"}, (), ""),  # a key that the version before did not have
+        ({"rollout.n": "3"}, (), "other rollout.n"),
+        ({"rollout.n": "3", "rollout.top_p": "2"}, (), "other rollout.n, rollout.top_p"),
+        ({}, ("weights",), "other weights"),
+    ],
 )
-def test_batches_of_another_config_or_of_other_weights_are_dropped(tmp_path, caplog, config, left_out, reason):
-    caplog.set_level(logging.INFO)
+def test_batches_of_other_settings_or_weights_are_dropped_with_a_warning(tmp_path, caplog, now, left_out, reason):
+    caplog.set_level(logging.WARNING)
     checkpoint = saved(tmp_path, BATCHES)
     held: dict[int, StepBatch] = {}
     restore = Restore(Restore().kinds - set(left_out), fork=True)
-    ahead_part(config, dict, held.update).load(checkpoint, restore)
+    ahead_part(SETTINGS | now, dict, held.update).load(checkpoint, restore)
     assert held == ({} if reason else BATCHES) and [*held] == sorted(held)
     told = [line for line in caplog.messages if "its rollouts of" in line]
     assert told == ([f"{checkpoint.path}: its rollouts of steps 2 to 10 are of {reason}, and are generated again"]
@@ -68,7 +75,7 @@ def test_a_damaged_batch_is_refused(tmp_path):
     checkpoint = saved(tmp_path, BATCHES)
     (Path(checkpoint.path) / "ahead/step_2.arrow").write_bytes(b"ARROW1")
     with pytest.raises(CorruptCheckpointError, match="ahead/step_2.arrow is damaged"):
-        ahead_part("config", dict, lambda _: None).load(checkpoint, Restore())
+        ahead_part(SETTINGS, dict, lambda _: None).load(checkpoint, Restore())
 
 
 def test_a_batch_that_fails_fails_the_save(tmp_path):
@@ -76,7 +83,7 @@ def test_a_batch_that_fails_fails_the_save(tmp_path):
         raise ValueError("a judge is gone")
 
     checkpoints = manager(tmp_path)
-    checkpoints.save(1, [ahead_part("config", lambda: {2: fail}, lambda _: None)], {})
+    checkpoints.save(1, [ahead_part(SETTINGS, lambda: {2: fail}, lambda _: None)], {})
     checkpoints.wait()
     (result,) = checkpoints.results()
     assert result.error == "a judge is gone" and checkpoints.store.steps() == []
