@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,15 +31,25 @@ class Replies:
         self._tokenizer, self._reply = tokenizer, reply
         self.awake, self.repeats = contextlib.nullcontext, True
         self.seeds: list[int] = []
+        self._lock = threading.Lock()  # one thread at a time may use the tokenizer
         self.samplings: list[Sampling] = []
 
     def stream(self, requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
         self.samplings.append(requests[0].sampling)
         for place, request in enumerate(requests):
             self.seeds.append(request.seed)
-            prompt = self._tokenizer.decode(request.prompt_token_ids, skip_special_tokens=True)
-            tokens = self._tokenizer.encode(self._reply(prompt, place % 2, request.sampling), add_special_tokens=False)
+            with self._lock:
+                prompt = self._tokenizer.decode(request.prompt_token_ids, skip_special_tokens=True)
+            reply = self._reply(prompt, place % 2, request.sampling)
+            with self._lock:
+                tokens = self._tokenizer.encode(reply, add_special_tokens=False)
             yield {place: Completion(tokens, [-1.0] * len(tokens), "stop", 1)}
+
+    def start(self, version: int, is_initial: bool, may_defer: bool = False) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
 
     def shutdown(self) -> None:
         pass
@@ -75,12 +86,14 @@ def source_of(
     needs_baselines: bool = False,
     journal: Journal | None = None,
     reward: str = "length",
+    edit: Callable[[Config], None] = lambda cfg: None,
 ) -> Iterator[SamplingSource]:
     """A source of the prompts `p0` to `p11`, whose reward is the length of a completion.
 
     Args:
         validation: number of validation prompts, from `p0` on.
         journal: of the run; None: it is off.
+        edit: changes the config before the source is made.
     """
     root.mkdir(exist_ok=True)
     lines = [json.dumps({"prompt": f"p{i}", "answer": "x"}) for i in range(12)]
@@ -91,5 +104,6 @@ def source_of(
     cfg.data = DataConfig(train_files=[str(root / "prompts.jsonl")], val_files=[str(root / "validation.jsonl")])
     cfg.reward = RewardConfig(name=f"tests.support.named_rewards:{reward}", num_processes=1)
     cfg.logger.samples_interval = 0
+    edit(cfg)
     with sampling_source(cfg, Replies(load_tokenizer(model), reply), model, needs_baselines, journal) as source:
         yield source

@@ -192,7 +192,8 @@ class RolloutRunner:
         Engines that take requests while they generate run those of several threads together. Which ones would depend on
         time, and so would the bits of their log-probs, in runs that are to be exact.
         """
-        if not (self.cfg.engine.streaming and self.engines.repeats):
+        is_exact = self.engines.repeats and not self.cfg.rollout.in_flight_updates
+        if not (self.cfg.engine.streaming and is_exact):
             yield
             return
         while not self._lock.acquire(timeout=time_limits.POLL_INTERVAL_S):
