@@ -46,7 +46,8 @@ class EngineSpec:
     tensor_parallel: bool = False
     """One engine can run on several GPUs."""
     streaming: bool = False
-    """It takes more requests while it generates, and returns each completion as it is complete (`step`)."""
+    """It takes more requests while it generates, and returns each completion as it is complete (`step`). false: the
+    last bits of log-probs may depend on the batch, so what is missing of a batch after a kill is generated with it."""
     in_flight: bool = False
     """A streaming engine that takes new weights between two tokens, and keeps the requests that it generates
     (`interrupt`, and `running="keep"`)."""

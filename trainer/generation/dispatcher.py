@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,14 @@ from trainer.cluster.worker_groups import CallFutures
 from trainer.generation.engine import Completion, Request
 from trainer.generation.engines import Engines
 from trainer.generation.lifecycle import State
-from trainer.generation.request_scheduler import RequestScheduler, by_length, by_prompt, capacity_of, request_costs
+from trainer.generation.request_scheduler import (
+    RequestScheduler,
+    by_length,
+    by_prompt,
+    capacity_of,
+    request_costs,
+    with_some_of,
+)
 from trainer.process import time_limits
 from trainer.process.signals import SIGNALS
 
@@ -32,7 +39,7 @@ class _Stream:
     ready: threading.Condition
     """Of the lock of the dispatcher. Its reader waits for it."""
     left: set[int]
-    """Numbers of the requests that are not complete."""
+    """Numbers of the requests whose completions are wanted and not there."""
     complete: dict[int, Completion] = field(default_factory=dict)
     """Completions that the reader has not got, by the indices of their requests."""
     failure: BaseException | None = None
@@ -115,8 +122,12 @@ class Dispatcher:
         """Streams whose requests are to be forgotten. A generator can be collected at any moment, also while this
         thread changes the scheduler; so closing it does no more than to note it here."""
 
-    def stream(self, requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
-        """Yield all completions, by the indices of their requests, as engines complete them.
+    def stream(self, requests: Sequence[Request], wanted: Collection[int] = ()) -> Iterator[dict[int, Completion]]:
+        """Yield completions, by the indices of their requests, as engines complete them.
+
+        Args:
+            wanted: indices of the requests whose completions are yielded, to the last bit as if all were. The others
+                are generated only where the company of these needs them. Empty: all.
 
         Raises:
             StreamAborted: the requests were dropped.
@@ -124,7 +135,8 @@ class Dispatcher:
         """
         with self._lock:
             numbers = list(itertools.islice(self._numbers, len(requests)))
-            stream = _Stream(requests, numbers, threading.Condition(self._lock), set(numbers))
+            left = {numbers[index] for index in wanted} or set(numbers)
+            stream = _Stream(requests, numbers, threading.Condition(self._lock), left)
             self._pending |= {number: _Pending(requests[i], stream, i) for i, number in enumerate(numbers)}
             self._open.add(stream)
             self._new.append(stream)
@@ -247,8 +259,8 @@ class Dispatcher:
             self._open.discard(stream)
             if stream in self._new:
                 self._new.remove(stream)
-            self._scheduler.forget(stream.left)
-            for number in stream.left:
+            self._scheduler.forget(set(stream.numbers))
+            for number in stream.numbers:
                 self._pending.pop(number, None)
 
     def _schedule(self, stream: _Stream) -> None:
@@ -257,9 +269,10 @@ class Dispatcher:
             pieces = by_prompt(requests, self._capacity)
         else:
             pieces = by_length(requests, len(self._engines.group), self._most)
+        numbered = with_some_of(([numbers[index] for index in piece] for piece in pieces), stream.left)
         costs = dict(zip(numbers, request_costs(requests), strict=True))
         planned = self._engines.lifecycle.serving if self._plans else ()
-        self._scheduler.add([[numbers[index] for index in piece] for piece in pieces], costs, planned)
+        self._scheduler.add(numbered, costs, planned)
 
     def _advance(self) -> None:
         """Keep all engines busy, and hand out what they complete. Waits a moment for it."""
@@ -329,6 +342,8 @@ class Dispatcher:
         assert oldest <= versions[0] <= versions[1] <= newest, (
             f"a completion of weights {versions}, expected from {oldest} to {newest}"
         )
+        if number not in pending.stream.left:  # it was company
+            return
         pending.stream.left.discard(number)
         pending.stream.complete[pending.index] = completion
         pending.stream.ready.notify()

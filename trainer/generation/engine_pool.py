@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -303,8 +303,8 @@ class EnginePool:
         completions = {index: one for chunk in self.stream(requests) for index, one in chunk.items()}
         return [completions[index] for index in range(len(requests))]
 
-    def stream(self, requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
-        """Yield all completions, by the indices of their requests, as engines complete them.
+    def stream(self, requests: Sequence[Request], wanted: Collection[int] = ()) -> Iterator[dict[int, Completion]]:
+        """Yield completions, by the indices of their requests, as engines complete them (see `Dispatcher.stream`).
 
         The tokens do not depend on who generates them, as long as the weights are the same. Any threads may read any
         number of streams, in any order: each gets the completions of its own requests. Only the thread that has called
@@ -317,7 +317,7 @@ class EnginePool:
         """
         assert not self._memory.shared or threading.get_ident() == self._thread, "the ranks need the memory"
         with self.awake():
-            yield from self._dispatcher.stream(requests)
+            yield from self._dispatcher.stream(requests, wanted)
 
     def abort(self) -> None:
         """End all streams: readers on all threads get `StreamAborted`. They need not wait for an engine."""

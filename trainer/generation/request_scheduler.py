@@ -165,6 +165,11 @@ def by_prompt(requests: Sequence[Request], most: int | None = None) -> list[list
     return [rows[start : start + size] for rows in longest_first for start in range(0, len(rows), size)]
 
 
+def with_some_of(pieces: Iterable[list[int]], wanted: Collection[int]) -> list[list[int]]:
+    """Return the pieces that hold a wanted request: whole, because company can change the last bits of log-probs."""
+    return [piece for piece in pieces if any(place in wanted for place in piece)]
+
+
 def by_length(requests: Sequence[Request], engines: int, most: int) -> list[list[int]]:
     """Return batches of at most `most` requests with one sampling and prompts of similar length, the longest first.
 

@@ -29,13 +29,11 @@ class RecordedGroups:
         self._keys = [self._key(group) if journal.is_on else "" for group in groups]
         self._found = self._find(self._keys)
         self._missing_keys = [key for key in self._keys if key not in self._found]
-        self.missing = [
-            request
-            for key, group in zip(self._keys, groups, strict=True)
-            if key not in self._found
-            for request in group
-        ]
-        """The requests of the groups that the journal lacks."""
+        self.requests = requests
+        self.places = [place for place in range(len(requests)) if self._keys[place // n] not in self._found]
+        """Indices of the requests of the groups that the journal lacks."""
+        self.missing = [requests[place] for place in self.places]
+        """These requests."""
         self._kept: set[int] = set()
         self._waiting: dict[int, dict[int, Episode]] = {}  # for the rest of their groups
         self.count = len(requests)

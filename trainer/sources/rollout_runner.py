@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import threading
 import time
@@ -132,13 +133,20 @@ class RolloutRunner:
         return episodes
 
     def _ended(self, recorded: RecordedGroups, progress: BatchProgress, is_last: bool) -> Iterator[dict[int, Episode]]:
-        """Yield the missing episodes as they end, by their indices."""
+        """Yield the missing episodes as they end, by their indices in `missing`."""
+        is_partial = 0 < len(recorded.missing) < len(recorded.requests)
+        needs_company = is_partial and self.engines.repeats and not self.cfg.engine.streaming
+        requests, stream = recorded.missing, self.engines.stream
+        if needs_company:
+            requests = recorded.requests
+            if not self.cfg.environment.name:  # else all run again: each turn's company depends on those before it
+                stream = functools.partial(stream, wanted=recorded.places)
 
         def generate(prompts: Sequence[Request]) -> Iterator[dict[int, Completion]]:
             block, self._here.block = self._here.block, None
             if block is not None:
                 block.enter_context(self.engines.awake())
-            with self._turn(progress), contextlib.closing(self.engines.stream(prompts)) as chunks:
+            with self._turn(progress), contextlib.closing(stream(prompts)) as chunks:
                 while True:
                     with progress.timer("rollout"):
                         chunk = next(chunks, None)
@@ -147,8 +155,11 @@ class RolloutRunner:
                         return
                     yield chunk
 
-        known = recorded.count - len(recorded.missing)
-        yield from self._episodes.run(recorded.missing, generate, progress.timer, known, progress.check)
+        known = recorded.count - len(requests)
+        chunks = self._episodes.run(requests, generate, progress.timer, known, progress.check)
+        if needs_company:
+            chunks = _chosen(chunks, recorded.places)
+        yield from chunks
         if is_last:
             progress.mark_generated()
 
@@ -240,6 +251,14 @@ def means(name: str, values: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def reward_terms(episodes: Sequence[Episode]) -> list[Mapping[str, float]]:
     """Return the terms of the rewards that are not left out."""
     return [episode.rewards for episode in episodes if episode.reward is not None]
+
+
+def _chosen(chunks: Iterator[dict[int, Episode]], places: Sequence[int]) -> Iterator[dict[int, Episode]]:
+    """Yield the episodes at these places, by their indices in `places`."""
+    indices = {place: index for index, place in enumerate(places)}
+    with contextlib.closing(chunks):
+        for chunk in chunks:
+            yield {indices[place]: episode for place, episode in chunk.items() if place in indices}
 
 
 def _own_reward(episode: Episode) -> tuple[float, dict[str, float], str]:

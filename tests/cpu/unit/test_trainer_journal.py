@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.buckets import make_bucket, s3_server, use_s3
@@ -18,6 +21,10 @@ from tests.support.toy import ToyLearner
 from trainer.checkpoint.__main__ import main as checkpoint_tool
 from trainer.checkpoint.storage import open_storage, records_in, remove_records
 from trainer.config import Config, DataConfig, RewardConfig, TinyConfig
+from trainer.generation.engine import Completion, Request
+from trainer.generation.request_scheduler import by_length, with_some_of
+from trainer.generation.transformers_engine import TransformersEngine
+from trainer.journal.journal import Journal
 from trainer.metrics.timing import Timer
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
@@ -214,3 +221,82 @@ def test_a_machine_with_an_empty_disk_brings_the_records_from_the_store(tmp_path
         remove_records(store, lambda step: True)
         assert run(cfg, model) == 2 * ONE_STEP
         assert [*rows_of(tmp_path)] == [*range(STEPS + 1)] and {*records_in(store).values()} <= {5, 6}
+
+
+class Batches(Chance):
+    """The engine of transformers, in this process: batches of up to eight."""
+
+    def __init__(self, model: str, cfg: Config):
+        super().__init__(load_tokenizer(model))
+        self.repeats = True
+        self._engine = TransformersEngine(model, dtype="float32", seed=0, rollout=cfg.rollout, device="cpu")
+
+    def stream(self, requests: Sequence[Request], wanted: Collection[int] = ()) -> Iterator[dict[int, Completion]]:
+        batches = by_length(requests, 1, 8)
+        for batch in with_some_of(batches, wanted) if wanted else batches:
+            self.seeds += [requests[place].seed for place in batch]
+            chunk = dict(zip(batch, self._engine.generate([requests[place] for place in batch]), strict=True))
+            yield {place: one for place, one in chunk.items() if not wanted or place in wanted}
+
+
+class ExactLearner(ToyLearner):
+    """Its number depends on each bit of the log-probs that it has trained on."""
+
+    def score(self, episodes: Any, step: int) -> Any:
+        experience = super().score(episodes, step)
+        experience.batch["drawn"] = np.asarray([float(e.samples[0].logprobs.sum(dtype=float)) for e in episodes])
+        return experience
+
+
+def run_batches(cfg: Config, model: str, monkeypatch: pytest.MonkeyPatch, kill_after: int | None = None) -> int:
+    """Run two steps, or to a kill while the rewards of the first one are computed.
+
+    Args:
+        kill_after: number of groups of the step that are recorded before the kill.
+
+    Returns:
+        how many completions were generated.
+    """
+    with RunDirectory(cfg).open() as directory, monkeypatch.context() as patch:
+        tokenizer, timer = load_tokenizer(model), Timer()
+        journal = open_journal(cfg, model, directory, timer)
+        engines, add, added = Batches(model, cfg), Journal.add, 0
+
+        def add_or_die(self: Journal, step: int, groups: Any, *args: Any) -> None:
+            nonlocal added
+            room = len(groups) if kill_after is None else kill_after - added
+            add(self, step, dict(list(groups.items())[:room]), *args)
+            added += len(groups)
+            if room < len(groups):
+                self.wait()
+                raise Killed
+
+        patch.setattr(Journal, "add", add_or_die)
+        source = sampling_source(cfg, engines, model, journal=journal)
+        trainer = Trainer(
+            cfg, directory, source, ExactLearner(), model, tokenizer, timer, StopRequest(None), journal,
+            evaluator_beside(source, model),
+        )  # fmt: skip
+        with pytest.raises(Killed) if kill_after is not None else contextlib.nullcontext():
+            trainer.fit()
+        return len(engines.seeds)
+
+
+def test_what_is_missing_after_a_kill_in_the_reward_phase_has_the_same_bits(tmp_path, monkeypatch):
+    """The log-probs of transformers depend on which requests run together."""
+    model = str(tmp_path / "model")
+    build_tiny(TinyConfig(hidden_size=384, intermediate_size=1024), model)
+    rows, generated = [], []
+    for name, kill_after in (("whole", None), ("most", 5), ("some", 1)):
+        cfg = settings(tmp_path / name)
+        cfg.rollout.engine, cfg.rollout.n, cfg.rollout.max_response_tokens = "transformers", 2, 12
+        cfg.trainer.total_steps, cfg.trainer.train_batch_size, cfg.trainer.val_interval = 2, 6, -1
+        lines = [json.dumps({"prompt": f"p{i}" * (1 + i), "answer": "x"}) for i in range(12)]
+        cfg.data.train_files = [str(tmp_path / "prompts.jsonl")]
+        (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+        if kill_after is not None:
+            assert run_batches(cfg, model, monkeypatch, kill_after) == 12
+        generated.append(run_batches(cfg, model, monkeypatch))
+        rows.append(comparable(metrics(tmp_path / name / "run")))
+    assert generated == [24, 6 + 12, 24]
+    assert rows[1:] == [rows[0]] * 2

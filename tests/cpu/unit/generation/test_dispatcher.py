@@ -40,7 +40,7 @@ def test_two_streams_that_are_read_by_turns_get_their_own_completions(start, mon
 
 
 def test_streams_of_transformers_are_bit_equal_to_separate_ones(start, model_paths, tmp_path):
-    """With other sampling parameters, and in one call, too."""
+    """With other sampling parameters, in one call, and of some of the requests, too."""
     shutil.copytree(model_paths[True], tmp_path, dirs_exist_ok=True)
     pool, _ = start(engine="transformers", num_engines=2, max_num_seqs=3, max_response_tokens=24)
     pool.start(version=1, is_initial=True)
@@ -51,6 +51,9 @@ def test_streams_of_transformers_are_bit_equal_to_separate_ones(start, model_pat
     assert [contents(one) for one in alternate(*map(pool.stream, alike))] == alone
     mixed = contents(pool.generate([request for trio in zip(*alike, strict=True) for request in trio]))
     assert [mixed[i::3] for i in range(3)] == alone
+    for wanted in ([5], [0, 3, 6]):
+        some = {index: one for chunk in pool.stream(alike[2], wanted) for index, one in chunk.items()}
+        assert sorted(some) == wanted and contents([some[i] for i in wanted]) == [alone[2][i] for i in wanted]
 
 
 def test_a_stream_that_is_closed_leaves_nothing_for_the_next_one(start, monkeypatch):
