@@ -57,13 +57,14 @@ class EpisodeRunner(contextlib.AbstractContextManager["EpisodeRunner"]):
         requests: Sequence[RolloutRequest],
         generate: Generate,
         timer: PhaseTimer,
-        known: int = 0,
+        known: int | None = 0,
         check: Callable[[], None] = lambda: None,
     ) -> Iterator[dict[int, Episode]]:
         """Yield the episodes of all requests, by the indices of these, as they end. Their rewards may be missing.
 
         Args:
-            known: further episodes of the step that are there already and have not failed.
+            known: further episodes of the step that are there already and have not failed. None: the caller judges
+                whether too many have failed.
             check: called again and again while this waits for environments. It raises to end that.
         """
         raise NotImplementedError
@@ -85,7 +86,7 @@ class SingleTurnRunner(EpisodeRunner):
         requests: Sequence[RolloutRequest],
         generate: Generate,
         timer: PhaseTimer,
-        known: int = 0,
+        known: int | None = 0,
         check: Callable[[], None] = lambda: None,
     ) -> Iterator[dict[int, Episode]]:
         # One array for all requests of a prompt: it is pickled once.
@@ -147,7 +148,7 @@ class EnvironmentRunner(EpisodeRunner):
         requests: Sequence[RolloutRequest],
         generate: Generate,
         timer: PhaseTimer,
-        known: int = 0,
+        known: int | None = 0,
         check: Callable[[], None] = lambda: None,
     ) -> Iterator[dict[int, Episode]]:
         """Yield episodes as they end. If that fails, or nobody reads on, the environments are closed.
@@ -170,7 +171,7 @@ class EnvironmentRunner(EpisodeRunner):
         episodes: Sequence[_RunningEpisode],
         generate: Generate,
         timer: PhaseTimer,
-        known: int,
+        known: int | None,
         check: Callable[[], None],
     ) -> Iterator[dict[int, Episode]]:
         with timer("environment"):
@@ -234,7 +235,9 @@ class EnvironmentRunner(EpisodeRunner):
         elif not conversation.add_messages(step.messages, self._longest):
             episode.end("length")
 
-    def _check_failures(self, episodes: Sequence[_RunningEpisode], known: int) -> None:
+    def _check_failures(self, episodes: Sequence[_RunningEpisode], known: int | None) -> None:
+        if known is None:
+            return
         failures = Failures.among((episode.failure for episode in episodes), "environment")
         step = f"step {episodes[0].request.step}"
         problem = failures.problem(len(episodes) + known, self._config.max_error_rate, step)

@@ -57,13 +57,14 @@ class RewardPool(WorkerPool):
             return session.scores()
 
     @contextmanager
-    def scoring(self, n: int = 1, purpose: str = "", known: int = 0) -> Iterator[ScoringSession]:
+    def scoring(self, n: int = 1, purpose: str = "", known: int | None = 0) -> Iterator[ScoringSession]:
         """Compute rewards while the block runs. Several threads may each run such a block.
 
         Args:
             n: completions in a group.
             purpose: names what the rewards are for, in the cache and in errors.
-            known: further completions of the step, whose rewards are known and have not failed.
+            known: further completions of the step, whose rewards are known and have not failed. None: the caller judges
+                whether too many have failed.
         """
         with self.round() as tasks:
             yield ScoringSession(self.functions, self._config, self._cache, tasks, n, purpose, known)
@@ -80,7 +81,7 @@ class ScoringSession:
         tasks: Round,
         n: int,
         step: str,
-        known: int = 0,
+        known: int | None = 0,
     ):
         self._config = config
         self._cache = cache
@@ -177,7 +178,11 @@ class ScoringSession:
             WorkerError: the processes cannot start.
         """
         results = self.results(meanwhile)
-        scores, total = aggregate(results, self._total), self._total + self._known
+        scores = aggregate(results, self._total)
+        if self._known is None:
+            self._store(results, failures=False)
+            return scores
+        total = self._total + self._known
         problem = scores.failures.problem(total, self._config.max_error_rate, self._step)
         self._store(results, failures=problem is None)
         if problem is not None:

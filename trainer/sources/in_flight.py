@@ -14,6 +14,7 @@ group is sampled anew.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,12 +25,14 @@ from trainer.data.datasets import PromptSet
 from trainer.data.ledger import SampleIndex
 from trainer.environments.episode_runner import RolloutRequest
 from trainer.episodes import Episode
+from trainer.errors import UserError
 from trainer.generation.engine import RunningRequests
 from trainer.journal.journal import Journal
 from trainer.metrics.timing import Timer
 from trainer.process import time_limits
 from trainer.process.failpoints import failpoint
 from trainer.process.signals import SIGNALS
+from trainer.rewards.scores import Failures
 from trainer.sources.ahead import BatchProgress, BatchThread, end_threads
 from trainer.sources.batches import StepBatch, UsedRow
 from trainer.sources.recorded import RecordedGroups, content_of
@@ -37,8 +40,14 @@ from trainer.sources.rollout_runner import RolloutRunner, mean_versions
 from trainer.sources.sampling import Group, SamplingSource
 from trainer.sources.window import Window
 
+LOG = logging.getLogger(__name__)
+
 _IN_FLIGHT = "in flight"
 """Stands in keys of records for the history that a group in flight does not have."""
+
+
+_PURPOSES = ("step {}", "the baselines of step {}")
+"""Names what the calls of a group are for, in messages."""
 
 
 class Lineage:
@@ -96,8 +105,8 @@ class GroupThread(BatchThread):
         self.row = row
         self.last_step = last_step
         self.lineage = source.lineage
-        self.count = source.cfg.trainer.train_batch_size * source.cfg.rollout.n
-        """Episodes of a step, of which a share may fail."""
+        self.calls: list[_RecordedInFlight] = []
+        """Its episodes, and its baselines."""
         self.is_needed = False
         """The next step needs it: it waits for no later version."""
         self._ended = source.ended
@@ -109,7 +118,8 @@ class GroupThread(BatchThread):
             self._ended.notify_all()
 
     def records(self, journal: Journal, requests: Sequence[RolloutRequest]) -> RecordedGroups:
-        return _RecordedInFlight(journal, requests, self)
+        self.calls.append(_RecordedInFlight(journal, requests, self))
+        return self.calls[-1]
 
     def find(self, journal: Journal, key: str) -> list[Episode] | None:
         """Return a valid record of the group. Waits for the version of one that may become valid."""
@@ -122,12 +132,18 @@ class GroupThread(BatchThread):
 
 
 class _RecordedInFlight(RecordedGroups):
-    """The record of one group. Its key has neither a step nor a history: it is the same after a kill."""
+    """The record of one group. Its key has neither a step nor a history: it is the same after a kill.
+
+    A group with failures is recorded by `accept`: once it is known that not too many groups of the step have failed.
+    """
 
     def __init__(self, journal: Journal, requests: Sequence[RolloutRequest], thread: GroupThread):
         self._thread = thread
         super().__init__(journal, requests, _IN_FLIGHT)
-        self.count = max(self.count, thread.count)
+        self.known = None
+        self.failures: list[str] = []
+        """Why episodes failed that the journal did not have."""
+        self._unjudged: dict[int, list[Episode]] = {}
 
     def _key(self, group: Sequence[RolloutRequest]) -> str:
         return self._journal.key(0, *content_of(group), history=_IN_FLIGHT)
@@ -140,6 +156,23 @@ class _RecordedInFlight(RecordedGroups):
             if episodes is not None:
                 found[key] = episodes
         return found
+
+    def accept(self) -> None:
+        """Record the groups with failures."""
+        if self._journal.is_on:
+            super()._add(self._unjudged)
+
+    def _add(self, groups: Mapping[int, list[Episode]]) -> None:
+        failed = {number: group for number, group in groups.items() if any(episode.failure for episode in group)}
+        self._unjudged |= failed
+        super()._add({number: group for number, group in groups.items() if number not in failed})
+
+    def keep_rest(self, episodes: Sequence[Episode]) -> list[Episode]:
+        self.failures = [episode.failure for episode in episodes if episode.failure]
+        return super().keep_rest(episodes)
+
+    def _flush(self) -> None:
+        """Other groups follow soon, and go into the same file."""
 
     def _record(self, groups: Mapping[str, list[Episode]]) -> None:
         version, history = self._thread.lineage.newest  # the engines never have newer weights than that
@@ -222,7 +255,27 @@ class InFlightSource(SamplingSource):
         self._trained += numbers
         failpoint("in_flight:taken")
         batches = [self._threads[number].result() for number in numbers]
+        self._judge([self._threads[number] for number in numbers], progress.step)
         return [Group(batch.used[0].index, batch.episodes) for batch in batches]
+
+    def _judge(self, threads: Sequence[GroupThread], step: int) -> None:
+        """Log the failures of groups that a step has taken, and record these.
+
+        Raises:
+            UserError: too many have failed.
+        """
+        section = "environment" if self.cfg.environment.name else "reward"
+        most = (self.cfg.environment if self.cfg.environment.name else self.cfg.reward).max_error_rate
+        for calls, purpose in zip(zip(*(thread.calls for thread in threads), strict=True), _PURPOSES, strict=False):
+            failures = Failures.among((reason for call in calls for reason in call.failures), section)
+            total, of = sum(len(call.requests) for call in calls), purpose.format(step)
+            if (problem := failures.problem(total, most, of)) is not None:
+                raise UserError(problem)
+            for line in failures.lines(total, self.cfg.on_failure, of):
+                LOG.warning(line)
+        for thread in threads:
+            for call in thread.calls:
+                call.accept()
 
     def _take(self, wanted: int) -> list[int] | None:
         """Return the next groups. None: they are not finished; it has waited a moment for them."""

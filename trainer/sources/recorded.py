@@ -36,8 +36,8 @@ class RecordedGroups:
         """These requests."""
         self._kept: set[int] = set()
         self._waiting: dict[int, dict[int, Episode]] = {}  # for the rest of their groups
-        self.count = len(requests)
-        """Of all requests."""
+        self.known: int | None = len(requests) - len(self.missing)
+        """Episodes that the journal has. None: whether too many of the others fail is judged elsewhere."""
 
     def lacks(self, index: int) -> bool:
         """Return whether an episode is to be given to `keep`. `index`: in `missing`."""
@@ -70,9 +70,12 @@ class RecordedGroups:
         groups = {i // self.size: list(episodes[i : i + self.size]) for i in range(0, len(episodes), self.size)}
         if self._journal.is_on:
             self._add(groups)
-            self._journal.flush()  # while the ranks score the episodes
+            self._flush()
         made = iter(groups.values())
         return [episode for key in self._keys for episode in self._found.get(key) or next(made)]
+
+    def _flush(self) -> None:
+        self._journal.flush()  # while the ranks score the episodes
 
     def _add(self, groups: Mapping[int, list[Episode]]) -> None:
         new = {number: group for number, group in groups.items() if number not in self._kept}

@@ -129,7 +129,8 @@ class RolloutRunner:
                 recorded.keep(rewarded)
                 ended |= rewarded
         episodes = [ended[index] for index in range(len(recorded.missing))]
-        report_failures(episodes, self.cfg.environment.on_failure, purpose)
+        if recorded.known is not None:
+            report_failures(episodes, self.cfg.environment.on_failure, purpose)
         return episodes
 
     def _ended(self, recorded: RecordedGroups, progress: BatchProgress, is_last: bool) -> Iterator[dict[int, Episode]]:
@@ -155,7 +156,7 @@ class RolloutRunner:
                         return
                     yield chunk
 
-        known = recorded.count - len(requests)
+        known = None if recorded.known is None else len(recorded.requests) - len(requests)
         chunks = self._episodes.run(requests, generate, progress.timer, known, progress.check)
         if needs_company:
             chunks = _chosen(chunks, recorded.places)
@@ -174,7 +175,7 @@ class RolloutRunner:
         """Compute the rewards of each group as soon as its episodes have ended."""
         requests, n = recorded.missing, recorded.size
         ended: dict[int, Episode] = {}
-        with scorer.scoring(n, purpose, recorded.count - len(requests)) as session:
+        with scorer.scoring(n, purpose, recorded.known) as session:
             looked = time.monotonic()
 
             def keep() -> None:

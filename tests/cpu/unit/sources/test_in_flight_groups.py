@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.cpu.unit.data.test_records import bits
+from tests.cpu.unit.sources.test_failures import WORLD
+from tests.cpu.unit.sources.test_recorded import journal_in
 from tests.support.replies import source_of
-from trainer.config import Config, TinyConfig
+from trainer.config import Config, EnvironmentConfig, TinyConfig
+from trainer.errors import UserError
 from trainer.generation.engine import Sampling
 from trainer.models.tiny import build_tiny
+from trainer.process import time_limits
 
 
 @pytest.fixture(scope="module")
@@ -38,3 +44,61 @@ def test_groups_are_in_the_engines_together(tmp_path: Path, model: str):
         assert source.runner.engines.repeats
         source.start(1, is_initial=True)
         assert len(source.next(1)) == 8
+
+
+def longer(prompt: str, number: int, sampling: Sampling) -> str:
+    """One of the two completions of a group fails with a broken reward."""
+    return "x" if number else "xy"
+
+
+@pytest.mark.parametrize("baselines", [False, True])
+def test_failures_count_for_all_groups_that_a_step_takes(tmp_path, model, monkeypatch, caplog, baselines):
+    """A step whose failures are too many ends the run, and nothing of them is in the journal; else it accepts them."""
+
+    def run(broken: bool, most: float) -> tuple[Any, int]:
+        monkeypatch.setenv("BROKEN_LENGTH", "1" if broken else "")
+        journal = journal_in(tmp_path)
+        with source_of(
+            tmp_path, model, longer, 0, baselines, journal, "length_unless_broken", edit=in_flight
+        ) as source:
+            source.cfg.reward.max_error_rate = most
+            source.start(1, is_initial=True)
+            try:
+                episodes = source.next(1)
+                source._cancel()
+                return bits(episodes), len(source.runner.engines.seeds)
+            finally:
+                journal.close()
+
+    with pytest.raises(UserError, match=r"max_error_rate=0.4: 4 of 8 rewards of step 1 \(50.0%\) failed"):
+        run(broken=True, most=0.4)
+    accepted, generated = run(broken=True, most=0.5)
+    assert generated >= 8 and "4 of 8 rewards of step 1 (50.0%) failed and are left out" in caplog.text
+    again, _ = run(broken=False, most=0.0)
+    assert again == accepted, "what the step has accepted"
+
+
+def test_groups_that_end_soon_after_each_other_are_in_one_file(tmp_path, model, monkeypatch):
+    monkeypatch.setattr(time_limits, "JOURNAL_FLUSH_S", 30.0)
+    journal = journal_in(tmp_path)
+    with source_of(tmp_path, model, longer, journal=journal, edit=in_flight) as source:
+        source.cfg.trainer.total_steps = 1
+        source.start(1, is_initial=True)
+        source.next(1)
+        journal.wait()
+        assert len(list((tmp_path / "run/.journal").iterdir())) == 1
+        journal.close()
+
+
+def test_environments_that_fail_count_for_all_groups_that_a_step_takes(tmp_path, model, monkeypatch):
+    (tmp_path / "failing_world.py").write_text(WORLD)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def edit(cfg: Config) -> None:
+        in_flight(cfg)
+        cfg.environment = EnvironmentConfig(name="failing_world:World", kwargs={"fails": [1]}, max_error_rate=0.4)
+
+    with source_of(tmp_path, model, lambda prompt, number, sampling: str(number), edit=edit) as source:
+        source.start(1, is_initial=True)
+        with pytest.raises(UserError, match=r"environment.max_error_rate=0.4: 4 of 8 episodes of step 1 \(50.0%\)"):
+            source.next(1)
