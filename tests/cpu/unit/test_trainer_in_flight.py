@@ -107,7 +107,10 @@ PROVEN_KEYS = {"rollout.in_flight_updates", "rollout.max_staleness", "rollout.wi
     [({}, {"max_staleness": 3}, 3), ({"window": 7, "max_staleness": 2}, {}, 1), (None, {}, 1), ({}, None, 0)],
 )
 def test_a_changed_key_acts_after_a_resume(tmp_path, model, before, after, oldest):
-    """None: without updates in flight. No prompt is lost or trained twice all the same."""
+    """None: without updates in flight. No prompt is lost or trained twice all the same.
+
+    Groups that the journal has from before may be older than a smaller limit allows.
+    """
     root, changed = tmp_path / "run", [f"rollout.{key}" for key in ("in_flight_updates", "max_staleness", "window")]
 
     def settings_of(keys: dict[str, int] | None) -> Config:
@@ -122,4 +125,4 @@ def test_a_changed_key_acts_after_a_resume(tmp_path, model, before, after, oldes
     uids = [uid for step in trained(root) for uid in step]
     assert len(uids) == len(set(uids)) == 6 * STEPS
     ages = [row.get("rollout/staleness_max", 0) for row in metrics(root)[4:]]
-    assert max(ages) == oldest
+    assert oldest <= max(ages) <= max(oldest, (before or {}).get("max_staleness", -1) + 1)
