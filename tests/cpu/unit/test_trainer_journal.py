@@ -244,7 +244,8 @@ class ExactLearner(ToyLearner):
 
     def score(self, episodes: Any, step: int) -> Any:
         experience = super().score(episodes, step)
-        experience.batch["drawn"] = np.asarray([float(e.samples[0].logprobs.sum(dtype=float)) for e in episodes])
+        sums = [sum(float(sample.logprobs.sum(dtype=float)) for sample in episode.samples) for episode in episodes]
+        experience.batch["drawn"] = np.asarray(sums)
         return experience
 
 
@@ -282,21 +283,27 @@ def run_batches(cfg: Config, model: str, monkeypatch: pytest.MonkeyPatch, kill_a
         return len(engines.seeds)
 
 
-def test_what_is_missing_after_a_kill_in_the_reward_phase_has_the_same_bits(tmp_path, monkeypatch):
+@pytest.mark.parametrize("has_turns", [False, True])
+def test_what_is_missing_after_a_kill_in_the_reward_phase_has_the_same_bits(tmp_path, monkeypatch, has_turns):
     """The log-probs of transformers depend on which requests run together."""
     model = str(tmp_path / "model")
     build_tiny(TinyConfig(hidden_size=384, intermediate_size=1024), model)
+    (tmp_path / "model/generation_config.json").write_text(json.dumps({"eos_token_id": [*range(0, 256, 9)]}))
     rows, generated = [], []
     for name, kill_after in (("whole", None), ("most", 5), ("some", 1)):
         cfg = settings(tmp_path / name)
         cfg.rollout.engine, cfg.rollout.n, cfg.rollout.max_response_tokens = "transformers", 2, 12
         cfg.trainer.total_steps, cfg.trainer.train_batch_size, cfg.trainer.val_interval = 2, 6, -1
-        lines = [json.dumps({"prompt": f"p{i}" * (1 + i), "answer": "x"}) for i in range(12)]
+        lines = [json.dumps({"prompt": f"p{i}" * (1 + i), "answer": "x", "turns": 1 + i % 3}) for i in range(12)]
         cfg.data.train_files = [str(tmp_path / "prompts.jsonl")]
         (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+        if has_turns:
+            cfg.environment.name = "tests.support.environments:Echo"
         if kill_after is not None:
-            assert run_batches(cfg, model, monkeypatch, kill_after) == 12
+            run_batches(cfg, model, monkeypatch, kill_after)
         generated.append(run_batches(cfg, model, monkeypatch))
         rows.append(comparable(metrics(tmp_path / name / "run")))
-    assert generated == [24, 6 + 12, 24]
+    whole = generated[0]
+    assert whole > 24 if has_turns else whole == 24
+    assert generated == [whole, whole if has_turns else 6 + 12, whole]
     assert rows[1:] == [rows[0]] * 2
