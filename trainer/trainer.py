@@ -125,7 +125,7 @@ class Trainer:
             partial(restore_rng, capture_rng()),
         ]
         load, is_loaded = self._load_start_weights, False
-        with closing(self.journal), self.source:  # a source may add to the journal until it has ended
+        with closing(self.journal), self.source, self.checkpoints.ended():  # until then the source adds to both
             while True:
                 try:
                     load()
@@ -359,9 +359,9 @@ class Trainer:
                         "what is not saved."
                     )
 
-    def _wait_for_saves(self) -> None:
+    def _wait_for_saves(self, last: bool = False) -> None:
         self.checkpoints.wait()
-        self.saves.collect(self.checkpoints.results())
+        self.saves.collect(self.checkpoints.results(), last)
 
     def load_data(self) -> None:
         """Restore the position in the data before `load_checkpoint` does the rest: other data is refused early.
@@ -468,7 +468,7 @@ class Trainer:
         try:
             yield
         except (UserError, NonFiniteError, DivergedError):
-            self._wait_for_saves()
+            self._wait_for_saves(last=True)  # the sentence may be why a save has failed
             raise
 
     def _open_tracker(self) -> Tracker:

@@ -13,7 +13,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -28,8 +28,9 @@ from trainer.checkpoint.storage import StoreError
 from trainer.checkpoint.store import CheckpointStore
 from trainer.config.renamed import METRICS
 from trainer.errors import UserError, as_list
+from trainer.process import time_limits
 from trainer.process.failpoints import failpoint
-from trainer.process.signals import SIGNALS
+from trainer.process.signals import SIGNALS, Stopped
 
 LOG = logging.getLogger(__name__)
 
@@ -128,25 +129,23 @@ class CheckpointManager:
         failpoint("save:begin")
         staging: CheckpointFiles | None = None
         finishers: list[Callable[[], list[FileEntry]]] = []
+        failure: Exception | None = None
         try:
             self._fence()
             staging = self.store.begin(step)
             for component in components:
                 finishers.append(component.begin(staging))
         except (OSError, UserError) as error:
-            for finish in finishers:  # components that have begun must end before the next save
-                with contextlib.suppress(OSError):
-                    finish()
-            self._abort(staging)
-            self._results.append(SaveResult(step, "", time.monotonic() - started, error=str(error)))
-            return
+            failure = error
 
         def run() -> None:
             try:
-                total = self._commit(step, names, staging, finishers, description)
+                files = _finish(finishers, failure)
+                assert staging is not None
+                total = self._commit(step, names, staging, files, description)
                 result = SaveResult(step, self.store.path(step), time.monotonic() - started, total)
                 LOG.info("saved %s (%.1f MB in %.1f s)", result.path, result.bytes / 1e6, result.seconds)
-            except Exception as error:  # the caller of `results` decides about failures of any kind
+            except BaseException as error:  # the caller of `results` decides about failures of any kind
                 result = SaveResult(step, "", time.monotonic() - started, error=f"{error}" or repr(error))
                 self._abort(staging)
             self._results.append(result)
@@ -167,6 +166,15 @@ class CheckpointManager:
             if not self._saving.is_alive():
                 self._saving = None
 
+    @contextlib.contextmanager
+    def ended(self) -> Iterator[None]:
+        """If the block fails or stops, wait a while for the save under way. What it needs must still live."""
+        try:
+            yield
+        except (Exception, Stopped):
+            self.wait(time_limits.SAVE_END_S)
+            raise
+
     @property
     def saving(self) -> bool:
         """Whether a save is under way."""
@@ -177,11 +185,10 @@ class CheckpointManager:
         step: int,
         names: list[str],
         staging: CheckpointFiles,
-        finishers: list[Callable[[], list[FileEntry]]],
+        files: Sequence[FileEntry],
         description: dict[str, Any],
     ) -> int:
         """Commit the staging area and delete old checkpoints; returns the bytes of the checkpoint's files."""
-        files = [entry for finish in finishers for entry in finish()]
         failpoint("save:parts_written")
         content = {
             "step": step,
@@ -371,6 +378,20 @@ class CheckpointManager:
         for name in names:
             LOG.info("archived %s", name)
         return names
+
+
+def _finish(finishers: Sequence[Callable[[], list[FileEntry]]], failure: Exception | None) -> list[FileEntry]:
+    """Let all components that have begun end, as they must before the next save; then raise the first error."""
+    files: list[FileEntry] = []
+    first: BaseException | None = failure
+    for finish in finishers:
+        try:
+            files += finish()
+        except BaseException as error:
+            first = first or error
+    if first is not None:
+        raise first
+    return files
 
 
 def _try(action: Callable[[], None]) -> None:

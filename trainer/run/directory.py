@@ -23,7 +23,6 @@ from trainer.files.appended import AppendedFile, repair_last_line
 from trainer.files.hf_hub import is_data, pin
 from trainer.metrics.best import instead_of
 from trainer.metrics.tracker import CUT_FILE, METRICS_FILE, check_lines, first_step, read_metrics
-from trainer.process import time_limits
 from trainer.process.failure_log import INCIDENTS, INFRASTRUCTURE, Incident
 from trainer.process.log_setup import LOG_FILE
 from trainer.process.signals import Stopped
@@ -271,10 +270,10 @@ class RunDirectory:
     def settling(self) -> Iterator[None]:
         """Complete what needs the ranks, while they are alive: a save that is under way, and uploads of other nodes."""
         try:
-            yield
+            with self.checkpoints.ended():
+                yield
             self._finish_uploads(of_ranks=True)
         except (Exception, Stopped) as error:
-            self.checkpoints.wait(time_limits.SAVE_END_S)
             if isinstance(error, Stopped):
                 self._finish_uploads(of_ranks=True)
             raise

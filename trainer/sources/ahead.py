@@ -113,10 +113,8 @@ class BatchThread(BatchProgress):
             self._generated.set()
 
     def wait_generated(self) -> None:
-        """Wait until the engines have nothing more to do for the batch. Raises the error that has ended the thread."""
+        """Wait until the engines have nothing more to do for the batch. `result` raises its error."""
         self._wait(self._generated)
-        if self._error is not None:
-            raise self._error
 
     def result(self) -> StepBatch:
         """Wait for the batch, and return it. Raises the error that has ended the thread."""
@@ -185,7 +183,7 @@ class BatchesAhead:
         return self._threads.get(step)
 
     def wait_generated(self) -> None:
-        """Wait until all batches are generated. Raises the error of the first that has failed."""
+        """Wait until all batches are generated. One that has failed costs no step before its own."""
         for step in sorted(self._threads):
             self._threads[step].wait_generated()
 

@@ -266,18 +266,51 @@ def test_ranks_and_engines_that_die_at_any_time_cost_nothing_but_time(tmp_path, 
     assert outcome(tmp_path / "run", trainer) == whole(ahead)
 
 
-def test_a_sentence_to_the_user_that_a_thread_raises_ends_the_run(tmp_path, model, whole):
+@pytest.mark.parametrize("failing", [4, 5])
+def test_a_sentence_to_the_user_that_a_thread_raises_ends_the_run_at_its_step(tmp_path, model, whole, failing):
+    """The steps before are logged. The save after step 4 needs the batch of step 5."""
+
     def disturb(trainer: Trainer, engines: Engines) -> None:
         def refuse(requests: Sequence[Request]) -> None:
-            if threading.current_thread().name == "batch of step 4":
+            if threading.current_thread().name == f"batch of step {failing}":
                 raise UserError("reward.max_error_rate: too many have failed")
 
         engines.fail = refuse
 
     with pytest.raises(UserError, match="^reward.max_error_rate: too many have failed$"):
         run(settings(tmp_path / "run"), model, disturb)
-    assert batch_threads() == []
+    assert batch_threads() == [] and comparable(metrics(tmp_path / "run")) == whole(1)[0][:failing]
     assert outcome(tmp_path / "run", run(settings(tmp_path / "run"), model)) == whole(1)
+
+
+def test_a_save_that_waits_for_a_batch_is_complete_when_another_failure_ends_the_run(tmp_path, model, whole):
+    """The rewards of step 6 are still computed when the run fails in step 5. The checkpoint of step 4 needs them."""
+    has_rewards = threading.Event()
+
+    def disturb(trainer: Trainer, engines: Engines) -> None:
+        make = trainer.source._make_batch  # type: ignore[attr-defined]
+
+        def make_slowly(progress: Any) -> Any:
+            batch = make(progress)
+            while progress.step == 6 and not has_rewards.wait(0.01):
+                progress.check()
+            return batch
+
+        def fail(experience: Any, step: int) -> dict[str, float]:
+            if step == 5:
+                threading.Timer(0.5, has_rewards.set).start()
+                raise RuntimeError("a bug")
+            return update(experience, step)
+
+        update = trainer.learner.update
+        trainer.source._make_batch = make_slowly  # type: ignore[attr-defined]
+        trainer.learner.update = fail  # type: ignore[method-assign]
+
+    cfg = settings(tmp_path / "run", 2)
+    with pytest.raises(RuntimeError, match="a bug"):
+        run(cfg, model, disturb)
+    assert (tmp_path / "run/checkpoints/global_step_4").exists()
+    assert outcome(tmp_path / "run", run(cfg, model)) == whole(2)
 
 
 def test_a_run_that_stops_while_a_batch_is_made_ends_at_once_and_continues(tmp_path, model, whole):

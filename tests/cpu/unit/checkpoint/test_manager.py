@@ -84,6 +84,33 @@ def test_a_failed_save_keeps_the_previous_checkpoint_and_leaves_no_files(tmp_pat
     assert verify(save(checkpoints, 2)).step == 2
 
 
+@pytest.mark.parametrize("fails_at", ["begin", "end"])
+def test_all_components_of_a_failed_save_end_and_the_first_error_is_its_result(tmp_path, fails_at):
+    """Ranks that still write would take the answer of this save for that of the next one."""
+    ended, caller = [], threading.get_ident()
+
+    def begin(name: str, error: Exception | None = None) -> Component:
+        def finish() -> list[FileEntry]:
+            ended.append((name, threading.get_ident() != caller))
+            if error is not None:
+                raise error
+            return []
+
+        return Component(name, lambda staging: finish)
+
+    def refuse(staging: CheckpointFiles):
+        raise OSError("no space")
+
+    checkpoints = manager(tmp_path)
+    parts = [begin("ahead", ValueError("a batch")), begin("models", RuntimeError("a rank"))]
+    checkpoints.save(1, [*parts, *([Component("full", refuse), begin("never")] if fails_at == "begin" else [])], {})
+    checkpoints.wait()
+    (result,) = checkpoints.results()
+    assert ended == [("ahead", True), ("models", True)], "they end on the thread of the save, which may wait"
+    assert result.error == ("no space" if fails_at == "begin" else "a batch") and hidden(tmp_path) == []
+    assert checkpoints.store.steps() == []
+
+
 def test_a_commit_that_is_done_but_seems_to_have_failed_is_completed_by_the_next_save(tmp_path, monkeypatch):
     checkpoints, rename = manager(tmp_path), os.rename
 
@@ -114,28 +141,13 @@ def test_files_that_a_rank_adds_to_a_failed_save_are_deleted_by_the_next(tmp_pat
         raise OSError("No space left on device")
 
     checkpoints.save(1, [*parts_of({"n": 1, "bytes": b"abc"}), Component("full", begin)], {})
+    checkpoints.wait()
     (outcome,) = checkpoints.results()
     assert outcome.error is not None and hidden(tmp_path) == []
     os.makedirs(stagings[0].path)
     stagings[0].write("late", b"abc")
     save(checkpoints, 2)
     assert hidden(tmp_path) == []
-
-
-def test_parts_that_have_begun_end_before_a_save_that_cannot_begin_has_failed(tmp_path):
-    """Ranks that still write would take the answer of this save for that of the next one."""
-    checkpoints, ended = manager(tmp_path), []
-
-    def begin(staging: CheckpointFiles):
-        return lambda: ended.append(staging) or []
-
-    def fail(staging: CheckpointFiles):
-        raise OSError("No space left on device")
-
-    checkpoints.save(1, [Component("slow", begin), Component("full", fail), Component("never", begin)], {})
-    assert len(ended) == 1 and not checkpoints.saving
-    (outcome,) = checkpoints.results()
-    assert (outcome.step, outcome.error) == (1, "No space left on device")
 
 
 def test_a_large_part_is_not_loaded_once_a_small_one_is_refused(tmp_path):

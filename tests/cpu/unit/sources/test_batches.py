@@ -15,6 +15,7 @@ from trainer.checkpoint.components import Restore
 from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, verify
 from trainer.data.ledger import SampleIndex
 from trainer.data.records import encode
+from trainer.process.signals import Stopped
 from trainer.sources.batches import StepBatch, UsedRow, ahead_part, decode_batch, encode_batch
 
 SETTINGS = {"rollout.n": "2", "rollout.top_p": "1"}
@@ -78,9 +79,10 @@ def test_a_damaged_batch_is_refused(tmp_path):
         ahead_part(SETTINGS, dict, lambda _: None).load(checkpoint, Restore())
 
 
-def test_a_batch_that_fails_fails_the_save(tmp_path):
+@pytest.mark.parametrize("kind", [ValueError, Stopped, KeyboardInterrupt])
+def test_a_batch_that_fails_or_is_stopped_fails_the_save(tmp_path, kind):
     def fail() -> StepBatch:
-        raise ValueError("a judge is gone")
+        raise kind("a judge is gone")
 
     checkpoints = manager(tmp_path)
     checkpoints.save(1, [ahead_part(SETTINGS, lambda: {2: fail}, lambda _: None)], {})
