@@ -19,7 +19,7 @@ from trainer.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.process import time_limits
 
 if TYPE_CHECKING:
-    from vllm import RequestOutput
+    from vllm import RequestOutput, SamplingParams
     from vllm.lora.request import LoRARequest
 
 _ADAPTER = "policy"
@@ -134,22 +134,7 @@ class VLLMEngine:
         return completions
 
     def _add(self, requests: Mapping[int, Request]) -> None:
-        from vllm import SamplingParams
-
-        params = [
-            SamplingParams(
-                temperature=request.sampling.temperature,
-                top_p=request.sampling.top_p,
-                top_k=request.sampling.top_k,
-                max_tokens=request.sampling.max_tokens,
-                stop_token_ids=list(request.sampling.stop_token_ids),
-                ignore_eos=True,  # the caller names all stop tokens; vLLM would add the model directory's
-                seed=request.seed,
-                logprobs=0,  # of the sampled token alone
-                detokenize=False,
-            )
-            for request in requests.values()
-        ]
+        params = [sampling_params(request) for request in requests.values()]
         prompts = [{"prompt_token_ids": request.prompt_token_ids.tolist()} for request in requests.values()]
         names = self._llm.enqueue(prompts, params, lora_request=self._adapter, use_tqdm=False)
         # vLLM returns names with a random end, and puts names without it into outputs.
@@ -239,6 +224,25 @@ class VLLMEngine:
     def shutdown(self) -> None:
         """End vLLM's worker processes. The engine is of no use afterwards."""
         self._llm.llm_engine.engine_core.shutdown()
+
+
+def sampling_params(request: Request) -> SamplingParams:
+    """Return how vLLM is to draw the tokens of a request."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=request.sampling.temperature,
+        top_p=request.sampling.top_p,
+        top_k=request.sampling.top_k,
+        max_tokens=request.sampling.max_tokens,
+        stop_token_ids=list(request.sampling.stop_token_ids),
+        ignore_eos=True,  # the caller names all stop tokens; vLLM would add the model directory's
+        seed=request.seed,
+        logprobs=0,  # of the sampled token alone
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
 
 
 def completion_of(request: RequestOutput) -> Completion:

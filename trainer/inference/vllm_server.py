@@ -120,6 +120,8 @@ class JobRoutes:
 
     async def _add(self, engine: Any, requests: dict[int, Request]) -> dict[int, Any]:
         """Add all requests while the scheduler is paused. Return where their outputs come, by number."""
+        from trainer.generation.vllm_engine import sampling_params
+
         async with self._admission:
             await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
             try:
@@ -128,7 +130,7 @@ class JobRoutes:
                 queues = {}
                 for number, request in requests.items():
                     prompt = {"prompt_token_ids": request.prompt_token_ids.tolist()}
-                    queues[number] = await engine.add_request(uuid.uuid4().hex, prompt, _sampling_params(request))
+                    queues[number] = await engine.add_request(uuid.uuid4().hex, prompt, sampling_params(request))
                 return queues
             finally:
                 await engine.engine_core.resume_scheduler_async()
@@ -169,21 +171,3 @@ class JobRoutes:
         finally:
             await engine.engine_core.resume_scheduler_async()
         return {}
-
-
-def _sampling_params(request: Request) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        temperature=request.sampling.temperature,
-        top_p=request.sampling.top_p,
-        top_k=request.sampling.top_k,
-        max_tokens=request.sampling.max_tokens,
-        stop_token_ids=list(request.sampling.stop_token_ids),
-        ignore_eos=True,  # the caller names all stop tokens; vLLM would add the model directory's
-        seed=request.seed,
-        logprobs=0,  # of the sampled token alone
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
