@@ -96,7 +96,9 @@ class Server:
 
 
 def job(run: str = "a", start: int = 1, owner: str = "") -> Job:
-    return Job(run, start, owner or os.urandom(8).hex(), f"run {run} {start}")
+    """A start of a run. Each test has runs of its own: a server remembers the newest start of each."""
+    identity = f"{run} in {os.environ.get('PYTEST_CURRENT_TEST')}"
+    return Job(identity, start, owner or os.urandom(8).hex(), f"run {run} {start}")
 
 
 @contextlib.contextmanager

@@ -45,10 +45,28 @@ def test_a_restarted_run_gets_its_server_and_the_start_before_it_loses_it():
     book, _ = leases()
     book.take(job("a", 1, owner="1"))
     assert book.take(job("a", 2, owner="2"))
-    with pytest.raises(RefusedError, match=r"newer start of this run \(2, run a 2\): this one \(1\) has lost its lock"):
+    with pytest.raises(
+        RefusedError, match=r"newer start of this run \(start 2\): this one \(start 1\) has lost its lock"
+    ):
         book.take(job("a", 1, owner="1"))
     with pytest.raises(RefusedError):
         book.renew("1")
+
+
+@pytest.mark.parametrize("ends", ["release", "expiry", "another job"])
+def test_an_earlier_start_is_refused_for_good(ends):
+    book, clock = leases()
+    book.take(job("a", 2, owner="2"))
+    if ends == "expiry":
+        clock.now = 100.0
+    else:
+        book.release("2")
+    if ends == "another job":
+        book.take(job("b", 1, owner="3"))
+        clock.now = 100.0
+    with pytest.raises(RefusedError, match="if its directory is an older copy, start the server again"):
+        book.take(job("a", 1, owner="1"))
+    assert book.take(job("a", 3, owner="4"))
 
 
 def test_a_server_that_was_started_again_knows_no_job():
