@@ -16,6 +16,7 @@ from typing import Any
 
 from trainer.config import RolloutConfig
 from trainer.config.engines import ENGINES
+from trainer.errors import one_line
 from trainer.generation import server_protocol as protocol
 from trainer.generation.engine import Request
 from trainer.inference.streams import with_signs_of_life
@@ -100,13 +101,9 @@ class JobRoutes:
         from trainer.generation.vllm_engine import completion_of
 
         tasks: dict[asyncio.Future[Any], int] = {}
+        adding = asyncio.ensure_future(self._add(engine, requests, tasks))
         try:
-            queues = await self._add(engine, requests)
-            for number, one in queues.items():
-                task = asyncio.ensure_future(self._wait_for(engine, one))
-                tasks[task] = number
-                self._running.add(task)
-                task.add_done_callback(self._running.discard)
+            await asyncio.shield(adding)
             left = set(tasks)
             while left:
                 done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
@@ -115,23 +112,28 @@ class JobRoutes:
                 outputs = {tasks[task]: completion_of(task.result()) for task in done}
                 yield protocol.encode_completions(outputs)
         finally:
+            await asyncio.wait([adding])  # a scheduler that stays paused serves nobody
             for task in tasks:
                 task.cancel()
+            if tasks:
+                await asyncio.wait(tasks)
 
-    async def _add(self, engine: Any, requests: dict[int, Request]) -> dict[int, Any]:
-        """Add all requests while the scheduler is paused. Return where their outputs come, by number."""
+    async def _add(self, engine: Any, requests: dict[int, Request], tasks: dict[asyncio.Future[Any], int]) -> None:
+        """Add all requests while the scheduler is paused, and a task for each, with its number, to `tasks`."""
         from trainer.generation.vllm_engine import sampling_params
 
         async with self._admission:
-            await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
             try:
+                await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
                 if not self._running:  # as an engine of the job does, which generates the same bits
-                    await engine.reset_prefix_cache()
-                queues = {}
+                    await _reset_prefix_cache(engine)
                 for number, request in requests.items():
                     prompt = {"prompt_token_ids": request.prompt_token_ids.tolist()}
-                    queues[number] = await engine.add_request(uuid.uuid4().hex, prompt, sampling_params(request))
-                return queues
+                    outputs = await engine.add_request(uuid.uuid4().hex, prompt, sampling_params(request))
+                    task = asyncio.ensure_future(self._wait_for(engine, outputs))
+                    tasks[task] = number
+                    self._running.add(task)
+                    task.add_done_callback(self._running.discard)
             finally:
                 await engine.engine_core.resume_scheduler_async()
 
@@ -154,20 +156,32 @@ class JobRoutes:
                 task.cancel()
         if message["running"] != "keep" and running:
             await asyncio.wait(running)
-        async with self._admission:
-            yield json.dumps(await self._load(engine, message["path"], message["version"])).encode() + b"\n"
+        # It runs to its end if nobody waits for it any more: a scheduler that stays paused serves nobody.
+        load = asyncio.ensure_future(self._load(engine, message["path"], message["version"]))
+        yield json.dumps(await asyncio.shield(load)).encode() + b"\n"
 
     async def _load(self, engine: Any, path: str, version: int) -> dict[str, str]:
-        for problem in await engine.collective_rpc("refused_weights", args=(path,)):
-            if problem is not None:
-                return protocol.error_body(protocol.REFUSED, problem)
-        await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-        try:
-            await engine.collective_rpc("load_shared", args=(path,))
-            # The keys and values of requests that go on, also of people, are of the old weights: compute them again.
-            if not await engine.reset_prefix_cache(reset_running_requests=True):
-                raise RuntimeError("the prefix cache is in use")
-            await engine.update_weight_version(str(version))  # vLLM tells which tokens each has generated
-        finally:
-            await engine.engine_core.resume_scheduler_async()
-        return {}
+        async with self._admission:
+            try:
+                for problem in await engine.collective_rpc("refused_weights", args=(path,)):
+                    if problem is not None:
+                        return protocol.error_body(protocol.REFUSED, problem)
+            except Exception as error:  # nothing of the weights has changed
+                if engine.errored:
+                    raise
+                return protocol.error_body(protocol.REFUSED, f"cannot check the weights ({one_line(str(error))})")
+            try:
+                await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+                await engine.collective_rpc("load_shared", args=(path,))
+                # Keys and values of requests that go on, also of people, are of the old weights: compute them again.
+                await _reset_prefix_cache(engine)
+                await engine.update_weight_version(str(version))  # vLLM tells which tokens each has generated
+            finally:
+                await engine.engine_core.resume_scheduler_async()
+            return {}
+
+
+async def _reset_prefix_cache(engine: Any) -> None:
+    """Forget all keys and values, while the scheduler is paused. Requests that run compute theirs again."""
+    if not await engine.reset_prefix_cache(reset_running_requests=True):
+        raise RuntimeError("the prefix cache is in use")
