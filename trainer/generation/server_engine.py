@@ -175,9 +175,11 @@ class ServerEngine:
             try:
                 self._update({**update, "path": path, "files": protocol.fingerprint(path)})
             except _AbsentError:  # the server is on another machine
-                for name in sorted(os.listdir(path)):
+                names = sorted(name for name in os.listdir(path) if name.endswith(".safetensors"))  # without an index
+                for name in names:
                     self._upload(path, name)
-                self._update({**update, "path": None})
+                sizes = {name: os.path.getsize(os.path.join(path, name)) for name in names}
+                self._update({**update, "path": None, "files": sizes})
         finally:
             self._close_shared()
         if running == "drain":

@@ -233,7 +233,7 @@ class TransformersEngine:
 def read_weights(directory: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the safetensors files in `directory`."""
     check_owner(directory)
-    for path in glob.glob(os.path.join(directory, "*.safetensors")):
+    for path in sorted(glob.glob(os.path.join(directory, "*.safetensors"))):
         with safe_open(path, framework="pt") as file:
             for name in file.offset_keys():
                 yield name, file.get_tensor(name)

@@ -7,8 +7,10 @@ import os
 from collections.abc import Mapping
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
+
+from trainer.errors import one_line
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
@@ -29,9 +31,15 @@ def refused_weights(
     """
     offered: set[str] = set()
     for path in sorted(glob.glob(os.path.join(directory, "*.safetensors"))):
-        with safe_open(path, framework="pt") as file:
+        try:
+            opened = safe_open(path, framework="pt")
+        except (OSError, SafetensorError) as error:
+            return f"cannot read the weights of this job ({os.path.basename(path)}: {one_line(str(error))})"
+        with opened as file:
             for name in file.keys():  # noqa: SIM118 - it has no iterator
                 piece = file.get_slice(name)
+                if name in offered:
+                    return f"gets {name} twice from this job"
                 if name not in expected:
                     return f"serves another model: it has no weight {name}"
                 shape, own = tuple(piece.get_shape()), expected[name][1]

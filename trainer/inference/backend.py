@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import aiohttp
@@ -37,6 +37,7 @@ _FAILED_STARTS = 5
 """Starts in a row without an engine that served, after which the server ends."""
 _SEGMENT = re.compile(r"(/dev/shm/(?:psm_|sem\.mp-)\w+)$", re.MULTILINE)
 _PR_SET_CHILD_SUBREAPER = 36
+_LONGEST_SOCKET_PATH, _UUID_CHARS = 107, 37
 
 
 class Backend:
@@ -61,6 +62,7 @@ class Backend:
         """Names one start of the engine. Weights that were sent to another are lost."""
         self.is_ready = False
         self._failed: str | None = None
+        self._loads = 0
         self._segments: set[str] = set()  # shared memory of the processes, which a killed one leaves behind
         self.session: aiohttp.ClientSession
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans come here if the reaper is killed
@@ -69,10 +71,21 @@ class Backend:
         """Return the URL of a path of the engine, for `session`."""
         return f"http://engine{path}"
 
-    def fail(self, reason: str) -> None:
-        """Let the engine be ended and started again."""
+    def fail(self, reason: str, start_id: str) -> None:
+        """Let the engine be ended and started again, if this start of it still runs."""
+        if start_id != self.start_id:
+            return
         self.is_ready = False
         self._failed = self._failed or reason
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Let the engine show no progress in this block, up to `inference.start_timeout_s`: it loads weights."""
+        self._loads += 1
+        try:
+            yield
+        finally:
+            self._loads -= 1
 
     async def run(self, ready: Callable[[], None]) -> None:
         """Keep the engine running, until the task is cancelled.
@@ -84,7 +97,7 @@ class Backend:
             WorkerError: the engine does not start.
         """
         failures = 0
-        connector = aiohttp.UnixConnector(self._socket, limit=0)
+        connector = aiohttp.UnixConnector(self._socket, limit=0, force_close=True)  # vLLM closes idle ones
         timeout = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as self.session:
             try:
@@ -117,12 +130,11 @@ class Backend:
             f"import json, sys; sys.path[:] = {sys.path!r}; from trainer.sandbox.reaper import main; "
             f"main({os.getpid()}, {null}, {SERVERS[self._cfg.engine]!r}, json.load(open(sys.argv[1])))"
         )
-        environment = {name: value for name, value in os.environ.items() if name != TOKEN}
         self._process = subprocess.Popen(
             [sys.executable, "-c", code, arguments],
             stdin=subprocess.DEVNULL,
             pass_fds=[null],
-            env=environment,
+            env=_environment(self._directory.path),
             start_new_session=True,  # only this process handles signals
         )
         os.close(null)
@@ -131,6 +143,7 @@ class Backend:
         """Watch one process until it has failed. Return whether it has served, and what happened."""
         assert self._process is not None
         deadline, has_served, seen, moved_at = time.monotonic() + self._cfg.start_timeout_s, False, None, 0.0
+        idle_at = time.monotonic()  # when it loaded no weights of a job
         while True:
             self._segments |= _mapped_segments(self._process.pid)
             if self._failed is not None:
@@ -138,16 +151,22 @@ class Backend:
             if (status := self._process.poll()) is not None:
                 self.is_ready = False
                 return has_served, f"the engine has exited (status {status})"
+            was_loading = self._loads > 0
             limit_s = self._cfg.hang_timeout_s if has_served else time_limits.SERVER_POLL_S
             alive = await self._alive(limit_s)
             now = time.monotonic()
+            if not (was_loading or self._loads):
+                idle_at = now
+            is_loading = now - idle_at < self._cfg.start_timeout_s and (was_loading or self._loads > 0)
+            if is_loading:
+                moved_at = now
             if alive is not None:
                 if alive["progress"] != seen or not alive["busy"]:
                     seen, moved_at = alive["progress"], now
                 if not has_served:
                     has_served = self._ever_served = self.is_ready = True
                     ready()
-            is_hanging = has_served and (alive is None or now - moved_at > self._cfg.hang_timeout_s)
+            is_hanging = has_served and (alive is None or now - moved_at > self._cfg.hang_timeout_s) and not is_loading
             if is_hanging and self._process.poll() is None:
                 self.is_ready = False
                 return True, f"the engine makes no progress for {self._cfg.hang_timeout_s:g} s"
@@ -195,6 +214,20 @@ class Backend:
             with contextlib.suppress(OSError):
                 os.remove(path)
         self._segments.clear()
+
+
+def _environment(directory: str) -> dict[str, str]:
+    """Return the environment of the engine, whose processes reach each other on this machine alone."""
+    # Keys are the front's matter: the front passes none on.
+    environment = {name: value for name, value in os.environ.items() if name not in (TOKEN, "VLLM_API_KEY")}
+    for name, entries in psutil.net_if_addrs().items():
+        if "127.0.0.1" in (entry.address for entry in entries):
+            environment.setdefault("GLOO_SOCKET_IFNAME", name)
+            environment.setdefault("NCCL_SOCKET_IFNAME", name)
+    environment.setdefault("VLLM_HOST_IP", "127.0.0.1")
+    if len(directory) < _LONGEST_SOCKET_PATH - _UUID_CHARS:
+        environment.setdefault("VLLM_RPC_BASE_PATH", directory)  # others cannot enter it
+    return environment
 
 
 def _below(pid: int) -> list[psutil.Process]:

@@ -52,6 +52,7 @@ class Gateway:
         self._calls: set[asyncio.Task[Any]] = set()  # of the job
         self._uploads: SharedDirectory | None = None
         self._loading = asyncio.Lock()
+        self._loads: set[asyncio.Task[Any]] = set()
 
     def application(self) -> web.Application:
         """Return the HTTP application."""
@@ -68,8 +69,9 @@ class Gateway:
         return app
 
     def forget_weights(self) -> None:
-        """Note that the engine has no weights of a job any more."""
+        """Note that the engine has no weights of a job any more. A job sends all of them to the next one."""
         self._weights_of = None
+        self._drop_uploads()
 
     async def _clean_up(self, _: web.Application) -> None:
         self._drop_uploads()
@@ -111,6 +113,7 @@ class Gateway:
         if self._leases.take(job):
             self._end_calls()
             self._weights_of = None
+        self._drop_uploads()  # of another job, or of a process of this job that has ended
         if not self.backend.is_ready:
             return web.json_response(error_body(protocol.BUSY, "its engine is starting"), status=503)
         return web.json_response({"start": self.backend.start_id, "lease_s": self._leases.lease_s})
@@ -126,16 +129,20 @@ class Gateway:
     def _check(self, request: web.Request) -> str:
         """Check that the request is of the job that uses the server, and for this start of the engine."""
         owner = request.headers.get(protocol.OWNER, "")
-        self._leases.renew(owner)
-        if request.headers.get(protocol.START) != self.backend.start_id or not self.backend.is_ready:
-            raise LookupError("its engine has been started again")
+        self._check_owner(owner, request.headers.get(protocol.START))
         return owner
 
+    def _check_owner(self, owner: str, start: str | None) -> None:
+        self._leases.renew(owner)
+        if start != self.backend.start_id or not self.backend.is_ready:
+            raise LookupError("its engine has been started again")
+
     async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()  # which takes time, so the job may have lost the server at its end
         if self._check(request) != self._weights_of:
             raise LookupError("it has no weights of this job")
         with self._call_of_job():
-            return await self._pipe(request, protocol.GENERATE, await request.read())
+            return await self._pipe(request, protocol.GENERATE, body)
 
     async def _upload(self, request: web.Request) -> web.Response:
         self._check(request)
@@ -150,41 +157,69 @@ class Gateway:
         return web.json_response({})
 
     async def _weights(self, request: web.Request) -> web.StreamResponse:
-        owner, message = self._check(request), await _json(request)
-        path = message.get("path")
-        if path is None:
-            if self._uploads is None:
-                raise LookupError("it has no files of this job")
-            path = self._uploads.path
-        elif not _is_here(path, message.get("files")):
+        message = await _json(request)
+        owner = self._check(request)
+        try:
+            order = {"path": message["path"], "version": int(message["version"]), "running": message["running"]}
+        except (KeyError, TypeError, ValueError) as error:
+            raise web.HTTPBadRequest(text=f"no weights: {error!r}") from error
+        if order["path"] is not None and not _is_here(order["path"], message.get("files")):
             return web.json_response(error_body(protocol.ABSENT, "the files are on another machine"), status=404)
-        order = {"path": path, "version": int(message["version"]), "running": message["running"]}
         with self._call_of_job():
             response = web.StreamResponse()
             await response.prepare(request)
-            async for line in with_signs_of_life(self._loaded(owner, order)):
+            async for line in with_signs_of_life(self._loaded(owner, order, message.get("files"))):
                 await response.write(line)
             return response
 
-    async def _loaded(self, owner: str, order: dict[str, Any]) -> AsyncIterator[bytes]:
+    async def _loaded(self, owner: str, order: dict[str, Any], files: Any) -> AsyncIterator[bytes]:
+        load = asyncio.ensure_future(self._load(owner, self.backend.start_id, order, files))
+        self._loads.add(load)
+        load.add_done_callback(self._loads.discard)
+        # A load that has begun goes on to its end, whoever still waits for it: the next one waits until then.
+        yield json.dumps(await asyncio.shield(load)).encode() + b"\n"
+
+    async def _load(self, owner: str, start: str, order: dict[str, Any], files: Any) -> dict[str, str]:
+        """Let the engine load weights; returns the error, if there is one."""
         async with self._loading:
-            self._weights_of = None
-            answer: dict[str, str] | None = None
+            uploads = None
             try:
-                url = self.backend.url(protocol.WEIGHTS)
+                self._check_owner(owner, start)  # again: another job may have taken the server meanwhile
+                if order["path"] is None:
+                    uploads, self._uploads = self._uploads, None  # an upload of another job has a new directory
+                    if uploads is None or _sizes(uploads.path) != files:
+                        raise LookupError("it has not the files of this job")
+                    order = {**order, "path": uploads.path}
+                self._weights_of = None
+                answer = await self._ask_to_load(order)
+            except RefusedError as error:
+                return error_body(protocol.REFUSED, str(error))
+            except LookupError as error:
+                return error_body(protocol.LOST, str(error))
+            finally:
+                if uploads is not None:
+                    uploads.close()
+            if answer is None:  # some of the weights may be new
+                self.backend.fail("while it loaded weights", start)
+                return error_body(protocol.LOST, "its engine has failed while it loaded weights")
+            job = self._leases.job
+            if not answer and job is not None and job.owner == owner and start == self.backend.start_id:
+                self._weights_of = owner
+            return answer
+
+    async def _ask_to_load(self, order: dict[str, Any]) -> dict[str, str] | None:
+        """Return the answer of the engine; None: it has failed."""
+        answer: dict[str, str] | None = None
+        try:
+            url = self.backend.url(protocol.WEIGHTS)
+            with self.backend.loading():
                 async with self.backend.session.post(url, json=order) as response:
                     async for line in response.content:
                         if line.strip():
                             answer = json.loads(line)
-            except (aiohttp.ClientError, ConnectionError, ValueError):
-                answer = None
-            self._drop_uploads()
-            if answer is None:  # some of the weights may be new
-                self.backend.fail("while it loaded weights")
-                answer = error_body(protocol.LOST, "its engine has failed while it loaded weights")
-            elif not answer and self._leases.job is not None and self._leases.job.owner == owner:
-                self._weights_of = owner
-            yield json.dumps(answer).encode() + b"\n"
+        except (aiohttp.ClientError, ConnectionError, ValueError):
+            return None
+        return answer
 
     def _drop_uploads(self) -> None:
         if self._uploads is not None:
@@ -231,6 +266,10 @@ def _is_loopback(host: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     return host == "localhost"
+
+
+def _sizes(directory: str) -> dict[str, int]:
+    return {name: size for name, (_, size, _) in protocol.fingerprint(directory).items()}
 
 
 def _is_here(path: Any, files: Any) -> bool:

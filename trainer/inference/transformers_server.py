@@ -120,7 +120,8 @@ class TransformersServer:
         elif message["running"] == "drain":
             await asyncio.gather(*(ended.wait() for ended in self._batches))
         # A call that is kept is completed first: the engine cannot change its weights between two tokens.
-        yield json.dumps(await self._call(self._replace_weights, message)).encode() + b"\n"
+        # It runs to its end if nobody waits for it any more, or calls would be aborted for ever.
+        yield json.dumps(await asyncio.shield(self._call(self._replace_weights, message))).encode() + b"\n"
 
     def _replace_weights(self, message: dict[str, Any]) -> dict[str, str]:
         self._aborted = False

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,11 +57,29 @@ def test_completions_are_those_of_an_engine_of_the_job_to_the_last_bit(server, w
         assert one.step({}) == {}
 
 
-def test_weights_travel_over_http_to_a_server_that_does_not_see_the_files(server, weights, expected, monkeypatch):
+def test_weights_travel_over_http_to_a_server_that_does_not_see_the_files(
+    server, weights, expected, monkeypatch, tmp_path
+):
     monkeypatch.setattr(
         "trainer.generation.server_protocol.fingerprint", lambda directory: {"other machine": [1, 2, 3]}
     )
-    with engine(server.url) as one:
+    tensors = list(load_file(f"{weights.path}/model.safetensors").items())
+    with engine(server.url, job("a", 1)) as stopped:  # it has sent a file, and will send no more
+        save_file({name: tensor * 2 for name, tensor in tensors}, tmp_path / "z.safetensors")
+        stopped._upload(str(tmp_path), "z.safetensors")
+        with engine(server.url, job("a", 2)) as one, SharedDirectory() as several:
+            save_file(dict(tensors[:3]), f"{several.path}/model-00001-of-00002.safetensors")
+            save_file(dict(tensors[3:]), f"{several.path}/model-00002-of-00002.safetensors")
+            Path(several.path, "model.safetensors.index.json").write_text("{}")
+            one.sync_weights(SharedMemory(several.path), 3)
+            assert contents(one.generate(REQUESTS)) == expected
+
+
+def test_files_that_are_no_weights_are_refused_and_the_engine_lives(server, weights, expected):
+    with engine(server.url) as one, SharedDirectory() as shared:
+        Path(shared.path, "model.safetensors").write_bytes(b"no weights")
+        with pytest.raises(UserError, match=r"cannot read the weights of this job \(model.safetensors: "):
+            one.sync_weights(SharedMemory(shared.path), 4)
         one.sync_weights(weights, 3)
         assert contents(one.generate(REQUESTS)) == expected
 

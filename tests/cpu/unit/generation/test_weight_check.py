@@ -44,5 +44,11 @@ def test_other_weights_are_refused_by_name(tmp_path):
     assert refusal(width=8) == f"serves another model: {shapes}"
     assert "this job has no weight model.norm.weight" in refusal(lambda t: t.pop("model.norm.weight"))
     assert "it has no weight extra" in refusal(lambda t: t.update(extra=torch.zeros(1)))
+    extra = {"model.norm.weight": torch.zeros(16)}
+    save_file(extra, tmp_path / "more.safetensors")
+    assert refusal() == "gets model.norm.weight twice from this job"
+    (tmp_path / "more.safetensors").write_bytes(b"cut")
+    assert refusal().startswith("cannot read the weights of this job (more.safetensors: ")
+    (tmp_path / "more.safetensors").unlink()
     half = refusal(lambda t: t.update({name: tensor.bfloat16() for name, tensor in t.items()}))
     assert half == "computes in float32 and gets weights in bfloat16; set rollout.dtype of both to one"

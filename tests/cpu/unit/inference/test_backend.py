@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 
 from tests.support.inference import ROLLOUT, Server, engine, job
-from trainer.errors import WorkerError
+from trainer.errors import UserError, WorkerError
+from trainer.generation.weight_sync import SharedMemory
+from trainer.inference.backend import _environment
 from trainer.process import time_limits
 
 
@@ -36,6 +41,32 @@ def test_an_engine_that_dies_or_hangs_is_started_again_without_weights(victim, f
         with pytest.raises(WorkerError) as raised:
             one.set_version(1)
         assert raised.value.cause == "server"
+
+
+def test_a_load_of_weights_may_take_longer_than_other_work(victim, tmp_path):
+    victim.wait()
+    os.mkfifo(pipe := tmp_path / "model.safetensors")
+    with engine(victim.url) as one:
+        start = one._lease["start"]
+        with ThreadPoolExecutor(1) as pool:
+            load = pool.submit(one.sync_weights, SharedMemory(str(tmp_path)), 1)
+            time.sleep(7)  # inference.hang_timeout_s is 2, and the engine is looked at every 2 s
+            os.close(os.open(pipe, os.O_WRONLY))
+            with pytest.raises(UserError, match="cannot read the weights of this job"):
+                load.result()
+        with engine(victim.url, one._job) as again:
+            assert again._lease["start"] == start
+
+
+def test_the_processes_of_an_engine_reach_each_other_on_this_machine_alone(monkeypatch):
+    for name in ("GLOO_SOCKET_IFNAME", "VLLM_HOST_IP", "VLLM_RPC_BASE_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "chosen")
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    found = _environment("/tmp/private")
+    assert (found["GLOO_SOCKET_IFNAME"], found["NCCL_SOCKET_IFNAME"]) == ("lo", "chosen")
+    assert (found["VLLM_HOST_IP"], found["VLLM_RPC_BASE_PATH"]) == ("127.0.0.1", "/tmp/private")
+    assert "VLLM_API_KEY" not in found and "VLLM_RPC_BASE_PATH" not in _environment("/tmp/" + "x" * 70)
 
 
 def test_all_processes_end_with_a_server_that_is_killed(tmp_path):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
 
 import httpx
 import pytest
 
-from tests.support.inference import ROLLOUT, TOKEN, Server
+from tests.support.inference import ROLLOUT, TOKEN, Server, job
 from trainer.generation import server_protocol as protocol
 from trainer.inference.gateway import _is_here, _is_loopback
 
@@ -48,6 +52,24 @@ def test_calls_of_a_job_need_its_lease(server):
         assert (answer.status_code, answer.json()["kind"]) == (409, protocol.LOST)
     for message in ({}, {"job": {}}, {"job": {"run": "a"}, "needs": {}}, [], "x"):
         assert httpx.post(server.url + protocol.LEASE, headers=server.headers, json=message).status_code == 400
+
+
+def test_a_job_that_loses_the_server_while_it_sends_a_request_is_refused(server, tmp_path):
+    lease = {"job": asdict(job("a", 1, owner="1")), "needs": {"tokens": 1}}
+    start = httpx.post(server.url + protocol.LEASE, headers=server.headers, json=lease).json()["start"]
+    headers = {**server.headers, protocol.OWNER: "1", protocol.START: start}
+    order = json.dumps({"path": None, "files": {}, "version": 1, "running": "abort"}).encode()
+
+    def pieces() -> Iterator[bytes]:
+        yield order[:5]
+        time.sleep(0.5)  # until the server has seen the headers
+        second = {**lease, "job": asdict(job("a", 2, owner="2"))}
+        assert httpx.post(server.url + protocol.LEASE, headers=server.headers, json=second).status_code == 200
+        yield order[5:]
+
+    answer = httpx.post(server.url + protocol.WEIGHTS, headers=headers, content=pieces())
+    assert (answer.status_code, answer.json()["kind"]) == (409, protocol.REFUSED)
+    httpx.post(server.url + protocol.RELEASE, headers={**server.headers, protocol.OWNER: "2"})
 
 
 def test_the_token_is_in_no_command_and_no_file_of_the_server(server):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import os
 import signal
 import threading
@@ -69,6 +70,8 @@ def test_completions_are_those_of_an_engine_of_the_job_to_the_last_bit(server, m
         assert {c.weight_versions for c in other} == {(4, 4)} and tokens_of(other) != [row[0] for row in expected]
         one.sync_weights(weights, 3)
         assert contents(one.generate(REQUESTS)) == expected
+    ports = [c for one in server.engine() for c in one.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    assert all(ipaddress.ip_address(port.laddr.ip).is_loopback for port in ports)
 
 
 def test_people_use_the_openai_api_beside_the_job(server):
