@@ -208,11 +208,13 @@ class InFlightSource(SamplingSource):
     def start(self, version: int, is_initial: bool) -> None:
         self.lineage.add(version, self.runner.journal.history)
         super().start(version, is_initial)
+        self.running = "keep"
 
     def publish(self, version: int) -> None:
         """Give the engines the policy's new weights now; requests that are under way continue with these."""
         self.lineage.add(version, self.runner.journal.history)  # before the first token of these weights
         super().publish(version)
+        self.running = "keep"
         self._window.publish()
         failpoint("in_flight:published")
 
@@ -313,5 +315,6 @@ class InFlightSource(SamplingSource):
     def _cancel(self) -> None:
         threads, self._threads = list(self._threads.values()), {}
         end_threads(threads, self._engines.abort)
+        self.running = "abort"  # nobody waits for what the engines still generate
         self._window, self._trained = self._new_window(), []
         super()._cancel()

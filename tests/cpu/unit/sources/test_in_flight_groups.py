@@ -11,7 +11,7 @@ import pytest
 from tests.cpu.unit.data.test_records import bits
 from tests.cpu.unit.sources.test_failures import WORLD
 from tests.cpu.unit.sources.test_recorded import journal_in
-from tests.support.replies import source_of
+from tests.support.replies import Replies, source_of
 from trainer.config import Config, EnvironmentConfig, TinyConfig
 from trainer.errors import UserError
 from trainer.generation.engine import Sampling
@@ -102,3 +102,20 @@ def test_environments_that_fail_count_for_all_groups_that_a_step_takes(tmp_path,
         source.start(1, is_initial=True)
         with pytest.raises(UserError, match=r"environment.max_error_rate=0.4: 4 of 8 episodes of step 1 \(50.0%\)"):
             source.next(1)
+
+
+def test_engines_drop_what_they_generate_once_the_run_has_gone_back(tmp_path, model, monkeypatch):
+    """Its groups are cancelled. Weights that come later leave the requests that are under way."""
+    given: list[str] = []
+    with source_of(tmp_path, model, longer, edit=in_flight) as source:
+        monkeypatch.setattr(Replies, "sync_weights", lambda _, version, running: given.append(running), raising=False)
+        monkeypatch.setattr(Replies, "synced_bytes", 0, raising=False)
+        source.start(1, is_initial=True)
+        source.publish(2)
+        source.load_state_dict(source.state_dict())
+        source.publish(1)
+        source.publish(2)
+        source.load_state_dict(source.state_dict())
+        source.start(1, is_initial=False)  # gives all engines the weights anew
+        source.publish(2)
+    assert given == ["keep", "abort", "keep", "keep"]
