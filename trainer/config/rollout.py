@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from trainer.config.schema import Config
 
 _LOWEST_TEMPERATURE = 0.01  # vLLM replaces anything lower by this
+_MOST_IN_FLIGHT = 2048
 
 
 @dataclass
@@ -90,7 +91,8 @@ class RolloutConfig(Section):
     is lost or trained twice. Only for engines that keep requests while they take weights (vLLM)."""
     max_staleness: int = number(1, at_least=1, at_most=64, resume="update")
     """With `in_flight_updates`: at most this many steps more than the next one are under way, and a step trains on
-    episodes that began at most this many versions before. `window` adds to that."""
+    episodes that began at most this many versions before. `window` adds to that. At most 2048 prompts can be under way:
+    (max_staleness + 1) * train_batch_size."""
     window: int = number(1, at_least=1, resume="update")
     """With `in_flight_updates`: a step trains on the oldest prompts that are finished, among so many from the oldest
     one that is left. 1: in the order in which they were drawn. More: a few prompts may pass one that takes long, and a
@@ -159,6 +161,10 @@ class RolloutConfig(Section):
         if self.colocate:
             problem = "engines that share the GPUs of the ranks cannot generate while these train"
             raise config_error(config, key, f"{problem}; choose false, or rollout.colocate=false")
+        batch = config.trainer.train_batch_size
+        if (count := (self.max_staleness + 1) * batch) > _MOST_IN_FLIGHT:
+            problem = f"with trainer.train_batch_size={batch}, {count} prompts would be under way, each on a thread"
+            raise config_error(config, "rollout.max_staleness", f"{problem}; at most {_MOST_IN_FLIGHT} can be")
 
     @property
     def deciding_args(self) -> dict[str, Any]:

@@ -130,7 +130,7 @@ class BatchThread(BatchProgress):
 
     def has_ended(self, timeout_s: float = 0.0) -> bool:
         """Wait for the end of the thread; return whether it has ended."""
-        return self._done.wait(timeout_s)
+        return self._done.wait(timeout_s) if timeout_s else self._done.is_set()  # many are asked, often
 
     def _wait(self, event: threading.Event) -> None:
         """Wait. The main thread makes progress only as far as the thread of the batch does."""

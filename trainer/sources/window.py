@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 
@@ -61,7 +62,7 @@ class Window:
         """Take the next `count` groups to train on. None: they are not finished yet."""
         left, chosen = list(self._waiting), []
         while len(chosen) < count:
-            inside = [number for number in left if number < left[0] + self._window] if left else []
+            inside = itertools.takewhile(lambda number: number < left[0] + self._window, left)
             number = next((number for number in inside if self._waiting[number]), None)
             if number is None:
                 return None

@@ -32,6 +32,11 @@ CONTRADICTIONS = [
         ["rollout.in_flight_updates=true", "rollout.colocate=true"],
         "rollout.in_flight_updates=True: engines that share the GPUs .* or rollout.colocate=false",
     ),
+    (
+        ["rollout.in_flight_updates=true", "rollout.max_staleness=4", "trainer.train_batch_size=512"],
+        "rollout.max_staleness=4: with trainer.train_batch_size=512, 2560 prompts would be under way, each on a "
+        "thread; at most 2048 can be",
+    ),
     (["rollout.lora_sync=merged"], "rollout.lora_sync=merged: needs trainer.policy.lora.rank"),
     (
         ["trainer.policy.lora.rank=4", "rollout=transformers", "rollout.lora_sync=adapter"],
