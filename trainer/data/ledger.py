@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from functools import cached_property
@@ -87,6 +88,7 @@ class Ledger:
         self._positions = [(0, 0)] * len(datasets)  # epoch, and index in its order, of each data set's next row
         self._trained_ahead: set[SampleIndex] = set()  # rows behind a gap
         self._orders: dict[tuple[int, int], list[int]] = {}
+        self._ordering = threading.Lock()  # rows are drawn on other threads, too
         self._rewards: dict[int, float] = {}
 
     @property
@@ -171,16 +173,17 @@ class Ledger:
         return [epoch * len(dataset) + at for (epoch, at), dataset in zip(positions, self._datasets, strict=True)]
 
     def _order(self, dataset: int, epoch: int) -> list[int]:
-        if (dataset, epoch) not in self._orders:
-            count = len(self._datasets[dataset])
-            if self._curriculum is not None:
-                order = self._ask_curriculum(epoch)
-            elif self._kind == "prompts":
-                order = permutation(count, self._seed, "epoch", epoch).tolist()
-            else:
-                order = permutation(count, self._seed, "sft", dataset, epoch).tolist()
-            self._orders[dataset, epoch] = order
-        return self._orders[dataset, epoch]
+        with self._ordering:
+            if (dataset, epoch) not in self._orders:
+                count = len(self._datasets[dataset])
+                if self._curriculum is not None:
+                    order = self._ask_curriculum(epoch)
+                elif self._kind == "prompts":
+                    order = permutation(count, self._seed, "epoch", epoch).tolist()
+                else:
+                    order = permutation(count, self._seed, "sft", dataset, epoch).tolist()
+                self._orders[dataset, epoch] = order
+            return self._orders[dataset, epoch]
 
     def _ask_curriculum(self, epoch: int) -> list[int]:
         assert self._curriculum is not None

@@ -376,7 +376,7 @@ class _Writer:
 
     def add(self, step: int, groups: Mapping[str, Sequence[Episode]], about: dict[str, str]) -> None:
         with self._condition:
-            if self._is_stopped:
+            if self._is_stopped or self._is_closed:
                 return
             last = self._queue[-1] if self._queue else None
             if last is not None and last[0] == step and last[1] == about:
@@ -427,7 +427,6 @@ class _Writer:
         if self._thread is not None:
             self._thread.join(time_limits.JOURNAL_WAIT_S)
             self._thread = None
-        self._is_closed = False
 
     def _begin(self) -> None:
         if self._thread is None:

@@ -109,6 +109,10 @@ class BatchThread(BatchProgress):
     def mark_generated(self) -> None:
         if not self._generated.is_set():
             failpoint("ahead:generated")
+            self._end_generation()
+
+    def _end_generation(self) -> None:
+        if not self._generated.is_set():
             self.generated_at = time.monotonic()
             self._generated.set()
 
@@ -148,9 +152,10 @@ class BatchThread(BatchProgress):
             self.began_at = time.monotonic()
             failpoint("ahead:begun")
             self._batch = self._make(self)
+            self.mark_generated()
         except BaseException as error:  # the thread that trains raises it
             self._error = error
-        self.mark_generated()
+        self._end_generation()
         self._done.set()
 
 

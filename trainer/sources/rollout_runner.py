@@ -67,6 +67,7 @@ class RolloutRunner:
         )
         self._scorer = scorer
         self._lock = threading.Lock()
+        self._counting = threading.Lock()
         self._generating = 0  # the thread that has the lock
         self._here = _Here()
 
@@ -114,9 +115,14 @@ class RolloutRunner:
         recorded = progress.records(self.journal, requests)
         made = self._run(recorded, purpose, progress, is_last) if recorded.missing else []
         episodes = recorded.keep_rest(made)
-        rewards = [episode.reward for episode in episodes if episode.reward is not None]
-        self.largest_reward = max([self.largest_reward, *rewards])
+        self.note_rewards(episodes)
         return episodes
+
+    def note_rewards(self, episodes: Sequence[Episode]) -> None:
+        """Let these episodes count in `largest_reward`."""
+        rewards = [episode.reward for episode in episodes if episode.reward is not None]
+        with self._counting:
+            self.largest_reward = max([self.largest_reward, *rewards])
 
     def _run(self, recorded: RecordedGroups, purpose: str, progress: BatchProgress, is_last: bool) -> list[Episode]:
         """Run episodes, and score those that have ended while others are generated."""

@@ -186,6 +186,7 @@ class SamplingSource:
             batch = self._ahead.held(step)
             if batch is not None:
                 self.runner.journal.note_found(step)
+                self.runner.note_rewards(batch.episodes)
             else:
                 batch = self._make_batch(BatchProgress(step, step, None, self._timer))
         self._batches[step] = batch

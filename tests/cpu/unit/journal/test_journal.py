@@ -120,6 +120,16 @@ def test_only_the_thread_that_trains_knows_the_weights_of_now(tmp_path):
     journal.close()
 
 
+def test_what_a_late_thread_adds_after_the_end_starts_no_thread(tmp_path):
+    journal = opened(tmp_path)
+    journal.add(1, {"k": group("a")})
+    journal.close()
+    before = set(threading.enumerate())
+    with ThreadPoolExecutor(1) as other:
+        other.submit(journal.add, 1, {"late": group("b")}, "start").result()
+    assert set(threading.enumerate()) <= before
+
+
 def test_a_wait_ends_while_another_thread_adds_without_end(tmp_path):
     journal, is_over = opened(tmp_path), threading.Event()
 

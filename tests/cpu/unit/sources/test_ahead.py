@@ -20,7 +20,7 @@ from trainer.checkpoint.checkpoint_files import files_at
 from trainer.checkpoint.components import Restore
 from trainer.checkpoint.manifest import Checkpoint
 from trainer.config import TinyConfig
-from trainer.data.ledger import SampleIndex
+from trainer.data.ledger import Ledger, SampleIndex
 from trainer.errors import UserError
 from trainer.generation.engine import Completion, Request
 from trainer.models.tiny import build_tiny
@@ -330,3 +330,41 @@ def test_a_request_that_begins_while_the_run_goes_back_is_ended_too(monkeypatch)
     thread = batches.thread(1)
     batches.cancel(lambda: aborts.append(1))
     assert thread.has_ended() and len(aborts) > 1
+
+
+def test_the_rewards_of_held_batches_count_in_the_largest_reward(tmp_path, model):
+    with versioned(tmp_path, model) as (source, _):
+        source.start(1, is_initial=True)
+        source.next(1)
+        source.publish(2)
+        source.commit(1)
+        checkpoint = save(source, 1, tmp_path)
+        load(source, checkpoint)
+        source.cfg.rollout.ahead, source.runner.largest_reward = 0, -1.0
+        episodes = source.next(2)
+        assert source.runner.largest_reward == max(episode.reward for episode in episodes)
+
+
+def test_two_threads_that_come_to_an_epoch_at_once_ask_the_curriculum_once():
+    """It may take long: the training thread asks how far the epoch is while a batch ahead draws rows."""
+    asked, both = [], threading.Barrier(3)
+
+    def slow(rows, epoch, rewards):
+        asked.append(epoch)
+        time.sleep(0.2)
+        return range(len(rows))
+
+    ledger = Ledger([list("abcd")], 1, "prompts", lambda: "", curriculum=slow, curriculum_name="slow")
+    drawn = []
+
+    def draw() -> None:
+        both.wait()
+        drawn.append(ledger.peek(2))
+
+    threads = [threading.Thread(target=draw) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    both.wait()
+    for thread in threads:
+        thread.join()
+    assert asked == [0] and drawn[0] == drawn[1]
