@@ -130,20 +130,22 @@ class ServerEngine:
         self._pending -= result.keys()
         return result
 
-    def _read_batch(self, number: int, missing: dict[int, Request]) -> None:
+    def _read_batch(self, number: int, batch: Mapping[int, Request]) -> None:
         """Send a batch, and queue its completions, or why they do not come.
 
-        If the connection breaks, the rest is sent again to an engine that still has the weights.
+        If the connection breaks, the batch is sent again to an engine that still has the weights: the whole of it,
+        because the last bits of a completion can depend on the others.
         """
-        attempts = 0
-        while True:
+        attempts, missing = 0, set(batch)
+        while number == self._batches:
             try:
-                for line in self._stream(protocol.GENERATE, protocol.encode_requests(missing)):
-                    completions = protocol.decode_completions(line)
-                    for done in completions:
-                        del missing[done]
-                    self._results.put((number, completions))
-                    attempts = 0
+                for line in self._stream(protocol.GENERATE, protocol.encode_requests(batch)):
+                    answer = protocol.decode_completions(line)
+                    completions = {done: one for done, one in answer.items() if done in missing}
+                    missing -= completions.keys()
+                    if completions:
+                        self._results.put((number, completions))
+                        attempts = 0
                 if not missing:
                     return
                 raise self._lost(f"the answer has ended without {len(missing)} completions")

@@ -20,6 +20,7 @@ from tests.support.inference import ROLLOUT as WORDS
 from tests.support.inference import TOKEN, Server, engine, free_port, job
 from trainer.errors import UserError, WorkerError
 from trainer.files.shared_memory import SharedDirectory
+from trainer.generation.server_protocol import GENERATE
 from trainer.generation.transformers_engine import TransformersEngine
 from trainer.generation.weight_sync import SharedMemory
 from trainer.process import time_limits
@@ -221,6 +222,26 @@ def test_what_a_broken_connection_has_lost_is_asked_for_again(server, weights, e
         first = len(faults.seen)
         assert contents(one.generate(REQUESTS)) == expected
         assert [one[2] for one in faults.seen].count(fault) >= 2
+
+
+def test_a_batch_that_broke_off_is_repeated_whole(server, weights, expected, monkeypatch):
+    """What an engine computes can depend on the requests of a batch."""
+    with engine(server.url) as one:
+        one.sync_weights(weights, 3)
+        stream, sent = one._stream, []
+
+        def cut(path: str, body: bytes) -> Iterator[str]:
+            lines = stream(path, body)
+            if path == GENERATE:
+                sent.append(body)
+                if len(sent) == 1:
+                    yield next(lines)
+                    raise one._lost("cut")
+            yield from lines
+
+        monkeypatch.setattr(one, "_stream", cut)
+        assert contents(one.generate(REQUESTS)) == expected
+        assert len(sent) == 2 and sent[0] == sent[1]
 
 
 def test_a_server_that_hangs_is_lost(server, weights, monkeypatch):
