@@ -139,7 +139,11 @@ class BatchThread(BatchProgress):
     def _wait(self, event: threading.Event) -> None:
         """Wait. The main thread makes progress only as far as the thread of the batch does."""
         while not event.wait(time_limits.POLL_INTERVAL_S):
-            SIGNALS.check_behind(self._thread.ident or 0)
+            self.check_behind()
+
+    def check_behind(self) -> None:
+        """Check signals on a thread that waits for this one: it makes progress only as far as this one does."""
+        SIGNALS.check_behind(self._thread.ident or 0)
 
     def _run(self) -> None:
         try:

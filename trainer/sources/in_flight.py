@@ -31,7 +31,6 @@ from trainer.journal.journal import Journal
 from trainer.metrics.timing import Timer
 from trainer.process import time_limits
 from trainer.process.failpoints import failpoint
-from trainer.process.signals import SIGNALS
 from trainer.rewards.scores import Failures
 from trainer.sources.ahead import BatchProgress, BatchThread, end_threads
 from trainer.sources.batches import StepBatch, UsedRow
@@ -253,7 +252,7 @@ class InFlightSource(SamplingSource):
         wanted = self.cfg.trainer.train_batch_size
         with self._timer("rollout"):
             while (numbers := self._take(wanted)) is None:
-                SIGNALS.check()
+                self._threads[self._window.unfinished[0]].check_behind()  # the oldest, for which it waits
         self._trained += numbers
         failpoint("in_flight:taken")
         batches = [self._threads[number].result() for number in numbers]

@@ -17,6 +17,7 @@ from trainer.errors import UserError
 from trainer.generation.engine import Sampling
 from trainer.models.tiny import build_tiny
 from trainer.process import time_limits
+from trainer.process.signals import SIGNALS
 
 
 @pytest.fixture(scope="module")
@@ -119,3 +120,27 @@ def test_engines_drop_what_they_generate_once_the_run_has_gone_back(tmp_path, mo
         source.start(1, is_initial=False)  # gives all engines the weights anew
         source.publish(2)
     assert given == ["keep", "abort", "keep", "keep"]
+
+
+def test_a_step_that_waits_for_a_group_that_hangs_makes_no_progress(tmp_path, model, monkeypatch):
+    """So the watchdog sees it, as it does with batches."""
+    monkeypatch.setattr(time_limits, "POLL_INTERVAL_S", 0.01)
+    release, points = threading.Event(), []
+
+    def hang(prompt: str, number: int, sampling: Sampling) -> str:
+        release.wait()
+        return "x"
+
+    def watch() -> None:
+        for _ in range(2):
+            threading.Event().wait(1.0)
+            points.append(SIGNALS.safe_points)
+        release.set()
+
+    with source_of(tmp_path, model, hang, edit=in_flight) as source:
+        source.start(1, is_initial=True)
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        source.next(1)
+        watcher.join()
+    assert points[0] == points[1]
