@@ -133,7 +133,8 @@ def run_fork_server(descriptor: int, preload: Sequence[str]) -> NoReturn:
     """
 
     def end(*_: object) -> NoReturn:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        # Not SIG_IGN: Python writes an error if a signal arrives just before that.
+        signal.signal(signal.SIGTERM, lambda *_: None)
         end_descendants()
         os._exit(0)
 

@@ -33,7 +33,7 @@ def main() -> None:
     def end(*_: object) -> NoReturn:
         # The handler does all the work itself, because an exception could be lost in a library's callback.
         for number in (END_SIGNAL, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
+            signal.signal(number, lambda *_: None)  # SIG_IGN: Python would write an error on a signal just before
         _report_dead_daemon(daemons)
         end_descendants()
         shutil.rmtree(directory, ignore_errors=True)
