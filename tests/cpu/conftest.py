@@ -17,6 +17,7 @@ import pytest
 from tests.support import process_marks
 from tests.support.buckets import s3_server
 
+os.environ["OMP_NUM_THREADS"] = "1"  # for the engines and models of this process too: before torch is imported
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests are about CPUs, also on a machine with GPUs
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - with Ray's 15, others would leave it hardly any time
 
@@ -67,7 +68,6 @@ def _own_cache(tmp_path_factory):
     base = tmp_path_factory.getbasetemp()
     # One for all processes of the test run: who comes second waits for the first, and takes what it has made.
     patch.setenv("TRAINER_CACHE", str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"))
-    patch.setenv("OMP_NUM_THREADS", "1")
     yield
     patch.undo()
 
