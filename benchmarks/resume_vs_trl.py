@@ -2,13 +2,13 @@
 
 Both train the same small model on the same prompts with the same number and lengths of completions, group size,
 optimizer steps and learning rate, one process that computes at a time, with one thread. Both save every few steps. Each
-job runs once undisturbed and then once for each kill. SIGKILL ends all its processes at a moment that a seed chooses:
+job runs once uninterrupted and then once for each kill. SIGKILL ends all its processes at a moment that a seed chooses:
 after the same step, and the same share of a step later. Then each continues by its own means to its last step. TRL has
 `full_determinism` and `resume_from_checkpoint`, ours `trainer.resume_mode=latest`.
 
-Prints for each kill which share of the steps after the checkpoint has the logged values of the undisturbed run, all of
-them but times to the last bit, and how long it takes from the command until the step that was under way is trained
-again, start-up apart. Two undisturbed runs of TRL show whether it repeats itself at all.
+Prints for each kill which share of the steps after the checkpoint has the logged values of the uninterrupted run, all
+of them but times to the last bit, and how long it takes from the command until the step that was under way is trained
+again, start-up apart. Two uninterrupted runs of TRL show whether it repeats itself at all.
 
 TRL goes into a virtual environment of its own, which is made once (`--venv`).
 """
@@ -207,7 +207,7 @@ class Measured:
     lost: int
     """The step that was under way."""
     equal: float
-    """Share of the steps after the checkpoint with the values of the undisturbed run."""
+    """Share of the steps after the checkpoint with the values of the uninterrupted run."""
     startup: float
     again: float
     """Seconds from the first step of the restart until the lost step was logged."""
@@ -295,9 +295,9 @@ def print_summary(side: Side, root: Path, kills: list[Measured]) -> None:
     print(
         f"{side.name}: {mean(one.equal for one in kills):.0%} of the steps after a checkpoint are equal; start-up "
         f"{median(one.startup for one in kills):.1f} s, then {median(one.again for one in kills):.1f} s until the lost "
-        f"step is trained again (medians of {len(kills)} kills); an undisturbed step takes "
+        f"step is trained again (medians of {len(kills)} kills); an uninterrupted step takes "
         f"{median(side.seconds(row) for row in whole.values()):.2f} s, and {repeated:.0%} of the steps of two "
-        f"undisturbed runs are equal{' but for ' + ', '.join(differing) if differing else ''}"
+        f"uninterrupted runs are equal{' but for ' + ', '.join(differing) if differing else ''}"
     )
 
 

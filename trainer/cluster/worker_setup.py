@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 
-import psutil
-
 from trainer.cluster.stacks import allow_stacks
 from trainer.errors import RESTART_HINT, UserError, WorkerError, is_out_of_memory, one_line
 from trainer.process.log_setup import guard_output, show_messages
+from trainer.process.network import use_network_of
 
 
 def prepare_process(address: str) -> None:
@@ -23,11 +22,7 @@ def prepare_process(address: str) -> None:
     guard_output()  # user functions print too
     show_messages()
     allow_stacks()
-    for name, entries in psutil.net_if_addrs().items():
-        if address in (entry.address for entry in entries):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-    os.environ.setdefault("VLLM_HOST_IP", address)
+    use_network_of(address, os.environ)
 
 
 def failure_of(cause: BaseException, name: str, trace: str) -> Exception:

@@ -21,6 +21,7 @@ from trainer.config.fields import (
     setting,
 )
 from trainer.config.functions import built_in_defaults, inputs_of
+from trainer.config.rollout import works_ahead
 from trainer.errors import UserError
 from trainer.import_utils import default_of, import_function, is_import_path, options_of, takes_any_option
 
@@ -219,23 +220,14 @@ def correction_of(config: Config) -> str | None:
     return _correction({name: vars(getattr(config, name)) for name in ("algorithm", "rollout")})
 
 
-def samples_from_older_weights(config: Config) -> bool:
-    """Return whether rollouts come from other weights than those that the step begins with."""
-    return _is_ahead(vars(config.rollout))
-
-
 def _correction(config: Mapping[str, Any]) -> str | None:
     """Return what `correction_of` returns for a nested config, which may be one of an earlier version."""
     algorithm = config.get("algorithm", {})
     chosen = algorithm.get("rollout_correction")
     if chosen == AUTO:
-        corrects = _is_ahead(config.get("rollout", {})) and algorithm.get("old_logprobs") != "rollout"
+        corrects = works_ahead(config.get("rollout", {})) and algorithm.get("old_logprobs") != "rollout"
         return "tis" if corrects else None
     return chosen if chosen in CORRECTIONS else None
-
-
-def _is_ahead(rollout: Mapping[str, Any]) -> bool:
-    return rollout.get("ahead", 0) > 0 or rollout.get("in_flight_updates", False)
 
 
 def check_group_size(config: Config, key: str) -> None:

@@ -31,6 +31,11 @@ _LOWEST_TEMPERATURE = 0.01  # vLLM replaces anything lower by this
 _MOST_IN_FLIGHT = 2048
 
 
+def works_ahead(rollout: Mapping[str, Any]) -> bool:
+    """Return what `RolloutConfig.works_ahead` is for a section, which may be one of an earlier version."""
+    return rollout.get("ahead", 0) > 0 or rollout.get("in_flight_updates", False)
+
+
 @dataclass
 class RolloutConfig(Section):
     engine: str = setting("vllm", resume="rollouts")
@@ -142,7 +147,7 @@ class RolloutConfig(Section):
     @property
     def works_ahead(self) -> bool:
         """Whether engines generate while the ranks train."""
-        return self.ahead > 0 or self.in_flight_updates
+        return works_ahead(vars(self))
 
     def _check_in_flight(self, config: Config) -> None:
         key = "rollout.in_flight_updates"

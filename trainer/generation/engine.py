@@ -137,3 +137,11 @@ class StreamingEngine(Engine, Protocol):
         Only engines with `EngineSpec.in_flight` have it. If no `step` runs, the next one may return at once.
         """
         ...
+
+
+def generate_in_steps(engine: StreamingEngine, requests: Sequence[Request]) -> list[Completion]:
+    """Return completions in the order of the requests, as `Engine.generate` does. Nothing else may be under way."""
+    completions = engine.step(dict(enumerate(requests)))
+    while len(completions) < len(requests):
+        completions |= engine.step({})
+    return [completions[number] for number in range(len(requests))]

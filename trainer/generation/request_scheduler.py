@@ -146,7 +146,7 @@ def request_costs(requests: Sequence[Request]) -> list[float]:
 
 
 def by_prompt(requests: Sequence[Request], most: int | None = None) -> list[list[int]]:
-    """Return the places of the requests, those of one prompt together: an engine computes the prompt once.
+    """Return the indices of the requests, those of one prompt together: an engine computes the prompt once.
 
     The most expensive prompts come first.
 
@@ -167,7 +167,7 @@ def by_prompt(requests: Sequence[Request], most: int | None = None) -> list[list
 
 def with_some_of(pieces: Iterable[list[int]], wanted: Collection[int]) -> list[list[int]]:
     """Return the pieces that hold a wanted request: whole, because company can change the last bits of log-probs."""
-    return [piece for piece in pieces if any(place in wanted for place in piece)]
+    return [piece for piece in pieces if any(request in wanted for request in piece)]
 
 
 def by_length(requests: Sequence[Request], engines: int, most: int) -> list[list[int]]:
@@ -180,8 +180,8 @@ def by_length(requests: Sequence[Request], engines: int, most: int) -> list[list
     for i, request in enumerate(requests):
         alike.setdefault(request.sampling, []).append(i)
     batches: list[list[int]] = []
-    for places in alike.values():
-        order = sorted(places, key=lambda i: len(requests[i].prompt_token_ids))
+    for indices in alike.values():
+        order = sorted(indices, key=lambda i: len(requests[i].prompt_token_ids))
         rounds = -(-len(order) // (engines * most))
         size = -(-len(order) // (engines * rounds))
         batches += [order[start : start + size] for start in range(0, len(order), size)][::-1]

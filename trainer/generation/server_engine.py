@@ -19,7 +19,7 @@ from trainer.config.inference import TOKEN
 from trainer.errors import RESTART_HINT, UserError, WorkerError, one_line
 from trainer.files.shared_memory import SharedDirectory, choose_directory
 from trainer.generation import server_protocol as protocol
-from trainer.generation.engine import Completion, Request, RunningRequests
+from trainer.generation.engine import Completion, Request, RunningRequests, generate_in_steps
 from trainer.generation.server_protocol import Job
 from trainer.process import time_limits
 from trainer.process.log_setup import show
@@ -59,7 +59,6 @@ class ServerEngine:
             limits=httpx.Limits(max_connections=None),
             trust_env=False,  # a proxy for the internet is no way to a server of the cluster
         )
-        self._version = -1
         self._batches = 0  # number of the last batch before the last abort
         self._pending: set[int] = set()
         self._results: queue.Queue[tuple[int, dict[int, Completion] | Exception]] = queue.Queue()
@@ -90,10 +89,7 @@ class ServerEngine:
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Return completions in the order of the requests."""
-        completions = self.step(dict(enumerate(requests)))
-        while self._pending:
-            completions |= self.step({})
-        return [completions[number] for number in range(len(requests))]
+        return generate_in_steps(self, requests)
 
     def step(self, requests: Mapping[int, Request]) -> dict[int, Completion]:
         """Send requests, and wait until some are complete; return these (see `StreamingEngine`)."""
@@ -187,7 +183,6 @@ class ServerEngine:
         if running == "drain":
             while self._pending:
                 self._completed |= self._receive(None)
-        self._version = version
 
     def _receive_broadcast(self, source: Any) -> str:
         """Write what the ranks send to memory of this machine, one file a tensor; return the directory."""
@@ -230,7 +225,6 @@ class ServerEngine:
         if self._error is not None:
             raise self._error
         self._post(protocol.RENEW, {}, self._headers)
-        self._version = version
 
     def sleep(self) -> int:
         """Do nothing: the server shares no GPU with the job."""

@@ -1,4 +1,4 @@
-"""What a job and an inference server say to each other over HTTP: who asks, requests, completions, places of weights.
+"""What a job and an inference server say to each other over HTTP: who asks, requests, completions, where weights are.
 
 A stream of completions has one JSON list of completions a line. An empty line says that the server lives.
 """
@@ -19,7 +19,7 @@ import numpy as np
 
 from trainer.generation.engine import Completion, Request, Sampling
 
-LEASE, ABORT, RENEW, RELEASE = "/trainer/lease", "/trainer/abort", "/trainer/renew", "/trainer/release"
+LEASE, RENEW, RELEASE = "/trainer/lease", "/trainer/renew", "/trainer/release"
 GENERATE, WEIGHTS, UPLOAD, STATUS = "/trainer/generate", "/trainer/weights", "/trainer/upload", "/trainer/status"
 OWNER, START = "X-Trainer-Owner", "X-Trainer-Start"
 """Headers of every request of a job: its `Job.owner`, and the start of the engine that it has sent weights to."""

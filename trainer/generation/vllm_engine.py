@@ -13,7 +13,7 @@ from trainer.config.engines import ENGINES
 from trainer.errors import RESTART_HINT, UserError, WorkerError
 from trainer.files.shared_memory import SharedDirectory, check_owner, choose_directory
 from trainer.generation.compile_cache import use_own_cache
-from trainer.generation.engine import Completion, Request, RunningRequests
+from trainer.generation.engine import Completion, Request, RunningRequests, generate_in_steps
 from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
 from trainer.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.process import time_limits
@@ -83,7 +83,7 @@ class VLLMEngine:
         options = {
             "model": model_path,
             "trust_remote_code": trust_remote_code,
-            "dtype": ("float32" if device == "cpu" else "bfloat16") if dtype == "auto" else dtype,
+            "dtype": dtype_on(device, dtype),
             "seed": seed,
             **device_options(rollout, device),
             **_lora_options(lora_rank),
@@ -97,10 +97,7 @@ class VLLMEngine:
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Return completions in the order of the requests."""
-        completions = self.step(dict(enumerate(requests)))
-        while self._running:
-            completions |= self.step({})
-        return [completions[number] for number in range(len(requests))]
+        return generate_in_steps(self, requests)
 
     def step(self, requests: Mapping[int, Request]) -> dict[int, Completion]:
         """Add requests, and generate until some are complete; return these (see `StreamingEngine`)."""
@@ -271,6 +268,11 @@ def _lora_options(rank: int | None) -> dict[str, Any]:
         return {}
     room = next(r for r in (8, 16, 32, 64, 128, 256, 320, 512) if r >= rank)  # the ranks that vLLM has kernels for
     return {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}
+
+
+def dtype_on(device: str, dtype: str) -> str:
+    """Return the precision that a value of `rollout.dtype` stands for."""
+    return ("float32" if device == "cpu" else "bfloat16") if dtype == "auto" else dtype
 
 
 def device_options(rollout: RolloutConfig, device: str) -> dict[str, Any]:

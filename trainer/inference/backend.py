@@ -25,6 +25,7 @@ from trainer.config.inference import TOKEN, InferenceConfig
 from trainer.errors import WorkerError
 from trainer.files.shared_memory import PrivateDirectory
 from trainer.process import time_limits
+from trainer.process.network import use_network_of
 
 LOG = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class Backend:
         self.start_id = ""
         """Names one start of the engine. Weights that were sent to another are lost."""
         self.is_ready = False
+        self._ever_served = False
         self._failed: str | None = None
         self._loads = 0
         self._segments: set[str] = set()  # shared memory of the processes, which a killed one leaves behind
@@ -106,7 +108,7 @@ class Backend:
                     has_served, reason = await self._watch(ready)
                     await self._end()
                     failures = 0 if has_served else failures + 1
-                    if failures and self._cfg.engine and (failures == _FAILED_STARTS or not self._ever_served):
+                    if failures and (failures == _FAILED_STARTS or not self._ever_served):
                         raise WorkerError(f"inference.engine={self._cfg.engine} does not start: {reason}", "see above")
                     LOG.warning("%s; it is started again", reason)
                     await asyncio.sleep(min(time_limits.RESTART_LONGEST_DELAY_S, failures * 2.0**failures))
@@ -114,8 +116,6 @@ class Backend:
                 self.is_ready = False
                 await self._end()
                 self._directory.close()
-
-    _ever_served = False
 
     def _launch(self) -> None:
         self.start_id, self._failed = secrets.token_hex(8), None
@@ -220,11 +220,7 @@ def _environment(directory: str) -> dict[str, str]:
     """Return the environment of the engine, whose processes reach each other on this machine alone."""
     # Keys are the front's matter: the front passes none on.
     environment = {name: value for name, value in os.environ.items() if name not in (TOKEN, "VLLM_API_KEY")}
-    for name, entries in psutil.net_if_addrs().items():
-        if "127.0.0.1" in (entry.address for entry in entries):
-            environment.setdefault("GLOO_SOCKET_IFNAME", name)
-            environment.setdefault("NCCL_SOCKET_IFNAME", name)
-    environment.setdefault("VLLM_HOST_IP", "127.0.0.1")
+    use_network_of("127.0.0.1", environment)
     if len(directory) < _LONGEST_SOCKET_PATH - _UUID_CHARS:
         environment.setdefault("VLLM_RPC_BASE_PATH", directory)  # others cannot enter it
     return environment

@@ -82,7 +82,7 @@ class Gateway:
             given = request.headers.get("Authorization", "").encode(errors="replace")
             if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
                 return web.json_response({"error": "this server needs its token"}, status=401)
-        elif "Origin" in request.headers or not _is_loopback(request.url.host or ""):
+        elif "Origin" in request.headers or not is_loopback(request.url.host or ""):
             # A web page that the user reads could send requests to this machine, under any name.
             return web.json_response({"error": "web pages may not use this server"}, status=403)
         try:
@@ -262,7 +262,8 @@ class Gateway:
             return response
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach a host."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     return host == "localhost"

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import importlib.util
-import ipaddress
 import logging
 import os
 import socket
@@ -21,7 +20,7 @@ from trainer.config.inference import TOKEN
 from trainer.errors import UserError
 from trainer.files.shared_memory import PrivateDirectory
 from trainer.inference.backend import Backend
-from trainer.inference.gateway import Gateway
+from trainer.inference.gateway import Gateway, is_loopback
 from trainer.process import time_limits
 from trainer.process.signals import SIGNALS, Stopped
 
@@ -55,7 +54,7 @@ def check(cfg: Config) -> str | None:
     token = os.environ.get(TOKEN)
     if token is not None and (len(token) < _SHORTEST_TOKEN or not token.isascii() or not token.isprintable()):
         raise UserError(f"{TOKEN}: a token needs at least {_SHORTEST_TOKEN} printable ASCII characters")
-    if token is None and not _is_loopback(inference.host):
+    if token is None and not is_loopback(inference.host):
         raise UserError(
             f"inference.host={inference.host}: others can reach this address; set the environment variable {TOKEN} to "
             "a secret, here and where the jobs run, or choose 127.0.0.1"
@@ -65,12 +64,6 @@ def check(cfg: Config) -> str | None:
             "inference.engine=vllm: vLLM is not installed; install it, or choose inference.engine=transformers"
         )
     return token
-
-
-def _is_loopback(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -97,10 +97,10 @@ class TransformersServer:
         numbers, aborts, ended = list(requests), self._aborts, asyncio.Event()
         self._batches.add(ended)
         try:
-            for places in by_length(list(requests.values()), 1, self._rollout.max_num_seqs):
+            for indices in by_length(list(requests.values()), 1, self._rollout.max_num_seqs):
                 if self._aborts > aborts:
                     return
-                chosen = [numbers[place] for place in places]
+                chosen = [numbers[index] for index in indices]
                 completions = await self._call(self._engine.generate, [requests[number] for number in chosen])
                 yield protocol.encode_completions(dict(zip(chosen, completions, strict=True)))
         except _AbortedError:

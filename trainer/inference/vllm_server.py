@@ -38,14 +38,13 @@ def serve(_: Any, socket_path: str, settings: dict[str, Any]) -> None:
 
 def arguments(socket_path: str, settings: dict[str, Any]) -> list[str]:
     """Return the arguments of vLLM's API server."""
-    from trainer.generation.vllm_engine import device_options
+    from trainer.generation.vllm_engine import device_options, dtype_on
 
     rollout, device = RolloutConfig(**settings["rollout"]), settings["device"]
-    dtype = ("float32" if device == "cpu" else "bfloat16") if rollout.dtype == "auto" else rollout.dtype
     options = {
         "model": settings["model_path"],
         "served_model_name": settings["name"],
-        "dtype": dtype,
+        "dtype": dtype_on(device, rollout.dtype),
         "seed": settings["seed"],
         "trust_remote_code": settings["trust_remote_code"],
         **device_options(rollout, device),

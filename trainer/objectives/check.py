@@ -22,7 +22,6 @@ from trainer.config.algorithm import (
     chosen_options,
     correction_of,
     named_options,
-    samples_from_older_weights,
 )
 from trainer.config.functions import INPUTS
 from trainer.config.schema import Config
@@ -140,7 +139,7 @@ def _check_correction(loss: Callable[..., Any], config: Config) -> None:
     """Refuse older weights that neither a correction nor the loss corrects, unless the user switched that off."""
     a = config.algorithm
     corrected = correction_of(config) is not None or has_ratio(loss) or a.rollout_correction != AUTO
-    if not corrected and samples_from_older_weights(config):
+    if not corrected and config.rollout.works_ahead:
         ahead = config.rollout.ahead
         key = f"rollout.ahead={ahead}" if ahead else "rollout.in_flight_updates=true"
         raise UserError(

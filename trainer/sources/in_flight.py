@@ -226,7 +226,7 @@ class InFlightSource(SamplingSource):
 
     def _begin_ahead(self) -> None:
         """Admit the next rows."""
-        batch, count = self.cfg.trainer.train_batch_size, self._window.room()
+        batch, count = self.cfg.trainer.train_batch_size, self._window.capacity()
         if not self.cfg.algorithm.dynamic_sampling:  # else nobody knows how many the run needs
             left = (self.cfg.total_steps - self._version + 1) * batch
             count = max(0, min(count, left - len(self._threads)))

@@ -30,9 +30,9 @@ class RecordedGroups:
         self._found = self._find(self._keys)
         self._missing_keys = [key for key in self._keys if key not in self._found]
         self.requests = requests
-        self.places = [place for place in range(len(requests)) if self._keys[place // n] not in self._found]
+        self.missing_indices = [i for i in range(len(requests)) if self._keys[i // n] not in self._found]
         """Indices of the requests of the groups that the journal lacks."""
-        self.missing = [requests[place] for place in self.places]
+        self.missing = [requests[i] for i in self.missing_indices]
         """These requests."""
         self._kept: set[int] = set()
         self._waiting: dict[int, dict[int, Episode]] = {}  # for the rest of their groups

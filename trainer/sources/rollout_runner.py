@@ -147,7 +147,7 @@ class RolloutRunner:
         if needs_company:
             requests = recorded.requests
             if not self.cfg.environment.name:  # else all run again: each turn's company depends on those before it
-                stream = functools.partial(stream, wanted=recorded.places)
+                stream = functools.partial(stream, wanted=recorded.missing_indices)
 
         def generate(prompts: Sequence[Request]) -> Iterator[dict[int, Completion]]:
             block, self._here.block = self._here.block, None
@@ -165,7 +165,7 @@ class RolloutRunner:
         known = None if recorded.known is None else len(recorded.requests) - len(requests)
         chunks = self._episodes.run(requests, generate, progress.timer, known, progress.check)
         if needs_company:
-            chunks = _chosen(chunks, recorded.places)
+            chunks = _chosen(chunks, recorded.missing_indices)
         yield from chunks
         if is_last:
             progress.mark_generated()
@@ -260,12 +260,12 @@ def reward_terms(episodes: Sequence[Episode]) -> list[Mapping[str, float]]:
     return [episode.rewards for episode in episodes if episode.reward is not None]
 
 
-def _chosen(chunks: Iterator[dict[int, Episode]], places: Sequence[int]) -> Iterator[dict[int, Episode]]:
-    """Yield the episodes at these places, by their indices in `places`."""
-    indices = {place: index for index, place in enumerate(places)}
+def _chosen(chunks: Iterator[dict[int, Episode]], chosen: Sequence[int]) -> Iterator[dict[int, Episode]]:
+    """Yield the episodes with these indices, by their positions in `chosen`."""
+    positions = {index: position for position, index in enumerate(chosen)}
     with contextlib.closing(chunks):
         for chunk in chunks:
-            yield {indices[place]: episode for place, episode in chunk.items() if place in indices}
+            yield {positions[index]: episode for index, episode in chunk.items() if index in positions}
 
 
 def _own_reward(episode: Episode) -> tuple[float, dict[str, float], str]:

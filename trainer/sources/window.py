@@ -42,7 +42,7 @@ class Window:
         """Return the last step that can train on a group that is admitted while `step` is the next one."""
         return step + self._delay
 
-    def room(self) -> int:
+    def capacity(self) -> int:
         """Return how many groups can be admitted now. Those that a step has filtered out are not charged."""
         return max(0, self._most - len(self._waiting) - min(len(self._taken), self._batch))
 

@@ -27,6 +27,7 @@ from trainer.run.compatibility import deciding_settings
 from trainer.run.directory import RunDirectory
 from trainer.run.stopping import StopRequest
 from trainer.sources.base import EpisodeSource, Evaluator
+from trainer.sources.in_flight import InFlightSource
 from trainer.sources.sampling import SamplingSource
 from trainer.trainer import Trainer
 
@@ -151,10 +152,12 @@ def make_trainer(task: Task, cluster: Cluster, directory: RunDirectory, model_pa
 
 
 def check_ahead(cfg: Config, source: EpisodeSource) -> None:
-    """Refuse `rollout.ahead` with a source that does not sample ahead."""
-    if cfg.rollout.ahead > 0 and cfg.reads("rollout.ahead") and not isinstance(source, SamplingSource):
-        problem = f"the source of trainer.task={cfg.trainer.task} does not sample ahead; choose 0"
-        raise config_error(cfg, "rollout.ahead", problem)
+    """Refuse `rollout.ahead` and `rollout.in_flight_updates` with a source that does not do what they say."""
+    r, named = cfg.rollout, f"the source of trainer.task={cfg.trainer.task} does not sample"
+    if r.ahead > 0 and cfg.reads("rollout.ahead") and not isinstance(source, SamplingSource):
+        raise config_error(cfg, "rollout.ahead", f"{named} ahead; choose 0")
+    if r.in_flight_updates and cfg.reads("rollout.in_flight_updates") and not isinstance(source, InFlightSource):
+        raise config_error(cfg, "rollout.in_flight_updates", f"{named} in flight; choose false")
 
 
 def open_journal(cfg: Config, path: str, directory: RunDirectory, timer: Timer) -> Journal:

@@ -89,12 +89,8 @@ def sample_episodes(
     tokenizer = given.tokenizer
     runner = RolloutRunner(cfg, pool, tokenizer, stop_token_ids(given.path, tokenizer), scorer, given.journal)
     needs_baselines = "baselines" in cfg.algorithm.reads
-    is_in_flight = cfg.rollout.in_flight_updates
-    make_source = make_source or (InFlightSource if is_in_flight else SamplingSource)
+    make_source = make_source or (InFlightSource if cfg.rollout.in_flight_updates else SamplingSource)
     source = make_source(cfg, runner, read_prompts(cfg, "train", tokenizer), given.timer, needs_baselines)
-    if is_in_flight and not isinstance(source, InFlightSource):
-        problem = f"trainer.task={cfg.trainer.task} has a source of its own, which is no InFlightSource; choose false"
-        raise config_error(cfg, "rollout.in_flight_updates", problem)
     val_prompts = read_prompts(cfg, "val", tokenizer).prompts if cfg.trainer.val_interval > 0 else []
     return source, RolloutEvaluator(cfg, runner, val_prompts) if val_prompts else None
 

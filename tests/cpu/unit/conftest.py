@@ -1,4 +1,4 @@
-"""A run directory for tests of what its files hold, and an inference server for tests that leave it as it was."""
+"""What tests share and leave as it was: a run directory, a model, an inference server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 
 from tests.support.inference import ROLLOUT, TOKEN, Server
 from tests.support.odd_files import make_run
+from trainer.config import TinyConfig
 from trainer.config.inference import TOKEN as VARIABLE
+from trainer.models.tiny import build_tiny
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +27,14 @@ def real_run(tmp_path_factory) -> Path:
 def run_dir(real_run, tmp_path) -> Path:
     """A copy of it for one test."""
     return shutil.copytree(real_run, tmp_path / "run")
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> str:
+    """The directory of a model with random weights. No test changes it."""
+    path = str(tmp_path_factory.mktemp("model"))
+    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128), path)
+    return path
 
 
 @pytest.fixture(scope="session")

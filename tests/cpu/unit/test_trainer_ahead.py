@@ -18,11 +18,10 @@ from tests.support.jobs import comparable, metrics
 from tests.support.replies import Replies, evaluator_beside, sampling_source
 from tests.support.runs import configured
 from tests.support.toy import ToyLearner
-from trainer.config import Config, DataConfig, RewardConfig, TinyConfig
+from trainer.config import Config, DataConfig, RewardConfig
 from trainer.errors import FailureSource, UserError, WorkerError, set_failure_source
 from trainer.generation.engine import Completion, Request
 from trainer.metrics.timing import Timer
-from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
 from trainer.objectives import Experience
 from trainer.process.signals import Stopped
@@ -83,13 +82,6 @@ class Engines(Replies):
                 yield {index: Completion(tokens, [-1.0] * len(tokens), "stop", self.version)}
         finally:
             self._open -= 1
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    path = str(tmp_path_factory.mktemp("model"))
-    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128), path)
-    return path
 
 
 def settings(root: Path, ahead: int = 1, **trainer: Any) -> Config:

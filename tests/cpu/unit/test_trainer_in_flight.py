@@ -19,8 +19,6 @@ from tests.support.runs import rollouts_of
 from trainer.config import Config
 from trainer.generation.engine import Completion, Request
 
-model = ahead.model
-
 
 class Engines(ahead.Engines):
     """Each token comes of the weights of its moment, after a wait that only chance knows."""

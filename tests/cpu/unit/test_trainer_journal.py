@@ -53,13 +53,6 @@ class Chance(Replies):
         pass
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    path = str(tmp_path_factory.mktemp("model"))
-    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128), path)
-    return path
-
-
 def settings(root: Path, **trainer: Any) -> Config:
     root.mkdir(exist_ok=True)
     (root / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": f"p{i}", "answer": "x"}) for i in range(12)))

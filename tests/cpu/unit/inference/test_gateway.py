@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.inference import ROLLOUT, TOKEN, Server, job
 from trainer.generation import server_protocol as protocol
-from trainer.inference.gateway import _is_here, _is_loopback
+from trainer.inference.gateway import _is_here, is_loopback
 
 ROUTES = [
     ("GET", "/"),
@@ -99,5 +99,5 @@ def test_only_files_that_are_these_very_files_are_here(tmp_path):
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.1.2.3", "::1", "[::1]"])
 def test_names_of_this_machine_are_known(host):
-    assert _is_loopback(host)
-    assert not _is_loopback("127.0.0.1.evil.example") and not _is_loopback(socket.gethostname() + ".example")
+    assert is_loopback(host)
+    assert not is_loopback("127.0.0.1.evil.example") and not is_loopback(socket.gethostname() + ".example")

@@ -19,11 +19,9 @@ from tests.support.replies import Replies, sampling_source, source_of
 from trainer.checkpoint.checkpoint_files import files_at
 from trainer.checkpoint.components import Restore
 from trainer.checkpoint.manifest import Checkpoint
-from trainer.config import TinyConfig
 from trainer.data.ledger import Ledger, SampleIndex
 from trainer.errors import UserError
 from trainer.generation.engine import Completion, Request
-from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
 from trainer.process import time_limits
 from trainer.process.signals import SIGNALS
@@ -81,13 +79,6 @@ class Versions(Replies):
                 yield {index: Completion([65] * length, [-1.0] * length, "stop", self.version)}
         finally:
             self.open -= 1
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    path = str(tmp_path_factory.mktemp("model"))
-    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128), path)
-    return path
 
 
 @contextlib.contextmanager

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 
 from tests.support.replies import evaluator_beside, source_of
-from trainer.config import TinyConfig
 from trainer.episodes import Sample
 from trainer.generation.engine import Sampling
-from trainer.models.tiny import build_tiny
 from trainer.seeding import request_seed
 from trainer.sources.evaluation import LossEvaluator
 from trainer.sources.transcripts import TranscriptLog
@@ -20,13 +18,6 @@ from trainer.sources.transcripts import TranscriptLog
 GREEDY = {"p0": "a", "p1": "bbb", "p2": "cccc"}
 """The reward is the length: of the three, two reach the threshold of 3, one of them exactly."""
 SAMPLED = {"p0": ("ddd", "e"), "p1": ("f", "ff"), "p2": ("g", "gg")}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    path = str(tmp_path_factory.mktemp("model"))
-    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128), path)
-    return path
 
 
 def reply(prompt: str, number: int, sampling: Sampling) -> str:

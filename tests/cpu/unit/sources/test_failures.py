@@ -13,11 +13,10 @@ import pytest
 
 from tests.support.replies import evaluator_beside, sampling_source
 from tests.support.runs import configured, rollouts_of
-from trainer.config import DataConfig, EnvironmentConfig, RewardConfig, TinyConfig
+from trainer.config import DataConfig, EnvironmentConfig, RewardConfig
 from trainer.episodes import Episode
 from trainer.errors import UserError
 from trainer.generation.engine import Completion, Request
-from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
 from trainer.sources.transcripts import TranscriptLog
 
@@ -105,13 +104,6 @@ class World:
     def close(self):
         pass
 """
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    path = str(tmp_path_factory.mktemp("model"))
-    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128), path)
-    return path
 
 
 @pytest.fixture

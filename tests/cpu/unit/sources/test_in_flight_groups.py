@@ -12,19 +12,11 @@ from tests.cpu.unit.data.test_records import bits
 from tests.cpu.unit.sources.test_failures import WORLD
 from tests.cpu.unit.sources.test_recorded import journal_in
 from tests.support.replies import Replies, source_of
-from trainer.config import Config, EnvironmentConfig, TinyConfig
+from trainer.config import Config, EnvironmentConfig
 from trainer.errors import UserError
 from trainer.generation.engine import Sampling
-from trainer.models.tiny import build_tiny
 from trainer.process import time_limits
 from trainer.process.signals import SIGNALS
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    path = str(tmp_path_factory.mktemp("model"))
-    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128), path)
-    return path
 
 
 def in_flight(cfg: Config) -> None:

@@ -14,7 +14,6 @@ import pytest
 
 from tests.cpu.unit.data.test_records import bits
 from tests.support.replies import evaluator_beside, source_of
-from trainer.config import TinyConfig
 from trainer.data.datasets import Prompt
 from trainer.environments.episode_runner import RolloutRequest
 from trainer.episodes import Episode, Sample
@@ -22,16 +21,8 @@ from trainer.errors import UserError
 from trainer.generation.engine import Sampling
 from trainer.journal.history import Identity
 from trainer.journal.journal import Journal
-from trainer.models.tiny import build_tiny
 from trainer.process import time_limits
 from trainer.sources.recorded import RecordedGroups
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    path = str(tmp_path_factory.mktemp("model"))
-    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128), path)
-    return path
 
 
 def chance(prompt: str, number: int, sampling: Sampling) -> str:

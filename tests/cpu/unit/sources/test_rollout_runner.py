@@ -12,9 +12,8 @@ import pytest
 
 from tests.support.replies import sampling_source
 from tests.support.runs import configured
-from trainer.config import DataConfig, RewardConfig, TinyConfig
+from trainer.config import DataConfig, RewardConfig
 from trainer.generation.engine import Completion, Request
-from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
 
 REWARD = """
@@ -48,13 +47,6 @@ class Engines:
                 threading.Event().wait(0.01)
             tokens = self._tokenizer.encode(f"{place:02}", add_special_tokens=False)
             yield {place: Completion(tokens, [-1.0] * len(tokens), "stop", 1)}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    path = str(tmp_path_factory.mktemp("model"))
-    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128), path)
-    return path
 
 
 def rewards(tmp_path: Path, model: str, order: Sequence[int], before_last: int = 0) -> list[tuple[str, float]]:

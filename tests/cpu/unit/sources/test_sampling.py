@@ -12,20 +12,11 @@ from hypothesis import strategies as st
 
 from tests.support.replies import source_of
 from tests.support.runs import rollouts_of
-from trainer.config import TinyConfig
 from trainer.data.ledger import SampleIndex
 from trainer.generation.engine import Sampling
-from trainer.models.tiny import build_tiny
 from trainer.seeding import request_seed
 from trainer.sources.sampling import SamplingSource, prompt_ledger
 from trainer.sources.transcripts import TranscriptLog
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    path = str(tmp_path_factory.mktemp("model"))
-    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128), path)
-    return path
 
 
 def test_the_baseline_of_remax_is_the_shaped_reward_of_a_greedy_episode(tmp_path, model):

@@ -15,14 +15,14 @@ def ledger_of(rows: int) -> Ledger:
 
 def test_a_window_of_one_trains_in_the_order_of_drawing():
     window = Window(batch=2, max_staleness=1, window=1)
-    assert window.room() == 4 and window.admit(4) == [0, 1, 2, 3]
+    assert window.capacity() == 4 and window.admit(4) == [0, 1, 2, 3]
     for number in (1, 2, 3):
         window.finish(number)
     assert window.take(2) is None and window.waiting == [0, 1, 2, 3]
     window.finish(0)
-    assert window.take(2) == [0, 1] and window.room() == 0
+    assert window.take(2) == [0, 1] and window.capacity() == 0
     window.publish()
-    assert window.room() == 2 and window.take(2) == [2, 3]
+    assert window.capacity() == 2 and window.take(2) == [2, 3]
 
 
 def test_few_groups_pass_one_that_takes_long():
@@ -56,7 +56,7 @@ def test_no_row_is_lost_or_trained_twice_across_kills(data, batch, max_staleness
         at = first
         while at < total:
             in_flight = [row for row, _ in drawn.values()]
-            count = window.room()
+            count = window.capacity()
             for number, row in zip(window.admit(count), ledger.peek(count, in_flight), strict=True):
                 drawn[number] = row, at + 1
             unfinished = window.unfinished

@@ -10,6 +10,7 @@ import pytest
 from tests.support.runs import configured
 from trainer.errors import UserError
 from trainer.run.stopping import StopRequest
+from trainer.sources.sampling import SamplingSource
 from trainer.sources.supervised import SupervisedSource
 from trainer.tasks import Task
 from trainer.tasks.base import check_ahead
@@ -32,5 +33,9 @@ def test_a_source_that_does_not_sample_ahead_is_refused_where_the_task_reads_the
     cfg = configured(tmp_path / "run", {"rollout.ahead": 1})
     with pytest.raises(UserError, match="^rollout.ahead=1: the source of trainer.task=rl does not sample ahead; cho"):
         check_ahead(cfg, source)
-    cfg.trainer.task = "sft"
+    cfg.rollout.ahead, cfg.rollout.in_flight_updates = 0, True
+    for kind in (SupervisedSource, SamplingSource):
+        with pytest.raises(UserError, match="^rollout.in_flight_updates=True: the source .* not sample in flight; cho"):
+            check_ahead(cfg, object.__new__(kind))
+    cfg.rollout.ahead, cfg.trainer.task = 1, "sft"
     check_ahead(cfg, source)
