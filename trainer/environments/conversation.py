@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -49,6 +50,12 @@ class Conversation:
         self._logprobs = [0.0] * len(token_ids)
         self._versions: list[int] = []
         self._spans: list[tuple[int, int]] = []
+
+    def fork(self) -> Conversation:
+        """Return a copy, which can continue in another way."""
+        other = copy.copy(self)
+        vars(other).update({name: list(value) for name, value in vars(self).items() if isinstance(value, list)})
+        return other
 
     def add_reply(self, completion: Completion) -> Message:
         """Append the tokens of a reply; return it as a message."""

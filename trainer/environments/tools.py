@@ -15,7 +15,8 @@ from trainer.errors import describe_error
 from trainer.files.documents import nests_deeply
 from trainer.sandbox.limits import MAX_TOOL_CALLS
 
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+"""A call of a tool in a reply. Its group is JSON with `name` and `arguments`."""
 _SYSTEM = """\
 # Tools
 
@@ -56,13 +57,11 @@ class ToolEnvironment:
         self._row = row
         prompt = self.prompt(row)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        own = messages.pop(0)["content"] + "\n\n" if messages[0]["role"] == "system" else ""
-        schemas = "\n".join(json.dumps(tool_schema(tool)) for tool in self.tools)
-        return [{"role": "system", "content": own + _SYSTEM.format(tools=schemas)}, *messages]
+        return with_tools(messages, [tool_schema(tool) for tool in self.tools])
 
     async def step(self, reply: Message) -> StepResult:
         """Answer each call with a message of the role `tool`. A wrong call is answered with the error."""
-        calls = _CALL.findall(reply["content"])
+        calls = CALL.findall(reply["content"])
         count = {f"tool_calls/{tool.__name__}": 0 for tool in self.tools} | {"tool_errors": 0}
         if not calls:
             score = self.score(reply["content"].strip(), self._row)
@@ -106,6 +105,14 @@ class ToolEnvironment:
         except Exception as error:  # the policy's mistake, or the tool's: the policy sees it
             count["tool_errors"] += 1
             return f"Error: {describe_error(error)}"
+
+
+def with_tools(messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Return messages that begin with a system message which describes tools, after the text of the one they have."""
+    has_system = bool(messages) and messages[0]["role"] == "system"
+    own = messages[0]["content"] + "\n\n" if has_system else ""
+    text = _SYSTEM.format(tools="\n".join(map(json.dumps, schemas)))
+    return [{"role": "system", "content": own + text}, *messages[has_system:]]
 
 
 def _finite(text: str) -> float:

@@ -62,8 +62,8 @@ class _Worker(SandboxedProcess):
 
         Where sessions have `async` calls, the next one can be sent when the last one has begun: the pipe never fills.
         """
-        if not self.is_ready:
-            return False
+        if not self.is_ready or task.is_urgent:
+            return self.is_ready
         if not self.is_concurrent or task.run_isolated:
             return not self.batches
         alone = any(other.run_isolated for other in self.tasks())
@@ -255,7 +255,10 @@ class WorkerPool:
         if task.worker is None:
             task.worker = min(self._workers, key=lambda worker: len(worker.sessions))
             task.worker.sessions[task] = None
-        task.worker.queue.append(task)
+        if task.is_urgent:
+            task.worker.queue.appendleft(task)
+        else:
+            task.worker.queue.append(task)
 
     def _abandon(self, tasks: Round, reason: str, keep_sessions: bool = False) -> None:
         """Let all tasks of a round fail that wait or are under way.

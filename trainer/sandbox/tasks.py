@@ -24,6 +24,8 @@ class Task:
     is_session = False
     """All calls must be made by the same process. If it is lost, the session begins again in another."""
     is_async = False
+    is_urgent = False
+    """Its calls, which are `async`, are sent before all others, whatever the process does."""
     retried: frozenset[str] = frozenset({"died"})
     """Failures after which the task is tried again: `died`, `timeout`, `raised`."""
 

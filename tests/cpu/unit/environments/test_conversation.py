@@ -134,6 +134,19 @@ def test_a_reply_that_ends_in_another_stop_token_begins_a_new_sample(tokenizer):
     assert "assistant\none<|im_end|>\n" in tokenizer.decode(second.token_ids) and not second.mask.any()
 
 
+def test_a_copy_continues_in_its_own_way(tokenizer):
+    stop = with_template(tokenizer, "embedded")
+    conversation = Conversation(tokenizer, user("x"))
+    conversation.add_reply(completion(tokenizer, f"one{stop}"))
+    other = conversation.fork()
+    assert conversation.add_messages(user("y"), LONG) and other.add_messages(user("z"), LONG)
+    other.add_reply(completion(tokenizer, f"two{stop}"))
+    texts = [tokenizer.decode(one.samples()[0].token_ids) for one in (conversation, other)]
+    start = f"<|user|>x<|assistant|>one{stop}"
+    assert texts == [f"{start}<|user|>y<|assistant|>", f"{start}<|user|>z<|assistant|>two{stop}"]
+    assert [message["content"] for message in conversation.messages] == ["x", "one", "y"]
+
+
 @pytest.mark.parametrize("template", ["embedded", "last user"])
 def test_messages_that_are_too_long_add_no_tokens(tokenizer, template):
     stop = with_template(tokenizer, "embedded")

@@ -148,6 +148,28 @@ def test_async_sessions_of_one_process_run_at_the_same_time():
         assert [session.failures for session in sessions] == [0] * 8, "a call waits forever"
 
 
+class Urgent(Calls):
+    """Goes to the process of another task."""
+
+    is_urgent = True
+
+    def __init__(self, other: Task, *calls: list[Any]):
+        super().__init__(*calls, session=True)
+        self.worker = other.worker
+
+
+def test_an_urgent_call_reaches_a_process_that_takes_no_other():
+    alone = Calls(["meet", 2], session=True)
+    alone.run_isolated = True
+    with pool_of(is_concurrent=True) as pool, pool.round() as round_:
+        round_.submit([alone])
+        wait_until(lambda: alone.worker is not None and bool(alone.worker.batches))
+        urgent = Urgent(alone, ["meet", 2])
+        round_.submit([urgent])
+        round_.wait()
+    assert alone.values and urgent.values and not alone.failure
+
+
 def test_a_round_that_is_left_ends_its_calls_and_the_next_one_works(pool):
     hanging, after = Calls(["hang", 0]), Calls(["add", 0])
     with pytest.raises(KeyboardInterrupt), pool.round() as round_:
