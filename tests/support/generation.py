@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainer.config import RolloutConfig
 from trainer.generation.engine import Completion, Request, Sampling
+from trainer.generation.request_stream import RequestStream
 from trainer.seeding import derive_seed
 
 ROLLOUT = RolloutConfig(max_prompt_tokens=300, max_response_tokens=64, max_num_seqs=64, kv_cache_mb=64)
@@ -40,6 +41,14 @@ def alternate(*streams: Iterator[dict[int, Completion]]) -> list[list[Completion
         for completions, chunk in zip(found, chunks, strict=True):
             completions |= chunk
     return [[completions[i] for i in range(len(completions))] for completions in found]
+
+
+def read_stream(stream: RequestStream, completions: dict[int, Completion] | None = None) -> dict[int, Completion]:
+    """Read a stream to its end."""
+    completions = {} if completions is None else completions
+    for chunk in stream:
+        completions |= chunk
+    return completions
 
 
 @torch.no_grad()

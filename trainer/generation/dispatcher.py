@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from trainer.cluster.worker_groups import CallFutures
@@ -22,28 +23,9 @@ from trainer.generation.request_scheduler import (
     request_costs,
     with_some_of,
 )
+from trainer.generation.request_stream import RequestStream, StreamAborted
 from trainer.process import time_limits
 from trainer.process.signals import SIGNALS
-
-
-class StreamAborted(RuntimeError):
-    """The requests of a stream were dropped before all were complete. Its reader must not read on."""
-
-
-@dataclass(eq=False)
-class _Stream:
-    """What the reader of a stream waits for."""
-
-    requests: Sequence[Request]
-    numbers: list[int]
-    ready: threading.Condition
-    """Of the lock of the dispatcher. Its reader waits for it."""
-    left: set[int]
-    """Numbers of the requests whose completions are wanted and not there."""
-    complete: dict[int, Completion] = field(default_factory=dict)
-    """Completions that the reader has not got, by the indices of their requests."""
-    failure: BaseException | None = None
-    """What the reader gets instead of the rest."""
 
 
 @dataclass
@@ -51,11 +33,23 @@ class _Pending:
     """A request that is not complete."""
 
     request: Request
-    stream: _Stream
-    index: int
+    stream: RequestStream
+    key: int
     """Of the request in its stream."""
     oldest: int = -1
     """Version of the weights that its engine had when it got the request."""
+
+
+@dataclass
+class _Call:
+    """A call of an engine that runs."""
+
+    process: Any
+    """Of the engine."""
+    numbers: list[int]
+    """Of the requests that the call has added."""
+    since: float
+    is_interrupted: bool = False
 
 
 class Dispatcher:
@@ -101,8 +95,8 @@ class Dispatcher:
         self._plans = deterministic or self._capacity is None
         self._scheduler = RequestScheduler(count, self._capacity)
         self._calls = CallFutures(engines.group)
-        self._busy: dict[int, tuple[Any, list[int]]] = {}
-        """For each engine with a running call: its process, and the numbers of the requests that the call has added."""
+        self._busy: dict[int, _Call] = {}
+        """The running calls, by engine."""
         self._lock = threading.RLock()
         """Guards all that follows, and the scheduler. Only the thread with the turn uses engines and calls."""
         self._returned = threading.Condition(self._lock)
@@ -113,12 +107,12 @@ class Dispatcher:
         """Threads that want the turn before any reader."""
         self._numbers = itertools.count()
         self._pending: dict[int, _Pending] = {}
-        self._open: set[_Stream] = set()
-        self._waiting: set[_Stream] = set()
-        """Streams whose readers wait while another thread has the turn."""
-        self._new: list[_Stream] = []
-        """Streams whose requests are not scheduled."""
-        self._closed: deque[_Stream] = deque()
+        self._streams: set[RequestStream] = set()
+        self._waiting: set[RequestStream] = set()
+        """Streams whose readers wait for completions while another thread has the turn."""
+        self._new: list[tuple[RequestStream, dict[int, Request]]] = []
+        """Requests that are not scheduled, by their numbers."""
+        self._closed: deque[RequestStream] = deque()
         """Streams whose requests are to be forgotten. A generator can be collected at any moment, also while this
         thread changes the scheduler; so closing it does no more than to note it here."""
 
@@ -133,34 +127,56 @@ class Dispatcher:
             StreamAborted: the requests were dropped.
             BaseException: whatever has failed, on this thread or on that of another reader.
         """
-        with self._lock:
-            numbers = list(itertools.islice(self._numbers, len(requests)))
-            left = {numbers[index] for index in wanted} or set(numbers)
-            stream = _Stream(requests, numbers, threading.Condition(self._lock), left)
-            self._pending |= {number: _Pending(requests[i], stream, i) for i, number in enumerate(numbers)}
-            self._open.add(stream)
-            self._new.append(stream)
-        try:
-            while (chunk := self._next_chunk(stream)) is not None:
-                yield chunk
-        finally:
-            self._closed.append(stream)
+        with self.open(is_open=False) as stream:
+            self._add(stream, dict(enumerate(requests)), wanted)
+            yield from stream
 
-    def _next_chunk(self, stream: _Stream) -> dict[int, Completion] | None:
-        """Return what is complete. Waits for it; None: nothing is left."""
+    def open(self, block: ExitStack | None = None, is_open: bool = True) -> RequestStream:
+        """Return a new stream of requests, without any (see `RequestStream` for the arguments)."""
+        stream = RequestStream(self, self._lock, block or ExitStack(), is_open)
+        with self._lock:
+            self._streams.add(stream)
+        return stream
+
+    def submit(self, stream: RequestStream, requests: Mapping[int, Request]) -> None:
+        """Begin to generate further requests of a stream. Any thread may call this."""
+        with self._lock:
+            if stream.failure is not None:
+                raise stream.failure
+            assert stream.is_open, "no further request was to follow"
+            self._add(stream, requests)
+            stream.ready.notify()
+
+    def _add(self, stream: RequestStream, requests: Mapping[int, Request], wanted: Collection[int] = ()) -> None:
+        with self._lock:
+            numbers = dict(zip(requests, self._numbers, strict=False))
+            self._pending |= {number: _Pending(requests[key], stream, key) for key, number in numbers.items()}
+            stream.numbers |= set(numbers.values())
+            stream.left |= {numbers[key] for key in wanted or requests}
+            self._new.append((stream, {number: requests[key] for key, number in numbers.items()}))
+
+    def drop(self, stream: RequestStream) -> None:
+        """Forget the requests of a stream that nobody reads any more. Any thread may call this, at any moment."""
+        self._closed.append(stream)
+
+    def next_chunk(self, stream: RequestStream) -> dict[int, Completion] | None:
+        """Return what is complete. Waits for it, or until the stream is woken; None: nothing follows."""
         while True:
             with self._lock:
-                if stream.failure is not None or stream.complete or not stream.left:
+                is_done = not (stream.left or stream.is_open)
+                if stream.failure is not None or stream.complete or stream.is_woken or is_done:
                     self._pass_on()
                     if stream.failure is not None:
                         raise stream.failure
                     chunk, stream.complete = stream.complete, {}
-                    return chunk or None
-                leads = self._owner is None and not self._claims
+                    is_woken, stream.is_woken = stream.is_woken, False
+                    return chunk if chunk or is_woken else None
+                leads = self._owner is None and not self._claims and bool(stream.left)
                 if leads:
                     self._owner = threading.get_ident()
                 else:
-                    self._waiting.add(stream)
+                    if stream.left:
+                        self._waiting.add(stream)
                     stream.ready.wait(time_limits.POLL_INTERVAL_S)
                     self._waiting.discard(stream)
             if leads:
@@ -224,8 +240,8 @@ class Dispatcher:
         The engines may have to generate on for a moment, but nobody waits for it.
         """
         with self._lock:
-            for stream in self._open:
-                if stream.failure is None and (stream.left or stream.complete):
+            for stream in self._streams:
+                if stream.failure is None and (stream.left or stream.complete or stream.is_open):
                     stream.failure = error
                     self._closed.append(stream)
                 stream.ready.notify()
@@ -236,6 +252,16 @@ class Dispatcher:
             self._drop_lost()
         if self._busy and self._interrupts:
             self._engines.group.start_background("interrupt", workers=list(self._busy))
+
+    def _interrupt_for_new(self) -> None:
+        """Let engines return that could take requests which wait. They join those that the engine generates."""
+        late = time.monotonic() - time_limits.JOIN_S
+        running = [engine for engine, call in self._busy.items() if call.since < late and not call.is_interrupted]
+        if not (running and self._interrupts and self._scheduler.is_waiting):
+            return
+        for engine in self._scheduler.takers(running):
+            self._busy[engine].is_interrupted = True
+            self._engines.group.start_background("interrupt", workers=[engine])
 
     def clear(self) -> None:
         """Forget all requests, which the engines drop. Readers of streams that are open get `StreamAborted`."""
@@ -248,31 +274,30 @@ class Dispatcher:
     def _is_wanted(self) -> bool:
         """Whether another thread should get the turn, or the streams of this one have ended."""
         with self._lock:
-            return bool(self._claims) or not any(map(self._is_needed, self._open))
+            return bool(self._claims) or not any(map(self._is_needed, self._streams))
 
-    def _is_needed(self, stream: _Stream) -> bool:
+    def _is_needed(self, stream: RequestStream) -> bool:
         return bool(stream.left) and stream.failure is None and stream not in self._closed
 
     def _forget_closed(self) -> None:
         while self._closed:
             stream = self._closed.popleft()
-            self._open.discard(stream)
-            if stream in self._new:
-                self._new.remove(stream)
-            self._scheduler.forget(set(stream.numbers))
+            self._streams.discard(stream)
+            self._new = [(other, requests) for other, requests in self._new if other is not stream]
+            self._scheduler.forget(stream.numbers)
             for number in stream.numbers:
                 self._pending.pop(number, None)
 
-    def _schedule(self, stream: _Stream) -> None:
-        requests, numbers = stream.requests, stream.numbers
+    def _schedule(self, stream: RequestStream, numbered: Mapping[int, Request]) -> None:
+        numbers, requests = list(numbered), list(numbered.values())
         if self._streaming:
             pieces = by_prompt(requests, self._capacity)
         else:
             pieces = by_length(requests, len(self._engines.group), self._most)
-        numbered = with_some_of(([numbers[index] for index in piece] for piece in pieces), stream.left)
+        chosen = with_some_of(([numbers[index] for index in piece] for piece in pieces), stream.left)
         costs = dict(zip(numbers, request_costs(requests), strict=True))
         planned = self._engines.lifecycle.serving if self._plans else ()
-        self._scheduler.add(numbered, costs, planned)
+        self._scheduler.add(chosen, costs, planned)
 
     def _advance(self) -> None:
         """Keep all engines busy, and hand out what they complete. Waits a moment for it."""
@@ -282,16 +307,20 @@ class Dispatcher:
         with self._lock:
             self._begin_calls()
             # Another thread that wants the turn, or has requests, should wait for this one but a moment.
-            is_alone = len(self._open) == 1 and threading.current_thread() is threading.main_thread()
+            is_alone = len(self._streams) == 1 and threading.current_thread() is threading.main_thread()
+            may_follow = any(stream.is_open for stream in self._streams)
+            if may_follow:
+                self._interrupt_for_new()
         if not self._busy:
             if not engines.lifecycle.serving:
                 self._refit(self._is_wanted)
             return
-        ended = self._calls.poll(None if is_alone else min(time_limits.POLL_INTERVAL_S, time_limits.TURN_S))
+        limit_s = time_limits.JOIN_S if may_follow else None if is_alone else time_limits.TURN_S
+        ended = self._calls.poll(limit_s)
         failed = []
         with self._lock:
             for engine, result, error in ended:
-                _, numbers = self._busy.pop(engine)
+                numbers = self._busy.pop(engine).numbers
                 if error is not None:
                     self._scheduler.requeue(engine)
                     failed.append((engine, error))
@@ -307,8 +336,8 @@ class Dispatcher:
         lifecycle = self._engines.lifecycle
         self._forget_closed()
         new, self._new = self._new, []
-        for stream in new:
-            self._schedule(stream)
+        for stream, requests in new:
+            self._schedule(stream, requests)
         self._drop_lost()
         self._scheduler.replan({*lifecycle.serving, *self._busy})
         idle = [engine for engine in lifecycle.serving if engine not in self._busy]
@@ -316,7 +345,7 @@ class Dispatcher:
         for engine in idle:
             if self._scheduler.has_work(engine):
                 self._begin(engine, given.get(engine, []))
-        assert self._busy or not lifecycle.serving or not any(map(self._is_needed, self._open)), "nobody works"
+        assert self._busy or not lifecycle.serving or not any(map(self._is_needed, self._streams)), "nobody works"
 
     def _begin(self, engine: int, numbers: list[int]) -> None:
         version = self._engines.lifecycle.version(engine)
@@ -327,7 +356,7 @@ class Dispatcher:
             self._calls.begin(engine, "step", dict(zip(numbers, requests, strict=True)))
         else:
             self._calls.begin(engine, "generate", requests)
-        self._busy[engine] = self._engines.group.workers[engine], numbers
+        self._busy[engine] = _Call(self._engines.group.workers[engine], numbers, time.monotonic())
 
     def _hand_out(self, number: int, completion: Completion, newest: int) -> None:
         """Give a completion to its stream, unless that is closed.
@@ -338,20 +367,22 @@ class Dispatcher:
         pending = self._pending.pop(number, None)
         if pending is None:
             return
+        stream = pending.stream
         oldest, versions = pending.oldest, completion.weight_versions
         assert oldest <= versions[0] <= versions[1] <= newest, (
             f"a completion of weights {versions}, expected from {oldest} to {newest}"
         )
-        if number not in pending.stream.left:  # it was company
+        stream.numbers.discard(number)
+        if number not in stream.left:  # it was company
             return
-        pending.stream.left.discard(number)
-        pending.stream.complete[pending.index] = completion
-        pending.stream.ready.notify()
+        stream.left.discard(number)
+        stream.complete[pending.key] = completion
+        stream.ready.notify()
 
     def _drop_lost(self) -> None:
         """Take back the requests of engines that have been ended since the last call, by a weight sync for example."""
-        for engine, (process, _) in list(self._busy.items()):
-            if self._engines.lifecycle[engine] is State.DEAD or self._engines.group.workers[engine] is not process:
+        for engine, call in list(self._busy.items()):
+            if self._engines.lifecycle[engine] is State.DEAD or self._engines.group.workers[engine] is not call.process:
                 self._calls.drop_calls(engine)
                 del self._busy[engine]
                 self._scheduler.requeue(engine)

@@ -9,14 +9,12 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from trainer.cluster.resources import gpus_per_engine
 from trainer.cluster.worker_groups import CallFutures
 from trainer.config import Config
-from trainer.config.engines import EngineSpec
 from trainer.config.transports import ADAPTER, TransportSpec, find_transport
 from trainer.errors import (
     RESTART_HINT,
@@ -28,12 +26,13 @@ from trainer.errors import (
     set_failure_source,
 )
 from trainer.generation.colocation import GpuAssignment, assign_gpus, colocated_ranks, gpus_of
-from trainer.generation.dispatcher import Dispatcher, StreamAborted
-from trainer.generation.engine import Completion, Engine, Request, RunningRequests
-from trainer.generation.engines import Engines
+from trainer.generation.dispatcher import Dispatcher
+from trainer.generation.engine import Completion, Request, RunningRequests
+from trainer.generation.engines import Engines, build_engine
 from trainer.generation.lifecycle import GpuMemory, State
+from trainer.generation.request_stream import RequestStream, StreamAborted
 from trainer.generation.server_protocol import Job
-from trainer.generation.transport import Ends, PolicyRanks, Transport, choose_transport, name_of
+from trainer.generation.transport import Ends, PolicyRanks, Transport, choose_transport, name_of, wait_for_all
 from trainer.process.signals import SIGNALS
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ class EnginePool:
         self._gpus = gpus_per_engine(cfg, cluster.device)  # of each engine
         self._device = "cuda" if self._gpus else "cpu"  # of the engines
         build = functools.partial(
-            _build_engine,
+            build_engine,
             dataclasses.replace(spec, transports=()),  # the functions of a user's transport may not be pickled
             spec.variables_in(os.environ),
             cfg.trainer.deterministic and spec.deterministic_torch,
@@ -319,6 +318,16 @@ class EnginePool:
         with self.awake():
             yield from self._dispatcher.stream(requests, wanted)
 
+    def open_stream(self) -> RequestStream:
+        """Return a stream that takes requests at any time, for one reader (see `RequestStream`). Close it.
+
+        It fails as `stream` does. A weight sync that aborts ends it, also while it has no request.
+        """
+        assert not self._memory.shared or threading.get_ident() == self._thread, "the ranks need the memory"
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.awake())
+            return self._dispatcher.open(stack.pop_all())
+
     def abort(self) -> None:
         """End all streams: readers on all threads get `StreamAborted`. They need not wait for an engine."""
         self._dispatcher.end(StreamAborted("the requests of this stream are no longer needed"))
@@ -376,7 +385,7 @@ class EnginePool:
         for engine in receivers:
             receiving.begin(engine, "sync_weights", *arguments)
         try:
-            _wait_for_all(receiving.result, sending.result)
+            wait_for_all(receiving.result, sending.result)
         except Exception as error:
             failure = error if self._has_synced else self._first_failure(error)
             self._receivers = []
@@ -472,28 +481,3 @@ class EnginePool:
             return ADAPTER
         same_node = len({placement["host"] for placement in placements}) == 1
         return choose_transport(self._cfg.rollout, same_node, self._device)
-
-
-def _build_engine(
-    spec: EngineSpec, variables: Mapping[str, str], deterministic: bool, model_path: str, number: int, **kwargs: Any
-) -> Engine:
-    """Runs in the engine's process, so that the driver need not import engines, which takes seconds."""
-    for name, value in variables.items():  # here, because Ray shows the environment of an actor to everybody
-        os.environ.setdefault(name, value)
-    if deterministic:
-        from trainer.parallel.determinism import use_deterministic_kernels
-
-        use_deterministic_kernels(warn_only=True)  # `top_p` adds up probabilities, which has no such kernel
-    return spec(model_path, **kwargs, **({"index": number} if spec.numbered else {}))
-
-
-def _wait_for_all(*waits: Callable[[], Any]) -> None:
-    """Wait for all, or for the first that raises, and raise that."""
-    threads = ThreadPoolExecutor(len(waits))
-    try:
-        with SIGNALS.waiting():  # the calls have time limits
-            done, _ = wait([threads.submit(one) for one in waits], return_when=FIRST_EXCEPTION)
-        for one in done:
-            one.result()
-    finally:
-        threads.shutdown(wait=False)

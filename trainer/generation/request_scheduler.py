@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -77,14 +78,23 @@ class RequestScheduler:
             self._give(engine, self._waiting.popleft(), given)
         return given
 
+    def takers(self, engines: Iterable[int]) -> list[int]:
+        """Return those of `engines` that could take requests which wait."""
+
+        def can_take(engine: int) -> bool:
+            first = [*itertools.islice(self._planned[engine], 1), *itertools.islice(self._waiting, 1)]
+            return any(self._fits(engine, piece) for piece in first)
+
+        return [engine for engine in engines if can_take(engine)]
+
     def mark_done(self, engine: int, requests: Iterable[int]) -> None:
         """Note that an engine has generated `requests`."""
         done = self._held[engine].intersection(requests)
         self._held[engine] -= done
         for number in done:
             del self._costs[number]
-        if not self._held[engine]:
-            self._given[engine] = []
+        if len(self._given[engine]) > 2 * len(self._held[engine]):  # an engine may be busy without end
+            self._given[engine] = [piece for piece in self._given[engine] if not self._held[engine].isdisjoint(piece)]
 
     def has_work(self, engine: int) -> bool:
         """Return whether an engine has requests that it has not generated."""

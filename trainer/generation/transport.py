@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,6 +17,7 @@ from trainer.config.engines import ENGINES, find_engine
 from trainer.config.transports import TRANSPORTS, Place, TransportSpec, find_transport
 from trainer.errors import UserError
 from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
+from trainer.process.signals import SIGNALS
 
 if TYPE_CHECKING:
     from trainer.cluster.worker_groups import Cluster, WorkerGroup
@@ -246,3 +248,15 @@ def choose_transport(rollout: RolloutConfig, same_node: bool, device: str = "cpu
 def name_of(way: str | TransportSpec) -> str:
     """Return a transport as messages call it."""
     return way if isinstance(way, str) else way.path
+
+
+def wait_for_all(*waits: Callable[[], Any]) -> None:
+    """Wait for all, or for the first that raises, and raise that."""
+    threads = ThreadPoolExecutor(len(waits))
+    try:
+        with SIGNALS.waiting():  # the calls have time limits
+            done, _ = wait([threads.submit(one) for one in waits], return_when=FIRST_EXCEPTION)
+        for one in done:
+            one.result()
+    finally:
+        threads.shutdown(wait=False)

@@ -9,6 +9,9 @@ POLL_INTERVAL_S = 0.2
 """Between two looks at what sends no notice: the end of a process, an upload, a request to stop."""
 TURN_S = 0.05
 """The same where another thread may wait for this one."""
+JOIN_S = 0.02
+"""The same where requests may follow that join those which the engines generate. Engines do nothing while they take
+requests, so they are not asked more often."""
 
 # Signals
 SIGNAL_GRACE_S = 3.0

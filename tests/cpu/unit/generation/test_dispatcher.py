@@ -12,13 +12,22 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.support import plain_engine
-from tests.support.generation import GREEDY, SAMPLED, alternate, contents, make_requests, tokens_of, with_sampling
+from tests.support.generation import (
+    GREEDY,
+    SAMPLED,
+    alternate,
+    contents,
+    make_requests,
+    read_stream,
+    tokens_of,
+    with_sampling,
+)
 from tests.support.plain_pool import answers, fault, streaming, wait_for
 from trainer.config.engines import ENGINES
 from trainer.errors import WorkerError
-from trainer.generation.dispatcher import StreamAborted
 from trainer.generation.engine import Request
 from trainer.generation.engine_pool import EnginePool
+from trainer.generation.request_stream import StreamAborted
 from trainer.process import time_limits
 from trainer.process.failure_log import read_incidents
 from trainer.process.signals import SIGNALS, Stopped
@@ -54,6 +63,11 @@ def test_streams_of_transformers_are_bit_equal_to_separate_ones(start, model_pat
     for wanted in ([5], [0, 3, 6]):
         some = {index: one for chunk in pool.stream(alike[2], wanted) for index, one in chunk.items()}
         assert sorted(some) == wanted and contents([some[i] for i in wanted]) == [alone[2][i] for i in wanted]
+    with pool.open_stream() as stream:
+        stream.submit(dict(enumerate(alike[0])))
+        stream.finish()
+        together = read_stream(stream)
+        assert contents([together[i] for i in range(len(requests))]) == alone[0]
 
 
 def test_a_stream_that_is_closed_leaves_nothing_for_the_next_one(start, monkeypatch):
@@ -96,12 +110,22 @@ def run_streams(pool: EnginePool, thread: int, count: int, size: int, versions: 
     """Read `count` streams, some of them closed early; check that each gets its own completions."""
     for number in range(count):
         seed = 1000 * thread + number
-        stream = pool.stream([Request([2000 + i, thread], seed, SAMPLED) for i in range(size)])
-        if number % 5 == 4:
-            next(stream)
-            stream.close()
-            continue
-        completions = {index: one for chunk in stream for index, one in chunk.items()}
+        requests = {i: Request([2000 + i, thread], seed, SAMPLED) for i in range(size)}
+        if number % 5 == 3:
+            with pool.open_stream() as open_stream:
+                completions = {}
+                for i, request in requests.items():
+                    open_stream.submit({i: request})
+                    completions |= next(open_stream) if i % 4 == 3 else {}
+                open_stream.finish()
+                read_stream(open_stream, completions)
+        else:
+            stream = pool.stream(list(requests.values()))
+            if number % 5 == 4:
+                next(stream)
+                stream.close()
+                continue
+            completions = {index: one for chunk in stream for index, one in chunk.items()}
         assert [tokens_of([completions[i]])[0][:3] for i in range(size)] == [
             [2000 + i, thread, seed] for i in range(size)
         ]

@@ -363,7 +363,21 @@ def test_engines_follow_the_ranks_through_optimizer_steps(tied, job, ranks, way,
             ]
             one, other = alternate(*streams)[:: 1 if greedy_first else -1]
             assert (contents(one), contents(other)) == (contents(after), contents(sampled))
+        assert_same(sampled, one_after_another(pool, requests))
         before = after
+
+
+def one_after_another(pool: EnginePool, requests: list[Request]) -> list[Completion]:
+    """Completions of an open stream: three requests join at a time, when something is complete."""
+    completions: dict[int, Completion] = {}
+    with pool.open_stream() as stream:
+        for begin in range(0, len(requests), 3):
+            stream.submit({i: requests[i] for i in range(begin, min(begin + 3, len(requests)))})
+            completions |= next(stream)
+        stream.finish()
+        for chunk in stream:
+            completions |= chunk
+    return [completions[i] for i in range(len(requests))]
 
 
 def test_a_sync_that_leaves_an_old_weight_is_an_error(cluster, model_paths, tmp_path):

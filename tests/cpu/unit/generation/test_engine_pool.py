@@ -15,10 +15,10 @@ from tests.support.plain_engine import PlainRank, PlainRanks
 from tests.support.plain_pool import answers, fault, streaming, wait_for
 from trainer.config.engines import ENGINES, EngineSpec
 from trainer.errors import NonRetryableError, UserError, WorkerError
-from trainer.generation.dispatcher import StreamAborted
 from trainer.generation.engine import Request
 from trainer.generation.engine_pool import EnginePool
 from trainer.generation.lifecycle import State
+from trainer.generation.request_stream import StreamAborted
 from trainer.process import time_limits
 from trainer.process.failure_log import read_incidents
 from trainer.process.restart_policy import can_recover

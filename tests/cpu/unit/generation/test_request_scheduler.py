@@ -193,3 +193,27 @@ def test_what_was_planned_for_a_lost_engine_goes_to_the_others():
             mark_done(planned, 0, taken)
         assert sorted(taken) == [0, 1, 2, 3]
     assert feed([[0]], [1], 2, 0).assign([1]) == {1: [0]}, "no engine serves yet"
+
+
+def test_engines_that_could_take_what_waits_are_known():
+    scheduler = feed([[0, 1], [2]], [1.0] * 3, capacity=2)
+    scheduler.assign([0])
+    assert scheduler.takers([0, 1]) == [1]
+    scheduler.mark_done(0, [0])
+    assert scheduler.takers([0, 1]) == [0, 1]
+    scheduler.assign([1])
+    assert scheduler.takers([0, 1]) == []
+    planned = feed([[0]], [1.0], planned=[1])
+    assert planned.takers([0, 1]) == [1]
+
+
+def test_an_engine_that_is_never_idle_forgets_what_it_has_done():
+    scheduler = feed([[0]], [1.0], engines=1)
+    scheduler.assign([0])
+    for number in range(1, 100):
+        scheduler.add([[number]], {number: 1.0})
+        scheduler.assign([0])
+        scheduler.mark_done(0, [number - 1])
+    assert len(pickle.dumps(scheduler)) < 500
+    scheduler.requeue(0)
+    assert scheduler.assign([0]) == {0: [99]}
