@@ -129,29 +129,47 @@ def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
     return float(1 - errors.var() / returns.var())
 
 
-def correct_rollouts(batch: Batch, algorithm: AlgorithmConfig, kind: str | None) -> tuple[Batch, dict[str, float]]:
-    """Multiply the advantages by the weights of a rollout correction; return the batch and metrics.
+def correct_advantages(batch: Batch, algorithm: AlgorithmConfig, kind: str | None) -> np.ndarray:
+    """Return the advantages `(B, T)`, multiplied by the weights of a rollout correction.
 
     Every policy loss is linear in the advantages, so this weighs the terms of its surrogate. `clip_cov` and `kl_cov`
-    choose tokens by the corrected advantages, and the penalty of `kl_cov` has no weight.
+    choose tokens by the corrected advantages, and the penalty of `kl_cov` has no weight. Rows whose old log-probs only
+    the update computes are corrected there.
 
     Args:
         kind: see `correction_of`.
     """
-    if kind is None:
-        return batch, {}
-    mask = torch.from_numpy(batch["mask"])
-    weights, bound = correction_weights(
-        torch.from_numpy(batch["old_logprobs"]),
-        torch.from_numpy(batch["rollout_logprobs"]),
+    if kind is None or "old_logprobs" not in batch:
+        return batch["advantages"]
+    weights, _ = _correction_of(batch, algorithm, kind)
+    known = batch.get("has_old_logprobs", np.ones(len(batch["mask"]), bool))
+    return np.where(known[:, None], batch["advantages"] * weights.numpy(), batch["advantages"])
+
+
+def correction_metrics(batch: Batch, algorithm: AlgorithmConfig, kind: str) -> dict[str, float]:
+    """Return metrics of a rollout correction. The batch has the old log-probs of all rows."""
+    _, bound = _correction_of(batch, algorithm, kind)
+    return {"rollout_is/clip_frac": float(bound.sum()) / max(float(batch["mask"].sum()), 1.0)}
+
+
+def _correction_of(batch: Batch, algorithm: AlgorithmConfig, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    arrays = (torch.from_numpy(batch[name]) for name in ("old_logprobs", "rollout_logprobs", "mask"))
+    return correction_of_tokens(*arrays, algorithm, kind)
+
+
+def correction_of_tokens(
+    old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, mask: torch.Tensor, a: AlgorithmConfig, kind: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `correction_weights` with the options of the config."""
+    return correction_weights(
+        old_logprobs,
+        rollout_logprobs,
         mask,
         kind=kind,
-        level=algorithm.rollout_correction_level,
-        low=algorithm.rollout_correction_low,
-        high=algorithm.rollout_correction_high,
+        level=a.rollout_correction_level,
+        low=a.rollout_correction_low,
+        high=a.rollout_correction_high,
     )
-    metrics = {"rollout_is/clip_frac": float(bound.sum()) / max(float(mask.sum()), 1.0)}
-    return {**batch, "advantages": batch["advantages"] * weights.numpy()}, metrics
 
 
 def mask_rows(

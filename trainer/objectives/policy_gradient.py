@@ -33,7 +33,9 @@ from trainer.objectives.check import check_functions
 from trainer.objectives.experience import (
     add_advantages,
     choose_learnable_rows,
-    correct_rollouts,
+    correct_advantages,
+    correction_metrics,
+    correction_of_tokens,
     describe_rewards,
     explained_variance,
     logprob_mismatch,
@@ -113,8 +115,9 @@ class PolicyGradient(Objective):
         has_all = "old_logprobs" in batch and "has_old_logprobs" not in batch
         if "rollout_logprobs" in batch and has_all and not self._uses_rollout_logprobs:
             metrics |= logprob_mismatch(batch)
-        batch, corrected = correct_rollouts(batch, a, self._correction)
-        metrics |= corrected
+        batch["advantages"] = correct_advantages(batch, a, self._correction)
+        if has_all and self._correction is not None:
+            metrics |= correction_metrics(batch, a, self._correction)
         if a.kl_controller == "adaptive":
             metrics["policy/kl_coef"] = self.kl.coef
         kept = mask_rows(batch, shaped[episode_ids], [status[i] for i in episode_ids], a, learnable[episode_ids])
@@ -128,7 +131,10 @@ class PolicyGradient(Objective):
         further = {}
         if logprobs is not None and "rollout_logprobs" in batch:
             old_logprobs = logprobs + batch.get("old_logprobs", 0)  # no row is in both
-            further = logprob_mismatch({**batch, "old_logprobs": old_logprobs, "mask": batch["sampled"]})
+            batch = {**batch, "old_logprobs": old_logprobs, "mask": batch["sampled"]}
+            further = logprob_mismatch(batch)
+            if self._correction is not None:
+                further |= correction_metrics(batch, self.cfg.algorithm, self._correction)
         if "policy/kl" in metrics:
             self.kl.update(metrics["policy/kl"], len(batch["lengths"]))
         return further
@@ -149,8 +155,9 @@ class PolicyGradient(Objective):
         """
         t, a = self.cfg.trainer, self.cfg.algorithm
         first = mini_batches(batch["group_ids"], t, step)[0]
-        read_before = self._correction is not None or (a.kl_in == "reward" and "reference" in self.roles)
+        read_before = a.kl_in == "reward" and "reference" in self.roles
         read_before |= self._estimator_reads_old_logprobs
+        read_before |= self._correction is not None and a.rollout_correction_level != "token"  # it needs whole rows
         if read_before or t.update_epochs > 1 or "policy" not in self.updates(step):
             first = first[:0]
         return np.setdiff1d(np.arange(len(batch["lengths"])), first)
@@ -184,9 +191,11 @@ class PolicyGradient(Objective):
         assert logprobs is not None
         function, options = self._function
         inputs = {name: mb[name] for name in self._inputs if name in mb}
-        loss, metrics = function(
-            logprobs, mb["old_logprobs"], mb["advantages"], mask, **options, totals=totals, **inputs
-        )
+        advantages = mb["advantages"]
+        if self._correction is not None and "has_old_logprobs" in mb:
+            weights, _ = correction_of_tokens(mb["old_logprobs"], mb["rollout_logprobs"], mask, a, self._correction)
+            advantages = torch.where(mb["has_old_logprobs"][:, None], advantages, advantages * weights)
+        loss, metrics = function(logprobs, mb["old_logprobs"], advantages, mask, **options, totals=totals, **inputs)
         if "approx_kl" in metrics:
             metrics["kl"] = metrics.pop("approx_kl")
         if "ref_logprobs" in mb:

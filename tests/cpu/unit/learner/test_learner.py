@@ -42,6 +42,13 @@ def episodes(prompts: int = 2, n: int = 4) -> list[Episode]:
     return made
 
 
+BY_SEQUENCE = {
+    "rollout_correction": "tis",
+    "rollout_correction_level": "product",
+    "rollout_correction_high": 1e30,
+}
+
+
 def a_step(
     model: str,
     mini_batch: int = 2,
@@ -96,14 +103,17 @@ def test_a_step_of_one_optimizer_step_needs_no_pass_for_old_log_probs(model):
     """Its own log-probs, detached, are the old ones: the same numbers as with a pass of their own."""
     alone, seconds = a_step(model)
     assert "time/logprob" not in seconds
-    # A bound that cuts nothing: the correction alone asks for log-probs before the update.
-    with_pass, seconds = a_step(model, rollout_correction="tis", rollout_correction_high=1e30)
+    # A bound that cuts nothing: the correction of sequences alone asks for log-probs before the update.
+    with_pass, seconds = a_step(model, **BY_SEQUENCE)
     assert "time/logprob" in seconds
     weight_free = {"rollout_is/clip_frac", "policy/loss", "policy/grad_norm"}
     assert alone.keys() - weight_free <= with_pass.keys()
     for name in ("rollout/logprob_diff_mean", "rollout/logprob_diff_max", "policy/entropy", "policy/kl"):
         assert alone[name] == pytest.approx(with_pass[name], abs=1e-6), name
     assert alone["policy/clip_frac"] == 0.0
+    of_tokens, seconds = a_step(model, rollout_correction="tis", rollout_correction_high=1e-3)
+    assert "time/logprob" not in seconds
+    assert of_tokens["rollout_is/clip_frac"] > 0 and of_tokens["policy/loss"] != alone["policy/loss"]
 
 
 def test_a_step_whose_rows_are_all_left_out_is_measured_all_the_same(model):
@@ -128,7 +138,7 @@ def test_the_agreement_is_measured_while_the_critic_warms_up(model):
 def test_the_first_of_several_optimizer_steps_needs_no_pass_for_old_log_probs(model):
     metrics, seconds = a_step(model, mini_batch=1, rows_scored=4)
     assert "time/logprob" in seconds and metrics["policy/clip_frac"] > 0
-    with_pass, _ = a_step(model, mini_batch=1, rows_scored=8, rollout_correction="tis", rollout_correction_high=1e30)
+    with_pass, _ = a_step(model, mini_batch=1, rows_scored=8, **BY_SEQUENCE)
     for name in ("rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/kl"):
         assert metrics[name] == pytest.approx(with_pass[name], abs=1e-6), name
 

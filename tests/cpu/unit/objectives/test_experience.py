@@ -13,7 +13,8 @@ from trainer.config import AlgorithmConfig, Config, RolloutConfig, correction_of
 from trainer.objectives.experience import (
     add_advantages,
     choose_learnable_rows,
-    correct_rollouts,
+    correct_advantages,
+    correction_metrics,
     describe_rewards,
     explained_variance,
     logprob_mismatch,
@@ -74,12 +75,12 @@ def test_a_correction_weighs_advantages_and_counts_what_it_cuts(kind, weight):
     ours[2, 1] = np.log(8.0)
     a = AlgorithmConfig(rollout_correction=kind, rollout_correction_high=2.0)
     given = add_advantages(batch(old_logprobs=ours), np.array([1.0, 0.0, 1.0, 0.0]), a)
-    corrected, metrics = correct_rollouts(given, a, kind)
+    corrected = correct_advantages(given, a, kind)
     expected = given["advantages"].copy()
     expected[2, 1] *= weight
-    np.testing.assert_allclose(corrected["advantages"], expected, rtol=1e-6)
-    assert metrics == {"rollout_is/clip_frac": pytest.approx(1 / 10)}
-    assert correct_rollouts(given, a, None) == (given, {})
+    np.testing.assert_allclose(corrected, expected, rtol=1e-6)
+    assert correction_metrics(given, a, kind) == {"rollout_is/clip_frac": pytest.approx(1 / 10)}
+    assert correct_advantages(given, a, None) is given["advantages"]
 
 
 WIDE: dict[str, dict[str, float]] = {
@@ -114,7 +115,8 @@ def gradient_error(loss: str, old_logprobs: str, correction: str, ahead: int = 1
             name: values[token].reshape(1, 1).numpy()
             for name, values in {"old_logprobs": old, "rollout_logprobs": sampler, "advantages": advantages}.items()
         }
-        batch, _ = correct_rollouts(batch | {"mask": np.ones((1, 1))}, a, kind)
+        batch |= {"mask": np.ones((1, 1))}
+        batch["advantages"] = correct_advantages(batch, a, kind)
         given = (torch.from_numpy(batch[name]) for name in ("old_logprobs", "advantages", "mask"))
         value, _ = POLICY_LOSSES[loss](ours[token].reshape(1, 1), *given, **WIDE.get(loss, {}))
         total = total + sampler[token].exp() * value
@@ -267,8 +269,9 @@ def experience(algorithm: AlgorithmConfig) -> dict[str, np.ndarray]:
         algorithm.overlong_factor,
     ).numpy()
     config = Config(algorithm=algorithm)
-    corrected, _ = correct_rollouts(add_advantages(batch, rewards, algorithm), algorithm, correction_of(config))
-    return mask_rows(corrected, rewards, status, algorithm)
+    batch = add_advantages(batch, rewards, algorithm)
+    batch["advantages"] = correct_advantages(batch, algorithm, correction_of(config))
+    return mask_rows(batch, rewards, status, algorithm)
 
 
 @pytest.mark.parametrize("key, value, before", EXPERIENCE_CHANGES, ids=[key for key, *_ in EXPERIENCE_CHANGES])

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
 from tests.support.training import GROUPS, PER_GROUP, config, make_batch
-from trainer.config import TinyConfig
+from trainer.config import TinyConfig, correction_of
 from trainer.models.tiny import build_tiny
-from trainer.parallel.batching import mini_batches
+from trainer.objectives.experience import correct_advantages
+from trainer.parallel.batching import Batch, mini_batches
 from trainer.workers.rank import Rank
 
 
@@ -38,14 +39,18 @@ def update_both_ways(rank: Rank, path: str) -> dict:
     """The same step with the old log-probs of a pass of their own, and without."""
     batch = make_batch()
     del batch["old_logprobs"]
+
+    def corrected(batch: Batch) -> Batch:
+        return {**batch, "advantages": correct_advantages(batch, rank.cfg.algorithm, correction_of(rank.cfg))}
+
     rank.build(roles(rank.cfg, ["policy"]), path)
     old = assemble(*rank.call("policy", "logprobs", batch))
-    given = rank.call("policy", "update", {**batch, "old_logprobs": old}, 1)
+    given = rank.call("policy", "update", corrected({**batch, "old_logprobs": old}), 1)
     rank.build(roles(rank.cfg, ["policy"]), path)
     first = mini_batches(batch["group_ids"], rank.roles["policy"].config, 1)[0]
     known = ~np.isin(np.arange(len(old)), first)
     some = {"old_logprobs": old * known[:, None], "has_old_logprobs": known} if known.any() else {}
-    fresh = rank.call("policy", "update", {**batch, **some}, 1)
+    fresh = rank.call("policy", "update", corrected({**batch, **some}), 1)
     return {
         "old": old * ~known[:, None],
         "given": given.metrics,
@@ -55,9 +60,12 @@ def update_both_ways(rank: Rank, path: str) -> dict:
     }
 
 
+@pytest.mark.parametrize("correction", ["off", "tis"])
 @pytest.mark.parametrize("ranks, size", [(1, GROUPS), (2, GROUPS), (2, 2)])
-def test_the_first_optimizer_step_computes_the_old_logprobs_of_its_rows(model_path, ranks, size):
+def test_the_first_optimizer_step_computes_the_old_logprobs_of_its_rows(model_path, ranks, size, correction):
+    """It corrects its advantages itself, too."""
     cfg = config(mini_batch_size=size, max_tokens_per_micro_batch=70)
+    cfg.algorithm.rollout_correction = correction
     for found in run_ranks(ranks, update_both_ways, model_path, cfg=cfg):
         assert found["fresh"] == pytest.approx(found["given"], rel=1e-5, abs=1e-7)
         assert found["fresh"]["clip_frac"] == 0
