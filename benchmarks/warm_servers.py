@@ -4,7 +4,8 @@ Trains the built-in model with engines of its own (cold), and with an inference 
 killed with all its processes after its third step, and started again with the same command, by turns, N times each
 (`--kills`). The engines are vLLM's, or those of transformers (`--engine`). The seconds are those from the kill to the
 first step that the new job finishes, and, of that, those until the new job begins that step. Both jobs are otherwise
-the same: plain processes, or Ray with `--ray`.
+the same: plain processes, or Ray with `--ray`. A killed job trains the step that was lost from its journal while its
+engines load; `-- rollout.journal=false` shows what a server saves where that step must be generated.
 """
 
 from __future__ import annotations
@@ -35,13 +36,15 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=2)
     parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm")
     parser.add_argument("--ray", action="store_true", help="start the job's processes with Ray")
+    parser.add_argument("extra", nargs="*", help="overrides for both jobs, after --")
     options = parser.parse_args()
     directory = tempfile.mkdtemp(prefix="warm_servers-")
     common = [
         "data=reverse_text", "trainer.val_interval=-1", "trainer.ckpt_interval=1", "trainer.max_ckpts_to_keep=2",
         "sft.steps=30", "logger.plot=false", "rollout.kv_cache_mb=64", f"trainer.total_steps={STEPS}",
     ]  # fmt: skip
-    jobs = [*common, "trainer.resume_mode=latest", *([] if options.ray else ["trainer.ray_address=processes"])]
+    processes = [] if options.ray else ["trainer.ray_address=processes"]
+    jobs = [*common, "trainer.resume_mode=latest", *processes, *options.extra]
     seconds: dict[str, list[tuple[float, float]]] = {"cold": [], "warm": []}
     try:
         with serving(options.engine, common, directory) as url:
