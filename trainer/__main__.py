@@ -15,6 +15,7 @@ from trainer.process.signals import SIGNALS
 COMMANDS = {
     "train": ("trainer.main", "train with rewards or environments: GRPO, PPO and others"),
     "sft": ("trainer.sft", "train on examples, or on kept completions"),
+    "evaluate": ("trainer.evaluate.__main__", "evaluate a model, an export or a checkpoint; compare two evaluations"),
     "inference": ("trainer.inference.__main__", "serve a model to jobs and people, while jobs come and go"),
     "diagnose": ("trainer.reports.diagnose", "say what happened to a run, and what to do next"),
     "compare": ("trainer.reports.compare", "print a table of runs, and draw their curves"),
@@ -24,7 +25,7 @@ COMMANDS = {
     "config": ("trainer.config.reference", "print the reference of all config keys"),
 }
 """Module and purpose of each command. The module has a function `main`, which reads `sys.argv`."""
-JOBS = ("train", "sft", "inference")
+JOBS = ("train", "sft", "evaluate", "inference")
 """Commands that run long. They handle signals."""
 _HELP = """usage: trainer COMMAND [ARGUMENT ...]
 

@@ -47,7 +47,7 @@ def run_task(task: Task, device: str) -> None:
             return
         with contextlib.ExitStack() as ends:
             ends.callback(clear_abandoned)  # the ranks, which are killed, may keep weights for engines in shared memory
-            cluster = ends.enter_context(_cluster(cfg, device))
+            cluster = ends.enter_context(cluster_of(cfg, device))
             ends.enter_context(directory.settling())
             ends.enter_context(Watchdog(t, cluster))
             trainer = make_trainer(task, cluster, directory, task.initial_weights(cluster, stop), stop)
@@ -115,7 +115,8 @@ def _refused_inputs(task: Task, checkpoint: Checkpoint, restore: Restore) -> lis
     return refused
 
 
-def _cluster(cfg: Config, device: str) -> Cluster:
+def cluster_of(cfg: Config, device: str) -> Cluster:
+    """Return the cluster on which the processes of a job run, not yet started. `device`: `cuda` or `cpu`."""
     if cfg.trainer.ray_address == PROCESSES:
         from trainer.cluster.process_cluster import ProcessCluster
 

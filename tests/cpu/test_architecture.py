@@ -44,6 +44,8 @@ ALLOWED: dict[str, set[str]] = {
     "sweeps": {"reports", "metrics"},
     "main": {"jobs", "run", "metrics", "objectives", "parallel"},
     "sft": {"main"},
+    "evaluate": {"jobs", "tasks", "sources", "journal", "generation", "environments", "rewards", "run", "checkpoint",
+                 "data", "metrics", "models", "parallel"},
     "api": {"main", "sft", "run", "checkpoint", "metrics", "models", "cluster"},
     "__main__": set(),
 }  # fmt: skip

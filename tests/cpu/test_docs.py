@@ -23,6 +23,8 @@ from trainer.config import Config, compose, valid_keys
 from trainer.config.config_file import ConfigFiles
 from trainer.config.hydra import prepared
 from trainer.config.overrides import arranged, refuse_unread
+from trainer.evaluate.subject import parse_words
+from trainer.evaluate.task import PATH as EVALUATION_TASK
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -89,6 +91,8 @@ def command_and_arguments(words: list[str]) -> tuple[str, list[str]]:
 def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Compose the overrides of a job, each value of a sweep on its own. Parse the arguments of other commands."""
     command, arguments = command_and_arguments(words)
+    if command == "evaluate":
+        return check_evaluation(arguments, monkeypatch)
     if command not in JOBS:
         return check_arguments(command, arguments, monkeypatch)
     words = arranged(arguments)
@@ -120,6 +124,16 @@ def check_job(words: list[str], compose_words: Callable[[list[str]], Config], tr
     if trains:
         refuse_unread(words, cfg)
     cfg.task.objective_of(cfg).check()
+
+
+def check_evaluation(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parse the words, and compose the overrides with a model in the place of the run."""
+    if words[0] == "compare":
+        return check_arguments("evaluate", words, monkeypatch)
+    path, _, _, overrides = parse_words(words)
+    model = [] if path is None else ["model.path=MODEL"]
+    composed = [*model, f'trainer.task="{EVALUATION_TASK}"', *overrides]
+    refuse_unread(composed, compose(composed))
 
 
 def check_arguments(command: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

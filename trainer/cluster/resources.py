@@ -14,7 +14,9 @@ FindGpus = Callable[[int], Sequence[Mapping[str, Any]]]
 
 
 def rank_groups(cfg: Config) -> int:
-    """Return the number of worker groups for ranks: one for all roles, or one for each role."""
+    """Return the number of worker groups for ranks: one for all roles, or one for each role; 0: no ranks are needed."""
+    if not cfg.task.trains:
+        return 0
     return 1 if cfg.trainer.colocate_roles else len(cfg.roles)
 
 

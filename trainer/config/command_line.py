@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 Job = Callable[[Config], float | None]
 """Returns the best value of `trainer.best_metric`, for sweepers that look for the best job."""
+Begin = Callable[[list[str]], list[str]]
+"""Returns the words that Hydra gets in place of those of the command line."""
 
 _HELP = """usage: trainer {command} [GROUP=CHOICE ...] [KEY=VALUE ...] [FLAG ...]
 
@@ -89,12 +91,15 @@ class Outcome:
             LOG_FILE.write(self.shown)
 
 
-def run_app(job: Job, command: str = "train", overrides: Sequence[str] = ()) -> None:
+def run_app(
+    job: Job, command: str = "train", overrides: Sequence[str] = (), begin: Begin = lambda words: words
+) -> None:
     """Compose the config from the command line and hand it to `job`; then exit with the status of the `Outcome`.
 
     Args:
         command: for the help.
         overrides: of this command, before those of the user.
+        begin: called with the words of the command line before anything else.
     """
     guard_output()
     if {"--help", "-h"} & set(sys.argv[1:]):
@@ -105,7 +110,7 @@ def run_app(job: Job, command: str = "train", overrides: Sequence[str] = ()) -> 
     sys.argv[1:1] = overrides
     show_messages()
     with SIGNALS.listening(), logging_to_file():
-        outcome = run_to_end(job)
+        outcome = run_to_end(job, begin)
         outcome.show()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -114,13 +119,14 @@ def run_app(job: Job, command: str = "train", overrides: Sequence[str] = ()) -> 
         os._exit(outcome.status)
 
 
-def run_to_end(job: Job) -> Outcome:
+def run_to_end(job: Job, begin: Begin = lambda words: words) -> Outcome:
     """Compose the config from the command line, hand it to `job`, and return how that ended.
 
     Later signals are ignored. The text of a job of a sweep is printed.
     """
     try:
         try:
+            sys.argv[1:] = begin(sys.argv[1:])
             _compose_and_run(job)
         finally:
             SIGNALS.ignore()

@@ -19,7 +19,7 @@ from trainer.errors import UserError, as_list, did_you_mean, one_line
 
 GROUP = "config_file"
 """The group in `conf/config.yaml` whose only choice is the file."""
-_CHOICE = "file"
+_CHOICE, _RECORDED = "file", "recorded"
 _GLOBAL = re.compile(r"^#\s*@package\s+_global_\s*$", re.MULTILINE)
 _DEFAULTS = "defaults"
 
@@ -88,6 +88,28 @@ def load(words: Sequence[str], conf: str, files: ConfigFiles) -> list[str]:
     for group, choice in _choices(words):
         _read_choice(group, choice, files)
     return words
+
+
+def store_recorded(values: dict[str, Any]) -> None:
+    """Make the config that a run has recorded a choice of Hydra (see `RECORDED`). The command line wins over it."""
+    from hydra.core.config_store import ConfigStore
+
+    # A generator would leave its options beside those of the recorded data.
+    node = {_DEFAULTS: [{"override /data": "files"}, "_self_"], **_escaped(values)}
+    ConfigStore.instance().store(group=GROUP, name=_RECORDED, node=node, package="_global_")
+
+
+RECORDED = f"{GROUP}={_RECORDED}"
+"""The override that chooses what `store_recorded` has stored."""
+
+
+def _escaped(value: Any) -> Any:
+    """Return recorded values, in which `${` is text."""
+    if isinstance(value, dict):
+        return {name: _escaped(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_escaped(inner) for inner in value]
+    return value.replace("${", "\\${") if isinstance(value, str) else value
 
 
 def _refuse_names_of_the_project(directory: str, conf: str) -> None:

@@ -45,13 +45,17 @@ class DataConfig(Section):
     def check(self, config: Config, name: str) -> None:
         if self.synthetic:
             self._check_generator(config, GENERATORS[self.synthetic])
-        elif not self.train_files:
+        elif not self.train_files and config.reads("data.train_files"):
             problem = "name at least one file, or choose a data group such as data=arithmetic"
             raise config_error(config, "data.train_files", problem)
-        elif not self.val_files and config.trainer.val_interval > 0 and config.reads("data.val_files"):
+        elif not self.val_files and config.trainer.val_interval > 0 and self._is_validated(config):
             raise config_error(config, "trainer.val_interval", "needs data.val_files; name some or set it to -1")
         if self.curriculum is not None and ":" not in self.curriculum:
             raise config_error(config, "data.curriculum", "must be an import path package.module:function")
+
+    def _is_validated(self, config: Config) -> bool:
+        """Return whether the run validates as `trainer.val_interval` says."""
+        return config.reads("data.val_files") and config.reads("trainer.val_interval")
 
     def _check_generator(self, config: Config, options: tuple[str, ...]) -> None:
         if self.train_files or self.val_files:

@@ -85,7 +85,7 @@ class ModelConfig(Section):
         for variable in self.chat_template_kwargs:
             if not variable.isidentifier():
                 raise config_error(config, "model.chat_template_kwargs", f"{variable!r} is no name of a variable")
-        if self.path is not None:
+        if self.path is not None or not config.task.trains:
             return
         longest, rollout = self.tiny.max_position_embeddings, config.rollout
         if config.sft.max_length > longest:

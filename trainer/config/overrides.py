@@ -270,7 +270,12 @@ def kind_of(key: str) -> str:
     types = [str(field.type) for field in dataclasses.fields(section) if field.name == last]
     if key.endswith("]"):
         types = [types[0].partition("[")[2].removesuffix("]")] if types else []
-    parts = [part.strip().partition("[")[0] for part in types[0].split("|")] if types else []
+    return kind_of_type(types[0]) if types else ""
+
+
+def kind_of_type(annotation: str) -> str:
+    """Return what a value of this type must be, in words. Empty: it may be anything."""
+    parts = [part.strip().partition("[")[0] for part in annotation.split("|")]
     return ", or ".join(_KINDS[part] for part in parts) if all(part in _KINDS for part in parts) else ""
 
 

@@ -60,6 +60,8 @@ class TaskSpec:
     """Returns the models of a run, the policy first. None: the policy alone."""
     generates: bool = False
     """Inference engines sample its episodes."""
+    trains: bool = True
+    """Ranks hold the models of its roles. False: no rank is started."""
     reward_functions: bool = True
     """The functions of `reward.name` give the rewards, unless there is an environment. False: a scorer of the task
     gives them, or all are 0. Then `reward.name` is not read, and no function is tried before the start."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import glob
 import itertools
 import json
 import math
@@ -61,6 +62,11 @@ def kept_files(run_dir: str) -> dict[int, str]:
     names = os.listdir(folder) if os.path.isdir(folder) else []
     found = {int(match[1]): os.path.join(folder, match[0]) for match in map(_FILE.fullmatch, names) if match}
     return dict(sorted(found.items()))
+
+
+def evaluated_files(directory: str) -> list[str]:
+    """Return the files of an evaluation, one for each of its sets."""
+    return sorted(glob.glob(os.path.join(glob.escape(directory), FOLDER, "*.arrow")))
 
 
 def read_lines(file: str) -> Iterator[dict[str, Any]]:
@@ -188,12 +194,12 @@ def _is_number(value: Any) -> bool:
 def main(argv: list[str] | None = None) -> int:
     """Print kept rollouts, as `trainer rollouts` does; returns the exit status."""
     parser = argparse.ArgumentParser(prog="trainer rollouts", description="Print kept rollouts as lines of JSON.")
-    help = "run directory, or a file of its directories rollouts and .journal"
+    help = "directory of a run or an evaluation, or a file of its directories rollouts and .journal"
     parser.add_argument("paths", nargs="+", metavar="RUN", help=help)
 
     def tool(args: argparse.Namespace) -> None:
         for path in args.paths:
-            files = [*kept_files(path).values()] if os.path.isdir(path) else [path]
+            files = ([*kept_files(path).values()] or evaluated_files(path)) if os.path.isdir(path) else [path]
             if not files:
                 raise UserError(f"{path}: no rollouts are kept there; logger.save_rollouts=true makes a run keep them")
             for line in (line for file in files for line in read_lines(file)):

@@ -53,15 +53,25 @@ class EnginePool:
         model_path: the initial weights of the engines, a local directory or Hub id.
         keeps_weights: engines generate while the ranks train. So the weights of the last sync are kept, if the way of
             the weights allows that: engines that come back get these.
+        way: in which weights reach the engines. None: as `rollout.weight_sync` says.
     """
 
-    def __init__(self, cfg: Config, cluster: Cluster, ranks: PolicyRanks, model_path: str, keeps_weights: bool = False):
+    def __init__(
+        self,
+        cfg: Config,
+        cluster: Cluster,
+        ranks: PolicyRanks,
+        model_path: str,
+        keeps_weights: bool = False,
+        way: str | TransportSpec | None = None,
+    ):
         self._cfg = cfg
         self._cluster = cluster
         self._ranks = ranks
         self._model_path = model_path
         self._version = 0
         self._keeps_weights = keeps_weights
+        self._given_way = way
         self._has_initial_weights = False  # the weights of the policy are those that engines start with
         self._thread = threading.get_ident()  # the only one that may use the ranks
         self.synced_bytes = 0
@@ -168,7 +178,9 @@ class EnginePool:
             self._wait_for_engine()
         else:
             self._engines.load()
-            self._way = self._choose_way([*self._ranks.policy.placements(), *self._receiver_places()])
+            self._way = self._given_way or self._choose_way(
+                [*self._ranks.policy.placements(), *self._receiver_places()]
+            )
         self._has_started = True
         self._transport: Transport = find_transport(self._way)(self._ends)
         self._transport.check()

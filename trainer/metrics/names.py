@@ -169,6 +169,11 @@ def pass_at(k: int | str) -> str:
     return f"val/pass@{k}"
 
 
+def of_val_set(name: str, measure: str) -> str:
+    """Return the name of a metric of a named validation set."""
+    return f"val/{name}/{measure}"
+
+
 def _pattern(known: str) -> str:
     """Return the expression that matches the names for which a key of `METRICS` stands."""
     return re.escape(known).replace("<name>", ".+").replace("<k>", "[1-9][0-9]*")

@@ -124,6 +124,18 @@ def read_policy(files: SavedFiles) -> dict[str, Tensor]:
     return source.read(list(source.bytes_of))
 
 
+def adapter_files(files: SavedFiles) -> tuple[str, bytes, str]:
+    """Return peft's config and weights of a policy with adapters, and the directory of the adapted weights."""
+    from safetensors.torch import save
+
+    lora = files.json(f"{_ASSETS}{ADAPTER_CONFIG}", _ADAPTER_FIELDS)
+    if not lora:
+        raise UserError(f"{files.path}: its policy was trained without adapters (trainer.policy.lora)")
+    source = _adapter(files)
+    weights = save(source.read(list(source.bytes_of)), metadata={"format": "pt"})
+    return files.read(f"{_ASSETS}{ADAPTER_CONFIG}").decode(), weights, lora["base_model_name_or_path"]
+
+
 def _assets(files: SavedFiles, excluded: set[str]) -> dict[str, bytes]:
     """Return the files of the export except the weights, by their name."""
     names = {path.removeprefix(_ASSETS): path for path in files.entries if path.startswith(_ASSETS)}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 from trainer.checkpoint.components import Component
@@ -77,6 +77,8 @@ class Evaluation:
     """One episode for each prompt, decoded greedily. Empty: nothing was generated."""
     sampled: Sequence[Episode] = ()
     """Episodes for pass@k."""
+    sets: Mapping[str, Sequence[Episode]] = field(default_factory=dict)
+    """The episodes of named sets."""
 
 
 class Evaluator(Protocol):

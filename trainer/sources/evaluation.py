@@ -5,19 +5,25 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trainer.config import Config
+from trainer.config.validation import is_due
 from trainer.data.datasets import Prompt
 from trainer.environments.episode_runner import RolloutRequest
 from trainer.episodes import Episode, Sample
 from trainer.generation.engine import Sampling
-from trainer.metrics.names import pass_at
+from trainer.metrics.names import of_val_set, pass_at
+from trainer.metrics.row_values import means_of, row_values
 from trainer.metrics.tracker import METRICS_FILE, read_metrics, values_of
 from trainer.sources.base import Evaluation
 from trainer.sources.rollout_runner import RolloutRunner, means, reward_terms
+
+if TYPE_CHECKING:
+    from trainer.config import ValSetConfig
 
 LOG = logging.getLogger(__name__)
 
@@ -38,29 +44,88 @@ class LossEvaluator:
 
 
 class RolloutEvaluator:
-    """Measures the greedy reward, the accuracy (share of successes) and pass@k of validation prompts."""
+    """Measures greedy reward, accuracy (share of successes) and pass@k of validation prompts, and of named sets.
 
-    def __init__(self, cfg: Config, runner: RolloutRunner, prompts: Sequence[Prompt]):
+    Args:
+        prompts: of `data.val_files` or the generator. Empty: there are none.
+        sets: the prompts of each of `data.val_sets`.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        runner: RolloutRunner,
+        prompts: Sequence[Prompt],
+        sets: Mapping[str, Sequence[Prompt]] | None = None,
+    ):
         self.cfg = cfg
         self._runner = runner
         self._prompts = prompts
+        self._sets = sets or {}
         self._count = 0
 
     def evaluate(self, step: int) -> Evaluation:
-        """Generate one greedy episode for each prompt, and `rollout.val_n` sampled ones; return their metrics."""
+        """Evaluate what is due at `step`, all of it with the weights that the engines have now."""
+        cfg, due = self.cfg, lambda interval: is_due(interval, step, self.cfg.total_steps)
+        names = [name for name in self._sets if due(cfg.data.val_sets[name].interval_in(cfg))]
+        return self.evaluate_sets(step, names, with_default=due(cfg.trainer.val_interval))
+
+    def evaluate_sets(self, step: int, names: Sequence[str], with_default: bool) -> Evaluation:
+        """Evaluate the named sets, and the prompts that belong to none if `with_default`.
+
+        The metrics of these prompts are of one greedy episode each, and of `rollout.val_n` sampled ones.
+        """
+        metrics: dict[str, float] = {}
+        greedy: list[Episode] = []
+        sampled: list[Episode] = []
+        sets: dict[str, list[Episode]] = {}
+        with self._runner.awake():
+            if with_default and self._prompts:
+                greedy, sampled = self._run_default(step, metrics)
+            for name in names:
+                sets[name] = self._run_set(name, step, metrics)
+        self._runner.journal.wait()  # what is logged must come back after a kill
+        _check_version([*greedy, *sampled, *(episode for episodes in sets.values() for episode in episodes)])
+        if greedy:
+            self._warn_without_success(step)
+        return Evaluation(metrics, greedy, sampled, sets)
+
+    def _run_default(self, step: int, metrics: dict[str, float]) -> tuple[list[Episode], list[Episode]]:
         k, r, runner = self.cfg.rollout.val_n, self.cfg.rollout, self._runner
         purpose = f"the evaluation of step {step}"
         sampled: list[Episode] = []
-        with runner.awake():
-            greedy = runner.run(self._requests(step, [0], runner.greedy()), purpose)
-            metrics = self._reward_metrics(greedy, purpose)
-            if k > 0:
-                sampling = runner.sampling(r.temperature or 1.0, r.top_p, r.top_k)
-                sampled = runner.run(self._requests(step, range(1, 1 + k), sampling), f"pass@{k} of step {step}")
-                metrics |= self._pass_at_k(sampled)
-        runner.journal.wait()  # what is logged must come back after a kill
-        self._warn_without_success(step)
-        return Evaluation(metrics, greedy, sampled)
+        greedy = runner.run(self._requests(step, [0], runner.greedy()), purpose)
+        metrics |= self._reward_metrics(greedy, purpose)
+        if k > 0:
+            sampling = runner.sampling(r.temperature or 1.0, r.top_p, r.top_k)
+            sampled = runner.run(self._requests(step, range(1, 1 + k), sampling), f"pass@{k} of step {step}")
+            metrics |= self._pass_at_k(sampled)
+        return greedy, sampled
+
+    def _run_set(self, name: str, step: int, metrics: dict[str, float]) -> list[Episode]:
+        """Run the episodes of a named set, those of one row together, and add its metrics."""
+        settings, purpose = self.cfg.data.val_sets[name], f"the evaluation of {name} in step {step}"
+        sampling = self._sampling_of(settings)
+        requests = [
+            RolloutRequest(prompt, f"val:{name}:{prompt.index}", step, number, sampling)
+            for prompt in self._sets[name]
+            for number in range(settings.n)
+        ]
+        episodes = self._runner.run(requests, purpose)
+        rewards = rewards_by_row(episodes, settings.n)
+        found = means_of(row_values(rewards, settings.reward.success_threshold))
+        if not found:
+            LOG.warning("%s: no reward is known, so there is no accuracy", purpose)
+        found["failures"] = float(sum(bool(episode.failure) for episode in episodes))
+        metrics |= {of_val_set(name, measure): value for measure, value in found.items()}
+        return episodes
+
+    def _sampling_of(self, settings: ValSetConfig) -> Sampling:
+        """Return how the completions of a named set are drawn."""
+        r = self.cfg.rollout
+        temperature = settings.temperature_in(self.cfg)
+        top_p, top_k = (settings.top_p or r.top_p, settings.top_k or r.top_k) if temperature else (1.0, -1)
+        return self._runner.sampling(temperature, top_p, top_k)
 
     def _requests(self, step: int, numbers: Sequence[int], sampling: Sampling) -> list[RolloutRequest]:
         return [
@@ -103,3 +168,15 @@ class RolloutEvaluator:
         """Whether an earlier start of this run has measured an accuracy above 0."""
         rows = read_metrics(os.path.join(self.cfg.trainer.run_dir, METRICS_FILE))
         return any(value > 0 for value in values_of(rows, "val/accuracy"))
+
+
+def rewards_by_row(episodes: Sequence[Episode], n: int) -> list[list[float | None]]:
+    """Return the rewards of the n episodes of each row, which follow one another."""
+    return [[episode.reward for episode in episodes[i : i + n]] for i in range(0, len(episodes), n)]
+
+
+def _check_version(episodes: Sequence[Episode]) -> None:
+    """Check that one version of the weights has sampled all tokens: an evaluation is of one version."""
+    samples = [sample for episode in episodes for sample in episode.samples if sample.mask.any()]
+    versions = {version for sample in samples for version in sample.weight_versions or ()}
+    assert len(versions) <= 1, f"several versions of the weights were evaluated as one: {sorted(versions)}"

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.evaluations import evaluate, validation_of
 from tests.support.inference import Server, free_port
 from tests.support.jobs import SMALL, comparable, environment, metrics, run_forked_job
 
@@ -30,12 +31,24 @@ def servers(tmp_path_factory) -> Iterator[list[Server]]:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> list[dict[str, Any]]:
+def plain(plain_run) -> list[dict[str, Any]]:
     """The metrics of a run with an engine of its own."""
+    return comparable(metrics(plain_run))
+
+
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory) -> Path:
+    """A run with an engine of its own."""
     directory = tmp_path_factory.mktemp("plain")
     done = run_forked_job("trainer.run_dir=run", *SETTINGS, cwd=directory)
     assert done.returncode == 0, done.stderr
-    return comparable(metrics(directory / "run"))
+    return directory / "run"
+
+
+def test_a_server_evaluates_a_checkpoint_as_the_run_has_validated_it(servers, plain_run, tmp_path):
+    found = evaluate(plain_run, "rollout.engine=server", f"rollout.urls=[{servers[0].url}]", cwd=tmp_path)
+    assert found["metrics"] == validation_of(plain_run, 4)
+    assert servers[0].status()["job"] is None and not list((tmp_path / "evaluated").glob(".weights-*"))
 
 
 def run_served(servers: list[Server], cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:

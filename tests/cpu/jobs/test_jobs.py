@@ -12,6 +12,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.support.evaluations import evaluate, validation_of
 from tests.support.forks import run_forked
 from tests.support.jobs import (
     comparable,
@@ -61,6 +62,8 @@ def test_a_sweep_leaves_complete_run_directories_and_nothing_else(tmp_path, mark
             assert (checkpoint / name).exists(), name
         assert (run / "checkpoints/latest_ckpt_global_step.txt").read_text().strip() == "2"
     assert (runs[1] / "checkpoints/global_step_2/critic/__0_0.distcp").exists()
+    evaluated = evaluate(runs[0], "--step=2", cwd=tmp_path)
+    assert evaluated["metrics"] == validation_of(runs[0], 2), "the run's own validation, to the last bit"
     assert {"critic/loss", "critic/explained_variance", "critic/grad_norm"} <= set(metrics(runs[1])[1])
     assert left_running(marker) == []
     wait_until(lambda: shared_memory() <= memory)  # other tests may have something there at this moment

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.evaluations import evaluate, validation_of
 from tests.support.jobs import (
     comparable,
     family,
@@ -118,6 +119,9 @@ def test_a_job_that_is_killed_and_loses_a_rank_and_its_engine_ends_as_if_never_d
     assert len((run / "starts.jsonl").read_text().splitlines()) == 2, "the driver stays"
     assert_as_if_never_killed(tmp_path, output)
     assert left_running(marker) == []
+    # The shards of two ranks, evaluated alone: by two engines, and to the last bit.
+    found = evaluate(run, "trainer.ray_address=processes", "rollout.num_engines=2", cwd=tmp_path)
+    assert found["metrics"] == validation_of(run, STEPS)
 
 
 @pytest.mark.slow
@@ -134,6 +138,8 @@ def test_a_job_with_adapters_that_is_killed_ends_as_if_never_killed(tmp_path):
     checkpoint = tmp_path / f"outputs/killed/checkpoints/global_step_{STEPS}"
     to = [str(tmp_path / "other"), "--base", str(tmp_path / "from-checkpoint")]
     assert checkpoint_tool(["export", str(checkpoint), *to]) == 2 and not (tmp_path / "other").exists()
+    run = tmp_path / "outputs/killed"
+    assert evaluate(run, cwd=tmp_path)["metrics"] == validation_of(run, STEPS), "the adapters were served"
 
 
 @pytest.mark.slow

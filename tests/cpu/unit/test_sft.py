@@ -20,7 +20,7 @@ def composed(monkeypatch, tmp_path):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", ["trainer sft", *words])
         monkeypatch.setattr(sft, "train", found.append)
-        monkeypatch.setattr(command_line, "run_to_end", lambda job: command_line._compose_and_run(job) or ended)
+        monkeypatch.setattr(command_line, "run_to_end", lambda job, _: command_line._compose_and_run(job) or ended)
         monkeypatch.setattr(command_line.os, "_exit", lambda status: None)
         ended = command_line.Outcome(0)
         sft.main()

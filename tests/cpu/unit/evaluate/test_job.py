@@ -1,0 +1,109 @@
+"""Evaluations of a model: whole, and killed in the middle."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.support.forks import fork_server, run_forked
+from tests.support.jobs import environment, wait_until
+from trainer.config import TinyConfig
+from trainer.models.tiny import build_tiny
+
+pytestmark = pytest.mark.timeout(300)
+
+ROWS = 12
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    path = str(tmp_path_factory.mktemp("models") / "tiny")
+    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128), path)
+    return path
+
+
+@pytest.fixture
+def words(model, tmp_path) -> list[str]:
+    """The command that evaluates the model on a file of twelve rows."""
+    rows = [{"prompt": f"p{i}", "answer": "wait" if i == 9 else f"a{i}"} for i in range(ROWS)]
+    (tmp_path / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        "evaluate",
+        model,
+        "data.val_files=[val.jsonl]",
+        "reward.name=tests.support.waiting_reward:score",
+        "reward.timeout_s=100",
+        "rollout=transformers",
+        "rollout.val_n=2",
+        "rollout.max_prompt_tokens=64",
+        "rollout.max_response_tokens=8",
+        "rollout.max_num_seqs=4",
+        "trainer.ray_address=processes",
+        "trainer.device=cpu",
+    ]
+
+
+def env(tmp_path: Path, name: str) -> dict[str, str]:
+    return {**environment(), "REWARD_CALLS": str(tmp_path / f"{name}.calls"), "REWARD_GO": str(tmp_path / "go")}
+
+
+def test_a_killed_evaluation_continues_with_what_was_finished(words, tmp_path):
+    """And then has the results of one that was not killed, to the last bit."""
+    killed = [*words, "trainer.run_dir=killed"]
+    with open(tmp_path / "log", "w") as log:
+        job = fork_server().start(
+            "tests.support.forks:run_module", "trainer", *killed, cwd=tmp_path, env=env(tmp_path, "killed"), stdout=log
+        )
+    journal = tmp_path / "killed/.journal"
+    wait_until(lambda: job.poll() is not None or journal.exists() and any(journal.glob("*.arrow")))
+    assert job.poll() is None, (tmp_path / "log").read_text()
+    job.kill_group()
+    job.wait()
+    assert json.loads((tmp_path / "killed/evaluation.json").read_text())["finished"] is False
+    (tmp_path / "go").touch()
+    again = run_forked("trainer", killed, tmp_path, env(tmp_path, "killed"), 200)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "groups came from the journal" in again.stdout
+    calls = Counter((tmp_path / "killed.calls").read_text().split())
+    assert calls["a0"] == 3 and 3 <= calls["wait"] <= 4, "a finished row is not rewarded again"
+    assert not any(journal.glob("*.arrow"))
+
+    whole = [*words, "trainer.run_dir=whole"]
+    done = run_forked("trainer", whole, tmp_path, env(tmp_path, "whole"), 200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, second = (json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("killed", "whole"))
+    assert (
+        first == second
+        and first["finished"]
+        and set(first["sets"]["default"]["values"]["accuracy"]) == {str(i) for i in range(ROWS)}
+    )
+    assert set(first["metrics"]) >= {"val/accuracy", "val/reward/mean", "val/pass@2"}
+    files = [(tmp_path / name / "rollouts/default.arrow").read_bytes() for name in ("killed", "whole")]
+    assert files[0] == files[1]
+    assert "accuracy" in done.stdout and "results: whole" in done.stdout
+
+    finished = run_forked("trainer", killed, tmp_path, env(tmp_path, "finished"), 200)
+    assert finished.returncode == 0 and "nothing is left to do in killed" in finished.stdout, finished.stderr
+    assert not (tmp_path / "finished.calls").exists() and "pass@2" in finished.stdout
+    other = run_forked("trainer", [*killed, "rollout.val_n=4"], tmp_path, env(tmp_path, "other"), 200)
+    assert other.returncode == 2 and "trainer.run_dir=killed: holds another evaluation of " in other.stderr
+    assert other.stderr.endswith(", with another rollout.val_n; name another directory\n")
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        (["data.val_files=[none.jsonl]"], "data.val_files=none.jsonl: no such file in "),
+        (["reward.name=no_such:f"], "reward.name=no_such:f: cannot be imported"),
+        (["rollout.max_prompt_tokens=1"], "rollout.max_prompt_tokens=1: all 12 val prompts are longer"),
+        (["data.val_files=[]"], "names no data to evaluate on; name files, or sets with data.val_sets"),
+        (["algorithm.kl_coef=1"], "algorithm.kl_coef: trainer.task="),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused_before_engines_start(words, tmp_path, changed, sentence):
+    done = run_forked("trainer", [*words, *changed], tmp_path, env(tmp_path, "refused"), 100)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert sentence in done.stderr.strip().splitlines()[-1] and "Traceback" not in done.stderr

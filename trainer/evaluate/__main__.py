@@ -1,0 +1,80 @@
+"""`trainer evaluate`: evaluate a model, an export or a checkpoint; `trainer evaluate compare`: compare two of these."""
+
+from __future__ import annotations
+
+from trainer.process.signals import SIGNALS
+
+if __name__ == "__main__":
+    SIGNALS.listen()  # before the other imports, which take a part of a second
+
+import sys
+
+from trainer.config import Config
+from trainer.config.command_line import run_app
+from trainer.process.log_setup import guard_output, show
+
+_HELP = """usage: trainer evaluate RUN|CHECKPOINT|MODEL [--best | --step N] [KEY=VALUE ...]
+       trainer evaluate model.path=MODEL data=… [GROUP=CHOICE ...] [KEY=VALUE ...]
+       trainer evaluate compare A B [--json]
+
+Evaluate without training, and write results and transcripts to trainer.run_dir:
+
+  RUN         a run directory or URL: its newest checkpoint, the best one (--best), or that of a step
+  CHECKPOINT  a global_step_N directory or URL
+  MODEL       a Hugging Face directory, such as an export, or an id of the Hub; name the data, too
+
+A run or checkpoint brings its config, which KEY=VALUE overrides (docs/config.md). An evaluation that was killed
+continues when the same command is given again. docs/evaluation.md explains the rest.
+
+compare: the differences of two evaluations of the same rows, with their confidence intervals
+"""
+
+
+def main() -> int | None:
+    """Do what the command line says; returns the exit status of a comparison, and ends the process of a job."""
+    words = sys.argv[1:]
+    if words[:1] == ["compare"]:
+        from trainer.evaluate.compare import main as compare
+
+        return compare(words[1:])
+    if not words or {"--help", "-h"} & set(words):
+        guard_output()
+        print(_HELP, end="")
+        return 0
+    run_app(_evaluate, "evaluate", begin=_begin)
+    return None
+
+
+_subjects: list = []
+"""What this process evaluates."""
+
+
+def _begin(words: list[str]) -> list[str]:
+    from trainer.evaluate.subject import find_subject
+
+    subject, overrides = find_subject(words)
+    _subjects[:] = [subject]
+    return overrides
+
+
+def _evaluate(cfg: Config) -> None:
+    from trainer.config.hydra import words_given
+    from trainer.config.overrides import refuse_unread
+    from trainer.metrics.startup import StartUp
+    from trainer.process.startup import stage
+
+    with StartUp(cfg.logger.progress):
+        refuse_unread(words_given(), cfg)
+        with SIGNALS.blocked():
+            import numpy  # noqa: F401 - its threads, which torch would start, must block signals while Ray starts
+        with stage("importing torch and transformers"):
+            from trainer.evaluate.job import run_evaluation
+            from trainer.evaluate.results import print_results
+            from trainer.parallel.mesh import pick_device
+        results = run_evaluation(cfg, _subjects[0], pick_device(cfg.trainer.device, cfg.engine))
+    print_results(results)
+    show(f"results: {cfg.trainer.run_dir}; `trainer rollouts {cfg.trainer.run_dir}` prints the transcripts")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

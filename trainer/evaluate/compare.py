@@ -1,0 +1,170 @@
+"""`trainer evaluate compare A B`: what differs between two evaluations of the same rows, and by how much for sure."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trainer.errors import UserError
+from trainer.evaluate.results import Results, SetResult, print_table, read_results
+from trainer.metrics.estimates import Estimate, paired_difference
+from trainer.process.log_setup import run_tool, show
+
+_FEW_ROWS = 30
+"""Below this number of rows, the mean of their differences is hardly normal, and the interval is rough."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A measure of a set in two evaluations."""
+
+    set: str
+    measure: str
+    a: float
+    b: float
+    difference: Estimate
+    """Of b - a."""
+
+    @property
+    def verdict(self) -> str:
+        if not self.difference.excludes_zero:
+            return "not distinguishable from noise"
+        return "B is higher" if self.difference.value > 0 else "B is lower"
+
+
+def compare(a: Results, b: Results) -> tuple[list[Difference], list[str]]:
+    """Return the differences of all measures that both have, over the rows that both have measured, and notes.
+
+    Raises:
+        UserError: the two have no row in common.
+    """
+    differences, notes = [], []
+    for name in [name for name in a.sets if name in b.sets]:
+        left, right = a.sets[name], b.sets[name]
+        pairs = _common_rows(left, right)
+        if len(pairs) < max(len(left.rows), len(right.rows)):
+            notes.append(f"{name}: {len(pairs)} rows are in both, of {len(left.rows)} in A and {len(right.rows)} in B")
+        for measure in [measure for measure in left.values if measure in right.values]:
+            values = [
+                (left.values[measure][x], right.values[measure][y])
+                for x, y in pairs
+                if x in left.values[measure] and y in right.values[measure]
+            ]
+            if values:
+                first, second = [x for x, _ in values], [y for _, y in values]
+                means = sum(first) / len(values), sum(second) / len(values)
+                differences.append(Difference(name, measure, *means, paired_difference(first, second)))
+        if 0 < len(pairs) < _FEW_ROWS:
+            notes.append(f"{name}: {len(pairs)} rows are few; the intervals are rough")
+    if not differences:
+        raise UserError(
+            f"the evaluations have no row in common: A has {_described(a)}, B has {_described(b)}; evaluate both on "
+            "the same data"
+        )
+    return differences, notes
+
+
+def _common_rows(a: SetResult, b: SetResult) -> list[tuple[str, str]]:
+    """Return the indices of each row in both. Rows with equal content are matched in their order."""
+    places = {row: str(index) for index, row in enumerate(_numbered(b.rows))}
+    return [(str(index), places[row]) for index, row in enumerate(_numbered(a.rows)) if row in places]
+
+
+def _numbered(rows: list[str]) -> list[tuple[str, int]]:
+    seen: Counter[str] = Counter()
+    numbered = []
+    for row in rows:
+        numbered.append((row, seen[row]))
+        seen[row] += 1
+    return numbered
+
+
+def _described(results: Results) -> str:
+    return ", ".join(f"{name} of {len(result.rows)} rows" for name, result in results.sets.items()) or "no set"
+
+
+def sentence(differences: list[Difference]) -> list[str]:
+    """Return one sentence for each set about the first of its measures."""
+    sentences = []
+    for one in {one.set: one for one in reversed(differences)}.values():
+        estimate, over = one.difference, f"over {one.difference.rows} rows"
+        interval = f"95 % interval {estimate.low:+.3g} to {estimate.high:+.3g}, {over}"
+        if estimate.excludes_zero:
+            better = "higher" if estimate.value > 0 else "lower"
+            sentences.append(
+                f"{one.set}: the {one.measure} of B is {better} by {abs(estimate.value):.3g} ({interval}); chance "
+                "alone makes such a difference in fewer than one of twenty comparisons"
+            )
+        else:
+            sentences.append(
+                f"{one.set}: the {one.measure} of B differs by {estimate.value:+.3g} ({interval}), which chance alone "
+                "may have made; more rows, or more completions of each, tell more"
+            )
+    return sentences[::-1]
+
+
+def _read(path: str) -> Results:
+    results = read_results(path)
+    if results is None:
+        raise UserError(f"{path}: holds no evaluation; trainer evaluate makes one")
+    if not results.finished:
+        raise UserError(f"{path}: is not finished; give its command again")
+    return results
+
+
+def _print(a: Results, b: Results, differences: list[Difference], notes: list[str]) -> None:
+    from rich.text import Text
+
+    show(f"A: {a.subject}")
+    show(f"B: {b.subject}")
+    rows = [
+        (
+            one.set,
+            one.measure,
+            str(one.difference.rows),
+            f"{one.a:.4g}",
+            f"{one.b:.4g}",
+            f"{one.difference.value:+.4g}",
+            f"{one.difference.low:+.4g} to {one.difference.high:+.4g}",
+            one.verdict,
+        )
+        for one in differences
+    ]
+    print_table(("set", "measure", "rows", "A", "B", "B - A", "95 % interval", ""), rows, Text)
+    for line in [*sentence(differences), *notes]:
+        show(line)
+
+
+def _without_infinity(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values as JSON has them: the bounds of an interval that is infinite are null."""
+    return {
+        name: _without_infinity(value)
+        if isinstance(value, dict)
+        else None
+        if isinstance(value, float) and math.isinf(value)
+        else value
+        for name, value in values.items()
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compare the evaluations of the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="trainer evaluate compare", description="Compare two evaluations.")
+    parser.add_argument("a", metavar="A", help="directory of an evaluation (trainer.run_dir)")
+    parser.add_argument("b", metavar="B", help="directory of another evaluation of the same rows")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+    def tool(args: argparse.Namespace) -> None:
+        a, b = _read(args.a), _read(args.b)
+        differences, notes = compare(a, b)
+        if not args.json:
+            _print(a, b, differences, notes)
+            return
+        rows = [{**_without_infinity(asdict(one)), "verdict": one.verdict} for one in differences]
+        print(json.dumps({"a": a.subject, "b": b.subject, "differences": rows, "notes": notes}, indent=2))
+
+    return run_tool(parser, tool, argv)

@@ -1,0 +1,278 @@
+"""The job of `trainer evaluate`: engines with the weights of a model or a checkpoint answer the validation sets."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import glob
+import logging
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trainer.checkpoint.lock import RunLock
+from trainer.checkpoint.start_weights import fingerprint_weights, read_revisions
+from trainer.checkpoint.tensors import NamedFiles
+from trainer.config import Config
+from trainer.config.fields import resume_rules
+from trainer.config.transports import ADAPTER, TRANSPORTS
+from trainer.data.datasets import Prompt
+from trainer.data.row_digest import digest_rows
+from trainer.environments.base import find_environment
+from trainer.episodes import Episode
+from trainer.errors import UserError
+from trainer.evaluate.results import (
+    DEFAULT_SET,
+    Results,
+    SetResult,
+    read_results,
+    with_text_keys,
+    write_episodes,
+)
+from trainer.evaluate.subject import Subject
+from trainer.files.documents import flatten
+from trainer.files.hf_hub import pin
+from trainer.files.redaction import redact
+from trainer.generation.engine_pool import EnginePool
+from trainer.generation.fixed_weights import FixedWeights
+from trainer.jobs import cluster_of
+from trainer.journal.history import digest, identity
+from trainer.journal.journal import Journal
+from trainer.metrics.row_values import row_values
+from trainer.models.export_checkpoint import adapter_files, export
+from trainer.models.files import resolve_model_path
+from trainer.models.tokenizer import stop_token_ids
+from trainer.process.failure_log import INCIDENTS
+from trainer.process.log_setup import LOG_FILE
+from trainer.process.signals import Stopped
+from trainer.process.startup import stage
+from trainer.rewards.cache import RewardCache
+from trainer.rewards.scoring import RewardPool
+from trainer.rewards.terms import reward_functions
+from trainer.run.compatibility import deciding_settings
+from trainer.run.run_metadata import LOG_NAME, record_start
+from trainer.sources.base import Evaluation
+from trainer.sources.evaluation import RolloutEvaluator, rewards_by_row
+from trainer.sources.rollout_runner import RolloutRunner
+from trainer.sources.sampling import read_prompts
+from trainer.tasks.base import tokenizer_of
+
+LOG = logging.getLogger(__name__)
+
+_MODEL = ".model-"
+"""Beginning of the name of the directory with the exported weights of a checkpoint, until the evaluation is finished.
+"""
+_MAX_FILE_BYTES = 5 * 10**9
+
+
+def run_evaluation(cfg: Config, subject: Subject, device: str) -> Results:
+    """Evaluate `subject`, or what a killed start of the same evaluation has left to do; write and return the results.
+
+    Args:
+        device: `cuda` or `cpu`.
+    """
+    directory = cfg.trainer.run_dir
+    before = pin({} if subject.checkpoint is None else read_revisions(subject.checkpoint))
+    lock = RunLock(directory, cfg.trainer.lock_lease_s, "directory", "choose another trainer.run_dir, or end that job")
+    try:
+        if (line := lock.acquire()) is not None:
+            LOG.info("%s", line)
+        LOG_FILE.open(os.path.join(directory, LOG_NAME))
+        incidents = INCIDENTS.open(directory, lock.check)
+        try:
+            return _Evaluating(cfg, subject, device, lock).run()
+        finally:
+            INCIDENTS.close(incidents)
+    except Stopped as stop:
+        reason = str(stop).partition(";")[0]
+        raise Stopped(f"{reason}; the same command continues the evaluation in {directory}") from stop
+    finally:
+        pin(before)
+        lock.release()
+
+
+class _Evaluating:
+    """One start of an evaluation."""
+
+    def __init__(self, cfg: Config, subject: Subject, device: str, lock: RunLock):
+        self.cfg = cfg
+        self.subject = subject
+        self.directory = cfg.trainer.run_dir
+        self._device = device
+        self._lock = lock
+        self._step = subject.step
+
+    def run(self) -> Results:
+        """Return the results: those that are there, with those of the sets that were missing."""
+        results = self._open_results()
+        if results.finished:
+            LOG.info("evaluated before; nothing is left to do in %s", self.directory)
+            return results
+        record_start(self.directory, self.cfg)
+        _check_functions(self.cfg)
+        path, weights = self._weights()
+        tokenizer = tokenizer_of(self.cfg, path)
+        with stage("reading the data"):
+            sets = self._read_sets(tokenizer)
+        missing = {name: prompts for name, prompts in sets.items() if name not in results.sets}
+        results.write(self.directory, self._lock.check)
+        journal = self._journal(results.weights)
+        with contextlib.ExitStack() as ends:
+            ends.callback(journal.close)
+            cluster = ends.enter_context(cluster_of(self.cfg, self._device))
+            way = TRANSPORTS["shared_memory"] if weights.adapter is None else ADAPTER
+            pool = EnginePool(self.cfg, cluster, weights, path, keeps_weights=True, way=way)
+            runner = RolloutRunner(self.cfg, pool, tokenizer, stop_token_ids(path, tokenizer), self._scorer(), journal)
+            ends.enter_context(runner)
+            with stage("starting the engines"):
+                pool.start(version=self._step + 1, is_initial=True)
+            journal.start(max(0, self._step - 1), digest("evaluation", results.weights))
+            named = {name: prompts for name, prompts in sets.items() if name != DEFAULT_SET}
+            evaluator = RolloutEvaluator(self.cfg, runner, sets.get(DEFAULT_SET, []), named)
+            for name, prompts in missing.items():
+                with stage(f"evaluating {name}: {len(prompts)} rows"):
+                    self._evaluate(name, prompts, evaluator, results)
+            journal.remove_after(self._step - 1)
+            pool.shutdown()
+        results.finished = True
+        results.write(self.directory, self._lock.check)
+        for path in glob.glob(os.path.join(glob.escape(self.directory), f"{_MODEL}*")):
+            shutil.rmtree(path, ignore_errors=True)
+        return results
+
+    def _open_results(self) -> Results:
+        """Return the results that an earlier start has left, or an evaluation without any.
+
+        Raises:
+            UserError: the directory holds another evaluation.
+        """
+        checkpoint = self.subject.checkpoint
+        if checkpoint is not None:
+            weights = checkpoint.manifest["self"]
+        else:
+            assert self.cfg.model.path is not None
+            with stage(f"fetching the model {self.cfg.model.path}"):
+                resolve_model_path(self.cfg.model.path)
+            weights = fingerprint_weights(self.cfg, resolve_model_path(self.cfg.model.path), begins=True)
+        results = Results(self.subject.name, self._step, weights, deciding(self.cfg))
+        found = read_results(self.directory)
+        if found is None or not found.sets:
+            return results
+        if different := found.differences(results):
+            raise UserError(
+                f"trainer.run_dir={self.directory}: holds another evaluation of {found.subject}, with another "
+                f"{', '.join(different)}; name another directory"
+            )
+        return found
+
+    def _weights(self) -> tuple[str, FixedWeights]:
+        """Return the directory of the model that engines load, and the weights."""
+        checkpoint, given = self.subject.checkpoint, self.cfg.model.path
+        if checkpoint is None:
+            assert given is not None
+            path = resolve_model_path(given)
+            return path, FixedWeights(path, self.directory)
+        files = NamedFiles(checkpoint)
+        if self.cfg.syncs_adapter:
+            config, adapter, base = adapter_files(files)
+            path = resolve_model_path(given or base)
+            return path, FixedWeights(path, self.directory, (config, adapter))
+        name = _MODEL + digest(checkpoint.manifest["self"])[:16]  # an earlier start may have exported another
+        path = os.path.abspath(os.path.join(self.directory, name))
+        if not os.path.exists(path):
+            with stage(f"exporting the weights of {checkpoint.path}"):
+                export(files, path, self._dtype, _MAX_FILE_BYTES, base=given if self._has_adapters else None)
+        return path, FixedWeights(path, self.directory)
+
+    @property
+    def _has_adapters(self) -> bool:
+        return self.cfg.trainer.policy.lora.rank is not None
+
+    @property
+    def _dtype(self) -> str:
+        """The dtype in which the engines compute: no more is written, and nothing is rounded twice."""
+        dtype = self.cfg.rollout.dtype
+        return dtype if dtype != "auto" else "bfloat16" if self._device == "cuda" else "float32"
+
+    def _read_sets(self, tokenizer: Any) -> dict[str, Sequence[Prompt]]:
+        """Return the prompts of all sets by name.
+
+        Raises:
+            UserError: there are none, or they cannot be read.
+        """
+        data, sets = self.cfg.data, {}
+        if data.synthetic or data.val_files:
+            sets[DEFAULT_SET] = read_prompts(self.cfg, "val", tokenizer)
+        if not sets:
+            raise UserError("data.val_files=[]: names no data to evaluate on; name files, or sets with data.val_sets")
+        for name, found in sets.items():
+            if found.dropped:
+                LOG.info(
+                    "%s: %d prompts are longer than rollout.max_prompt_tokens=%d and were dropped",
+                    name,
+                    found.dropped,
+                    self.cfg.rollout.max_prompt_tokens,
+                )
+        return {name: found.prompts for name, found in sets.items()}
+
+    def _journal(self, weights: str) -> Journal:
+        rollouts, _ = deciding_settings(self.cfg)
+        settings = identity(rollouts, {}, weights)
+        return Journal(self.directory, settings, self._lock.check, is_on=self.cfg.rollout.journal)
+
+    def _scorer(self) -> RewardPool | None:
+        if self.cfg.environment.name is not None:
+            return None
+        return RewardPool(self.cfg.reward, RewardCache(self.directory, self._lock.check))
+
+    def _evaluate(self, name: str, prompts: Sequence[Prompt], evaluator: RolloutEvaluator, results: Results) -> None:
+        """Evaluate a set, and write its episodes and results: a start after a kill does not evaluate it again."""
+        is_default = name == DEFAULT_SET
+        evaluation = evaluator.evaluate_sets(self._step, [] if is_default else [name], with_default=is_default)
+        episodes = [*evaluation.greedy, *evaluation.sampled] if is_default else list(evaluation.sets[name])
+        write_episodes(self.directory, name, self._step, episodes, self._lock.check)
+        results.metrics |= evaluation.metrics
+        results.sets[name] = SetResult(
+            [digest_rows([prompt.row]) for prompt in prompts],
+            len(episodes),
+            sum(bool(episode.failure) for episode in episodes),
+            sum(episode.length for episode in episodes),
+            with_text_keys(self._values(name, evaluation)),
+        )
+        results.write(self.directory, self._lock.check)
+
+    def _values(self, name: str, evaluation: Evaluation) -> Mapping[str, Mapping[int, float]]:
+        cfg = self.cfg
+        if name != DEFAULT_SET:
+            settings = cfg.data.val_sets[name]
+            return _values_of(evaluation.sets[name], settings.n, settings.reward.success_threshold)
+        threshold = cfg.reward.success_threshold
+        greedy = _values_of(evaluation.greedy, 1, threshold)
+        sampled = _values_of(evaluation.sampled, cfg.rollout.val_n, threshold) if evaluation.sampled else {}
+        return {**greedy, **{measure: values for measure, values in sampled.items() if measure not in greedy}}
+
+
+def _values_of(episodes: Sequence[Episode], n: int, threshold: float) -> dict[str, dict[int, float]]:
+    return row_values(rewards_by_row(episodes, n), threshold)
+
+
+def _check_functions(cfg: Config) -> None:
+    """Refuse a reward or an environment that cannot be used, before anything expensive starts."""
+    if cfg.environment.name is not None:
+        find_environment(cfg.environment.name)
+    else:
+        reward_functions(cfg.reward)
+
+
+def deciding(cfg: Config) -> dict[str, str]:
+    """Return digests of the settings that decide what an evaluation measures, by key."""
+    rollouts, _ = deciding_settings(cfg)
+    flat = flatten(redact(dataclasses.asdict(cfg), references=False), whole=("data.val_sets",))
+    rules = resume_rules(cfg)
+    validation = {
+        key: value
+        for key, value in flat.items()
+        if cfg.reads(key) and (key.startswith("data.") or key in rules and rules[key].change == "validation")
+    }
+    return {key: digest(value) for key, value in {**rollouts, **validation}.items()}

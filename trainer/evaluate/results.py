@@ -1,0 +1,160 @@
+"""The directory of an evaluation: its transcripts, and `evaluation.json` with what was measured of each row."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from trainer.data.records import encode
+from trainer.data.rollout_io import FOLDER
+from trainer.episodes import Episode
+from trainer.errors import UserError
+from trainer.files.atomic_io import write_file
+from trainer.files.documents import Shape, is_count, is_number, parse_object
+from trainer.metrics.estimates import Estimate, mean_estimate
+from trainer.process.log_setup import escape, show
+
+RESULTS_FILE = "evaluation.json"
+DEFAULT_SET = "default"
+"""Name of the prompts of `data.val_files`, or of the generator, which belong to no named set."""
+_FORMAT = 1
+_SET: dict[Any, Shape] = {
+    "rows": [str],
+    "completions": is_count,
+    "failures": is_count,
+    "tokens": is_count,
+    "values": {str: {str: is_number}},
+}
+_SHAPE: dict[Any, Shape] = {
+    "format": is_count,
+    "subject": str,
+    "step": is_count,
+    "weights": str,
+    "settings": {str: str},
+    "finished": bool,
+    "metrics": {str: is_number},
+    "sets": {str: _SET},
+}
+
+
+@dataclass
+class SetResult:
+    """What was measured of one set."""
+
+    rows: list[str]
+    """A digest of the content of each row, in the order of the file."""
+    completions: int
+    failures: int
+    """Completions whose reward or environment failed."""
+    tokens: int
+    """Tokens that the model has generated."""
+    values: dict[str, dict[str, float]]
+    """By measure and index of the row (see `trainer.metrics.row_values`)."""
+
+    def estimate(self, measure: str) -> Estimate | None:
+        """Return a measure with its confidence interval; None: no row has it."""
+        values = list(self.values.get(measure, {}).values())
+        return mean_estimate(values) if values else None
+
+
+@dataclass
+class Results:
+    """An evaluation, finished or not."""
+
+    subject: str
+    step: int
+    weights: str
+    """Fingerprint of the weights."""
+    settings: dict[str, str]
+    """Digests of the settings that decide what is measured, by key."""
+    finished: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The metrics that a run logs of the same evaluation."""
+    sets: dict[str, SetResult] = field(default_factory=dict)
+    """By name, those that are complete."""
+
+    def write(self, directory: str, fence: Callable[[], None]) -> None:
+        text = json.dumps({"format": _FORMAT, **asdict(self)})
+        write_file(os.path.join(directory, RESULTS_FILE), text, fence)
+
+    def differences(self, other: Results) -> list[str]:
+        """Return the keys in which two evaluations differ, `model` for other weights."""
+        changed = (key for key in self.settings | other.settings if self.settings.get(key) != other.settings.get(key))
+        keys = sorted(changed)
+        return (["model"] if (self.weights, self.step) != (other.weights, other.step) else []) + keys
+
+
+def read_results(directory: str) -> Results | None:
+    """Return the evaluation in a directory; None: there is none.
+
+    Raises:
+        UserError: its file is damaged, or of another version.
+    """
+    path = os.path.join(directory, RESULTS_FILE)
+    try:
+        with open(path, "rb") as file:
+            found = parse_object(file.read(), _SHAPE)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: is damaged ({error}); delete {directory}, and evaluate again") from error
+    if found.pop("format") != _FORMAT:
+        raise UserError(f"{path}: was written by another version of trainer; evaluate again in another directory")
+    sets = {name: SetResult(**result) for name, result in found.pop("sets").items()}
+    return Results(**found, sets=sets)
+
+
+def write_episodes(
+    directory: str, name: str, step: int, episodes: Sequence[Episode], fence: Callable[[], None]
+) -> None:
+    """Write the episodes of a set to `{directory}/rollouts/{name}.arrow`, as records of the journal."""
+    os.makedirs(os.path.join(directory, FOLDER), exist_ok=True)
+    try:
+        data = encode(step, episodes)
+    except ValueError as error:
+        raise UserError(f"data.val_sets: the episodes of {name} cannot be written ({error})") from error
+    write_file(os.path.join(directory, FOLDER, f"{name}.arrow"), data, fence)
+
+
+def with_text_keys(values: Mapping[str, Mapping[int, float]]) -> dict[str, dict[str, float]]:
+    """Return the values of rows as JSON has them."""
+    return {measure: {str(row): value for row, value in by_row.items()} for measure, by_row in values.items()}
+
+
+def print_results(results: Results) -> None:
+    """Print a table: one line for each measure of each set, with its interval of 95 %."""
+    from rich.text import Text
+
+    rows = []
+    for name, result in results.sets.items():
+        for measure in result.values:
+            if (estimate := result.estimate(measure)) is not None:
+                rows.append((name, str(estimate.rows), measure, *shown(estimate)))
+    print_table(("set", "rows", "measure", "value", "95 % interval"), rows, Text)
+    for name, result in results.sets.items():
+        mean = result.tokens / max(1, result.completions)
+        failures = f", {result.failures} failed" if result.failures else ""
+        show(f"{name}: {result.completions} completions of {len(result.rows)} rows, {mean:.1f} tokens each{failures}")
+
+
+def shown(estimate: Estimate) -> tuple[str, str]:
+    """Return the value and the interval of an estimate as text."""
+    return f"{estimate.value:.4g}", f"{estimate.low:.4g} to {estimate.high:.4g}"
+
+
+def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], text: Callable[[str], Any]) -> None:
+    """Print a table of texts."""
+    import sys
+
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for title in titles:
+        table.add_column(title)
+    for row in rows:
+        table.add_row(*(text(escape(cell, lines=False)) for cell in row))
+    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 200).print(table)

@@ -1,0 +1,212 @@
+"""What `trainer evaluate` evaluates, from the words of its command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import posixpath
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from trainer.config.config_file import RECORDED, store_recorded
+from trainer.config.hydra import conf_dir
+from trainer.config.overrides import find_groups
+from trainer.errors import UserError
+from trainer.evaluate.task import EVALUATION, PATH
+from trainer.files.uris import is_url, problem_of
+
+if TYPE_CHECKING:
+    from trainer.checkpoint.manifest import Checkpoint
+
+FOLDER = "evaluations"
+"""Directory of evaluations: in the run of a checkpoint on a disk, else in `outputs`."""
+_OF_ASSETS = ("model.chat_template", "model.chat_template_kwargs")
+"""Keys that the tokenizer in a checkpoint has applied already."""
+_PER_RUN = ("trainer.run_name", "trainer.run_dir", "trainer.task", "inference.*", *_OF_ASSETS)
+"""Keys that an evaluation does not take from the run, besides those that it does not read."""
+_GIVES_REWARDS = ("rl",)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to evaluate."""
+
+    name: str
+    """What messages call it: the path or the Hugging Face id."""
+    step: int = 0
+    """Of the checkpoint. It keys all draws, so they are those of the run's own validation at that step. 0: a model is
+    evaluated as the initial weights of a run are."""
+    checkpoint: Checkpoint | None = None
+    """None: it is the Hugging Face model of `model.path`."""
+
+
+def find_subject(words: Sequence[str]) -> tuple[Subject, list[str]]:
+    """Return what the command line names, and the overrides for Hydra.
+
+    Args:
+        words: those of the user: perhaps a path, `--best` or `--step N`, flags of Hydra, and overrides.
+
+    Raises:
+        UserError: nothing is named, or it cannot be evaluated.
+    """
+    path, step, best, rest = parse_words(words)
+    given = {word.lstrip("+~").partition("=")[0] for word in rest if not word.startswith("-")}
+    if path is not None and "model.path" in given:
+        raise UserError(f"{path}: model.path names a model to evaluate, too; leave one of them out")
+    if path is None and "model.path" not in given:
+        raise UserError("name what to evaluate: a run, a checkpoint, an export, or model.path=PATH")
+    is_run = path is not None and _is_run_or_checkpoint(path)
+    if not is_run:
+        if step is not None or best:
+            raise UserError("--best and --step choose a checkpoint of a run, and no run is named")
+        name = path or next(word.partition("=")[2] for word in rest if word.lstrip("+").startswith("model.path="))
+        return Subject(name), _words_of_model(path, name, rest, given)
+    assert path is not None
+    from trainer.checkpoint.__main__ import chosen
+
+    checkpoint, _ = chosen(path, step, best)
+    return Subject(checkpoint.path, checkpoint.step, checkpoint), _words_of_checkpoint(path, checkpoint, rest, given)
+
+
+def parse_words(words: Sequence[str]) -> tuple[str | None, int | None, bool, list[str]]:
+    """Return the path, the value of `--step`, whether there is `--best`, and the other words."""
+    paths, step, best, rest, left = [], None, False, [], list(words)
+    while left:
+        word = left.pop(0)
+        name, equals, value = word.partition("=")
+        if name in ("-m", "--multirun"):
+            raise UserError(f"{word}: an evaluation is one job; give one command for each")
+        if name == "--step":
+            text = value if equals else left.pop(0) if left else ""
+            if not text.isdecimal():
+                raise UserError(f"--step={text}: must be the step of a checkpoint")
+            step = int(text)
+        elif name == "--best":
+            best = True
+        elif word.startswith("-") and not equals and left and "=" not in left[0] and not left[0].startswith("-"):
+            rest += [word, left.pop(0)]  # a flag of Hydra with its value
+        elif word.startswith(("-", "+", "~")) or equals and not _is_path(word):
+            rest.append(word)
+        else:
+            paths.append(word if word.endswith("://") else word.rstrip("/") or word)
+    if len(paths) > 1:
+        raise UserError(f"{paths[1]}: one model is evaluated at a time, and {paths[0]} is named, too")
+    if step is not None and best:
+        raise UserError("--best and --step both choose a checkpoint; leave one of them out")
+    return paths[0] if paths else None, step, best, rest
+
+
+def _is_path(word: str) -> bool:
+    """Return whether a word with `=` in it is a path, as that of a run of a sweep is, and no override."""
+    name = word.partition("=")[0]
+    return is_url(word) or os.path.exists(word) or "/" in name and not name.startswith("hydra/")
+
+
+def _is_run_or_checkpoint(path: str) -> bool:
+    if is_url(path):
+        if (problem := problem_of(path)) is not None:
+            raise UserError(f"{path}: {problem}")
+        return True
+    if not os.path.isdir(path):
+        if os.path.exists(path) or path.startswith((".", "/", "~")) or path.count("/") > 1:
+            what = "is a file" if os.path.exists(path) else "no such directory"
+            raise UserError(f"{path}: {what}; name a run, a checkpoint, an export or the id of a model")
+        return False  # the id of a model of the Hub
+    if os.path.exists(os.path.join(path, "adapter_config.json")) and not _has_config(path):
+        raise UserError(f"{path}: holds an adapter alone; evaluate the checkpoint, or export it with merged weights")
+    return not _has_config(path)
+
+
+def _has_config(path: str) -> bool:
+    return os.path.exists(os.path.join(path, "config.json"))
+
+
+def _words_of_model(path: str | None, name: str, rest: list[str], given: set[str]) -> list[str]:
+    names_data = any(key == "data" or key.startswith(("data.", "experiment")) for key in given)
+    if not names_data and not any(word.startswith("--config") for word in rest):
+        raise UserError(
+            f"{name}: name the data to evaluate it on, such as data=gsm8k, data.val_files=[FILE] or data.val_sets"
+        )
+    reads_files = any(key == "data.val_files" or key.startswith("data.val_sets") for key in given)
+    is_chosen = {"data", "data.synthetic", "experiment"} & given or any(word.startswith("--config") for word in rest)
+    words = ["data=files"] if reads_files and not is_chosen else []
+    words += [f"model.path={_quoted(path)}"] if path is not None else []
+    return [*words, *_own_words(f"outputs/{FOLDER}/{_plain(name)}", given), *rest]
+
+
+def _words_of_checkpoint(path: str, checkpoint: Checkpoint, rest: list[str], given: set[str]) -> list[str]:
+    """Store the config of the checkpoint for Hydra; return the overrides that choose it."""
+    from trainer.checkpoint.components import read_config
+
+    for word in rest:
+        if word.startswith("--config"):
+            raise UserError(f"{word}: the config is that of {path}; override keys of it instead")
+    groups = find_groups(conf_dir())
+    for group in groups:
+        if group in given:
+            raise UserError(f"{group}={_value(rest, group)}: the config is that of {path}; override keys of it instead")
+    config = read_config(checkpoint)
+    _check_rewards(path, config, given)
+    store_recorded(_read_part(config, given))
+    step, recorded = f"global_step_{checkpoint.step}", config.get("trainer", {}).get("run_dir")
+    run_dir = f"outputs/{FOLDER}/{_plain(str(recorded or path))}/{step}"
+    if not is_url(path):
+        of_run = path if not _is_step(path) else posixpath.dirname(posixpath.abspath(path))
+        of_run = posixpath.dirname(of_run) if posixpath.basename(of_run) == "checkpoints" else of_run
+        run_dir = posixpath.join(of_run, FOLDER, step)
+    return [RECORDED, *_own_words(run_dir, given), *rest]
+
+
+def _is_step(path: str) -> bool:
+    return posixpath.basename(path).startswith("global_step_")
+
+
+def _check_rewards(path: str, config: dict[str, Any], given: set[str]) -> None:
+    """Refuse a run whose rewards come from its task, unless the command names others."""
+    task = config.get("trainer", {}).get("task", "rl")
+    names = {"reward.name", "environment.name"}
+    if task not in _GIVES_REWARDS and not names & given and not config.get("environment", {}).get("name"):
+        raise UserError(
+            f"{path}: the rewards of its task {task} are not known to an evaluation; name one with reward.name=NAME or "
+            "environment.name=PATH"
+        )
+
+
+def _read_part(config: dict[str, Any], given: set[str]) -> dict[str, Any]:
+    """Return the part of a recorded config that an evaluation reads."""
+    dropped = (*EVALUATION.unused, *_PER_RUN)
+    if "data.val_files" in given and "data.synthetic" not in given:
+        dropped += ("data.synthetic", "data.synthetic_args*")
+
+    def part(section: dict[str, Any], prefix: str) -> dict[str, Any]:
+        read = {}
+        for name, value in section.items():
+            key = f"{prefix}{name}"
+            if any(fnmatchcase(shown, pattern) for shown in (key, f"{key}.") for pattern in dropped):
+                continue
+            read[name] = part(value, f"{key}.") if isinstance(value, dict) else value
+        return read
+
+    return part(config, "")
+
+
+def _own_words(run_dir: str, given: set[str]) -> list[str]:
+    words = [f"trainer.task={_quoted(PATH)}", "trainer.run_name=evaluation"]
+    return words + ([] if {"trainer.run_dir", "trainer.run_name"} & given else [f"trainer.run_dir={_quoted(run_dir)}"])
+
+
+def _value(words: Sequence[str], name: str) -> str:
+    return next(word.partition("=")[2] for word in words if word.lstrip("+").partition("=")[0] == name)
+
+
+def _quoted(text: str) -> str:
+    """Return a text as Hydra's grammar takes it."""
+    return json.dumps(text, ensure_ascii=False).replace("${", "\\${")
+
+
+def _plain(name: str) -> str:
+    """Return the last two parts of a path or id as one file name."""
+    parts = [part for part in name.strip("'\"").split("/") if part not in ("", ".", "..", "policy")]
+    return "-".join(parts[-2:]) or "model"

@@ -1,0 +1,106 @@
+"""Estimates from samples: pass@k, means with confidence intervals, and the difference of two paired means.
+
+The unit is the row of the data: the completions of one row are not independent of one another, so the intervals are
+computed from one value for each row (Miller, "Adding Error Bars to Evals", 2024, sections 2 and 4).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean, stdev
+
+LEVEL = 0.95
+"""Confidence level of the intervals."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over rows, with the bounds of its confidence interval."""
+
+    value: float
+    low: float
+    high: float
+    rows: int
+    """Number of rows that it was computed from."""
+
+    @property
+    def excludes_zero(self) -> bool:
+        return not self.low <= 0 <= self.high
+
+
+def pass_at_k(successes: int, n: int, k: int) -> float:
+    """Return the unbiased estimate of the probability that at least one of k completions is a success.
+
+    It is 1 - C(n - successes, k) / C(n, k): the share of the subsets of k completions that hold a success (Chen et al.,
+    "Evaluating Large Language Models Trained on Code", 2021, equation 1).
+
+    Args:
+        successes: number of successes among the n completions of the row.
+    """
+    assert 0 <= successes <= n and 1 <= k <= n, (successes, n, k)
+    return 1.0 - math.comb(n - successes, k) / math.comb(n, k)
+
+
+def attempts_of(n: int) -> list[int]:
+    """Return the k for which n completions give pass@k: the powers of two from 2 to n, and n itself."""
+    powers = [2**i for i in range(1, n.bit_length()) if 2**i <= n]
+    return sorted({*powers, *([n] if n > 1 else [])})
+
+
+def mean_estimate(values: Sequence[float]) -> Estimate:
+    """Return the mean of one value for each row, with its interval.
+
+    Values that are all 0 or 1 get the score interval of Wilson (1927), which also holds where all are equal. Others get
+    the interval of Student's t. One row alone says nothing of the spread: its interval is infinite.
+    """
+    assert values
+    if all(value in (0.0, 1.0) for value in values):
+        return _wilson(fmean(values), len(values))
+    return _student(values)
+
+
+def paired_difference(a: Sequence[float], b: Sequence[float]) -> Estimate:
+    """Return the mean of b - a over rows that both have measured, with the interval of Student's t.
+
+    A paired difference is more precise than two separate means: what makes a row hard is the same for both (Miller,
+    2024, section 4.2).
+
+    Args:
+        a, b: one value for each row, in the same order.
+    """
+    return _student([y - x for x, y in zip(a, b, strict=True)])
+
+
+def _student(values: Sequence[float]) -> Estimate:
+    mean, rows = fmean(values), len(values)
+    margin = math.inf if rows < 2 else t_quantile((1 + LEVEL) / 2, rows - 1) * stdev(values) / math.sqrt(rows)
+    return Estimate(mean, mean - margin, mean + margin, rows)
+
+
+def _wilson(share: float, rows: int) -> Estimate:
+    z2 = NormalDist().inv_cdf((1 + LEVEL) / 2) ** 2
+    centre = (share + z2 / (2 * rows)) / (1 + z2 / rows)
+    margin = math.sqrt(z2 * (share * (1 - share) / rows + z2 / (4 * rows**2))) / (1 + z2 / rows)
+    return Estimate(share, max(0.0, centre - margin), min(1.0, centre + margin), rows)
+
+
+def t_quantile(p: float, degrees: int) -> float:
+    """Return the quantile of Student's t distribution: exact for 1 and 2 degrees of freedom.
+
+    For more, it is the expansion of Abramowitz and Stegun (1964), 26.7.5, which is within 0.2 % for p up to 0.975.
+    """
+    if degrees == 1:
+        return math.tan(math.pi * (p - 0.5))
+    if degrees == 2:
+        return (2 * p - 1) / math.sqrt(2 * p * (1 - p))
+    z = NormalDist().inv_cdf(p)
+    terms = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return sum(term / degrees**power for power, term in enumerate(terms))
