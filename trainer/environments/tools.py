@@ -29,8 +29,12 @@ You are provided with function signatures within <tools></tools> XML tags:
 
 For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
 <tool_call>
-{{"name": <function-name>, "arguments": <args-json-object>}}
+{"name": <function-name>, "arguments": <args-json-object>}
 </tool_call>"""
+
+
+class ToolFailure(Exception):  # noqa: N818 - named like the failures of environments
+    """Raised by a tool that does not work. The environment has failed, and the policy does not see why."""
 
 
 class ToolEnvironment:
@@ -43,6 +47,9 @@ class ToolEnvironment:
 
     tools: Sequence[Callable[..., Any]] = ()
     """`prompt` may set other tools for an episode, such as methods that read what belongs to its row."""
+    instructions = _SYSTEM
+    """The system message, with `{tools}` in place of the schemas of the tools. Empty: none, for a policy that knows the
+    tools already."""
 
     def prompt(self, row: Mapping[str, Any]) -> str | Sequence[Message]:
         """Return the question of a row: its `prompt`, unless a class says otherwise."""
@@ -57,7 +64,9 @@ class ToolEnvironment:
         self._row = row
         prompt = self.prompt(row)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        return with_tools(messages, [tool_schema(tool) for tool in self.tools])
+        if not self.instructions:
+            return messages
+        return with_tools(messages, [tool_schema(tool) for tool in self.tools], self.instructions)
 
     async def step(self, reply: Message) -> StepResult:
         """Answer each call with a message of the role `tool`. A wrong call is answered with the error."""
@@ -102,16 +111,20 @@ class ToolEnvironment:
             if inspect.isawaitable(value):
                 value = await value
             return value if isinstance(value, str) else json.dumps(value, default=str)
+        except ToolFailure:
+            raise
         except Exception as error:  # the policy's mistake, or the tool's: the policy sees it
             count["tool_errors"] += 1
             return f"Error: {describe_error(error)}"
 
 
-def with_tools(messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> list[Message]:
+def with_tools(
+    messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]], instructions: str = _SYSTEM
+) -> list[Message]:
     """Return messages that begin with a system message which describes tools, after the text of the one they have."""
     has_system = bool(messages) and messages[0]["role"] == "system"
     own = messages[0]["content"] + "\n\n" if has_system else ""
-    text = _SYSTEM.format(tools="\n".join(map(json.dumps, schemas)))
+    text = instructions.replace("{tools}", "\n".join(map(json.dumps, schemas)))
     return [{"role": "system", "content": own + text}, *messages[has_system:]]
 
 

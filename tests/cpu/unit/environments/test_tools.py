@@ -15,7 +15,7 @@ from typing import Any, Literal, Optional
 import pytest
 
 from trainer.environments import Environment
-from trainer.environments.tools import ToolEnvironment, tool_schema
+from trainer.environments.tools import ToolEnvironment, ToolFailure, tool_schema
 
 
 def multiply(a: int, b: int) -> int:
@@ -86,6 +86,16 @@ def test_a_system_message_of_the_row_stays_before_the_tools():
 
     system, _ = run(Own().reset({"prompt": "x"}, seed=0))
     assert system["content"].startswith("Be short.\n\n# Tools")
+
+
+def test_the_system_message_can_be_changed_or_left_out():
+    class Own(Calculator):
+        instructions = "Tools, one {line} each:\n{tools}"
+
+    system, _ = run(Own().reset({"prompt": "x"}, seed=0))
+    assert system["content"].startswith('Tools, one {line} each:\n{"type": "function"')
+    Own.instructions = ""
+    assert run(Own().reset({"prompt": "x"}, seed=0)) == [{"role": "user", "content": "x"}]
 
 
 def test_the_question_may_choose_the_tools_of_an_episode():
@@ -226,6 +236,15 @@ def test_defaults_and_further_arguments_of_a_tool_are_checked():
     assert call(b=["x"]).startswith("Error: TypeError: b.0: ") and call(c=1).startswith("Error: TypeError: c: ")
 
 
+def test_a_tool_that_does_not_work_fails_the_environment(started):
+    def broken() -> str:
+        raise ToolFailure("the service is down")
+
+    started.tools = (broken,)
+    with pytest.raises(ToolFailure, match="the service is down"):
+        step(started, '<tool_call>{"name": "broken"}</tool_call>')
+
+
 def test_of_many_calls_the_first_are_made(started):
     text = '<tool_call>{"name": "multiply", "arguments": {"a": 1, "b": 2}}</tool_call>'
     answers = [message["content"] for message in step(started, text * 5000).messages]
@@ -235,7 +254,8 @@ def test_of_many_calls_the_first_are_made(started):
 def test_the_example_of_the_page():
     page = (Path(__file__).parents[4] / "docs/environments.md").read_text()
     given: dict[str, Any] = {}
-    exec(re.search(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)[1], given)
+    (example,) = (b for b in re.findall(r"^```python\n(.*?)^```", page, flags=re.M | re.S) if "class Calculator" in b)
+    exec(example, given)
     environment = given["Calculator"]()
     system, _ = run(environment.reset({"prompt": "6 * 7?", "answer": "42"}, seed=0))
     assert "Multiply two numbers." in system["content"]

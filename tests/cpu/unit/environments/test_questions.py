@@ -1,0 +1,88 @@
+"""Questions with tools, on rows of GSM8K."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from trainer.data.datasets import read_rows
+from trainer.environments.questions import Questions
+from trainer.environments.worker import EnvironmentHandler
+from trainer.errors import UserError
+
+GSM8K = Path(__file__).resolve().parents[4] / "../shared/data/gsm8k"
+NOT_HERE = pytest.mark.skipif(not GSM8K.exists(), reason="the files of GSM8K are not on this machine")
+
+
+def play(environment: Questions, row: dict, *replies: str):
+    async def episode():
+        start = await environment.reset(row, 0)
+        return start, [await environment.step({"role": "assistant", "content": reply}) for reply in replies]
+
+    return asyncio.run(episode())
+
+
+def call(tool: str, **arguments: str) -> str:
+    return f"<tool_call>{json.dumps({'name': tool, 'arguments': arguments})}</tool_call>"
+
+
+def rows_of_gsm8k() -> list[dict]:
+    (file,) = sorted(GSM8K.rglob("*test*"))[:1]
+    return [row for _, row in read_rows(str(file), "data.val_files")]
+
+
+@NOT_HERE
+def test_each_problem_of_gsm8k_is_solved_by_its_own_calculations():
+    """The solutions of the data set name each calculation: `<<48/2=24>>`."""
+    rows = rows_of_gsm8k()
+    assert len(rows) == 1319
+    calculated = 0
+    for row in rows:
+        found = [c.partition("=") for c in re.findall(r"<<(.*?)>>", row["answer"])]
+        usable = [
+            (c, value) for c, _, value in found if re.fullmatch(r"[\d+*/().\s-]+", c) and re.fullmatch(r"[\d.]+", value)
+        ]
+        calls = "".join(call("calculator", expression=expression) for expression, _ in usable)
+        _, steps = play(Questions(), row, *([calls] if calls else []), row["answer"])
+        assert (steps[-1].done, steps[-1].reward) == (True, 1.0), row
+        if calls:
+            told = [float(message["content"]) for message in steps[0].messages]
+            right = [abs(a - float(b)) <= 0.02 * max(1.0, abs(a)) for a, (_, b) in zip(told, usable, strict=True)]
+            calculated += sum(right)
+            assert sum(right) >= len(right) - 1, (row, told)  # a few are written wrongly, or rounded
+    assert calculated > 3500
+
+
+@NOT_HERE
+def test_a_problem_of_gsm8k_with_the_tool_python():
+    row = rows_of_gsm8k()[0]
+    environment = Questions(tools=["python", "calculator"], python={"time_s": 30.0})
+    start, (told, done) = play(environment, row, call("python", code="print(16 - 3 - 4)\n9 * 2"), "#### 18")
+    assert '"python"' in start[0]["content"] and start[1]["content"] == row["question"]
+    assert told.messages == [{"role": "tool", "content": "9\n18"}] and told.metrics["tool_calls/python"] == 1
+    assert done.reward == 1.0
+
+
+def test_columns_tools_and_the_reward_can_be_chosen():
+    environment = Questions(["builtins:len"], "arithmetic", prompt_key="prompt", answer_key="solution")
+    assert environment.tools == (len,)
+    assert Questions([], "arithmetic", "prompt").score("42", {"answer": 42}) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"tools": ["abacus"]}, "environment.kwargs.tools=abacus: choose calculator, python, or an import path"),
+        ({"reward": "luck"}, "environment.kwargs.reward=luck: choose gsm8k"),
+        ({"tools": ["python"], "python": {"cpu": 1}}, "the tool python takes isolation"),
+        ({"tools": ["python"], "python": {"isolation": "hope"}}, "isolation=hope: choose namespaces or landlock"),
+        ({"tools": ["python"], "python": {"modules": ["no_such"]}}, "No module named 'no_such'"),
+    ],
+)
+def test_wrong_options_are_refused_before_the_first_episode(options, problem):
+    with pytest.raises(UserError, match=problem):
+        EnvironmentHandler("trainer.environments.questions:Questions", options, 10.0, 1000)

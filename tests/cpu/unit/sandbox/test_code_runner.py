@@ -1,0 +1,215 @@
+"""Code of the policy: what it may do, what it prints, and how it is ended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from trainer.errors import UserError
+from trainer.sandbox.code_runner import ISOLATIONS, MAX_CODE, CodeLimits, CodeResult, CodeRunner
+
+LIMITS = CodeLimits(cpu_s=1, time_s=100.0, memory_mb=128, files_mb=4, files=16, output=400)
+
+
+@pytest.fixture(scope="module", params=ISOLATIONS)
+def runner(request) -> Iterator[CodeRunner]:
+    runner = CodeRunner(LIMITS, request.param)
+    runner.start()
+    yield runner
+    runner.close()
+
+
+@pytest.fixture(scope="module")
+def closed_in() -> Iterator[CodeRunner]:
+    """With namespaces."""
+    runner = CodeRunner(LIMITS)
+    yield runner
+    runner.close()
+
+
+def run(runner: CodeRunner, *codes: str) -> list[CodeResult]:
+    async def together() -> list[CodeResult]:
+        return await asyncio.gather(*map(runner.run, codes))
+
+    return asyncio.run(together())
+
+
+def output(runner: CodeRunner, code: str) -> str:
+    (result,) = run(runner, code)
+    assert not result.problem, result
+    return result.output
+
+
+@pytest.mark.parametrize(
+    ("code", "printed"),
+    [
+        ("print(6 * 7)", "42\n"),
+        ("x = 6\nx * 7", "42\n"),
+        ("'é'", "'é'\n"),
+        ("None", ""),
+        ("import sys; sys.exit('enough')", "enough\n"),
+        ("import sys\nprint(1)\nprint(2, file=sys.stderr)\nprint(3)", "1\n2\n3\n"),
+        ("if __name__ == '__main__':\n    print('main')", "main\n"),
+        ("input()", 'Traceback (most recent call last):\n  File "<code>", line 1, in <module>\n    input()\n'
+                    'EOFError: EOF when reading a line\n'),
+        ("import json\njson.loads('{')", 'Traceback (most recent call last):\n  File "<code>", line 2, in <module>\n'
+         "    json.loads('{')\njson.decoder.JSONDecodeError: Expecting property name enclosed in double quotes: "
+         "line 1 column 2 (char 1)\n"),
+        ("1 +", '  File "<code>", line 1\n    1 +\n       ^\nSyntaxError: invalid syntax\n'),
+        ("import sympy", 'Traceback (most recent call last):\n  File "<code>", line 1, in <module>\n'
+                         "    import sympy\nModuleNotFoundError: No module named 'sympy'\n"),
+        ("import sqlite3, csv\nprint(csv.__name__)", "csv\n"),
+    ],
+)  # fmt: skip
+def test_code_prints_what_a_program_would_print(runner, code, printed):
+    assert output(runner, code) == printed
+
+
+def test_a_program_is_the_same_each_time(runner):
+    """Hashes and the default generator of random numbers are fixed, and nothing stays from an earlier program."""
+    code = "import random\nprint(random.random(), hash('x'), {'a', 'b', 'c', 'd'}, dir())"
+    first = output(runner, code)
+    output(runner, "import builtins, random\nrandom.seed(7)\nbuiltins.left = mine = 1")
+    assert output(runner, code) == first
+    assert "left" not in output(runner, "import builtins\nprint(dir(builtins), dir())")
+
+
+def test_programs_run_at_the_same_time_and_each_gets_its_own_answer(runner):
+    code = "import time\ntime.sleep(0.3)\nprint({})"
+    assert [r.output for r in run(runner, *(code.format(i) for i in range(12)))] == [f"{i}\n" for i in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        ("while True: pass", "cpu"),
+        ("import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass", "cpu"),
+        ("while True: print('x' * 1000)", "output"),
+        ("import ctypes\nctypes.string_at(0)", "SIGSEGV"),
+    ],
+)  # fmt: skip
+def test_a_program_that_does_not_end_is_ended(runner, code, problem):
+    (result,) = run(runner, code)
+    assert result.problem == problem
+    assert output(runner, "1") == "1\n"
+
+
+def test_a_program_that_waits_is_ended():
+    """Whatever it does with signals and with its output."""
+    codes = (
+        "import time\ntime.sleep(100)",
+        "import os\nos.close(1); os.close(2)\nimport time\ntime.sleep(100)",
+        "import time, signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 64))\ntime.sleep(100)",
+    )
+    runner = CodeRunner(CodeLimits(time_s=1.0), at_once=3)
+    try:
+        assert [result.problem for result in run(runner, *codes)] == ["time"] * 3
+    finally:
+        runner.close()
+
+
+def test_the_output_is_cut(runner):
+    (result,) = run(runner, "print('é' * 1000)")
+    assert (result.output, result.left_out, result.problem) == ("é" * 400, 601, "")
+
+
+def test_a_program_that_is_too_long_is_not_run(runner):
+    (result,) = run(runner, "#" * (MAX_CODE + 1))
+    assert (result.output, result.problem) == ("", "size")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "x = bytearray(200 << 20)",
+        "x = [0] * 10**9",
+        "x = []\nwhile True: x.append('y' * 10**6)",
+        "x = 10 ** 10 ** 10",
+        "import mmap\nmmap.mmap(-1, 200 << 20)",
+    ],
+)
+def test_memory_is_limited(runner, code):
+    (result,) = run(runner, code)
+    assert (
+        result.problem in ("cpu", "SIGKILL", "SIGSEGV") or "MemoryError" in result.output or "memory" in result.output
+    )
+
+
+def test_with_namespaces_files_live_in_an_empty_directory_of_limited_size(closed_in):
+    assert output(closed_in, "import os\nprint(os.getcwd(), os.listdir('.'))") == "/program []\n"
+    assert output(closed_in, "open('a', 'w').write('x')\nprint(open('a').read())") == "x\n"
+    assert output(closed_in, "import os\nprint(os.listdir('.'))") == "[]\n", "a file of an earlier program is left"
+    assert output(closed_in, "import tempfile\nprint(tempfile.TemporaryFile('w+').write('x'))") == "1\n"
+    fill = (
+        "import os\nn = 0\ntry:\n    while True:\n        {}\n        n += 1\nexcept OSError as e: print(n, e.strerror)"
+    )
+    assert output(closed_in, fill.format("open(str(n), 'w').close()")) == "16 No space left on device\n"
+    many = fill.format("open(str(n), 'wb').write(b'x' * (1 << 20))")
+    assert output(closed_in, many) == "4 No space left on device\n"
+    one = "f = open('a', 'wb')\ntry:\n    while True: f.write(b'x' * (1 << 20))\nexcept OSError as e: print(e.strerror)"
+    assert output(closed_in, one) in ("No space left on device\n", "File too large\n")
+
+
+def test_packages_are_available_if_they_are_named():
+    runner = CodeRunner(CodeLimits(memory_mb=512), modules=["numpy"])
+    try:
+        assert (
+            output(runner, "import numpy as np\nprint(np.arange(4).sum(), np.linalg.inv(np.eye(2))[0, 0])") == "6 1.0\n"
+        )
+        code = "import numpy as np\nprint(np.random.rand())"
+        assert output(runner, code) == output(runner, code)
+    finally:
+        runner.close()
+
+
+def test_a_module_that_there_is_not_is_refused():
+    with pytest.raises(UserError, match="isolation=landlock: No module named 'no_such_module'"):
+        CodeRunner(kind="landlock", modules=["no_such_module"]).start()
+
+
+def test_an_unknown_isolation_is_refused():
+    with pytest.raises(UserError, match="isolation=hope: choose namespaces or landlock"):
+        CodeRunner(kind="hope")
+
+
+def test_a_server_that_was_killed_is_replaced_and_what_ran_has_failed():
+    runner = CodeRunner(LIMITS)
+
+    async def lost() -> None:
+        waiting = asyncio.create_task(runner.run("import time\ntime.sleep(3)"))
+        await asyncio.sleep(0.3)
+        assert runner._server is not None
+        os.kill(runner._server.pid, signal.SIGKILL)
+        with pytest.raises(RuntimeError, match="has ended"):
+            await waiting
+        assert (await runner.run("1")).output == "1\n"
+
+    try:
+        asyncio.run(lost())
+    finally:
+        runner.close()
+
+
+def test_nothing_runs_on_after_the_server(runner):
+    """The end of the server is the end of all its processes, also if it is killed."""
+    runner = CodeRunner(LIMITS, runner._settings["isolation"])
+
+    async def started() -> None:
+        asyncio.create_task(runner.run("import time\ntime.sleep(60)"))
+        await asyncio.sleep(0.3)
+
+    asyncio.run(started())
+    server = psutil.Process(runner._server.pid)
+    processes = [server, *server.children(recursive=True)]
+    assert len(processes) == 3
+    runner.close()
+    end = time.monotonic() + 20
+    while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)

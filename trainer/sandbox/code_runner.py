@@ -1,0 +1,210 @@
+"""Runs code of the policy, in processes that are closed in (see `trainer.sandbox.isolation`)."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import trainer
+from trainer.errors import UserError
+from trainer.sandbox import isolation
+
+ISOLATIONS = (isolation.NAMESPACES, isolation.LANDLOCK)
+_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
+_ENVIRONMENT = {
+    "PYTHONHASHSEED": "0",
+    "LC_ALL": "C.UTF-8",
+    "TZ": "UTC",
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+}
+"""All environment variables that the code sees."""
+MAX_CODE = 1 << 20
+"""Most characters of a piece of code."""
+
+
+@dataclass(frozen=True)
+class CodeLimits:
+    """What one piece of code may use."""
+
+    cpu_s: int = 5
+    """Seconds of processor time."""
+    time_s: float = 20.0
+    """Seconds in all."""
+    memory_mb: int = 512
+    """MiB of memory, besides what Python has."""
+    files_mb: int = 16
+    """MiB of all its files together."""
+    files: int = 64
+    """Number of files and directories."""
+    output: int = 4000
+    """Characters of its output that are kept."""
+
+
+@dataclass(frozen=True)
+class CodeResult:
+    """What a piece of code has printed, and how it ended."""
+
+    output: str
+    """What it has printed, errors included."""
+    left_out: int
+    """Characters of the output that are not kept."""
+    problem: str
+    """Why it was ended: `cpu`, `time`, `output`, or the name of a signal. Empty: it ended by itself."""
+
+
+class CodeRunner:
+    """A server that runs code, each piece in a fresh process. It starts with the first piece, and again if it is lost.
+
+    Args:
+        kind: one of `ISOLATIONS`.
+        modules: packages beside the standard library that the code may import. They are imported once, before.
+        at_once: pieces of code that run at the same time. The others wait.
+    """
+
+    def __init__(
+        self,
+        limits: CodeLimits | None = None,
+        kind: str = isolation.NAMESPACES,
+        modules: Sequence[str] = (),
+        at_once: int | None = None,
+    ):
+        if kind not in ISOLATIONS:
+            raise UserError(f"isolation={kind}: choose {' or '.join(ISOLATIONS)}")
+        self._settings = {
+            "limits": asdict(limits or CodeLimits()),
+            "isolation": kind,
+            "modules": list(modules),
+            "directories": _directories(bool(modules)),
+            "at_once": at_once or os.cpu_count() or 1,
+        }
+        self._path = _standard_library() + (_packages() if modules else [])
+        self._numbers = itertools.count()
+        self._server: subprocess.Popen[bytes] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._awaited: dict[int, asyncio.Future[CodeResult]] = {}
+        self._unread = b""
+
+    def start(self) -> None:
+        """Start the server, unless it runs.
+
+        Raises:
+            UserError: code cannot be isolated here, or a module cannot be imported.
+        """
+        if self._server is not None and self._server.poll() is None:
+            return
+        self.close()
+        root = os.path.dirname(os.path.dirname(trainer.__file__))
+        code = (
+            f"import sys, json; sys.path[:] = {self._path!r}; sys.path.append({root!r}); "
+            "from trainer.sandbox.code_server import main; sys.path.pop(); "
+            f"main(json.loads({json.dumps(self._settings)!r}))"
+        )
+        self._server = subprocess.Popen(
+            [sys.executable, "-S", "-s", "-P", "-B", "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=_ENVIRONMENT,
+            cwd="/",
+            bufsize=0,
+            start_new_session=True,
+        )
+        assert self._server.stdout is not None
+        first = self._server.stdout.readline()
+        answer = json.loads(first) if first else {"refused": f"its server ended with status {self._server.wait()}"}
+        if "refused" in answer:
+            self.close()
+            raise UserError(f"code of the policy cannot run with isolation={self._settings['isolation']}: "
+                            f"{answer['refused']}")  # fmt: skip
+
+    async def run(self, code: str) -> CodeResult:
+        """Run code as a program, in an empty directory, and return what it has printed.
+
+        Raises:
+            UserError: see `start`.
+            RuntimeError: the server was lost.
+        """
+        if len(code) > MAX_CODE:
+            return CodeResult("", 0, "size")
+        self._listen()
+        assert self._server is not None and self._server.stdin is not None
+        number = next(self._numbers)
+        result = self._awaited[number] = asyncio.get_running_loop().create_future()
+        try:
+            data = json.dumps({"number": number, "code": code}).encode() + b"\n"
+            while data:
+                data = data[self._server.stdin.write(data) :]
+            return await result
+        except BrokenPipeError as error:
+            raise RuntimeError("the server that runs code has ended") from error
+        finally:
+            self._awaited.pop(number, None)
+
+    def _listen(self) -> None:
+        """Let the event loop that runs now read the answers."""
+        before = self._server
+        self.start()
+        loop = asyncio.get_running_loop()
+        if self._server is not before or loop is not self._loop:
+            assert self._server is not None and self._server.stdout is not None
+            self._loop = loop
+            loop.add_reader(self._server.stdout.fileno(), self._read)
+
+    def _read(self) -> None:
+        assert self._loop is not None and self._server is not None and self._server.stdout is not None
+        data = os.read(self._server.stdout.fileno(), 1 << 20)
+        if not data:
+            self.close()
+            return
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        for line in lines:
+            answer = json.loads(line)
+            future = self._awaited.get(answer.pop("number"))
+            if future is not None and not future.done():
+                future.set_result(CodeResult(**answer))
+
+    def close(self) -> None:
+        """End the server, and the code that it runs."""
+        server, self._server, self._unread = self._server, None, b""
+        if server is None:
+            return
+        assert server.stdin is not None and server.stdout is not None
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(server.stdout.fileno())
+        self._loop = None
+        server.kill()
+        server.wait()
+        server.stdin.close()
+        server.stdout.close()
+        for future in self._awaited.values():
+            if not future.done():
+                future.set_exception(RuntimeError("the server that runs code has ended"))
+
+
+@functools.cache
+def shared_runner(limits: CodeLimits, kind: str, modules: tuple[str, ...]) -> CodeRunner:
+    """Return the runner of this process with these settings: all environments of a process share it."""
+    return CodeRunner(limits, kind, modules)
+
+
+def _standard_library() -> list[str]:
+    library = os.path.realpath(sysconfig.get_path("stdlib"))
+    return [library, os.path.realpath(sysconfig.get_config_var("DESTSHARED") or os.path.join(library, "lib-dynload"))]
+
+
+def _packages() -> list[str]:
+    return list(dict.fromkeys(os.path.realpath(sysconfig.get_path(name)) for name in ("purelib", "platlib")))
+
+
+def _directories(with_packages: bool) -> list[str]:
+    """Return what the code may read, without directories that are within others."""
+    found = [*_LIBRARIES, *_standard_library(), *(_packages() if with_packages else [])]
+    found = sorted({path for path in found if os.path.isdir(path)})
+    return [path for path in found if not any(path.startswith(f"{other}/") for other in found if other != path)]

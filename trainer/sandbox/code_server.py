@@ -1,0 +1,274 @@
+"""The process that runs code of the policy: it forks a process, closed in, for each piece of code.
+
+It is a bare Python with the standard library, started by `trainer.sandbox.code_runner`. It reads requests from its
+input, a line of JSON each: `{"number", "code"}`. For each it writes `{"number", "output", "left_out", "problem"}`, as
+they end; the first line of its output is `{"ready": true}` or `{"refused": why}`.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import importlib
+import io
+import json
+import linecache
+import os
+import selectors
+import signal
+import sys
+import time
+import traceback
+import types
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from trainer.sandbox import isolation
+
+_PRELOADED = """
+bisect collections copy dataclasses datetime decimal fractions functools heapq itertools json math operator random re
+statistics string textwrap time typing
+"""
+_MOST_OUTPUT = 1 << 20
+"""Bytes after which the code is ended. Less is kept (see `CodeLimits.output`)."""
+_FILE = "<code>"
+_CPU_ERROR_S = 0.2
+"""The kernel counts processor time for its limit less exactly than for its reports."""
+
+
+def main(settings: dict[str, Any]) -> NoReturn:
+    """Be the server. Its parent passes `CodeLimits`, the kind of isolation, directories, and modules to import."""
+    isolation.die_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    kind = isolation.Namespaces if settings["isolation"] == isolation.NAMESPACES else isolation.Landlock
+    walls = kind(settings["directories"])
+    try:
+        _preload(settings["modules"])
+        walls.enter()
+        server = os.fork()  # the first process of the namespace: its end is the end of all others
+        if server:
+            os.close(0)
+            os.close(1)
+            os.waitpid(server, 0)
+            os._exit(0)
+        isolation.die_with_parent()
+        memory = isolation.memory_in_use() + (settings["limits"]["memory_mb"] << 20)
+        calls, nothing = isolation.SyscallFilter(walls.syscalls), os.open(os.devnull, os.O_RDONLY)
+        walls.prepare()
+    except (isolation.IsolationError, ImportError) as error:
+        _send({"refused": str(error)})
+        os._exit(1)
+    _send({"ready": True})
+    gc.freeze()
+    server = _Server(walls, settings)
+    try:
+        server.run()
+    except _Forked as forked:
+        request, output = forked.args
+    del server  # with it go other programs that wait, or have printed something
+    _be_program(request["code"], output, nothing, walls, calls, memory, settings["limits"])
+
+
+def _preload(modules: Sequence[str]) -> None:
+    for module in (*_PRELOADED.split(), *modules):
+        importlib.import_module(module)
+    if "numpy" in sys.modules:
+        importlib.import_module("numpy.random")  # whose seed is fixed for each program
+
+
+def _send(message: dict[str, Any]) -> None:
+    data = json.dumps(message).encode() + b"\n"
+    while data:
+        data = data[os.write(1, data) :]
+
+
+class _Forked(Exception):  # noqa: N818 - it is no error
+    """Raised in the process of a program, to leave the frames of the server: its request, and where it prints."""
+
+
+class _Run:
+    """A program that runs."""
+
+    def __init__(self, number: int, process: int, output: int, deadline: float):
+        self.number = number
+        self.process = process
+        self.ended = os.pidfd_open(process)
+        self.output = output
+        self.text = bytearray()
+        self.size = 0
+        self.deadline = deadline
+        self.problem = ""
+
+    def end(self, problem: str) -> None:
+        if not self.problem:
+            self.problem = problem
+            os.kill(self.process, signal.SIGKILL)
+
+    def read(self) -> int:
+        """Read a part of the output; return its size."""
+        try:
+            data = os.read(self.output, 1 << 16)
+        except BlockingIOError:
+            return 0
+        self.size += len(data)
+        self.text += data[: max(0, _MOST_OUTPUT - len(self.text))]
+        return len(data)
+
+
+class _Server:
+    def __init__(self, walls: Any, settings: dict[str, Any]):
+        self._walls = walls
+        self._limits = settings["limits"]
+        self._at_once = settings["at_once"]
+        self._waiting: deque[dict[str, Any]] = deque()
+        self._running: list[_Run] = []
+        self._unread = bytearray()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(0, selectors.EVENT_READ)
+
+    def run(self) -> NoReturn:
+        while True:
+            while self._waiting and len(self._running) < self._at_once:
+                self._start(self._waiting.popleft())
+            now = time.monotonic()
+            nearest = min((run.deadline for run in self._running), default=None)
+            for key, _ in self._selector.select(None if nearest is None else max(0.0, nearest - now)):
+                if key.fd == 0:
+                    self._take()
+                elif key.fd == key.data.output:
+                    self._read(key.data)
+            for run in list(self._running):
+                if run.deadline <= time.monotonic():
+                    run.end("time")
+                self._finish(run)
+
+    def _take(self) -> None:
+        data = os.read(0, 1 << 20)
+        if not data:
+            os._exit(0)  # and with this process, all that run
+        *lines, rest = (self._unread + data).split(b"\n")
+        self._unread = rest
+        self._waiting.extend(map(json.loads, lines))
+
+    def _read(self, run: _Run) -> None:
+        if not run.read():
+            self._selector.unregister(run.output)  # the code has closed it
+        elif run.size > _MOST_OUTPUT:
+            run.end("output")
+
+    def _start(self, request: dict[str, Any]) -> None:
+        output, end = os.pipe()
+        os.set_blocking(output, False)
+        self._walls.before_fork()
+        process = -1
+        try:
+            process = os.fork()
+        finally:
+            if process != 0:
+                self._walls.after_fork()
+        if process == 0:
+            raise _Forked(request, end)
+        os.close(end)
+        run = _Run(request["number"], process, output, time.monotonic() + self._limits["time_s"])
+        self._running.append(run)
+        self._selector.register(output, selectors.EVENT_READ, run)
+        self._selector.register(run.ended, selectors.EVENT_READ, run)
+
+    def _finish(self, run: _Run) -> None:
+        """Send the result of a run that has ended."""
+        process, status, usage = os.wait4(run.process, os.WNOHANG)
+        if process == 0:
+            return
+        while run.read():
+            pass
+        self._running.remove(run)
+        for descriptor in (run.output, run.ended):
+            if descriptor in self._selector.get_map():
+                self._selector.unregister(descriptor)
+            os.close(descriptor)
+        problem = run.problem
+        if not problem and os.WIFSIGNALED(status):
+            problem = signal.Signals(os.WTERMSIG(status)).name
+            used = usage.ru_utime + usage.ru_stime + _CPU_ERROR_S
+            if problem == "SIGKILL" and used >= self._limits["cpu_s"]:
+                problem = "cpu"
+        elif not problem and run.size > _MOST_OUTPUT:
+            problem = "output"
+        text = run.text.decode(errors="replace")
+        kept = self._limits["output"]
+        left_out = max(0, len(text) - kept)
+        _send({"number": run.number, "output": text[:kept], "left_out": left_out, "problem": problem})
+
+
+def _be_program(
+    code: str,
+    output: int,
+    nothing: int,
+    walls: Any,
+    calls: isolation.SyscallFilter,
+    memory: int,
+    limits: dict[str, Any],
+) -> NoReturn:
+    """Be the process of a program: close this process in, and run it."""
+    status = 70
+    try:
+        isolation.die_with_parent()
+        os.dup2(nothing, 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        walls.close_in(limits["files_mb"], limits["files"])
+        os.closerange(3, 1 << 16)
+        isolation.drop_rights()
+        isolation.limit_resources(limits["cpu_s"], memory, limits["files_mb"])
+        calls.load()
+        status = execute(code)
+    except MemoryError:
+        os.write(2, b"MemoryError\n")
+    except BaseException:
+        os.write(2, traceback.format_exc().encode())
+    finally:
+        os._exit(status)
+
+
+def execute(code: str) -> int:
+    """Run a program; print the value of an expression at its end. Return the exit status."""
+    stream = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), encoding="utf-8", errors="backslashreplace")
+    sys.stdout = sys.stderr = sys.__stdout__ = sys.__stderr__ = stream
+    sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False))
+    sys.argv = [""]
+    sys.modules["random"].seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    linecache.cache[_FILE] = (len(code), None, code.splitlines(keepends=True), _FILE)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    names = module.__dict__
+    status = 0
+    try:
+        tree = ast.parse(code, _FILE)
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, _FILE, "exec"), names)
+        if isinstance(last, ast.Expr):
+            value = eval(compile(ast.Expression(last.value), _FILE, "eval"), names)
+            if value is not None:
+                print(repr(value))
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+        if status and not isinstance(error.code, int):
+            print(error.code)
+    except BaseException as error:
+        status = 1
+        stream.write("".join(_shown(traceback.TracebackException.from_exception(error)).format()))
+    stream.flush()
+    return status & 0xFF
+
+
+def _shown(error: traceback.TracebackException) -> traceback.TracebackException:
+    """Return an error with the lines of the code alone, without those of libraries on this machine."""
+    error.stack = traceback.StackSummary.from_list(frame for frame in error.stack if frame.filename == _FILE)
+    for other in (error.__cause__, error.__context__):
+        if other is not None:
+            _shown(other)
+    return error
