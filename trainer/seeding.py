@@ -8,6 +8,9 @@ from __future__ import annotations
 import numpy as np
 import xxhash
 
+HASH_SEED = "0"
+"""`PYTHONHASHSEED` of processes that run what others have written: the order of a set of texts depends on it."""
+
 
 def derive_seed(*parts: int | str) -> int:
     """Return a 63-bit number that depends on all parts and their order. It is the same on every machine."""

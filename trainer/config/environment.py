@@ -18,6 +18,9 @@ class EnvironmentConfig(Section):
     episode. null: an episode is one prompt and one completion, and `reward.name` gives its reward."""
     kwargs: dict[str, Any] = open_section(resume="rollouts")
     """Arguments for the class, by name."""
+    python: str | None = setting(None, resume="harmless")
+    """Python interpreter of another virtual environment, in which the environment runs: for packages that cannot be
+    installed beside this project (docs/environments.md). It needs the package psutil. null: this project's own."""
     max_turns: int = number(8, at_least=1, resume="rollouts")
     """Largest number of replies of the policy in an episode. A reply has at most `rollout.max_response_tokens` tokens.
     The messages and replies before it have at most `rollout.max_prompt_tokens`."""
@@ -34,6 +37,8 @@ class EnvironmentConfig(Section):
     """The run ends if a greater fraction of the episodes of a batch fails. 1: never."""
 
     def check(self, config: Config, name: str) -> None:
+        if self.python is not None and self.name is None:
+            raise config_error(config, "environment.python", "is the interpreter of environment.name, which is not set")
         if self.name is None:
             return
         if ":" not in self.name:

@@ -31,9 +31,9 @@ class RemoteConfig(Section):
 @dataclass
 class RewardConfig(Section):
     name: Any = setting("reverse_text", resume="rollouts")
-    """`gsm8k`, `math`, `arithmetic`, `reverse_text`, `remote` (the server at `url`), or the import path
-    `package.module:function` of a function, whose parameters name its inputs (docs/rewards.md). A list of
-    these: the weighted sum of their rewards."""
+    """`gsm8k`, `math`, `arithmetic`, `reverse_text`, `reasoning_gym` (the score of `data.task`), `remote` (the server
+    at `url`), or the import path `package.module:function` of a function, whose parameters name its inputs
+    (docs/rewards.md). A list of these: the weighted sum of their rewards."""
     weights: list[float] = setting(default_factory=list, resume="rollouts")
     """Weight of each reward of `name`. Empty: 1 each."""
     timeout_s: float = number(10.0, at_least=0.001, at_most=LONGEST_TIME, resume="harmless")

@@ -18,6 +18,7 @@ from urllib.parse import parse_qsl, urlsplit
 from trainer.config import DataConfig
 from trainer.data.generators import generate
 from trainer.data.limits import TextTooLong, encode, max_characters
+from trainer.data.reasoning_tasks import check_task
 from trainer.errors import UserError, as_list
 from trainer.files.atomic_io import file_problem
 from trainer.files.documents import parse_json
@@ -117,7 +118,7 @@ def read_files(data: DataConfig, split: str, as_rows: bool = False) -> list[list
     """
     limit = data.train_size if split == "train" else data.val_size
     if data.synthetic:
-        return [generate(data.synthetic, data.synthetic_args, limit, split)]
+        return [generate(data.synthetic, data.synthetic_args, limit, split, data.task)]
     key, files = f"data.{split}_files", data.train_files if split == "train" else data.val_files
     if not files:
         raise UserError(f"{key}: names no file")
@@ -142,9 +143,12 @@ def check_files(data: DataConfig, examples: bool = True, validation: bool = True
         as_rows: rows may have any columns.
 
     Raises:
-        UserError: a file is missing, empty or malformed, or lacks a column. The message lists up to ten problems.
+        UserError: a file is missing, empty or malformed, or lacks a column. The message lists up to ten problems. Or
+            the task of a generator cannot be made.
     """
     if data.synthetic:
+        if data.task is not None:
+            check_task(data.task, data.synthetic_args)
         return
     problems, remaining_bytes = _Problems(), _CHECKED_BYTES
 

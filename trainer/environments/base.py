@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from trainer.errors import UserError
-from trainer.import_utils import import_function
+from trainer.import_utils import import_function, user_code
 
 Message = dict[str, Any]
 """A chat message: `role` and `content`, both text; what else it holds is for the chat template."""
@@ -72,3 +72,23 @@ def find_environment(name: str) -> Callable[..., Environment]:
             f"{', '.join(METHODS)} (docs/environments.md)"
         )
     return kind
+
+
+def check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Check that the environment `name` can be imported, and takes the options.
+
+    A class may have a class method `check_options`, which gets them and raises for those that cannot work.
+
+    Raises:
+        UserError: it cannot, or does not.
+    """
+    kind = find_environment(name)
+    try:
+        inspect.signature(kind).bind(**options)
+    except TypeError as error:
+        raise UserError(f"environment.kwargs: {name}: {error}") from error
+    except ValueError:  # some functions in C have no signature
+        pass
+    if hasattr(kind, "check_options"):
+        with user_code(f"environment.kwargs: {name}: {{}}"):
+            kind.check_options(**options)

@@ -144,6 +144,7 @@ class EnvironmentPool(WorkerPool):
             limit=("environment.timeout_s", config.timeout_s),
             concurrency=MAX_ASYNC_SESSIONS,
             largest_message=largest_message(most_characters),
+            python=config.python,
         )
 
     def step_all(self, sessions: Sequence[Session], meanwhile: Callable[[], None] = lambda: None) -> None:

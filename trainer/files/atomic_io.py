@@ -11,8 +11,6 @@ import stat
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
-import xxhash
-
 _CHUNK = 8 << 20
 
 
@@ -181,11 +179,15 @@ def sync_tree(path: str) -> None:
 
 def digest_bytes(data: bytes) -> str:
     """Return the xxh3-128 of `data` in hexadecimal."""
+    import xxhash
+
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def digest_file(path: str) -> str:
     """Return the xxh3-128 of a file's content. Just after a write the content is still in the page cache."""
+    import xxhash
+
     digest = xxhash.xxh3_128()
     buffer = bytearray(_CHUNK)
     view = memoryview(buffer)

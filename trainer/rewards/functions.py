@@ -5,13 +5,13 @@ from __future__ import annotations
 import difflib
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Any
 
 from trainer.import_utils import import_function
 
-Reward = Callable[[str, str], float]
+Reward = Callable[..., float]
 
 # A minus belongs to the number if it touches the number and nothing stands before it: not in `10-3` and `- 3`.
 # A number after a caret is an exponent: the answer in `72 m^2` is 72.
@@ -68,7 +68,20 @@ def reverse_text(completion: str, answer: str) -> float:
     return difflib.SequenceMatcher(None, completion.strip(), answer, autojunk=False).ratio()
 
 
-REWARDS: dict[str, Reward] = {"gsm8k": gsm8k, "math": math, "arithmetic": arithmetic, "reverse_text": reverse_text}
+def reasoning_gym(completion: str, answer: str, row: Mapping[str, Any]) -> float:
+    """The score that the task of the package reasoning-gym, which has made the row, gives for the completion."""
+    from trainer.data import reasoning_tasks
+
+    return reasoning_tasks.score(completion, row)
+
+
+REWARDS: dict[str, Reward] = {
+    "gsm8k": gsm8k,
+    "math": math,
+    "arithmetic": arithmetic,
+    "reverse_text": reverse_text,
+    "reasoning_gym": reasoning_gym,
+}
 
 
 REMOTE = "remote"

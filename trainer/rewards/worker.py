@@ -72,7 +72,11 @@ def _load(name: str, timeout_s: float, remote: dict[str, Any]) -> Any:
 
         return RemoteReward(**remote)
     function = resolve(name)
-    if name in REWARDS:  # `math` imports more at its first call
+    if name == "reasoning_gym":
+        from trainer.data.reasoning_tasks import known_tasks
+
+        known_tasks()
+    elif name in REWARDS:  # `math` imports more at its first call
         function("0", "1")
     return _Reward(name, function, timeout_s)
 

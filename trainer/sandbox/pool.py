@@ -23,6 +23,7 @@ from trainer.process.failure_log import record_replaced_process
 from trainer.sandbox import limits
 from trainer.sandbox.process import OutputCapture, ProcessDied, SandboxedProcess, end_all
 from trainer.sandbox.tasks import Round, Task
+from trainer.seeding import HASH_SEED
 
 LOG = logging.getLogger(__name__)
 
@@ -45,8 +46,8 @@ class _Batch:
 class _Worker(SandboxedProcess):
     """One process of a pool."""
 
-    def __init__(self, arguments: Sequence[Any], environment: Mapping[str, str]):
-        super().__init__("trainer.sandbox.worker:serve", arguments, environment)
+    def __init__(self, arguments: Sequence[Any], environment: Mapping[str, str], python: str | None):
+        super().__init__("trainer.sandbox.worker:serve", arguments, environment, python)
         self.is_ready = self.is_concurrent = False
         self.sessions: dict[Task, None] = {}
         self.queue: deque[Task] = deque()
@@ -111,6 +112,7 @@ class WorkerPool:
         limit: key and value of the longest time for a call.
         concurrency: `async` calls that run at the same time in a process.
         largest_message: bytes of the longest message of a process.
+        python: another interpreter for the processes (see `SandboxedProcess`).
     """
 
     def __init__(
@@ -124,9 +126,11 @@ class WorkerPool:
         limit: tuple[str, float],
         concurrency: int = 1,
         largest_message: int = limits.LARGEST_MESSAGE,
+        python: str | None = None,
     ):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # the cores are for ranks and engines
-        self._start_worker = lambda: _Worker([handler, list(arguments), concurrency], environment)
+        # The cores are for ranks and engines. Sets have the same order after a restart.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": HASH_SEED}
+        self._start_worker = lambda: _Worker([handler, list(arguments), concurrency], environment, python)
         self._num_processes = num_processes
         self._role = role
         self._name = name

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+import trainer
 from trainer.errors import one_line
 from trainer.sandbox import limits
 
@@ -33,9 +34,10 @@ class SandboxedProcess:
             the pipe and the arguments. What it sends must be JSON.
         arguments: JSON-able.
         environment: the environment of the process.
+        python: another interpreter, which finds its own packages and `trainer`. It needs psutil.
     """
 
-    def __init__(self, serve: str, arguments: Sequence[Any], environment: Mapping[str, str]):
+    def __init__(self, serve: str, arguments: Sequence[Any], environment: Mapping[str, str], python: str | None = None):
         self.pipe, worker_end = multiprocessing.Pipe()
         self.output, output = os.pipe()
         """Descriptor of what the process prints (see `OutputCapture`)."""
@@ -44,11 +46,11 @@ class SandboxedProcess:
             for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # user code may block or corrupt the other end
                 end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", limits.PIPE_S, 0))
         code = (
-            f"import json, sys; sys.path[:] = {sys.path!r}; from trainer.sandbox.reaper import main; "
+            f"{preamble(python)}; from trainer.sandbox.reaper import main; "
             f"main({os.getpid()}, {worker_end.fileno()}, {serve!r}, json.loads({json.dumps(arguments)!r}))"
         )
         self.process = subprocess.Popen(
-            [sys.executable, "-u", "-c", code],
+            [python or sys.executable, "-u", "-c", code],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -116,6 +118,23 @@ class SandboxedProcess:
     def close(self) -> None:
         """Close the output of the process, which has ended."""
         os.close(self.output)
+
+
+def preamble(python: str | None) -> str:
+    """Return code with which an interpreter imports `json`, and finds the modules that it needs.
+
+    This project's own interpreter finds what this process finds. Another one finds what is installed for it, the
+    working directory, and `trainer`, but nothing that is installed beside `trainer` here.
+    """
+    if python is None:
+        return f"import json, sys; sys.path[:] = {sys.path!r}"
+    package = os.path.dirname(os.path.abspath(trainer.__file__))
+    return (
+        "import importlib.util, json, sys; spec = importlib.util.spec_from_file_location("
+        f"'trainer', {package + '/__init__.py'!r}, submodule_search_locations=[{package!r}]); "
+        "sys.modules['trainer'] = importlib.util.module_from_spec(spec); "
+        "spec.loader.exec_module(sys.modules['trainer'])"
+    )
 
 
 def end_all(processes: Sequence[SandboxedProcess]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from trainer.config import Config
 from trainer.config.fields import config_error
 from trainer.data.datasets import PromptSet, as_messages, check_files, read_examples
-from trainer.environments.base import find_environment
+from trainer.environments.preflight import check_environment
 from trainer.errors import UserError, as_list, sentences_of
 from trainer.generation.engine_pool import EnginePool
 from trainer.import_utils import import_function
@@ -138,7 +138,7 @@ def _check_functions(cfg: Config) -> None:
     if _has_reward_functions(cfg):
         reward_functions(cfg.reward)
     if cfg.environment.name is not None:
-        find_environment(cfg.environment.name)
+        check_environment(cfg.environment)
     if cfg.data.curriculum is not None:
         import_function(cfg.data.curriculum, "data.curriculum")
 

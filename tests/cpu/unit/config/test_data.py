@@ -18,14 +18,18 @@ CONTRADICTIONS = [
     (["data=files", "data.train_files=[a.jsonl]"], "trainer.val_interval=10: needs data.val_files"),
     (["data.train_size=-1"], "data.train_size=-1: a generator needs a number of examples"),
     (["+data.synthetic_args.letters=3"], "data.synthetic_args.*min_letters"),
+    (["data=reasoning_gym"], "data.task=None: data.synthetic=reasoning_gym needs the name of a task"),
+    (["data.task=chain_sum"], "data.task=chain_sum: is read by data.synthetic=reasoning_gym alone"),
+    (["+data.synthetic_args.min_letters=x"], "data.synthetic_args.*min_letters must be a whole number"),
     (["data.curriculum=hardest"], "data.curriculum=hardest: must be an import path"),
 ]
 AT_THE_BOUND = [
     ["data=files", "data.train_files=[a.jsonl]", "trainer.val_interval=-1"],
+    ["data=reasoning_gym", "data.task=chain_sum", "+data.synthetic_args.operators=[+,-]"],
 ]
 
 
-@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("name", [name for name, options in GENERATORS.items() if options is not None])
 def test_generators_take_the_options_that_the_schema_names(name):
     """The schema lists them itself, because it does not import numpy."""
     (example,) = generate(name, dict.fromkeys(GENERATORS[name], 5), 1, "train")

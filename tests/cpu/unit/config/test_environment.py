@@ -6,6 +6,7 @@ from tests.cpu.unit.config.contradictions import test_contradictions_are_refused
 from trainer.config import compose
 
 CONTRADICTIONS = [
+    (["environment.python=python3"], "environment.python=python3: is the interpreter of environment.name"),
     (["environment.name=guess"], "environment.name=guess: must be an import path package.module:Class"),
     (
         ["environment.name=guess:Guess", "algorithm.overlong_buffer=4"],

@@ -188,7 +188,7 @@ def test_reverse_text_is_a_similarity():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gsm9k", "choose one of gsm8k, math, arithmetic, reverse_text, remote, or an import path"),
+        ("gsm9k", "choose one of gsm8k, math, arithmetic, reverse_text, reasoning_gym, remote, or an import path"),
         (":f", "choose one of"),
         ("os:", "choose one of"),
         ("no.such.module:f", "cannot be imported.*no"),

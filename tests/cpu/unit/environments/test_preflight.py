@@ -1,0 +1,109 @@
+"""Environments are checked before the start, in the interpreter in which they will run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.environments import user
+from trainer.config import EnvironmentConfig
+from trainer.environments.preflight import check_environment
+from trainer.environments.sessions import EnvironmentPool, Session
+from trainer.errors import UserError
+
+OWN = """
+import clashing
+
+class Own:
+    @classmethod
+    def check_options(cls, size=1):
+        if size < 1:
+            raise ValueError(f"size={size} is too small")
+
+    def __init__(self, size=1):
+        self.size = size
+
+    def reset(self, row, seed):
+        return [{"role": "user", "content": clashing.VERSION}]
+
+    def step(self, reply):
+        from trainer.environments import StepResult
+        return StepResult(reward=float(len(reply["content"])), done=True)
+
+    def close(self):
+        pass
+"""
+
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory) -> str:
+    """The interpreter of another virtual environment: with psutil and one package, and nothing of ours."""
+    root = tmp_path_factory.mktemp("venv")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", root], check=True, timeout=120)
+    (packages,) = root.glob("lib/python*/site-packages")
+    (packages / "psutil").symlink_to(Path(psutil.__file__).parent)
+    (packages / "clashing.py").write_text("VERSION = 'theirs'\n")
+    return str(root / "bin" / "python")
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path, monkeypatch) -> None:
+    (tmp_path / "own_environment.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+
+
+def config(python: str | None, name: str = "own_environment:Own", **kwargs: int) -> EnvironmentConfig:
+    return EnvironmentConfig(name=name, kwargs=kwargs, python=python, timeout_s=5.0)
+
+
+def test_an_environment_runs_in_another_interpreter(python):
+    """With its packages, and without torch, numpy and all that is installed for the trainer."""
+    check_environment(config(python, size=2))
+    session = Session({}, 1)
+    with EnvironmentPool(config(python), 1000) as pool:
+        pool.step_all([session])
+        assert list(session.steps[0].messages) == user("theirs"), session.failure
+        session.replies.append({"role": "assistant", "content": "four"})
+        pool.step_all([session])
+        assert session.steps[-1].reward == 4.0 and session.steps[-1].done
+        session.ended = True
+        pool.step_all([session])
+
+
+def test_our_own_environments_run_in_another_interpreter(python):
+    check_environment(config(python, "trainer.environments.retry:RetryEnv", tries=3))
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["in another interpreter", "in ours"])
+def test_what_cannot_run_is_refused_in_one_sentence(python, inside):
+    def refused(name: str = "own_environment:Own", **kwargs: int) -> str:
+        with pytest.raises(UserError) as error:
+            check_environment(config(python if inside else None, name, **kwargs))
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    if not inside:
+        assert "No module named 'clashing'" in refused()
+        assert "unexpected keyword argument 'tires'" in refused("trainer.environments.retry:RetryEnv", tires=3)
+        return
+    assert "environment.kwargs: own_environment:Own: ValueError: size=0 is too small" in refused(size=0)
+    assert "unexpected keyword argument 'sizes'" in refused(sizes=0)
+    assert "has no class Owns; did you mean Own" in refused("own_environment:Owns")
+    assert "No module named 'numpy'" in refused("trainer.environments.textarena:TextArena")
+
+
+def test_an_interpreter_that_cannot_run_environments_is_refused(tmp_path):
+    with pytest.raises(UserError, match="environment.python=no/python: is no interpreter"):
+        check_environment(config("no/python"))
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho no such thing >&2\nexit 3\n")
+    broken.chmod(0o755)
+    with pytest.raises(UserError, match="cannot run environments .no such thing.; it needs Python 3.11"):
+        check_environment(config(str(broken)))

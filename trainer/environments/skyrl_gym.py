@@ -1,0 +1,86 @@
+"""Environments of the package skyrl-gym, with its `init`, `step` and `close`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import skyrl_gym.envs  # noqa: F401 (registers them)
+from skyrl_gym.envs.registration import load_env_creator, registry
+
+from trainer.environments.base import Message, StepResult
+from trainer.errors import did_you_mean
+
+
+class SkyRLGym:
+    """Runs one environment of skyrl-gym in an episode.
+
+    The row has a column `prompt`, a text or chat messages. The environment gets its other columns as `extras`, as
+    SkyRL passes them. Its metrics at the end of an episode (`get_metrics`) are logged.
+
+    Args:
+        id: name of a registered environment, or the import path `package.module:Class` of one. None: the column
+            `env_class` of each row has it.
+        max_turns: given to the environment in `extras`, if the row does not have it.
+        options: further arguments of the environment, such as `env_config`.
+
+    """
+
+    def __init__(self, id: str | None = None, max_turns: int | None = None, **options: Any):
+        self._id = id
+        self._max_turns = max_turns
+        self._options = options
+        self._environment: Any = None
+
+    @classmethod
+    def check_options(cls, id: str | None = None, **options: Any) -> None:
+        """Check that there is such an environment."""
+        if id is not None:
+            _creator(id)
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> list[Message]:
+        """Return the prompt, as the environment's `init` gives it."""
+        extras = {name: value for name, value in row.items() if name != "prompt"}
+        if self._max_turns is not None:
+            extras.setdefault("max_turns", self._max_turns)
+        prompt = row["prompt"]
+        chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(one) for one in prompt]
+        name = self._id if self._id is not None else str(row.get("env_class"))
+        self._environment = _creator(name)(**{"env_config": {}, **self._options}, extras=extras)
+        messages, _ = self._environment.init(chat)
+        return [dict(message) for message in messages]
+
+    def step(self, reply: Message) -> StepResult:
+        """Pass the reply to the environment, and return its observations."""
+        output = self._environment.step(reply["content"])
+        done = bool(output["done"])
+        metrics = _numbers(getattr(self._environment, "get_metrics", dict)()) if done else {}
+        messages = [dict(message) for message in output["observations"]]
+        return StepResult(messages, float(output["reward"]), done, metrics=metrics)
+
+    def close(self) -> None:
+        """Close the environment."""
+        if self._environment is not None:
+            self._environment.close()
+
+
+def _creator(name: str) -> Any:
+    """Return the class, or the function, that makes an environment."""
+    if ":" in name:
+        return load_env_creator(name)
+    spec = registry.get(name)
+    if spec is None:
+        meant = did_you_mean(name, registry) or f"choose one of {', '.join(sorted(registry))}"
+        raise LookupError(f"skyrl-gym has no environment {name}; {meant}, or give the import path package.module:Class")
+    entry = spec.entry_point
+    made = load_env_creator(entry) if isinstance(entry, str) else entry
+    return lambda **given: made(**{**spec.kwargs, **given})
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics that are numbers. `turns` and `tokens` are counted for every environment."""
+    return {
+        str(name): float(value)
+        for name, value in metrics.items()
+        if isinstance(value, (int, float)) and name not in ("turns", "tokens")
+    }
