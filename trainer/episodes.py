@@ -31,7 +31,7 @@ class Episode:
     """One attempt at one row of the data."""
 
     uid: str
-    """`epoch:row:number`. Every random draw for the episode is keyed by its parts."""
+    """`epoch:row:number`, or `source:epoch:row:number` in a mix. Every random draw for the episode is keyed by it."""
     group: str
     """The same for all episodes of one prompt."""
     samples: list[Sample]
@@ -56,6 +56,8 @@ class Episode:
     """Replies of the policy: the last ones of the role `assistant` in `messages`."""
     answer: str = ""
     """The reference answer; empty if the data has none."""
+    source: str = ""
+    """The row's source: its dotted name below `data`, such as `mix.math`. Empty: the run's own data."""
 
     @property
     def number(self) -> int:

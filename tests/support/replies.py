@@ -21,6 +21,7 @@ from trainer.rewards.scoring import RewardPool
 from trainer.sources.evaluation import RolloutEvaluator
 from trainer.sources.in_flight import InFlightSource
 from trainer.sources.rollout_runner import RolloutRunner
+from trainer.sources.routes import make_routes, make_scorers
 from trainer.sources.sampling import SamplingSource, read_prompts
 
 
@@ -65,9 +66,16 @@ def sampling_source(
 ) -> SamplingSource:
     """The source that `cfg` describes, with these engines."""
     tokenizer = load_tokenizer(model)
-    scorer = None if cfg.environment.name else RewardPool(cfg.reward, RewardCache(cfg.trainer.run_dir, lambda: None))
+    cache = RewardCache(cfg.trainer.run_dir, lambda: None)
+
+    def scorer_of(own: Config) -> RewardPool | None:
+        return None if own.environment.name else RewardPool(own.reward, cache)
+
+    sources = [f"mix.{name}" for name in sorted(cfg.data.mix)]
+    sources += [""] if cfg.data.val_files or not sources else []
+    routes = make_routes(cfg, make_scorers(cfg, sources, scorer_of), tokenizer)
     journal = journal or Journal(cfg.trainer.run_dir, Identity("", ""), lambda: None, is_on=False)
-    runner = RolloutRunner(cfg, engines, tokenizer, stop_token_ids(model, tokenizer), scorer, journal)
+    runner = RolloutRunner(cfg, engines, tokenizer, stop_token_ids(model, tokenizer), routes, journal)
     kind = InFlightSource if cfg.rollout.in_flight_updates else SamplingSource
     return kind(cfg, runner, read_prompts(cfg, "train", tokenizer), timer or Timer(), needs_baselines)
 

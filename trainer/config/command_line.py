@@ -18,7 +18,7 @@ from trainer.config.explanation import explain
 from trainer.config.hydra import conf_dir, prepared, register, register_plugins, to_config
 from trainer.config.launched import JobResult, note_end, noted_ends, wait_for_local_jobs
 from trainer.config.overrides import find_groups
-from trainer.config.schema import NAMES, Config, no_such_key, valid_keys
+from trainer.config.schema import Config, is_name, no_such_key, valid_keys
 from trainer.errors import (
     DivergedError,
     NonFiniteError,
@@ -168,10 +168,12 @@ def _print_config(section: str, config: Config) -> None:
     """Print the config, or a section or key of it, as YAML."""
     import yaml
 
-    if section and section not in NAMES:
+    if section and not is_name(section):
         raise UserError(no_such_key(section))
     nested: Any = redact(dataclasses.asdict(config))
     for name in filter(None, section.split(".")):
+        if name not in nested:
+            raise UserError(no_such_key(section))
         nested = nested[name]
     print(yaml.safe_dump(nested, sort_keys=False, allow_unicode=True).removesuffix("...\n"), end="")
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.config.overrides import CONFIG, find_groups
-from trainer.config.schema import KEYS, SECTIONS, no_such_key
+from trainer.config.schema import MAPPINGS, is_name, no_such_key, section_named
 from trainer.errors import UserError, as_list, did_you_mean, one_line
 
 GROUP = "config_file"
@@ -131,7 +131,8 @@ def _store(path: str, groups: dict[str, list[str]], files: ConfigFiles, conf: st
     _check_keys(path, values, lines)
     files.lines |= {key: f"{path}:{line}" for key, line in lines.items()}
     base_chooses_data = files.choose_data(bases, conf)
-    if "data" not in choices and "train_files" in (values.get("data") or {}) and not base_chooses_data:
+    names_files = {"train_files", "mix"} & (values.get("data") or {}).keys()
+    if "data" not in choices and names_files and not base_chooses_data:
         choices["data"] = "files"
     files.chooses_data = "data" in choices or base_chooses_data
     node = {
@@ -251,12 +252,13 @@ def _check_keys(path: str, values: dict[str, Any], lines: dict[str, int]) -> Non
         for name, value in part.items():
             key = f"{prefix}{name}"
             where = f"{path}:{lines.get(key, 1)}"
-            if key in SECTIONS and isinstance(value, dict):
+            is_section = section_named(key) is not None or key in MAPPINGS
+            if is_section and isinstance(value, dict):
                 walk(value, f"{key}.")
-            elif key in SECTIONS:
+            elif is_section:
                 inner = "nothing" if value is None else value
                 problems.append(f"{where}: {key}: is a section and needs keys below it, not {inner}")
-            elif key not in KEYS and key != "hydra":
+            elif not is_name(key) and key != "hydra":
                 problems.append(f"{where}: {no_such_key(key)}")
 
     walk(values, "")

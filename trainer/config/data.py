@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from trainer.config.fields import Section, choice, config_error, number, open_section, setting, value_of
+from trainer.config.environment import EnvironmentConfig
+from trainer.config.fields import (
+    Section,
+    choice,
+    config_error,
+    number,
+    open_section,
+    sections,
+    setting,
+    subsection,
+    value_of,
+)
+from trainer.config.reward import RewardConfig
+from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -17,6 +32,71 @@ GENERATORS: dict[str, tuple[str, ...] | None] = {
     _WITH_TASKS: None,
 }
 """The generators of `trainer.data.generators`, each with the names of its options. None: `data.task` has them."""
+
+
+@dataclass
+class NamedData(Section):
+    """The rows of a source or a set of data that the user names, with what answers and rewards them. A base class."""
+
+    files: list[str] = setting(default_factory=list, resume="harmless")
+    """Files with the rows, in the formats of `data.train_files`."""
+    synthetic: str | None = choice(None, (None, *GENERATORS), resume="harmless")
+    """Make the rows instead of reading files (see `data.synthetic`)."""
+    task: str | None = setting(None, resume="harmless")
+    """Name of the task of `synthetic=reasoning_gym` (see `data.task`)."""
+    synthetic_args: dict[str, Any] = open_section(resume="harmless")
+    """Options of the generator (see `data.synthetic_args`)."""
+    size: int = number(-1, at_least=1, off=-1, resume="harmless")
+    """Number of examples to generate, or most examples to use from the files. -1: all."""
+    prompt_key: str = setting("prompt", resume="harmless")
+    """Column of the prompt. If it is not set: `data.prompt_key`."""
+    answer_key: str = setting("answer", resume="harmless")
+    """Column of the reference answer. If it is not set: `data.answer_key`."""
+    messages_key: str | None = setting(None, resume="harmless")
+    """Column of whole chats. If it is not set: `data.messages_key`."""
+    system_prompt: str | None = setting(None, resume="harmless")
+    """System message that is put before every prompt. If it is not set: `data.system_prompt`."""
+    environment: EnvironmentConfig = subsection(EnvironmentConfig)
+    """The environment of these rows, with the keys of `environment`. A key that is not set has the run's value; with a
+    `name` of its own, the run's `kwargs` do not apply."""
+    reward: RewardConfig = subsection(RewardConfig)
+    """The reward of these rows, with the keys of `reward`. A key that is not set has the run's value; with a `name` of
+    its own, the run's `weights` and `url` do not apply."""
+
+    @classmethod
+    def of_run(cls, config: Config) -> Self:
+        """Return the section that has the run's values wherever there are any."""
+        return cls(
+            **{column: getattr(config.data, column) for column in _COLUMNS},
+            environment=config.environment,
+            reward=config.reward,
+        )
+
+    def check(self, config: Config, name: str) -> None:
+        if self.synthetic is None:
+            if not self.files:
+                raise config_error(config, f"{name}.files", "name at least one file, or a generator with synthetic")
+        elif self.files:
+            raise config_error(config, f"{name}.synthetic", "files cannot be combined with a generator; drop one")
+        else:
+            _check_generator(config, name, self.synthetic, ("size",))
+        _check_task(config, name)
+
+
+_COLUMNS = ("prompt_key", "answer_key", "messages_key", "system_prompt")
+
+
+@dataclass
+class SourceConfig(NamedData):
+    weight: float = number(1.0, above=0, resume="rollouts")
+    """How often rows of this source are drawn, relative to the other sources. Each batch has its share of every
+    source, rounded, and what is rounded off in one batch is made up for in the next ones."""
+    curriculum: str | None = setting(None, resume="harmless")
+    """Function that chooses the prompts of each epoch of this source, and their order (see `data.curriculum`)."""
+
+    def check(self, config: Config, name: str) -> None:
+        super().check(config, name)
+        _check_curriculum(config, f"{name}.curriculum")
 
 
 @dataclass
@@ -50,42 +130,112 @@ class DataConfig(Section):
     """Import path `package.module:function` of a function (prompts, epoch, rewards) that chooses the prompts of an
     epoch and their order (see `trainer.data.ledger.Curriculum`). null: all prompts, shuffled."""
 
+    mix: dict[str, Any] = sections(SourceConfig, resume="rollouts")
+    """Several sources of training prompts, by names of your choice, instead of `train_files` or `synthetic`
+    ([docs/data.md](data.md)). Each has the keys of `data.mix.<name>`. To add or drop a source needs permission."""
+
     def check(self, config: Config, name: str) -> None:
-        if self.synthetic:
-            self._check_generator(config, self.synthetic)
+        if self.mix:
+            self._check_mix(config)
+        elif self.synthetic:
+            if self.train_files or self.val_files:
+                raise config_error(
+                    config,
+                    "data.synthetic",
+                    "data.train_files and data.val_files cannot be combined with a generator; choose data=files or "
+                    "drop them",
+                )
+            _check_generator(config, "data", self.synthetic, ("train_size", "val_size"))
         elif not self.train_files and config.reads("data.train_files"):
             problem = "name at least one file, or choose a data group such as data=arithmetic"
             raise config_error(config, "data.train_files", problem)
-        elif not self.val_files and config.trainer.val_interval > 0 and self._is_validated(config):
+        has_validation = self.synthetic or self.val_files
+        if not has_validation and config.trainer.val_interval > 0 and self._is_validated(config):
             raise config_error(config, "trainer.val_interval", "needs data.val_files; name some or set it to -1")
-        if self.task is not None and self.synthetic != _WITH_TASKS:
-            raise config_error(config, "data.task", f"is read by data.synthetic={_WITH_TASKS} alone")
-        if self.curriculum is not None and ":" not in self.curriculum:
-            raise config_error(config, "data.curriculum", "must be an import path package.module:function")
+        _check_task(config, "data")
+        _check_curriculum(config, "data.curriculum")
 
     def _is_validated(self, config: Config) -> bool:
         """Return whether the run validates as `trainer.val_interval` says."""
         return config.reads("data.val_files") and config.reads("trainer.val_interval")
 
-    def _check_generator(self, config: Config, generator: str) -> None:
-        if self.train_files or self.val_files:
-            raise config_error(
-                config,
-                "data.synthetic",
-                "data.train_files and data.val_files cannot be combined with a generator; choose data=files or drop "
-                "them",
-            )
-        for key in ("data.train_size", "data.val_size"):
-            if value_of(config, key) < 1:
-                raise config_error(config, key, "a generator needs a number of examples")
-        if generator == _WITH_TASKS and self.task is None:
-            raise config_error(config, "data.task", "data.synthetic=reasoning_gym needs the name of a task")
-        options = GENERATORS[generator]
-        if options is None:
-            return
-        for option, value in self.synthetic_args.items():
-            if type(value) is not int:
-                raise config_error(config, "data.synthetic_args", f"{option} must be a whole number")
-            if option not in options:
-                problem = f"data.synthetic={self.synthetic} takes {', '.join(options)}, not {option}"
-                raise config_error(config, "data.synthetic_args", problem)
+    def _check_mix(self, config: Config) -> None:
+        """Refuse the keys of a single source."""
+        keys = {"train_files": "files", "synthetic": "synthetic", "train_size": "size", "curriculum": "curriculum"}
+        keys |= {"task": "task"}
+        usual = DataConfig()
+        for key, successor in keys.items():
+            if getattr(self, key) != getattr(usual, key):
+                instead = "choose data=files" if key == "synthetic" else "drop the key"
+                problem = f"data.mix names the training data; {instead}, or set data.mix.NAME.{successor}"
+                raise config_error(config, f"data.{key}", problem)
+
+    def name_of(self, key: str) -> str:
+        """Return the dotted name of a key of this section, for messages."""
+        return f"data.{key}"
+
+    def with_own_names(self, error: UserError) -> UserError:
+        """Return an error about keys of `data` as one about those that this section stands for."""
+        return UserError(re.sub(r"\bdata\.(\w+)", lambda match: self.name_of(match[1]), str(error)))
+
+    def with_source(self, section: str, source: NamedData) -> DataConfig:
+        """Return the section of a run that reads only these rows.
+
+        Args:
+            section: dotted name of `source`, such as `data.mix.math`.
+        """
+        return _DataOfSource(
+            train_files=source.files,
+            val_files=source.files,
+            synthetic=source.synthetic,
+            task=source.task,
+            synthetic_args=source.synthetic_args,
+            train_size=source.size,
+            val_size=source.size,
+            curriculum=source.curriculum if isinstance(source, SourceConfig) else None,
+            section=section,
+            **{column: getattr(source, column) for column in _COLUMNS},
+        )
+
+
+@dataclass
+class _DataOfSource(DataConfig):
+    """`data` of a run that reads one source alone."""
+
+    section: str = setting("data", resume="harmless")
+
+    def name_of(self, key: str) -> str:
+        renamed = {"train_files": "files", "val_files": "files", "train_size": "size", "val_size": "size"}
+        return f"{self.section}.{renamed.get(key, key)}"
+
+
+def _check_generator(config: Config, section: str, generator: str, sizes: Sequence[str]) -> None:
+    for size in sizes:
+        if value_of(config, f"{section}.{size}") < 1:
+            raise config_error(config, f"{section}.{size}", "a generator needs a number of examples")
+    options = GENERATORS[generator]
+    if options is None:
+        return
+    key = f"{section}.synthetic_args"
+    for option, value in value_of(config, key).items():
+        if type(value) is not int:
+            raise config_error(config, key, f"{option} must be a whole number")
+        if option not in options:
+            problem = f"{section}.synthetic={generator} takes {', '.join(options)}, not {option}"
+            raise config_error(config, key, problem)
+
+
+def _check_task(config: Config, section: str) -> None:
+    """Check that there is a task if, and only if, the generator has tasks."""
+    task, key = value_of(config, f"{section}.task"), f"{section}.synthetic={_WITH_TASKS}"
+    has_tasks = value_of(config, f"{section}.synthetic") == _WITH_TASKS
+    if has_tasks and task is None:
+        raise config_error(config, f"{section}.task", f"{key} needs the name of a task")
+    if task is not None and not has_tasks:
+        raise config_error(config, f"{section}.task", f"is read by {key} alone")
+
+
+def _check_curriculum(config: Config, key: str) -> None:
+    curriculum = value_of(config, key)
+    if curriculum is not None and ":" not in curriculum:
+        raise config_error(config, key, "must be an import path package.module:function")

@@ -42,7 +42,7 @@ class EnvironmentConfig(Section):
         if self.name is None:
             return
         if ":" not in self.name:
-            raise config_error(config, "environment.name", "must be an import path package.module:Class")
+            raise config_error(config, f"{name}.name", "must be an import path package.module:Class")
         if config.algorithm.overlong_buffer:
-            problem = "is for one completion a prompt; set it to 0, or drop environment.name"
+            problem = f"is for one completion a prompt; set it to 0, or drop {name}.name"
             raise config_error(config, "algorithm.overlong_buffer", problem)

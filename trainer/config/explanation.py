@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from trainer.config.config_file import GROUP, ConfigFiles
 from trainer.config.overrides import find_groups, kind_of
 from trainer.config.renamed import RESOLVERS, successor_of
-from trainer.config.schema import NAMES, SECTIONS, no_such_key, valid_keys
+from trainer.config.schema import NAMES, is_name, no_such_key, section_named, valid_keys
 from trainer.errors import UserError, as_list, did_you_mean, one_line
 
 _MEANT = {"model": "model.path={}", "data": "data=files data.train_files=[{}]"}
@@ -89,7 +89,7 @@ class _Explanation:
     def _of_key(self, key: str) -> str:
         if key.startswith("hydra."):
             return f"{key}: Hydra has no such key; `trainer train --cfg hydra` prints those that it has"
-        if key in NAMES:
+        if is_name(key):
             return self._of_value(key)
         if key in self._groups:
             return f"{key}={self.given(key)}: no such choice; choose one of {', '.join(self._groups[key])}"
@@ -98,7 +98,7 @@ class _Explanation:
     def _of_value(self, key: str) -> str:
         given = self.given(key)
         shown = f"{key}={given}" if given else key
-        if key in SECTIONS:
+        if section_named(key) is not None:
             keys = valid_keys(key)
             if len(keys) > _MOST_KEYS:
                 keys[_MOST_KEYS:] = ["… (docs/config.md lists all)"]
@@ -130,7 +130,9 @@ class _Explanation:
         """Return the keys of `KEY=VALUE` on the command line that the schema does not have."""
         known = NAMES | set(self._groups)
         keys = [word.partition("=")[0] for word in self._words if re.match(r"[\w.]+=", word)]
-        return [key for key in keys if key not in known and not key.startswith("hydra.") and key != GROUP]
+        return [
+            key for key in keys if not (key in known or is_name(key)) and not key.startswith("hydra.") and key != GROUP
+        ]
 
     def given(self, key: str) -> str:
         """Return the last value that the command line gives to `key`; empty if it gives none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,8 @@ class Constraint:
     """The texts that a value, or each item of a list, may be. Empty: any text."""
     is_open: bool = False
     """The key is a section whose keys the user chooses."""
+    section: type | None = None
+    """The key is a mapping of sections of this class, by names that the user chooses."""
     option_of: str | None = None
     """The key of `algorithm` that chooses the function which gets the value as a keyword argument."""
 
@@ -48,6 +51,9 @@ class Constraint:
         for scalar in _scalars(value):
             if (problem := self._problem_of_scalar(scalar)) is not None:
                 return problem
+        if self.section is not None:
+            wrong = [name for name in value if not _NAME.fullmatch(str(name))]
+            return f"{wrong[0]} is no name; use letters, digits, - and _" if wrong else None
         if self.choices and isinstance(value, list):
             unknown = set(value) - set(self.choices)
             return f"may name {_listed(self.choices)}" if unknown else None
@@ -135,6 +141,7 @@ class SavedRun:
 
 
 _CONSTRAINT, _RESUME = "constraint", "resume"
+_NAME = re.compile(r"[A-Za-z0-9][\w-]*", re.ASCII)
 
 
 def setting(default: Any = MISSING, *, resume: str | ResumeRule, default_factory: Any = MISSING) -> Any:
@@ -174,6 +181,15 @@ def option(of: str, *, choices: tuple[str, ...] = (), **bounds: float) -> Any:
 def open_section(*, resume: str | ResumeRule) -> Any:
     """Return the field of a section whose keys the user chooses."""
     return _field(Constraint(is_open=True), resume, default_factory=dict)
+
+
+def sections(cls: type, *, resume: str | ResumeRule) -> Any:
+    """Return the field of a mapping of sections of a class, by names that the user chooses. Empty by default.
+
+    Args:
+        resume: what a resume may do with the names, and with the keys in the sections if it is "validation".
+    """
+    return _field(Constraint(section=cls), resume, default_factory=dict)
 
 
 def subsection(factory: Callable[[], Any], *, resume: str | None = None) -> Any:
@@ -224,9 +240,17 @@ def walk_sections(section: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted name and the value of this section and of all sections in it, outer sections first."""
     yield name, section
     for f in dataclasses.fields(section):
-        value = getattr(section, f.name)
-        if dataclasses.is_dataclass(value):
-            yield from walk_sections(value, _join(name, f.name))
+        for inner, value in _sections_in(section, f):
+            yield from walk_sections(value, _join(name, inner))
+
+
+def _sections_in(section: Any, f: dataclasses.Field[Any]) -> list[tuple[str, Any]]:
+    """Return the names and the values of the sections that a field holds: one, or those of a mapping."""
+    value = getattr(section, f.name)
+    if dataclasses.is_dataclass(value):
+        return [(f.name, value)]
+    is_mapping = constraint_of(f).section is not None
+    return [(_join(f.name, name), inner) for name, inner in value.items()] if is_mapping else []
 
 
 def walk_keys(section: Any, name: str = "") -> Iterator[tuple[str, Any, Constraint]]:
@@ -251,10 +275,11 @@ def resume_rules(config: Config, saved: SavedRun | None = None) -> dict[str, Res
 
 def _rules_of_fields(section: Any, name: str = "", instead: str | None = None) -> Iterator[tuple[str, ResumeRule]]:
     for f in dataclasses.fields(section):
-        rule, value = f.metadata[_RESUME], getattr(section, f.name)
-        if dataclasses.is_dataclass(value):
-            yield from _rules_of_fields(value, _join(name, f.name), rule or instead)
-        else:
+        rule = f.metadata[_RESUME]
+        change = rule.change if isinstance(rule, ResumeRule) else rule
+        for inner, value in _sections_in(section, f):
+            yield from _rules_of_fields(value, _join(name, inner), change or instead)
+        if isinstance(rule, ResumeRule):
             is_replaced = instead is not None and rule.change == "rollouts"
             yield _join(name, f.name), dataclasses.replace(rule, change=instead) if is_replaced else rule
 
@@ -268,7 +293,7 @@ def changed_keys(section: Any, default: Any, name: str) -> list[str]:
 def value_of(config: Any, key: str) -> Any:
     """Return the value of a dotted key."""
     for part in key.split("."):
-        config = getattr(config, part)
+        config = config[part] if isinstance(config, Mapping) else getattr(config, part)
     return config
 
 

@@ -18,9 +18,11 @@ from typing import Any
 from trainer.config.algorithm import AlgorithmConfig, with_own_defaults
 from trainer.config.config_file import ConfigFiles, load
 from trainer.config.explanation import unresolved
+from trainer.config.fields import value_of
+from trainer.config.named_sections import read_section
 from trainer.config.overrides import CONFIG, MULTIRUN, arranged, checked, find_groups
 from trainer.config.rollout import RolloutConfig
-from trainer.config.schema import Config, refuse_unknown_keys, validate
+from trainer.config.schema import MAPPINGS, Config, refuse_unknown_keys, validate
 from trainer.config.tasks import find_task
 from trainer.errors import UserError
 from trainer.files.redaction import HIDDEN, hidden_keys, redact_command, remember, secrets_of
@@ -73,12 +75,13 @@ def prepared(words: Sequence[str], files: ConfigFiles) -> list[str]:
 
 
 def _with_files_group(overrides: list[str], files: ConfigFiles) -> list[str]:
-    """Return the overrides with `data=files` if they name `data.train_files`, and nothing else chooses the data.
+    """Return the overrides with `data=files` if they name training files, and nothing else chooses the data.
 
     The default of the group `data` is a generator, which takes no files.
     """
     values = {key.lstrip("+"): value for key, _, value in (word.partition("=") for word in overrides)}
-    if "data.train_files" not in values or {"data", "data.synthetic"} & values.keys():
+    names_files = any(key == "data.train_files" or f"{key}.".startswith("data.mix.") for key in values)
+    if not names_files or {"data", "data.synthetic"} & values.keys():
         return overrides
     experiments = re.findall(r"[\w.-]+", values.get("experiment", ""))
     return overrides if files.choose_data(experiments, conf_dir()) else ["data=files", *overrides]
@@ -147,12 +150,22 @@ def to_config(dict_config: Any) -> Config:
             "it by an environment variable: ${oc.env:NAME}"
         )
     remember(*secrets_of(nested), os.environ.get(config.reward.remote.header_env or "", ""))
+    _read_sections(config)
     refuse_unknown_keys(config)
     config.algorithm = AlgorithmConfig(**with_own_defaults(vars(config.algorithm)))
     if config.rollout.num_engines == RolloutConfig.num_engines:
         config.rollout.num_engines = max(1, len(config.rollout.urls))
     validate(config)
     return config
+
+
+def _read_sections(config: Config) -> None:
+    """Make sections of the mappings that the user has named, such as `data.mix.math`."""
+    for key, cls in MAPPINGS.items():
+        section, _, name = key.rpartition(".")
+        given: dict[str, Any] = value_of(config, key)
+        made = {str(one): read_section(cls, given[one], f"{key}.{one}", cls.of_run(config)) for one in given}
+        setattr(value_of(config, section), name, made)
 
 
 def compose(overrides: Sequence[str] = (), config_file: str | None = None) -> Config:

@@ -1,4 +1,4 @@
-"""Sections that the user names, such as `data.val_sets.<name>`, from the mappings that Hydra has composed."""
+"""Sections that the user names, such as `data.mix.<name>`, from the mappings that Hydra has composed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def _set_values(section: Any, given: Any, key: str) -> None:
         raise UserError(f"{key}={given}: is a section; its keys are {', '.join(known)}")
     given = {str(name): value for name, value in given.items()}
     for name in given.keys() - known.keys():
-        raise UserError(f"{key}.{name}: no such key; {did_you_mean(name, known) or 'valid are ' + ', '.join(known)}")
+        wrong, valid = f"{key}.{name}", [f"{key}.{one}" for one in known]
+        raise UserError(f"{wrong}: no such key; {did_you_mean(wrong, valid) or 'valid are ' + ', '.join(known)}")
     if given.get("name", getattr(section, "name", None)) != getattr(section, "name", None):
         default = type(section)()
         for name in known.keys() & set(_FOLLOWS_NAME):

@@ -12,7 +12,18 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from trainer.config.renamed import successor_of
-from trainer.config.schema import NAMES, OPEN_SECTIONS, SECTIONS, Config, no_such_key, valid_keys
+from trainer.config.schema import (
+    MAPPINGS,
+    NAMES,
+    OPEN_SECTIONS,
+    Config,
+    is_name,
+    is_open,
+    no_such_key,
+    section_named,
+    valid_keys,
+    without_source,
+)
 from trainer.config.tasks import OPTIONS
 from trainer.errors import UserError, as_list, did_you_mean
 
@@ -83,7 +94,7 @@ def _unknown_flag(word: str) -> str:
 
 
 def checked(overrides: Sequence[str], groups: dict[str, list[str]], sweeps: bool) -> list[str]:
-    """Return the overrides without needless pluses: `+KEY` and `++KEY` where the schema has the key.
+    """Return the overrides with the pluses that Hydra needs: none where the schema has the key, two below `MAPPINGS`.
 
     Args:
         groups: names of the groups, with their choices.
@@ -96,12 +107,21 @@ def checked(overrides: Sequence[str], groups: dict[str, list[str]], sweeps: bool
     plain, problems = [], []
     for word in overrides:
         bare = word.lstrip("+")
-        plain.append(bare if bare.partition("=")[0] in known - set(OPEN_SECTIONS) else word)
-        if (problem := _problem(plain[-1], groups, sweeps)) is not None:
+        key = bare.partition("=")[0]
+        if is_in_mapping(key):
+            plain.append(f"++{bare}")
+        else:
+            plain.append(bare if key in known - set(OPEN_SECTIONS) else word)
+        if (problem := _problem(bare if is_in_mapping(key) else plain[-1], groups, sweeps)) is not None:
             problems.append(problem)
     if problems:
         raise UserError(as_list("the command cannot be read:", problems))
     return plain
+
+
+def is_in_mapping(key: str) -> bool:
+    """Return whether this is one of `MAPPINGS` or a key in it, which may have to be added to the config."""
+    return any(f"{key}.".startswith(f"{mapping}.") for mapping in MAPPINGS)
 
 
 def unread_words(words: Sequence[str], config: Config) -> list[str]:
@@ -111,8 +131,9 @@ def unread_words(words: Sequence[str], config: Config) -> list[str]:
     for word, name in names.items():
         if name.startswith(f"{OPTIONS}.") and config.task.options:
             continue
-        if any(fnmatchcase(shown, pattern) for shown in (name, f"{name}.") for pattern in config.task.unread):
-            unread.append(word if name in SECTIONS and "{" not in word else name)
+        shown = without_source(name)
+        if any(fnmatchcase(one, pattern) for one in (shown, f"{shown}.") for pattern in config.task.unread):
+            unread.append(word if section_named(name) is not None and "{" not in word else name)
     return unread
 
 
@@ -162,7 +183,7 @@ def _problem_of_name(word: str, name: str) -> str:
     tidy = re.sub(r"[.]{2,}", ".", re.sub(r"\[(\w+)\]", r".\1", name)).strip(" .")
     if not _NAME.fullmatch(tidy):
         return f"{_shown(word)}: has no key before the =; write KEY=VALUE or GROUP=CHOICE"
-    if tidy not in NAMES:
+    if not is_name(tidy):
         return no_such_key(_shown(name))
     below = ".KEY" if valid_keys(tidy) else ""
     return f"{_shown(word)}: this is no name of a key; write {tidy}{below}=VALUE"
@@ -202,8 +223,9 @@ def _problem_of_value(word: str, name: str, value: str, groups: dict[str, list[s
 
 
 def _problem_of_unknown(name: str, groups: dict[str, list[str]]) -> str | None:
-    is_open = any(name.startswith(f"{section}.") for section in OPEN_SECTIONS)
-    return None if name in NAMES or name in groups or is_open or name.startswith("hydra") else no_such_key(name, groups)
+    sections = [name[:end] for end, letter in enumerate(name) if letter == "."]
+    is_known = is_name(name) or name in groups or any(map(is_open, sections)) or name.startswith("hydra")
+    return None if is_known else no_such_key(name, groups)
 
 
 def _needs_multirun(name: str, value: str, groups: dict[str, list[str]]) -> str:
@@ -261,13 +283,11 @@ def _shown(text: str) -> str:
 
 def kind_of(key: str) -> str:
     """Return what the value of a key must be: `a whole number, or null`. Empty: the schema has no such key."""
-    section: object = Config()
-    *sections, last = re.sub(r"\[\w+\]$", "", key).split(".")
-    for name in sections:
-        section = getattr(section, name, None)
-    if not dataclasses.is_dataclass(section):
+    section, _, last = re.sub(r"\[\w+\]$", "", key).rpartition(".")
+    cls = section_named(section)
+    if cls is None:
         return ""
-    types = [str(field.type) for field in dataclasses.fields(section) if field.name == last]
+    types = [str(field.type) for field in dataclasses.fields(cls) if field.name == last]
     if key.endswith("]"):
         types = [types[0].partition("[")[2].removesuffix("]")] if types else []
     return kind_of_type(types[0]) if types else ""

@@ -9,7 +9,7 @@ import inspect
 from typing import Any
 
 from trainer.config.fields import RESUME, ResumeRule, constraint_of, resume_rules, walk_sections
-from trainer.config.schema import Config
+from trainer.config.schema import with_sections, without_source
 from trainer.process.log_setup import guard_output
 
 _HEADER = [
@@ -36,14 +36,19 @@ def main() -> None:
 
 def page() -> str:
     """Return the text of `docs/config.md`."""
-    lines, rules = list(_HEADER), resume_rules(Config())
-    for name, section in walk_sections(Config()):
+    config, lines = with_sections(), list(_HEADER)
+    rules = resume_rules(config)
+    for name, section in walk_sections(config):
+        if without_source(name) != name:
+            continue
         docs, rows = field_docs(type(section)), []
         for f in dataclasses.fields(section):
-            value = getattr(section, f.name)
+            key, value = f"{name}.{f.name}", getattr(section, f.name)
             if not dataclasses.is_dataclass(value):
-                rule = _rule(rules[f"{name}.{f.name}"])
-                rows.append(f"| `{name}.{f.name}` | {_type_of(f)} | `{_shown(value)}` | {rule} | {docs[f.name]} |")
+                shown = "{}" if constraint_of(f).section else _shown(value)
+                rows.append(f"| `{key}` | {_type_of(f)} | `{shown}` | {_rule(rules[key])} | {docs[f.name]} |")
+            elif without_source(key) != key:
+                rows.append(f"| `{key}` | section | the run's | that of the key | {docs[f.name]} |")
         if rows:
             lines += [
                 f"## {name}",

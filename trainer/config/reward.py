@@ -73,30 +73,30 @@ class RewardConfig(Section):
     def check(self, config: Config, name: str) -> None:
         is_list = isinstance(self.name, list) and self.name and all(isinstance(item, str) for item in self.name)
         if not (isinstance(self.name, str) or is_list):
-            raise config_error(config, "reward.name", "must be a name, or a list of names")
+            raise config_error(config, f"{name}.name", "must be a name, or a list of names")
         if len(set(self.names())) < len(self.names()):
-            raise config_error(config, "reward.name", "names a reward twice; give it a weight instead")
+            raise config_error(config, f"{name}.name", "names a reward twice; give it a weight instead")
         if self.weights and len(self.weights) != len(self.names()):
             raise config_error(
                 config,
-                "reward.weights",
-                f"must have a weight for each of the {len(self.names())} rewards of reward.name",
+                f"{name}.weights",
+                f"must have a weight for each of the {len(self.names())} rewards of {name}.name",
             )
         if self.url is None and _REMOTE in self.names():
-            raise config_error(config, "reward.name", "remote needs reward.url, the address of the server")
+            raise config_error(config, f"{name}.name", f"remote needs {name}.url, the address of the server")
         if self.url is not None:
-            self._check_url(config, self.url)
+            self._check_url(config, self.url, name)
 
-    def _check_url(self, config: Config, url: str) -> None:
+    def _check_url(self, config: Config, url: str, name: str) -> None:
         if _REMOTE not in self.names():
-            raise config_error(config, "reward.url", "is used by the reward remote alone; add it to reward.name")
+            raise config_error(config, f"{name}.url", f"is used by the reward remote alone; add it to {name}.name")
         try:
             parts = urlsplit(url)
             is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         except ValueError:  # a port that is no number
             is_address = False
         if not is_address:
-            raise config_error(config, "reward.url", "must be an address such as http://judge:8000/score")
+            raise config_error(config, f"{name}.url", "must be an address such as http://judge:8000/score")
         if "@" in parts.netloc:
             # The value is not shown.
-            raise UserError("reward.url: holds credentials, which would be saved; use reward.remote.header_env")
+            raise UserError(f"{name}.url: holds credentials, which would be saved; use {name}.remote.header_env")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from trainer.config.algorithm import AlgorithmConfig
-from trainer.config.data import DataConfig
+from trainer.config.data import DataConfig, NamedData
 from trainer.config.engines import EngineSpec, find_engine
 from trainer.config.environment import EnvironmentConfig
 from trainer.config.fields import Section, config_error, subsection, value_of, walk_keys, walk_sections
@@ -41,6 +41,18 @@ class Config(Section):
     inference: InferenceConfig = subsection(InferenceConfig)
     sft: SFTConfig = subsection(SFTConfig)
     logger: LoggerConfig = subsection(LoggerConfig)
+
+    def of_source(self, source: str) -> Config:
+        """Return the config of a run on the rows of one source alone. Messages about its data name the source's keys.
+
+        Args:
+            source: dotted name below `data`, such as `mix.math`. Empty: the run's own data.
+        """
+        if not source:
+            return self
+        named: NamedData = value_of(self.data, source)
+        data = self.data.with_source(f"data.{source}", named)
+        return dataclasses.replace(self, data=data, environment=named.environment, reward=named.reward)
 
     @property
     def on_failure(self) -> str:
@@ -93,7 +105,7 @@ class Config(Section):
 
     def reads(self, key: str) -> bool:
         """Return whether the run reads the key (see `TaskSpec.unread`)."""
-        task = self.task
+        task, key = self.task, without_source(key)
         if task.options and f"{key}.".startswith(f"{OPTIONS}."):
             return True
         unread = (*task.unread, *(task.unused_with_path if self.model.path is not None else ()))
@@ -114,7 +126,7 @@ class Config(Section):
 
     def check(self, config: Config, name: str) -> None:
         for allowed in self.trainer.allow_config_change:
-            if allowed not in NAMES and allowed not in [role.key for role in config.roles]:
+            if not is_name(allowed) and allowed not in [role.key for role in config.roles]:
                 problem = f"there is no key or section {allowed}; {_instead_of(allowed)}"
                 raise config_error(config, "trainer.allow_config_change", problem)
 
@@ -122,13 +134,57 @@ class Config(Section):
 _FEW = 12
 """Largest number of keys that a message lists."""
 
-SECTIONS = {name: type(section) for name, section in walk_sections(Config())}
+NAME = "<name>"
+"""Stands for the names that users choose, in names of keys such as `data.mix.<name>.weight`."""
+MAPPINGS = {key: constraint.section for key, _, constraint in walk_keys(Config()) if constraint.section is not None}
+"""The keys that are mappings of sections, by names that users choose, with the class of these sections."""
+
+
+def with_sections() -> Config:
+    """Return the default config with a section `<name>` in each of `MAPPINGS`."""
+    config = Config()
+    for key, section in MAPPINGS.items():
+        value_of(config, key)[NAME] = section()
+    return config
+
+
+SECTIONS = {name: type(section) for name, section in walk_sections(with_sections())}
 """The dataclass of each section, by its dotted name; "" is the config itself."""
-KEYS = tuple(key for key, *_ in walk_keys(Config()))
+KEYS = tuple(key for key, *_ in walk_keys(with_sections()))
 NAMES = frozenset(filter(None, (*SECTIONS, *KEYS)))
 """The dotted names of all sections and keys."""
-OPEN_SECTIONS = tuple(key for key, _, constraint in walk_keys(Config()) if constraint.is_open)
+OPEN_SECTIONS = tuple(key for key, _, constraint in walk_keys(with_sections()) if constraint.is_open)
 """Sections whose keys the user chooses."""
+
+
+def plain(key: str) -> str:
+    """Return a key with `<name>` in place of a name that the user has chosen, as `NAMES` has it."""
+    for mapping in MAPPINGS:
+        if key.startswith(f"{mapping}."):
+            _, dot, rest = key.removeprefix(f"{mapping}.").partition(".")
+            return f"{mapping}.{NAME}{dot}{rest}"
+    return key
+
+
+def without_source(key: str) -> str:
+    """Return the key of the run that a key of an environment or a reward in `MAPPINGS` stands for, else `key`."""
+    own = plain(key).partition(f".{NAME}.")[2]
+    return own if own.partition(".")[0] in ("environment", "reward") else key
+
+
+def is_name(name: str) -> bool:
+    """Return whether this is the dotted name of a section or a key."""
+    return plain(name) in NAMES
+
+
+def is_open(key: str) -> bool:
+    """Return whether this is a section whose keys the user chooses."""
+    return plain(key) in OPEN_SECTIONS
+
+
+def section_named(name: str) -> type | None:
+    """Return the dataclass of a section; None: there is no such section."""
+    return SECTIONS.get(plain(name))
 
 
 def validate(config: Config) -> None:
@@ -153,7 +209,8 @@ def validate(config: Config) -> None:
 
 def valid_keys(prefix: str = "") -> list[str]:
     """Return the dotted names of all keys below the section `prefix` (empty: all sections)."""
-    fields = dataclasses.fields(SECTIONS[prefix]) if prefix in SECTIONS else ()
+    section = section_named(prefix)
+    fields = dataclasses.fields(section) if section is not None else ()
     return [f"{prefix}.{field.name}".lstrip(".") for field in fields]
 
 
@@ -164,10 +221,10 @@ def no_such_key(key: str, groups: Iterable[str] = ()) -> str:
         groups: names of groups of values, which the command line takes as well.
     """
     if (new := successor_of(key)) is not None:
-        plus = "+" if new in OPEN_SECTIONS or new.rpartition(".")[0] in OPEN_SECTIONS else ""
+        plus = "+" if is_open(new) or is_open(new.rpartition(".")[0]) else ""
         return f"{key}: this key is now {new}; write {plus}{new}=VALUE"
     section = key.rpartition(".")[0]
-    if section in OPEN_SECTIONS:
+    if is_open(section):
         return f"{key}: {section} takes keys of your choice; write +{key}=VALUE"
     suggestion = _suggestion(key, groups)
     if f"{section}.options" in OPEN_SECTIONS and f" {section}." not in suggestion:
@@ -190,7 +247,8 @@ def refuse_unknown_keys(config: Config) -> None:
 def _instead_of(name: str) -> str:
     if (new := successor_of(name)) is not None:
         return f"it is now {new}"
-    open_section = next((section for section in OPEN_SECTIONS if name.startswith(f"{section}.")), None)
+    sections = [name[:end] for end, letter in enumerate(name) if letter == "."]
+    open_section = next(filter(is_open, sections), None)
     if open_section is not None:
         return f"name {open_section} as a whole"
     return _suggestion(name)
@@ -198,8 +256,11 @@ def _instead_of(name: str) -> str:
 
 def _suggestion(wrong: str, groups: Iterable[str] = ()) -> str:
     """Return the names that a name which is neither a key nor a section may stand for."""
-    if meant := did_you_mean(wrong, dict.fromkeys(filter(None, (*groups, *SECTIONS, *KEYS)))):
-        return meant
+    shown = plain(wrong)
+    inside = shown.partition(NAME)[0] if shown != wrong else ""
+    known = [name for name in (*SECTIONS, *KEYS) if name.startswith(inside) and (inside or NAME not in name)]
+    if meant := did_you_mean(shown, dict.fromkeys(filter(None, (*groups, *known)))):
+        return meant.replace(NAME, wrong.removeprefix(inside).partition(".")[0])
     section = wrong.rpartition(".")[0]
     valid = valid_keys(section) or valid_keys()
     if len(valid) <= _FEW:

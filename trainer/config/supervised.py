@@ -38,7 +38,7 @@ class SFTConfig(Section):
     """Optimizer of supervised training."""
 
     def check(self, config: Config, name: str) -> None:
-        files = config.data.train_files
+        files = config.data.train_files + [file for source in config.data.mix.values() for file in source.files]
         if self.source == "rollouts" and not files:
             problem = "needs data.train_files, the files that logger.save_rollouts=true makes a run write"
             raise config_error(config, "sft.source", problem)
@@ -47,6 +47,8 @@ class SFTConfig(Section):
                 raise config_error(config, key, "is for rollouts; set sft.source=rollouts or drop the key")
         if not self.train_on:
             raise config_error(config, "sft.train_on", "names no role, so nothing would be learnt")
+        if self.weights and config.data.mix:
+            raise config_error(config, "sft.weights", "data.mix.NAME.weight is the weight of a source; drop the key")
         if self.weights and len(self.weights) != len(files):
             problem = f"must name one weight for each of the {len(files)} data.train_files"
             raise config_error(config, "sft.weights", problem)

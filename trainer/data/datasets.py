@@ -4,33 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import math
-import os
-import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
 
 from trainer.config import DataConfig
 from trainer.data.generators import generate
 from trainer.data.limits import TextTooLong, encode, max_characters
 from trainer.data.reasoning_tasks import check_task
+from trainer.data.row_files import Rows, lines, parsed
 from trainer.errors import UserError, as_list
-from trainer.files.atomic_io import file_problem
-from trainer.files.documents import parse_json
-from trainer.files.hf_hub import first_line, is_connection_error, pin_data, pinned, with_retries
+from trainer.files.hf_hub import first_line
 from trainer.process import time_limits
 
-_LINE_BYTES = 64 << 20
-_COMMIT = re.compile("[0-9a-f]{40}")
 _MAX_PROBLEMS = 10
-_ARROW_FILE = b"ARROW1"
-_SLICE = 64
-"""Rows of a table that are Python objects at the same time: a token of them takes ten times the memory."""
 _CHECKED_ROWS = 10
 """Number of rows of each file that are checked before anything starts."""
 _CHECKED_BYTES = 64 << 20
@@ -55,6 +45,8 @@ class Prompt:
     """The complete row of the file."""
     messages: Sequence[Mapping[str, str]] = ()
     """The chat from which `token_ids` were rendered, including the system prompt."""
+    source: str = ""
+    """The row's source: its dotted name below `data`, such as `mix.math`. Empty: the run's own data."""
 
 
 @dataclass(frozen=True)
@@ -118,18 +110,27 @@ def read_files(data: DataConfig, split: str, as_rows: bool = False) -> list[list
     """
     limit = data.train_size if split == "train" else data.val_size
     if data.synthetic:
-        return [generate(data.synthetic, data.synthetic_args, limit, split, data.task)]
-    key, files = f"data.{split}_files", data.train_files if split == "train" else data.val_files
+        return [_generated(data, limit, split)]
+    key, files = data.name_of(f"{split}_files"), data.train_files if split == "train" else data.val_files
     if not files:
         raise UserError(f"{key}: names no file")
     convert, problems = _row if as_rows else _example, _Problems()
     datasets: list[list[Example]] = []
     for file in files:
         remaining = None if limit < 0 else limit - sum(len(dataset) for dataset in datasets)
-        rows = itertools.islice(_lines(file, key), remaining)
+        rows = itertools.islice(lines(file, key), remaining)
         datasets.append(list(problems.skip_invalid(rows, key, lambda row, where: convert(row, where, data))))
     problems.check()
     return datasets
+
+
+def _generated(data: DataConfig, size: int, split: str) -> list[Example]:
+    """Return the examples of a generator."""
+    assert data.synthetic is not None
+    try:
+        return generate(data.synthetic, data.synthetic_args, size, split, data.task)
+    except UserError as error:
+        raise data.with_own_names(error) from error
 
 
 def check_files(data: DataConfig, examples: bool = True, validation: bool = True, as_rows: bool = False) -> None:
@@ -152,9 +153,9 @@ def check_files(data: DataConfig, examples: bool = True, validation: bool = True
         return
     problems, remaining_bytes = _Problems(), _CHECKED_BYTES
 
-    def first(lines: Rows) -> Rows:
+    def first(rows: Rows) -> Rows:
         nonlocal remaining_bytes
-        for number, (where, line) in enumerate(lines):
+        for number, (where, line) in enumerate(rows):
             if number >= _CHECKED_ROWS and (remaining_bytes <= 0 or not isinstance(line, bytes)):
                 return
             remaining_bytes -= len(line) if isinstance(line, bytes) else 0
@@ -162,13 +163,13 @@ def check_files(data: DataConfig, examples: bool = True, validation: bool = True
 
     val_files = data.val_files if validation else []
     for split, files, limit in (("train", data.train_files, data.train_size), ("val", val_files, data.val_size)):
-        key, is_example = f"data.{split}_files", examples or split == "val"
+        key, is_example = data.name_of(f"{split}_files"), examples or split == "val"
 
         def convert(row: Any, where: str, is_example: bool = is_example) -> Any:
             return _row(row, where, data) if as_rows else _example(row, where, data) if is_example else row
 
         for file in (file for file in files if not file.startswith("hf://")):
-            rows = itertools.islice(first(_lines(file, key)), None if limit < 0 else limit)
+            rows = itertools.islice(first(lines(file, key)), None if limit < 0 else limit)
             for _ in problems.skip_invalid(rows, key, convert):
                 pass
     problems.check()
@@ -182,7 +183,7 @@ class _Problems:
         self._seen: set[str] = set()
         self._count = 0
 
-    def skip_invalid(self, lines: Rows, key: str, convert: Callable[[Any, str], Example]) -> Iterator[Example]:
+    def skip_invalid(self, rows: Rows, key: str, convert: Callable[[Any, str], Example]) -> Iterator[Example]:
         """Yield what `convert` returns for each row and its location. Skip the rows that it refuses.
 
         Raises:
@@ -190,14 +191,14 @@ class _Problems:
         """
         while True:
             try:
-                where, line = next(lines)
+                where, line = next(rows)
             except StopIteration:
                 return
             except UserError as error:  # a problem of the complete file
                 self._add(error)
                 return
             try:
-                example = convert(_parsed(line, where, key), where)
+                example = convert(parsed(line, where, key), where)
             except UserError as error:
                 self._add(error, where)
             else:
@@ -284,7 +285,7 @@ def _row(row: Any, where: str, data: DataConfig) -> Example:
     if not isinstance(row, dict):
         keys = data.messages_key or f"{data.prompt_key} and {data.answer_key}"
         name = "messages_key" if data.messages_key else "prompt_key"
-        raise UserError(f"data.{name}={getattr(data, name)}: {where} must be an object with {keys}")
+        raise UserError(f"{data.name_of(name)}={getattr(data, name)}: {where} must be an object with {keys}")
     return row
 
 
@@ -294,24 +295,26 @@ def _example(row: Any, where: str, data: DataConfig) -> Example:
         chat = row.get(data.messages_key)
         if not (_is_chat(chat) and len(chat) > 1 and chat[-1]["role"] == "assistant"):
             raise UserError(
-                f"data.messages_key={data.messages_key}: {where} must have a list of chat messages there, "
+                f"{data.name_of('messages_key')}={data.messages_key}: {where} must have a list of chat messages there, "
                 "with role and content, and the last one must be the assistant's"
             )
         return _checked({"prompt": chat[:-1], "answer": chat[-1]["content"], "row": row}, where)
-    for key, name in (("data.prompt_key", data.prompt_key), ("data.answer_key", data.answer_key)):
+    for key, name in (("prompt_key", data.prompt_key), ("answer_key", data.answer_key)):
         if name not in row:
             chats = [column for column, value in row.items() if _is_chat(value)]
-            hint = f"; if {chats[0]} contains complete chats, set data.messages_key={chats[0]}" if chats else ""
-            raise UserError(f"{key}={name}: {where} has no such key; it has {', '.join(row)}{hint}")
+            chat_key = data.name_of("messages_key")
+            hint = f"; if {chats[0]} contains complete chats, set {chat_key}={chats[0]}" if chats else ""
+            raise UserError(f"{data.name_of(key)}={name}: {where} has no such key; it has {', '.join(row)}{hint}")
     prompt, answer = row[data.prompt_key], row[data.answer_key]
     if not (isinstance(prompt, str) or _is_chat(prompt)):
         raise UserError(
-            f"data.prompt_key={data.prompt_key}: {where} must have a string, or a list of chat messages "
+            f"{data.name_of('prompt_key')}={data.prompt_key}: {where} must have a string, or a list of chat messages "
             "with role and content"
         )
     if not isinstance(answer, (str, int, float)):
         raise UserError(
-            f"data.answer_key={data.answer_key}: {where} must have a string or a number, not {type(answer).__name__}"
+            f"{data.name_of('answer_key')}={data.answer_key}: {where} must have a string or a number, not "
+            f"{type(answer).__name__}"
         )
     return _checked({"prompt": prompt, "answer": str(answer), "row": row}, where)
 
@@ -337,164 +340,3 @@ def _is_chat(value: Any) -> bool:
             isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
         )
     )
-
-
-Rows = Iterator[tuple[str, Any]]
-"""(where, row): the location for error messages, and the row."""
-
-
-def read_rows(file: str, key: str) -> Rows:
-    """Yield each row of a file or Hub data set.
-
-    Args:
-        key: the config key that names the file, for errors.
-
-    Raises:
-        UserError: the file is missing, empty or malformed.
-    """
-    return ((where, _parsed(line, where, key)) for where, line in _lines(file, key))
-
-
-def _parsed(line: Any, where: str, key: str) -> Any:
-    """Return the row in a line of JSON. A row of another format is returned unchanged."""
-    if not isinstance(line, bytes):
-        return line
-    try:
-        return parse_json(line.rstrip())  # otherwise the line break would count as a second line
-    except json.JSONDecodeError as error:  # its line number is always 1, because the row is one line
-        raise UserError(f"{key}: {where} is not JSON ({error.msg} at column {error.colno})") from error
-    except ValueError as error:  # nested too deeply, or, for UnicodeDecodeError, not UTF-8
-        raise UserError(f"{key}: {where} is not JSON ({error})") from error
-
-
-def _lines(file: str, key: str) -> Rows:
-    """Yield the rows of a file or Hub data set like `read_rows`, but JSON lines as bytes."""
-    if file.startswith("hf://"):
-        rows = _hub_rows(file, key)
-    elif not file.endswith((".jsonl", ".parquet", ".arrow")):
-        raise UserError(
-            f"{key}={file}: must end in .jsonl, .parquet or .arrow, or be hf://OWNER/NAME?config=C&split=S"
-            f"{_conversion(file)}"
-        )
-    elif os.path.exists(file) and (problem := file_problem(file)) is not None:
-        raise UserError(
-            f"{key}={file}: {problem}; the data is read again when the run is resumed, so write it to a file first"
-        )
-    elif not os.path.isfile(file):
-        here = "" if os.path.isabs(file) else f" in {os.getcwd()}"
-        raise UserError(
-            f"{key}={file}: no such file{here}; correct the path, or set hf://OWNER/NAME?split=S for a data set of "
-            "the Hub"
-        )
-    else:
-        rows = _jsonl_rows(file, key) if file.endswith(".jsonl") else _table_rows(file, key)
-    empty = True
-    for item in rows:
-        empty = False
-        yield item
-    if empty:
-        raise UserError(f"{key}={file}: is empty")
-
-
-def _conversion(file: str) -> str:
-    """Return how to convert `file` to JSON lines, as the end of a message. Empty for an unknown file type."""
-    stem, suffix = os.path.splitext(file)
-    if suffix in (".csv", ".tsv"):
-        separator = ", sep='\\t'" if suffix == ".tsv" else ""
-        code = f"read_csv('{file}'{separator}, dtype=str).to_json('{stem}.jsonl', orient='records', lines=True)"
-        return f'; convert it with python -c "import pandas; pandas.{code}"'
-    if suffix == ".json":
-        code = f"[print(json.dumps(row)) for row in json.load(open('{file}'))]"
-        return f'; convert its list of objects with python -c "import json; {code}" > {stem}.jsonl'
-    return ""
-
-
-def _jsonl_rows(file: str, key: str) -> Rows:
-    with open(file, "rb") as lines:
-        for number, line in enumerate(iter(lambda: lines.readline(_LINE_BYTES + 1), b""), start=1):
-            if len(line) > _LINE_BYTES:
-                raise UserError(
-                    f"{key}: {file}:{number} is longer than {_LINE_BYTES >> 20} MiB; a .jsonl file has one "
-                    "JSON object per line, not one for all rows"
-                )
-            if line.strip():
-                yield f"{file}:{number}", line
-
-
-def _table_rows(file: str, key: str) -> Rows:
-    import pyarrow
-
-    is_arrow = file.endswith(".arrow")
-    try:
-        batches = _arrow_batches(file) if is_arrow else _parquet_batches(file)
-        slices = (batch.slice(start, _SLICE) for batch in batches for start in range(0, len(batch), _SLICE))
-        for number, row in enumerate((row for part in slices for row in part.to_pylist()), start=1):
-            yield f"{file}, row {number}", row
-    except (pyarrow.ArrowException, OSError) as error:
-        kind = "an Arrow" if is_arrow else "a Parquet"
-        raise UserError(f"{key}={file}: is not {kind} file ({first_line(error)})") from error
-
-
-def _parquet_batches(file: str) -> Iterator[Any]:
-    import pyarrow.parquet
-
-    yield from pyarrow.parquet.ParquetFile(file).iter_batches()
-
-
-def _arrow_batches(file: str) -> Iterator[Any]:
-    """Yield the batches of a file in either format of Arrow: the one of files (Feather), and that of streams."""
-    import pyarrow
-
-    with pyarrow.memory_map(file) as source:
-        if source.read(len(_ARROW_FILE)) != _ARROW_FILE:
-            source.seek(0)
-            yield from pyarrow.ipc.open_stream(source)
-            return
-        reader = pyarrow.ipc.open_file(source)
-        for number in range(reader.num_record_batches):
-            batch = reader.get_batch(number)
-            batch.validate(full=True)
-            yield batch
-
-
-def _hub_rows(url: str, key: str) -> Rows:
-    import datasets
-    import huggingface_hub
-
-    address = urlsplit(url)
-    options = dict(parse_qsl(address.query))
-    unknown = options.keys() - {"config", "split", "revision"}
-    if unknown:
-        raise UserError(f"{key}={url}: takes config, split and revision, not {', '.join(sorted(unknown))}")
-    name = f"{address.netloc}{address.path}".strip("/")
-    commit = options.get("revision", pinned(f"hf://{name}"))
-    if commit is not None and not _COMMIT.fullmatch(commit):
-        raise UserError(f"{key}={url}: revision must be a commit, of 40 hexadecimal digits")
-    offline = huggingface_hub.constants.HF_HUB_OFFLINE
-    try:
-        if not offline:
-            # Queried first, because `load_dataset` would retry for half a minute without a network.
-            with_retries(lambda: huggingface_hub.HfApi().dataset_info(name, revision=commit, timeout=10))
-        split = options.get("split", "train")
-        dataset = datasets.load_dataset(name, options.get("config"), split=split, revision=commit)
-    except Exception as error:  # each of the libraries below has its own error classes
-        hint = "; with HF_HUB_OFFLINE=1 a copy in the cache is used" if is_connection_error(error) else ""
-        at = f" at the commit {commit}" if commit is not None else ""
-        raise UserError(f"{key}={url}: cannot be loaded from the Hub{at} ({first_line(error)}){hint}") from error
-    loaded = _commit_of(dataset)
-    if offline and commit not in (None, loaded):  # the library uses the newest copy in its cache, of any commit
-        why = "the address names" if "revision" in options else "the run began with"
-        raise UserError(
-            f"{key}={url}: the newest copy in the cache is of the commit {loaded}, and {why} "
-            f"{commit}; start without HF_HUB_OFFLINE, or remove the newer copy"
-        )
-    if loaded is not None and "revision" not in options:
-        pin_data(f"hf://{name}", loaded)
-    for number, row in enumerate(dataset, start=1):
-        yield f"{url}, row {number}", row
-
-
-def _commit_of(dataset: Any) -> str | None:
-    """Return the commit of a Hub data set: the name of the directory with its copy in the cache."""
-    folders = {os.path.basename(os.path.dirname(file["filename"])) for file in dataset.cache_files}
-    return folders.pop() if len(folders) == 1 and all(map(_COMMIT.fullmatch, folders)) else None

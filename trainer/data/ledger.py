@@ -19,6 +19,12 @@ from trainer.seeding import permutation
 
 _FORMAT = 2  # of `state_dict`; format 1 had one layout for prompts and one for examples
 _FORMAT_WITH_GAPS = 3  # also has rows behind the next one; versions that cannot read them must refuse it
+FORMAT_OF_MIX = 4
+"""Of the state of a `trainer.data.mix_ledger.MixLedger`."""
+HOW_TO_FORK = (
+    "fork the checkpoint (trainer.resume_mode=from_path) with "
+    "trainer.load_components=[weights,optimizer,rng,state], which begins the new data at its first row"
+)
 _LONGEST_FINGERPRINT = 100
 _STATE: dict[Any, Shape] = {
     "places": [{"epoch": is_count, "position": is_count}],
@@ -58,6 +64,7 @@ class Ledger:
         fingerprint: returns a digest of the rows as the policy sees them; called at the first save or load. A longer
             text is digested here.
         row_fingerprint: returns a digest of all that the rows hold; None: there is no more than that.
+        source: name of the source of `data.mix` that has the rows; keys the permutations, too. Empty: there is no mix.
         weights: how often rows of each data set come, relative to the others; empty for one data set.
         curriculum: chooses and orders the rows of an epoch; for one data set.
         curriculum_name: its import path. A run continues with no other.
@@ -73,6 +80,7 @@ class Ledger:
         curriculum: Curriculum | None = None,
         curriculum_name: str = "",
         row_fingerprint: Callable[[], str] | None = None,
+        source: str = "",
     ):
         assert datasets and all(datasets) and len(weights) in (0, len(datasets)), (len(datasets), weights)
         assert len(datasets) == 1 or (weights and curriculum is None)
@@ -85,11 +93,22 @@ class Ledger:
         self._shares = [weight / total for weight in weights] or [1.0]
         self._curriculum = curriculum
         self._name = curriculum_name
-        self._positions = [(0, 0)] * len(datasets)  # epoch, and index in its order, of each data set's next row
+        self._source = source
+        self._section = f"data.mix.{source}" if source else "data"
+        self._ordering = threading.Lock()  # rows are drawn on other threads, too
+        self.restart()
+
+    def restart(self) -> None:
+        """Go back to the first row."""
+        # Epoch, and index in its order, of each data set's next row.
+        self._positions = [(0, 0)] * len(self._datasets)
         self._trained_ahead: set[SampleIndex] = set()  # rows behind a gap
         self._orders: dict[tuple[int, int], list[int]] = {}
-        self._ordering = threading.Lock()  # rows are drawn on other threads, too
         self._rewards: dict[int, float] = {}
+
+    def row(self, index: SampleIndex) -> Any:
+        """Return a row."""
+        return self._datasets[index.dataset][index.index]
 
     @property
     def epoch(self) -> float:
@@ -178,6 +197,8 @@ class Ledger:
                 count = len(self._datasets[dataset])
                 if self._curriculum is not None:
                     order = self._ask_curriculum(epoch)
+                elif self._source:
+                    order = permutation(count, self._seed, "mix", self._source, epoch).tolist()
                 elif self._kind == "prompts":
                     order = permutation(count, self._seed, "epoch", epoch).tolist()
                 else:
@@ -188,12 +209,12 @@ class Ledger:
     def _ask_curriculum(self, epoch: int) -> list[int]:
         assert self._curriculum is not None
         rows = self._datasets[0]
-        with user_code(f"data.curriculum={self._name}: failed for epoch {epoch} ({{}})"):
+        with user_code(f"{self._section}.curriculum={self._name}: failed for epoch {epoch} ({{}})"):
             order = [int(row) for row in self._curriculum(rows, epoch, dict(self._rewards))]
         if not order or len(set(order)) < len(order) or not 0 <= min(order) <= max(order) < len(rows):
             raise UserError(
-                f"data.curriculum: for epoch {epoch} it returned {len(order)} indices; it must return at least one, "
-                f"each once, from 0 to {len(rows) - 1}"
+                f"{self._section}.curriculum: for epoch {epoch} it returned {len(order)} indices; it must return at "
+                f"least one, each once, from 0 to {len(rows) - 1}"
             )
         return order
 
@@ -233,14 +254,14 @@ class Ledger:
         problem = self._problem(state)
         if problem is not None:
             raise UserError(
-                f"data: the checkpoint's position in the data is corrupt ({problem}); use another checkpoint"
+                f"{self._section}: the checkpoint's position in the data is corrupt ({problem}); use another checkpoint"
             )
         saved = state.get("curriculum")
         before, now = saved and saved["name"], None if self._curriculum is None else self._name
         if before != now:
             raise UserError(
-                f"data.curriculum={now}: the run was saved with {before}, and its position in the data means nothing "
-                "otherwise; restore the key"
+                f"{self._section}.curriculum={now}: the run was saved with {before}, and its position in the data "
+                "means nothing otherwise; restore the key"
             )
         self._positions = [(saved["epoch"], saved["position"]) for saved in state["places"]]
         self._trained_ahead = set(_saved_indices(state))
@@ -258,7 +279,7 @@ class Ledger:
         problem = mismatch(state, shape)
         if problem is not None:
             raise UserError(
-                f"data: the checkpoint's position in the data is corrupt ({problem}); use another checkpoint"
+                f"{self._section}: the checkpoint's position in the data is corrupt ({problem}); use another checkpoint"
             )
         if self._kind == "prompts":
             positions = [{"epoch": state["epoch"], "position": state["position"]}]
@@ -266,8 +287,8 @@ class Ledger:
         if len(state["consumed"]) != len(self._datasets):
             found = len(state["consumed"])
             raise UserError(
-                f"data: the checkpoint's position in the data is corrupt (it has {found} data sets instead of "
-                f"{len(self._datasets)}); use another checkpoint"
+                f"{self._section}: the checkpoint's position in the data is corrupt (it has {found} data sets instead "
+                f"of {len(self._datasets)}); use another checkpoint"
             )
         rows = [len(dataset) for dataset in self._datasets]
         positions = [
@@ -278,28 +299,33 @@ class Ledger:
 
     def _check_data(self, state: dict[str, Any]) -> None:
         """Check that `state` was saved with this seed and these rows."""
+        if state.get("format") == FORMAT_OF_MIX:
+            raise UserError(
+                "data.mix: the run was saved with a mix of sources, and its position in the data means nothing "
+                f"otherwise; restore the key, or {HOW_TO_FORK}"
+            )
         if state.get("format") not in (_FORMAT, _FORMAT_WITH_GAPS):
             raise UserError(
-                f"data: the checkpoint's position in the data has format {state.get('format')}, this version reads "
-                f"up to {_FORMAT_WITH_GAPS}; resume with the version that wrote it"
+                f"{self._section}: the checkpoint's position in the data has format {state.get('format')}, this "
+                f"version reads up to {_FORMAT_WITH_GAPS}; resume with the version that wrote it"
             )
         compared = [
             ("seed", "trainer.seed", f"the order of the {self._kind}", self._seed),
-            ("rows", "data", f"the number of {self._kind}", [len(dataset) for dataset in self._datasets]),
-            ("fingerprint", "data", f"the {self._kind}' content", self._fingerprint),
+            ("rows", self._section, f"the number of {self._kind}", [len(dataset) for dataset in self._datasets]),
+            ("fingerprint", self._section, f"the {self._kind}' content", self._fingerprint),
         ]
         if "row_fingerprint" in state and self._row_fingerprint is not None:  # earlier versions saved none
             meaning = "the content of columns besides prompt and answer"
-            compared.append(("row_fingerprint", "data", meaning, self._row_fingerprint))
+            compared.append(("row_fingerprint", self._section, meaning, self._row_fingerprint))
         for name, key, meaning, own in compared:
             saved = state.get(name)
             if name.endswith("fingerprint") and isinstance(saved, str):
                 saved = _short(saved)  # earlier versions saved any text
             if saved != own:
+                other_name = "give the source another name, or " if self._source and key == self._section else ""
                 raise UserError(
                     f"{key}: {meaning} is not that of the checkpoint ({name} {own} instead of {saved}); "
-                    "restore the data and seed of the run, or fork the checkpoint (trainer.resume_mode=from_path) with "
-                    "trainer.load_components=[weights,optimizer,rng,state], which begins the new data at its first row"
+                    f"restore the data and seed of the run, or {other_name}{HOW_TO_FORK}"
                 )
 
     def _problem(self, state: dict[str, Any]) -> str | None:

@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 
 
 @functools.cache
-def schema() -> pa.Schema:
+def schema(has_sources: bool = False) -> pa.Schema:
     """Return the columns: one row for each episode.
+
+    Args:
+        has_sources: the episodes are of several sources. Files without sources stay readable for earlier versions.
 
     `key` names its group in the journal; null elsewhere. `messages`, `rewards` and `metrics` are JSON, which has any
     content; null stands for what an episode does not have.
@@ -37,6 +40,7 @@ def schema() -> pa.Schema:
     texts = [(name, pa.string()) for name in ("key", "group", "uid", "messages", "answer", "status", "failure")]
     of_reward = [("reward", pa.float64()), ("baseline", pa.float64()), ("rewards", pa.string())]
     others = [("metrics", pa.string()), ("turns", pa.int64()), ("samples", pa.list_(sample))]
+    others += [("source", pa.string())] if has_sources else []
     return pa.schema([("step", pa.int64()), *texts, *of_reward, *others])
 
 
@@ -73,7 +77,9 @@ def encode(
         columns["messages"] = _messages_column(episodes)
         columns |= {"step": [step] * len(episodes), "key": keys or [None] * len(episodes)}
         columns["samples"] = _samples_column(episodes)
-        table = pa.table([columns[name] for name in schema().names], schema().with_metadata(dict(about or {})))
+        columns["source"] = [episode.source for episode in episodes]
+        kept = schema(any(columns["source"]))
+        table = pa.table([columns[name] for name in kept.names], kept.with_metadata(dict(about or {})))
     except (TypeError, UnicodeError, pa.ArrowException) as error:
         raise ValueError(str(error)) from error
     sink = pa.BufferOutputStream()
@@ -93,10 +99,11 @@ def decode_groups(data: bytes) -> tuple[dict[str, list[Episode]], dict[str, str]
 
     try:
         table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
-        if not table.schema.equals(schema()):
+        has_sources = table.schema.equals(schema(has_sources=True))
+        if not (has_sources or table.schema.equals(schema())):
             raise ValueError("it has other columns")
         table.validate(full=True)
-        rows = table.select([*_PLAIN, *_JSON, "key"]).to_pylist()
+        rows = table.select([*_PLAIN, *_JSON, "key", *(["source"] if has_sources else [])]).to_pylist()
         samples = _samples_of(table.column("samples").combine_chunks())
     except (pa.ArrowException, OSError) as error:
         raise ValueError(str(error)) from error

@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from trainer.data.datasets import read_rows
 from trainer.data.records import encode
+from trainer.data.row_files import read_rows
 from trainer.episodes import Episode, split_messages
 from trainer.errors import UserError
 from trainer.files.atomic_io import write_file

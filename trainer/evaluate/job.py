@@ -16,6 +16,7 @@ from trainer.checkpoint.start_weights import fingerprint_weights, read_revisions
 from trainer.checkpoint.tensors import NamedFiles
 from trainer.config import Config
 from trainer.config.fields import resume_rules
+from trainer.config.schema import is_open
 from trainer.config.transports import ADAPTER, TRANSPORTS
 from trainer.data.datasets import Prompt
 from trainer.data.row_digest import digest_rows
@@ -55,6 +56,7 @@ from trainer.run.run_metadata import LOG_NAME, record_start
 from trainer.sources.base import Evaluation
 from trainer.sources.evaluation import RolloutEvaluator, rewards_by_row
 from trainer.sources.rollout_runner import RolloutRunner
+from trainer.sources.routes import make_routes
 from trainer.sources.sampling import read_prompts
 from trainer.tasks.base import tokenizer_of
 
@@ -123,7 +125,8 @@ class _Evaluating:
             cluster = ends.enter_context(cluster_of(self.cfg, self._device))
             way = TRANSPORTS["shared_memory"] if weights.adapter is None else ADAPTER
             pool = EnginePool(self.cfg, cluster, weights, path, keeps_weights=True, way=way)
-            runner = RolloutRunner(self.cfg, pool, tokenizer, stop_token_ids(path, tokenizer), self._scorer(), journal)
+            routes = make_routes(self.cfg, {"": self._scorer()}, tokenizer)
+            runner = RolloutRunner(self.cfg, pool, tokenizer, stop_token_ids(path, tokenizer), routes, journal)
             ends.enter_context(runner)
             with stage("starting the engines"):
                 pool.start(version=self._step + 1, is_initial=True)
@@ -268,7 +271,7 @@ def _check_functions(cfg: Config) -> None:
 def deciding(cfg: Config) -> dict[str, str]:
     """Return digests of the settings that decide what an evaluation measures, by key."""
     rollouts, _ = deciding_settings(cfg)
-    flat = flatten(redact(dataclasses.asdict(cfg), references=False), whole=("data.val_sets",))
+    flat = flatten(redact(dataclasses.asdict(cfg), references=False), whole=is_open)
     rules = resume_rules(cfg)
     validation = {
         key: value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _MAX_DEPTH = 50
@@ -75,16 +75,18 @@ def parse_yaml(text: bytes | str, shape: dict[Any, Shape] | None = None) -> dict
     return _checked(value, shape or {})
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "", whole: Collection[str] = ()) -> dict[str, Any]:
+def flatten(
+    tree: Mapping[str, Any], prefix: str = "", whole: Callable[[str], bool] = lambda key: False
+) -> dict[str, Any]:
     """Return the values of nested mappings by dotted key.
 
     Args:
-        whole: keys of mappings that stay values.
+        whole: returns whether the mapping of a key stays a value.
     """
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        is_section = isinstance(value, Mapping) and key not in whole
+        is_section = isinstance(value, Mapping) and not whole(key)
         flat |= flatten(value, f"{key}.", whole) if is_section else {key: value}
     return flat
 

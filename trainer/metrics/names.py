@@ -41,6 +41,29 @@ METRICS: dict[str, Metric] = {
     ),
     "episode/turns/mean": Metric("Mean number of replies in the step's episodes.", "turns"),
     "episode/tokens/mean": Metric("Mean number of tokens that the policy sampled in an episode.", "tokens"),
+    "data/<name>/prompts": Metric("Rows of a source of `data.mix` trained on since the run began.", "prompts"),
+    "data/<name>/epoch": Metric("Passes over the rows of a source of `data.mix`, with fractions.", "epochs"),
+    "data/<name>/reward/mean": Metric("Mean reward of the step's completions for a source of `data.mix`.", "reward"),
+    "data/<name>/reward/std": Metric("Standard deviation of these rewards.", "reward"),
+    "data/<name>/reward/zero_std_frac": Metric(
+        "Groups of the source whose completions all got the same reward (see `reward/zero_std_frac`).", "share"
+    ),
+    "data/<name>/reward/<term>/mean": Metric(
+        "Mean of one term of these rewards (see `reward/<name>/mean`, which a run with `data.mix` does not log).",
+        "reward",
+    ),
+    "data/<name>/accuracy": Metric(
+        "Completions for the source that are a success: their reward is at least the source's "
+        "`reward.success_threshold`.",
+        "share",
+    ),
+    "data/<name>/failures": Metric("Completions for the source whose reward or environment failed.", "completions"),
+    "data/<name>/response_length/mean": Metric(
+        "Mean number of tokens that the policy sampled for the source.", "tokens"
+    ),
+    "data/<name>/episode/<metric>/mean": Metric(
+        "Of a source with an environment: `episode/<name>/mean`, `episode/turns/mean` and `episode/tokens/mean`.", "1"
+    ),
     "sampling/batches": Metric("Batches of prompts that dynamic sampling drew for the step.", "batches"),
     "sampling/filtered": Metric(
         "Prompts that dynamic sampling left out because all their completions got the same reward.", "prompts"
@@ -176,7 +199,7 @@ def of_val_set(name: str, measure: str) -> str:
 
 def _pattern(known: str) -> str:
     """Return the expression that matches the names for which a key of `METRICS` stands."""
-    return re.escape(known).replace("<name>", ".+").replace("<k>", "[1-9][0-9]*")
+    return re.sub("<[a-z]+>", ".+", re.escape(known).replace("<k>", "[1-9][0-9]*"))
 
 
 def with_reference(page: str) -> str:

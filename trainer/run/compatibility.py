@@ -11,9 +11,10 @@ from typing import Any
 
 from trainer.checkpoint.components import Restore, is_allowed
 from trainer.checkpoint.manifest import Checkpoint
-from trainer.config import OPEN_SECTIONS, TASKS, Config, correction_of, own_defaults
+from trainer.config import TASKS, Config, correction_of, own_defaults
 from trainer.config.fields import HARMLESS, RESUME, ResumeRule, SavedRun
 from trainer.config.fields import resume_rules as config_rules
+from trainer.config.schema import MAPPINGS, is_open, plain, with_sections, without_source
 from trainer.errors import UserError, as_list
 from trainer.files.documents import flatten
 from trainer.files.redaction import agree, redact
@@ -62,14 +63,24 @@ class ConfigRefused(UserError):
 def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Change]:
     """Return the leaf keys in which two nested configs differ.
 
+    Of sections that only one of them has, such as a source of `data.mix`, their mapping is the key that differs. A key
+    of a source that changes with that of the run is left out.
+
     Args:
         defaults: values of keys that the saved config does not have, because an older version wrote it.
     """
-    fallback = flatten(defaults, whole=OPEN_SECTIONS)
-    old, new = (_with_schedules(fallback | flatten(config, whole=OPEN_SECTIONS)) for config in (saved, now))
+    fallback = _flat(defaults)
+    old, new = (_with_schedules(fallback | _flat(config)) for config in (saved, now))
+    usual = _flat(dataclasses.asdict(with_sections()))
+    one_sided = tuple(f"{key}.{name}." for key in MAPPINGS for name in {*old[key]} ^ {*new[key]})
     own_before, own_now = _defaults_of_functions(old), _defaults_of_functions(new)
     changes = []
     for name in sorted(new):
+        of_run = without_source(name)
+        if name.startswith(one_sided) or (name != of_run and (old.get(name), new[name]) == (old[of_run], new[of_run])):
+            continue
+        if name not in old:  # an earlier version saved the source
+            old[name] = usual.get(plain(name)) if name == of_run else old[of_run]
         # Earlier versions saved null for the default of a function.
         before = own_before.get(name) if old.get(name) is None else old[name]
         after = own_now.get(name) if new[name] is None else new[name]
@@ -161,7 +172,7 @@ def deciding_settings(cfg: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     rollout = dataclasses.replace(cfg.rollout, engine_args=cfg.rollout.deciding_args)
     algorithm = dataclasses.replace(cfg.algorithm, rollout_correction=correction_of(cfg))
     deciding = dataclasses.replace(cfg, rollout=rollout, algorithm=algorithm)
-    flat = _with_schedules(flatten(redact(dataclasses.asdict(deciding), references=False), whole=OPEN_SECTIONS))
+    flat = _with_schedules(_flat(redact(dataclasses.asdict(deciding), references=False)))
     paths = {"model.path", *(role.key for role in cfg.roles)}
     by_rule: dict[str, dict[str, Any]] = {name: {} for name in RESUME}
     for key, rule in config_rules(cfg).items():
@@ -190,6 +201,15 @@ def added_steps(changes: list[Change], cfg: Config, step: int) -> dict[str, int]
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
     """Return whether one of the patterns covers the key `name`."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a nested config by dotted key, and the names in each of `MAPPINGS`."""
+    flat = flatten(config, whole=is_open)
+    for key in MAPPINGS:
+        section, _, name = key.rpartition(".")
+        flat[key] = sorted((config.get(section) or {}).get(name) or {})
+    return flat
 
 
 def _with_schedules(flat: dict[str, Any]) -> dict[str, Any]:

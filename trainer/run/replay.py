@@ -28,7 +28,7 @@ _SMALL = 1e-3
 """A metric that was 0 may leave it by this much: when rewards begin to differ, the policy begins to move."""
 _ROUNDING = 1e-3  # relative difference that another number of ranks may cause in one step
 _RATE_ROUNDING = 1e-6
-_OF_EPISODES = ("reward/", "response_length/", "episode/", "environment/", "sampling/", "progress/")
+_OF_EPISODES = ("data/", "reward/", "response_length/", "episode/", "environment/", "sampling/", "progress/")
 _OF_EPISODES += ("val/reward/", "val/accuracy", "val/pass@", "val/failures")
 """Metrics, by the beginnings of their names, that the driver computes from episodes alone."""
 _GPU_TOLERANCE = 1e-2  # kernels that add with atomics differ from run to run in the last bits

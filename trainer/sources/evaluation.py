@@ -20,7 +20,8 @@ from trainer.metrics.names import of_val_set, pass_at
 from trainer.metrics.row_values import means_of, row_values
 from trainer.metrics.tracker import METRICS_FILE, read_metrics, values_of
 from trainer.sources.base import Evaluation
-from trainer.sources.rollout_runner import RolloutRunner, means, reward_terms
+from trainer.sources.episode_metrics import means, reward_terms
+from trainer.sources.rollout_runner import RolloutRunner
 
 if TYPE_CHECKING:
     from trainer.config import ValSetConfig

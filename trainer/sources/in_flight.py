@@ -34,8 +34,9 @@ from trainer.process.failpoints import failpoint
 from trainer.rewards.scores import Failures
 from trainer.sources.ahead import BatchProgress, BatchThread, end_threads
 from trainer.sources.batches import StepBatch, UsedRow
+from trainer.sources.episode_metrics import mean_versions
 from trainer.sources.recorded import RecordedGroups, content_of
-from trainer.sources.rollout_runner import RolloutRunner, mean_versions
+from trainer.sources.rollout_runner import RolloutRunner
 from trainer.sources.sampling import Group, SamplingSource
 from trainer.sources.window import Window
 
@@ -263,20 +264,27 @@ class InFlightSource(SamplingSource):
         """Log the failures of groups that a step has taken, and record these.
 
         Raises:
-            UserError: too many have failed.
+            UserError: too many of one source have failed.
         """
-        section = "environment" if self.cfg.environment.name else "reward"
-        most = (self.cfg.environment if self.cfg.environment.name else self.cfg.reward).max_error_rate
+        by_source: dict[str, list[GroupThread]] = {}
+        for thread in threads:
+            by_source.setdefault(self.ledger.row(thread.row).source, []).append(thread)
+        for source, some in by_source.items():
+            self._judge_source(self.runner.routes[source].cfg, some, step)
+        for thread in threads:
+            for call in thread.calls:
+                call.accept()
+
+    def _judge_source(self, cfg: Config, threads: Sequence[GroupThread], step: int) -> None:
+        section = "environment" if cfg.environment.name else "reward"
+        most = (cfg.environment if cfg.environment.name else cfg.reward).max_error_rate
         for calls, purpose in zip(zip(*(thread.calls for thread in threads), strict=True), _PURPOSES, strict=False):
             failures = Failures.among((reason for call in calls for reason in call.failures), section)
             total, of = sum(len(call.requests) for call in calls), purpose.format(step)
             if (problem := failures.problem(total, most, of)) is not None:
                 raise UserError(problem)
-            for line in failures.lines(total, self.cfg.on_failure, of):
+            for line in failures.lines(total, cfg.on_failure, of):
                 LOG.warning(line)
-        for thread in threads:
-            for call in thread.calls:
-                call.accept()
 
     def _take(self, wanted: int) -> list[int] | None:
         """Return the next groups. None: they are not finished; it has waited a moment for them."""

@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
-import numpy as np
-
 from trainer.config import Config
-from trainer.environments.episode_runner import (
-    EnvironmentRunner,
-    EpisodeRunner,
-    RolloutRequest,
-    SingleTurnRunner,
-    report_failures,
-)
+from trainer.environments.episode_runner import Generate, RolloutRequest
 from trainer.episodes import Episode
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.engine_pool import EnginePool
 from trainer.journal.journal import Journal
 from trainer.process import time_limits
 from trainer.process.signals import SIGNALS
-from trainer.rewards.scorer import Scorer
-from trainer.rewards.terms import RewardInput
 from trainer.sources.ahead import BatchProgress
+from trainer.sources.joined_rounds import RunnerPart, run_together
 from trainer.sources.recorded import RecordedGroups
+from trainer.sources.routes import Route
+from trainer.sources.scored_part import ScoredPart, by_source
 
 
 class _Here(threading.local):
@@ -43,7 +36,7 @@ class RolloutRunner:
 
     Args:
         stop_tokens: end a completion.
-        scorer: gives the rewards. None: the environment gives them, or all are 0.
+        routes: how episodes are run and rewarded, by the sources of their prompts.
         journal: has the episodes that were run before a kill, and gets the others.
     """
 
@@ -53,7 +46,7 @@ class RolloutRunner:
         engines: EnginePool,
         tokenizer: Any,
         stop_tokens: tuple[int, ...],
-        scorer: Scorer | None,
+        routes: Mapping[str, Route],
         journal: Journal,
     ):
         self.cfg = cfg
@@ -62,10 +55,7 @@ class RolloutRunner:
         self.largest_reward = -math.inf
         """Of all episodes so far."""
         self._stop_tokens = stop_tokens
-        self._episodes: EpisodeRunner = (EnvironmentRunner if cfg.environment.name else SingleTurnRunner)(
-            cfg, tokenizer
-        )
-        self._scorer = scorer
+        self.routes = routes
         self._lock = threading.Lock()
         self._counting = threading.Lock()
         self._generating = 0  # the thread that has the lock
@@ -73,9 +63,10 @@ class RolloutRunner:
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._episodes)
-            if self._scorer is not None:
-                stack.enter_context(self._scorer)
+            runners = {id(route.episodes): route.episodes for route in self.routes.values()}
+            scorers = {id(route.scorer): route.scorer for route in self.routes.values() if route.scorer is not None}
+            for process in (*runners.values(), *scorers.values()):
+                stack.enter_context(process)
             self._processes = stack.pop_all()
         return self
 
@@ -88,7 +79,8 @@ class RolloutRunner:
 
         But not between calls of `run` if the scorer needs their GPUs.
         """
-        needs_gpus = self._scorer is not None and self._scorer.uses_ranks
+        scorers = [route.scorer for route in self.routes.values() if route.scorer is not None]
+        needs_gpus = any(scorer.uses_ranks for scorer in scorers)
         with contextlib.ExitStack() as block:
             self._here.block = None if needs_gpus else block
             try:
@@ -126,18 +118,45 @@ class RolloutRunner:
 
     def _run(self, recorded: RecordedGroups, purpose: str, progress: BatchProgress, is_last: bool) -> list[Episode]:
         """Run episodes, and score those that have ended while others are generated."""
-        with contextlib.closing(self._ended(recorded, progress, is_last)) as chunks:
-            if self._scorer is not None:
-                return self._score(self._scorer, recorded, chunks, purpose, progress)
-            ended: dict[int, Episode] = {}
+        ended: dict[int, Episode] = {}
+        rewarded: dict[int, Episode] = {}
+        with contextlib.closing(self._ended(recorded, progress, is_last)) as chunks, contextlib.ExitStack() as block:
+            parts = [
+                ScoredPart(self.routes[source], requests, recorded.size, block, purpose, self._known(recorded, source))
+                for source, requests in by_source(recorded.missing).items()
+            ]
+            looked = time.monotonic()
+
+            def keep() -> None:
+                nonlocal looked
+                progress.check()
+                if time.monotonic() - looked > time_limits.JOURNAL_FLUSH_S:
+                    looked = time.monotonic()
+                    known = {
+                        i: episode for part in parts for i, episode in part.finished(ended, recorded.lacks).items()
+                    }
+                    recorded.keep(known)
+
             for chunk in chunks:
-                rewarded = {i: self._with_reward(episode, *_own_reward(episode)) for i, episode in chunk.items()}
-                recorded.keep(rewarded)
-                ended |= rewarded
-        episodes = [ended[index] for index in range(len(recorded.missing))]
-        if recorded.known is not None:
-            report_failures(episodes, self.cfg.environment.on_failure, purpose)
-        return episodes
+                ended |= chunk
+                own = {i: episode for part in parts for i, episode in part.take(chunk, ended).items()}
+                recorded.keep(own)
+                rewarded |= own
+                keep()
+            for part in parts:
+                if part.session is not None:
+                    with progress.timer("reward"):
+                        rewarded |= part.scores(ended, keep)
+                elif recorded.known is not None:
+                    part.report_failures(rewarded, purpose)
+        return [rewarded[index] for index in range(len(recorded.missing))]
+
+    def _known(self, recorded: RecordedGroups, source: str) -> int | None:
+        """Return how many episodes of a source the journal has. None: failures are judged elsewhere."""
+        if recorded.known is None:
+            return None
+        of_source = [[r for r in some if r.prompt.source == source] for some in (recorded.requests, recorded.missing)]
+        return len(of_source[0]) - len(of_source[1])
 
     def _ended(self, recorded: RecordedGroups, progress: BatchProgress, is_last: bool) -> Iterator[dict[int, Episode]]:
         """Yield the missing episodes as they end, by their indices in `missing`."""
@@ -146,7 +165,8 @@ class RolloutRunner:
         requests, stream = recorded.missing, self.engines.stream
         if needs_company:
             requests = recorded.requests
-            if not self.cfg.environment.name:  # else all run again: each turn's company depends on those before it
+            turns = any(self.routes[request.prompt.source].cfg.environment.name for request in requests)
+            if not turns:  # else all run again: each turn's company depends on those before it
                 stream = functools.partial(stream, wanted=recorded.missing_indices)
 
         def generate(prompts: Sequence[Request]) -> Iterator[dict[int, Completion]]:
@@ -162,46 +182,35 @@ class RolloutRunner:
                         return
                     yield chunk
 
-        known = None if recorded.known is None else len(recorded.requests) - len(requests)
-        chunks = self._episodes.run(requests, generate, progress.timer, known, progress.check)
+        chunks = self._run_episodes(recorded, requests, generate, progress)
         if needs_company:
             chunks = _chosen(chunks, recorded.missing_indices)
         yield from chunks
         if is_last:
             progress.mark_generated()
 
-    def _score(
-        self,
-        scorer: Scorer,
-        recorded: RecordedGroups,
-        chunks: Iterator[Mapping[int, Episode]],
-        purpose: str,
-        progress: BatchProgress,
-    ) -> list[Episode]:
-        """Compute the rewards of each group as soon as its episodes have ended."""
-        requests, n = recorded.missing, recorded.size
-        ended: dict[int, Episode] = {}
-        with scorer.scoring(n, purpose, recorded.known) as session:
-            looked = time.monotonic()
-
-            def keep() -> None:
-                nonlocal looked
-                progress.check()
-                if time.monotonic() - looked > time_limits.JOURNAL_FLUSH_S:
-                    looked = time.monotonic()
-                    known = session.finished().items()
-                    recorded.keep({i: self._with_reward(ended[i], *result) for i, result in known if recorded.lacks(i)})
-
-            for chunk in chunks:
-                ended |= chunk
-                for group in sorted({index // n for index in chunk}):
-                    indices = range(group * n, group * n + n)
-                    if all(index in ended for index in indices):
-                        session.add(indices.start, [_reward_input(requests[index], ended[index]) for index in indices])
-                keep()
-            with progress.timer("reward"):
-                scores = session.scores(keep)
-        return [self._with_reward(ended[index], *result) for index, result in enumerate(scores.each())]
+    def _run_episodes(
+        self, recorded: RecordedGroups, requests: Sequence[RolloutRequest], generate: Generate, progress: BatchProgress
+    ) -> Iterator[dict[int, Episode]]:
+        """Yield the episodes of these requests as they end. Several runners share the rounds."""
+        places: dict[int, list[int]] = {}
+        runners = {id(route.episodes): route.episodes for route in self.routes.values()}
+        of_source = {source: id(route.episodes) for source, route in self.routes.items()}
+        for place, request in enumerate(requests):
+            places.setdefault(of_source[request.prompt.source], []).append(place)
+        totals = Counter(of_source[request.prompt.source] for request in recorded.requests)
+        parts = [
+            RunnerPart(
+                runners[runner],
+                [requests[place] for place in own],
+                own,
+                None if recorded.known is None else totals[runner] - len(own),
+            )
+            for runner, own in places.items()
+        ]
+        if len(parts) == 1:
+            return parts[0].episodes.run(requests, generate, progress.timer, parts[0].known, progress.check)
+        return run_together(parts, generate, progress.timer, progress.check)
 
     @contextlib.contextmanager
     def _turn(self, progress: BatchProgress) -> Iterator[None]:
@@ -223,41 +232,11 @@ class RolloutRunner:
         finally:
             self._lock.release()
 
-    def _with_reward(self, episode: Episode, reward: float, terms: Mapping[str, float], reason: str) -> Episode:
-        """Return an episode with its reward. `reason`: why the reward failed, empty if it did not."""
-        is_left_out = reason and self.cfg.on_failure == "leave_out"
-        return dataclasses.replace(episode, reward=None if is_left_out else reward, rewards=terms, failure=reason)
-
     def sampling(self, temperature: float, top_p: float, top_k: int) -> Sampling:
         return Sampling(temperature, top_p, top_k, self.cfg.rollout.max_response_tokens, self._stop_tokens)
 
     def greedy(self) -> Sampling:
         return self.sampling(0.0, 1.0, -1)
-
-
-def staleness(episodes: Sequence[Episode], step: int) -> dict[str, float]:
-    """Return by how many versions the weights that sampled the episodes are older than those that the step trains."""
-    samples = [sample for episode in episodes for sample in episode.samples if sample.mask.any()]
-    ages = [step - sample.weight_versions[0] for sample in samples if sample.weight_versions is not None]
-    return {"rollout/staleness_mean": float(np.mean(ages)), "rollout/staleness_max": float(max(ages))} if ages else {}
-
-
-def mean_versions(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Return how many versions of the weights have sampled an episode."""
-    ranges = [sample.weight_versions for episode in episodes for sample in episode.samples if sample.mask.any()]
-    counts = [newest - oldest + 1 for oldest, newest in filter(None, ranges)]
-    return {"rollout/versions_mean": float(np.mean(counts))} if counts else {}
-
-
-def means(name: str, values: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the metrics `{name}/{term}/mean`. A term that one of the values lacks counts as 0 there."""
-    terms = sorted({term for value in values for term in value})
-    return {f"{name}/{term}/mean": sum(value.get(term, 0.0) for value in values) / len(values) for term in terms}
-
-
-def reward_terms(episodes: Sequence[Episode]) -> list[Mapping[str, float]]:
-    """Return the terms of the rewards that are not left out."""
-    return [episode.rewards for episode in episodes if episode.reward is not None]
 
 
 def _chosen(chunks: Iterator[dict[int, Episode]], chosen: Sequence[int]) -> Iterator[dict[int, Episode]]:
@@ -266,14 +245,3 @@ def _chosen(chunks: Iterator[dict[int, Episode]], chosen: Sequence[int]) -> Iter
     with contextlib.closing(chunks):
         for chunk in chunks:
             yield {positions[index]: episode for index, episode in chunk.items() if index in positions}
-
-
-def _own_reward(episode: Episode) -> tuple[float, dict[str, float], str]:
-    """Return the reward that an environment gave, its terms, and why it failed."""
-    return episode.reward or 0.0, dict(episode.rewards), episode.failure
-
-
-def _reward_input(request: RolloutRequest, episode: Episode) -> RewardInput:
-    """Return an episode as a scorer gets it."""
-    prompt = request.prompt
-    return RewardInput(episode.text, prompt.answer, prompt.text, episode.messages, prompt.row, episode.status, episode)

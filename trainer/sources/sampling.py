@@ -18,6 +18,7 @@ from trainer.checkpoint.components import Component
 from trainer.config import Config
 from trainer.data.datasets import Prompt, PromptSet, load_prompts, load_rows
 from trainer.data.ledger import Ledger, SampleIndex
+from trainer.data.mix_ledger import MixLedger
 from trainer.data.row_digest import digest_rows
 from trainer.environments.episode_runner import RolloutRequest
 from trainer.episodes import Episode
@@ -27,7 +28,8 @@ from trainer.metrics.timing import Timer
 from trainer.sources.ahead import BatchesAhead, BatchProgress, steps_to_begin
 from trainer.sources.batches import StepBatch, UsedRow, ahead_part
 from trainer.sources.dynamic_sampling import choose_groups, have_different_rewards
-from trainer.sources.rollout_runner import RolloutRunner, means, reward_terms, staleness
+from trainer.sources.episode_metrics import episode_metrics, failure_metrics, staleness
+from trainer.sources.rollout_runner import RolloutRunner
 
 LOG = logging.getLogger(__name__)
 
@@ -47,15 +49,45 @@ class Group:
 
 
 def read_prompts(cfg: Config, split: str, tokenizer: Any) -> PromptSet:
-    """Return the prompts of `train` or `val`; with an environment, the rows that it makes prompts of."""
+    """Return the prompts of `train` or `val`; with an environment, the rows that it makes prompts of.
+
+    The training prompts of a mix are those of its sources, one source after another.
+    """
+    if split == "train" and cfg.data.mix:
+        sets = [read_source(cfg, f"mix.{name}", tokenizer) for name in sorted(cfg.data.mix)]
+        return PromptSet([prompt for one in sets for prompt in one.prompts], sum(one.dropped for one in sets))
     if cfg.environment.name:
         return load_rows(cfg.data, split)
     return load_prompts(cfg.data, split, tokenizer, cfg.rollout.max_prompt_tokens)
 
 
-def prompt_ledger(cfg: Config, prompts: Sequence[Prompt]) -> Ledger:
-    """Return the ledger of a run that samples from `prompts`."""
+def read_source(cfg: Config, source: str, tokenizer: Any) -> PromptSet:
+    """Return the prompts of a source, which name it.
 
+    Args:
+        source: dotted name below `data`, such as `mix.math`.
+    """
+    found = read_prompts(cfg.of_source(source), "train", tokenizer)
+    return replace(found, prompts=[replace(prompt, source=source) for prompt in found.prompts])
+
+
+def prompt_ledger(cfg: Config, prompts: Sequence[Prompt]) -> Ledger | MixLedger:
+    """Return the ledger of a run that samples from `prompts`."""
+    if not cfg.data.mix:
+        return _ledger_of_source(cfg, prompts)
+    rows: dict[str, list[Prompt]] = {name: [] for name in cfg.data.mix}
+    for prompt in prompts:
+        rows[_name_in_mix(prompt)].append(prompt)
+    ledgers = {name: _ledger_of_source(cfg.of_source(f"mix.{name}"), rows[name], name) for name in rows}
+    weights = {name: source.weight for name, source in cfg.data.mix.items()}
+    return MixLedger(ledgers, weights, {name: len(some) for name, some in rows.items()})
+
+
+def _name_in_mix(prompt: Prompt) -> str:
+    return prompt.source.partition(".")[2]
+
+
+def _ledger_of_source(cfg: Config, prompts: Sequence[Prompt], name: str = "") -> Ledger:
     def fingerprint() -> str:
         digest = xxhash.xxh3_128()
         for prompt in prompts:
@@ -71,16 +103,17 @@ def prompt_ledger(cfg: Config, prompts: Sequence[Prompt]) -> Ledger:
         system_prompt = None if cfg.environment.name else cfg.data.system_prompt  # a template may leave it out
         return digest_rows((prompt.row for prompt in prompts), system_prompt)
 
-    name = cfg.data.curriculum
-    curriculum = import_function(name, "data.curriculum") if name else None
+    path = cfg.data.curriculum
+    curriculum = import_function(path, cfg.data.name_of("curriculum")) if path else None
     return Ledger(
         [prompts],
         cfg.trainer.seed,
         "prompts",
         fingerprint,
         curriculum=curriculum,
-        curriculum_name=name or "",
+        curriculum_name=path or "",
         row_fingerprint=row_fingerprint,
+        source=name,
     )
 
 
@@ -195,7 +228,12 @@ class SamplingSource:
     def add_metrics(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         thread = self._ahead.thread(step)
         duration = {} if thread is None else {"time/generation": thread.generated_at - thread.began_at}
-        return metrics | self._batches[step].metrics | self._speeds | duration
+        batch = self._batches[step]
+        progress = {}
+        if isinstance(self.ledger, MixLedger):
+            for name, (prompts, epochs) in self.ledger.progress([row.index for row in batch.used]).items():
+                progress |= {f"data/{name}/prompts": float(prompts), f"data/{name}/epoch": epochs}
+        return metrics | batch.metrics | progress | self._speeds | duration
 
     def commit(self, step: int) -> None:
         """Record that the rows that the step has used up are trained. Then the next batch ahead begins."""
@@ -221,11 +259,7 @@ class SamplingSource:
             if self._needs_baselines:
                 trained = self._with_baselines(trained, progress)
         episodes = [episode for group in trained for episode in group.episodes]
-        metrics |= means("reward", reward_terms(episodes))
-        if self.cfg.environment.name:
-            metrics |= means("episode", [episode.metrics for episode in episodes if episode.reward is not None])
-            metrics["episode/turns/mean"] = float(np.mean([episode.turns for episode in episodes]))
-            metrics["episode/tokens/mean"] = float(np.mean([episode.length for episode in episodes]))
+        metrics |= episode_metrics(self.cfg, episodes)
         if self.cfg.rollout.works_ahead:
             metrics |= staleness(episodes, progress.step)
         return StepBatch(episodes, [UsedRow(group.index, group.mean_reward) for group in sampled[:used]], metrics)
@@ -250,8 +284,7 @@ class SamplingSource:
                 choice = list(range(wanted)), wanted
         chosen, used = choice
         progress.rows = [group.index for group in groups[:used]]
-        failures = sum(bool(episode.failure) for group in groups for episode in group.episodes)
-        metrics = {f"{'environment' if self.cfg.environment.name else 'reward'}/failures": float(failures)}
+        metrics = failure_metrics(self.cfg, [episode for group in groups for episode in group.episodes])
         if a.dynamic_sampling:
             metrics |= {"sampling/batches": float(batch), "sampling/filtered": float(used - len(chosen))}
             uninformative = int((~have_different_rewards(rewards[chosen])).sum())
@@ -300,8 +333,11 @@ class SamplingSource:
         ]
 
     def _request(self, index: SampleIndex, step: int, number: int, sampling: Sampling) -> RolloutRequest:
-        prompt = self.prompts[index.index]
-        return RolloutRequest(prompt, f"{index.epoch}:{prompt.index}", step, number, sampling)
+        prompt: Prompt = self.ledger.row(index)
+        group = f"{index.epoch}:{prompt.index}"
+        return RolloutRequest(
+            prompt, f"{_name_in_mix(prompt)}:{group}" if prompt.source else group, step, number, sampling
+        )
 
     # ---------------------------------------------------------------------------------------------------
     # State

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -11,6 +12,7 @@ import xxhash
 from trainer.checkpoint.components import Component
 from trainer.config import SFTConfig
 from trainer.data.ledger import Ledger, SampleIndex
+from trainer.data.mix_ledger import MixLedger
 from trainer.episodes import Episode, Sample
 from trainer.seeding import permutation
 
@@ -24,7 +26,7 @@ class LedgerSource:
 
     repeats = True
 
-    def __init__(self, ledger: Ledger, name: str):
+    def __init__(self, ledger: Ledger | MixLedger, name: str):
         self.ledger = ledger
         self._name = name
         self._steps: dict[int, list[SampleIndex]] = {}
@@ -81,13 +83,25 @@ class SupervisedSource(LedgerSource):
     Args:
         parts: the data sets.
         seed: of the run.
+        weights: of the sources of `data.mix`, by their names, in the order of `parts`. Empty: there is no mix.
     """
 
-    def __init__(self, sft: SFTConfig, parts: Sequence[Sequence[Sample]], seed: int):
+    def __init__(
+        self, sft: SFTConfig, parts: Sequence[Sequence[Sample]], seed: int, weights: Mapping[str, float] | None = None
+    ):
         self.sft = sft
         self._parts = parts
         self._seed = seed
-        ledger = Ledger(parts, seed, "examples", self._fingerprint, sft.weights)
+        ledger: Ledger | MixLedger
+        if weights:
+            by_name = dict(zip(weights, parts, strict=True))
+            ledgers = {
+                name: Ledger([part], seed, "examples", partial(fingerprint_of, [part]), source=name)
+                for name, part in by_name.items()
+            }
+            ledger = MixLedger(ledgers, weights, {name: len(part) for name, part in by_name.items()})
+        else:
+            ledger = Ledger(parts, seed, "examples", partial(fingerprint_of, parts), sft.weights)
         super().__init__(ledger, f"{sum(map(len, parts)):,} examples")
 
     def draw(self, step: int) -> list[tuple[SampleIndex, Sequence[Episode]]]:
@@ -96,7 +110,7 @@ class SupervisedSource(LedgerSource):
         drawn: list[tuple[SampleIndex, Sequence[Episode]]] = []
         row, used = 1, 0
         for index in self.ledger.ahead():
-            sample = self._parts[index.dataset][index.index]
+            sample: Sample = self.ledger.row(index)
             if used + len(sample.token_ids) > width:
                 row, used = row + 1, 0
                 if row > rows:
@@ -111,13 +125,15 @@ class SupervisedSource(LedgerSource):
         examples = [example for part in self._parts for example in part]
         return [examples[i] for i in permutation(len(examples), self._seed, "some examples")[:count]]
 
-    def _fingerprint(self) -> str:
-        digest = xxhash.xxh3_128()
-        for part in self._parts:
-            digest.update(f"data set of {len(part)}".encode())
-            for sample in part:
-                digest.update(f"example of {len(sample.token_ids)}".encode())
-                digest.update(sample.token_ids.astype(np.int64).tobytes())
-                for values in (sample.mask, [] if sample.logprobs is None else sample.logprobs):
-                    digest.update(np.asarray(values, dtype=np.float64).tobytes())
-        return digest.hexdigest()
+
+def fingerprint_of(parts: Sequence[Sequence[Sample]]) -> str:
+    """Return a digest of data sets of examples."""
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        digest.update(f"data set of {len(part)}".encode())
+        for sample in part:
+            digest.update(f"example of {len(sample.token_ids)}".encode())
+            digest.update(sample.token_ids.astype(np.int64).tobytes())
+            for values in (sample.mask, [] if sample.logprobs is None else sample.logprobs):
+                digest.update(np.asarray(values, dtype=np.float64).tobytes())
+    return digest.hexdigest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from trainer.models.parallel_checks import check_axes
 from trainer.models.tokenizer import load_tokenizer
 from trainer.models.vocabularies import check_vocabularies
 from trainer.process.startup import stage
+from trainer.rewards.cache import RewardCache
 from trainer.run.compatibility import deciding_settings
 from trainer.run.directory import RunDirectory
 from trainer.run.stopping import StopRequest
@@ -52,6 +54,16 @@ class Ingredients:
     @cached_property
     def tokenizer(self) -> Any:
         return tokenizer_of(self.cfg, self.path)
+
+    @cached_property
+    def reward_cache(self) -> RewardCache:
+        return RewardCache(self.cfg.trainer.run_dir, self.fence)
+
+    def with_config(self, cfg: Config) -> Ingredients:
+        """Return the same with the config of one source of the data."""
+        given = dataclasses.replace(self, cfg=cfg)
+        given.reward_cache = self.reward_cache
+        return given
 
 
 class SavedData(Protocol):

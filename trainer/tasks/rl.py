@@ -19,7 +19,6 @@ from trainer.metrics.timing import Timer
 from trainer.models.files import resolve_model_path
 from trainer.models.tokenizer import stop_token_ids
 from trainer.process.startup import stage
-from trainer.rewards.cache import RewardCache
 from trainer.rewards.functions import REMOTE
 from trainer.rewards.preflight import try_rewards
 from trainer.rewards.scorer import Scorer
@@ -29,6 +28,7 @@ from trainer.sources.base import EpisodeSource, Evaluator
 from trainer.sources.evaluation import RolloutEvaluator
 from trainer.sources.in_flight import InFlightSource
 from trainer.sources.rollout_runner import RolloutRunner
+from trainer.sources.routes import make_routes, make_scorers
 from trainer.sources.sampling import SamplingSource, prompt_ledger, read_prompts
 from trainer.tasks.base import Ingredients, SavedData, Task, read_ahead, tokenizer_of
 from trainer.tasks.warm_start import cached_model, check_cache, prepare_model
@@ -58,7 +58,7 @@ def config_scorer(given: Ingredients) -> Scorer | None:
     """Return the reward functions that the config names. None: an environment gives the rewards, or all are 0."""
     if not _has_reward_functions(given.cfg):
         return None
-    return RewardPool(given.cfg.reward, RewardCache(given.cfg.trainer.run_dir, given.fence))
+    return RewardPool(given.cfg.reward, given.reward_cache)
 
 
 def sample_episodes(
@@ -71,28 +71,44 @@ def sample_episodes(
     Args:
         make_source: makes what draws, samples or publishes in another way. None: a `SamplingSource`, or with
             `rollout.in_flight_updates` an `InFlightSource`.
-        make_scorer: returns what gives the rewards, to training and to validation. A task that names another one sets
-            `TaskSpec.reward_functions` to false.
+        make_scorer: returns what gives the rewards, to training and to validation; called for each source of a mix with
+            another reward. A task that names another one sets `TaskSpec.reward_functions` to false.
 
     Raises:
         UserError: nothing gives rewards, and the config compares them; or ranks are to give them while they train.
     """
-    cfg, scorer = given.cfg, make_scorer(given)
-    if scorer is None and cfg.environment.name is None:
-        _check_without_rewards(cfg)
-    if cfg.rollout.works_ahead and scorer is not None and scorer.uses_ranks:
-        key, off = ("ahead", "0") if cfg.rollout.ahead > 0 else ("in_flight_updates", "false")
-        raise config_error(cfg, f"rollout.{key}", f"the ranks cannot give rewards while they train; choose {off}")
+    cfg = given.cfg
+    scorers = make_scorers(
+        cfg, _sampled_sources(cfg), lambda own: make_scorer(given if own is cfg else given.with_config(own))
+    )
+    for source, scorer in scorers.items():
+        if scorer is None and cfg.of_source(source).environment.name is None:
+            _check_without_rewards(cfg)
+        if cfg.rollout.works_ahead and scorer is not None and scorer.uses_ranks:
+            key, off = ("ahead", "0") if cfg.rollout.ahead > 0 else ("in_flight_updates", "false")
+            raise config_error(cfg, f"rollout.{key}", f"the ranks cannot give rewards while they train; choose {off}")
     pool = EnginePool(cfg, given.cluster, given.learner.ranks, given.path, keeps_weights=cfg.rollout.works_ahead)
     read_ahead(given)
     given.waits.append(pool.wait_ready)
     tokenizer = given.tokenizer
-    runner = RolloutRunner(cfg, pool, tokenizer, stop_token_ids(given.path, tokenizer), scorer, given.journal)
+    routes = make_routes(cfg, scorers, tokenizer)
+    runner = RolloutRunner(cfg, pool, tokenizer, stop_token_ids(given.path, tokenizer), routes, given.journal)
     needs_baselines = "baselines" in cfg.algorithm.reads
     make_source = make_source or (InFlightSource if cfg.rollout.in_flight_updates else SamplingSource)
     source = make_source(cfg, runner, read_prompts(cfg, "train", tokenizer), given.timer, needs_baselines)
     val_prompts = read_prompts(cfg, "val", tokenizer).prompts if cfg.trainer.val_interval > 0 else []
     return source, RolloutEvaluator(cfg, runner, val_prompts) if val_prompts else None
+
+
+def _sources(cfg: Config) -> list[str]:
+    """Return the sources of the training data, as `Prompt.source` names them."""
+    return [f"mix.{name}" for name in sorted(cfg.data.mix)] or [""]
+
+
+def _sampled_sources(cfg: Config) -> list[str]:
+    """Return the sources of all prompts, those of validation included."""
+    has_validation = cfg.data.mix and cfg.trainer.val_interval > 0
+    return [*_sources(cfg), *([""] if has_validation else [])]
 
 
 def _check_without_rewards(cfg: Config) -> None:
@@ -117,16 +133,21 @@ def _prompts(cfg: Config, tokenizer: Any, path: str) -> SavedData:
 def _check_inputs(cfg: Config, asks_servers: bool) -> None:
     """Refuse a reward, a curriculum, data or a model that cannot be used as the config says."""
     refused = []
-    for check in (_check_functions, _check_data, _check_model):
+    configs = [cfg.of_source(source) for source in _sources(cfg)]
+    of_data = [*configs, cfg] if cfg.data.mix else configs  # the run's own data are the validation prompts
+    checks = [partial(_check_functions, own) for own in configs]
+    checks += [partial(_check_data, own, own is cfg) for own in of_data]
+    for check in (*checks, partial(_check_model, cfg)):
         try:
-            check(cfg)
+            check()
         except UserError as error:
             refused += sentences_of(error)
     if refused:
-        raise UserError(as_list("the run cannot start:", refused))
-    if _has_reward_functions(cfg) and (asks_servers or REMOTE not in cfg.reward.names()):
-        with stage("trying the rewards"):
-            _try_rewards(cfg)
+        raise UserError(as_list("the run cannot start:", list(dict.fromkeys(refused))))
+    for own in configs:
+        if _has_reward_functions(own) and (asks_servers or REMOTE not in own.reward.names()):
+            with stage("trying the rewards"):
+                _try_rewards(own)
 
 
 def _has_reward_functions(cfg: Config) -> bool:
@@ -140,12 +161,13 @@ def _check_functions(cfg: Config) -> None:
     if cfg.environment.name is not None:
         check_environment(cfg.environment)
     if cfg.data.curriculum is not None:
-        import_function(cfg.data.curriculum, "data.curriculum")
+        import_function(cfg.data.curriculum, cfg.data.name_of("curriculum"))
 
 
-def _check_data(cfg: Config) -> None:
+def _check_data(cfg: Config, has_validation: bool) -> None:
+    validation = has_validation and cfg.trainer.val_interval > 0
     with stage("checking the data files"):
-        check_files(cfg.data, validation=cfg.trainer.val_interval > 0, as_rows=cfg.environment.name is not None)
+        check_files(cfg.data, validation=validation, as_rows=cfg.environment.name is not None)
 
 
 def _check_model(cfg: Config) -> None:

@@ -35,10 +35,17 @@ def _source(given: Ingredients) -> tuple[SupervisedSource, LossEvaluator | None]
 
 def _examples(cfg: Config, tokenizer: Any, path: str) -> SupervisedSource:
     vocab_size = load_config(cfg.model, path).get_text_config().vocab_size
-    return SupervisedSource(cfg.sft, load_train(cfg.data, cfg.sft, tokenizer, vocab_size), cfg.trainer.seed)
+    weights = {name: source.weight for name, source in sorted(cfg.data.mix.items())}
+    sources = [f"mix.{name}" for name in weights] or [""]
+    parts = [
+        part for source in sources for part in load_train(cfg.of_source(source).data, cfg.sft, tokenizer, vocab_size)
+    ]
+    return SupervisedSource(cfg.sft, parts, cfg.trainer.seed, weights)
 
 
 def _check_inputs(cfg: Config, asks_servers: bool) -> None:
     """Refuse data that cannot be read as the config says."""
     with stage("checking the data files"):
+        for name in cfg.data.mix:
+            check_files(cfg.of_source(f"mix.{name}").data, cfg.sft.source == "examples", validation=False)
         check_files(cfg.data, cfg.sft.source == "examples", validation=cfg.trainer.val_interval > 0)

@@ -16,7 +16,8 @@ from trainer.checkpoint.lock import NAME as LOCK_NAME
 from trainer.cluster.worker_groups import Cluster
 from trainer.config import Config, TrainerConfig
 from trainer.config.axes import AXES
-from trainer.config.fields import value_of, walk_keys
+from trainer.config.fields import walk_keys
+from trainer.config.schema import without_source
 from trainer.errors import UserError
 from trainer.learner.learner import Learner
 from trainer.run.directory import RunDirectory
@@ -47,7 +48,7 @@ _NAMED = (
 )
 """Keys whose value is part of the model's name. Of the others in `_SECTIONS`, a value is only if it is not the default,
 so a new key leaves the names of models as they are."""
-_WITHOUT_EFFECT = ("data.val_files", "data.curriculum")
+_WITHOUT_EFFECT = ("data.val_files", "data.curriculum", "data.mix")
 """Keys in `_SECTIONS` that have no part in the model."""
 
 
@@ -142,12 +143,15 @@ def check_cache(cfg: Config) -> None:
 
 def cached_model(cfg: Config) -> str:
     """Return the directory of the built-in model that the config describes. Its name is a hash of what makes it."""
-    usual = Config()
+    usual = {key: value for key, value, _ in walk_keys(Config())}
     ignored = _WITHOUT_EFFECT if cfg.data.synthetic else (*_WITHOUT_EFFECT, "data.val_size")  # held out of files
     recipe = {
         key: value
         for key, value, _ in walk_keys(cfg)
-        if key.startswith(_SECTIONS) and key not in ignored and (key in _NAMED or value != value_of(usual, key))
+        if key.startswith(_SECTIONS)
+        and key not in ignored
+        and without_source(key) == key  # what answers and rewards the rows of a source has no part in the model
+        and (key in _NAMED or value != usual.get(key))
     }
     cache = os.path.expanduser(cfg.model.cache_dir or os.environ.get("TRAINER_CACHE") or "~/.cache/trainer")
     return os.path.join(cache, f"tiny-{derive_seed(json.dumps(recipe, sort_keys=True)):016x}")

@@ -8,9 +8,12 @@ from tests.cpu.unit.config.contradictions import (  # noqa: F401
     test_contradictions_are_refused_in_one_sentence,
     test_what_is_at_a_bound_is_accepted,
 )
+from trainer.config import compose
 from trainer.config.data import GENERATORS
 from trainer.data.generators import generate
+from trainer.errors import UserError
 
+MIX = ["data.mix.math.files=[a.jsonl]", "trainer.val_interval=-1"]
 CONTRADICTIONS = [
     (["data=reverse_text", "data.train_files=[a.jsonl]"], "data.synthetic.*data=files"),
     (["data=reverse_text", "data.val_files=[a.jsonl]"], "data.synthetic.*data=files"),
@@ -22,11 +25,94 @@ CONTRADICTIONS = [
     (["data.task=chain_sum"], "data.task=chain_sum: is read by data.synthetic=reasoning_gym alone"),
     (["+data.synthetic_args.min_letters=x"], "data.synthetic_args.*min_letters must be a whole number"),
     (["data.curriculum=hardest"], "data.curriculum=hardest: must be an import path"),
+    (
+        [*MIX, "data.train_files=[a.jsonl]"],
+        r"data.train_files=\['a.jsonl'\]: data.mix names the training data; drop the",
+    ),
+    ([*MIX, "data=reverse_text"], "data.synthetic=reverse_text: data.mix names the training data; choose data=files"),
+    ([*MIX, "data.curriculum=a:b"], "data.curriculum=a:b: data.mix names .* or set data.mix.NAME.curriculum"),
+    ([*MIX, "data.train_size=5"], "data.train_size=5: data.mix names .* or set data.mix.NAME.size"),
+    (
+        ["data.mix.math.weight=1", "trainer.val_interval=-1"],
+        r"data.mix.math.files=\[\]: name at least one file, or a generator",
+    ),
+    ([*MIX, "data.mix.math.synthetic=arithmetic"], "data.mix.math.synthetic=arithmetic: files cannot be combined"),
+    ([MIX[1], "data.mix.math.synthetic=arithmetic"], "data.mix.math.size=-1: a generator needs a number of examples"),
+    ([*MIX, "data.mix.math.weight=0"], "data.mix.math.weight=0.0: must be above 0"),
+    ([*MIX, "data.mix.math.weight=much"], "data.mix.math.weight=much: must be a number"),
+    ([*MIX, "data.mix.math.wieght=2"], "data.mix.math.wieght: no such key; did you mean data.mix.math.weight?"),
+    (
+        [*MIX, "data.mix.math.environment.max_turn=2"],
+        "data.mix.math.environment.max_turn: no such key; did you mean data.mix.math.environment.max_turns",
+    ),
+    ([*MIX, "data.mix.math.environment.name=x"], "data.mix.math.environment.name=x: must be an import path"),
+    ([*MIX, "data.mix.math.reward.name=[math,math]"], "data.mix.math.reward.name=.*: names a reward twice"),
+    ([*MIX, "data.mix.math.reward.timeout_s=-1"], "data.mix.math.reward.timeout_s=-1.0: must be at least 0.001"),
+    ([*MIX, "data.mix.math=3"], "data.mix.math=3: is a section; its keys are "),
+    ([*MIX, "trainer.val_interval=10"], "trainer.val_interval=10: needs data.val_files"),
+    ([*MIX, "trainer.task=sft", "sft.weights=[1]"], "sft.weights=.*data.mix.NAME.weight is the weight of a source"),
 ]
 AT_THE_BOUND = [
     ["data=files", "data.train_files=[a.jsonl]", "trainer.val_interval=-1"],
     ["data=reasoning_gym", "data.task=chain_sum", "+data.synthetic_args.operators=[+,-]"],
 ]
+
+
+def test_a_source_has_the_runs_values_where_it_sets_none():
+    mix = compose(
+        [
+            "data.mix.math.files=[a.jsonl]",
+            "data.mix.math.prompt_key=question",
+            "data.mix.games.synthetic=arithmetic",
+            "data.mix.games.size=5",
+            "data.mix.games.weight=2",
+            "data.mix.games.environment.name=games:Game",
+            "data.mix.games.environment.kwargs.size=3",
+            "environment.name=tools:Tools",
+            "environment.max_turns=4",
+            "+environment.kwargs.tool=python",
+            "reward.name=gsm8k",
+            "data.answer_key=final",
+            "trainer.val_interval=-1",
+        ]
+    ).data.mix
+    assert {name: source.weight for name, source in mix.items()} == {"math": 1.0, "games": 2.0}
+    assert (mix["math"].prompt_key, mix["math"].answer_key, mix["games"].prompt_key) == ("question", "final", "prompt")
+    assert (mix["math"].environment.name, mix["math"].environment.kwargs) == ("tools:Tools", {"tool": "python"})
+    assert (mix["games"].environment.name, mix["games"].environment.kwargs) == ("games:Game", {"size": 3})
+    assert (mix["games"].environment.max_turns, mix["games"].reward.name) == (4, "gsm8k")
+
+
+def test_a_source_may_do_without_the_environment_of_the_run():
+    words = ["environment.name=tools:Tools", "data.mix.math.environment.name=null"]
+    config = compose([*MIX, *words])
+    assert config.data.mix["math"].environment.name is None and config.environment.name == "tools:Tools"
+    assert config.of_source("mix.math").on_failure == config.reward.on_failure
+
+
+def test_a_mix_in_a_file_is_changed_by_the_command_line(tmp_path):
+    (tmp_path / "mix.yaml").write_text(
+        "data:\n  mix:\n    math: {files: [a.jsonl], reward: {name: gsm8k}}\n    code: {files: [b.jsonl]}\n"
+        "trainer: {val_interval: -1}\n"
+    )
+    config = compose(["data.mix.code.weight=3", "data.mix.code.reward.name=code:score"], str(tmp_path / "mix.yaml"))
+    assert config.data.synthetic is None, "the mix implies data=files"
+    assert {name: source.weight for name, source in config.data.mix.items()} == {"math": 1.0, "code": 3.0}
+    assert [source.reward.name for source in config.data.mix.values()] == ["gsm8k", "code:score"]
+
+
+def test_a_wrong_key_of_a_mix_in_a_file_is_named_with_its_line(tmp_path):
+    (tmp_path / "mix.yaml").write_text("data:\n  mix:\n    math:\n      file: [a.jsonl]\n")
+    with pytest.raises(
+        UserError, match=r"mix.yaml:4: data.mix.math.file: no such key; did you mean data.mix.math.files"
+    ):
+        compose([], str(tmp_path / "mix.yaml"))
+
+
+def test_messages_about_the_data_of_a_source_name_its_keys():
+    data = compose([*MIX, "data.mix.math.prompt_key=question"]).of_source("mix.math").data
+    assert (data.train_files, data.name_of("train_files")) == (["a.jsonl"], "data.mix.math.files")
+    assert data.name_of("prompt_key") == "data.mix.math.prompt_key"
 
 
 @pytest.mark.parametrize("name", [name for name, options in GENERATORS.items() if options is not None])

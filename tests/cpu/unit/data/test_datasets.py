@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from trainer.config import DataConfig, SFTConfig, TinyConfig
-from trainer.data.datasets import check_files, load_prompts, load_rows, read_examples, read_rows
+from trainer.data.datasets import check_files, load_prompts, load_rows, read_examples
 from trainer.data.sft_dataset import load_train
 from trainer.errors import UserError
 from trainer.models.tiny import build_tiny
@@ -308,21 +308,3 @@ def test_files_are_checked_before_anything_starts(tmp_path):
     with pytest.raises(UserError, match="data.prompt_key=question: .*few.jsonl:1 has no such key"):
         check_files(data, validation=False)
     check_files(data, examples=False, validation=False)
-
-
-def test_a_very_long_line_is_refused_without_reading_it(tmp_path):
-    path = tmp_path / "data.jsonl"
-    with open(path, "wb") as file:
-        file.write(b'{"prompt": "a", "answer": "b"}\n')
-        file.truncate(2**36)  # a sparse file: one line of 64 GB
-    rows = read_rows(str(path), "data.train_files")
-    assert next(rows)[1] == {"prompt": "a", "answer": "b"}
-    with pytest.raises(UserError, match="data.train_files: .*data.jsonl:2 is longer than 64 MiB"):
-        next(rows)
-
-
-def test_a_deeply_nested_line_is_refused(tmp_path):
-    path = tmp_path / "data.jsonl"
-    path.write_text("[" * 100_000 + "]" * 100_000 + "\n")
-    with pytest.raises(UserError, match="data.train_files: .*data.jsonl:1 is not JSON .*nested too deeply"):
-        next(read_rows(str(path), "data.train_files"))

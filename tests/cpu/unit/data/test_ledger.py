@@ -241,8 +241,8 @@ def test_other_columns_are_refused_and_an_older_state_knows_of_none():
 
 def test_another_format_is_refused():
     source = ledger(5, 1)
-    with pytest.raises(UserError, match="data: .* has format 4, this version reads up to 3"):
-        source.load_state_dict({**source.state_dict(), "format": 4})
+    with pytest.raises(UserError, match="data: .* has format 5, this version reads up to 3"):
+        source.load_state_dict({**source.state_dict(), "format": 5})
 
 
 def test_a_place_saved_in_the_first_format_is_read():

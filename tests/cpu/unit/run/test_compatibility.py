@@ -13,6 +13,7 @@ import pytest
 from trainer.checkpoint.components import config_yaml
 from trainer.config import OPEN_SECTIONS, AlgorithmConfig, Config, EngineSpec, RolloutConfig, compose
 from trainer.config.fields import RESUME, SavedRun, Section, number, resume_rules, walk_keys
+from trainer.config.schema import with_sections
 from trainer.errors import UserError
 from trainer.files.redaction import redact_text
 from trainer.run import compatibility
@@ -224,7 +225,7 @@ def passes(key: str, allowed: list[str]) -> bool:
 def test_every_key_has_a_rule():
     assert set(RULES) == {key for key, *_ in walk_keys(Config())}
     assert {rule.change for rule in RULES.values()} == set(RESUME)
-    assert set(OPEN_SECTIONS) <= set(RULES)
+    assert set(OPEN_SECTIONS) <= set(resume_rules(with_sections()))
 
 
 @pytest.mark.parametrize("key", RULES)
@@ -352,3 +353,46 @@ def test_the_key_of_a_server_is_in_no_config(monkeypatch):
     saved = config_yaml(cfg).decode()
     assert "s3cret" not in saved and "${oc.env:INFERENCE_API_KEY}" in saved
     assert "s3cret" not in redact_text("HTTP 401 for the key s3cret-of-the-server at http://a")
+
+
+MIX = ["data.mix.math.files=[a.jsonl]", "data.mix.code.files=[b.jsonl]", "trainer.val_interval=-1"]
+
+
+def changes_of_mix(before: list[str], now: list[str]) -> list[Change]:
+    saved, new = (dataclasses.asdict(compose([*MIX, *words])) for words in (before, now))
+    return compatibility.find_changes(saved, new, dataclasses.asdict(Config()))
+
+
+def rules_of_mix(*words: str) -> dict[str, str]:
+    return {key: rule.change for key, rule in resume_rules(compose([*MIX, *words])).items()}
+
+
+def test_keys_of_a_source_are_compared_one_by_one():
+    found = changes_of_mix([], ["data.mix.math.weight=2", "data.mix.code.environment.name=a:B"])
+    assert found == [
+        Change("data.mix.code.environment.name", None, "a:B"),
+        Change("data.mix.math.weight", 1.0, 2.0),
+    ]
+    rules = rules_of_mix()
+    assert (rules["data.mix.math.weight"], rules["data.mix.math.files"]) == ("rollouts", "harmless")
+    assert (rules["data.mix.math.reward.name"], rules["data.mix.math.reward.timeout_s"]) == ("rollouts", "harmless")
+
+
+def test_a_source_that_comes_or_goes_is_one_change():
+    more = ["data.mix.words.files=[c.jsonl]", "data.mix.words.weight=3"]
+    assert changes_of_mix([], more) == [Change("data.mix", ["code", "math"], ["code", "math", "words"])]
+    assert changes_of_mix(more, []) == [Change("data.mix", ["code", "math", "words"], ["code", "math"])]
+    assert rules_of_mix()["data.mix"] == "rollouts"
+
+
+def test_a_source_that_follows_the_run_is_no_change_of_its_own():
+    found = changes_of_mix([], ["environment.max_turns=3", "data.mix.code.environment.max_turns=5"])
+    assert {change.key for change in found} == {"environment.max_turns", "data.mix.code.environment.max_turns"}
+    assert [change.key for change in changes_of_mix([], ["environment.max_turns=3"])] == ["environment.max_turns"]
+
+
+def test_the_settings_of_a_source_decide_its_rollouts():
+    rollouts, _ = compatibility.deciding_settings(compose([*MIX, "data.mix.math.environment.kwargs.size=3"]))
+    assert rollouts["data.mix"] == ["code", "math"] and rollouts["data.mix.math.weight"] == 1.0
+    assert rollouts["data.mix.math.environment.kwargs"] == {"size": 3}
+    assert "data.mix.math.files" not in rollouts

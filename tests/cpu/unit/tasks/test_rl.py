@@ -90,7 +90,7 @@ def test_rewards_are_not_tried_where_an_environment_gives_them(cfg):
 
 def test_a_task_without_reward_functions_neither_tries_nor_starts_them(cfg):
     cfg.reward.name = f"{HERE}:fails"
-    given = SimpleNamespace(cfg=cfg, fence=lambda: None)
+    given = SimpleNamespace(cfg=cfg, reward_cache=None)
     assert config_scorer(given) is not None
     cfg.trainer.task = f"{HERE}:TASK"
     build(cfg).check_inputs(True)
@@ -102,7 +102,7 @@ def test_a_task_without_reward_functions_neither_tries_nor_starts_them(cfg):
 def test_without_any_rewards_prompts_cannot_be_chosen_by_them(cfg, name):
     """Nothing is started. With reward functions, a scorer, an environment or penalties, rewards differ."""
     setattr(cfg.algorithm, name, True)
-    given = SimpleNamespace(cfg=cfg, fence=lambda: None)
+    given = SimpleNamespace(cfg=cfg, reward_cache=None)
     assert is_built_on(given)
     cfg.trainer.task = f"{HERE}:TASK"
     with pytest.raises(UserError, match=f"^algorithm.{name}=True: keeps .* trainer.task={HERE}:TASK gives no rewards"):

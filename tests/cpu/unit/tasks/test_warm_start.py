@@ -12,7 +12,7 @@ from tests.support.config import set_value
 from tests.support.ranks import local_cluster
 from tests.support.runs import configured, on_files
 from trainer.config import Config, DataConfig, TinyConfig
-from trainer.config.fields import value_of, walk_keys
+from trainer.config.fields import walk_keys
 from trainer.process.signals import Stopped
 from trainer.run.stopping import StopRequest
 from trainer.tasks import warm_start
@@ -48,8 +48,10 @@ def test_a_new_key_with_its_default_leaves_the_name_of_the_model_as_it_is(tmp_pa
     before = cached_model(cfg)
     walk = warm_start.walk_keys
     for value, same in ((1, True), (2, False)):
-        monkeypatch.setattr(warm_start, "walk_keys", lambda cfg, value=value: [*walk(cfg), (key, value, None)])
-        monkeypatch.setattr(warm_start, "value_of", lambda cfg, name: 1 if name == key else value_of(cfg, name))
+        given = (key, value, None)
+        monkeypatch.setattr(
+            warm_start, "walk_keys", lambda one, given=given: [*walk(one), given if one is cfg else (key, 1, None)]
+        )
         assert (cached_model(cfg) == before) == same
 
 

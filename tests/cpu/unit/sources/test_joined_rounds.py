@@ -1,0 +1,147 @@
+"""Runners of several sources share the rounds of the engines."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from trainer.data.datasets import Prompt
+from trainer.environments.episode_runner import EpisodeRunner, RolloutRequest
+from trainer.episodes import Episode, Sample
+from trainer.errors import UserError
+from trainer.generation.engine import Completion, Request, Sampling
+from trainer.sources.joined_rounds import RunnerPart, run_together
+
+SAMPLING = Sampling(1.0, 1.0, -1, 4, ())
+
+
+class Turns(EpisodeRunner):
+    """Episode i has as many turns as its row says; between two of them the runner waits."""
+
+    def __init__(self, pause_s: float = 0.0, fails_after: int | None = None):
+        self.pause_s, self.fails_after = pause_s, fails_after
+        self.was_closed = threading.Event()
+
+    def run(self, requests, generate, timer, known=0, check=lambda: None) -> Iterator[dict[int, Episode]]:
+        try:
+            turn = 0
+            while left := [i for i, request in enumerate(requests) if request.prompt.row["turns"] > turn]:
+                if turn == self.fails_after:
+                    raise UserError("too many have failed")
+                time.sleep(self.pause_s)
+                asked = [Request([requests[i].prompt.index, turn], 0, SAMPLING) for i in left]
+                replies = {i: reply for chunk in generate(asked) for i, reply in chunk.items()}
+                assert [replies[i].token_ids[0] for i in range(len(left))] == [requests[i].prompt.index for i in left]
+                turn += 1
+                yield {i: episode_of(requests[i]) for i in left if requests[i].prompt.row["turns"] == turn}
+        finally:
+            self.was_closed.set()
+
+
+def episode_of(request: RolloutRequest) -> Episode:
+    return Episode(request.uid, request.group, [Sample(np.zeros(1, np.int32), np.ones(1, np.float32))])
+
+
+class Engines:
+    """Answer a request with its first token, the last request of a round first."""
+
+    def __init__(self, breaks_in: int | None = None):
+        self.rounds: list[list[tuple[int, int]]] = []
+        self.threads: set[int] = set()
+        self._breaks_in = breaks_in
+
+    def __call__(self, requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
+        self.threads.add(threading.get_ident())
+        if len(self.rounds) == self._breaks_in:
+            raise RuntimeError("all engines are lost")
+        self.rounds.append([tuple(request.prompt_token_ids) for request in requests])
+        for place in reversed(range(len(requests))):
+            yield {place: Completion([requests[place].prompt_token_ids[0]], [0.0], "stop", 1)}
+
+
+def part(runner: EpisodeRunner, turns: dict[int, int]) -> RunnerPart:
+    """The part with these places in the batch, and so many turns each."""
+    requests = [
+        RolloutRequest(Prompt(place, (), "", "", {"turns": count}), f"0:{place}", 1, 0, SAMPLING)
+        for place, count in turns.items()
+    ]
+    return RunnerPart(runner, requests, list(turns), 0)
+
+
+def together(engines: Engines, *parts: RunnerPart, check=lambda: None) -> list[dict[int, Episode]]:
+    return list(run_together(parts, engines, lambda phase: contextlib.nullcontext(), check))
+
+
+def test_rounds_hold_the_requests_of_all_runners_whoever_is_late():
+    """A single turn beside episodes of three turns, and others of two. All requests of a round come together."""
+    rounds = []
+    for pauses in ((0.0, 0.0, 0.05), (0.05, 0.02, 0.0)):
+        engines = Engines()
+        parts = [
+            part(Turns(pauses[0]), {0: 1, 3: 1}),
+            part(Turns(pauses[1]), {1: 3, 4: 1}),
+            part(Turns(pauses[2]), {2: 2}),
+        ]
+        episodes = {place: one for chunk in together(engines, *parts) for place, one in chunk.items()}
+        assert sorted(episodes) == [0, 1, 2, 3, 4]
+        assert [episodes[place].group for place in range(5)] == [f"0:{place}" for place in range(5)]
+        assert engines.threads == {threading.get_ident()}
+        rounds.append(engines.rounds)
+    assert rounds[0] == rounds[1] == [[(0, 0), (3, 0), (1, 0), (4, 0), (2, 0)], [(1, 1), (2, 1)], [(1, 2)]]
+
+
+def test_episodes_are_there_as_soon_as_they_have_ended():
+    engines = Engines()
+    chunks = run_together(
+        [part(Turns(), {0: 1}), part(Turns(), {1: 3})], engines, lambda phase: contextlib.nullcontext(), lambda: None
+    )
+    assert list(next(chunks)) == [0]
+    assert len(engines.rounds) < 3
+    assert [list(chunk) for chunk in chunks] == [[1]]
+
+
+@pytest.mark.parametrize("fails_after", [0, 1, 2])
+def test_the_error_of_one_runner_ends_all(fails_after):
+    slow, failing = Turns(), Turns(fails_after=fails_after)
+    with pytest.raises(UserError, match="too many have failed"):
+        together(Engines(), part(slow, {0: 50}), part(failing, {1: 3}))
+    assert slow.was_closed.wait(5) and failing.was_closed.wait(5)
+
+
+def test_an_error_of_the_engines_ends_all_runners():
+    runners = Turns(), Turns()
+    with pytest.raises(RuntimeError, match="all engines are lost"):
+        together(Engines(breaks_in=1), part(runners[0], {0: 3}), part(runners[1], {1: 3}))
+    assert all(runner.was_closed.wait(5) for runner in runners)
+
+
+def test_a_batch_that_is_not_needed_any_more_ends_while_runners_are_busy():
+    class NotNeeded(Exception):
+        pass
+
+    runners = Turns(pause_s=0.5), Turns()
+
+    def check() -> None:
+        raise NotNeeded
+
+    with pytest.raises(NotNeeded):
+        together(Engines(), part(runners[0], {0: 3}), part(runners[1], {1: 3}), check=check)
+    assert all(runner.was_closed.wait(5) for runner in runners)
+
+
+def test_runners_end_if_nobody_reads_on():
+    runners = Turns(), Turns()
+    chunks = run_together(
+        [part(runners[0], {0: 1}), part(runners[1], {1: 9})],
+        Engines(),
+        lambda phase: contextlib.nullcontext(),
+        lambda: None,
+    )
+    next(chunks)
+    chunks.close()
+    assert all(runner.was_closed.wait(5) for runner in runners)

@@ -1,0 +1,74 @@
+"""The rewards of one source's episodes, which lie between those of other sources."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+
+from trainer.config import Config, EnvironmentConfig
+from trainer.data.datasets import Prompt
+from trainer.environments.episode_runner import RolloutRequest
+from trainer.episodes import Episode, Sample
+from trainer.generation.engine import Sampling
+from trainer.rewards.scorer import RankScorer
+from trainer.sources.routes import Route
+from trainer.sources.scored_part import ScoredPart, by_source
+
+SAMPLING = Sampling(1.0, 1.0, -1, 4, ())
+
+
+def request(source: str, group: int, number: int) -> RolloutRequest:
+    return RolloutRequest(Prompt(group, (), "", "", source=source), f"{source}:{group}", 1, number, SAMPLING)
+
+
+def episode(request: RolloutRequest, length: int = 1, reward: float | None = None, failure: str = "") -> Episode:
+    samples = [Sample(np.zeros(length, np.int32), np.ones(length, np.float32))]
+    return Episode(request.uid, request.group, samples, reward=reward, failure=failure)
+
+
+REQUESTS = [request(source, group, number) for group, source in enumerate("abab") for number in range(2)]
+
+
+def test_requests_are_found_by_their_sources():
+    assert {source: list(some) for source, some in by_source(REQUESTS).items()} == {
+        "a": [0, 1, 4, 5],
+        "b": [2, 3, 6, 7],
+    }
+
+
+def test_a_group_is_scored_when_it_has_ended_and_gets_its_own_reward():
+    asked = []
+
+    def last_scores(role: str, samples: list[Sample]) -> np.ndarray:
+        asked.append([len(sample.token_ids) for sample in samples])
+        return np.array([10.0 * len(sample.token_ids) for sample in samples])
+
+    route = Route(Config(), None, RankScorer("judge", last_scores))  # type: ignore[arg-type]
+    with contextlib.ExitStack() as block:
+        part = ScoredPart(route, by_source(REQUESTS)["b"], 2, block, "step 1", 0)
+        ended: dict[int, Episode] = {}
+        for index in (7, 0, 3, 6, 2, 1):  # the second group of the source ends first
+            chunk = {index: episode(REQUESTS[index], length=index)}
+            ended |= chunk
+            assert part.take(chunk, ended) == {}
+        assert part.finished(ended, lambda index: True) == {}
+        scored = part.scores(ended, lambda: None)
+    assert asked == [[2, 3, 6, 7]]
+    assert {index: one.reward for index, one in scored.items()} == {2: 20.0, 3: 30.0, 6: 60.0, 7: 70.0}
+    assert {one.source for one in scored.values()} == {"b"}
+
+
+def test_without_a_scorer_the_environment_has_given_the_reward():
+    cfg = Config(environment=EnvironmentConfig(name="a:B"))
+    with contextlib.ExitStack() as block:
+        part = ScoredPart(Route(cfg, None, None), by_source(REQUESTS)["a"], 2, block, "step 1", 0)  # type: ignore[arg-type]
+        chunk = {
+            0: episode(REQUESTS[0], reward=2.0),
+            1: episode(REQUESTS[1], reward=0.0, failure="broke"),
+            2: episode(REQUESTS[2], reward=1.0),
+        }
+        known = part.take(chunk, chunk)
+    assert {index: (one.reward, one.failure) for index, one in known.items()} == {0: (2.0, ""), 1: (None, "broke")}
+    cfg.environment.on_failure = "zero"
+    assert part.take(chunk, chunk)[1].reward == 0.0

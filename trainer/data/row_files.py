@@ -1,0 +1,181 @@
+"""Rows of files and of the Hub: JSON lines, Parquet and Arrow."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from trainer.errors import UserError
+from trainer.files.atomic_io import file_problem
+from trainer.files.documents import parse_json
+from trainer.files.hf_hub import first_line, is_connection_error, pin_data, pinned, with_retries
+
+_LINE_BYTES = 64 << 20
+_COMMIT = re.compile("[0-9a-f]{40}")
+_ARROW_FILE = b"ARROW1"
+_SLICE = 64
+"""Rows of a table that are Python objects at the same time: a token of them takes ten times the memory."""
+
+Rows = Iterator[tuple[str, Any]]
+"""(where, row): the location for error messages, and the row."""
+
+
+def read_rows(file: str, key: str) -> Rows:
+    """Yield each row of a file or Hub data set.
+
+    Args:
+        key: the config key that names the file, for errors.
+
+    Raises:
+        UserError: the file is missing, empty or malformed.
+    """
+    return ((where, parsed(line, where, key)) for where, line in lines(file, key))
+
+
+def parsed(line: Any, where: str, key: str) -> Any:
+    """Return the row in a line of JSON. A row of another format is returned unchanged."""
+    if not isinstance(line, bytes):
+        return line
+    try:
+        return parse_json(line.rstrip())  # otherwise the line break would count as a second line
+    except json.JSONDecodeError as error:  # its line number is always 1, because the row is one line
+        raise UserError(f"{key}: {where} is not JSON ({error.msg} at column {error.colno})") from error
+    except ValueError as error:  # nested too deeply, or, for UnicodeDecodeError, not UTF-8
+        raise UserError(f"{key}: {where} is not JSON ({error})") from error
+
+
+def lines(file: str, key: str) -> Rows:
+    """Yield the rows of a file or Hub data set like `read_rows`, but JSON lines as bytes (see `parsed`)."""
+    if file.startswith("hf://"):
+        rows = _hub_rows(file, key)
+    elif not file.endswith((".jsonl", ".parquet", ".arrow")):
+        raise UserError(
+            f"{key}={file}: must end in .jsonl, .parquet or .arrow, or be hf://OWNER/NAME?config=C&split=S"
+            f"{_conversion(file)}"
+        )
+    elif os.path.exists(file) and (problem := file_problem(file)) is not None:
+        raise UserError(
+            f"{key}={file}: {problem}; the data is read again when the run is resumed, so write it to a file first"
+        )
+    elif not os.path.isfile(file):
+        here = "" if os.path.isabs(file) else f" in {os.getcwd()}"
+        raise UserError(
+            f"{key}={file}: no such file{here}; correct the path, or set hf://OWNER/NAME?split=S for a data set of "
+            "the Hub"
+        )
+    else:
+        rows = _jsonl_rows(file, key) if file.endswith(".jsonl") else _table_rows(file, key)
+    empty = True
+    for item in rows:
+        empty = False
+        yield item
+    if empty:
+        raise UserError(f"{key}={file}: is empty")
+
+
+def _conversion(file: str) -> str:
+    """Return how to convert `file` to JSON lines, as the end of a message. Empty for an unknown file type."""
+    stem, suffix = os.path.splitext(file)
+    if suffix in (".csv", ".tsv"):
+        separator = ", sep='\\t'" if suffix == ".tsv" else ""
+        code = f"read_csv('{file}'{separator}, dtype=str).to_json('{stem}.jsonl', orient='records', lines=True)"
+        return f'; convert it with python -c "import pandas; pandas.{code}"'
+    if suffix == ".json":
+        code = f"[print(json.dumps(row)) for row in json.load(open('{file}'))]"
+        return f'; convert its list of objects with python -c "import json; {code}" > {stem}.jsonl'
+    return ""
+
+
+def _jsonl_rows(file: str, key: str) -> Rows:
+    with open(file, "rb") as opened:
+        for number, line in enumerate(iter(lambda: opened.readline(_LINE_BYTES + 1), b""), start=1):
+            if len(line) > _LINE_BYTES:
+                raise UserError(
+                    f"{key}: {file}:{number} is longer than {_LINE_BYTES >> 20} MiB; a .jsonl file has one "
+                    "JSON object per line, not one for all rows"
+                )
+            if line.strip():
+                yield f"{file}:{number}", line
+
+
+def _table_rows(file: str, key: str) -> Rows:
+    import pyarrow
+
+    is_arrow = file.endswith(".arrow")
+    try:
+        batches = _arrow_batches(file) if is_arrow else _parquet_batches(file)
+        slices = (batch.slice(start, _SLICE) for batch in batches for start in range(0, len(batch), _SLICE))
+        for number, row in enumerate((row for part in slices for row in part.to_pylist()), start=1):
+            yield f"{file}, row {number}", row
+    except (pyarrow.ArrowException, OSError) as error:
+        kind = "an Arrow" if is_arrow else "a Parquet"
+        raise UserError(f"{key}={file}: is not {kind} file ({first_line(error)})") from error
+
+
+def _parquet_batches(file: str) -> Iterator[Any]:
+    import pyarrow.parquet
+
+    yield from pyarrow.parquet.ParquetFile(file).iter_batches()
+
+
+def _arrow_batches(file: str) -> Iterator[Any]:
+    """Yield the batches of a file in either format of Arrow: the one of files (Feather), and that of streams."""
+    import pyarrow
+
+    with pyarrow.memory_map(file) as source:
+        if source.read(len(_ARROW_FILE)) != _ARROW_FILE:
+            source.seek(0)
+            yield from pyarrow.ipc.open_stream(source)
+            return
+        reader = pyarrow.ipc.open_file(source)
+        for number in range(reader.num_record_batches):
+            batch = reader.get_batch(number)
+            batch.validate(full=True)
+            yield batch
+
+
+def _hub_rows(url: str, key: str) -> Rows:
+    import datasets
+    import huggingface_hub
+
+    address = urlsplit(url)
+    options = dict(parse_qsl(address.query))
+    unknown = options.keys() - {"config", "split", "revision"}
+    if unknown:
+        raise UserError(f"{key}={url}: takes config, split and revision, not {', '.join(sorted(unknown))}")
+    name = f"{address.netloc}{address.path}".strip("/")
+    commit = options.get("revision", pinned(f"hf://{name}"))
+    if commit is not None and not _COMMIT.fullmatch(commit):
+        raise UserError(f"{key}={url}: revision must be a commit, of 40 hexadecimal digits")
+    offline = huggingface_hub.constants.HF_HUB_OFFLINE
+    try:
+        if not offline:
+            # Queried first, because `load_dataset` would retry for half a minute without a network.
+            with_retries(lambda: huggingface_hub.HfApi().dataset_info(name, revision=commit, timeout=10))
+        split = options.get("split", "train")
+        dataset = datasets.load_dataset(name, options.get("config"), split=split, revision=commit)
+    except Exception as error:  # each of the libraries below has its own error classes
+        hint = "; with HF_HUB_OFFLINE=1 a copy in the cache is used" if is_connection_error(error) else ""
+        at = f" at the commit {commit}" if commit is not None else ""
+        raise UserError(f"{key}={url}: cannot be loaded from the Hub{at} ({first_line(error)}){hint}") from error
+    loaded = _commit_of(dataset)
+    if offline and commit not in (None, loaded):  # the library uses the newest copy in its cache, of any commit
+        why = "the address names" if "revision" in options else "the run began with"
+        raise UserError(
+            f"{key}={url}: the newest copy in the cache is of the commit {loaded}, and {why} "
+            f"{commit}; start without HF_HUB_OFFLINE, or remove the newer copy"
+        )
+    if loaded is not None and "revision" not in options:
+        pin_data(f"hf://{name}", loaded)
+    for number, row in enumerate(dataset, start=1):
+        yield f"{url}, row {number}", row
+
+
+def _commit_of(dataset: Any) -> str | None:
+    """Return the commit of a Hub data set: the name of the directory with its copy in the cache."""
+    folders = {os.path.basename(os.path.dirname(file["filename"])) for file in dataset.cache_files}
+    return folders.pop() if len(folders) == 1 and all(map(_COMMIT.fullmatch, folders)) else None

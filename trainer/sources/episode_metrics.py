@@ -1,0 +1,92 @@
+"""Metrics of a batch: of all its episodes, and of those of each source of `data.mix`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from trainer.config import Config
+from trainer.episodes import Episode
+
+
+def episode_metrics(cfg: Config, episodes: Sequence[Episode]) -> dict[str, float]:
+    """Return the metrics of the episodes that a step trains on.
+
+    In a mix, the terms of rewards, and what environments count, are metrics of the sources alone.
+    """
+    if cfg.data.mix:
+        by_source: dict[str, list[Episode]] = {}
+        for episode in episodes:
+            by_source.setdefault(episode.source, []).append(episode)
+        return {
+            f"data/{source.partition('.')[2]}/{name}": value
+            for source, some in sorted(by_source.items())
+            for name, value in _metrics_of_source(cfg.of_source(source), some).items()
+        }
+    metrics = means("reward", reward_terms(episodes))
+    return metrics | (_turn_metrics(episodes) if cfg.environment.name else {})
+
+
+def failure_metrics(cfg: Config, episodes: Sequence[Episode]) -> dict[str, float]:
+    """Return how many episodes have failed, by what has failed: the reward or the environment."""
+    has_environment = {
+        source: cfg.of_source(source).environment.name is not None
+        for source in ({f"mix.{name}" for name in cfg.data.mix} or {""})
+    }
+    counts = {
+        "environment/failures" if environment else "reward/failures": 0.0 for environment in has_environment.values()
+    }
+    for episode in episodes:
+        key = "environment/failures" if has_environment[episode.source] else "reward/failures"
+        counts[key] += bool(episode.failure)
+    return counts
+
+
+def _metrics_of_source(cfg: Config, episodes: Sequence[Episode]) -> dict[str, float]:
+    """Return the metrics of episodes of one source, without its name. Without any known reward, there is no mean."""
+    metrics = {"failures": float(sum(bool(episode.failure) for episode in episodes))}
+    metrics["response_length/mean"] = float(np.mean([episode.length for episode in episodes]))
+    rewards = np.asarray([episode.reward for episode in episodes if episode.reward is not None])
+    if len(rewards):
+        metrics |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
+        metrics["accuracy"] = float((rewards >= cfg.reward.success_threshold).mean())
+    groups: dict[str, set[float]] = {}
+    for episode in episodes:
+        groups.setdefault(episode.group, set()).update([] if episode.reward is None else [episode.reward])
+    metrics["reward/zero_std_frac"] = float(np.mean([len(rewards) < 2 for rewards in groups.values()]))
+    metrics |= means("reward", reward_terms(episodes))
+    return metrics | (_turn_metrics(episodes) if cfg.environment.name else {})
+
+
+def _turn_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Return the metrics of episodes with an environment."""
+    metrics = means("episode", [episode.metrics for episode in episodes if episode.reward is not None])
+    metrics["episode/turns/mean"] = float(np.mean([episode.turns for episode in episodes]))
+    metrics["episode/tokens/mean"] = float(np.mean([episode.length for episode in episodes]))
+    return metrics
+
+
+def staleness(episodes: Sequence[Episode], step: int) -> dict[str, float]:
+    """Return by how many versions the weights that sampled the episodes are older than those that the step trains."""
+    samples = [sample for episode in episodes for sample in episode.samples if sample.mask.any()]
+    ages = [step - sample.weight_versions[0] for sample in samples if sample.weight_versions is not None]
+    return {"rollout/staleness_mean": float(np.mean(ages)), "rollout/staleness_max": float(max(ages))} if ages else {}
+
+
+def mean_versions(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Return how many versions of the weights have sampled an episode."""
+    ranges = [sample.weight_versions for episode in episodes for sample in episode.samples if sample.mask.any()]
+    counts = [newest - oldest + 1 for oldest, newest in filter(None, ranges)]
+    return {"rollout/versions_mean": float(np.mean(counts))} if counts else {}
+
+
+def means(name: str, values: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the metrics `{name}/{term}/mean`. A term that one of the values lacks counts as 0 there."""
+    terms = sorted({term for value in values for term in value})
+    return {f"{name}/{term}/mean": sum(value.get(term, 0.0) for value in values) / len(values) for term in terms}
+
+
+def reward_terms(episodes: Sequence[Episode]) -> list[Mapping[str, float]]:
+    """Return the terms of the rewards that are not left out."""
+    return [episode.rewards for episode in episodes if episode.reward is not None]

@@ -1,0 +1,188 @@
+"""Episodes of several sources in one batch: their runners take turns with the engines in common rounds.
+
+A round begins when each runner has asked for completions or has ended. So which requests are generated together
+depends on the episodes alone, and never on time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.environments.episode_runner import EpisodeRunner, Generate, PhaseTimer, RolloutRequest
+from trainer.episodes import Episode
+from trainer.generation.engine import Completion, Request
+from trainer.process import time_limits
+from trainer.process.signals import SIGNALS
+
+
+class _Stopped(Exception):
+    """The batch has failed, or is not needed any more."""
+
+
+@dataclass
+class RunnerPart:
+    """The episodes of a batch that one runner runs."""
+
+    episodes: EpisodeRunner
+    requests: Sequence[RolloutRequest]
+    places: Sequence[int]
+    """Indices of the requests in the batch."""
+    known: int | None
+    """See `EpisodeRunner.run`."""
+    asked: Sequence[Request] | None = None
+    """The requests that the runner waits for."""
+    replies: deque[dict[int, Completion] | None] = field(default_factory=deque)
+    """Completions that the runner has not taken. None: the round is over."""
+    has_ended: bool = False
+    thread: threading.Thread | None = None
+
+
+def run_together(
+    parts: Sequence[RunnerPart], generate: Generate, timer: PhaseTimer, check: Callable[[], None]
+) -> Iterator[dict[int, Episode]]:
+    """Yield the episodes of all parts as they end, by their indices in the batch.
+
+    Args:
+        generate: called on this thread alone, once a round.
+        check: called again and again while this waits. It raises to end that.
+
+    Raises:
+        Exception: what a runner raises.
+    """
+    with contextlib.closing(_Rounds(parts)) as rounds:
+        while not rounds.have_ended:
+            with timer("environment"):
+                while not (rounds.is_ready or rounds.ended):
+                    rounds.wait()
+                    check()
+            if rounds.ended:
+                yield rounds.take_ended()
+                continue
+            rounds.raise_error()
+            with contextlib.closing(rounds.answers(generate)) as answers:
+                for _ in answers:
+                    if rounds.ended:
+                        yield rounds.take_ended()
+        rounds.raise_error()
+
+
+class _Rounds:
+    """Runs each part on a thread of its own, and joins their requests."""
+
+    def __init__(self, parts: Sequence[RunnerPart]):
+        self._parts = parts
+        self._changed = threading.Condition()
+        self._is_stopped = False
+        self._error: BaseException | None = None
+        self.ended: dict[int, Episode] = {}
+        """Episodes that have ended, by their indices in the batch."""
+        for number, part in enumerate(parts):
+            part.thread = threading.Thread(target=self._run, args=[part], name=f"episodes {number}", daemon=True)
+            part.thread.start()
+
+    @property
+    def have_ended(self) -> bool:
+        with self._changed:
+            return not self.ended and (self._error is not None or all(part.has_ended for part in self._parts))
+
+    @property
+    def is_ready(self) -> bool:
+        """Every runner waits for completions or has ended, or one has failed."""
+        with self._changed:
+            return self._error is not None or all(part.asked is not None or part.has_ended for part in self._parts)
+
+    def take_ended(self) -> dict[int, Episode]:
+        with self._changed:
+            ended, self.ended = self.ended, {}
+            return ended
+
+    def raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def wait(self) -> None:
+        """Wait a moment for a runner. The main thread makes progress only as far as that one does."""
+        with self._changed:
+            busy = next((part for part in self._parts if part.asked is None and not part.has_ended), None)
+            self._changed.wait(time_limits.POLL_INTERVAL_S)
+        if busy is not None and busy.thread is not None:
+            SIGNALS.check_behind(busy.thread.ident or 0)
+
+    def answers(self, generate: Generate) -> Iterator[None]:
+        """Generate what the runners have asked for, and give it to them. Yields after each chunk of completions."""
+        asking = [part for part in self._parts if part.asked is not None]
+        requests = [request for part in asking for request in part.asked or ()]
+        owners = [(part, index) for part in asking for index in range(len(part.asked or ()))]
+        for part in asking:
+            part.asked = None
+        for chunk in generate(requests) if requests else ():
+            by_part: dict[int, dict[int, Completion]] = {}
+            for place, completion in chunk.items():
+                part, index = owners[place]
+                by_part.setdefault(id(part), {})[index] = completion
+            self._give(asking, lambda part, given=by_part: given.get(id(part)))  # type: ignore[misc]
+            yield
+        self._give(asking, lambda part: None, is_last=True)
+
+    def _give(self, parts: Sequence[RunnerPart], replies: Callable[[RunnerPart], Any], is_last: bool = False) -> None:
+        with self._changed:
+            for part in parts:
+                given = replies(part)
+                if given is not None or is_last:
+                    part.replies.append(given)
+            self._changed.notify_all()
+
+    def _run(self, part: RunnerPart) -> None:
+        def generate(requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
+            with self._changed:
+                part.asked = requests
+                self._changed.notify_all()
+            while (chunk := self._next_reply(part)) is not None:
+                yield chunk
+
+        try:
+            with contextlib.closing(
+                part.episodes.run(part.requests, generate, _untimed, part.known, self._check)
+            ) as chunks:
+                for chunk in chunks:
+                    with self._changed:
+                        self.ended |= {part.places[index]: episode for index, episode in chunk.items()}
+                        self._changed.notify_all()
+        except _Stopped:
+            pass
+        except BaseException as error:  # the thread that generates raises it
+            with self._changed:
+                self._error = self._error or error
+        with self._changed:
+            part.has_ended = True
+            self._changed.notify_all()
+
+    def _next_reply(self, part: RunnerPart) -> dict[int, Completion] | None:
+        with self._changed:
+            while not part.replies:
+                self._check()
+                self._changed.wait(time_limits.POLL_INTERVAL_S)
+            return part.replies.popleft()
+
+    def _check(self) -> None:
+        if self._is_stopped:
+            raise _Stopped
+
+    def close(self) -> None:
+        """End the threads."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+        for part in self._parts:
+            assert part.thread is not None
+            part.thread.join(time_limits.BATCH_END_S)
+
+
+def _untimed(phase: str) -> contextlib.AbstractContextManager[None]:
+    """Time nothing: phases of several threads overlap."""
+    return contextlib.nullcontext()

@@ -1,0 +1,63 @@
+"""How the episodes of each source of data are run, and what rewards them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.config import Config
+from trainer.environments.episode_runner import EnvironmentRunner, EpisodeRunner, SingleTurnRunner
+from trainer.rewards.scorer import Scorer
+
+
+@dataclass(frozen=True)
+class Route:
+    """How the episodes of one source are run, and what rewards them."""
+
+    cfg: Config
+    """Of a run on this source alone (`Config.of_source`)."""
+    episodes: EpisodeRunner
+    scorer: Scorer | None
+    """None: the environment gives the rewards, or all are 0."""
+
+
+def make_scorers(
+    cfg: Config, sources: Iterable[str], make: Callable[[Config], Scorer | None]
+) -> dict[str, Scorer | None]:
+    """Return what rewards the episodes of each source. Sources with the same reward share it.
+
+    Args:
+        sources: as `Prompt.source` names them.
+        make: returns what rewards the episodes of a run with a config.
+    """
+    made: dict[str, Scorer | None] = {}
+    scorers = {}
+    for source in sources:
+        own = cfg.of_source(source)
+        key = repr((own.environment.name is None, own.reward))
+        if key not in made:
+            made[key] = make(own)
+        scorers[source] = made[key]
+    return scorers
+
+
+def make_routes(cfg: Config, scorers: Mapping[str, Scorer | None], tokenizer: Any) -> dict[str, Route]:
+    """Return the routes of sources, by their names. Sources with the same environment share its processes."""
+    runners: dict[str, EpisodeRunner] = {}
+    routes = {}
+    for source, scorer in scorers.items():
+        own = cfg.of_source(source)
+        environment = own.environment if own.environment.name else None
+        key = repr((environment, own.data.answer_key if environment else None))
+        if key not in runners:
+            # Runners of one batch work on threads of their own, and a tokenizer serves one thread at a time.
+            runners[key] = episode_runner(own, copy.deepcopy(tokenizer) if runners else tokenizer)
+        routes[source] = Route(own, runners[key], scorer)
+    return routes
+
+
+def episode_runner(cfg: Config, tokenizer: Any) -> EpisodeRunner:
+    """Return what runs the episodes of a run with this config."""
+    return (EnvironmentRunner if cfg.environment.name else SingleTurnRunner)(cfg, tokenizer)

@@ -1,0 +1,112 @@
+"""The rewards of the episodes of one source in a call, while others are generated."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+from trainer.environments.episode_runner import RolloutRequest, report_failures
+from trainer.episodes import Episode
+from trainer.rewards.scorer import Scoring
+from trainer.rewards.terms import RewardInput
+from trainer.sources.routes import Route
+
+
+class ScoredPart:
+    """Gives the episodes of one source their rewards.
+
+    Args:
+        route: of the source.
+        requests: of the episodes, by their indices in the call. Those of one group follow one another.
+        n: episodes in a group.
+        block: is left when all rewards are known.
+        purpose: names what the episodes are for, in messages.
+        known: see `Scorer.scoring`.
+    """
+
+    def __init__(
+        self,
+        route: Route,
+        requests: Mapping[int, RolloutRequest],
+        n: int,
+        block: contextlib.ExitStack,
+        purpose: str,
+        known: int | None,
+    ):
+        self.session: Scoring | None = None
+        """None: the environment gives the rewards, or all are 0."""
+        if route.scorer is not None:
+            self.session = block.enter_context(route.scorer.scoring(n, purpose, known))
+        self._cfg = route.cfg
+        self._source = next(iter(requests.values())).prompt.source
+        self._requests = requests
+        self._n = n
+        self._indices = list(requests)
+        """In the call, by the index in this part."""
+        self._places = {index: place for place, index in enumerate(self._indices)}
+
+    def take(self, chunk: Mapping[int, Episode], ended: Mapping[int, Episode]) -> dict[int, Episode]:
+        """Take episodes that have just ended. Return those whose rewards are known now: all, without a scorer.
+
+        Args:
+            chunk: the episodes, of any source, by their indices in the call.
+            ended: all that have ended so far.
+        """
+        new = [index for index in chunk if index in self._places]
+        if self.session is None:
+            return {index: self._with_reward(chunk[index], *_own_reward(chunk[index])) for index in new}
+        for group in sorted({self._places[index] // self._n for index in new}):
+            first = group * self._n
+            indices = self._indices[first : first + self._n]
+            if all(index in ended for index in indices):
+                self.session.add(first, [_reward_input(self._requests[index], ended[index]) for index in indices])
+        return {}
+
+    def finished(self, ended: Mapping[int, Episode], lacks: Callable[[int], bool]) -> dict[int, Episode]:
+        """Return the episodes whose rewards are known so far, of those that `lacks` asks for."""
+        if self.session is None:
+            return {}
+        known = {self._indices[place]: result for place, result in self.session.finished().items()}
+        return {index: self._with_reward(ended[index], *result) for index, result in known.items() if lacks(index)}
+
+    def scores(self, ended: Mapping[int, Episode], meanwhile: Callable[[], None]) -> dict[int, Episode]:
+        """Wait for the rewards of all episodes, and return these."""
+        assert self.session is not None
+        results = zip(self._indices, self.session.scores(meanwhile).each(), strict=True)
+        return {index: self._with_reward(ended[index], *result) for index, result in results}
+
+    def report_failures(self, episodes: Mapping[int, Episode], purpose: str) -> None:
+        """Log the failures of environments."""
+        own = [episodes[index] for index in self._indices]
+        report_failures(own, self._cfg.environment.on_failure, purpose)
+
+    def _with_reward(self, episode: Episode, reward: float, terms: Mapping[str, float], reason: str) -> Episode:
+        """Return an episode with its reward. `reason`: why the reward failed, empty if it did not."""
+        is_left_out = reason and self._cfg.on_failure == "leave_out"
+        return dataclasses.replace(
+            episode,
+            reward=None if is_left_out else reward,
+            rewards=terms,
+            failure=reason,
+            source=self._source,
+        )
+
+
+def by_source(requests: Sequence[RolloutRequest]) -> dict[str, dict[int, RolloutRequest]]:
+    """Return requests by the sources of their prompts, with their indices."""
+    found: dict[str, dict[int, RolloutRequest]] = {}
+    for index, request in enumerate(requests):
+        found.setdefault(request.prompt.source, {})[index] = request
+    return found
+
+
+def _own_reward(episode: Episode) -> tuple[float, dict[str, float], str]:
+    """Return the reward that an environment gave, its terms, and why it failed."""
+    return episode.reward or 0.0, dict(episode.rewards), episode.failure
+
+
+def _reward_input(request: RolloutRequest, episode: Episode) -> RewardInput:
+    """Return an episode as a scorer gets it."""
+    prompt = request.prompt
+    return RewardInput(episode.text, prompt.answer, prompt.text, episode.messages, prompt.row, episode.status, episode)
