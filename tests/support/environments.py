@@ -73,7 +73,10 @@ class Echo:
 
 
 class AsyncEcho(Echo):
-    """The same, with methods that wait: for `row["waits"]` seconds, and until `row["together"]` calls are under way."""
+    """The same, with methods that wait.
+
+    For `row["waits"]` seconds, until `row["together"]` calls are under way, and until there is the file `row["until"]`.
+    """
 
     waiting = 0
     arrived: asyncio.Event | None = None
@@ -87,6 +90,8 @@ class AsyncEcho(Echo):
         together, kind = self._row.get("together", 0), type(self)
         if self._number == 0:
             await asyncio.sleep(self._row.get("waits", 0))
+        while "until" in self._row and not os.path.exists(self._row["until"]):
+            await asyncio.sleep(0.01)
         if together and self._number == 0:
             kind.arrived = kind.arrived or asyncio.Event()
             kind.waiting += 1
@@ -141,6 +146,14 @@ class Hashed:
 
     def close(self) -> None:
         pass
+
+
+class Dawdling(Hashed):
+    """The same, after up to 30 ms, which differ each time."""
+
+    async def step(self, reply: Message) -> StepResult:
+        await asyncio.sleep(os.urandom(1)[0] / 255 * 0.03)
+        return await super().step(reply)
 
 
 class Valued:

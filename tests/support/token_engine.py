@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import zlib
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from trainer.generation.engine import Completion, Request, RunningRequests
 from trainer.generation.weight_sync import SharedMemory
 
 ENGINE = EngineSpec(path=f"{__name__}:TokenEngine", streaming=True, in_flight=True)
+JOINING = EngineSpec(path=f"{__name__}:StoppingEngine", streaming=True, in_flight=True, joins_exactly=True)
 _TOKEN_S = 0.004
 
 
@@ -78,3 +80,20 @@ class TokenEngine:
 
     def shutdown(self) -> None:
         pass
+
+
+class StoppingEngine(TokenEngine):
+    """Ends each completion with a stop token. Requests may join at any time: they change no token of others."""
+
+    def __init__(self, model_path: str, joins: bool = False, **options: Any):
+        assert joins
+        super().__init__(model_path, **options)
+
+    def step(self, requests: Mapping[int, Request]) -> dict[int, Completion]:
+        self._stops = {**getattr(self, "_stops", {}), **{n: r.sampling.stop_token_ids for n, r in requests.items()}}
+        done = super().step(requests)
+        for number, completion in done.items():
+            stops = self._stops.pop(number)
+            completion.token_ids[-1] = stops[int(completion.token_ids.sum()) % len(stops)]
+            done[number] = dataclasses.replace(completion, finish_reason="stop")
+        return done

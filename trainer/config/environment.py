@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from trainer.config.engines import engines_with
 from trainer.config.fields import LONGEST_TIME, ON_FAILURE, Section, choice, config_error, number, open_section, setting
 
 if TYPE_CHECKING:
@@ -22,8 +23,18 @@ class EnvironmentConfig(Section):
     """Python interpreter of another virtual environment, in which the environment runs: for packages that cannot be
     installed beside this project (docs/environments.md). It needs the package psutil. null: this project's own."""
     max_turns: int = number(8, at_least=1, resume="rollouts")
-    """Largest number of replies of the policy in an episode. A reply has at most `rollout.max_response_tokens` tokens.
-    The messages and replies before it have at most `rollout.max_prompt_tokens`."""
+    """Largest number of replies of the policy in an episode. Each has at most `rollout.max_response_tokens` tokens."""
+    max_tokens: int = number(-1, at_least=2, off=-1, resume="rollouts")
+    """Longest episode, in tokens: messages and replies together. Then `rollout.max_prompt_tokens` is for the first
+    messages alone. -1: the messages and replies before a reply have at most `rollout.max_prompt_tokens`."""
+    max_seconds: float = number(0.0, above=0, at_most=LONGEST_TIME, off=0, resume="rollouts")
+    """Seconds after which an episode that is not done gets no further reply. It counts as failed, with the status
+    `timeout`. 0: no limit. With a limit, time decides which episodes a step trains on, so a resumed run is not compared
+    bit for bit. Finished episodes come back from the journal."""
+    schedule: str = choice("rounds", ("rounds", "stream"), resume="rounding")
+    """When an episode gets its next reply. `rounds`: when the environments of all episodes have answered, as one batch.
+    `stream`: when its own environment has answered, so that no episode waits for a slow one. The engine must take
+    requests while it generates, as vLLM does."""
     timeout_s: float = number(60.0, at_least=0.001, at_most=LONGEST_TIME, resume="harmless")
     """Seconds that one call of an environment may take. A call that takes longer is repeated once, in a new
     environment; then the episode counts as failed."""
@@ -43,6 +54,30 @@ class EnvironmentConfig(Section):
             return
         if ":" not in self.name:
             raise config_error(config, f"{name}.name", "must be an import path package.module:Class")
+        self._check_length(config, name)
+        self._check_schedule(config, name)
         if config.algorithm.overlong_buffer:
             problem = f"is for one completion a prompt; set it to 0, or drop {name}.name"
             raise config_error(config, "algorithm.overlong_buffer", problem)
+
+    def _check_length(self, config: Config, name: str) -> None:
+        if self.max_tokens < 0:
+            return
+        first, longest = config.rollout.max_prompt_tokens, config.model.tiny.max_position_embeddings
+        if self.max_tokens <= first:
+            problem = f"must be above rollout.max_prompt_tokens={first}: the first messages may have as many"
+            raise config_error(config, f"{name}.max_tokens", problem)
+        if config.model.path is None and config.task.trains and self.max_tokens > longest:
+            problem = f"exceeds model.tiny.max_position_embeddings={longest}"
+            raise config_error(config, f"{name}.max_tokens", problem)
+
+    def _check_schedule(self, config: Config, name: str) -> None:
+        if self.schedule != "stream":
+            return
+        if not config.engine.streaming:
+            problem = f"rollout.engine={config.rollout.engine} takes no request while it generates; choose rounds"
+            able = engines_with("streaming")
+            raise config_error(config, f"{name}.schedule", f"{problem}, or rollout={able}")
+        if config.rollout.colocate and config.data.mix:
+            problem = "with data.mix, a thread of its own would use the GPUs of the ranks; choose rounds"
+            raise config_error(config, f"{name}.schedule", f"{problem}, or rollout.colocate=false")

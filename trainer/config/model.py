@@ -87,10 +87,11 @@ class ModelConfig(Section):
                 raise config_error(config, "model.chat_template_kwargs", f"{variable!r} is no name of a variable")
         if self.path is not None or not config.task.trains:
             return
-        longest, rollout = self.tiny.max_position_embeddings, config.rollout
+        longest = self.tiny.max_position_embeddings
         if config.sft.max_length > longest:
             raise config_error(config, "sft.max_length", "exceeds model.tiny.max_position_embeddings")
-        if rollout.max_prompt_tokens + rollout.max_response_tokens > longest:
+        plain = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+        if longest < config.longest_sequence == plain:
             raise config_error(
                 config,
                 "rollout.max_response_tokens",

@@ -60,6 +60,34 @@ class Config(Section):
         return self.environment.on_failure if self.environment.name else self.reward.on_failure
 
     @property
+    def environments(self) -> list[EnvironmentConfig]:
+        """The environments of the run and of all its sources of data, also those that are not set."""
+        return [section for _, section in walk_sections(self) if isinstance(section, EnvironmentConfig)]
+
+    @property
+    def longest_sequence(self) -> int:
+        """Most tokens of a prompt and its completion."""
+        plain = self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
+        return max(e.max_tokens if e.name and e.max_tokens > 0 else plain for e in self.environments)
+
+    @property
+    def rollout_of_engines(self) -> RolloutConfig:
+        """The settings of engines: a prompt and its completion have at most `longest_sequence` tokens."""
+        completion = min(self.rollout.max_response_tokens, self.longest_sequence - 1)
+        prompt = self.longest_sequence - completion
+        return dataclasses.replace(self.rollout, max_prompt_tokens=prompt, max_response_tokens=completion)
+
+    @property
+    def streams_requests(self) -> bool:
+        """Whether requests join at any time those that an engine generates."""
+        return any(environment.name and environment.schedule == "stream" for environment in self.environments)
+
+    @property
+    def has_time_limits(self) -> bool:
+        """Whether time decides which episodes are there to train on."""
+        return any(environment.name and environment.max_seconds for environment in self.environments)
+
+    @property
     def task(self) -> TaskSpec:
         """The kind of training.
 

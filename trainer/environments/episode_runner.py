@@ -1,14 +1,16 @@
-"""Run episodes: the policy and an environment take turns, all episodes of a step at the same time."""
+"""Run episodes: the policy and an environment take turns, in rounds of all episodes of a step."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -20,15 +22,26 @@ from trainer.environments.sessions import EnvironmentPool, Session
 from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
 from trainer.generation.engine import Completion, Request, Sampling
+from trainer.generation.request_stream import RequestStream
 from trainer.rewards.scores import Failures
 from trainer.seeding import environment_seed, request_seed
 
 LOG = logging.getLogger(__name__)
 
-Generate = Callable[[Sequence[Request]], Iterator[dict[int, Completion]]]
-"""Yields all completions, by the indices of their requests, as they are complete."""
 PhaseTimer = Callable[[str], AbstractContextManager[None]]
 """Times a block as a phase of the step."""
+
+
+class Generation(Protocol):
+    """How the episodes of a call get their completions."""
+
+    def __call__(self, requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
+        """Yield all completions, by the indices of their requests, as they are complete."""
+        ...
+
+    def open_stream(self) -> RequestStream:
+        """Return a stream that takes requests at any time."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -55,7 +68,7 @@ class EpisodeRunner(contextlib.AbstractContextManager["EpisodeRunner"]):
     def run(
         self,
         requests: Sequence[RolloutRequest],
-        generate: Generate,
+        generate: Generation,
         timer: PhaseTimer,
         known: int | None = 0,
         check: Callable[[], None] = lambda: None,
@@ -84,7 +97,7 @@ class SingleTurnRunner(EpisodeRunner):
     def run(
         self,
         requests: Sequence[RolloutRequest],
-        generate: Generate,
+        generate: Generation,
         timer: PhaseTimer,
         known: int | None = 0,
         check: Callable[[], None] = lambda: None,
@@ -102,17 +115,25 @@ class SingleTurnRunner(EpisodeRunner):
             }
 
 
-class _RunningEpisode(Session):
+class RunningEpisode(Session):
     """An episode with an environment, while it runs."""
 
-    def __init__(self, request: RolloutRequest, run_seed: int):
+    def __init__(self, index: int, request: RolloutRequest, run_seed: int):
         super().__init__(request.prompt.row, environment_seed(run_seed, request.group))
+        self.index = index
+        """Of its request in the call."""
         self.request = request
         self.conversation: Conversation | None = None
+        self.was_cut = False
+        """The last reply has reached its limit."""
+        self.began_at = time.monotonic()
+        self.is_answered = False
+        """What the environment has answered last is part of the conversation. Only a stream notes it."""
         self.is_yielded = False
 
     def take_reply(self, completion: Completion) -> None:
         assert self.conversation is not None
+        self.was_cut = completion.finish_reason == "length"
         self.replies.append(self.conversation.add_reply(completion))
 
     def end(self, status: str) -> None:
@@ -127,10 +148,14 @@ class EnvironmentRunner(EpisodeRunner):
     """
 
     def __init__(self, cfg: Config, tokenizer: Any):
-        self._config = cfg.environment
+        self._config = e = cfg.environment
         self._answer_key = cfg.data.answer_key
         self._seed = cfg.trainer.seed
-        self._longest = cfg.rollout.max_prompt_tokens
+        self._first_limit = ("rollout.max_prompt_tokens", cfg.rollout.max_prompt_tokens)
+        has_limit = e.max_tokens > 0
+        self._longest = e.max_tokens - 1 if has_limit else cfg.rollout.max_prompt_tokens
+        """Of the prompts of replies."""
+        self._most_tokens = e.max_tokens if has_limit else None
         self._tokenizer = tokenizer
         self._lock = threading.Lock()  # one thread at a time may use the tokenizer
         self._limit = max_characters(tokenizer, self._longest)
@@ -146,7 +171,7 @@ class EnvironmentRunner(EpisodeRunner):
     def run(
         self,
         requests: Sequence[RolloutRequest],
-        generate: Generate,
+        generate: Generation,
         timer: PhaseTimer,
         known: int | None = 0,
         check: Callable[[], None] = lambda: None,
@@ -156,7 +181,7 @@ class EnvironmentRunner(EpisodeRunner):
         Raises:
             UserError: more than `environment.max_error_rate` of the episodes have failed.
         """
-        episodes = [_RunningEpisode(request, self._seed) for request in requests]
+        episodes = [RunningEpisode(index, request, self._seed) for index, request in enumerate(requests)]
         try:
             yield from self._run(episodes, generate, timer, known, check)
         except BaseException:
@@ -168,8 +193,8 @@ class EnvironmentRunner(EpisodeRunner):
 
     def _run(
         self,
-        episodes: Sequence[_RunningEpisode],
-        generate: Generate,
+        episodes: Sequence[RunningEpisode],
+        generate: Generation,
         timer: PhaseTimer,
         known: int | None,
         check: Callable[[], None],
@@ -178,64 +203,78 @@ class EnvironmentRunner(EpisodeRunner):
             self._pool.step_all(episodes, check)
             with self._lock:
                 for episode in episodes:
-                    self._begin(episode)
-        for turn in range(self._config.max_turns):
+                    self._continue(episode)
+        for _ in range(self._config.max_turns):
             self._check_failures(episodes, known)
             active = [episode for episode in episodes if not episode.ended]
             if not active:
                 break
-            prompts = [
-                _request(e.request, e.conversation.token_ids, self._seed, turn) for e in active if e.conversation
-            ]
+            prompts = [self._next_request(episode) for episode in active]
             replies = {index: reply for chunk in generate(prompts) for index, reply in chunk.items()}
-            completions = [replies[index] for index in range(len(prompts))]
             with timer("environment"):
                 with self._lock:
-                    for episode, completion in zip(active, completions, strict=True):
-                        episode.take_reply(completion)
+                    for index, episode in enumerate(active):
+                        episode.take_reply(replies[index])
                 self._pool.step_all(episodes, check)
                 with self._lock:
-                    for episode, completion in zip(active, completions, strict=True):
-                        self._continue(episode, completion, last=turn + 1 == self._config.max_turns)
+                    for episode in active:
+                        self._continue(episode)
             yield from self._newly_ended(episodes)
         with timer("environment"):
             self._pool.step_all(episodes, check)  # closes what is left
         self._check_failures(episodes, known)
         yield from self._newly_ended(episodes)
 
-    def _newly_ended(self, episodes: Sequence[_RunningEpisode]) -> Iterator[dict[int, Episode]]:
-        ended = {index: episode for index, episode in enumerate(episodes) if episode.ended and not episode.is_yielded}
-        for episode in ended.values():
+    def _newly_ended(self, episodes: Sequence[RunningEpisode]) -> Iterator[dict[int, Episode]]:
+        ended = [episode for episode in episodes if episode.ended and not episode.is_yielded]
+        for episode in ended:
             episode.is_yielded = True
         if ended:
-            yield {index: self._ended(episode) for index, episode in ended.items()}
+            yield {episode.index: self._ended(episode) for episode in ended}
 
-    def _begin(self, episode: _RunningEpisode) -> None:
-        if episode.failure:
+    def _next_request(self, episode: RunningEpisode) -> Request:
+        assert episode.conversation is not None
+        request, prompt = episode.request, episode.conversation.token_ids
+        if self._most_tokens is not None and len(prompt) + request.sampling.max_tokens > self._most_tokens:
+            sampling = dataclasses.replace(request.sampling, max_tokens=self._most_tokens - len(prompt))
+            request = dataclasses.replace(request, sampling=sampling)
+        return _request(request, prompt, self._seed, len(episode.replies))
+
+    def _continue(self, episode: RunningEpisode) -> None:
+        """Add what the environment has answered, and end the episode if it is over."""
+        if episode.ended:
             return
+        try:
+            if episode.conversation is None:
+                self._begin(episode)
+            else:
+                self._add_answer(episode, episode.conversation)
+        except UserError as error:  # the chat template refuses the messages
+            episode.fail("failed", f"gave messages that have no tokens: {error}")
+        seconds = self._config.max_seconds
+        if not episode.ended and seconds and time.monotonic() - episode.began_at > seconds:
+            episode.fail("timeout", f"was not done after environment.max_seconds={seconds:g}")
+
+    def _begin(self, episode: RunningEpisode) -> None:
+        key, most = self._first_limit
         try:
             episode.conversation = Conversation(self._tokenizer, episode.steps[0].messages, self._limit)
             length = len(episode.conversation.token_ids)
-            size = f"{length} tokens" if length > self._longest else ""
+            size = f"{length} tokens" if length > most else ""
         except TextTooLong as error:
             size = str(error)
         if size:
-            episode.fail("failed", f"has first messages of {size}; rollout.max_prompt_tokens is {self._longest}")
+            episode.fail("failed", f"has first messages of {size}; {key} is {most}")
 
-    def _continue(self, episode: _RunningEpisode, completion: Completion, last: bool) -> None:
-        """Add what the environment has answered, and end the episode if it is over."""
-        conversation = episode.conversation
-        assert conversation is not None
-        if episode.failure:
-            return
+    def _add_answer(self, episode: RunningEpisode, conversation: Conversation) -> None:
         step = episode.steps[-1]
-        if step.done or completion.finish_reason == "length" or last:
+        if step.done or episode.was_cut or len(episode.replies) == self._config.max_turns:
             conversation.messages += step.messages
-            episode.end("stop" if step.done else "length" if completion.finish_reason == "length" else "turns")
+            episode.end("stop" if step.done else "length" if episode.was_cut else "turns")
         elif not conversation.add_messages(step.messages, self._longest):
             episode.end("length")
 
-    def _check_failures(self, episodes: Sequence[_RunningEpisode], known: int | None) -> None:
+    def _check_failures(self, episodes: Sequence[RunningEpisode], known: int | None) -> None:
         if known is None:
             return
         failures = Failures.among((episode.failure for episode in episodes), "environment")
@@ -244,7 +283,7 @@ class EnvironmentRunner(EpisodeRunner):
         if problem is not None:
             raise UserError(problem)
 
-    def _ended(self, episode: _RunningEpisode) -> Episode:
+    def _ended(self, episode: RunningEpisode) -> Episode:
         request, conversation = episode.request, episode.conversation
         answer = request.prompt.row.get(self._answer_key)
         fields: dict[str, Any] = {

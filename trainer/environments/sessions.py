@@ -47,6 +47,8 @@ class Session(Task):
         """Why the environment has failed."""
         self.answered = 0
         """Calls that the present environment has answered. It begins again at 0 when the environment is lost."""
+        self.on_rest: Callable[[Any], None] | None = None
+        """Gets this session when all its replies are answered, or it is closed, or has failed."""
         self._number = next(_NUMBERS)
         """Its name in messages to the process."""
 
@@ -110,6 +112,10 @@ class Session(Task):
             for name, value in getattr(step, field).items():
                 totals[name] += value
         return dict(totals)
+
+    def rest(self) -> None:
+        if self.on_rest is not None:
+            self.on_rest(self)
 
     def restart(self) -> None:
         self.answered = 0

@@ -88,11 +88,12 @@ class EnginePool:
             model_path,
             dtype=cfg.rollout.dtype,
             seed=cfg.trainer.seed,
-            rollout=cfg.rollout,
+            rollout=cfg.rollout_of_engines,
             device=self._device,
             trust_remote_code=cfg.model.trust_remote_code,
             **({"lora_rank": cfg.trainer.policy.lora.rank} if cfg.syncs_adapter else {}),
             **({"job": Job.of_run(cfg.trainer.run_dir)} if spec.served else {}),
+            **({"joins": True} if spec.joins_exactly and cfg.streams_requests else {}),
         )
         self._awake_blocks: set[object] = set()
         self._memory = GpuMemory(cfg.rollout.colocate and self._gpus > 0)
@@ -134,6 +135,8 @@ class EnginePool:
     @property
     def repeats(self) -> bool:
         """Whether the engines generate the same tokens and log-probs again, to the last bit."""
+        if self._cfg.streams_requests and not self._spec.joins_exactly:
+            return False
         return self._spec.repeats and (self._cluster.device == "cpu" or self._cfg.trainer.deterministic)
 
     def wait_ready(self) -> None:

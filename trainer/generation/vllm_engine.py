@@ -40,6 +40,7 @@ class VLLMEngine:
         seed: for what vLLM draws outside of requests, which have their own seeds.
         device: `cpu` or `cuda`.
         lora_rank: rank of the adapters that `sync_weights` will bring; None: it will bring weights.
+        joins: requests join at any time those that are generated (see `EngineSpec.joins_exactly`).
 
     Raises:
         UserError: vLLM is not installed, or refuses the model or the settings.
@@ -56,6 +57,7 @@ class VLLMEngine:
         device: str,
         trust_remote_code: bool = False,
         lora_rank: int | None = None,
+        joins: bool = False,
     ):
         for name, value in ENGINES["vllm"].environment_on(device).items():
             os.environ.setdefault(name, value)
@@ -78,6 +80,14 @@ class VLLMEngine:
         self._completed: dict[int, Completion] = {}
         """What was completed before a change of the weights, for the next `step`."""
         self._interrupted = threading.Event()
+        self._joins = joins
+        self._report_s = time_limits.JOIN_S if joins else time_limits.ENGINE_REPORT_S
+        self._has_old_keys = False
+        """The prefix cache may hold keys and values of older weights."""
+        self._companion: str | None = None
+        """The name of a request that nobody waits for (see `_accompany`)."""
+        self._longest = rollout.max_response_tokens
+        self._accompanies = joins and device == "cpu" and rollout.max_num_seqs > 1
         self._source: Broadcast | Ipc | None = None
         self._adapter: LoRARequest | None = None
         options = {
@@ -102,18 +112,20 @@ class VLLMEngine:
     def step(self, requests: Mapping[int, Request]) -> dict[int, Completion]:
         """Add requests, and generate until some are complete; return these (see `StreamingEngine`)."""
         assert not self._asleep, "wake the engine before generating"
-        if not self._running:
+        if not self._running and (self._has_old_keys or not self._joins):
             # Drop the keys and values of earlier calls. They may be of older weights; and with those of other prompts,
-            # an uninterrupted run could differ in its last bits from a resumed one.
+            # an uninterrupted run could differ in its last bits from a resumed one. Where requests join at any time,
+            # time decides which keys and values are there anyway, and later turns of an episode need those of earlier.
             cleared = self._llm.reset_prefix_cache()
             assert cleared, "the prefix cache is in use"
+            self._has_old_keys = False
         if requests:
             self._add(requests)
         completions, self._completed = self._completed, {}
         began = time.monotonic()
         while self._running and not self._interrupted.is_set():
             completions |= self._step_vllm()
-            if completions and time.monotonic() > began + time_limits.ENGINE_REPORT_S:
+            if completions and time.monotonic() > began + self._report_s:
                 break
         self._interrupted.clear()
         return completions
@@ -124,11 +136,37 @@ class VLLMEngine:
 
     def _step_vllm(self) -> dict[int, Completion]:
         """Generate one token of each running request; return those that are complete."""
+        if self._accompanies:
+            self._accompany()
         completions = {}
         for output in self._llm.llm_engine.step():
-            if output.finished:
+            if output.finished and output.request_id == self._companion:
+                self._companion = None
+            elif output.finished:
                 completions[self._running.pop(output.request_id)] = completion_of(output)
+        if not self._running:
+            self._end_companion()
         return completions
+
+    def _accompany(self) -> None:
+        """Generate something beside a request that is alone.
+
+        On CPU, a batch of one token is computed by other kernels, which round in another way. Whether a request is ever
+        alone depends on time where requests join others.
+        """
+        from vllm import SamplingParams
+
+        if len(self._running) != 1:
+            self._end_companion()
+        elif self._companion is None:
+            params = SamplingParams(temperature=0.0, max_tokens=self._longest, ignore_eos=True, detokenize=False)
+            (name,) = self._llm.enqueue([{"prompt_token_ids": [0]}], [params], use_tqdm=False)
+            self._companion = name.partition("-")[0]
+
+    def _end_companion(self) -> None:
+        if self._companion is not None:
+            self._llm.llm_engine.abort_request([self._companion])
+            self._companion = None
 
     def _add(self, requests: Mapping[int, Request]) -> None:
         params = [sampling_params(request) for request in requests.values()]
@@ -157,11 +195,13 @@ class VLLMEngine:
         if self._running:  # their keys and values are of the old weights: compute them again
             cleared = self._llm.reset_prefix_cache(reset_running_requests=True)
             assert cleared, "the prefix cache is in use"
+        self._has_old_keys = not self._running
         self.set_version(version)
 
     def _abort(self) -> None:
         if self._running:
             self._llm.llm_engine.abort_request(list(self._running))
+        self._end_companion()
         self._running.clear()
         self._completed.clear()
 

@@ -136,7 +136,11 @@ METRICS: dict[str, Metric] = {
         "those of a later step, before engines can take new weights.",
         "s",
     ),
-    "time/environment": Metric("Waiting for environments. With `rollout.ahead`, `time/rollout` has it.", "s"),
+    "time/environment": Metric(
+        "Waiting for environments; with `environment.schedule=stream`, while engines have nothing to do. With "
+        "`rollout.ahead`, `time/rollout` has it.",
+        "s",
+    ),
     "time/reward": Metric("Waiting for rewards after the last completion.", "s"),
     "time/logprob": Metric("Old and reference log-probs, and values.", "s"),
     "time/update": Metric("Optimizer steps of critic and policy.", "s"),

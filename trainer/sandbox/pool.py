@@ -252,6 +252,7 @@ class WorkerPool:
     def _queue(self, task: Task) -> None:
         """Let a process make the next call of the task, if it needs one."""
         if task.next_call() is None:
+            task.rest()
             return
         if not task.is_session:
             self._todo.append(task)
@@ -277,6 +278,7 @@ class WorkerPool:
             for task in [task for task in waiting if task.round is tasks]:
                 waiting.remove(task)
                 task.fail("timeout", reason)
+                task.rest()
 
     def _send_tasks(self, worker: _Worker) -> None:
         while (waiting := worker.queue or self._todo) and worker.can_take(waiting[0]):

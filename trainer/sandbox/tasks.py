@@ -54,6 +54,9 @@ class Task:
         """Fail the task for good."""
         raise NotImplementedError
 
+    def rest(self) -> None:
+        """Called on the thread of the pool when it has no more to do for the task, until that is submitted again."""
+
     def restart(self) -> None:
         """Begin again: what the process knew is lost."""
 
@@ -93,12 +96,20 @@ class Round:
         Raises:
             WorkerError: the processes cannot start.
         """
-        if self.ended.done():
-            self.ended.result()  # raises if it has failed
+        self.check()
         for task in tasks:
             task.round = self
         self._inbox.put(tasks)
         self._wake()
+
+    def check(self) -> None:
+        """Raise the failure that has ended the round.
+
+        Raises:
+            WorkerError: the processes cannot start.
+        """
+        if self.ended.done():
+            self.ended.result()
 
     def wait(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Wait until all tasks are done or have failed. No others can follow.

@@ -1,7 +1,7 @@
 """Episodes of several sources in one batch: their runners take turns with the engines in common rounds.
 
 A round begins when each runner has asked for completions or has ended. So which requests are generated together
-depends on the episodes alone, and never on time.
+depends on the episodes alone, and never on time. A runner that opens a stream takes part in no round.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.environments.episode_runner import EpisodeRunner, Generate, PhaseTimer, RolloutRequest
+from trainer.environments.episode_runner import EpisodeRunner, Generation, PhaseTimer, RolloutRequest
 from trainer.episodes import Episode
 from trainer.generation.engine import Completion, Request
+from trainer.generation.request_stream import RequestStream
 from trainer.process import time_limits
 from trainer.process.signals import SIGNALS
 
@@ -38,12 +39,14 @@ class RunnerPart:
     """The requests that the runner waits for."""
     replies: deque[dict[int, Completion] | None] = field(default_factory=deque)
     """Completions that the runner has not taken. None: the round is over."""
+    stream: RequestStream | None = None
+    """The runner asks for completions by this stream."""
     has_ended: bool = False
     thread: threading.Thread | None = None
 
 
 def run_together(
-    parts: Sequence[RunnerPart], generate: Generate, timer: PhaseTimer, check: Callable[[], None]
+    parts: Sequence[RunnerPart], generate: Generation, timer: PhaseTimer, check: Callable[[], None]
 ) -> Iterator[dict[int, Episode]]:
     """Yield the episodes of all parts as they end, by their indices in the batch.
 
@@ -54,9 +57,9 @@ def run_together(
     Raises:
         Exception: what a runner raises.
     """
-    with contextlib.closing(_Rounds(parts)) as rounds:
+    with contextlib.closing(_Rounds(parts, generate)) as rounds:
         while not rounds.have_ended:
-            with timer("environment"):
+            with timer("rollout" if rounds.has_streams else "environment"):
                 while not (rounds.is_ready or rounds.ended):
                     rounds.wait()
                     check()
@@ -64,7 +67,7 @@ def run_together(
                 yield rounds.take_ended()
                 continue
             rounds.raise_error()
-            with contextlib.closing(rounds.answers(generate)) as answers:
+            with contextlib.closing(rounds.answers()) as answers:
                 for _ in answers:
                     if rounds.ended:
                         yield rounds.take_ended()
@@ -74,8 +77,9 @@ def run_together(
 class _Rounds:
     """Runs each part on a thread of its own, and joins their requests."""
 
-    def __init__(self, parts: Sequence[RunnerPart]):
+    def __init__(self, parts: Sequence[RunnerPart], generate: Generation):
         self._parts = parts
+        self._generate = generate
         self._changed = threading.Condition()
         self._is_stopped = False
         self._error: BaseException | None = None
@@ -92,9 +96,16 @@ class _Rounds:
 
     @property
     def is_ready(self) -> bool:
-        """Every runner waits for completions or has ended, or one has failed."""
+        """Every runner without a stream waits for completions or has ended, or one has failed."""
         with self._changed:
-            return self._error is not None or all(part.asked is not None or part.has_ended for part in self._parts)
+            waiting = [part.asked is not None for part in self._parts if not (part.has_ended or part.stream)]
+            has_ended = all(part.has_ended for part in self._parts)
+            return self._error is not None or has_ended or bool(waiting) and all(waiting)
+
+    @property
+    def has_streams(self) -> bool:
+        with self._changed:
+            return any(part.stream and not part.has_ended for part in self._parts)
 
     def take_ended(self) -> dict[int, Episode]:
         with self._changed:
@@ -113,14 +124,14 @@ class _Rounds:
         if busy is not None and busy.thread is not None:
             SIGNALS.check_behind(busy.thread.ident or 0)
 
-    def answers(self, generate: Generate) -> Iterator[None]:
+    def answers(self) -> Iterator[None]:
         """Generate what the runners have asked for, and give it to them. Yields after each chunk of completions."""
         asking = [part for part in self._parts if part.asked is not None]
         requests = [request for part in asking for request in part.asked or ()]
         owners = [(part, index) for part in asking for index in range(len(part.asked or ()))]
         for part in asking:
             part.asked = None
-        for chunk in generate(requests) if requests else ():
+        for chunk in self._generate(requests) if requests else ():
             by_part: dict[int, dict[int, Completion]] = {}
             for place, completion in chunk.items():
                 part, index = owners[place]
@@ -137,14 +148,23 @@ class _Rounds:
                     part.replies.append(given)
             self._changed.notify_all()
 
-    def _run(self, part: RunnerPart) -> None:
-        def generate(requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
-            with self._changed:
-                part.asked = requests
-                self._changed.notify_all()
-            while (chunk := self._next_reply(part)) is not None:
-                yield chunk
+    def ask(self, part: RunnerPart, requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
+        """Let the requests of a runner take part in the next round; yield their completions."""
+        with self._changed:
+            part.asked = requests
+            self._changed.notify_all()
+        while (chunk := self._next_reply(part)) is not None:
+            yield chunk
 
+    def open_stream(self, part: RunnerPart) -> RequestStream:
+        stream = self._generate.open_stream()
+        with self._changed:
+            part.stream = stream
+            self._changed.notify_all()
+        return stream
+
+    def _run(self, part: RunnerPart) -> None:
+        generate = _PartGeneration(self, part)
         try:
             with contextlib.closing(
                 part.episodes.run(part.requests, generate, _untimed, part.known, self._check)
@@ -179,8 +199,24 @@ class _Rounds:
             self._is_stopped = True
             self._changed.notify_all()
         for part in self._parts:
+            if part.stream is not None:
+                part.stream.wake()
             assert part.thread is not None
             part.thread.join(time_limits.BATCH_END_S)
+
+
+class _PartGeneration:
+    """See `Generation`: that of one runner."""
+
+    def __init__(self, rounds: _Rounds, part: RunnerPart):
+        self._rounds = rounds
+        self._part = part
+
+    def __call__(self, requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
+        return self._rounds.ask(self._part, requests)
+
+    def open_stream(self) -> RequestStream:
+        return self._rounds.open_stream(self._part)
 
 
 def _untimed(phase: str) -> contextlib.AbstractContextManager[None]:

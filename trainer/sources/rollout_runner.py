@@ -8,14 +8,15 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from trainer.config import Config
-from trainer.environments.episode_runner import Generate, RolloutRequest
+from trainer.environments.episode_runner import Generation, RolloutRequest
 from trainer.episodes import Episode
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.engine_pool import EnginePool
+from trainer.generation.request_stream import RequestStream
 from trainer.journal.journal import Journal
 from trainer.process import time_limits
 from trainer.process.signals import SIGNALS
@@ -29,6 +30,39 @@ from trainer.sources.scored_part import ScoredPart, by_source
 class _Here(threading.local):
     block: contextlib.ExitStack | None = None
     """The block of `RolloutRunner.awake` in this thread, until the engines are awake."""
+
+
+class _Generation:
+    """How the engines complete the requests of one call of `RolloutRunner.run`. See `Generation`.
+
+    Args:
+        stream: begins requests, and yields their completions.
+    """
+
+    def __init__(
+        self,
+        runner: RolloutRunner,
+        progress: BatchProgress,
+        stream: Callable[[Sequence[Request]], Iterator[dict[int, Completion]]],
+    ):
+        self._runner = runner
+        self._progress = progress
+        self._stream = stream
+
+    def __call__(self, requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
+        self._runner.wake()
+        with self._runner.turn(self._progress), contextlib.closing(self._stream(requests)) as chunks:
+            while True:
+                with self._progress.timer("rollout"):
+                    chunk = next(chunks, None)
+                self._progress.check()
+                if chunk is None:
+                    return
+                yield chunk
+
+    def open_stream(self) -> RequestStream:
+        self._runner.wake()
+        return self._runner.engines.open_stream()
 
 
 class RolloutRunner:
@@ -169,19 +203,7 @@ class RolloutRunner:
             if not turns:  # else all run again: each turn's company depends on those before it
                 stream = functools.partial(stream, wanted=recorded.missing_indices)
 
-        def generate(prompts: Sequence[Request]) -> Iterator[dict[int, Completion]]:
-            block, self._here.block = self._here.block, None
-            if block is not None:
-                block.enter_context(self.engines.awake())
-            with self._turn(progress), contextlib.closing(stream(prompts)) as chunks:
-                while True:
-                    with progress.timer("rollout"):
-                        chunk = next(chunks, None)
-                    progress.check()
-                    if chunk is None:
-                        return
-                    yield chunk
-
+        generate = _Generation(self, progress, stream)
         chunks = self._run_episodes(recorded, requests, generate, progress)
         if needs_company:
             chunks = _chosen(chunks, recorded.missing_indices)
@@ -190,7 +212,11 @@ class RolloutRunner:
             progress.mark_generated()
 
     def _run_episodes(
-        self, recorded: RecordedGroups, requests: Sequence[RolloutRequest], generate: Generate, progress: BatchProgress
+        self,
+        recorded: RecordedGroups,
+        requests: Sequence[RolloutRequest],
+        generate: Generation,
+        progress: BatchProgress,
     ) -> Iterator[dict[int, Episode]]:
         """Yield the episodes of these requests as they end. Several runners share the rounds."""
         places: dict[int, list[int]] = {}
@@ -212,15 +238,22 @@ class RolloutRunner:
             return parts[0].episodes.run(requests, generate, progress.timer, parts[0].known, progress.check)
         return run_together(parts, generate, progress.timer, progress.check)
 
+    def wake(self) -> None:
+        """Wake the engines for the block of `awake` in this thread, if they are not awake for it."""
+        block, self._here.block = self._here.block, None
+        if block is not None:
+            block.enter_context(self.engines.awake())
+
     @contextlib.contextmanager
-    def _turn(self, progress: BatchProgress) -> Iterator[None]:
+    def turn(self, progress: BatchProgress) -> Iterator[None]:
         """Let one thread at a time generate, if the company of a request may change its last bits.
 
         Engines that take requests while they generate run those of several threads together. Which ones would depend on
-        time, and so would the bits of their log-probs, in runs that are to be exact.
+        time, and so would the bits of their log-probs, in runs that are to be exact. With `environment.schedule=stream`
+        requests join others at any time, and an engine either allows for that, or the run is not compared bit for bit.
         """
         is_exact = self.engines.repeats and not self.cfg.rollout.in_flight_updates
-        if not (self.cfg.engine.streaming and is_exact):
+        if self.cfg.streams_requests or not (self.cfg.engine.streaming and is_exact):
             yield
             return
         while not self._lock.acquire(timeout=time_limits.POLL_INTERVAL_S):

@@ -9,6 +9,7 @@ from typing import Any
 
 from trainer.config import Config
 from trainer.environments.episode_runner import EnvironmentRunner, EpisodeRunner, SingleTurnRunner
+from trainer.environments.stream_runner import StreamRunner
 from trainer.rewards.scorer import Scorer
 
 
@@ -60,4 +61,6 @@ def make_routes(cfg: Config, scorers: Mapping[str, Scorer | None], tokenizer: An
 
 def episode_runner(cfg: Config, tokenizer: Any) -> EpisodeRunner:
     """Return what runs the episodes of a run with this config."""
-    return (EnvironmentRunner if cfg.environment.name else SingleTurnRunner)(cfg, tokenizer)
+    if not cfg.environment.name:
+        return SingleTurnRunner(cfg, tokenizer)
+    return (StreamRunner if cfg.environment.schedule == "stream" else EnvironmentRunner)(cfg, tokenizer)

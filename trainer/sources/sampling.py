@@ -163,7 +163,7 @@ class SamplingSource:
 
     @property
     def repeats(self) -> bool:
-        return self._engines.repeats
+        return self._engines.repeats and not self.cfg.has_time_limits
 
     @property
     def epoch(self) -> float:

@@ -27,6 +27,8 @@ ONLY_BUILT_FROM_THE_CONFIG = {
     "environment.name",
     "environment.kwargs",
     "environment.max_turns",
+    "environment.max_tokens",
+    "environment.max_seconds",
     "algorithm.old_logprobs",
     "model.trust_remote_code",
     "reward.url",

@@ -39,11 +39,19 @@ def model(tmp_path_factory) -> str:
     return str(path)
 
 
-def test_a_job_with_environments_ends_as_if_never_killed(model, tmp_path):
-    """Killed in a save, between saves and at random moments; half of its environments end their processes, too."""
-    base = (f"model.path={model}", "environment.name=tests.support.environments:Hashed", "environment.max_turns=3",
-            "rollout.max_prompt_tokens=64", "logger.save_rollouts=true", "rollout.val_n=2",
-            "rollout.ahead=1")  # fmt: skip
+STREAM = ("rollout.engine=tests.support.token_engine:JOINING", "environment.schedule=stream", "trainer.num_workers=2",
+          "environment.name=tests.support.environments:Dawdling")  # fmt: skip
+SCHEDULES = {"rounds": ("environment.name=tests.support.environments:Hashed", "rollout.ahead=1"), "stream": STREAM}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_job_with_environments_ends_as_if_never_killed(model, tmp_path, schedule):
+    """Killed in a save, between saves and at random moments; half of its environments end their processes, too.
+
+    With a stream, environments also take times that differ from start to start.
+    """
+    base = (f"model.path={model}", *SCHEDULES[schedule], "environment.max_turns=3", "environment.max_tokens=72",
+            "rollout.max_prompt_tokens=64", "logger.save_rollouts=true", "rollout.val_n=2")  # fmt: skip
     started = time.monotonic()
     assert run_until(tmp_path / "whole.log", f"trainer.run_dir={tmp_path}/whole", *base)
     seconds = time.monotonic() - started

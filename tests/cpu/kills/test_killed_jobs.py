@@ -106,9 +106,12 @@ def assert_as_if_never_killed(cwd: Path, output: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_a_job_that_is_killed_and_loses_a_rank_and_its_engine_ends_as_if_never_disturbed(tmp_path, marker):
-    """With Ray and vLLM. The first start is killed with all of its processes; the second one outlives a rank and the
-    engine."""
-    rows, job = whole_and_killed("rollout=vllm", "trainer.num_workers=2", cwd=tmp_path)
+    """With Ray and vLLM, and a stream of episodes whose environments take times that differ from start to start. The
+    first start is killed with all of its processes; the second one outlives a rank and the engine."""
+    settings = ("rollout=vllm", "trainer.num_workers=2", "environment.name=tests.support.environments:Dawdling",
+                "environment.schedule=stream", "environment.max_turns=3", "environment.max_tokens=96")  # fmt: skip
+    rows, job = whole_and_killed(*settings, cwd=tmp_path)
+    assert any(row.get("episode/turns/mean", 1) > 1 for row in rows)
     assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in rows[1:])
     killed(job, tmp_path, "save:manifest_written,2", marker)
     output = run_bereaved(job, tmp_path, "logged,2")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from tests.cpu.unit.config.contradictions import test_contradictions_are_refused_in_one_sentence  # noqa: F401
+from tests.cpu.unit.config.contradictions import (  # noqa: F401
+    test_contradictions_are_refused_in_one_sentence,
+    test_what_is_at_a_bound_is_accepted,
+)
 from trainer.config import compose
 
 CONTRADICTIONS = [
@@ -12,8 +15,39 @@ CONTRADICTIONS = [
         ["environment.name=guess:Guess", "algorithm.overlong_buffer=4"],
         "algorithm.overlong_buffer=4: is for one completion",
     ),
+    (
+        ["environment.name=guess:Guess", "rollout.max_prompt_tokens=64", "environment.max_tokens=64"],
+        "environment.max_tokens=64: must be above rollout.max_prompt_tokens=64",
+    ),
+    (
+        ["environment.name=guess:Guess", "environment.max_tokens=5000"],
+        "environment.max_tokens=5000: exceeds model.tiny.max_position_embeddings=4096",
+    ),
+    (
+        ["environment.name=guess:Guess", "environment.schedule=stream", "rollout=transformers"],
+        "environment.schedule=stream: rollout.engine=transformers takes no request while it generates; choose rounds, "
+        "or rollout=vllm or server",
+    ),
+]
+AT_THE_BOUND = [
+    ["environment.name=guess:Guess", "rollout.max_prompt_tokens=64", "environment.max_tokens=65"],
+    ["environment.schedule=stream", "rollout=transformers", "environment.max_tokens=5000"],
 ]
 
 
 def test_without_an_environment_its_keys_contradict_nothing():
     compose(["algorithm.overlong_buffer=4", "environment.max_turns=3"])
+
+
+def test_engines_are_sized_for_the_longest_episode():
+    """Where none is given, for a prompt and its completion."""
+    plain = ["rollout.max_prompt_tokens=64", "rollout.max_response_tokens=32"]
+    episodes = [*plain, "environment.name=guess:Guess", "environment.max_tokens=1000"]
+    short = [*episodes[:3], "environment.max_tokens=70"]
+    for overrides, length, completion in ((plain, 96, 32), (episodes, 1000, 32), (short, 70, 32)):
+        cfg = compose(overrides)
+        rollout = cfg.rollout_of_engines
+        assert cfg.longest_sequence == length == rollout.max_prompt_tokens + rollout.max_response_tokens
+        assert rollout.max_response_tokens == completion and cfg.rollout.max_prompt_tokens == 64
+    assert not compose(plain).streams_requests and not compose(episodes).streams_requests
+    assert compose([*episodes, "environment.schedule=stream"]).streams_requests

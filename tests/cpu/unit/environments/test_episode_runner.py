@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.support.bad_rewards import BAD, NUMBERS
+from tests.support.episodes import Policy, requests_of, run, runner_of
 from tests.support.generation import SAMPLED
-from trainer.config import Config, EnvironmentConfig, TinyConfig
+from trainer.config import Config, TinyConfig
 from trainer.data.datasets import Prompt
 from trainer.environments.episode_runner import EnvironmentRunner, RolloutRequest, SingleTurnRunner, report_failures
 from trainer.episodes import Episode
-from trainer.errors import UserError
+from trainer.errors import UserError, WorkerError
 from trainer.generation.engine import Completion, Request
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
+from trainer.sandbox import limits
 from trainer.seeding import environment_seed, request_seed
 
 
@@ -28,65 +30,26 @@ def tokenizer(tmp_path_factory) -> Any:
     return load_tokenizer(str(path))
 
 
-class Policy:
-    """Says what its script holds for the turn, to every prompt; a reply that ends in `…` is cut."""
-
-    def __init__(self, tokenizer: Any, *script: str):
-        self.tokenizer = tokenizer
-        self.script = script
-        self.asked: list[list[str]] = []
-        self.seeds: list[list[int]] = []
-
-    def __call__(self, requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
-        text = self.script[len(self.asked)]
-        self.asked.append([self.tokenizer.decode(request.prompt_token_ids) for request in requests])
-        self.seeds.append([request.seed for request in requests])
-        cut = text.endswith("…")
-        tokens = self.tokenizer.encode(text.rstrip("…") + ("" if cut else "<|end|>"), add_special_tokens=False)
-        reason = "length" if cut else "stop"
-        for place in reversed(range(len(requests))):
-            yield {place: Completion(tokens, [-1.0] * len(tokens), reason, 7)}
-
-
-def requests_of(*rows: dict[str, Any], n: int = 1) -> list[RolloutRequest]:
-    return [
-        RolloutRequest(Prompt(i, (), "", "", row), f"0:{i}", 5, number, SAMPLED)
-        for i, row in enumerate(rows)
-        for number in range(n)
-    ]
+@pytest.fixture(scope="module", params=["rounds", "stream"])
+def schedule(request) -> str:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def runner(tokenizer) -> Iterator[EnvironmentRunner]:
-    with runner_of(tokenizer) as runner:
+def runner(tokenizer, schedule) -> Iterator[EnvironmentRunner]:
+    with runner_of(tokenizer, schedule=schedule) as runner:
         yield runner
 
 
-def runner_of(tokenizer: Any, max_prompt_tokens: int = 100, **config: Any) -> EnvironmentRunner:
-    cfg = Config()
-    cfg.trainer.seed = 3
-    cfg.rollout.max_prompt_tokens = max_prompt_tokens
-    name = config.pop("name", "tests.support.environments:Echo")
-    cfg.environment = EnvironmentConfig(name=name, **{"timeout_s": 20.0, "max_turns": 3, "num_processes": 2, **config})
-    return EnvironmentRunner(cfg, tokenizer)
-
-
-def run(runner: Any, policy: Policy, requests: list[RolloutRequest]) -> list[Episode]:
-    episodes = {
-        place: one for part in runner.run(requests, policy, contextlib.nullcontext) for place, one in part.items()
-    }
-    return [episodes[place] for place in range(len(requests))]
-
-
 def test_policy_and_environment_take_turns(runner, tokenizer):
-    """All episodes in one batch a turn, until each is done; each keeps its tokens, and adds up its rewards."""
+    """Until each episode is done; each keeps its tokens, and adds up its rewards."""
     policy = Policy(tokenizer, "a", "bb", "ccc")
     short, long, endless = run(runner, policy, requests_of({"prompt": "x", "turns": 1}, {"prompt": "y"}, {"turns": 9}))
     assert policy.asked == [
-        ["<|user|>x<|assistant|>", "<|user|>y<|assistant|>", "<|user|><|assistant|>"],
+        ["<|user|><|assistant|>", "<|user|>x<|assistant|>", "<|user|>y<|assistant|>"],
         [
-            "<|user|>y<|assistant|>a<|end|><|user|>1:a<|assistant|>",
             "<|user|><|assistant|>a<|end|><|user|>1:a<|assistant|>",
+            "<|user|>y<|assistant|>a<|end|><|user|>1:a<|assistant|>",
         ],
         ["<|user|><|assistant|>a<|end|><|user|>1:a<|assistant|>bb<|end|><|user|>2:bb<|assistant|>"],
     ]
@@ -102,7 +65,9 @@ def test_every_draw_is_keyed_by_its_turn(runner, tokenizer):
     """In the first turn as in an episode of a single turn. Episodes of one prompt share the seed of the environment."""
     policy = Policy(tokenizer, "a", "b")
     episodes = run(runner, policy, requests_of({"shows_seed": True}, n=2))
-    assert policy.seeds == [[request_seed(3, 5, "0:0", j, turn) for j in range(2)] for turn in range(2)]
+    assert [sorted(seeds) for seeds in policy.seeds] == [
+        sorted(request_seed(3, 5, "0:0", j, turn) for j in range(2)) for turn in range(2)
+    ]
     assert len({seed for seeds in policy.seeds for seed in seeds}) == 4
     single = Policy(tokenizer, "a")
     cfg = Config()
@@ -112,7 +77,7 @@ def test_every_draw_is_keyed_by_its_turn(runner, tokenizer):
         single,
         [RolloutRequest(Prompt(0, (65,), "", ""), "0:0", 5, j, SAMPLED) for j in range(2)],
     )
-    assert single.seeds[0] == policy.seeds[0]
+    assert sorted(single.seeds[0]) == sorted(policy.seeds[0])
     assert [one.messages[0]["content"] for one in episodes] == [str(environment_seed(3, "0:0"))] * 2
 
 
@@ -133,8 +98,8 @@ def test_the_last_turn_has_the_status_of_what_ended_it(runner, tokenizer, reply,
     assert (one.status, one.turns, one.reward) == (status, 3, 6.0)
 
 
-def test_an_episode_ends_before_a_prompt_that_is_too_long(tokenizer):
-    with runner_of(tokenizer, max_prompt_tokens=15) as runner:
+def test_an_episode_ends_before_a_prompt_that_is_too_long(tokenizer, schedule):
+    with runner_of(tokenizer, max_prompt_tokens=15, schedule=schedule) as runner:
         policy = Policy(tokenizer, "abc", "defgh")
         (one,) = run(runner, policy, requests_of({"turns": 9}))
         assert (one.status, one.turns, one.reward, one.text) == ("length", 2, 8.0, "defgh")
@@ -191,9 +156,9 @@ def test_a_lost_environment_leaves_no_trace_in_its_episode(runner, tokenizer, tm
     ]
 
 
-def test_a_step_in_which_too_many_environments_fail_ends_the_run(tokenizer):
+def test_a_step_in_which_too_many_environments_fail_ends_the_run(tokenizer, schedule):
     bad, good = {"do": "raise", "at": 1}, {"turns": 1}
-    with runner_of(tokenizer, max_error_rate=0.5) as runner:
+    with runner_of(tokenizer, max_error_rate=0.5, schedule=schedule) as runner:
         run(runner, Policy(tokenizer, "a"), requests_of(bad, good))
         sentence = (
             r"^environment.max_error_rate=0.5: 2 of 3 episodes of step 5 \(66.7%\) failed \(the first: step raised "
@@ -283,18 +248,84 @@ def test_rewards_beyond_the_range_and_odd_names_fail(tokenizer, steps, reason):
     assert one.status == "failed" and reason in one.failure and one.reward == 0.0
 
 
-def test_the_environments_of_episodes_that_fail_together_are_closed(runner):
+def test_the_environments_of_episodes_that_fail_together_are_closed(runner, tokenizer):
     """A run that goes back to a checkpoint continues with the same processes."""
 
     def count() -> int:
         return sum(len(worker.sessions) for worker in runner._pool._workers)
 
-    def generate(requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
-        assert count() == before + 3
-        raise UserError("the engines are gone")
-        yield {}
+    class Gone(Policy):
+        def complete(self, request: Request) -> Completion:
+            assert count() == before + 3
+            raise UserError("the engines are gone")
 
     before = count()
     with pytest.raises(UserError, match="the engines are gone"):
-        list(runner.run(requests_of({}, {}, {}), generate, contextlib.nullcontext))
+        run(runner, Gone(tokenizer), requests_of({}, {}, {}))
     assert count() == before
+
+
+def test_an_environment_that_hangs_costs_its_own_episode(tokenizer, schedule):
+    rows = {"do": "wait", "at": 2}, {"turns": 3}, {"turns": 1}
+    name = "tests.support.environments:AsyncEcho"
+    with runner_of(tokenizer, name=name, schedule=schedule, timeout_s=0.5) as runner:
+        episodes = run(runner, Policy(tokenizer, "a", "b", "c"), requests_of(*rows))
+    assert [(one.status, one.turns) for one in episodes] == [("timeout", 2), ("stop", 3), ("stop", 1)]
+    assert "step took longer than environment.timeout_s=0.5" in episodes[0].failure
+
+
+def test_environments_that_are_not_tried_any_more_end_their_episodes(tokenizer, schedule, monkeypatch):
+    monkeypatch.setattr(limits, "FAILED_TIME_LIMITS", 1)
+    rows = [{"do": "hang", "at": 1}] * 4 + [{"turns": 9}]
+    with runner_of(tokenizer, schedule=schedule, timeout_s=0.3, num_processes=1, max_error_rate=1.0) as runner:
+        episodes = run(runner, Policy(tokenizer, "a", "b", "c"), requests_of(*rows))
+        again = run(runner, Policy(tokenizer, "a"), requests_of({"turns": 1}))
+    assert {one.status for one in episodes[:4]} == {"timeout"} and any("not tried" in one.failure for one in episodes)
+    assert [(one.status, one.reward) for one in again] == [("stop", 1.0)]
+
+
+def test_processes_that_cannot_start_end_the_run(tokenizer, schedule):
+    with (
+        runner_of(tokenizer, name="tests.support.environments:Missing", schedule=schedule) as runner,
+        pytest.raises(WorkerError, match="environment.name=tests.support.environments:Missing die as they start"),
+    ):
+        run(runner, Policy(tokenizer, "a"), requests_of({}, {}))
+
+
+@pytest.mark.parametrize("most, given, turns", [(40, [16, 16, 7], 3), (33, [16, 11], 2), (12, [9], 1)])
+def test_an_episode_has_at_most_as_many_tokens_as_the_config_says(tokenizer, schedule, most, given, turns):
+    """The replies get what is left; the first messages have a limit of their own."""
+    settings = {"max_prompt_tokens": 5, "max_tokens": most, "max_error_rate": 1.0, "schedule": schedule}
+    with runner_of(tokenizer, **settings) as runner:
+        policy = Policy(tokenizer, "abcdefg", "hij", "klm…")
+        (one,) = run(runner, policy, requests_of({"prompt": "x", "turns": 9}))
+        assert (one.turns, one.status, policy.most_tokens) == (turns, "length", given)
+        assert len(one.samples[0].token_ids) <= most
+        (bad,) = run(runner, Policy(tokenizer), requests_of({"prompt": "x" * 9}))
+        assert bad.failure == "has first messages of 11 tokens; rollout.max_prompt_tokens is 5"
+
+
+def test_an_episode_gets_no_reply_after_its_time(tokenizer, schedule):
+    """One that is done by then counts as it is."""
+    rows = {"turns": 9}, {"turns": 1}
+    with runner_of(tokenizer, max_seconds=1e-9, max_error_rate=1.0, schedule=schedule) as runner:
+        never = run(runner, Policy(tokenizer), requests_of(*rows))
+        assert {(one.status, one.turns) for one in never} == {("timeout", 0)}
+        assert never[0].failure == "was not done after environment.max_seconds=1e-09"
+    with runner_of(tokenizer, max_seconds=1000.0, schedule=schedule) as runner:
+        assert {one.failure for one in run(runner, Policy(tokenizer, "a", "b", "c"), requests_of(*rows))} == {""}
+
+
+@pytest.mark.parametrize("at", ["reset", "step"])
+def test_messages_that_the_chat_template_refuses_fail_their_episode(tokenizer, schedule, at):
+    strict = copy.deepcopy(tokenizer)
+    refusal = "{% if m.role == 'judge' %}{{ raise_exception('no judges') }}{% endif %}"
+    strict.chat_template = "{% for m in messages %}" + refusal + "{% endfor %}" + tokenizer.chat_template
+    odd = [{"role": "judge", "content": "x"}]
+    row = {"reset": odd if at == "reset" else [{"role": "user", "content": "x"}], "step": {"messages": odd}}
+    good = {"reset": [{"role": "user", "content": "x"}], "step": {"messages": [], "done": True}}
+    name = "tests.support.environments:Wrong"
+    with runner_of(strict, name=name, schedule=schedule) as runner:
+        bad, fine = run(runner, Policy(tokenizer, "a", "b"), requests_of(row, good))
+    assert (bad.status, fine.status) == ("failed", "stop")
+    assert "cannot render a chat of" in bad.failure and "no judges" in bad.failure

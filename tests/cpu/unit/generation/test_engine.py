@@ -31,13 +31,14 @@ from tests.support.generation import (
 )
 from trainer.cluster.process_cluster import ProcessCluster
 from trainer.cluster.worker_groups import CallFutures
-from trainer.config import Config, RolloutConfig
+from trainer.config import Config, RolloutConfig, TinyConfig
 from trainer.errors import UserError
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.engine_pool import EnginePool
 from trainer.generation.transformers_engine import TransformersEngine
 from trainer.generation.weight_sync import Adapter, SharedMemory
 from trainer.learner.train_workers import TrainWorkers
+from trainer.models.tiny import build_tiny
 from trainer.parallel.batching import Batch
 from trainer.seeding import derive_seed
 
@@ -244,6 +245,30 @@ def test_an_interrupted_engine_returns_before_a_request_is_complete(model_paths,
     assert results[0] == {} and {one.weight_versions for one in completions.values()} <= {(1, 2), (2, 2)}
     vllm_engine.sync_weights(SharedMemory(model_paths[True]), 1)
     assert tokens_of([completions[i] for i in range(4)]) == tokens_of(vllm_engine.generate(endless))
+
+
+def test_requests_that_join_at_any_time_get_the_same_bits(cluster, tmp_path):
+    """Also one that is alone. On CPU, a batch of one token rounds in another way, with a model that is not tiny."""
+    shape = TinyConfig(hidden_size=768, intermediate_size=2304, num_layers=1, num_heads=12, num_kv_heads=6, seed=5)
+    build_tiny(shape, str(tmp_path))
+    engine = start_vllm(cluster, str(tmp_path), joins=True)
+    requests = make_requests(9, longest=90)
+    expected = contents(engine.generate(requests))
+    assert contents([engine.generate([request])[0] for request in requests]) == expected
+    turns = [
+        Request([*request.prompt_token_ids, *tokens, 7, 8, 9], request.seed + 1, SAMPLED)
+        for request, (tokens, *_) in zip(requests, expected, strict=True)
+    ]
+    cached = contents(engine.generate(turns))  # the keys and values of the first turns are still there
+    engine.sync_weights(SharedMemory(str(tmp_path)), 0)
+    assert contents(engine.generate(turns)) == cached
+    engine.sync_weights(SharedMemory(str(tmp_path)), 0)
+    completions: dict[int, Completion] = {}
+    for number, request in enumerate(requests):
+        completions |= engine.step({number: request})
+    while len(completions) < len(requests):
+        completions |= engine.step({})
+    assert contents([completions[i] for i in range(len(requests))]) == expected
 
 
 def errors_of(model, request, completion) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from trainer.environments.episode_runner import EpisodeRunner, RolloutRequest
 from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
 from trainer.generation.engine import Completion, Request, Sampling
+from trainer.generation.request_stream import RequestStream
 from trainer.sources.joined_rounds import RunnerPart, run_together
 
 SAMPLING = Sampling(1.0, 1.0, -1, 4, ())
@@ -61,7 +62,47 @@ class Engines:
             raise RuntimeError("all engines are lost")
         self.rounds.append([tuple(request.prompt_token_ids) for request in requests])
         for place in reversed(range(len(requests))):
-            yield {place: Completion([requests[place].prompt_token_ids[0]], [0.0], "stop", 1)}
+            yield {place: answer_to(requests[place])}
+
+    def open_stream(self) -> RequestStream:
+        return RequestStream(self, threading.RLock(), contextlib.ExitStack(), is_open=True)
+
+    def submit(self, stream: RequestStream, requests: Mapping[int, Request]) -> None:
+        self.threads.add(threading.get_ident())
+        stream.complete |= {key: answer_to(request) for key, request in requests.items()}
+
+    def next_chunk(self, stream: RequestStream) -> dict[int, Completion]:
+        with stream.ready:
+            stream.ready.wait_for(lambda: stream.complete or stream.is_woken)
+            chunk, stream.complete = stream.complete, {}
+            return chunk
+
+    def drop(self, stream: RequestStream) -> None:
+        pass
+
+
+def answer_to(request: Request) -> Completion:
+    return Completion([request.prompt_token_ids[0]], [0.0], "stop", 1)
+
+
+class Streaming(EpisodeRunner):
+    """Gets its completions by a stream, which it never leaves by itself with `is_endless`."""
+
+    def __init__(self, is_endless: bool = False):
+        self.is_endless = is_endless
+        self.has_ended = threading.Event()
+
+    def run(self, requests, generate, timer, known=0, check=lambda: None) -> Iterator[dict[int, Episode]]:
+        try:
+            with generate.open_stream() as stream:
+                for index, request in enumerate(requests):
+                    stream.submit({index: Request([request.prompt.index, 0], 0, SAMPLING)})
+                    yield {index: episode_of(requests[index]) for index in next(stream)}
+                while self.is_endless:
+                    check()
+                    next(stream)
+        finally:
+            self.has_ended.set()
 
 
 def part(runner: EpisodeRunner, turns: dict[int, int]) -> RunnerPart:
@@ -145,3 +186,19 @@ def test_runners_end_if_nobody_reads_on():
     next(chunks)
     chunks.close()
     assert all(runner.was_closed.wait(5) for runner in runners)
+
+
+def test_a_runner_with_a_stream_takes_part_in_no_round():
+    """It waits for no other, and no round waits for it."""
+    engines = Engines()
+    parts = part(Turns(pause_s=0.02), {0: 2, 3: 1}), part(Streaming(), {1: 1, 2: 1})
+    episodes = {place: one for chunk in together(engines, *parts) for place, one in chunk.items()}
+    assert [episodes[place].group for place in range(4)] == [f"0:{place}" for place in range(4)]
+    assert engines.rounds == [[(0, 0), (3, 0)], [(0, 1)]] and len(engines.threads) == 2
+
+
+def test_a_runner_that_reads_a_stream_ends_with_the_others():
+    streaming, failing = Streaming(is_endless=True), Turns(pause_s=0.1, fails_after=1)
+    with pytest.raises(UserError, match="too many have failed"):
+        together(Engines(), part(streaming, {0: 1}), part(failing, {1: 3}))
+    assert streaming.has_ended.wait(5)
