@@ -1,0 +1,249 @@
+"""Environments of the package verifiers (0.4), by name.
+
+verifiers needs other versions of openai and mcp than vLLM, so it is installed in a virtual environment of its own,
+whose interpreter is `environment.python` (docs/environments.md).
+
+An environment of verifiers runs its own loop, and asks a model with OpenAI's chat protocol. Here it asks a server in
+its own process, on the loopback interface. Each request is a turn: its messages since the last reply are what the
+policy sees next, and the reply of the policy is the response.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import itertools
+import json
+import re
+import secrets
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import verifiers.v1 as vf
+from aiohttp import ClientSession, ClientTimeout, web
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.utils.loaders import load_environment, resolve_env_config, taskset_class
+
+from trainer.environments.base import Message, StepResult
+
+_CHAT = "trainer-chat"
+_MAX_REQUEST = 1 << 28
+_NAME = re.compile(r"[^\w.-]")
+
+
+class Verifiers:
+    """Runs one task of verifiers in an episode: that at the position `row["task"]` of its taskset.
+
+    The rewards of the episode are those of the one agent, by name.
+
+    Args:
+        id: name of an installed taskset, such as `my-taskset`.
+        taskset: further settings of the taskset.
+        options: further settings of the environment, as in the section `env` of verifiers' own config. By default the
+            agent `agent` chats, without tools, in this process.
+    """
+
+    def __init__(self, id: str, taskset: Mapping[str, Any] | None = None, **options: Any):
+        agent = {"harness": {"id": _CHAT}, "runtime": {"type": "subprocess"}}
+        self._settings = {"agent": agent, **options, "taskset": {**(taskset or {}), "id": id}}
+        self._requests: asyncio.Queue[list[Message]] = asyncio.Queue()
+        self._reply: asyncio.Future[str] | None = None
+        self._run: asyncio.Task[Any] | None = None
+        self._messages: list[Message] = []
+        self._traces: list[str] = []
+        self._world: _World | None = None
+
+    @classmethod
+    def check_options(cls, id: str, **options: Any) -> None:
+        """Check that the taskset is installed, and takes its settings."""
+        taskset_class(id)
+        resolve_env_config(cls(id, **options)._settings)
+
+    async def reset(self, row: Mapping[str, Any], seed: int) -> list[Message]:
+        """Begin the task, and return the messages of its first request."""
+        self._world = await _World.of(self._settings)
+        task, context = self._world.task(int(row["task"])), self._world.context
+        run = self._world.environment.run_episode(task, context, on_trace=self._register)
+        self._run = asyncio.create_task(run)
+        messages = await self._next_request()
+        if messages is None:
+            raise RuntimeError(f"ended before it asked the policy: {_problem(await self._run)}")
+        return messages
+
+    async def step(self, reply: Message) -> StepResult:
+        """Answer the request with the reply; return the messages of the next one, or the rewards."""
+        assert self._run is not None and self._reply is not None
+        self._messages.append({"role": "assistant", "content": reply["content"]})
+        self._reply.set_result(reply["content"])
+        messages = await self._next_request()
+        if messages is not None:
+            return StepResult(messages)
+        episode = await self._run
+        if problem := _problem(episode):
+            raise RuntimeError(problem)
+        (trace,) = episode.traces
+        rewards = {_NAME.sub("_", name): one.value for name, one in trace.rewards.items() if one is not None}
+        metrics = {_NAME.sub("_", name): value for name, value in trace.metrics.items() if value is not None}
+        return StepResult(done=True, rewards=rewards, metrics=metrics)
+
+    async def close(self) -> None:
+        """End the task."""
+        if self._run is not None:
+            self._run.cancel()
+            with contextlib.suppress(BaseException):
+                await self._run
+        if self._world is not None:
+            for trace in self._traces:
+                self._world.episodes.pop(trace, None)
+
+    def _register(self, trace: Any) -> None:
+        assert self._world is not None
+        self._traces.append(trace.id)
+        self._world.episodes[trace.id] = self
+
+    async def ask(self, messages: list[Message]) -> str:
+        """Return the policy's reply to a request."""
+        self._reply = asyncio.get_running_loop().create_future()
+        await self._requests.put(messages)
+        return await self._reply
+
+    async def _next_request(self) -> list[Message] | None:
+        """Return the new messages of the next request; None: the task has ended without one."""
+        assert self._run is not None
+        request = asyncio.create_task(self._requests.get())
+        await asyncio.wait([request, self._run], return_when=asyncio.FIRST_COMPLETED)
+        if not request.done():
+            request.cancel()
+            return None
+        messages = await request
+        known = len(self._messages)
+        if messages[:known] != self._messages:
+            raise RuntimeError(
+                "the task has changed earlier messages, which an episode of turns cannot; run it as an agent"
+            )
+        self._messages = messages
+        return messages[known:]
+
+
+class _World:
+    """What the tasks of a process share: the environment, its servers, and the server that answers for the policy."""
+
+    _all: dict[str, asyncio.Task[_World]] = {}
+
+    def __init__(self, settings: Mapping[str, Any]):
+        self.environment = load_environment(resolve_env_config(copy.deepcopy(dict(settings))))
+        self.episodes: dict[str, Verifiers] = {}
+        """By the id of their trace, which requests have in a header."""
+        self._tasks: list[Any] = []
+        self._more: Iterator[Any] = iter(self.environment.taskset)
+
+    @classmethod
+    async def of(cls, settings: Mapping[str, Any]) -> _World:
+        """Return that of these settings, which the first caller starts."""
+        key = json.dumps(settings, sort_keys=True)
+        if key not in cls._all:
+            cls._all[key] = asyncio.create_task(cls(settings)._started())
+        return await asyncio.shield(cls._all[key])
+
+    async def _started(self) -> _World:
+        path = secrets.token_urlsafe(16)  # nobody else on this machine can guess it
+        app = web.Application(client_max_size=_MAX_REQUEST)
+        app.router.add_post(f"/{path}/v1/chat/completions", self._answer)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        client = vf.EvalClientConfig(base_url=f"http://{host}:{port}/{path}/v1", api_key_var="NO_API_KEY")
+        self.context = vf.ModelContext(model="policy", client=client)
+        await self.environment.serving().__aenter__()  # until the process ends
+        return self
+
+    def task(self, position: int) -> Any:
+        """Return the task at a position of the taskset."""
+        self._tasks += itertools.islice(self._more, max(0, position + 1 - len(self._tasks)))
+        if not 0 <= position < len(self._tasks):
+            raise IndexError(f"the row asks for the task {position}; the taskset has {len(self._tasks)}")
+        return self._tasks[position]
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        episode = self.episodes.get(request.headers.get("X-Session-ID", ""))
+        if episode is None:
+            return _refusal(404, "the episode has ended")
+        if body.get("tools"):
+            return _refusal(400, "the environment offers tools, which only an agent can call; run it as an agent")
+        if body.get("stream"):
+            return _refusal(400, "no streaming")
+        text = await episode.ask([_plain(message) for message in body["messages"]])
+        choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+        usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+        answer = {"id": "policy", "object": "chat.completion", "created": 0, "model": "policy"}
+        return web.json_response({**answer, "choices": [choice], "usage": usage})
+
+
+class ChatHarness(vf.Harness[vf.HarnessConfig]):
+    """A harness that chats in this process: one request a segment, no program to start."""
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self,
+        ctx: Any,
+        trace: Any,
+        runtime: Any,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: Any,
+    ) -> Any:
+        """Send the conversation so far to the model, once."""
+        system, prompt = self.resolve_prompt(data)
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        if isinstance(prompt, str):
+            messages.append({"role": "user", "content": prompt})
+        else:
+            messages += [message_to_wire(message) for message in prompt or []]
+        async with (
+            ClientSession(timeout=ClientTimeout(total=None)) as http,
+            http.post(
+                f"{endpoint}/chat/completions",
+                json={"model": ctx.model, "messages": messages},
+                headers={"Authorization": f"Bearer {secret}"},
+            ) as response,
+        ):
+            text = await response.text()
+        return vf.ProgramResult(int(response.status != 200), "", "" if response.status == 200 else text)
+
+
+def _refusal(status: int, problem: str) -> web.Response:
+    return web.json_response({"error": {"message": problem, "type": "invalid_request_error"}}, status=status)
+
+
+def _plain(message: Mapping[str, Any]) -> Message:
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = "".join(part.get("text", "") for part in content)
+    return {"role": message["role"], "content": content}
+
+
+def _problem(episode: Any) -> str:
+    """Return why an episode of verifiers has failed; empty if it has not."""
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if errors:
+        return f"{errors[-1].type}: {errors[-1].message}"
+    if len(episode.traces) != 1:
+        return f"it ran {len(episode.traces)} agents, and an episode of turns has one"
+    return "" if episode.ok else "it failed"
+
+
+# verifiers finds a harness by the name of a module.
+sys.modules[_CHAT.replace("-", "_")] = types.SimpleNamespace(  # type: ignore[assignment]
+    __name__=_CHAT, __all__=["ChatHarness"], ChatHarness=ChatHarness
+)
