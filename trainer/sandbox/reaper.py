@@ -24,6 +24,7 @@ from trainer.process.log_setup import guard_output
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_TRACKER_ATTEMPTS = 300
 
 
 def main(driver: int, pipe: int, serve: str, arguments: list[Any]) -> NoReturn:
@@ -71,8 +72,11 @@ def _wait_for(worker: int, driver: int) -> int:
 
 
 def _end_children() -> None:
-    """Kill the children until there are none. Children of a killed process become children of this one."""
-    for _ in range(1000):
+    """Kill the children until there are none. Children of a killed process become children of this one.
+
+    Python's own processes that free the shared memory of others may end by themselves, for a while.
+    """
+    for attempt in range(1000):
         try:
             while os.waitpid(-1, os.WNOHANG)[0] != 0:
                 pass
@@ -80,8 +84,16 @@ def _end_children() -> None:
             return
         for child in psutil.Process().children():
             with contextlib.suppress(psutil.Error):
-                child.kill()
+                if attempt > _TRACKER_ATTEMPTS or not is_tracker(child):
+                    child.kill()
         time.sleep(0.01)
+
+
+def is_tracker(process: psutil.Process) -> bool:
+    """Return whether it is Python's process that frees the shared memory of others at their end."""
+    with contextlib.suppress(psutil.Error):
+        return any("resource_tracker" in word for word in process.cmdline())
+    return False
 
 
 def _work(pipe: Connection, reaper: int, serve: str, arguments: list[Any]) -> None:

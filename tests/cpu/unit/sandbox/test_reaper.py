@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
@@ -35,6 +37,17 @@ def waits(pipe: Connection) -> None:
 
 def raises(pipe: Connection) -> None:
     raise RuntimeError("in user code")
+
+
+def shares(pipe: Connection) -> None:
+    code = (
+        "import time; from multiprocessing.shared_memory import SharedMemory\n"
+        "memory = SharedMemory(create=True, size=10); print(memory.name, flush=True); time.sleep(600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pipe.send(process.stdout.readline().strip())
+    time.sleep(600)
 
 
 def start(serve: Callable[..., None], *arguments: int, driver: int | None = None) -> tuple[int, Connection]:
@@ -75,6 +88,14 @@ def test_sigterm_ends_the_worker():
     assert group == worker, "`kill 0` in user code does not reach the reaper"
     os.kill(process, signal.SIGTERM)
     assert status_of(process) == 0 and has_ended(worker)
+
+
+def test_shared_memory_of_processes_that_are_ended_is_freed():
+    process, pipe = start(shares)
+    name = pipe.recv()
+    assert os.path.exists(f"/dev/shm/{name}")
+    os.kill(process, signal.SIGTERM)
+    assert status_of(process) == 0 and not os.path.exists(f"/dev/shm/{name}")
 
 
 def test_the_death_of_the_reaper_ends_the_worker():
