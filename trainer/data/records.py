@@ -24,7 +24,7 @@ def schema(has_sources: bool = False) -> pa.Schema:
         has_sources: the episodes are of several sources. Files without sources stay readable for earlier versions.
 
     `key` names its group in the journal; null elsewhere. `messages`, `rewards` and `metrics` are JSON, which has any
-    content; null stands for what an episode does not have.
+    content; null stands for what an episode does not have. A text that is no Unicode is JSON after a mark.
     """
     import pyarrow as pa  # slow to import, and starts a thread
 
@@ -44,8 +44,10 @@ def schema(has_sources: bool = False) -> pa.Schema:
     return pa.schema([("step", pa.int64()), *texts, *of_reward, *others])
 
 
-_PLAIN = ("group", "uid", "turns", "answer", "status", "reward", "baseline", "failure")
+_TEXTS = ("group", "uid", "answer", "status", "failure")
+_PLAIN = (*_TEXTS, "turns", "reward", "baseline")
 _JSON = ("messages", "rewards", "metrics")
+_ESCAPE = "\0json "
 
 
 def encode_groups(step: int, groups: Mapping[str, Sequence[Episode]], about: Mapping[str, str]) -> bytes:
@@ -73,6 +75,7 @@ def encode(
 
     try:
         columns: dict[str, Any] = {name: [getattr(episode, name) for episode in episodes] for name in _PLAIN}
+        columns |= {name: [_escaped(text) for text in columns[name]] for name in _TEXTS}
         columns |= {name: [_as_json(getattr(episode, name)) for episode in episodes] for name in ("rewards", "metrics")}
         columns["messages"] = _messages_column(episodes)
         columns |= {"step": [step] * len(episodes), "key": keys or [None] * len(episodes)}
@@ -110,10 +113,24 @@ def decode_groups(data: bytes) -> tuple[dict[str, list[Episode]], dict[str, str]
     groups: dict[str, list[Episode]] = {}
     for row, own in zip(rows, samples, strict=True):
         key = row.pop("key")
-        row |= {name: json.loads(row[name]) for name in _JSON}
+        row |= {name: json.loads(row[name]) for name in _JSON} | {name: unescaped(row[name]) for name in _TEXTS}
         groups.setdefault(key, []).append(Episode(samples=own, **row))
     about = {name.decode(): value.decode() for name, value in (table.schema.metadata or {}).items()}
     return groups, about
+
+
+def _escaped(text: str) -> str:
+    """Return a text that Arrow can hold. Python's texts can have halves of characters, as JSON data can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return _ESCAPE + json.dumps(text)
+    return _ESCAPE + json.dumps(text) if text.startswith(_ESCAPE) else text
+
+
+def unescaped(text: str) -> str:
+    """Return the text of a column that `schema` has as text."""
+    return json.loads(text.removeprefix(_ESCAPE)) if text.startswith(_ESCAPE) else text
 
 
 def _as_json(value: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from trainer.data.records import encode
+from trainer.data.records import encode, unescaped
 from trainer.data.row_files import read_rows
 from trainer.episodes import Episode, split_messages
 from trainer.errors import UserError
@@ -124,7 +124,11 @@ def read_rollouts(
 def _as_line(row: Any) -> dict[str, Any]:
     """Return the line of a record; an empty one if the row is not a record."""
     try:
-        line = {name: parse_json(value) if name in _JSON else value for name, value in row.items() if name != "key"}
+        line = {
+            name: parse_json(value) if name in _JSON else unescaped(value) if isinstance(value, str) else value
+            for name, value in row.items()
+            if name != "key"
+        }
         prompt, completion = split_messages(line.pop("messages"), row["turns"])
         first = {name: line.pop(name) for name in ("step", "group", "uid")}
     except (KeyError, TypeError, ValueError, IndexError, AttributeError):
