@@ -43,7 +43,7 @@ class Restore:
         for part in chosen:
             if part.if_missing and part.name not in saved:
                 LOG.info("%s %s", checkpoint.path, part.if_missing)
-        return [part for part in chosen if not part.if_missing or part.name in saved]
+        return [part for part in chosen if part.if_missing is None or part.name in saved]
 
 
 def _load_nothing(checkpoint: Checkpoint, restore: Restore) -> None:
@@ -64,8 +64,8 @@ class Component:
     kinds: Collection[str] = ("state",)
     """The kinds of state that it holds, of `LOAD_COMPONENTS`: it is restored if a resume restores one of them, and then
     the checkpoint must have it. Empty: no resume restores it."""
-    if_missing: str = ""
-    """What the log says of a checkpoint without it, which is then accepted. Empty: such a checkpoint is refused."""
+    if_missing: str | None = None
+    """What the log says of a checkpoint without it, which is then accepted. None: such a checkpoint is refused."""
     is_large: bool = False
     """Restored last, and only if every other part accepts its state."""
 
@@ -75,7 +75,7 @@ def files_part(
     content: Callable[[], dict[str, bytes]],
     load: Callable[[Checkpoint, Restore], None] = _load_nothing,
     kinds: Collection[str] = ("state",),
-    if_missing: str = "",
+    if_missing: str | None = None,
 ) -> Component:
     """Make a part of small files: `content()` returns their bytes by path below the checkpoint."""
 

@@ -81,6 +81,7 @@ def ahead_part(
     settings: Mapping[str, str],
     finishing: Callable[[], Mapping[int, Callable[[], StepBatch]]],
     hold: Callable[[Mapping[int, StepBatch]], None],
+    works_ahead: bool = True,
 ) -> Component:
     """Make the part that holds the finished batches of steps ahead: the weights that sampled them are gone.
 
@@ -90,6 +91,7 @@ def ahead_part(
             checkpoint has the weights, and an edit of a reward must not cost what only they can sample.
         finishing: returns, for each step ahead whose weights are gone, a function that waits for its batch.
         hold: takes the batches of a checkpoint.
+        works_ahead: this run makes batches ahead. False: the log does not say that a checkpoint has none.
     """
 
     def begin(staging: CheckpointFiles) -> Callable[[], list[FileEntry]]:
@@ -121,7 +123,7 @@ def ahead_part(
             batches = {}
         hold(batches)
 
-    return Component(_PART, begin, load, ("data",), if_missing="holds no rollouts of steps ahead")
+    return Component(_PART, begin, load, ("data",), "holds no rollouts of steps ahead" if works_ahead else "")
 
 
 def _paths(checkpoint: Checkpoint) -> Sequence[str]:

@@ -344,8 +344,8 @@ class SamplingSource:
 
     def parts(self) -> list[Component]:
         """Return the part with the finished batches of the steps ahead: the weights that sampled them are gone."""
-        settings = self.runner.journal.settings
-        return [ahead_part(settings, lambda: self._ahead.older_than(self._version), self._ahead.hold)]
+        settings, works_ahead = self.runner.journal.settings, self.cfg.rollout.works_ahead
+        return [ahead_part(settings, lambda: self._ahead.older_than(self._version), self._ahead.hold, works_ahead)]
 
     def state_dict(self) -> dict[str, Any]:
         return self.ledger.state_dict()

@@ -72,6 +72,19 @@ def test_batches_of_other_settings_or_weights_are_dropped_with_a_warning(tmp_pat
                     if reason else [])  # fmt: skip
 
 
+@pytest.mark.parametrize("works_ahead", [False, True])
+def test_only_a_run_that_works_ahead_misses_batches(tmp_path, caplog, works_ahead):
+    caplog.set_level(logging.INFO)
+    run = {"roles": ["policy"], "ranks": 1, "replicas": 1, "config_digest": "0", "score": None, "parent": None}
+    checkpoint = verify(save(manager(tmp_path), 1, [], **run))
+    caplog.clear()
+    part = ahead_part(SETTINGS, dict, lambda _: None, works_ahead)
+    assert Restore().chosen([part], checkpoint) == []
+    assert [line for line in caplog.messages if "holds no rollouts" in line] == (
+        [f"{checkpoint.path} holds no rollouts of steps ahead"] if works_ahead else []
+    )
+
+
 def test_a_damaged_batch_is_refused(tmp_path):
     checkpoint = saved(tmp_path, BATCHES)
     (Path(checkpoint.path) / "ahead/step_2.arrow").write_bytes(b"ARROW1")
