@@ -215,17 +215,22 @@ class AlgorithmConfig(Section):
                 )
 
 
-def correction_of(config: Config) -> str | None:
-    """Return how the advantages of rollouts are corrected, one of `CORRECTIONS`; None: not at all."""
-    return _correction({name: vars(getattr(config, name)) for name in ("algorithm", "rollout")})
+def correction_of(config: Config, is_stale: bool = False) -> str | None:
+    """Return how the advantages of rollouts are corrected, one of `CORRECTIONS`; None: not at all.
+
+    Args:
+        is_stale: they come from older weights although this run does not work ahead: a checkpoint has held them.
+    """
+    return _correction({name: vars(getattr(config, name)) for name in ("algorithm", "rollout")}, is_stale)
 
 
-def _correction(config: Mapping[str, Any]) -> str | None:
+def _correction(config: Mapping[str, Any], is_stale: bool = False) -> str | None:
     """Return what `correction_of` returns for a nested config, which may be one of an earlier version."""
     algorithm = config.get("algorithm", {})
     chosen = algorithm.get("rollout_correction")
     if chosen == AUTO:
-        corrects = works_ahead(config.get("rollout", {})) and algorithm.get("old_logprobs") != "rollout"
+        ahead = is_stale or works_ahead(config.get("rollout", {}))
+        corrects = ahead and algorithm.get("old_logprobs") != "rollout"
         return "tis" if corrects else None
     return chosen if chosen in CORRECTIONS else None
 

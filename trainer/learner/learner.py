@@ -59,7 +59,7 @@ class Learner:
     def score(self, episodes: Sequence[Episode], step: int) -> Experience:
         """Compute what the objective reads of a step's episodes: log-probs, values, advantages."""
         rows = [(episode.group, sample) for episode in episodes for sample in episode.samples]
-        batch = build_batch([sample for _, sample in rows], [group for group, _ in rows])
+        batch = build_batch([sample for _, sample in rows], [group for group, _ in rows], step)
         return self.objective.experience(episodes, self._add_scores(batch, step))
 
     def _add_scores(self, batch: Batch, step: int) -> Batch:

@@ -10,15 +10,16 @@ from trainer.episodes import Sample
 from trainer.parallel.batching import Batch, stack_padded
 
 
-def build_batch(samples: Sequence[Sample], groups: Sequence[str]) -> Batch:
+def build_batch(samples: Sequence[Sample], groups: Sequence[str], step: int = 0) -> Batch:
     """Return samples as arrays, one row each, padded on the right.
 
     Args:
         groups: the group of each sample. Estimators compare the rows of a group.
+        step: the one that trains on them, with weights of this version.
 
     Returns:
         `input_ids`, `mask` (1 = a token to learn from) and, if the tokens were sampled, `rollout_logprobs`: `(B, T)`;
-        `lengths`, `group_ids`: `(B,)`.
+        `lengths`, `group_ids`: `(B,)`; if older weights sampled some of them, `is_stale`: `(B,)`.
     """
     lengths = np.asarray([len(sample.token_ids) for sample in samples], dtype=np.int64)
     width = int(lengths.max())
@@ -31,6 +32,9 @@ def build_batch(samples: Sequence[Sample], groups: Sequence[str]) -> Batch:
     }
     if all(sample.logprobs is not None for sample in samples):
         batch["rollout_logprobs"] = stack_padded([sample.logprobs for sample in samples], np.float32, width)
+    stale = [sample.mask.any() and (sample.weight_versions or (step,))[0] < step for sample in samples]
+    if any(stale):
+        batch["is_stale"] = np.asarray(stale)
     return batch
 
 

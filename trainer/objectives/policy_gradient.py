@@ -58,7 +58,6 @@ class PolicyGradient(Objective):
         adaptive = a.kl_controller == "adaptive"
         self.kl = AdaptiveKL(a.kl_coef, a.kl_target, a.kl_horizon) if adaptive else FixedKL(a.kl_coef)
         self.temperature = cfg.rollout.temperature
-        self._correction = correction_of(cfg)
         self.unit = GROUP if "group_ids" in a.reads else ROW
         self.losses: dict[str, Callable[..., LossResult]] = {"policy": self._policy_loss, "critic": self._value_loss}
         """The loss of each trained role. A subclass with further trained roles adds theirs."""
@@ -115,9 +114,10 @@ class PolicyGradient(Objective):
         has_all = "old_logprobs" in batch and "has_old_logprobs" not in batch
         if "rollout_logprobs" in batch and has_all and not self._uses_rollout_logprobs:
             metrics |= logprob_mismatch(batch)
-        batch["advantages"] = correct_advantages(batch, a, self._correction)
-        if has_all and self._correction is not None:
-            metrics |= correction_metrics(batch, a, self._correction)
+        correction = self._correction(batch)
+        batch["advantages"] = correct_advantages(batch, a, correction)
+        if has_all and correction is not None:
+            metrics |= correction_metrics(batch, a, correction)
         if a.kl_controller == "adaptive":
             metrics["policy/kl_coef"] = self.kl.coef
         kept = mask_rows(batch, shaped[episode_ids], [status[i] for i in episode_ids], a, learnable[episode_ids])
@@ -133,8 +133,8 @@ class PolicyGradient(Objective):
             old_logprobs = logprobs + batch.get("old_logprobs", 0)  # no row is in both
             batch = {**batch, "old_logprobs": old_logprobs, "mask": batch["sampled"]}
             further = logprob_mismatch(batch)
-            if self._correction is not None:
-                further |= correction_metrics(batch, self.cfg.algorithm, self._correction)
+            if (correction := self._correction(batch)) is not None:
+                further |= correction_metrics(batch, self.cfg.algorithm, correction)
         if "policy/kl" in metrics:
             self.kl.update(metrics["policy/kl"], len(batch["lengths"]))
         return further
@@ -143,6 +143,9 @@ class PolicyGradient(Objective):
     def _uses_rollout_logprobs(self) -> bool:
         """The sampler's log-probs are taken for those of the old policy."""
         return self.cfg.algorithm.old_logprobs == "rollout"
+
+    def _correction(self, batch: Batch | MicroBatch) -> str | None:
+        return correction_of(self.cfg, "is_stale" in batch)
 
     @property
     def _estimator_reads_old_logprobs(self) -> bool:
@@ -157,7 +160,7 @@ class PolicyGradient(Objective):
         first = mini_batches(batch["group_ids"], t, step)[0]
         read_before = a.kl_in == "reward" and "reference" in self.roles
         read_before |= self._estimator_reads_old_logprobs
-        read_before |= self._correction is not None and a.rollout_correction_level != "token"  # it needs whole rows
+        read_before |= self._correction(batch) is not None and a.rollout_correction_level != "token"  # it needs whole rows
         if read_before or t.update_epochs > 1 or "policy" not in self.updates(step):
             first = first[:0]
         return np.setdiff1d(np.arange(len(batch["lengths"])), first)
@@ -192,8 +195,8 @@ class PolicyGradient(Objective):
         function, options = self._function
         inputs = {name: mb[name] for name in self._inputs if name in mb}
         advantages = mb["advantages"]
-        if self._correction is not None and "has_old_logprobs" in mb:
-            weights, _ = correction_of_tokens(mb["old_logprobs"], mb["rollout_logprobs"], mask, a, self._correction)
+        if (correction := self._correction(mb)) is not None and "has_old_logprobs" in mb:
+            weights, _ = correction_of_tokens(mb["old_logprobs"], mb["rollout_logprobs"], mask, a, correction)
             advantages = torch.where(mb["has_old_logprobs"][:, None], advantages, advantages * weights)
         loss, metrics = function(logprobs, mb["old_logprobs"], advantages, mask, **options, totals=totals, **inputs)
         if "approx_kl" in metrics:

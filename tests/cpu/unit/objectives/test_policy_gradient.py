@@ -65,6 +65,26 @@ def policy_loss(made: PolicyGradient, arrays: dict[str, np.ndarray]) -> tuple[fl
     return loss.item(), {name: value.item() for name, value in metrics.items()}
 
 
+@pytest.mark.parametrize("chosen", ["auto", "off", "mis"])
+def test_rollouts_of_older_weights_that_a_checkpoint_held_are_corrected(chosen):
+    """So a resume may turn `rollout.ahead` off."""
+    made = objective(rollout_correction=chosen)
+
+    def trained(version: int) -> dict[str, np.ndarray]:
+        ones = np.ones(3, np.float32)
+        samples = [Sample(np.arange(3, dtype=np.int32), ones, -2 * ones, (version, version)) for _ in range(4)]
+        rows = build_batch(samples, ["0", "0", "1", "1"], 5)
+        (score,) = made.scores(rows, 5)
+        is_corrected = chosen == "mis" or chosen == "auto" and version == 4
+        assert score.name == "old_logprobs" and len(score.rows) == (4 if is_corrected else 0)
+        episodes = [Episode(f"0:0:{i}", "0", [sample], float(i)) for i, sample in enumerate(samples)]
+        experience = made.experience(episodes, rows | {"old_logprobs": np.full((4, 3), -1.5, np.float32)})
+        assert "is_stale" not in experience.batch
+        return experience.batch["advantages"]
+
+    assert np.array_equal(trained(5), trained(4)) == (chosen != "auto")
+
+
 def test_a_loss_gets_what_it_reads_and_its_metrics_pass():
     made = objective(policy_loss="gradient_functions:with_reference", options={"beta": 3.0})
     assert made.unit == "group" and [score.name for score in made.scores(batch(), 1)] == ["ref_logprobs"]
