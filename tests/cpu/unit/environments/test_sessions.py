@@ -130,8 +130,9 @@ def test_an_environment_that_answers_a_repeated_reply_in_another_way_has_failed(
     assert session.failure.startswith("answered the same replies in another way")
 
 
-def test_a_process_that_environments_have_forked_does_not_answer(pool):
-    (session,) = play(pool, {"prompt": "x", "do": "fork", "at": 1})
+def test_a_process_that_environments_have_forked_does_not_answer():
+    with pool_of("Echo", timeout_s=60.0, kwargs={"prefix": "> "}) as pool:  # a fork takes long on a busy machine
+        (session,) = play(pool, {"prompt": "x", "do": "fork", "at": 1})
     assert texts(session) == ["> x", "1:a"] and not session.failure
 
 
