@@ -18,6 +18,7 @@ for word in "$@"; do
   [[ "$word" == inference.* ]] || job+=("$word")
 done
 for steps in 10 20; do
+  kill -0 $server    # has it ended?
   python -m trainer train data=reverse_text trainer.run_dir="$out" trainer.val_interval=10 trainer.ckpt_interval=10 \
     trainer.resume_mode=latest "${job[@]}" rollout.engine=server rollout.urls="[$url]" trainer.total_steps=$steps
 done

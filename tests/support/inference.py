@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import socket
@@ -95,10 +96,16 @@ class Server:
         assert not psutil.wait_procs(family, 30)[1], "processes are left"
 
 
-def job(run: str = "a", start: int = 1, owner: str = "") -> Job:
+def job(run: str = "a", start: int = 1, owner: str = "", engine: int = 0) -> Job:
     """A start of a run. Each test has runs of its own: a server remembers the newest start of each."""
     identity = f"{run} in {os.environ.get('PYTEST_CURRENT_TEST')}"
-    return Job(identity, start, owner or os.urandom(8).hex(), f"run {run} {start}")
+    starts = tuple(f"{identity} {number}" for number in range(1, start + 1))
+    return Job(starts, identity, f"run {run} {start}", engine, owner or os.urandom(8).hex())
+
+
+def copied(one: Job, place: str = "elsewhere") -> Job:
+    """The first start of a copy of a run's directory."""
+    return dataclasses.replace(one, starts=(*one.starts, "copy"), place=place, name=f"copy of {one.name}", owner="copy")
 
 
 @contextlib.contextmanager

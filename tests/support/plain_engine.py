@@ -15,7 +15,7 @@ from typing import Any
 from trainer.cluster.worker_groups import CallFutures, WorkerGroup
 from trainer.config import RolloutConfig
 from trainer.config.engines import EngineSpec
-from trainer.errors import UserError
+from trainer.errors import UserError, WorkerError
 from trainer.files.atomic_io import write_file
 from trainer.generation.engine import Completion, Request, RunningRequests
 from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
@@ -164,7 +164,7 @@ class StreamingEngine(_Streaming, PatientEngine):
 
 
 class FaultyEngine(PlainEngine):
-    """Fails as files say: `fault KIND PLACE`, where PLACE is a token that begins a prompt, `start` or `sync`.
+    """Fails as files say: `fault KIND PLACE`, where PLACE is a token that begins a prompt, `start`, `sync` or `synced`.
 
     The engine that comes there first deletes the file.
     """
@@ -181,6 +181,7 @@ class FaultyEngine(PlainEngine):
     def sync_weights(self, source: WeightSource, version: int) -> None:
         self._meet("sync")
         super().sync_weights(source, version)
+        self._meet("synced")
 
     def _meet(self, place: str) -> None:
         for path in self._directory.glob(f"fault * {place}"):
@@ -191,6 +192,8 @@ class FaultyEngine(PlainEngine):
             kind = path.name.split()[1]
             if kind == "memory":
                 raise MemoryError("no memory")
+            if kind == "server":
+                raise WorkerError("its server has gone", "", "server")
             while kind == "wait" and not (self._directory / "go on").exists():
                 threading.Event().wait(0.01)
             if kind != "wait":

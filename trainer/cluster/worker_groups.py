@@ -367,10 +367,13 @@ class CallFutures:
         results = dict(self.completed())
         return [results[index] for index in sorted(results)]
 
-    def completed(self) -> Iterator[tuple[int, Any]]:
+    def completed(self, sets_aside: Callable[[int, Exception], bool] = lambda *_: False) -> Iterator[tuple[int, Any]]:
         """Yield the index of the worker and the result of each call as it ends, until no call runs.
 
         A failure is raised within seconds, without waiting for the other workers.
+
+        Args:
+            sets_aside: returns whether the failure of a worker is not to be raised, because no other depends on it.
 
         Raises:
             Exception: the exception of the worker that failed, with the name of the worker in a note.
@@ -381,11 +384,12 @@ class CallFutures:
         failures: list[Exception] = []
         while self._calls and time.monotonic() < deadline:
             for index, value, error in self.poll(check_health=not failures):
-                if error is not None:
+                if error is None:
+                    if not failures:
+                        yield index, value
+                elif not sets_aside(index, error):
                     failures.append(error)
                     deadline = min(deadline, time.monotonic() + time_limits.ECHO_S)
-                elif not failures:
-                    yield index, value
         if failures:
             raise min(failures, key=_cause_priority)
 

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from trainer.config.fields import LONGEST_TIME, Section, choice, number, setting
+from trainer.errors import UserError
 
 TOKEN = "TRAINER_INFERENCE_TOKEN"
 """Environment variable with the token of inference servers. Servers, jobs and people need the same value."""
+
+_SHORTEST_TOKEN = 16
+
+
+def read_token() -> str | None:
+    """Return the token of inference servers from the environment; None: the variable is not set.
+
+    Raises:
+        UserError: it protects nothing, or no HTTP header can hold it.
+    """
+    token = os.environ.get(TOKEN)
+    if token is not None and (len(token) < _SHORTEST_TOKEN or not token.isascii() or not token.isprintable()):
+        raise UserError(f"{TOKEN}: a token needs at least {_SHORTEST_TOKEN} printable ASCII characters")
+    return token
 
 
 @dataclass

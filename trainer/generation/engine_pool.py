@@ -26,13 +26,14 @@ from trainer.errors import (
     set_failure_source,
 )
 from trainer.generation.colocation import GpuAssignment, assign_gpus, colocated_ranks, gpus_of
+from trainer.generation.config_check import describe_model
 from trainer.generation.dispatcher import Dispatcher
 from trainer.generation.engine import Completion, Request, RunningRequests
 from trainer.generation.engines import Engines, build_engine
 from trainer.generation.lifecycle import GpuMemory, State
 from trainer.generation.request_stream import RequestStream, StreamAborted
 from trainer.generation.server_protocol import Job
-from trainer.generation.transport import Ends, PolicyRanks, Transport, choose_transport, name_of, wait_for_all
+from trainer.generation.transport import Ends, PolicyRanks, Transport, choose_transport, name_of
 from trainer.process.signals import SIGNALS
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class EnginePool:
             device=self._device,
             trust_remote_code=cfg.model.trust_remote_code,
             **({"lora_rank": cfg.trainer.policy.lora.rank} if cfg.syncs_adapter else {}),
-            **({"job": Job.of_run(cfg.trainer.run_dir)} if spec.served else {}),
+            **({"job": Job.of_run(cfg.trainer.run_dir, describe_model(cfg.model, model_path))} if spec.served else {}),
             **({"joins": True} if spec.joins_exactly and cfg.streams_requests else {}),
         )
         self._awake_blocks: set[object] = set()
@@ -383,24 +384,20 @@ class EnginePool:
             if sending is None:
                 engines.mark_ready(engines.call(receivers, "sync_weights", *arguments), version)
             else:
-                self._receive(receivers, arguments, sending)
-                engines.mark_ready(receivers, version)
+                engines.mark_ready(self._receive(receivers, arguments, sending), version)
         self._waking_bytes = 0  # the weights are awake now, and the ranks have left enough for the rest
         self._version = version
         self._has_synced, self._has_initial_weights = True, False
         self.synced_bytes = self._transport.synced_bytes
 
-    def _receive(self, receivers: Sequence[int], arguments: tuple[Any, ...], sending: CallFutures) -> None:
-        """Let engines take what the ranks send.
+    def _receive(self, receivers: Sequence[int], arguments: tuple[Any, ...], sending: CallFutures) -> list[int]:
+        """Let engines take what the ranks send; return those that have it.
 
         Raises:
             Exception: an engine or a rank failed. The others may wait for it without end: the engines are replaced.
         """
-        receiving = CallFutures(self._engines.group)
-        for engine in receivers:
-            receiving.begin(engine, "sync_weights", *arguments)
         try:
-            wait_for_all(receiving.result, sending.result)
+            return self._engines.receive(receivers, arguments, sending)
         except Exception as error:
             failure = error if self._has_synced else self._first_failure(error)
             self._receivers = []

@@ -23,6 +23,7 @@ from trainer.errors import (
 )
 from trainer.generation.engine import Engine
 from trainer.generation.lifecycle import GpuMemory, Lifecycle, State
+from trainer.generation.transport import wait_for_all
 from trainer.process import time_limits
 from trainer.process.failure_log import INCIDENTS, describe
 from trainer.process.restart_policy import Decision, Restarts
@@ -142,6 +143,30 @@ class Engines:
         for engine in engines:
             calls.begin(engine, method, *args)
         return self._results(calls)
+
+    def receive(self, engines: Sequence[int], arguments: tuple[Any, ...], sending: CallFutures) -> list[int]:
+        """Let engines take what the ranks send meanwhile; return those that have it.
+
+        An engine whose server does not take it from the engine is lost alone: the ranks have sent all to it.
+
+        Raises:
+            Exception: an engine or a rank failed. The others may wait for it without end.
+        """
+        receiving = CallFutures(self.group)
+        for engine in engines:
+            receiving.begin(engine, "sync_weights", *arguments)
+        lost: dict[int, Exception] = {}
+
+        def set_aside(engine: int, error: Exception) -> bool:
+            if not isinstance(error, WorkerError) or error.cause != "server":
+                return False
+            lost[engine] = error
+            return True
+
+        wait_for_all(lambda: list(receiving.completed(set_aside)), sending.result)
+        for engine, error in lost.items():
+            self.mark_failed([engine], error)
+        return [engine for engine in engines if engine not in lost]
 
     def placements(self) -> list[dict[str, Any]]:
         """Return host, node id and GPU ids of each engine, once all are loaded. Those that die are replaced."""

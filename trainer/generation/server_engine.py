@@ -6,16 +6,17 @@ import contextlib
 import json
 import os
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import httpx
 
 from trainer.config import RolloutConfig
-from trainer.config.inference import TOKEN
+from trainer.config.inference import TOKEN, read_token
 from trainer.errors import RESTART_HINT, UserError, WorkerError, one_line
 from trainer.files.shared_memory import SharedDirectory, choose_directory
 from trainer.generation import server_protocol as protocol
@@ -50,8 +51,8 @@ class ServerEngine:
 
     def __init__(self, model_path: str, *, rollout: RolloutConfig, index: int, job: Job, **_: Any):
         self.url = rollout.urls[index].rstrip("/")
-        self._job = job
-        token = os.environ.get(TOKEN, "")
+        self._job = replace(job, engine=index, owner=secrets.token_hex(16))
+        token = read_token()
         self._client = httpx.Client(
             base_url=self.url,
             headers={"Authorization": f"Bearer {token}"} if token else {},
@@ -61,22 +62,25 @@ class ServerEngine:
         )
         self._batches = 0  # number of the last batch before the last abort
         self._pending: set[int] = set()
+        self._sending = threading.Condition()  # only one batch, or new weights, are sent at a time
+        self._unsent: set[object] = set()  # batches that have begun and that the server has not yet
         self._results: queue.Queue[tuple[int, dict[int, Completion] | Exception]] = queue.Queue()
         self._completed: dict[int, Completion] = {}
         self._interrupted = threading.Event()
         self._error: Exception | None = None
         self._shared: SharedDirectory | None = None
         needs = {"tokens": rollout.max_prompt_tokens + rollout.max_response_tokens}
-        self._lease = self._wait_for_lease(needs, rollout.server_timeout_s)
-        self._headers = {protocol.OWNER: job.owner, protocol.START: self._lease["start"]}
+        self._claim = {"job": asdict(self._job), "needs": needs}
+        self._lease = self._wait_for_lease(rollout.server_timeout_s)
+        self._headers = {protocol.OWNER: self._job.owner, protocol.START: self._lease["start"]}
         self._ended = threading.Event()
         threading.Thread(target=self._renew, name="lease", daemon=True).start()
 
-    def _wait_for_lease(self, needs: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    def _wait_for_lease(self, timeout_s: float) -> dict[str, Any]:
         deadline, warned = time.monotonic() + timeout_s, time.monotonic() + time_limits.SERVER_WARNING_S
         while True:
             try:
-                return self._post(protocol.LEASE, {"job": asdict(self._job), "needs": needs})
+                return self._post(protocol.LEASE, self._claim)
             except WorkerError as error:
                 now = time.monotonic()
                 if now > deadline:
@@ -94,9 +98,7 @@ class ServerEngine:
     def step(self, requests: Mapping[int, Request]) -> dict[int, Completion]:
         """Send requests, and wait until some are complete; return these (see `StreamingEngine`)."""
         if requests:
-            ordered = dict(sorted(requests.items()))  # the order of their stream, as an engine of the job has it
-            self._pending |= ordered.keys()
-            threading.Thread(target=self._read_batch, args=(self._batches, ordered), name="batch", daemon=True).start()
+            self._begin(requests)
         completions, self._completed = self._completed, {}
         began = time.monotonic()
         while self._pending and not self._interrupted.is_set():
@@ -105,6 +107,16 @@ class ServerEngine:
                 break
         self._interrupted.clear()
         return completions
+
+    def _begin(self, requests: Mapping[int, Request]) -> None:
+        """Let a thread send requests, and read their completions."""
+        ordered = dict(sorted(requests.items()))  # the order of their stream, as an engine of the job has it
+        self._pending |= ordered.keys()
+        batch = object()
+        with self._sending:
+            self._unsent.add(batch)
+        arguments = (batch, self._batches, ordered)
+        threading.Thread(target=self._read_batch, args=arguments, name="batch", daemon=True).start()
 
     def interrupt(self) -> None:
         """Let a running `step` return (see `StreamingEngine`)."""
@@ -126,16 +138,20 @@ class ServerEngine:
         self._pending -= result.keys()
         return result
 
-    def _read_batch(self, number: int, batch: Mapping[int, Request]) -> None:
+    def _read_batch(self, batch: object, number: int, requests: Mapping[int, Request]) -> None:
         """Send a batch, and queue its completions, or why they do not come.
 
         If the connection breaks, the batch is sent again to an engine that still has the weights: the whole of it,
         because the last bits of a completion can depend on the others.
         """
-        attempts, missing = 0, set(batch)
+        attempts, missing = 0, set(requests)
         while number == self._batches:
             try:
-                for line in self._stream(protocol.GENERATE, protocol.encode_requests(batch)):
+                for line in self._send(batch, number, requests):
+                    if number != self._batches:
+                        return
+                    if not line:
+                        continue
                     answer = protocol.decode_completions(line)
                     completions = {done: one for done, one in answer.items() if done in missing}
                     missing -= completions.keys()
@@ -151,6 +167,29 @@ class ServerEngine:
                     continue
                 self._results.put((number, error))
                 return
+
+    def _send(self, batch: object, number: int, requests: Mapping[int, Request]) -> Iterator[str]:
+        """Send a batch unless it has been aborted, and yield the lines of the answer.
+
+        New weights wait until the server has the batch, and the batch waits until the server has the new weights.
+        """
+        try:
+            body = protocol.encode_requests(requests)
+            if len(body) > protocol.LARGEST_BODY:
+                most = f"{protocol.LARGEST_BODY >> 30} GiB"
+                raise UserError(
+                    f"rollout.urls: {self.url} takes {most} of requests at a time; use shorter prompts or more servers"
+                )
+            lines = self._stream(protocol.GENERATE, body)
+            with self._sending:
+                if number != self._batches:
+                    return
+                next(lines)
+        finally:
+            with self._sending:
+                self._unsent.discard(batch)
+                self._sending.notify_all()
+        yield from lines
 
     def _still_has_weights(self, error: Exception) -> bool:
         """Return whether the server answers again after `error`, with the engine that has got the weights."""
@@ -169,17 +208,14 @@ class ServerEngine:
             self._completed.clear()
         path = getattr(source, "path", None) or self._receive_broadcast(source)
         update = {"version": version, "running": running}
-        try:
+        with self._sending:
+            self._sending.wait_for(lambda: not self._unsent)
             try:
                 self._update({**update, "path": path, "files": protocol.fingerprint(path)})
             except _AbsentError:  # the server is on another machine
-                names = sorted(name for name in os.listdir(path) if name.endswith(".safetensors"))  # without an index
-                for name in names:
-                    self._upload(path, name)
-                sizes = {name: os.path.getsize(os.path.join(path, name)) for name in names}
-                self._update({**update, "path": None, "files": sizes})
-        finally:
-            self._close_shared()
+                self._update({**update, "path": None, "files": self._upload(path)})
+            finally:
+                self._close_shared()
         if running == "drain":
             while self._pending:
                 self._completed |= self._receive(None)
@@ -201,24 +237,28 @@ class ServerEngine:
     def _update(self, message: Mapping[str, Any]) -> None:
         answer = ""
         for line in self._stream(protocol.WEIGHTS, json.dumps(message).encode()):
-            answer = line
+            answer = line or answer
         if not answer:
             raise self._lost("the answer has ended before the weights were loaded")
         result = json.loads(answer)
         if "kind" in result:
             raise self._error_of(result)
 
-    def _upload(self, directory: str, name: str) -> None:
-        path = os.path.join(directory, name)
+    def _upload(self, directory: str) -> dict[str, int]:
+        """Send the weights in `directory`, and return the size of each file."""
+        names = sorted(name for name in os.listdir(directory) if name.endswith(".safetensors"))  # without an index
+        sizes = {name: os.path.getsize(os.path.join(directory, name)) for name in names}
 
-        def pieces() -> Iterator[bytes]:
-            with open(path, "rb") as file:
+        def pieces(name: str) -> Iterator[bytes]:
+            with open(os.path.join(directory, name), "rb") as file:
                 while piece := file.read(_PIECE):
                     yield piece
 
-        headers = {**self._headers, "Content-Length": str(os.path.getsize(path))}
-        with self._answers():
-            self._checked(self._client.put(f"{protocol.UPLOAD}/{name}", content=pieces(), headers=headers))
+        for name, size in sizes.items():
+            headers = {**self._headers, "Content-Length": str(size), protocol.BYTES: str(sum(sizes.values()))}
+            with self._answers():
+                self._checked(self._client.put(f"{protocol.UPLOAD}/{name}", content=pieces(name), headers=headers))
+        return sizes
 
     def set_version(self, version: int) -> None:
         """Set the version of the weights that are loaded. Raises if the server has lost them, or does not answer."""
@@ -240,15 +280,19 @@ class ServerEngine:
             self._post(protocol.RELEASE, {}, self._headers)
 
     def _renew(self) -> None:
-        while not self._ended.wait(self._lease["lease_s"] / 4):
+        every_s = min(self._lease["lease_s"] / 4, time_limits.SERVER_POLL_S)
+        while not self._ended.wait(every_s):
             try:
-                self._post(protocol.RENEW, {}, self._headers)
+                try:
+                    self._post(protocol.RENEW, {}, self._headers)
+                except WorkerError as error:  # the next call says so
+                    if error.__cause__ is None:  # the server has been started again, and knows no job
+                        with contextlib.suppress(WorkerError):
+                            self._post(protocol.LEASE, self._claim)
             except UserError as error:  # another job has the server; the next call says so
                 self._error = error
                 self._results.put((self._batches, error))
                 return
-            except WorkerError:  # the calls find out
-                pass
 
     def _post(self, path: str, message: Any, headers: Mapping[str, str] | None = None) -> dict[str, Any]:
         for attempt in range(_ATTEMPTS):
@@ -265,12 +309,13 @@ class ServerEngine:
         raise AssertionError
 
     def _stream(self, path: str, body: bytes) -> Iterator[str]:
-        """Post `body`, and yield the lines of the answer that hold something."""
+        """Post `body`, and yield an empty line once the server has it, then the lines of the answer."""
         with self._answers(), self._client.stream("POST", path, content=body, headers=self._headers) as response:
             if response.status_code != 200:
                 response.read()
             self._checked(response)
-            yield from (line for line in response.iter_lines() if line)
+            yield ""
+            yield from response.iter_lines()
 
     @contextlib.contextmanager
     def _answers(self) -> Iterator[None]:

@@ -9,10 +9,9 @@ import base64
 import hashlib
 import json
 import os
-import secrets
 import socket
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,10 @@ LEASE, RENEW, RELEASE = "/trainer/lease", "/trainer/renew", "/trainer/release"
 GENERATE, WEIGHTS, UPLOAD, STATUS = "/trainer/generate", "/trainer/weights", "/trainer/upload", "/trainer/status"
 OWNER, START = "X-Trainer-Owner", "X-Trainer-Start"
 """Headers of every request of a job: its `Job.owner`, and the start of the engine that it has sent weights to."""
+BYTES = "X-Trainer-Bytes"
+"""Header of an upload: bytes of all files of these weights."""
+LARGEST_BODY = 1 << 32
+"""Bytes of the requests of one batch."""
 ALIVE_S = 2.0
 """Between two empty lines of a stream."""
 
@@ -38,26 +41,54 @@ _STARTS_FILE = "starts.jsonl"
 class Job:
     """Who uses a server."""
 
-    run: str
-    """Identity of the run. It is the same in every start."""
-    start: int
-    """Number of this start of the run, from 1. A later start has taken the lock of the run from an earlier one."""
-    owner: str
-    """Secret of this start."""
+    starts: tuple[str, ...]
+    """Digests of the starts of the run up to this one. Each covers the starts before it, so copies of a run that are
+    started have digests of their own."""
+    place: str
+    """Digest of the place of the run directory. A copy has another one."""
     name: str
     """What messages call it."""
+    engine: int = 0
+    """Which engine of the job the process is."""
+    owner: str = ""
+    """Secret of the process that speaks to the server."""
+    architecture: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """Of the model (see `config_check.describe_architecture`)."""
+
+    @property
+    def run(self) -> str:
+        """Identity of the run. All its starts, and those of its copies, have the same."""
+        return self.starts[0]
+
+    @property
+    def start(self) -> str:
+        """Identity of this start."""
+        return self.starts[-1]
+
+    def continues(self, other: Job) -> bool:
+        """Return whether `other` is this start or an earlier one in the same directory, whose lock this start took."""
+        return other.start in self.starts and (other.start == self.start or other.place == self.place)
 
     @staticmethod
-    def of_run(run_dir: str) -> Job:
+    def of_run(run_dir: str, architecture: Mapping[str, Any]) -> Job:
         """Return the current start of the run in `run_dir`, whose lock this process holds."""
         try:
             with open(os.path.join(run_dir, _STARTS_FILE), "rb") as file:
                 lines = file.readlines()
         except OSError:
             lines = []
-        first = lines[0] if lines else os.path.abspath(run_dir).encode()  # the first line names time, host and process
+        digests, digest = [], ""
+        for line in lines or [os.path.abspath(run_dir).encode()]:  # a line names time, host and process
+            digests.append(digest := hashlib.sha256(digest.encode() + line).hexdigest()[:16])
         name = f"run {os.path.basename(os.path.abspath(run_dir))} (process {os.getpid()} on {socket.gethostname()})"
-        return Job(hashlib.sha256(first).hexdigest()[:16], max(1, len(lines)), secrets.token_hex(16), name)
+        return Job(tuple(digests), _place(run_dir), name, architecture=architecture)
+
+
+def _place(run_dir: str) -> str:
+    """Return a digest of path and inode, without the device: its number differs between nodes with one file system."""
+    path = os.path.realpath(run_dir)
+    inode = os.stat(path).st_ino if os.path.isdir(path) else 0
+    return hashlib.sha256(f"{inode} {path}".encode()).hexdigest()[:16]
 
 
 def encode_requests(requests: Mapping[int, Request]) -> bytes:

@@ -26,6 +26,7 @@ from trainer.errors import WorkerError
 from trainer.files.shared_memory import PrivateDirectory
 from trainer.process import time_limits
 from trainer.process.network import use_network_of
+from trainer.sandbox.reaper import is_tracker
 
 LOG = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class Backend:
         self._cfg = cfg
         self._settings = settings
         self._on_start = on_start
-        self._directory = PrivateDirectory(tempfile.gettempdir(), _PREFIX, 8)
+        self._directory = PrivateDirectory(_directory_for_sockets(), _PREFIX, 8)
         self._socket = os.path.join(self._directory.path, "engine")
         self._process: subprocess.Popen[bytes] | None = None
         self.start_id = ""
@@ -201,7 +202,7 @@ class Backend:
         while process.poll() is None and time.monotonic() < deadline + time_limits.SERVER_STOP_S:
             await asyncio.sleep(0.05)
         for one in [*below, *_below(os.getpid())]:  # orphans of a reaper that was killed
-            if one.pid != process.pid and _lives(one) and not _is_tracker(one):
+            if one.pid != process.pid and _lives(one) and not is_tracker(one):
                 with contextlib.suppress(psutil.Error):
                     one.kill()
         if process.poll() is None:
@@ -214,6 +215,12 @@ class Backend:
             with contextlib.suppress(OSError):
                 os.remove(path)
         self._segments.clear()
+
+
+def _directory_for_sockets() -> str:
+    """Return the directory for temporary files, or another one if paths of sockets there were too long for Linux."""
+    directory = tempfile.gettempdir()
+    return directory if len(f"{directory}/{_PREFIX}{'x' * 16}/engine") <= _LONGEST_SOCKET_PATH else "/tmp"
 
 
 def _environment(directory: str) -> dict[str, str]:
@@ -244,11 +251,4 @@ def _mapped_segments(pid: int) -> set[str]:
 def _lives(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
         return process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-def _is_tracker(process: psutil.Process) -> bool:
-    """Return whether it is Python's process that frees the shared memory of others at their end."""
-    with contextlib.suppress(psutil.Error):
-        return any("resource_tracker" in word for word in process.cmdline())
     return False

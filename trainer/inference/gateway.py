@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hmac
 import ipaddress
 import json
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import aiohttp
@@ -22,14 +23,16 @@ from aiohttp import web
 from trainer.errors import UserError
 from trainer.files.shared_memory import SharedDirectory, check_owner, choose_directory
 from trainer.generation import server_protocol as protocol
+from trainer.generation.config_check import find_difference
 from trainer.generation.server_protocol import Job, error_body
 from trainer.inference.backend import Backend
-from trainer.inference.leases import Leases, RefusedError
+from trainer.inference.leases import InUseError, Leases, RefusedError
 from trainer.inference.streams import with_signs_of_life
 
 _OPEN = re.compile(r"/(v1/(models|completions|chat/completions|responses)|health|metrics|tokenize|detokenize)")
 """Paths of the engine that people may use. All others, such as those that change the engine, are the front's alone."""
 _FILE = re.compile(r"[\w-][\w.-]*\.safetensors")
+_LISTEN_S = 1.0
 _HOP_HEADERS = {"connection", "content-length", "transfer-encoding", "host", "keep-alive", "authorization"}
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -41,22 +44,25 @@ class Gateway:
     Args:
         token: which every request must carry; None: none, and only this machine can ask.
         description: what the server tells jobs about itself: `max_tokens`, the longest sequence; `model`; `engine`.
+        architecture: of the model (see `config_check.describe_architecture`).
     """
 
-    def __init__(self, token: str | None, lease_s: float, description: dict[str, Any]):
+    def __init__(self, token: str | None, lease_s: float, description: dict[str, Any], architecture: Mapping[str, Any]):
         self.backend: Backend
         self._token = token
         self._description = description
+        self._architecture = architecture
         self._leases = Leases(lease_s, time.monotonic)
         self._weights_of: str | None = None  # the owner whose weights the engine has
         self._calls: set[asyncio.Task[Any]] = set()  # of the job
         self._uploads: SharedDirectory | None = None
         self._loading = asyncio.Lock()
         self._loads: set[asyncio.Task[Any]] = set()
+        self._listened_at = time.monotonic()
 
     def application(self) -> web.Application:
         """Return the HTTP application."""
-        app = web.Application(client_max_size=1 << 30, middlewares=[self._guard])
+        app = web.Application(client_max_size=protocol.LARGEST_BODY, middlewares=[self._guard])
         app.router.add_get(protocol.STATUS, self._status)
         app.router.add_post(protocol.LEASE, self._lease)
         app.router.add_post(protocol.RENEW, self._renew)
@@ -65,7 +71,7 @@ class Gateway:
         app.router.add_post(protocol.WEIGHTS, self._weights)
         app.router.add_put(f"{protocol.UPLOAD}/{{name}}", self._upload)
         app.router.add_route("*", "/{path:.*}", self._forward)
-        app.on_cleanup.append(self._clean_up)
+        app.cleanup_ctx.append(self._run)
         return app
 
     def forget_weights(self) -> None:
@@ -73,8 +79,23 @@ class Gateway:
         self._weights_of = None
         self._drop_uploads()
 
-    async def _clean_up(self, _: web.Application) -> None:
+    async def _run(self, _: web.Application) -> AsyncIterator[None]:
+        listening = asyncio.ensure_future(self._keep_listening())
+        yield
+        listening.cancel()
         self._drop_uploads()
+
+    async def _keep_listening(self) -> None:
+        while True:
+            self._listen()
+            await asyncio.sleep(_LISTEN_S)
+
+    def _listen(self) -> None:
+        """Note that the server hears jobs. Time in which it was suspended does not count as the silence of a job."""
+        now = time.monotonic()
+        if (deaf_s := now - self._listened_at) > 2 * _LISTEN_S:
+            self._leases.extend(deaf_s)
+        self._listened_at = now
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -91,6 +112,8 @@ class Gateway:
             return web.json_response(error_body(protocol.REFUSED, str(error)), status=409)
         except LookupError as error:
             return web.json_response(error_body(protocol.LOST, str(error)), status=409)
+        except InUseError as error:
+            return web.json_response(error_body(protocol.BUSY, str(error)), status=503)
         except (aiohttp.ClientError, ConnectionError) as error:
             return web.json_response(error_body(protocol.BUSY, f"its engine fails: {type(error).__name__}"), status=503)
 
@@ -102,7 +125,7 @@ class Gateway:
     async def _lease(self, request: web.Request) -> web.Response:
         message = await _json(request)
         try:
-            job, tokens = Job(**message["job"]), int(message["needs"]["tokens"])
+            job, tokens = _job(message["job"]), int(message["needs"]["tokens"])
         except (KeyError, TypeError, ValueError) as error:
             raise web.HTTPBadRequest(text=f"no job: {error!r}") from error
         if tokens > self._description["max_tokens"]:
@@ -110,10 +133,12 @@ class Gateway:
                 f"takes {self._description['max_tokens']} tokens, prompt and completion together, and this job needs "
                 f"{tokens}; start it with larger rollout.max_prompt_tokens or rollout.max_response_tokens"
             )
+        if (difference := find_difference(self._architecture, message["job"].get("architecture") or {})) is not None:
+            raise RefusedError(difference)
+        self._listen()
         if self._leases.take(job):
             self._end_calls()
-            self._weights_of = None
-        self._drop_uploads()  # of another job, or of a process of this job that has ended
+            self.forget_weights()
         if not self.backend.is_ready:
             return web.json_response(error_body(protocol.BUSY, "its engine is starting"), status=503)
         return web.json_response({"start": self.backend.start_id, "lease_s": self._leases.lease_s})
@@ -139,6 +164,8 @@ class Gateway:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()  # which takes time, so the job may have lost the server at its end
+        async with self._loading:  # a batch that is sent again may come while new weights are loaded
+            pass
         if self._check(request) != self._weights_of:
             raise LookupError("it has no weights of this job")
         with self._call_of_job():
@@ -150,10 +177,16 @@ class Gateway:
         if not _FILE.fullmatch(name):
             raise RefusedError(f"takes no file {name[:80]!r}")
         if self._uploads is None:
-            self._uploads = SharedDirectory(choose_directory(request.content_length or 0))
-        with self._call_of_job(), open(os.path.join(self._uploads.path, name), "wb") as file:
-            async for piece in request.content.iter_chunked(1 << 20):
-                file.write(piece)
+            self._uploads = SharedDirectory(_directory_for(int(request.headers.get(protocol.BYTES, "0"))))
+        path = os.path.join(self._uploads.path, name)
+        try:
+            with self._call_of_job(), open(path, "wb") as file:
+                async for piece in request.content.iter_chunked(1 << 20):
+                    await asyncio.to_thread(file.write, piece)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise RefusedError(f"has no space for the weights of this job in {os.path.dirname(path)}") from error
         return web.json_response({})
 
     async def _weights(self, request: web.Request) -> web.StreamResponse:
@@ -165,7 +198,7 @@ class Gateway:
             raise web.HTTPBadRequest(text=f"no weights: {error!r}") from error
         if order["path"] is not None and not _is_here(order["path"], message.get("files")):
             return web.json_response(error_body(protocol.ABSENT, "the files are on another machine"), status=404)
-        with self._call_of_job():
+        with self._call_of_job(), _cut_on_failure(request):
             response = web.StreamResponse()
             await response.prepare(request)
             async for line in with_signs_of_life(self._loaded(owner, order, message.get("files"))):
@@ -255,11 +288,37 @@ class Gateway:
         async with self.backend.session.request(request.method, url, data=body, headers=headers) as answer:
             kept = {name: value for name, value in answer.headers.items() if name.lower() not in _HOP_HEADERS}
             response = web.StreamResponse(status=answer.status, headers=kept)
-            await response.prepare(request)
-            async for piece in answer.content.iter_any():
-                await response.write(piece)
-            await response.write_eof()
+            with _cut_on_failure(request):
+                await response.prepare(request)
+                async for piece in answer.content.iter_any():
+                    await response.write(piece)
+                await response.write_eof()
             return response
+
+
+@contextlib.contextmanager
+def _cut_on_failure(request: web.Request) -> Iterator[None]:
+    """Close the connection if the block fails: its answer has begun, so no other answer can follow."""
+    try:
+        yield
+    except BaseException:
+        if request.transport is not None:
+            request.transport.abort()
+        raise
+
+
+def _directory_for(size: int) -> str:
+    """Return a directory for weights of `size` bytes.
+
+    Raises:
+        RefusedError: none has space for them.
+    """
+    directory = choose_directory(size)
+    space = os.statvfs(directory)
+    if (free := space.f_bavail * space.f_frsize) < size:
+        sizes = f"{size / 1e6:.0f} MB, and {directory} has {free / 1e6:.0f} MB free"
+        raise RefusedError(f"has no space for the weights of this job ({sizes})")
+    return directory
 
 
 def is_loopback(host: str) -> bool:
@@ -267,6 +326,13 @@ def is_loopback(host: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     return host == "localhost"
+
+
+def _job(message: Any) -> Job:
+    starts = tuple(map(str, message["starts"]))
+    if not starts:
+        raise ValueError("a job without a start")
+    return Job(starts, str(message["place"]), str(message["name"]), int(message["engine"]), str(message["owner"]))
 
 
 def _sizes(directory: str) -> dict[str, int]:

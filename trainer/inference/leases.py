@@ -7,12 +7,16 @@ from collections.abc import Callable
 
 from trainer.generation.server_protocol import Job
 
-_RUNS = 1000
-"""Runs whose newest start is remembered."""
+_REMEMBERED = 1000
+"""Runs whose newest start is remembered, and processes that have left."""
 
 
 class RefusedError(Exception):
     """The job may not use the server. The text is what the server does, without a subject."""
+
+
+class InUseError(Exception):
+    """The job has to wait for the server. The text says for what."""
 
 
 class Leases:
@@ -29,41 +33,67 @@ class Leases:
         self.job: Job | None = None
         """The job that has taken the server last, unless it has left it."""
         self._seen = 0.0
-        self._newest: OrderedDict[str, int] = OrderedDict()  # start by run; the run that came last is at the end
+        self._newest: OrderedDict[str, Job] = OrderedDict()  # by run; the run that came last is at the end
+        self._gone: OrderedDict[str, None] = OrderedDict()
+        """Owners that have left, or whose place another process of their job has taken."""
 
     def take(self, job: Job) -> bool:
-        """Give the server to `job`; returns whether another job or start had it.
+        """Give the server to a process of `job`; returns whether another process had it, or none.
 
         Raises:
             RefusedError: another job uses it, or a later start of the same run has taken it.
+            InUseError: a copy of the run uses it. It may be dead, so the job may wait until the lease has ended.
+            LookupError: the process has left, or another one of the same job has taken its place.
         """
-        newest = self._newest.get(job.run, job.start)
-        if job.start < newest:  # also when that start has left the server
-            raise _older(newest, job)
+        newest = self._newest.get(job.run, job)
+        if job.start in newest.starts[:-1]:  # also when the later start has left the server
+            raise RefusedError(
+                f"has been taken by a newer start of this run (start {len(newest.starts)}): this one (start "
+                f"{len(job.starts)}) has lost its lock"
+            )
+        if job.owner in self._gone:
+            raise LookupError("this process of the job has lost it")
         if self.job is not None and self.job.owner != job.owner:
-            left_s = self._seen + self.lease_s - self._now()
-            if self.job.run == job.run and job.start == self.job.start and left_s > 0:
-                raise _older(newest, job)
-            if self.job.run != job.run and left_s > 0:
-                raise RefusedError(
-                    f"is in use by {self.job.name}; choose another server, or end that job and wait {left_s:.0f} s"
-                )
+            self._check_end_of(self.job, job)
+            if self.job.start == job.start:
+                self._gone[self.job.owner] = None
         is_new = self.job is None or self.job.owner != job.owner
-        self.job, self._seen, self._newest[job.run] = job, self._now(), job.start
+        self.job, self._seen, self._newest[job.run] = job, self._now(), job
         self._newest.move_to_end(job.run)
-        if len(self._newest) > _RUNS:
-            self._newest.popitem(last=False)
+        for remembered in (self._newest, self._gone):
+            if len(remembered) > _REMEMBERED:
+                remembered.popitem(last=False)
         return is_new
+
+    def _check_end_of(self, owner: Job, job: Job) -> None:
+        """Check that `job` may take the server from `owner`."""
+        left_s = self._seen + self.lease_s - self._now()
+        if owner.start == job.start and owner.engine != job.engine:
+            raise RefusedError("is in rollout.urls twice, under two names")
+        if left_s <= 0 or job.continues(owner):
+            return
+        if owner.run != job.run:
+            raise RefusedError(
+                f"is in use by {owner.name}; choose another server, or end that job and wait {left_s:.0f} s"
+            )
+        raise InUseError(f"is in use by {owner.name}, another copy of this run, until that has ended")
+
+    def extend(self, seconds: float) -> None:
+        """Let the lease last longer: the server itself has not been able to hear from the job for that time."""
+        self._seen += seconds
 
     def renew(self, owner: str) -> None:
         """Note that the job with this secret lives.
 
         Raises:
             RefusedError: another job has taken the server.
-            LookupError: the server does not know the job: it has been started since.
+            LookupError: the server does not know the job: it has been started since; or another process of the job has
+                taken the place of this one.
         """
         if self.job is None:
             raise LookupError("the server has been started again, or the job has left it")
+        if owner in self._gone:
+            raise LookupError("another process of this job uses it")
         if self.job.owner != owner:
             raise RefusedError(f"has been taken by {self.job.name}: this job has lost it")
         self._seen = self._now()
@@ -71,11 +101,4 @@ class Leases:
     def release(self, owner: str) -> None:
         """Leave the server, if the job with this secret uses it."""
         if self.job is not None and self.job.owner == owner:
-            self.job = None
-
-
-def _older(newest: int, job: Job) -> RefusedError:
-    return RefusedError(
-        f"has been taken by a newer start of this run (start {newest}): this one (start {job.start}) has lost its "
-        "lock; if its directory is an older copy, start the server again"
-    )
+            self.job, self._gone[owner] = None, None

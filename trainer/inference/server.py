@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import importlib.util
 import logging
-import os
 import socket
 import tempfile
 from typing import Any
@@ -16,17 +15,16 @@ from aiohttp import web
 
 from trainer.config import Config
 from trainer.config.engines import ENGINES
-from trainer.config.inference import TOKEN
+from trainer.config.inference import TOKEN, read_token
 from trainer.errors import UserError
 from trainer.files.shared_memory import PrivateDirectory
+from trainer.generation.config_check import describe_model
 from trainer.inference.backend import Backend
 from trainer.inference.gateway import Gateway, is_loopback
 from trainer.process import time_limits
 from trainer.process.signals import SIGNALS, Stopped
 
 LOG = logging.getLogger(__name__)
-
-_SHORTEST_TOKEN = 16
 
 
 def run(cfg: Config) -> None:
@@ -51,9 +49,7 @@ def check(cfg: Config) -> str | None:
         UserError: something is missing.
     """
     inference = cfg.inference
-    token = os.environ.get(TOKEN)
-    if token is not None and (len(token) < _SHORTEST_TOKEN or not token.isascii() or not token.isprintable()):
-        raise UserError(f"{TOKEN}: a token needs at least {_SHORTEST_TOKEN} printable ASCII characters")
+    token = read_token()
     if token is None and not is_loopback(inference.host):
         raise UserError(
             f"inference.host={inference.host}: others can reach this address; set the environment variable {TOKEN} to "
@@ -111,7 +107,7 @@ async def _serve(cfg: Config, token: str | None, listener: socket.socket, path: 
         "model": name,
         "max_tokens": rollout.max_prompt_tokens + rollout.max_response_tokens,
     }
-    gateway = Gateway(token, inference.lease_s, description)
+    gateway = Gateway(token, inference.lease_s, description, describe_model(cfg.model, path))
     gateway.backend = Backend(inference, settings, gateway.forget_weights)
     runner = web.AppRunner(gateway.application(), handler_cancellation=True, access_log=None)
     await runner.setup()

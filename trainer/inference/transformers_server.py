@@ -6,6 +6,7 @@ It listens on a Unix socket, for the front alone (see `trainer.inference.gateway
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 import uuid
@@ -65,7 +66,7 @@ class TransformersServer:
 
     def application(self) -> web.Application:
         """Return the HTTP application."""
-        app = web.Application(client_max_size=1 << 32)
+        app = web.Application(client_max_size=protocol.LARGEST_BODY)
         app.router.add_get("/trainer/alive", self._alive)
         app.router.add_post(protocol.GENERATE, self._generate)
         app.router.add_post(protocol.WEIGHTS, self._load)
@@ -90,24 +91,23 @@ class TransformersServer:
         return web.json_response({"busy": self._calls > 0, "progress": self._forwards})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        requests = protocol.decode_requests(await request.read())
-        return await _send(request, with_signs_of_life(self._completions(requests)))
-
-    async def _completions(self, requests: dict[int, Request]) -> AsyncIterator[bytes]:
-        numbers, aborts, ended = list(requests), self._aborts, asyncio.Event()
-        self._batches.add(ended)
+        requests, aborts, ended = protocol.decode_requests(await request.read()), self._aborts, asyncio.Event()
+        self._batches.add(ended)  # before the answer begins, so before later new weights
         try:
+            return await _send(request, with_signs_of_life(self._completions(requests, aborts)))
+        finally:
+            self._batches.discard(ended)
+            ended.set()
+
+    async def _completions(self, requests: dict[int, Request], aborts: int) -> AsyncIterator[bytes]:
+        numbers = list(requests)
+        with contextlib.suppress(_AbortedError):
             for indices in by_length(list(requests.values()), 1, self._rollout.max_num_seqs):
                 if self._aborts > aborts:
                     return
                 chosen = [numbers[index] for index in indices]
                 completions = await self._call(self._engine.generate, [requests[number] for number in chosen])
                 yield protocol.encode_completions(dict(zip(chosen, completions, strict=True)))
-        except _AbortedError:
-            return
-        finally:
-            self._batches.discard(ended)
-            ended.set()
 
     async def _load(self, request: web.Request) -> web.StreamResponse:
         message = await request.json()

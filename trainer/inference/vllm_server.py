@@ -86,36 +86,44 @@ class JobRoutes:
         match scope["path"]:
             case "/trainer/alive":
                 await engine.collective_rpc("check_health")  # the engine answers between two steps
-                response = JSONResponse({"busy": False, "progress": 0})
+                response = JSONResponse(_progress(engine))
             case protocol.GENERATE:
-                lines = self._completions(engine, protocol.decode_requests(await request.body()))
-                response = StreamingResponse(with_signs_of_life(lines))
+                await self._generate(engine, protocol.decode_requests(await request.body()), scope, receive, send)
+                return
             case protocol.WEIGHTS:
                 response = StreamingResponse(with_signs_of_life(self._loaded(engine, await request.json())))
             case _:
                 response = JSONResponse({}, 404)
         await response(scope, receive, send)
 
-    async def _completions(self, engine: Any, requests: dict[int, Request]) -> AsyncIterator[bytes]:
-        from trainer.generation.vllm_engine import completion_of
+    async def _generate(self, engine: Any, requests: dict[int, Request], *connection: Any) -> None:
+        """Answer with completions. The requests are in line before the answer begins, so before later new weights."""
+        from starlette.responses import StreamingResponse
 
         tasks: dict[asyncio.Future[Any], int] = {}
         adding = asyncio.ensure_future(self._add(engine, requests, tasks))
         try:
-            await asyncio.shield(adding)
-            left = set(tasks)
-            while left:
-                done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-                if any(task.cancelled() for task in done):
-                    return
-                outputs = {tasks[task]: completion_of(task.result()) for task in done}
-                yield protocol.encode_completions(outputs)
+            await StreamingResponse(with_signs_of_life(self._completions(adding, tasks)))(*connection)
         finally:
             await asyncio.wait([adding])  # a scheduler that stays paused serves nobody
             for task in tasks:
                 task.cancel()
             if tasks:
                 await asyncio.wait(tasks)
+
+    async def _completions(
+        self, adding: asyncio.Future[None], tasks: dict[asyncio.Future[Any], int]
+    ) -> AsyncIterator[bytes]:
+        from trainer.generation.vllm_engine import completion_of
+
+        await asyncio.shield(adding)
+        left = set(tasks)
+        while left:
+            done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+            if any(task.cancelled() for task in done):
+                return
+            outputs = {tasks[task]: completion_of(task.result()) for task in done}
+            yield protocol.encode_completions(outputs)
 
     async def _add(self, engine: Any, requests: dict[int, Request], tasks: dict[asyncio.Future[Any], int]) -> None:
         """Add all requests while the scheduler is paused, and a task for each, with its number, to `tasks`."""
@@ -149,10 +157,11 @@ class JobRoutes:
             outputs.close()
 
     async def _loaded(self, engine: Any, message: dict[str, Any]) -> AsyncIterator[bytes]:
-        running = list(self._running)
-        if message["running"] == "abort":
-            for task in running:
-                task.cancel()
+        async with self._admission:  # after the requests that are in line
+            running = list(self._running)
+            if message["running"] == "abort":
+                for task in running:
+                    task.cancel()
         if message["running"] != "keep" and running:
             await asyncio.wait(running)
         # It runs to its end if nobody waits for it any more: a scheduler that stays paused serves nobody.
@@ -178,6 +187,13 @@ class JobRoutes:
             finally:
                 await engine.engine_core.resume_scheduler_async()
             return {}
+
+
+def _progress(engine: Any) -> dict[str, Any]:
+    """Return whether anybody's requests run, and a number that changes with each of their tokens."""
+    states = list(engine.output_processor.request_states.values())
+    tokens = sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)
+    return {"busy": bool(states), "progress": [len(states), tokens]}
 
 
 async def _reset_prefix_cache(engine: Any) -> None:

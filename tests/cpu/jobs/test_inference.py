@@ -16,7 +16,9 @@ import pytest
 
 from tests.support.evaluations import evaluate, validation_of
 from tests.support.inference import Server, free_port
-from tests.support.jobs import SMALL, comparable, environment, metrics, run_forked_job
+from tests.support.jobs import SMALL, command, comparable, environment, metrics, run_forked_job
+from tests.support.nodes import Nodes
+from trainer.config.inference import TOKEN
 
 SETTINGS = ["rollout.max_num_seqs=20", "trainer.total_steps=4"]
 ROOT = Path(__file__).parents[3]
@@ -104,6 +106,28 @@ def test_the_other_server_takes_the_requests_of_one_that_is_gone(servers, tmp_pa
     second.start()
     assert done.returncode == 0, done.stderr
     assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_a_server_on_another_machine_gets_the_weights_over_the_network(plain, tmp_path):
+    token = {TOKEN: "a token for two machines"}
+    with Nodes() as nodes:
+        here, there = nodes.add(), nodes.add()
+        here.path("/dev/shm/here").touch()
+        assert not there.path("/dev/shm/here").exists()
+        words = ["inference.engine=transformers", "inference.host=0.0.0.0", "rollout.max_num_seqs=20"]
+        with open(tmp_path / "log", "w") as log:
+            subprocess.Popen(
+                there.command(sys.executable, "-m", "trainer.inference", *words),
+                env=environment() | token, stdout=log, stderr=log,
+            )  # fmt: skip
+        urls = f"rollout.urls=[http://{there.address}:8000]"
+        job = ["rollout=server", urls, "trainer.ray_address=processes", f"trainer.run_dir={tmp_path}/run"]
+        done = subprocess.run(
+            here.command(*command(*job, *SETTINGS)), env=environment() | token, capture_output=True, text=True
+        )
+    assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "log").read_text()
+    assert comparable(metrics(tmp_path / "run")) == plain
 
 
 @pytest.mark.slow

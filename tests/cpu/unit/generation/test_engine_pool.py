@@ -299,6 +299,18 @@ def test_a_failed_sender_is_heard_while_engines_still_wait(start):
         pool.sync_weights(2)
 
 
+@pytest.mark.parametrize("engines", [1, 2])
+def test_a_server_that_does_not_take_what_the_ranks_have_sent_is_lost_alone(start, tmp_path, monkeypatch, engines):
+    spec = dataclasses.replace(plain_engine.SPEC, path=f"{plain_engine.__name__}:FaultyEngine")
+    monkeypatch.setitem(ENGINES, "plain", spec)
+    pool, ranks = start(weight_sync="broadcast", num_engines=engines)  # trainer.max_restarts=0
+    pool.start(version=1, is_initial=True)
+    ranks.call("policy", "train")
+    fault(tmp_path, "server synced")
+    pool.sync_weights(2)
+    assert answers(pool) == [[0, 7, 1], [1, 7, 1]]
+
+
 @pytest.mark.parametrize("transport", ["broadcast", "ipc"])
 def test_a_way_of_the_weights_that_does_not_work_is_named_before_the_first_step(start, monkeypatch, transport):
     """It is tried again once, as after a failure of the network. Then the run ends."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import http.server
+import itertools
+import shutil
 import signal
 import threading
 import time
@@ -17,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.fault_proxy import CUT, LOST, PASS, Faults, fault_proxy
 from tests.support.generation import GREEDY, ROLLOUT, contents, make_requests, with_sampling
 from tests.support.inference import ROLLOUT as WORDS
-from tests.support.inference import TOKEN, Server, engine, free_port, job
+from tests.support.inference import TOKEN, Server, copied, engine, free_port, job
 from trainer.errors import UserError, WorkerError
 from trainer.files.shared_memory import SharedDirectory
 from trainer.generation.server_protocol import GENERATE
@@ -67,7 +69,7 @@ def test_weights_travel_over_http_to_a_server_that_does_not_see_the_files(
     tensors = list(load_file(f"{weights.path}/model.safetensors").items())
     with engine(server.url, job("a", 1)) as stopped:  # it has sent a file, and will send no more
         save_file({name: tensor * 2 for name, tensor in tensors}, tmp_path / "z.safetensors")
-        stopped._upload(str(tmp_path), "z.safetensors")
+        stopped._upload(str(tmp_path))
         with engine(server.url, job("a", 2)) as one, SharedDirectory() as several:
             save_file(dict(tensors[:3]), f"{several.path}/model-00001-of-00002.safetensors")
             save_file(dict(tensors[3:]), f"{several.path}/model-00002-of-00002.safetensors")
@@ -121,6 +123,39 @@ def test_weights_of_another_model_are_refused_and_the_old_ones_stay(server, weig
         assert contents(one.generate(REQUESTS)) == expected
 
 
+def test_a_model_with_equal_shapes_that_computes_something_else_is_refused(start, server, config, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace("10000.0", "500000.0"))
+    sizes = {"max_prompt_tokens": 300, "max_response_tokens": 64}
+    pool, _ = start(waits=False, engine="server", urls=[server.url], **sizes)
+    sentence = f"{server.url} serves another model: rope_parameters.rope_theta is 10000.0 there, and 500000.0 in this"
+    with pytest.raises(UserError, match=sentence):
+        pool.start(0, False)
+
+
+def test_a_copy_of_a_run_waits_for_the_end_of_the_original(server, weights):
+    with engine(server.url, original := job("a")) as one:
+        one.sync_weights(weights, 3)
+        with pytest.raises(WorkerError, match=r"is in use by run a 1, another copy of this run, until that has ended"):
+            with engine(server.url, copied(original), server_timeout_s=1):
+                pass
+        assert len(one.generate(REQUESTS[:1])) == 1
+    with engine(server.url, copied(original)) as second, pytest.raises(WorkerError, match="no weights of this job"):
+        second.generate(REQUESTS[:1])
+
+
+def test_a_new_process_of_a_job_ends_the_calls_of_the_old_one(server, weights, expected):
+    with engine(server.url, user := job("a")) as old:
+        old.sync_weights(weights, 2)
+        with engine(server.url, user) as new:
+            with pytest.raises(WorkerError, match="another process of this job uses it"):
+                old.sync_weights(weights, 4)
+            with pytest.raises(WorkerError, match="no weights of this job"):
+                new.generate(REQUESTS[:1])
+            new.sync_weights(weights, 3)
+            assert contents(new.generate(REQUESTS)) == expected
+
+
 def test_another_job_is_refused_and_a_restarted_one_is_not(server, weights, expected):
     with engine(server.url, job("a", 1)) as first:
         first.sync_weights(weights, 3)
@@ -143,7 +178,13 @@ def test_a_job_that_shows_no_life_loses_the_server_after_the_lease(server):
         with pytest.raises(UserError, match="is in use by run a 1"):
             with engine(server.url, job("b")):
                 pass
+        server.process.send_signal(signal.SIGSTOP)
         time.sleep(5.5)  # inference.lease_s of this server is 5
+        server.process.send_signal(signal.SIGCONT)
+        with pytest.raises(UserError, match="is in use by run a"):  # the server itself could not listen
+            with engine(server.url, job("b")):
+                pass
+        time.sleep(5.5)
         with engine(server.url, job("b")), pytest.raises(UserError, match="this job has lost it"):
             silent.set_version(1)
 
@@ -154,9 +195,21 @@ def test_a_job_that_needs_more_tokens_than_the_server_takes_is_refused(server):
             pass
 
 
-@pytest.mark.parametrize("wrong", ["", "another token of 24 letters"])
+@pytest.mark.parametrize("broken", ["", f"{TOKEN}\n", "é" * 20])
+def test_a_token_that_no_header_can_hold_is_refused_and_named_nowhere(server, monkeypatch, broken):
+    monkeypatch.setenv("TRAINER_INFERENCE_TOKEN", broken)
+    with pytest.raises(UserError, match="TRAINER_INFERENCE_TOKEN: a token needs at least 16 printable") as raised:
+        with engine(server.url):
+            pass
+    assert TOKEN not in str(raised.value)
+
+
+@pytest.mark.parametrize("wrong", [None, "another token of 24 letters"])
 def test_a_wrong_token_is_refused_and_named_nowhere(server, monkeypatch, wrong):
-    monkeypatch.setenv("TRAINER_INFERENCE_TOKEN", wrong)
+    if wrong is None:
+        monkeypatch.delenv("TRAINER_INFERENCE_TOKEN")
+    else:
+        monkeypatch.setenv("TRAINER_INFERENCE_TOKEN", wrong)
     with pytest.raises(
         UserError, match="refuses the token of this job; set the environment variable TRAINER_INFERENCE_TOKEN"
     ) as raised:  # noqa: E501
@@ -192,14 +245,35 @@ def test_new_weights_abort_or_drain_the_requests_under_way(server, weights, expe
     slow = [dataclasses.replace(request, sampling=sampling) for request in REQUESTS[:64]]
     with engine(server.url) as one:
         one.sync_weights(weights, 1)
-        threading.Thread(target=one._read_batch, args=(one._batches, dict(enumerate(slow)))).start()
-        one._pending |= set(range(64))
+        one._begin(dict(enumerate(slow)))
         one.sync_weights(weights, 2, "drain")
         assert {c.weight_versions for c in one.step({}).values()} == {(1, 1)} and not one._pending
-        threading.Thread(target=one._read_batch, args=(one._batches, dict(enumerate(slow)))).start()
-        one._pending |= set(range(64))
+        one._begin(dict(enumerate(slow)))
         one.sync_weights(weights, 3)
         assert one.step({}) == {} and contents(one.generate(REQUESTS)) == expected
+
+
+@pytest.mark.parametrize("running", ["abort", "drain"])
+def test_new_weights_wait_for_a_batch_that_is_being_sent(server, weights, expected, monkeypatch, running):
+    with engine(server.url) as one:
+        one.sync_weights(weights, 1)
+        send, bodies = one._stream, []
+
+        def late(path: str, body: bytes) -> Iterator[str]:
+            if path == GENERATE:
+                time.sleep(0.5)
+                bodies.append(body)
+            yield from send(path, body)
+
+        monkeypatch.setattr(one, "_stream", late)
+        one._begin(dict(enumerate(REQUESTS[:8])))
+        one.sync_weights(weights, 3, running)
+        assert len(bodies) <= 1
+        sent = len(bodies)
+        if running == "drain":
+            assert {one.weight_versions for one in one.step({}).values()} == {(1, 1)}
+        assert contents(one.generate(REQUESTS)) == expected
+        assert len(bodies) == sent + 1, "an aborted batch is not sent after the new weights"
 
 
 def test_a_step_that_is_interrupted_returns_and_its_requests_go_on(server, weights, expected):
@@ -235,7 +309,7 @@ def test_a_batch_that_broke_off_is_repeated_whole(server, weights, expected, mon
             if path == GENERATE:
                 sent.append(body)
                 if len(sent) == 1:
-                    yield next(lines)
+                    yield from itertools.takewhile(lambda line: not line, lines)
                     raise one._lost("cut")
             yield from lines
 
@@ -257,6 +331,13 @@ def test_a_server_that_hangs_is_lost(server, weights, monkeypatch):
         assert raised.value.cause == "server"
 
 
+@pytest.fixture
+def config(model_paths, tmp_path) -> None:
+    """The model of the pools that `start` makes."""
+    shutil.copy(f"{model_paths[True]}/config.json", tmp_path)
+
+
+@pytest.mark.usefixtures("config")
 def test_a_pool_waits_for_servers_that_fail_and_counts_no_restart(start, tmp_path, weights, expected):
     log, words = tmp_path / "log", ["inference.engine=transformers", "inference.hang_timeout_s=2", *WORDS]
     with Server(log, *words) as server:
@@ -278,6 +359,7 @@ def test_a_pool_waits_for_servers_that_fail_and_counts_no_restart(start, tmp_pat
         pool.shutdown()
 
 
+@pytest.mark.usefixtures("config")
 def test_a_run_ends_in_one_sentence_when_a_server_never_comes(start):
     url = f"http://127.0.0.1:{free_port()}"
     pool, _ = start(waits=False, max_restarts=3, engine="server", urls=[url], server_timeout_s=1.0)
@@ -286,6 +368,7 @@ def test_a_run_ends_in_one_sentence_when_a_server_never_comes(start):
         pool.start(0, False)
 
 
+@pytest.mark.usefixtures("config")
 def test_a_server_that_refuses_ends_the_run_in_one_sentence(start, server):
     with engine(server.url, job("a")):
         pool, _ = start(

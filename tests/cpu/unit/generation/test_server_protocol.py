@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -41,15 +42,23 @@ def test_what_is_no_list_of_requests_is_a_value_error(body):
         decode_requests(body)
 
 
-def test_the_number_of_a_start_is_that_of_its_line(tmp_path):
+def test_a_start_continues_the_starts_before_it_in_its_directory(tmp_path):
     assert _STARTS_FILE == STARTS_FILE
-    empty = Job.of_run(str(tmp_path))
-    (tmp_path / STARTS_FILE).write_text('{"time": 1}\n')
-    first = Job.of_run(str(tmp_path))
-    (tmp_path / STARTS_FILE).write_text('{"time": 1}\n{"time": 2}\n')
-    second = Job.of_run(str(tmp_path))
-    assert (empty.start, first.start, second.start) == (1, 1, 2)
-    assert first.run == second.run != empty.run and first.owner != second.owner
+    (run := tmp_path / "run").mkdir()
+    empty = Job.of_run(str(run), {})
+    (run / STARTS_FILE).write_text('{"time": 1}\n')
+    first = Job.of_run(str(run), {})
+    shutil.copytree(run, tmp_path / "copy")
+    (run / STARTS_FILE).write_text('{"time": 1}\n{"time": 2}\n')
+    second = Job.of_run(str(run), {})
+    (tmp_path / "copy" / STARTS_FILE).write_text('{"time": 1}\n{"time": 3}\n')
+    copy = Job.of_run(str(tmp_path / "copy"), {})
+    assert first.run == second.run == copy.run != empty.run
+    assert second.continues(first) and second.continues(second) and not first.continues(second)
+    assert not copy.continues(first) and not copy.continues(second) and not second.continues(copy)
+    shutil.rmtree(run)
+    shutil.copytree(tmp_path / "copy", run)
+    assert not Job.of_run(str(run), {}).continues(second)
 
 
 def test_the_fingerprint_tells_directories_with_equal_files_apart(tmp_path):

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
+import socket
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 
+from tests.support.generation import make_requests
 from tests.support.inference import ROLLOUT, Server, engine, job
+from tests.support.jobs import wait_until
+from trainer.config import TinyConfig
 from trainer.errors import UserError, WorkerError
+from trainer.generation import server_protocol as protocol
 from trainer.generation.weight_sync import SharedMemory
-from trainer.inference.backend import _environment
+from trainer.inference.backend import _directory_for_sockets, _environment
+from trainer.models.tiny import build_tiny
 from trainer.process import time_limits
 
 
@@ -58,6 +66,42 @@ def test_a_load_of_weights_may_take_longer_than_other_work(victim, tmp_path):
             assert again._lease["start"] == start
 
 
+def test_an_answer_that_breaks_off_is_followed_by_no_other(victim, tmp_path):
+    victim.wait()
+    build_tiny(TinyConfig(), str(tmp_path))
+    sampling = dataclasses.replace(make_requests(1)[0].sampling, max_tokens=64)
+    requests = [dataclasses.replace(request, sampling=sampling) for request in make_requests(64)]
+    with engine(victim.url) as one:
+        one.sync_weights(SharedMemory(str(tmp_path)), 1)
+        body = protocol.encode_requests(dict(enumerate(requests)))
+        headers = {**one._headers, "Host": "localhost", "Content-Length": str(len(body)), "Connection": "close"}
+        lines = [f"POST {protocol.GENERATE} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+        with socket.create_connection(("127.0.0.1", victim.port)) as connection:
+            connection.sendall("\r\n".join([*lines, "", ""]).encode() + body)
+            answer = connection.recv(1 << 20)
+            victim.engine()[-1].kill()
+            with contextlib.suppress(ConnectionError):
+                while piece := connection.recv(1 << 20):
+                    answer += piece
+    assert answer.startswith(b"HTTP/1.1 200") and answer.count(b"HTTP/1.1") == 1
+
+
+def test_a_job_that_computes_takes_its_server_again_after_a_restart(victim):
+    """Its server has been started again meanwhile."""
+    victim.wait()
+    with engine(victim.url, user := job("a")) as one:
+        victim.kill()
+        victim.start()
+        victim.wait()
+        wait_until(lambda: victim.status()["job"] == user.name)
+        with pytest.raises(UserError, match="is in use by run a 1"):
+            with engine(victim.url, job("b")):
+                pass
+        with pytest.raises(WorkerError) as raised:
+            one.set_version(1)
+        assert raised.value.cause == "server", "the weights are lost"
+
+
 def test_the_processes_of_an_engine_reach_each_other_on_this_machine_alone(monkeypatch):
     for name in ("GLOO_SOCKET_IFNAME", "VLLM_HOST_IP", "VLLM_RPC_BASE_PATH"):
         monkeypatch.delenv(name, raising=False)
@@ -67,6 +111,13 @@ def test_the_processes_of_an_engine_reach_each_other_on_this_machine_alone(monke
     assert (found["GLOO_SOCKET_IFNAME"], found["NCCL_SOCKET_IFNAME"]) == ("lo", "chosen")
     assert (found["VLLM_HOST_IP"], found["VLLM_RPC_BASE_PATH"]) == ("127.0.0.1", "/tmp/private")
     assert "VLLM_API_KEY" not in found and "VLLM_RPC_BASE_PATH" not in _environment("/tmp/" + "x" * 70)
+
+
+def test_a_directory_with_a_long_path_holds_no_sockets(monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/var/tmp")
+    assert _directory_for_sockets() == "/var/tmp"
+    monkeypatch.setattr(tempfile, "tempdir", "/var/tmp/" + "x" * 80)
+    assert _directory_for_sockets() == "/tmp"
 
 
 def test_all_processes_end_with_a_server_that_is_killed(tmp_path):

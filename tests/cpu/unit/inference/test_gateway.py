@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from dataclasses import asdict
 import httpx
 import pytest
 
-from tests.support.inference import ROLLOUT, TOKEN, Server, job
+from tests.support.inference import ROLLOUT, TOKEN, Server, engine, job
 from trainer.generation import server_protocol as protocol
 from trainer.inference.gateway import _is_here, is_loopback
 
@@ -70,6 +71,15 @@ def test_a_job_that_loses_the_server_while_it_sends_a_request_is_refused(server,
     answer = httpx.post(server.url + protocol.WEIGHTS, headers=headers, content=pieces())
     assert (answer.status_code, answer.json()["kind"]) == (409, protocol.REFUSED)
     httpx.post(server.url + protocol.RELEASE, headers={**server.headers, protocol.OWNER: "2"})
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_sent(server):
+    with engine(server.url) as one:
+        headers = {**server.headers, **one._headers, protocol.BYTES: str(1 << 60)}
+        answer = httpx.put(f"{server.url}{protocol.UPLOAD}/a.safetensors", headers=headers, content=b"")
+    assert (answer.status_code, answer.json()["kind"]) == (409, protocol.REFUSED)
+    assert re.fullmatch(r"has no space for the weights of this job \(1152921504607 MB, and /.* has \d+ MB free\)",
+                        answer.json()["error"])  # fmt: skip
 
 
 def test_the_token_is_in_no_command_and_no_file_of_the_server(server):

@@ -6,7 +6,6 @@ import dataclasses
 import ipaddress
 import os
 import signal
-import threading
 
 import httpx
 import psutil
@@ -17,6 +16,7 @@ from tests.support.engines import start_vllm, vllm_launcher
 from tests.support.generation import GREEDY, ROLLOUT, contents, make_requests, tokens_of, with_sampling
 from tests.support.inference import ROLLOUT as WORDS
 from tests.support.inference import Server, engine
+from tests.support.jobs import comparable, metrics, run_forked_job
 from trainer.cluster.process_cluster import ProcessCluster
 from trainer.config import Config, TinyConfig
 from trainer.errors import UserError
@@ -105,8 +105,7 @@ def test_requests_that_are_kept_continue_with_the_new_weights(server, weights, m
     with engine(server.url) as one:
         one.sync_weights(weights, 1)
         slow = [dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, max_tokens=60)) for r in slow]
-        one._pending |= set(range(8))
-        threading.Thread(target=one._read_batch, args=(one._batches, dict(enumerate(slow)))).start()
+        one._begin(dict(enumerate(slow)))
         one.sync_weights(SharedMemory(model), 2, "keep")
         completions: dict = {}
         while len(completions) < 8:
@@ -114,6 +113,18 @@ def test_requests_that_are_kept_continue_with_the_new_weights(server, weights, m
         for one in completions.values():
             spans = dict(one.version_spans) or {one.weight_versions[0]: len(one.token_ids)}
             assert set(spans) <= {1, 2} and sum(spans.values()) == len(one.token_ids)
+
+
+@pytest.mark.slow
+def test_a_job_on_the_server_has_the_numbers_of_one_with_its_own_engine(server, model, tmp_path):
+    words = [f"model.path={model}", "rollout.kv_cache_mb=64", *WORDS, "trainer.val_interval=-1"]
+    for name, engine_words in (
+        ("own", ["rollout=vllm"]),
+        ("served", ["rollout=server", f"rollout.urls=[{server.url}]"]),
+    ):
+        done = run_forked_job(f"trainer.run_dir={name}", *words, *engine_words, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert comparable(metrics(tmp_path / "served")) == comparable(metrics(tmp_path / "own"))
 
 
 def test_nothing_is_left_when_the_api_server_is_killed(server, weights):
@@ -125,6 +136,15 @@ def test_nothing_is_left_when_the_api_server_is_killed(server, weights):
     with engine(server.url, server_timeout_s=300.0) as one:
         one.sync_weights(weights, 3)
         assert len(one.generate(REQUESTS)) == len(REQUESTS)
+    assert segments and not any(map(os.path.exists, segments))
+
+
+def test_nothing_is_left_when_the_front_is_killed(server):
+    """The last test that uses the server."""
+    segments = _mapped_segments(server.process.pid)
+    family = server.family()
+    server.kill()
+    assert not psutil.wait_procs(family, 30)[1]
     assert segments and not any(map(os.path.exists, segments))
 
 

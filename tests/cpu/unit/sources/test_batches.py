@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.cpu.unit.data.test_records import bits, episodes
 from tests.support.checkpoints import manager, save
-from trainer.checkpoint.components import Restore
+from trainer.checkpoint.components import Restore, json_part
 from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, verify
 from trainer.data.ledger import SampleIndex
 from trainer.data.records import encode
@@ -76,7 +76,7 @@ def test_batches_of_other_settings_or_weights_are_dropped_with_a_warning(tmp_pat
 def test_only_a_run_that_works_ahead_misses_batches(tmp_path, caplog, works_ahead):
     caplog.set_level(logging.INFO)
     run = {"roles": ["policy"], "ranks": 1, "replicas": 1, "config_digest": "0", "score": None, "parent": None}
-    checkpoint = verify(save(manager(tmp_path), 1, [], **run))
+    checkpoint = verify(save(manager(tmp_path), 1, [json_part("another", dict, lambda _: None)], **run))
     caplog.clear()
     part = ahead_part(SETTINGS, dict, lambda _: None, works_ahead)
     assert Restore().chosen([part], checkpoint) == []
