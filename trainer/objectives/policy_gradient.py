@@ -160,9 +160,8 @@ class PolicyGradient(Objective):
         first = mini_batches(batch["group_ids"], t, step)[0]
         read_before = a.kl_in == "reward" and "reference" in self.roles
         read_before |= self._estimator_reads_old_logprobs
-        read_before |= (
-            self._correction(batch) is not None and a.rollout_correction_level != "token"
-        )  # it needs whole rows
+        needs_rows = a.rollout_correction_level != "token"
+        read_before |= needs_rows and self._correction(batch) is not None
         if read_before or t.update_epochs > 1 or "policy" not in self.updates(step):
             first = first[:0]
         return np.setdiff1d(np.arange(len(batch["lengths"])), first)
