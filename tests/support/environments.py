@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import Mapping
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.environments import Message, StepResult
+from trainer.environments.python_tool import PythonTool
+from trainer.environments.tools import ToolEnvironment
 from trainer.seeding import derive_seed
 
 
@@ -156,6 +159,27 @@ class Dawdling(Hashed):
         return await super().step(reply)
 
 
+class Programs(ToolEnvironment):
+    """Takes every reply for a call of the tool `python`. Otherwise it answers as `Hashed` does."""
+
+    instructions = ""
+
+    def __init__(self, crashes: str | None = None):
+        self._hashed = Hashed(crashes)
+        self.tools = (PythonTool(time_s=100.0).python,)
+
+    async def reset(self, row: Mapping[str, Any], seed: int) -> list[Message]:
+        self._hashed.reset(row, seed)
+        return await super().reset(row, seed)
+
+    async def step(self, reply: Message) -> StepResult:
+        answered = await self._hashed.step(reply)
+        code = f"import random\nprint({derive_seed(reply['content']) % 89} + random.randrange(10))"
+        call = json.dumps({"name": "python", "arguments": {"code": code}})
+        made = await super().step({**reply, "content": f"<tool_call>{call}</tool_call>"})
+        return StepResult(made.messages, answered.reward, answered.done, metrics=made.metrics)
+
+
 class Valued:
     """Returns the steps of `row["steps"]`, as the fields of a `StepResult`; the texts in `VALUES` stand for values."""
 
@@ -179,10 +203,18 @@ def _value(name: Any) -> Any:
     return {**{k: v[0] for k, v in BAD.items()}, **NUMBERS}[name]() if isinstance(name, str) else name
 
 
-class Random(Echo):
-    """Answers and rewards that are others each time: it is no function of row, seed and replies."""
+def toss() -> str:
+    """Return other digits each time."""
+    return os.urandom(4).hex()
 
-    def step(self, reply: Message) -> StepResult:
-        self._number += 1
-        chance = os.urandom(4)
-        return StepResult(user(chance.hex()), chance[0] / 255, done=self._number > chance[1] % 3)
+
+class Random(ToolEnvironment):
+    """Takes every reply for a call of a tool whose answers, and rewards, are others each time."""
+
+    instructions = ""
+    tools = (toss,)
+
+    async def step(self, reply: Message) -> StepResult:
+        made = await super().step({**reply, "content": '<tool_call>{"name": "toss"}</tool_call>'})
+        chance = os.urandom(2)
+        return StepResult(made.messages, chance[0] / 255, done=chance[1] % 3 == 0, metrics=made.metrics)

@@ -13,8 +13,9 @@ from tests.support.forks import fork_clusters, fork_server
 from tests.support.jobs import environment
 
 STEPS = 6
+PPO = ("algorithm=ppo", "trainer.critic.optimizer.lr=1e-3")
+"""The algorithm, unless a job chooses another."""
 CONFIG = (
-    "algorithm=ppo",
     "rollout=transformers",
     "logger.plot=false",
     "logger.progress=false",
@@ -30,7 +31,6 @@ CONFIG = (
     "trainer.resume_mode=latest",
     "trainer.policy.optimizer.lr=1e-3",
     "trainer.policy.optimizer.scheduler=cosine",
-    "trainer.critic.optimizer.lr=1e-3",
     "algorithm.policy_loss=tests.support.noisy_loss:noisy_clip",
     "reward.name=tests.support.hashed_reward:hashed",
     "rollout.n=2",
@@ -60,7 +60,8 @@ def config(*overrides: str) -> Any:
     """Compose the config of a job. The server does it once, and its forks find it composed."""
     from trainer.config import compose
 
-    return compose([*CONFIG, *overrides])
+    algorithm = () if any(word.startswith("algorithm=") for word in overrides) else PPO
+    return compose([*algorithm, *CONFIG, *overrides])
 
 
 def run(*overrides: str) -> None:

@@ -41,14 +41,14 @@ def model(tmp_path_factory) -> str:
 
 STREAM = ("rollout.engine=tests.support.token_engine:JOINING", "environment.schedule=stream", "trainer.num_workers=2",
           "environment.name=tests.support.environments:Dawdling")  # fmt: skip
-SCHEDULES = {"rounds": ("environment.name=tests.support.environments:Hashed", "rollout.ahead=1"), "stream": STREAM}
+SCHEDULES = {"rounds": ("environment.name=tests.support.environments:Programs", "rollout.ahead=1"), "stream": STREAM}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_job_with_environments_ends_as_if_never_killed(model, tmp_path, schedule):
     """Killed in a save, between saves and at random moments; half of its environments end their processes, too.
 
-    With a stream, environments also take times that differ from start to start.
+    With rounds, they run programs. With a stream, they take times that differ from start to start.
     """
     base = (f"model.path={model}", *SCHEDULES[schedule], "environment.max_turns=3", "environment.max_tokens=72",
             "rollout.max_prompt_tokens=64", "logger.save_rollouts=true", "rollout.val_n=2")  # fmt: skip
@@ -57,6 +57,9 @@ def test_a_job_with_environments_ends_as_if_never_killed(model, tmp_path, schedu
     seconds = time.monotonic() - started
     rows = metrics(tmp_path / "whole")
     assert max(row.get("episode/turns/mean", 0) for row in rows) > 1.5
+    calls = max(row.get("episode/tool_calls/python/mean", 0) for row in rows)
+    assert (calls > 1.5) == (schedule == "rounds")
+    assert not any(row.get("episode/tool_errors/mean", 0) for row in rows)
     assert rows[-1]["progress/samples"] > 2 * rows[-1]["progress/prompts"], "no episode has several samples"
 
     (tmp_path / "crashes").mkdir()
@@ -78,12 +81,13 @@ def test_a_job_with_environments_ends_as_if_never_killed(model, tmp_path, schedu
 def test_steps_come_back_as_they_were_even_if_environments_answer_differently_each_time(model, tmp_path, monkeypatch):
     """On two tiers; nothing but the journal knows the answers. First all disks are lost, then the records in the store.
 
-    Also the validation of a step, and the steps of a second kill.
+    Also the validation of a step, and the steps of a second kill. With GRPO, and a tool.
     """
     with s3_server() as url:
         use_s3(monkeypatch, url)
         bucket = make_bucket("answers")
-        base = (f"trainer.run_dir={tmp_path}/run", f"model.path={model}", "rollout.max_prompt_tokens=64",
+        base = ("algorithm=grpo", f"trainer.run_dir={tmp_path}/run", f"model.path={model}",
+                "rollout.max_prompt_tokens=64",
                 "environment.name=tests.support.environments:Random", "trainer.on_resume_mismatch=stop",
                 "trainer.ckpt_interval=4", f"trainer.ckpt_path={bucket}/run",
                 f"trainer.ckpt_cache_dir={tmp_path}/cache", "trainer.lock_lease_s=1")  # fmt: skip

@@ -13,7 +13,7 @@ import pytest
 from tests.support.forks import run_forked
 from tests.support.jobs import comparable, environment, metrics
 from tests.support.judges import Answer, Server, rewards, serving
-from tests.support.killed_jobs import CONFIG, STEPS, run_killed, run_until
+from tests.support.killed_jobs import CONFIG, PPO, STEPS, run_killed, run_until
 from trainer.config import TinyConfig
 from trainer.models.tiny import build_tiny
 from trainer.rewards.cache import CACHE_FILE, key_of
@@ -80,7 +80,7 @@ def test_a_job_with_a_remote_reward_ends_as_if_never_killed(tmp_path):
         assert (judge.run_dir / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
     assert "resume verified" in (tmp_path / "killed.log").read_text()
 
-    again = (*CONFIG, *job, "trainer.total_steps=8", "reward.max_error_rate=1")
+    again = (*PPO, *CONFIG, *job, "trainer.total_steps=8", "reward.max_error_rate=1")
     other_data = run_forked("trainer.main", [*again, "data.train_size=11"], tmp_path, environment(), timeout=300)
     assert other_data.returncode == 2, other_data.stderr
     assert "data: the number of prompts is not that of the checkpoint" in other_data.stderr
