@@ -19,6 +19,7 @@ from math import sqrt
 from statistics import mean, variance
 from typing import Any
 
+from benchmarks.learning_tool import HEADING
 from trainer.config import compose, conf_dir
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 
@@ -154,7 +155,12 @@ def write_docs(results: Results, seeds: list[int], docs: str, command: str) -> s
     os.makedirs(os.path.join(docs, "images"), exist_ok=True)
     plot(results, os.path.join(docs, "images", "learning.png"))
     text = INTRO.format(command=command, table="\n".join(table(results, seeds)))
-    with open(os.path.join(docs, "learning.md"), "w") as file:
+    path = os.path.join(docs, "learning.md")
+    if os.path.exists(path):  # the section of the other benchmark stays
+        with open(path) as file:
+            _, heading, section = file.read().partition(HEADING)
+        text += "\n" + heading + section if heading else ""
+    with open(path, "w") as file:
         file.write(text)
     return text
 

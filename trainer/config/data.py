@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _WITH_TASKS = "reasoning_gym"
 GENERATORS: dict[str, tuple[str, ...] | None] = {
     "arithmetic": ("max_value",),
+    "look_up": ("max_calls",),
     "reverse_text": ("min_letters", "max_letters"),
     _WITH_TASKS: None,
 }
@@ -114,12 +115,13 @@ class DataConfig(Section):
     messages_key: str | None = setting(None, resume="harmless")
     """Column of whole chats, used instead of `prompt_key` and `answer_key`: the last message is the answer."""
     synthetic: str | None = choice(None, (None, *GENERATORS), resume="harmless")
-    """Make prompts instead of reading files: `arithmetic`, `reverse_text`, or a task of the package `reasoning_gym`."""
+    """Make prompts instead of reading files: `arithmetic`, `look_up` (for an environment with a tool, see
+    docs/environments.md), `reverse_text`, or a task of the package `reasoning_gym`."""
     task: str | None = setting(None, resume="harmless")
     """Name of the task of `synthetic=reasoning_gym`, such as `chain_sum` (docs/environments.md)."""
     synthetic_args: dict[str, Any] = open_section(resume="harmless")
-    """Options of the generator: `arithmetic` {max_value}; `reverse_text` {min_letters, max_letters}; of
-    `reasoning_gym` those of the task, and {seed}."""
+    """Options of the generator: `arithmetic` {max_value}; `look_up` {max_calls}; `reverse_text` {min_letters,
+    max_letters}; of `reasoning_gym` those of the task, and {seed}."""
     train_size: int = number(-1, at_least=1, off=-1, resume="harmless")
     """Number of training examples to generate, or most examples to use from the files. -1: all."""
     val_size: int = number(-1, at_least=1, off=-1, resume="validation")

@@ -110,7 +110,11 @@ def read_files(data: DataConfig, split: str, as_rows: bool = False) -> list[list
     """
     limit = data.train_size if split == "train" else data.val_size
     if data.synthetic:
-        return [_generated(data, limit, split)]
+        generated = _generated(data, limit, split)
+        if as_rows or data.messages_key is None:
+            return [generated]
+        where = f"{data.name_of('synthetic')}={data.synthetic}"
+        return [[_example(row, where, data) for row in generated]]
     key, files = data.name_of(f"{split}_files"), data.train_files if split == "train" else data.val_files
     if not files:
         raise UserError(f"{key}: names no file")

@@ -17,6 +17,8 @@ from trainer.errors import UserError, one_line
 from trainer.seeding import HASH_SEED, derive_seed
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
+_CONTINUED = 0.35
+"""Share of the chats of `look_up` that look up a name which they have found. The others give up then."""
 
 
 def generate(
@@ -25,7 +27,8 @@ def generate(
     """Return `size` examples with `prompt` and `answer`. No prompt is in both `train` and `val`.
 
     Args:
-        name: `arithmetic` (sums of two numbers up to `max_value`, 99), `reverse_text` (words of `min_letters` to
+        name: `arithmetic` (sums of two numbers up to `max_value`, 99), `look_up` (names whose numbers take up to
+            `max_calls`, 3, calls of a tool to find; see `_name`), `reverse_text` (words of `min_letters` to
             `max_letters`, 4 to 10, and their reversal), or `reasoning_gym`, whose examples also hold what
             `reasoning_tasks.score` needs.
         split: `train` or `val`.
@@ -38,7 +41,9 @@ def generate(
         assert task is not None
         reasoning_tasks.check_task(task, args)
         return json.loads(_generate_apart(task, json.dumps(dict(args)), size, split))
-    return _select(partial({"arithmetic": _sum, "reverse_text": _word}[name], **args), name, size, split)
+    return _select(
+        partial({"arithmetic": _sum, "look_up": _name, "reverse_text": _word}[name], **args), name, size, split
+    )
 
 
 def _select(sample: Callable[[int], dict[str, Any]], name: str, size: int, split: str) -> list[dict[str, Any]]:
@@ -100,6 +105,31 @@ def _word(attempt: int, min_letters: int = 4, max_letters: int = 10) -> dict[str
     length = min_letters + int(first % (max_letters - min_letters + 1))
     word = "".join(_LETTERS[int(r % 26)] for r in rest[:length])
     return {"prompt": word, "answer": word[::-1]}
+
+
+def _name(attempt: int, max_calls: int = 3) -> dict[str, Any]:
+    """Return a name and its number, with the columns `table` and `messages`.
+
+    The table leads from each name to another one, or to the number. The messages are a chat to learn the calls from. It
+    often gives up when it has found another name.
+    """
+    if max_calls < 1:
+        raise UserError(f"data.synthetic_args: max_calls={max_calls} must be at least 1")
+    count, number, *rest = (int(r) for r in _random("look_up", attempt, 2 + 4 * max_calls))
+    calls, answer = 1 + count % max_calls, f"{number % 100:02}"
+    names = ["".join(_LETTERS[r % 26] for r in rest[4 * i : 4 * i + 3]) for i in range(calls)]
+    names = names if len({*names}) == calls else names[:1]
+    table = dict(zip(names, [*names[1:], answer], strict=True))
+    messages, last = [{"role": "user", "content": names[0]}], answer
+    for (name, found), luck in zip(table.items(), rest[3::4], strict=False):
+        call = json.dumps({"name": "look_up", "arguments": {"name": name}})
+        messages.append({"role": "assistant", "content": f"<tool_call>{call}</tool_call>"})
+        messages.append({"role": "tool", "content": found})
+        if found != answer and luck % 1000 >= 1000 * _CONTINUED:
+            last = "I do not know."
+            break
+    messages.append({"role": "assistant", "content": last})
+    return {"prompt": names[0], "answer": answer, "table": table, "messages": messages}
 
 
 def _random(name: str, attempt: int, count: int) -> np.ndarray:

@@ -11,7 +11,9 @@ from trainer.errors import UserError
 
 
 @settings(max_examples=20, deadline=None)
-@given(name=st.sampled_from(["arithmetic", "reverse_text"]), train=st.integers(1, 300), val=st.integers(1, 100))
+@given(
+    name=st.sampled_from(["arithmetic", "look_up", "reverse_text"]), train=st.integers(1, 300), val=st.integers(1, 100)
+)
 def test_generated_splits_do_not_overlap(name, train, val):
     ours, theirs = generate(name, {}, train, "train"), generate(name, {}, val, "val")
     prompts = {e["prompt"] for e in ours}
@@ -36,6 +38,8 @@ def test_generated_examples_do_not_change():
     """Runs, caches and reported numbers stand on them."""
     assert [e["prompt"] for e in generate("reverse_text", {}, 3, "train")] == ["rqhzg", "issapnuwwj", "ockbbpsym"]
     assert [e["prompt"] for e in generate("arithmetic", {}, 3, "val")] == ["66+70=", "2+46=", "87+44="]
+    (first,) = generate("look_up", {}, 1, "train")
+    assert first["table"] == {"xjj": "cyl", "cyl": "37"} and len(first["messages"]) == 4
 
 
 @pytest.mark.parametrize(
@@ -44,6 +48,7 @@ def test_generated_examples_do_not_change():
         ("reverse_text", {"min_letters": 1, "max_letters": 1}, "data.train_size=100: .* only 2. different examples"),
         ("arithmetic", {"max_value": 9}, "data.train_size=100: .* only .. different examples for train"),
         ("arithmetic", {"max_value": -1}, "data.synthetic_args: max_value=-1"),
+        ("look_up", {"max_calls": 0}, "data.synthetic_args: max_calls=0"),
         ("reverse_text", {"min_letters": 0}, "data.synthetic_args: min_letters=0"),
         ("reverse_text", {"min_letters": 5, "max_letters": 4}, "data.synthetic_args: min_letters=5 and max_letters=4"),
     ],

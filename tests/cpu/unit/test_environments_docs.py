@@ -1,0 +1,40 @@
+"""The example of docs/environments.md, as a new user would try it: its files, and rows that fit the environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.pages import files_of_page
+from trainer.config import DataConfig
+from trainer.data.datasets import read_files
+
+PAGE = "docs/environments.md"
+
+
+def test_the_files_of_the_page_make_rows_whose_chats_the_environment_would_answer_so(tmp_path):
+    files_of_page(PAGE, tmp_path)
+    root = str(Path(__file__).parents[3])
+    environment = {**os.environ, "PYTHONPATH": root}
+    done = subprocess.run([sys.executable, "rows.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    assert len(rows) == 1000 and len((tmp_path / "val.jsonl").read_text().splitlines()) == 100
+    data = DataConfig(train_files=[str(tmp_path / "train.jsonl")], messages_key="messages")
+    assert len(read_files(data, "train")[0]) == 1000
+    row = next(row for row in rows if len(row["messages"]) > 2)
+    play = (
+        "import asyncio, json, sys; from shop import Shop; shop = Shop(); row, *replies = json.loads(sys.argv[1])\n"
+        "async def play():\n"
+        "    assert await shop.reset(row, 0) == row['messages'][:1]\n"
+        "    return [await shop.step({'role': 'assistant', 'content': reply}) for reply in replies]\n"
+        "for step in asyncio.run(play()): print(step.messages, step.reward)"
+    )
+    arguments = json.dumps([row, row["messages"][1]["content"], row["answer"]])
+    done = subprocess.run(
+        [sys.executable, "-c", play, arguments], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines() == [f"[{row['messages'][2]}] 0.0", "() 1.0"], done.stderr
