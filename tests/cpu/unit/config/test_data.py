@@ -12,6 +12,7 @@ from trainer.config import compose
 from trainer.config.data import GENERATORS
 from trainer.data.generators import generate
 from trainer.errors import UserError
+from trainer.files.redaction import redact_text
 
 MIX = ["data.mix.math.files=[a.jsonl]", "trainer.val_interval=-1"]
 CONTRADICTIONS = [
@@ -107,6 +108,12 @@ def test_a_wrong_key_of_a_mix_in_a_file_is_named_with_its_line(tmp_path):
         UserError, match=r"mix.yaml:4: data.mix.math.file: no such key; did you mean data.mix.math.files"
     ):
         compose([], str(tmp_path / "mix.yaml"))
+
+
+def test_the_token_of_a_sources_judge_is_a_secret(monkeypatch):
+    monkeypatch.setenv("JUDGE_OF_MATH", "Bearer 9x7-of-math")
+    compose([*MIX, "data.mix.math.reward.remote.header_env=JUDGE_OF_MATH"])
+    assert "9x7" not in redact_text("it said: Bearer 9x7-of-math")
 
 
 def test_messages_about_the_data_of_a_source_name_its_keys():

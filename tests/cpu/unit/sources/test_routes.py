@@ -10,25 +10,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.cpu.unit.data.test_records import bits
+from tests.cpu.unit.sources.test_recorded import journal_in
 from tests.support.replies import Replies, sampling_source
 from tests.support.runs import configured
-from trainer.config import Config, DataConfig, EnvironmentConfig, RewardConfig, TinyConfig
+from trainer.config import Config, DataConfig, EnvironmentConfig, RewardConfig
 from trainer.config.data import SourceConfig
 from trainer.environments.episode_runner import EnvironmentRunner, SingleTurnRunner
-from trainer.models.tiny import build_tiny
+from trainer.journal.journal import Journal
 from trainer.models.tokenizer import load_tokenizer
 from trainer.sources.routes import make_routes, make_scorers
 from trainer.sources.sampling import SamplingSource
 
 ECHO = "tests.support.environments:Echo"
 LENGTH = RewardConfig(name="tests.support.named_rewards:length")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    path = str(tmp_path_factory.mktemp("model"))
-    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128), path)
-    return path
 
 
 def mixed(root: Path) -> Config:
@@ -60,9 +55,9 @@ def reply(prompt: str, number: int, sampling: object) -> str:
 
 
 @contextmanager
-def source_of(cfg: Config, model: str) -> Iterator[tuple[SamplingSource, Replies]]:
+def source_of(cfg: Config, model: str, journal: Journal | None = None) -> Iterator[tuple[SamplingSource, Replies]]:
     engines = Replies(load_tokenizer(model), reply)
-    with sampling_source(cfg, engines, model) as source:
+    with sampling_source(cfg, engines, model, journal=journal) as source:
         yield source, engines
 
 
@@ -88,6 +83,65 @@ def test_one_batch_has_rows_of_several_sources_and_environments(tmp_path, model)
     assert metrics["data/plain/prompts"] == len(of["plain"]) / 2
     assert (metrics["reward/failures"], metrics["environment/failures"]) == (0.0, 0.0)
     assert not {episode.uid for episode in episodes} & {episode.uid for episode in again}
+
+
+def test_mixed_rows_come_back_from_the_journal(tmp_path, model):
+    found = []
+    for _ in range(2):
+        journal = journal_in(tmp_path)
+        with source_of(mixed(tmp_path), model, journal) as (source, engines):
+            found.append(source.next(1))
+            generated = len(engines.seeds)
+        journal.close()
+    assert generated == 0 and bits(found[0]) == bits(found[1])
+    assert [episode.source for episode in found[0]] == [episode.source for episode in found[1]]
+
+
+@pytest.mark.parametrize("mode", ["plain", "ahead", "in flight", "dynamic sampling"])
+def test_rows_of_each_source_come_once_an_epoch_over_a_kill(tmp_path, model, mode):
+    def edited() -> Config:
+        cfg = mixed(tmp_path)
+        match mode:
+            case "ahead":
+                cfg.rollout.ahead = 1
+            case "in flight":
+                cfg.rollout.engine, cfg.rollout.in_flight_updates = "vllm", True
+            case "dynamic sampling":
+                cfg.algorithm.dynamic_sampling, cfg.algorithm.max_gen_batches = True, 2
+        return cfg
+
+    trained: list[str] = []
+    saved = None
+    for start in range(2):
+        with source_of(edited(), model) as (source, _):
+            if saved is not None:
+                source.load_state_dict(saved)
+            source.start(1 + 2 * start, is_initial=start == 0)
+            for step in (1 + 2 * start, 2 + 2 * start):
+                source.next(step)
+                used = source._batches[step].used
+                trained += [f"{source.ledger.name_of(row.index)} {row.index.epoch} {row.index.index}" for row in used]
+                source.add_metrics(step, {})
+                source.commit(step)
+            saved = json.loads(json.dumps(source.state_dict()))
+            source._cancel()  # the kill: the rows in flight are lost
+    assert len(set(trained)) == len(trained)
+    counts = Counter(row.partition(" ")[0] for row in trained)
+    if mode == "dynamic sampling":  # all completions are the same, so each step looks at twice as many rows
+        assert counts.total() == 64
+    else:
+        assert counts.total() == 32 and counts["plain"] in (12, 13) and min(counts.values()) >= 6
+    for name, count in counts.items():
+        rows = Counter(row.rpartition(" ")[0] for row in trained if row.startswith(f"{name} "))
+        assert sorted(rows.values(), reverse=True)[: count // 3] == [3] * (count // 3), "an epoch is not complete"
+
+
+def test_a_source_may_choose_its_rows(tmp_path, model):
+    cfg = mixed(tmp_path)
+    cfg.data.mix["plain"].curriculum = "tests.support.curriculum:hardest_first"
+    with source_of(cfg, model) as (source, _):
+        rows = [row.index for row in source.ledger.peek(24) if source.ledger.name_of(row) == "plain"]
+        assert rows[:3] == [0, 1, 2]
 
 
 def test_a_mix_of_single_turns_is_one_round(tmp_path, model):

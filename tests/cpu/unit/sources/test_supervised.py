@@ -105,3 +105,26 @@ def test_other_seeds_and_examples_are_refused():
         source_of([changed]).load_state_dict(source.state_dict())
     with pytest.raises(UserError, match="format None"):
         source.load_state_dict({})
+
+
+def test_sources_of_a_mix_have_their_shares_and_epochs_and_a_resume_may_change_the_weights():
+    def source_with(**weights: float) -> SupervisedSource:
+        parts = {"long": examples_of(6, 6, 6, 6), "short": examples_of(6, 6)}
+        sft = SFTConfig(batch_size=3, max_length=WIDTH)
+        return SupervisedSource(sft, [parts[name] for name in sorted(weights)], 1, dict(sorted(weights.items())))
+
+    def train(source: SupervisedSource, step: int) -> list[str]:
+        uids = [episode.uid for episode in source.next(step)]
+        source.commit(step)
+        return uids
+
+    source = source_with(long=2, short=1)
+    first, second = train(source, 1), train(source, 2)
+    assert [uid.rpartition(":")[2] for uid in first + second] == ["0", "1", "0"] * 4
+    assert len({*first, *second}) == 12 and source.epoch == 2
+    saved = json.loads(json.dumps(source.state_dict()))
+    other = source_with(long=1, short=1)
+    other.load_state_dict(saved)
+    assert [uid.rpartition(":")[2] for uid in train(other, 3)] == ["0", "1"] * 3
+    with pytest.raises(UserError, match="^data.mix: the run was saved with a mix of sources"):
+        source_of([examples_of(6, 6)]).load_state_dict(saved)
