@@ -51,3 +51,18 @@ def test_engines_are_sized_for_the_longest_episode():
         assert rollout.max_response_tokens == completion and cfg.rollout.max_prompt_tokens == 64
     assert not compose(plain).streams_requests and not compose(episodes).streams_requests
     assert compose([*episodes, "environment.schedule=stream"]).streams_requests
+    assert compose([*episodes, "environment.max_seconds=60"]).has_time_limits
+    assert not compose([*plain, "environment.max_seconds=60"]).has_time_limits
+
+
+def test_one_source_decides_for_the_engines_of_all():
+    mix = [
+        "trainer.val_interval=-1",
+        "data.mix.one.synthetic=arithmetic",
+        "data.mix.one.size=9",
+        "rollout.max_prompt_tokens=64",
+    ]
+    assert not compose(mix).streams_requests
+    own = [f"data.mix.one.environment.{setting}" for setting in ("name=a:A", "schedule=stream", "max_tokens=3000")]
+    cfg = compose([*mix, *own])
+    assert cfg.streams_requests and cfg.longest_sequence == 3000

@@ -11,6 +11,7 @@ import pytest
 from tests.support import plain_engine, token_engine
 from tests.support.generation import SAMPLED, read_stream, tokens_of
 from tests.support.plain_pool import answers, fault, streaming
+from trainer.config import EnvironmentConfig
 from trainer.config.engines import ENGINES
 from trainer.generation.engine import Completion, Request
 from trainer.generation.request_stream import StreamAborted
@@ -87,3 +88,13 @@ def test_an_open_stream_survives_the_engines_that_have_its_requests(start, monke
         stream.finish()
         read_stream(stream, completions)
     assert tokens_of([completions[key] for key in range(20)]) == [[key, 7, 0] for key in range(20)]
+
+
+def test_bits_come_again_where_requests_join_if_the_engine_says_so(start, monkeypatch):
+    monkeypatch.setitem(ENGINES, "plain", streaming())
+    pool, _ = start(num_engines=1)
+    assert pool.repeats
+    pool._cfg.environment = EnvironmentConfig(name="guess:Guess", schedule="stream")
+    assert not pool.repeats
+    pool._spec = ENGINES["vllm"]
+    assert pool.repeats

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import threading
@@ -19,6 +20,7 @@ from tests.support.replies import Replies, sampling_source, source_of
 from trainer.checkpoint.checkpoint_files import files_at
 from trainer.checkpoint.components import Restore
 from trainer.checkpoint.manifest import Checkpoint
+from trainer.config import EnvironmentConfig
 from trainer.data.ledger import Ledger, SampleIndex
 from trainer.errors import UserError
 from trainer.generation.engine import Completion, Request
@@ -191,21 +193,28 @@ def test_every_step_has_its_weights_and_rows_whatever_is_killed(
     assert run_killed([aheads[0]] * (len(lives) + 1)) == expected
 
 
-@pytest.mark.parametrize("engine", ["transformers", "vllm"])
-def test_an_evaluation_runs_beside_a_batch_unless_the_company_of_requests_changes_bits(tmp_path, model, engine):
-    """A transformers engine generates one batch after another. One of vLLM mixes all requests that it has."""
+@pytest.mark.parametrize("engine, joins", [("transformers", False), ("vllm", False), ("vllm", True)])
+def test_an_evaluation_runs_beside_a_batch_unless_the_company_of_requests_changes_bits(tmp_path, model, engine, joins):
+    """A transformers engine generates one batch after another. One of vLLM mixes all requests that it has.
+
+    With a stream of episodes in the run, an engine of vLLM sees to it that their company changes nothing.
+    """
     with versioned(tmp_path, model) as (source, engines):
-        source.cfg.rollout.engine = engine
+        source.cfg.rollout.engine, source.cfg.trainer.val_interval = engine, 1
+        if joins:
+            environment = EnvironmentConfig(name="a:A", schedule="stream")
+            source.runner.cfg = dataclasses.replace(source.cfg, environment=environment)
         source.start(1, is_initial=True)
         source.next(1)
         source.publish(2)
+        takes_turns = engine == "vllm" and not joins
         evaluated, begun, most = threading.Event(), threading.Event(), []
 
         def wait(request: Request) -> None:
             most.append(engines.open)
             if threading.current_thread() is not threading.main_thread():
                 begun.set()
-                evaluated.wait(5 if engine == "transformers" else 0.2)
+                evaluated.wait(0.2 if takes_turns else 5)
 
         engines.before_request = wait
         source.commit(1)  # step 3 begins
@@ -215,7 +224,7 @@ def test_an_evaluation_runs_beside_a_batch_unless_the_company_of_requests_change
         evaluated.set()
         source.next(2)
         source.publish(3)
-        assert max(most) == (2 if engine == "transformers" else 1)
+        assert max(most) == (1 if takes_turns else 2)
 
 
 def held_up(completion: str, answer: str) -> float:
