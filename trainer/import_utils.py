@@ -67,6 +67,11 @@ def import_function(path: str, key: str, known: Iterable[str] = ()) -> Callable[
     return function
 
 
+def is_agent(kind: Any) -> bool:
+    """Return whether what `environment.name` names is the class of an agent, which has `run`, and no environment."""
+    return inspect.isclass(kind) and hasattr(kind, "run") and not hasattr(kind, "step")
+
+
 def _suggest_module(missing: str) -> str:
     """Return a suggestion for a module that does not exist, or where it is searched for."""
     package, _, name = missing.rpartition(".")

@@ -30,6 +30,11 @@ def request_seed(run_seed: int, step: int, prompt_uid: str, completion: int, tur
     return derive_seed(run_seed, "completion", step, prompt_uid, completion, turn)
 
 
+def turn_seed(run_seed: int, step: int, prompt_uid: str, completion: int, turn: str) -> int:
+    """Return the seed of a reply to an agent, whose calls have no order: `turn` names the prompt of the reply."""
+    return derive_seed(run_seed, "agent", step, prompt_uid, completion, turn)
+
+
 def environment_seed(run_seed: int, prompt_uid: str) -> int:
     """Return the seed of the environments of a prompt, the same for all its episodes: they differ in the policy's
     replies alone, so their rewards can be compared."""

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.engines import engines_with
 from trainer.config.fields import LONGEST_TIME, ON_FAILURE, Section, choice, config_error, number, open_section, setting
+from trainer.errors import UserError
+from trainer.import_utils import import_function, is_agent
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
+
+_ALL_ADDRESSES = ("", "0.0.0.0", "::")
 
 
 @dataclass
 class EnvironmentConfig(Section):
     name: str | None = setting(None, resume="rollouts")
-    """Import path `package.module:Class` of an environment (see docs/environments.md), which gives the reward of an
-    episode. null: an episode is one prompt and one completion, and `reward.name` gives its reward."""
+    """Import path `package.module:Class` of an environment (see docs/environments.md) or of an agent (see
+    docs/agents.md), which gives the reward of an episode. null: an episode is one prompt and one completion, and
+    `reward.name` gives its reward."""
     kwargs: dict[str, Any] = open_section(resume="rollouts")
     """Arguments for the class, by name."""
     python: str | None = setting(None, resume="harmless")
@@ -37,7 +43,7 @@ class EnvironmentConfig(Section):
     requests while it generates, as vLLM does."""
     timeout_s: float = number(60.0, at_least=0.001, at_most=LONGEST_TIME, resume="harmless")
     """Seconds that one call of an environment may take. A call that takes longer is repeated once, in a new
-    environment; then the episode counts as failed."""
+    environment; then the episode counts as failed. For agents, the time between two calls to the policy."""
     num_processes: int = number(1, at_least=1, resume="harmless")
     """Number of processes that run environments. Each holds many of them."""
     on_failure: str = choice("leave_out", ON_FAILURE, resume="rollouts")
@@ -46,6 +52,24 @@ class EnvironmentConfig(Section):
     than two others is left out as a whole. `zero`: its reward is 0."""
     max_error_rate: float = number(0.5, at_least=0, at_most=1, resume="harmless")
     """The run ends if a greater fraction of the episodes of a batch fails. 1: never."""
+    agent_sampling: str = choice("refuse", ("refuse", "override"), resume="rollouts")
+    """What happens to requests of agents whose `temperature`, `top_p` or `top_k` is not that of the run. `refuse`: they
+    get an error. `override`: the values do not count. The run can learn from its own way of sampling alone."""
+    agent_host: str = setting("127.0.0.1", resume="harmless")
+    """Address that the server for agents listens on. Agents in containers and on other machines need another one (see
+    docs/agents.md)."""
+    agent_port: int = number(0, at_least=0, at_most=65535, resume="harmless")
+    """Port of the server for agents. 0: a free one."""
+    agent_url: str | None = setting(None, resume="harmless")
+    """How agents reach the server, such as `http://host.docker.internal:8123`. null: by `environment.agent_host` and
+    its port."""
+
+    @property
+    def is_agent(self) -> bool:
+        """Whether `name` is the class of an agent. One that cannot be imported here is none."""
+        with contextlib.suppress(UserError):
+            return self.name is not None and is_agent(import_function(self.name, "environment.name"))
+        return False
 
     def check(self, config: Config, name: str) -> None:
         if self.python is not None and self.name is None:
@@ -56,6 +80,9 @@ class EnvironmentConfig(Section):
             raise config_error(config, f"{name}.name", "must be an import path package.module:Class")
         self._check_length(config, name)
         self._check_schedule(config, name)
+        if self.agent_host in _ALL_ADDRESSES and self.agent_url is None:
+            problem = f"is no address that agents can use; set {name}.agent_url to one"
+            raise config_error(config, f"{name}.agent_host", problem)
         if config.algorithm.overlong_buffer:
             problem = f"is for one completion a prompt; set it to 0, or drop {name}.name"
             raise config_error(config, "algorithm.overlong_buffer", problem)

@@ -1,6 +1,7 @@
-"""Environments: they answer the policy, so that an episode has several turns."""
+"""Environments: they answer the policy, so that an episode has several turns. Agents ask the policy themselves."""
 
+from trainer.environments.agent import Agent, AgentResult, Endpoint
 from trainer.environments.base import Environment, Message, StepResult
 from trainer.environments.supervised import supervised_chat
 
-__all__ = ["Environment", "Message", "StepResult", "supervised_chat"]
+__all__ = ["Agent", "AgentResult", "Endpoint", "Environment", "Message", "StepResult", "supervised_chat"]

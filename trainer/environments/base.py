@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from trainer.errors import UserError
-from trainer.import_utils import import_function, user_code
+from trainer.import_utils import import_function, is_agent, user_code
 
 Message = dict[str, Any]
 """A chat message: `role` and `content`, both text; what else it holds is for the chat template."""
@@ -61,15 +61,19 @@ class Environment(Protocol):
 def find_environment(name: str) -> Callable[..., Environment]:
     """Return the class, or the function that makes an environment, at the import path `environment.name`.
 
+    The class of an agent is returned, too (see `is_agent`).
+
     Raises:
         UserError: it cannot be imported, or the class lacks a method.
     """
     kind = import_function(name, "environment.name")
+    if is_agent(kind):
+        return kind
     missing = [method for method in METHODS if inspect.isclass(kind) and not hasattr(kind, method)]
     if missing:
         raise UserError(
             f"environment.name={name}: the class has no method `{missing[0]}`; an environment has the methods "
-            f"{', '.join(METHODS)} (docs/environments.md)"
+            f"{', '.join(METHODS)} (docs/environments.md), and an agent has `run` alone (docs/agents.md)"
         )
     return kind
 

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.environments.base import METHODS, StepResult, find_environment
+from trainer.errors import UserError
 from trainer.files.documents import nests_deeply
+from trainer.import_utils import is_agent
 from trainer.rewards.parsing import read_number, read_terms
 from trainer.sandbox.limits import MAX_MESSAGE_EXTRAS, MAX_MESSAGES
 from trainer.sandbox.worker import Handler
@@ -32,6 +34,8 @@ class EnvironmentHandler(Handler):
 
     def __init__(self, name: str, options: dict[str, Any], timeout_s: float, most_characters: int):
         kind = find_environment(name)
+        if is_agent(kind):
+            raise UserError(f"{name} is an agent; the interpreter of the trainer must be able to import it, too")
         methods = (getattr(kind, method, None) for method in METHODS)
         self.is_concurrent = any(map(inspect.iscoroutinefunction, methods))
         prepare = getattr(kind, "prepare", None)

@@ -30,7 +30,8 @@ METRICS: dict[str, Metric] = {
         "Episodes whose environment failed. `environment.on_failure` says what becomes of them.", "episodes"
     ),
     "episode/<name>/mean": Metric(
-        "Mean over the step's episodes of a number in `StepResult.metrics` of environments, summed over an episode.",
+        "Mean over the step's episodes of a number in `StepResult.metrics` of environments, summed over an episode, or "
+        "in `AgentResult.metrics` of agents.",
         "1",
     ),
     "episode/tool_calls/<name>/mean": Metric("Mean number of calls of a tool in an episode.", "calls"),
@@ -39,6 +40,8 @@ METRICS: dict[str, Metric] = {
         "or of a tool that raised.",
         "calls",
     ),
+    "episode/samples/mean": Metric("Mean number of samples that an episode of an agent gave.", "samples"),
+    "episode/errors/mean": Metric("Share of agents that raised after a limit of their episode.", "1"),
     "episode/turns/mean": Metric("Mean number of replies in the step's episodes.", "turns"),
     "episode/tokens/mean": Metric("Mean number of tokens that the policy sampled in an episode.", "tokens"),
     "data/<name>/prompts": Metric("Rows of a source of `data.mix` trained on since the run began.", "prompts"),

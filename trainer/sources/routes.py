@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.agents.runner import AgentRunner
 from trainer.config import Config
 from trainer.environments.episode_runner import EnvironmentRunner, EpisodeRunner, SingleTurnRunner
 from trainer.environments.stream_runner import StreamRunner
@@ -63,4 +64,6 @@ def episode_runner(cfg: Config, tokenizer: Any) -> EpisodeRunner:
     """Return what runs the episodes of a run with this config."""
     if not cfg.environment.name:
         return SingleTurnRunner(cfg, tokenizer)
+    if cfg.environment.is_agent:
+        return AgentRunner(cfg, tokenizer)
     return (StreamRunner if cfg.environment.schedule == "stream" else EnvironmentRunner)(cfg, tokenizer)

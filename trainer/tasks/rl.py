@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from trainer.config import Config
+from trainer.config.engines import engines_with
 from trainer.config.fields import config_error
 from trainer.data.datasets import PromptSet, as_messages, check_files, read_examples
 from trainer.environments.preflight import check_environment
@@ -160,8 +161,21 @@ def _check_functions(cfg: Config) -> None:
         reward_functions(cfg.reward)
     if cfg.environment.name is not None:
         check_environment(cfg.environment)
+        _check_agent(cfg)
     if cfg.data.curriculum is not None:
         import_function(cfg.data.curriculum, cfg.data.name_of("curriculum"))
+
+
+def _check_agent(cfg: Config) -> None:
+    """Refuse an agent where its calls cannot be answered at any time."""
+    if not cfg.environment.is_agent:
+        return
+    if not cfg.engine.streaming:
+        problem = f"is an agent, and rollout.engine={cfg.rollout.engine} takes no request while it generates; choose "
+        raise config_error(cfg, "environment.name", f"{problem}rollout={engines_with('streaming')}")
+    if cfg.rollout.colocate and cfg.data.mix:
+        problem = "is an agent, which with data.mix would use the GPUs of the ranks; choose rollout.colocate=false"
+        raise config_error(cfg, "environment.name", problem)
 
 
 def _check_data(cfg: Config, has_validation: bool) -> None:

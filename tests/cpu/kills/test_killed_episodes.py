@@ -41,14 +41,18 @@ def model(tmp_path_factory) -> str:
 
 STREAM = ("rollout.engine=tests.support.token_engine:JOINING", "environment.schedule=stream", "trainer.num_workers=2",
           "environment.name=tests.support.environments:Dawdling")  # fmt: skip
-SCHEDULES = {"rounds": ("environment.name=tests.support.environments:Programs", "rollout.ahead=1"), "stream": STREAM}
+AGENTS = ("rollout.engine=tests.support.token_engine:JOINING", "environment.name=tests.support.agents:Hashed",
+          "rollout.ahead=1", "environment.num_processes=2")  # fmt: skip
+SCHEDULES = {"rounds": ("environment.name=tests.support.environments:Programs", "rollout.ahead=1"), "stream": STREAM,
+             "agents": AGENTS}  # fmt: skip
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_job_with_environments_ends_as_if_never_killed(model, tmp_path, schedule):
     """Killed in a save, between saves and at random moments; half of its environments end their processes, too.
 
-    With rounds, they run programs. With a stream, they take times that differ from start to start.
+    With rounds, they run programs. With a stream, they take times that differ from start to start. Agents do so, too,
+    and branch and compact their histories.
     """
     base = (f"model.path={model}", *SCHEDULES[schedule], "environment.max_turns=3", "environment.max_tokens=72",
             "rollout.max_prompt_tokens=64", "logger.save_rollouts=true", "rollout.val_n=2")  # fmt: skip

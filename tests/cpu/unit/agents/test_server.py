@@ -1,0 +1,229 @@
+"""The server: what clients see of an episode, and of what is none."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.support.agents import Policy, run_beside, runs_of
+from trainer.agents.call_tree import CallTree
+from trainer.agents.chat_request import Rules
+from trainer.agents.episode import AgentEpisode
+from trainer.agents.server import AgentServer, shared_server
+from trainer.config import TinyConfig
+from trainer.errors import UserError
+from trainer.generation.engine import Sampling
+from trainer.models.tiny import build_tiny
+from trainer.models.tokenizer import load_tokenizer
+from trainer.sandbox.limits import LARGEST_MESSAGE
+from trainer.seeding import turn_seed
+
+USUAL = Sampling(1.0, 1.0, -1, 64, (4,))
+SAID = [{"role": "user", "content": "hé"}]
+TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Any:
+    path = tmp_path_factory.mktemp("model")
+    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128), str(path))
+    return load_tokenizer(str(path))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[AgentServer]:
+    with AgentServer("127.0.0.1") as server:
+        yield server
+
+
+class Served:
+    """An episode at a server, whose policy repeats the end of its prompt. `held` keeps its answers back."""
+
+    def __init__(self, server: AgentServer, tokenizer: Any, reply: str = ""):
+        self.policy = Policy(tokenizer, lambda prompt, seed: reply or f"{prompt[-20:-13]}!")
+        self.held: queue.SimpleQueue[Any] | None = None
+        self.server = server
+        rules = Rules("policy", USUAL, USUAL, overrides=False, max_turns=5)
+        self.episode = AgentEpisode(
+            CallTree(tokenizer, 2000), rules, lambda key: turn_seed(1, 1, "0:0", 0, key), self._submit, server.address
+        )
+        server.add(self.episode)
+        self.url = self.episode.base_url
+        self.client = openai.OpenAI(base_url=self.url, api_key="any", max_retries=3)
+
+    def _submit(self, episode: AgentEpisode, turn: Any, request: Any) -> None:
+        answer = (episode.complete, turn, self.policy.complete(request))
+        if self.held is None:
+            self.server.post(*answer)
+        else:
+            self.held.put(answer)
+
+    def release(self) -> None:
+        assert self.held is not None
+        self.server.post(*self.held.get())
+
+    def post(self, path: str = "/chat/completions", **options: Any) -> httpx.Response:
+        return httpx.post(self.url + path, timeout=60, trust_env=False, **options)
+
+    def trained(self) -> list[str]:
+        runs = [run for sample in self.episode.tree.samples() for run in runs_of(sample)]
+        return [self.policy.tokenizer.decode(tokens) for _, tokens, _ in runs]
+
+
+@pytest.fixture
+def served(server, tokenizer) -> Served:
+    return Served(server, tokenizer)
+
+
+def test_openai_s_client_gets_replies(served):
+    (model,) = served.client.models.list().data
+    assert model.id == "policy" == served.client.models.retrieve("policy").id
+    answer = served.client.chat.completions.create(model="policy", messages=SAID)
+    assert answer.choices[0].message.content == "ser|>hé!"
+    assert answer.choices[0].finish_reason == "stop" and answer.usage.total_tokens == 5 + 10
+    assert served.trained() == ["ser|>hé!<|end|>"]
+
+
+def test_openai_s_client_gets_a_stream(server, tokenizer):
+    served = Served(server, tokenizer, f"Hm{CALL}")
+    given: Any = {"model": "policy", "messages": SAID, "tools": [TOOL]}
+    chunks = list(served.client.chat.completions.create(stream=True, **given))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Hm"
+    with served.client.chat.completions.stream(**given) as stream:
+        message = stream.get_final_completion().choices[0].message
+    assert message.content == "Hm" and message.tool_calls[0].function.arguments == '{"a": 1}'
+    assert served.trained() == [f"Hm{CALL}<|end|>"] * 2
+
+
+@pytest.mark.parametrize(
+    "method, path, status, code",
+    [
+        ("POST", "/completions", 404, "wrong_url"),
+        ("POST", "/../../../x", 404, "wrong_url"),
+        ("GET", "/chat/completions", 405, "wrong_method"),
+        ("DELETE", "/models", 405, "wrong_method"),
+        ("GET", "/models/gpt-4o", 404, None),
+    ],
+)
+def test_wrong_addresses_and_methods_get_an_error_that_says_so(served, method, path, status, code):
+    answer = httpx.request(method, served.url + path, trust_env=False)
+    assert answer.status_code == status and answer.headers["x-should-retry"] == "false"
+    assert answer.json()["error"]["code"] == code and answer.json()["error"]["message"]
+
+
+def test_bad_requests_get_an_error_that_clients_do_not_repeat(served):
+    answer = served.post(content=b"{")
+    assert answer.status_code == 400 and "no JSON" in answer.json()["error"]["message"]
+    answer = served.post(content=b" " * (LARGEST_MESSAGE + 1))
+    assert answer.status_code == 413 and "more than 16,777,216 bytes" in answer.json()["error"]["message"]
+    with pytest.raises(openai.BadRequestError, match="temperature=0.2: the run samples with 1"):
+        served.client.chat.completions.create(model="policy", messages=SAID, temperature=0.2)
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-4o'; the policy is called policy"):
+        served.client.chat.completions.create(model="gpt-4o", messages=SAID)
+    served.client.chat.completions.create(model="policy", messages=SAID, n=5)
+    with pytest.raises(openai.BadRequestError, match="environment.max_turns=5"):
+        served.client.chat.completions.create(model="policy", messages=SAID)
+    assert len(served.policy.asked) == 5
+
+
+def test_after_the_end_calls_are_refused(server, served):
+    served.client.chat.completions.create(model="policy", messages=SAID)
+    served.held = queue.SimpleQueue()
+    waiting = run_beside(lambda: served.client.chat.completions.create(model="policy", messages=SAID))
+    answer = served.held.get()
+    server.remove(served.episode)
+    with pytest.raises(openai.APIStatusError, match="the episode has ended") as refusal:
+        waiting()
+    assert refusal.value.status_code == 410
+    server.post(*answer)
+    with pytest.raises(openai.APIStatusError, match="the episode has ended"):
+        served.client.models.list()
+    assert len(served.trained()) == 1
+    stranger = openai.OpenAI(base_url=server.address("f" * 32), api_key="any")
+    with pytest.raises(openai.NotFoundError, match="there is no episode at this address"):
+        stranger.chat.completions.create(model="policy", messages=SAID)
+
+
+@contextlib.contextmanager
+def broken_request(served: Served) -> Iterator[bytes]:
+    """Send a request; break the connection at the end of the block."""
+    url = httpx.URL(served.url)
+    body = json.dumps({"model": "policy", "messages": SAID}).encode()
+    with socket.create_connection((url.host, url.port)) as connection:
+        connection.sendall(
+            f"POST {url.path}/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
+        yield body
+
+
+def test_a_request_whose_connection_broke_is_one_turn(served):
+    served.held = queue.SimpleQueue()
+    with broken_request(served) as body:
+        while not served.policy.asked:
+            time.sleep(0.001)
+    again = run_beside(lambda: served.post(content=body))
+    while not served.server.call(lambda: any(call.readers for call in served.episode._calls)):
+        time.sleep(0.001)
+    served.release()
+    assert again().json()["choices"][0]["message"]["content"] == "ser|>hé!"
+    assert len(served.policy.asked) == 1 == len(served.trained())
+
+
+def test_a_request_that_nobody_repeats_is_not_trained(served):
+    served.held = queue.SimpleQueue()
+    with broken_request(served):
+        while not served.policy.asked:
+            time.sleep(0.001)
+    while served.server.call(lambda: any(call.readers for call in served.episode._calls)):
+        time.sleep(0.001)
+    served.release()
+    served.held = None
+    served.post(json={"model": "policy", "messages": [{"role": "user", "content": "other"}]})
+    assert len(served.policy.asked) == 2 and served.trained() == ["|>other!<|end|>"]
+
+
+def test_a_failure_of_the_endpoint_is_an_error_too(served, caplog):
+    served._submit = None
+    served.episode._submit = lambda *_: 1 / 0  # a bug
+    answer = served.post(json={"model": "policy", "messages": SAID})
+    assert answer.status_code == 500 and "the log of the job says why" in answer.json()["error"]["message"]
+    assert answer.headers["x-should-retry"] == "false" and "ZeroDivisionError" in caplog.text
+
+
+def test_functions_are_called_again_and_again(server):
+    called: queue.SimpleQueue[int] = queue.SimpleQueue()
+    with server.repeating(lambda: called.put(1), 0.001):
+        assert [called.get() for _ in range(3)] == [1, 1, 1]
+
+
+def test_several_users_of_an_address_share_a_server(tokenizer):
+    with shared_server("127.0.0.1", 0, None) as one:
+        with shared_server("127.0.0.1", 0, None) as two, shared_server("127.0.0.1", 0, "http://x") as other:
+            assert one is two is not other
+        Served(one, tokenizer).client.models.list()
+    with shared_server("127.0.0.1", 0, None) as later:
+        assert later is not one
+
+
+def test_an_address_that_cannot_be_used_is_refused():
+    with AgentServer("127.0.0.1") as server, pytest.raises(UserError, match="agent_port=.*: cannot listen there"):
+        port = int(server.address("x").split(":")[2].split("/")[0])
+        AgentServer("127.0.0.1", port).__enter__()
+    with pytest.raises(UserError, match="environment.agent_host=no.such.host"):
+        AgentServer("no.such.host").__enter__()
+
+
+def test_agents_are_told_another_address():
+    with AgentServer("127.0.0.1", url="http://host.docker.internal:8123/") as server:
+        assert server.address("s") == "http://host.docker.internal:8123/episodes/s/v1"

@@ -1,0 +1,34 @@
+"""What an agent is."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.environments import Endpoint
+from trainer.environments.base import find_environment
+from trainer.environments.retry import RetryEnv
+from trainer.import_utils import is_agent
+
+
+class Runs:
+    def run(self, row, seed, endpoint):
+        return 1
+
+
+class Both(RetryEnv):
+    def run(self):
+        """Of its own."""
+
+
+@pytest.mark.parametrize("kind, expected", [(Runs, True), (RetryEnv, False), (Both, False), (Runs(), False)])
+def test_a_class_that_has_run_and_not_step_is_an_agent(kind, expected):
+    assert is_agent(kind) == expected
+
+
+def test_an_agent_is_found_by_its_import_path():
+    assert find_environment(f"{__name__}:Runs") is Runs
+
+
+def test_clients_in_other_processes_find_the_endpoint_in_variables():
+    endpoint = Endpoint("http://x/v1", "key", "policy")
+    assert endpoint.variables == {"OPENAI_BASE_URL": "http://x/v1", "OPENAI_API_KEY": "key"}

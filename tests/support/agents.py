@@ -1,0 +1,274 @@
+"""Agents for tests, and a policy that answers them as a function says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import queue
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Self
+
+from tests.support.environments import first_time
+from trainer.environments import AgentResult, Endpoint
+from trainer.generation.engine import Completion, Request
+from trainer.seeding import derive_seed
+
+Say = Callable[[str, int], str]
+"""Returns the reply to a prompt, a text, and a seed. One that ends in `…` is cut."""
+
+
+class PolicyStream:
+    """A stream of requests (see `trainer.generation.request_stream.RequestStream`) that a function answers."""
+
+    def __init__(self, policy: Policy):
+        self._policy = policy
+        self._queue: queue.SimpleQueue[tuple[int, Request] | None] = queue.SimpleQueue()
+
+    def submit(self, requests: Mapping[int, Request]) -> None:
+        for item in requests.items():
+            self._queue.put(item)
+
+    def wake(self) -> None:
+        self._queue.put(None)
+
+    is_idle = False
+
+    def __next__(self) -> dict[int, Completion]:
+        item = self._queue.get()
+        if item is None:
+            return {}
+        number, request = item
+        return {number: self._policy.complete(request)}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class Policy:
+    """Answers requests as a function says."""
+
+    def __init__(self, tokenizer: Any, say: Say, version: int = 7):
+        self.tokenizer = tokenizer
+        self.say = say
+        self.version = version
+        self.asked: list[Request] = []
+        self.completions: list[Completion] = []
+
+    def open_stream(self) -> Any:
+        return PolicyStream(self)
+
+    def complete(self, request: Request) -> Completion:
+        text = self.say(self.tokenizer.decode(request.prompt_token_ids), request.seed)
+        tokens = self.tokenizer.encode(text.rstrip("…"), add_special_tokens=False)
+        is_cut = text.endswith("…") or len(tokens) >= request.sampling.max_tokens
+        tokens = tokens[: request.sampling.max_tokens]
+        if not is_cut:
+            tokens.append(self.tokenizer.eos_token_id)
+        drawn = [-0.001 * (1 + derive_seed(request.seed, i) % 1000) for i in range(len(tokens))]
+        completion = Completion(tokens, drawn, "length" if is_cut else "stop", self.version)
+        self.asked.append(request)
+        self.completions.append(completion)
+        return completion
+
+
+class OneCall:
+    """Asks `row["prompt"]` once; the reward is the length of the reply. `row["do"]` makes it misbehave before that.
+
+    `row["once"]`, a path, makes it do so only the first time.
+    """
+
+    def __init__(self, times: int = 1):
+        self._times = times
+
+    def run(self, row: Mapping[str, Any], seed: int, endpoint: Endpoint) -> AgentResult | float:
+        if "do" in row and ("once" not in row or first_time(row["once"])):
+            misbehave(row["do"])
+        said = [ask(endpoint, row["prompt"]) for _ in range(self._times)]
+        return AgentResult(float(len(said[-1])), {"calls": 0.5}, {"chars": len(said[-1])})
+
+
+class AsyncOneCall(OneCall):
+    """The same, `async`."""
+
+    async def run(self, row: Mapping[str, Any], seed: int, endpoint: Endpoint) -> Any:  # type: ignore[override]
+        if row.get("do") == "wait":
+            if "once" not in row or first_time(row["once"]):
+                await asyncio.sleep(1000)
+            row = {"prompt": row["prompt"]}
+        return await asyncio.to_thread(super().run, row, seed, endpoint)
+
+
+def misbehave(how: str) -> None:
+    match how:
+        case "raise":
+            raise RuntimeError("it broke")
+        case "die":
+            os._exit(5)
+        case "hang":
+            time.sleep(1000)
+
+
+def ask(endpoint: Endpoint, prompt: str, **fields: Any) -> str:
+    """Return the reply to a prompt, without a library."""
+    return chat(endpoint, [{"role": "user", "content": prompt}], **fields)["choices"][0]["message"]["content"]
+
+
+def chat(endpoint: Endpoint, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+    """Return the answer of the endpoint.
+
+    Raises:
+        RuntimeError: it is an error.
+    """
+    import httpx
+
+    body = {"model": endpoint.model, "messages": messages, **fields}
+    answer = httpx.post(f"{endpoint.base_url}/chat/completions", json=body, timeout=60, trust_env=False)
+    if answer.status_code != 200:
+        raise RuntimeError(f"{answer.status_code} {answer.text}")
+    return answer.json()
+
+
+class Returns:
+    """Returns what is in its row."""
+
+    def run(self, row: Mapping[str, Any], seed: int, endpoint: Endpoint) -> Any:
+        value = row["value"]
+        return AgentResult(**value) if isinstance(value, dict) else value
+
+
+class MadeUpTurns:
+    """Talks for `row["turns"]` turns, as a hash of seed and replies says: it branches and compacts its history."""
+
+    def run(self, row: Mapping[str, Any], seed: int, endpoint: Endpoint) -> float:
+        said: list[dict[str, Any]] = [{"role": "user", "content": str(row["prompt"])}]
+        total = 0
+        for turn in range(row.get("turns", 3)):
+            reply = chat(endpoint, said)["choices"][0]["message"]
+            total += len(reply["content"])
+            match derive_seed(seed, turn, reply["content"]) % 4:
+                case 0:  # forget the middle
+                    said = [said[0], {"role": "user", "content": f"so far: {reply['content'][:3]}"}]
+                case 1:  # another reply to the same
+                    said = said[:]
+                case _:
+                    said = [*said, reply, {"role": "user", "content": f"{turn}?"}]
+        return total % 7 / 7
+
+
+class Hashed(MadeUpTurns):
+    """The same, slowly; a hash of the seed lets its process die once, if `crashes` names a directory."""
+
+    def __init__(self, crashes: str | None = None):
+        self._crashes = crashes
+
+    def run(self, row: Mapping[str, Any], seed: int, endpoint: Endpoint) -> float:
+        if self._crashes and derive_seed(seed) % 2 == 0 and first_time(f"{self._crashes}/{seed}"):
+            os._exit(7)
+        time.sleep(random.SystemRandom().random() / 50)  # another time at each start
+        return super().run(row, seed, endpoint)
+
+
+PROGRAM = """
+import json, sys
+from openai import OpenAI
+
+client, task = OpenAI(), json.loads(sys.argv[1])
+tool = {"type": "function", "function": {"name": "double", "description": "Doubles.", "parameters": {
+    "type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}}}
+messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": task["prompt"]}]
+while True:
+    given = dict(model=task["model"], messages=messages, tools=[tool])
+    if task["stream"]:
+        with client.chat.completions.stream(**given) as stream:
+            message = stream.get_final_completion().choices[0].message
+    else:
+        message = client.chat.completions.create(**given).choices[0].message
+    messages.append(message)
+    if not message.tool_calls:
+        break
+    for call in message.tool_calls:
+        n = json.loads(call.function.arguments)["n"]
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": str(2 * n)})
+print(json.dumps({"said": message.content, "turns": sum(not isinstance(m, dict) for m in messages)}))
+"""
+
+
+class Subprocess:
+    """Runs `PROGRAM`, a tool loop with OpenAI's client, as a process of its own. The reward is 1 for the right word."""
+
+    async def run(self, row: Mapping[str, Any], seed: int, endpoint: Endpoint) -> AgentResult:
+        task = {"prompt": row["prompt"], "model": endpoint.model, "stream": row.get("stream", False)}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", PROGRAM, json.dumps(task),
+            env={**os.environ, **endpoint.variables}, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        output, _ = await process.communicate()
+        if process.returncode:
+            raise RuntimeError(f"exit status {process.returncode}")
+        result = json.loads(output)
+        return AgentResult(float(result["said"] == row["answer"]), metrics={"replies": result["turns"]})
+
+
+def run_beside(function: Callable[[], Any]) -> Callable[[], Any]:
+    """Begin a function in a thread; return a function that waits for its result."""
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append((function(), None))
+        except BaseException as error:
+            results.append((None, error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+
+    def wait() -> Any:
+        thread.join()
+        result, error = results[0]
+        if error is not None:
+            raise error
+        return result
+
+    return wait
+
+
+def runs_of(sample: Any) -> Iterator[tuple[list[int], list[int], list[float]]]:
+    """Yield for each run of trained tokens of a sample what was before it, its tokens, and its log-probs."""
+    mask, tokens = [*(sample.mask > 0).tolist(), False], sample.token_ids.tolist()
+    start = None
+    for i, is_trained in enumerate(mask):
+        if is_trained and start is None:
+            start = i
+        elif not is_trained and start is not None:
+            yield tokens[:start], tokens[start:i], sample.logprobs[start:i].tolist()
+            start = None
+
+
+class Framework:
+    """An agent of Pydantic AI with a tool, as its users write one."""
+
+    async def run(self, row: Mapping[str, Any], seed: int, endpoint: Endpoint) -> AgentResult:
+        from pydantic_ai import Agent
+        from pydantic_ai.models.openai import OpenAIChatModel
+        from pydantic_ai.providers.openai import OpenAIProvider
+
+        provider = OpenAIProvider(base_url=endpoint.base_url, api_key=endpoint.api_key)
+        agent = Agent(OpenAIChatModel(endpoint.model, provider=provider), system_prompt="Be brief.")
+
+        @agent.tool_plain
+        def double(n: int) -> int:
+            """Return twice a number."""
+            return 2 * n
+
+        first = await agent.run(row["prompt"])
+        second = await agent.run("And again?", message_history=first.all_messages())
+        return AgentResult(float(second.output == row["answer"]), metrics={"words": len(first.output.split())})

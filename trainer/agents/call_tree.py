@@ -1,0 +1,246 @@
+"""The calls of an episode as a tree: which call continues which, token by token."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from trainer.agents.chat_request import ChatRequest
+from trainer.agents.errors import ApiError
+from trainer.agents.messages import ChatMessage, read_reply
+from trainer.data.limits import TextTooLong
+from trainer.environments.base import Message
+from trainer.environments.conversation import Conversation
+from trainer.environments.tools import with_tools
+from trainer.episodes import Sample
+from trainer.errors import UserError
+from trainer.generation.engine import Completion
+
+
+@dataclass(eq=False)
+class Turn:
+    """One reply of the policy, and the prompt that it answers."""
+
+    number: int
+    """Of the turn, in the order of arrival."""
+    key: str
+    """The same for the same prompt in another attempt, whatever the order of arrival."""
+    prompt_ids: np.ndarray
+    """`(T,)` int32, what the engine gets."""
+    conversation: Conversation
+    parent: Turn | None
+    """The turn whose history this one continues."""
+    continues: bool
+    """The prompt begins with the tokens of the parent, its reply included."""
+    histories: list[str]
+    """Digests of the messages up to each of them. The last one is of all that the turn answers."""
+    completion: Completion | None = None
+    is_delivered: bool = False
+    """The agent has got the reply."""
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """`(T,)` int32, the prompt and the reply."""
+        assert self.completion is not None
+        return np.concatenate([self.prompt_ids, self.completion.token_ids])
+
+    def path(self) -> list[Turn]:
+        """Return the turns whose tokens this one continues, the first one first, and this one."""
+        before = self.parent.path() if self.parent is not None and self.continues else []
+        return [*before, self]
+
+
+@dataclass
+class CallTree:
+    """The turns of an episode, in the order of arrival.
+
+    A request whose messages are those of an earlier turn, its reply and more is its child. The child keeps the tokens
+    of the parent, if the chat template writes more after them. So an agent that branches, or drops a part of its
+    history, gives several samples of one episode, and each token that was sampled is trained in one of them.
+
+    Args:
+        longest: most tokens of a prompt.
+        limit: texts with more characters are too long, and not encoded (see `trainer.data.limits`).
+    """
+
+    tokenizer: Any
+    longest: int
+    limit: float = math.inf
+    turns: list[Turn] = field(default_factory=list)
+    is_sequential: bool = True
+    """No turn began while another one was under way. Set by the user of the tree."""
+    _replies: defaultdict[str, list[Turn]] = field(default_factory=lambda: defaultdict(list))
+    """The turns by the digests of their messages and their reply."""
+    _counts: Counter[str] = field(default_factory=Counter)
+
+    def begin(self, request: ChatRequest) -> list[Turn]:
+        """Add the turns of a request: `request.n` with the same prompt.
+
+        Raises:
+            ApiError: the prompt is too long, or the chat template refuses it.
+        """
+        histories = _digests(request)
+        parent, known = self._find(request.messages, histories)
+        try:
+            conversation = self._conversation(request, parent, known)
+        except UserError as error:
+            raise ApiError(f"messages: {error}", "messages") from error
+        except TextTooLong as error:
+            raise self._too_long(str(error)) from error
+        prompt_ids = np.asarray(conversation.token_ids, np.int32)
+        if len(prompt_ids) > self.longest:
+            raise self._too_long(f"{len(prompt_ids)} tokens")
+        tokens = parent.token_ids if parent is not None else prompt_ids
+        continues = parent is not None and np.array_equal(prompt_ids[: len(tokens)], tokens)
+        digest = f"{xxhash.xxh3_128_hexdigest(prompt_ids.tobytes())}:{'' if request.seed is None else request.seed}"
+        turns = []
+        for _ in range(request.n):
+            key = f"{digest}:{self._counts[digest]}"
+            self._counts[digest] += 1
+            number = len(self.turns) + len(turns)
+            turns.append(Turn(number, key, prompt_ids, conversation.fork(), parent, continues, histories))
+        self.turns += turns
+        return turns
+
+    def answer(self, turn: Turn, completion: Completion, request: ChatRequest) -> ChatMessage:
+        """Give a turn its reply; return the reply as the agent gets it."""
+        turn.completion, text = cut_at(completion, request.stop, self.tokenizer)
+        turn.conversation.add_reply(turn.completion)
+        reply = read_reply(text, request.reads_calls)
+        self._replies[_extend(turn.histories[-1], reply)].append(turn)
+        return reply
+
+    def samples(self) -> list[Sample]:
+        """Return the training data. Each reply that the agent has got is trained in one sample.
+
+        They are in the order of arrival; if turns were under way together, in an order that does not depend on time.
+        """
+        return [_sample(turn.path(), owned) for turn, owned in self._leaves()]
+
+    def transcript(self) -> tuple[list[Message], int]:
+        """Return the messages of all samples, without those that were in an earlier one; and the number of replies."""
+        messages: list[Message] = []
+        earlier: list[list[Message]] = []
+        replies = 0
+        for turn, owned in self._leaves():
+            own = turn.conversation.messages
+            first = next(one for one in turn.path() if one in owned)
+            prompt = len(first.conversation.messages) - 1
+            shown = max((_common(own, other) for other in earlier), default=0)
+            messages += own[min(shown, prompt) :]
+            earlier.append(own)
+            replies += len(owned)
+        return messages, replies
+
+    def _leaves(self) -> Iterator[tuple[Turn, set[Turn]]]:
+        """Yield the last turn of each sample, and the turns that are trained in it."""
+        kept: set[Turn] = set()
+        for turn in reversed(self.turns):
+            if turn.is_delivered or turn in kept:
+                kept |= {turn, *([turn.parent] if turn.parent is not None else [])}
+        inner = {turn.parent for turn in kept if turn.continues}
+        leaves = [turn for turn in self.turns if turn in kept and turn not in inner]
+        if not self.is_sequential:
+            leaves.sort(key=lambda turn: (len(turn.prompt_ids), turn.key))
+        owned: set[Turn] = set()
+        for leaf in leaves:
+            new = set(leaf.path()) - owned
+            owned |= new
+            yield leaf, new
+
+    def _conversation(self, request: ChatRequest, parent: Turn | None, known: int) -> Conversation:
+        """Return the conversation that ends with the request. The parent has its first `known` messages."""
+        messages = [message.message for message in request.messages]
+        if parent is None:
+            shown = with_tools(messages, request.tools) if request.tools else messages
+            return Conversation(self.tokenizer, shown, self.limit)
+        conversation = parent.conversation.fork()
+        if not conversation.add_messages(messages[known:], self.longest):
+            raise self._too_long("more tokens")
+        return conversation
+
+    def _find(self, messages: Sequence[ChatMessage], histories: Sequence[str]) -> tuple[Turn | None, int]:
+        """Return the turn with the longest history that the messages continue, and the length of that history."""
+        for count in range(len(messages), 0, -1):
+            turns = self._replies.get(histories[count - 1], []) if messages[count - 1].role == "assistant" else []
+            if turns:
+                return min(turns, key=lambda turn: (turn.number if self.is_sequential else 0, turn.key)), count
+        return None, 0
+
+    def _too_long(self, size: str) -> ApiError:
+        problem = f"the messages have {size}; a prompt may have {self.longest}"
+        return ApiError(problem, "messages", "context_length_exceeded")
+
+
+def _digests(request: ChatRequest) -> list[str]:
+    """Return a digest of the messages up to each of them, and of the tools, which are a part of the prompt."""
+    digests = [xxhash.xxh3_128_hexdigest(json.dumps(request.tools).encode())]
+    for message in request.messages:
+        digests.append(_extend(digests[-1], message))
+    return digests[1:]
+
+
+def _extend(history: str, message: ChatMessage) -> str:
+    return xxhash.xxh3_128_hexdigest(f"{history}{message.identity}".encode())
+
+
+def _common(some: Sequence[Message], others: Sequence[Message]) -> int:
+    """Return how many messages two lists have in common at their beginnings."""
+    equal = [a == b for a, b in zip(some, others, strict=False)]
+    return (equal + [False]).index(False)
+
+
+def cut_at(completion: Completion, stops: Sequence[str], tokenizer: Any) -> tuple[Completion, str]:
+    """Return a completion up to the token that completes one of `stops`, and its text before that stop."""
+
+    def text(count: int) -> str:
+        return tokenizer.decode(completion.token_ids[:count], skip_special_tokens=True)
+
+    length = len(completion.token_ids)
+    if not any(stop in text(length) for stop in stops):
+        return completion, text(length)
+    count = bisect.bisect_left(range(length + 1), True, key=lambda count: any(stop in text(count) for stop in stops))
+    shown = text(count)
+    end = min(shown.find(stop) for stop in stops if stop in shown)
+    spans, left = [], count
+    for version, size in completion.version_spans:
+        spans.append((version, min(size, left)))
+        left -= min(size, left)
+    spans = [span for span in spans if span[1] > 0]
+    kept = dataclasses.replace(
+        completion,
+        token_ids=completion.token_ids[:count],
+        logprobs=completion.logprobs[:count],
+        finish_reason="stop",
+        weight_versions=(spans[0][0], spans[-1][0]) if spans else completion.weight_versions,
+        version_spans=tuple(spans) if len(spans) > 1 else (),
+    )
+    return kept, shown[:end]
+
+
+def _sample(path: Sequence[Turn], owned: set[Turn]) -> Sample:
+    """Return the tokens of a path. Those of the turns in `owned` are trained."""
+    token_ids = path[-1].token_ids
+    mask, logprobs = np.zeros(len(token_ids), np.float32), np.zeros(len(token_ids), np.float32)
+    spans: list[tuple[int, int]] = []
+    versions: list[int] = []
+    for turn in path:
+        if turn not in owned:
+            continue
+        completion = turn.completion
+        assert completion is not None
+        where = slice(len(turn.prompt_ids), len(turn.prompt_ids) + len(completion.token_ids))
+        mask[where], logprobs[where] = 1.0, completion.logprobs
+        versions += completion.weight_versions
+        spans += completion.version_spans or [(completion.weight_versions[1], len(completion.token_ids))]
+    is_mixed = len(set(versions)) > 1
+    return Sample(token_ids, mask, logprobs, (min(versions), max(versions)), tuple(spans) if is_mixed else ())

@@ -1,0 +1,237 @@
+"""The HTTP server of a job, through which agents ask the policy. It runs on a thread of the driver."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import json
+import logging
+import socket
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, Self, TypeVar
+
+from aiohttp import web
+
+from trainer.agents.answers import Answer
+from trainer.agents.episode import AgentEpisode, ended
+from trainer.agents.errors import ApiError
+from trainer.errors import UserError
+from trainer.sandbox.limits import LARGEST_MESSAGE
+
+LOG = logging.getLogger(__name__)
+
+_PATH = "/episodes/{secret}/v1"
+_REMEMBERED = 10_000
+"""Episodes that have ended whose addresses get an answer of their own."""
+_NO_RETRY = {"X-Should-Retry": "false"}  # OpenAI's clients obey it
+
+T = TypeVar("T")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class AgentServer:
+    """Serves the episodes that are added to it. A context manager.
+
+    Args:
+        host: address to listen on.
+        port: 0 lets the system choose one.
+        url: how agents reach the server, if not by host and port.
+
+    Raises:
+        UserError: when it is entered: it cannot listen there.
+    """
+
+    def __init__(self, host: str, port: int = 0, url: str | None = None):
+        self._host, self._port, self._url = host, port, url
+        self._episodes: dict[str, AgentEpisode] = {}
+        self._ended: deque[str] = deque(maxlen=_REMEMBERED)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="agent endpoint", daemon=True)
+
+    def __enter__(self) -> Self:
+        listener = _listen(self._host, self._port)
+        shown = f"[{self._host}]" if ":" in self._host else self._host
+        self._url = (self._url or f"http://{shown}:{listener.getsockname()[1]}").rstrip("/")
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._start(listener), self._loop).result()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def address(self, secret: str) -> str:
+        """Return the base URL of the episode with this secret."""
+        return self._url + _PATH.format(secret=secret)
+
+    def add(self, episode: AgentEpisode) -> None:
+        """Begin to serve an episode."""
+        self._episodes[episode.secret] = episode
+
+    def remove(self, episode: AgentEpisode) -> None:
+        """Refuse all further calls of an episode. Returns once nothing changes it any more."""
+        self.call(self._end, episode)
+
+    def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function on the thread of the server; return its result."""
+        done: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                done.set_result(function(*arguments))
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._loop.call_soon_threadsafe(run)
+        return done.result()
+
+    def post(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Call a function on the thread of the server, later."""
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+    def discard(self, episode: AgentEpisode) -> None:
+        """Refuse all further calls of an episode, soon."""
+        self.post(self._end, episode)
+
+    @contextlib.contextmanager
+    def repeating(self, function: Callable[[], object], interval_s: float) -> Iterator[None]:
+        """Call a function on the thread of the server again and again while the block runs."""
+
+        async def repeat() -> None:
+            while True:
+                await asyncio.sleep(interval_s)
+                function()
+
+        task = asyncio.run_coroutine_threadsafe(repeat(), self._loop)
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    def _end(self, episode: AgentEpisode) -> None:
+        episode.end()
+        if self._episodes.pop(episode.secret, None) is not None:
+            self._ended.append(episode.secret)
+
+    async def _start(self, listener: socket.socket) -> None:
+        app = web.Application(client_max_size=LARGEST_MESSAGE, middlewares=[_errors_as_json])
+        app.router.add_post(f"{_PATH}/chat/completions", self._chat)
+        app.router.add_get(f"{_PATH}/models", self._models)
+        app.router.add_get(f"{_PATH}/models/{{model:.+}}", self._model)
+        # An agent whose connection breaks may repeat its request at once: the handler must know.
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        await self._runner.setup()
+        await web.SockSite(self._runner, listener).start()
+
+    def _episode(self, request: web.Request) -> AgentEpisode:
+        secret = request.match_info["secret"]
+        if secret in self._ended:
+            raise ended()
+        episode = self._episodes.get(secret)
+        if episode is None:
+            raise ApiError("there is no episode at this address", code="no_episode", status=404)
+        return episode
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"object": "list", "data": [_model(self._episode(request).rules.model)]})
+
+    async def _model(self, request: web.Request) -> web.StreamResponse:
+        name, known = request.match_info["model"], self._episode(request).rules.model
+        if name != known:
+            raise ApiError(f"there is no model {name!r:.100}; the policy is called {known}", "model", None, 404)
+        return web.json_response(_model(known))
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        episode = self._episode(request)
+        call, answer = await episode.chat(await request.read(), request.headers)
+        with episode.delivering(call):
+            if request.transport is None or request.transport.is_closing():
+                raise ConnectionResetError("the agent does not wait any more")
+            response = _response(answer)
+            await response.prepare(request)
+            if answer.request.stream:
+                for event in answer.events(episode.tree.tokenizer):
+                    await response.write(event)
+            else:
+                await response.write(json.dumps(answer.whole(episode.tree.tokenizer)).encode())
+            await response.write_eof()
+        return response
+
+
+def _response(answer: Answer) -> web.StreamResponse:
+    kind = "text/event-stream" if answer.request.stream else "application/json"
+    return web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-store"})
+
+
+_SHARED: dict[tuple[str, int, str | None], tuple[AgentServer, list[object]]] = {}
+_SHARED_LOCK = threading.Lock()
+
+
+@contextlib.contextmanager
+def shared_server(host: str, port: int, url: str | None) -> Iterator[AgentServer]:
+    """Serve in the block, with one server for all blocks of the process that want the same address.
+
+    Raises:
+        UserError: it cannot listen there.
+    """
+    key, user = (host, port, url), object()
+    with _SHARED_LOCK:
+        if key not in _SHARED:
+            _SHARED[key] = AgentServer(host, port, url).__enter__(), []
+        server, users = _SHARED[key]
+        users.append(user)
+    try:
+        yield server
+    finally:
+        with _SHARED_LOCK:
+            users.remove(user)
+            if not users:
+                del _SHARED[key]
+                server.__exit__()
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except ApiError as error:
+        problem = error
+    except web.HTTPRequestEntityTooLarge:
+        message = f"the body has more than {LARGEST_MESSAGE:,} bytes"
+        problem = ApiError(message, code="body_too_large", status=413)
+    except web.HTTPMethodNotAllowed as error:
+        message = f"{request.method} is not allowed here; use {', '.join(sorted(error.allowed_methods))}"
+        problem = ApiError(message, code="wrong_method", status=405)
+    except web.HTTPNotFound:
+        message = "this endpoint has chat/completions and models, below its base URL"
+        problem = ApiError(message, code="wrong_url", status=404)
+    except ConnectionError:  # nobody reads the answer
+        raise
+    except Exception:
+        LOG.exception("the endpoint for agents has failed")
+        problem = ApiError("the endpoint has failed; the log of the job says why", status=500)
+    return web.json_response(problem.body(), status=problem.status, headers=_NO_RETRY)
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "trainer"}
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    with contextlib.ExitStack() as stack:
+        try:
+            family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            listener = stack.enter_context(socket.socket(family, kind))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError as error:
+            raise UserError(
+                f"environment.agent_host={host} environment.agent_port={port}: cannot listen there ({error.strerror})"
+            ) from error
+        stack.pop_all()
+        return listener

@@ -1,0 +1,82 @@
+"""Agents in their process: each is made, runs once, and its result is checked."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from trainer.environments.agent import AgentResult, Endpoint
+from trainer.environments.base import find_environment
+from trainer.environments.worker import RESERVED
+from trainer.rewards.parsing import read_number, read_terms
+from trainer.sandbox.limits import MAX_ASYNC_SESSIONS
+from trainer.sandbox.worker import Handler
+
+RESERVED_METRICS = RESERVED | {"samples", "errors"}
+"""Names of metrics that no agent may have."""
+
+
+class AgentHandler(Handler):
+    """Makes the calls `[number, "run", row, seed, endpoint]` of agents, and `[number, "cancel"]`, which ends one.
+
+    An agent that is not `async` runs in a thread. Nothing can end a thread: after `cancel`, nobody waits for it.
+    """
+
+    is_concurrent = True
+
+    def __init__(self, name: str, options: dict[str, Any]):
+        kind = find_environment(name)
+        self._make = lambda: kind(**options)
+        self._running: dict[int, asyncio.Task[Any]] = {}
+        self._threads = ThreadPoolExecutor(MAX_ASYNC_SESSIONS, "agent")
+
+    def is_async(self, call: list[Any]) -> bool:
+        return True
+
+    async def compute(self, call: list[Any]) -> dict[str, Any]:
+        number, method, *arguments = call
+        if method == "cancel":
+            if number in self._running:
+                self._running[number].cancel()
+            return {}
+        task = asyncio.ensure_future(self._run(*arguments))
+        self._running[number] = task
+        try:
+            return _result(await task)
+        finally:
+            del self._running[number]
+
+    async def _run(self, row: Mapping[str, Any], seed: int, endpoint: dict[str, str]) -> Any:
+        agent, given = self._make(), (row, seed, Endpoint(**endpoint))
+        if inspect.iscoroutinefunction(agent.run):
+            return await agent.run(*given)
+        value = await asyncio.get_running_loop().run_in_executor(self._threads, agent.run, *given)
+        return await value if inspect.isawaitable(value) else value
+
+
+def _result(value: Any) -> dict[str, Any]:
+    """Return the fields of what an agent has returned.
+
+    Raises:
+        TypeError, ValueError: it is no result.
+    """
+    if not all(hasattr(value, name) for name in ("reward", "rewards", "metrics")):
+        reward = read_number(value)
+        if isinstance(reward, str):
+            raise TypeError(f"run must return a trainer.environments.AgentResult or a number, not {value!r:.80}")
+        value = AgentResult(reward)
+    numbers = {
+        "reward": read_number(value.reward),
+        "rewards": read_terms(value.rewards),
+        "metrics": read_terms(value.metrics, paths=True),
+    }
+    for name, found in numbers.items():
+        if isinstance(found, str):
+            raise ValueError(f"{name}: {found}")
+    taken = sorted(RESERVED_METRICS.intersection(numbers["metrics"]))
+    if taken:
+        raise ValueError(f"metrics: {taken[0]} is counted for every episode; choose another name")
+    return numbers
