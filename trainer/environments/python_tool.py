@@ -44,6 +44,10 @@ class PythonTool:
         except RuntimeError as error:
             raise ToolFailure(f"the tool python failed: {error}") from error
 
+    def close(self) -> None:
+        """End the server that runs programs. The next call starts it again."""
+        self._runner.close()
+
     def _answer(self, result: CodeResult) -> str:
         limits = self._limits
         text = result.output

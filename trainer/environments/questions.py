@@ -39,7 +39,7 @@ class Questions(ToolEnvironment):
         self._python = PythonTool(**(python or {})) if "python" in tools else None
         self.tools = tuple(map(self._find, tools))
         if reward not in REWARDS and ":" not in reward:
-            raise UserError(f"environment.kwargs.reward={reward}: choose {', '.join(REWARDS)}, or an import path")
+            raise UserError(f"reward={reward}: choose {', '.join(REWARDS)}, or an import path")
         self._reward: Callable[[str, str], Any] = REWARDS.get(reward) or import_function(reward, "reward")
         self._keys = prompt_key, answer_key
 
@@ -50,12 +50,14 @@ class Questions(ToolEnvironment):
             return calculator
         if ":" in name:
             return import_function(name, "environment.kwargs.tools")
-        raise UserError(f"environment.kwargs.tools={name}: choose calculator, python, or an import path")
+        raise UserError(f"tools={name}: choose calculator, python, or an import path")
 
     @classmethod
-    def prepare(cls, **options: Any) -> None:
-        """Check the options, and start what runs programs."""
-        cls(**options)
+    def check_options(cls, **options: Any) -> None:
+        """Check the options, and that programs can be closed in on this machine."""
+        environment = cls(**options)
+        if environment._python is not None:
+            environment._python.close()
 
     def prompt(self, row: Mapping[str, Any]) -> str | Sequence[Message]:
         return row[self._keys[0]]

@@ -38,9 +38,6 @@ class EnvironmentHandler(Handler):
             raise UserError(f"{name} is an agent; the interpreter of the trainer must be able to import it, too")
         methods = (getattr(kind, method, None) for method in METHODS)
         self.is_concurrent = any(map(inspect.iscoroutinefunction, methods))
-        prepare = getattr(kind, "prepare", None)
-        if inspect.ismethod(prepare):  # a class method
-            prepare(**options)
         self._make = lambda: kind(**options)
         self._timeout_s = timeout_s
         self._most_characters = most_characters

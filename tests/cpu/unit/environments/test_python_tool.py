@@ -22,7 +22,7 @@ def answers(tool: PythonTool, *codes: str) -> list[str]:
 def tool():
     tool = PythonTool(cpu_s=1, time_s=100.0, output=50)
     yield tool
-    tool._runner.close()
+    tool.close()
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_environments_of_a_process_share_one_server(tool):
     assert other._runner is not tool._runner
     code = "import time\nprint('a', flush=True)\ntime.sleep(9)"
     assert answers(other, code) == ["a\nError: the program took more than 1 s"]
-    other._runner.close()
+    other.close()
 
 
 def test_the_policy_is_told_what_it_takes(tool):
@@ -60,7 +60,7 @@ def test_a_server_that_is_lost_fails_the_environment_and_not_the_program():
     async def lost() -> None:
         waiting = asyncio.create_task(tool.python("import time\ntime.sleep(9)"))
         await asyncio.sleep(0.2)
-        tool._runner.close()
+        tool.close()
         with pytest.raises(ToolFailure, match="the tool python failed: the server that runs code has ended"):
             await waiting
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from trainer.data.datasets import read_rows
+from trainer.data.row_files import read_rows
+from trainer.environments.base import check_options
+from trainer.environments.python_tool import PythonTool
 from trainer.environments.questions import Questions
-from trainer.environments.worker import EnvironmentHandler
 from trainer.errors import UserError
 
 GSM8K = Path(__file__).resolve().parents[4] / "../shared/data/gsm8k"
@@ -60,7 +61,7 @@ def test_each_problem_of_gsm8k_is_solved_by_its_own_calculations():
 @NOT_HERE
 def test_a_problem_of_gsm8k_with_the_tool_python():
     row = rows_of_gsm8k()[0]
-    environment = Questions(tools=["python", "calculator"], python={"time_s": 30.0})
+    environment = Questions(tools=["python", "calculator"], python={"time_s": 100.0})
     start, (told, done) = play(environment, row, call("python", code="print(16 - 3 - 4)\n9 * 2"), "#### 18")
     assert '"python"' in start[0]["content"] and start[1]["content"] == row["question"]
     assert told.messages == [{"role": "tool", "content": "9\n18"}] and told.metrics["tool_calls/python"] == 1
@@ -76,8 +77,8 @@ def test_columns_tools_and_the_reward_can_be_chosen():
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"tools": ["abacus"]}, "environment.kwargs.tools=abacus: choose calculator, python, or an import path"),
-        ({"reward": "luck"}, "environment.kwargs.reward=luck: choose gsm8k"),
+        ({"tools": ["abacus"]}, "tools=abacus: choose calculator, python, or an import path"),
+        ({"reward": "luck"}, "reward=luck: choose gsm8k"),
         ({"tools": ["python"], "python": {"cpu": 1}}, "the tool python takes isolation"),
         ({"tools": ["python"], "python": {"isolation": "hope"}}, "isolation=hope: choose namespaces or landlock"),
         ({"tools": ["python"], "python": {"modules": ["no_such"]}}, "No module named 'no_such'"),
@@ -85,4 +86,13 @@ def test_columns_tools_and_the_reward_can_be_chosen():
 )
 def test_wrong_options_are_refused_before_the_first_episode(options, problem):
     with pytest.raises(UserError, match=problem):
-        EnvironmentHandler("trainer.environments.questions:Questions", options, 10.0, 1000)
+        check_options("trainer.environments.questions:Questions", options)
+
+
+def test_the_check_leaves_no_process():
+    check_options("trainer.environments.questions:Questions", {"tools": ["python"]})
+    assert Questions(["calculator"])._python is None and PythonTool()._runner._server is not None
+    before = PythonTool()._runner._server
+    check_options("trainer.environments.questions:Questions", {"tools": ["python"]})
+    assert before.poll() is not None and PythonTool()._runner._server is not before
+    PythonTool().close()

@@ -42,22 +42,6 @@ class Waiting(Scripted):
         return super().step(reply)
 
 
-class Prepared(Scripted):
-    prepared: list[dict[str, Any]] = []
-
-    @classmethod
-    def prepare(cls, **options: Any) -> None:
-        if "wrong" in options:
-            raise UserError("wrong=1: there is no such option")
-        cls.prepared.append(options)
-
-
-class NotPrepared(Scripted):
-    def prepare(self) -> None:
-        """A method with another meaning."""
-        raise AssertionError
-
-
 class Earlier:
     def start(self, row: Any, seed: int) -> None: ...
 
@@ -161,13 +145,3 @@ def test_the_largest_answer_fits_into_the_largest_message():
 def test_a_class_without_the_methods_of_an_environment_is_refused():
     with pytest.raises(UserError, match="^environment.name=.*:Earlier: the class has no method `reset`"):
         handler("Earlier")
-
-
-def test_a_class_is_prepared_once_before_its_episodes():
-    ours = handler("Prepared", name="two")
-    for number in range(2):
-        asyncio.run(ours.compute([number, "reset", {}, 7]))
-    assert Prepared.prepared == [{"name": "two"}]
-    with pytest.raises(UserError, match="wrong=1"):
-        handler("Prepared", wrong=1)
-    handler("NotPrepared")

@@ -28,7 +28,7 @@ except BaseException as error:
 @pytest.fixture(scope="module", params=ISOLATIONS)
 def runner(request) -> Iterator[CodeRunner]:
     os.environ["SECRET_OF_THE_JOB"] = "hunter2"
-    runner = CodeRunner(CodeLimits(cpu_s=2, time_s=10.0), request.param)
+    runner = CodeRunner(CodeLimits(cpu_s=2, time_s=100.0), request.param)
     runner.start()
     yield runner
     del os.environ["SECRET_OF_THE_JOB"]
