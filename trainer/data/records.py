@@ -143,7 +143,7 @@ def _messages_column(episodes: Sequence[Episode]) -> list[str]:
     for episode in episodes:
         for message in episode.messages:
             if id(message) not in texts:
-                texts[id(message)] = json.dumps(message)
+                texts[id(message)] = json.dumps(message, default=str)  # times and decimals of Parquet files
     return [f"[{', '.join([texts[id(message)] for message in episode.messages])}]" for episode in episodes]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import io
 import struct
 from typing import Any
@@ -107,9 +108,16 @@ def test_a_table_of_another_kind_is_refused():
         decode_groups(sink.getvalue().to_pybytes())
 
 
-def test_a_value_that_is_no_json_is_refused():
+def test_values_of_messages_that_are_no_json_become_text():
+    """Else rollouts ahead of rows with a time, as Parquet files have, could not be in a checkpoint."""
+    message = {"role": "user", "content": "a", "time": datetime.datetime(2026, 1, 2)}
+    found, _ = decode_groups(encode_groups(1, {"g": [Episode("u", "g", [], messages=[message])]}, {}))
+    assert found["g"][0].messages == [{**message, "time": "2026-01-02 00:00:00"}]
+
+
+def test_a_message_with_keys_that_are_no_text_is_refused():
     with pytest.raises(ValueError):
-        encode(1, [Episode("u", "g", [], messages=[{"content": object()}])])
+        encode(1, [Episode("u", "g", [], messages=[{(1, 2): "a"}])])
 
 
 def test_people_read_a_file_with_pandas():
