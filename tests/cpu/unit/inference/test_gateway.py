@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -9,12 +10,16 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import httpx
 import pytest
+from aiohttp.test_utils import TestClient, TestServer
 
 from tests.support.inference import ROLLOUT, TOKEN, Server, engine, job
+from tests.support.namespaces import small_disk
 from trainer.generation import server_protocol as protocol
+from trainer.inference import gateway
 from trainer.inference.gateway import _is_here, is_loopback
 
 ROUTES = [
@@ -80,6 +85,24 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_sent(server):
     assert (answer.status_code, answer.json()["kind"]) == (409, protocol.REFUSED)
     assert re.fullmatch(r"has no space for the weights of this job \(1152921504607 MB, and /.* has \d+ MB free\)",
                         answer.json()["error"])  # fmt: skip
+
+
+def test_a_disk_that_fills_while_weights_arrive_is_named(monkeypatch):
+    async def upload(directory: str) -> tuple[int, dict[str, str]]:
+        monkeypatch.setattr(gateway, "choose_directory", lambda size: directory)
+        front = gateway.Gateway(None, 60.0, {"max_tokens": 1}, {})
+        front.backend = SimpleNamespace(start_id="1", is_ready=True)  # type: ignore[assignment]
+        async with TestClient(TestServer(front.application())) as client:
+            lease = {"job": asdict(job("a", owner="1")), "needs": {"tokens": 1}}
+            assert (await client.post(protocol.LEASE, json=lease)).status == 200
+            headers = {protocol.OWNER: "1", protocol.START: "1"}
+            answer = await client.put(f"{protocol.UPLOAD}/a.safetensors", data=bytes(3 << 20), headers=headers)
+            return answer.status, await answer.json()
+
+    with small_disk("1m") as directory:
+        status, answer = asyncio.run(upload(directory))
+    assert (status, answer["kind"]) == (409, protocol.REFUSED)
+    assert answer["error"].startswith(f"has no space for the weights of this job in {directory}/")
 
 
 def test_the_token_is_in_no_command_and_no_file_of_the_server(server):
