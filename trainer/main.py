@@ -9,7 +9,7 @@ if __name__ == "__main__":
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from trainer.config import Config
 from trainer.config.command_line import run_app
@@ -19,7 +19,8 @@ from trainer.config.trainer import PROCESSES
 from trainer.errors import UserError
 from trainer.files.uris import is_url
 from trainer.metrics.best import find_best
-from trainer.metrics.names import is_metric, pass_at
+from trainer.metrics.estimates import attempts_of
+from trainer.metrics.names import is_metric, pass_at, set_of_metric
 from trainer.metrics.startup import StartUp
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.process.startup import stage
@@ -45,12 +46,38 @@ def _check_metrics(cfg: Config) -> None:
     named = {"best_metric": [cfg.trainer.best_metric], "divergence_limits": cfg.trainer.divergence_limits}
     for key, metrics in named.items():
         for metric in metrics:
-            if metric.startswith(pass_at("")) and metric != pass_at(cfg.rollout.val_n):
-                k = cfg.rollout.val_n
-                remedy = f"name {pass_at(k)}" if k > 0 else "set rollout.val_n to a number k, and name val/pass@<k>"
-                raise UserError(f"trainer.{key}={metric}: is not measured with rollout.val_n={k}; {remedy}")
-            if not is_metric(metric, cfg.task.metrics):
-                raise UserError(f"trainer.{key}={metric}: there is no such metric; docs/metrics.md lists them")
+            if (problem := _problem_of_metric(cfg, metric)) is not None:
+                raise UserError(f"trainer.{key}={metric}: {problem}")
+
+
+def _problem_of_metric(cfg: Config, metric: str) -> str | None:
+    """Return why the run does not measure a metric that its config names; None: it does."""
+    k, of_set = cfg.rollout.val_n, set_of_metric(metric)
+    if metric.startswith(pass_at("")) and metric != pass_at(k):
+        remedy = f"name {pass_at(k)}" if k > 0 else "set rollout.val_n to a number k, and name val/pass@<k>"
+        return f"is not measured with rollout.val_n={k}; {remedy}"
+    if of_set is not None and cfg.reads("data.val_sets"):
+        return _problem_of_set_metric(cfg, *of_set)
+    return None if is_metric(metric, cfg.task.metrics) else "there is no such metric; docs/metrics.md lists them"
+
+
+def _problem_of_set_metric(cfg: Config, name: str, measure: str) -> str | None:
+    """Return why a named validation set does not measure something; None: it does."""
+    sets = cfg.data.val_sets
+    if name not in sets:
+        return f"there is no validation set {name}; {_listed('data.val_sets names', sets)}"
+    n = sets[name].n
+    measures = ["accuracy", f"avg@{n}", *(f"pass@{k}" for k in attempts_of(n)), "failures"]
+    if measure not in measures:
+        return f"is not measured with data.val_sets.{name}.n={n}; {_listed('the set measures', measures)}"
+    if sets[name].interval_in(cfg) < 1:
+        key = "trainer.val_interval" if sets[name].interval is None else f"data.val_sets.{name}.interval"
+        return f"is never measured with {key}=-1"
+    return None
+
+
+def _listed(verb: str, names: Iterable[str]) -> str:
+    return f"{verb} {', '.join(names) or 'none'}"
 
 
 def _check_machine(cfg: Config) -> str:

@@ -206,7 +206,7 @@ class Trainer:
         if (uploads := self.checkpoints.store.uploads) is not None:
             metrics["time/upload_lag"] = uploads.lag_s()
         last = step == self.cfg.total_steps
-        if t.val_interval > 0 and (step % t.val_interval == 0 or last):
+        if self.cfg.validates(step):
             metrics |= self._evaluate(step)
         problem = self.audit.check(step, metrics, self.journal.has_all(step)) if self.audit else None
         if problem is not None and not self._accept_mismatch(problem):

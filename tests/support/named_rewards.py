@@ -104,3 +104,7 @@ def counted(completion):
     if completion == "fail":
         raise RuntimeError("down")
     return len(completion)
+
+
+def is_a(completion):
+    return float(completion == "a")

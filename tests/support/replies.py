@@ -22,7 +22,7 @@ from trainer.sources.evaluation import RolloutEvaluator
 from trainer.sources.in_flight import InFlightSource
 from trainer.sources.rollout_runner import RolloutRunner
 from trainer.sources.routes import make_routes, make_scorers
-from trainer.sources.sampling import SamplingSource, read_prompts
+from trainer.sources.sampling import SamplingSource, read_prompts, read_source
 
 
 class Replies:
@@ -73,6 +73,7 @@ def sampling_source(
 
     sources = [f"mix.{name}" for name in sorted(cfg.data.mix)]
     sources += [""] if cfg.data.val_files or not sources else []
+    sources += [f"val_sets.{name}" for name in cfg.data.val_sets]
     routes = make_routes(cfg, make_scorers(cfg, sources, scorer_of), tokenizer)
     journal = journal or Journal(cfg.trainer.run_dir, Identity("", ""), lambda: None, is_on=False)
     runner = RolloutRunner(cfg, engines, tokenizer, stop_token_ids(model, tokenizer), routes, journal)
@@ -82,7 +83,9 @@ def sampling_source(
 
 def evaluator_beside(source: SamplingSource, model: str) -> RolloutEvaluator:
     """The evaluator of the same run."""
-    return RolloutEvaluator(source.cfg, source.runner, read_prompts(source.cfg, "val", load_tokenizer(model)).prompts)
+    cfg, tokenizer = source.cfg, load_tokenizer(model)
+    sets = {name: read_source(cfg, f"val_sets.{name}", tokenizer).prompts for name in cfg.data.val_sets}
+    return RolloutEvaluator(cfg, source.runner, read_prompts(cfg, "val", tokenizer).prompts, sets)
 
 
 @contextlib.contextmanager

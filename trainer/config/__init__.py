@@ -15,7 +15,7 @@ from trainer.config.algorithm import (
     option_names,
     own_defaults,
 )
-from trainer.config.data import DataConfig
+from trainer.config.data import DataConfig, ValSetConfig
 from trainer.config.engines import ENGINES, EngineSpec
 from trainer.config.environment import EnvironmentConfig
 from trainer.config.hydra import compose, conf_dir, register, to_config

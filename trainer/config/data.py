@@ -20,6 +20,7 @@ from trainer.config.fields import (
     value_of,
 )
 from trainer.config.reward import RewardConfig
+from trainer.config.rollout import LOWEST_TEMPERATURE
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -101,6 +102,49 @@ class SourceConfig(NamedData):
 
 
 @dataclass
+class ValSetConfig(NamedData):
+    n: int = number(1, at_least=1, at_most=4096, resume="validation")
+    """Completions for each row."""
+    temperature: float | None = number(None, at_least=LOWEST_TEMPERATURE, at_most=100, off=0, resume="validation")
+    """Sampling temperature of these completions. 0: greedy. null: greedy with `n=1`, else `rollout.temperature`."""
+    top_p: float | None = number(None, above=0, at_most=1, resume="validation")
+    """Nucleus sampling (see `rollout.top_p`, which null stands for)."""
+    top_k: int | None = number(None, at_least=1, off=-1, resume="validation")
+    """Most likely tokens to sample from (see `rollout.top_k`, which null stands for)."""
+    max_response_tokens: int | None = number(None, at_least=1, resume="validation")
+    """Longest completion, in tokens: at most `rollout.max_response_tokens`, which null stands for."""
+    interval: int | None = number(None, at_least=1, off=-1, resume="harmless")
+    """Evaluate this set every this many steps and after the last step. -1: only by `trainer evaluate`. null:
+    `trainer.val_interval`."""
+
+    def interval_in(self, config: Config) -> int:
+        """Return the steps between two evaluations of this set; -1: it is not evaluated in the run."""
+        return config.trainer.val_interval if self.interval is None else self.interval
+
+    def temperature_in(self, config: Config) -> float:
+        """Return the sampling temperature; 0: greedy."""
+        if self.temperature is not None:
+            return self.temperature
+        return 0.0 if self.n == 1 else config.rollout.temperature or 1.0
+
+    def check(self, config: Config, name: str) -> None:
+        super().check(config, name)
+        if name.rpartition(".")[2] in _NO_SETS:
+            raise UserError(f"{name}: a set cannot have this name, which stands for something else; choose another")
+        if self.n > 1 and self.temperature == 0:
+            problem = "greedy completions of a row are all equal; choose a temperature above 0"
+            raise config_error(config, f"{name}.n", problem)
+        longest = config.rollout.max_response_tokens
+        if self.max_response_tokens is not None and self.max_response_tokens > longest:
+            problem = f"engines complete at most rollout.max_response_tokens={longest} tokens; raise that key too"
+            raise config_error(config, f"{name}.max_response_tokens", problem)
+
+
+_NO_SETS = ("default", "loss", "reward")
+"""Names of metrics `val/<name>…`, and of the rows of no named set."""
+
+
+@dataclass
 class DataConfig(Section):
     train_files: list[str] = setting(default_factory=list, resume="harmless")
     """Training prompts: `.jsonl`, `.parquet` or `.arrow` files, or Hub datasets as
@@ -108,6 +152,9 @@ class DataConfig(Section):
     an experiment chooses the data."""
     val_files: list[str] = setting(default_factory=list, resume="validation")
     """Prompts for validation, in the same formats as `train_files`."""
+    val_sets: dict[str, Any] = sections(ValSetConfig, resume="validation")
+    """Further sets of validation prompts, by names of your choice ([docs/evaluation.md](evaluation.md)). Each has the
+    keys of `data.val_sets.<name>`, and metrics `val/<name>/…`."""
     prompt_key: str = setting("prompt", resume="harmless")
     """Column of the prompt: a string, or a list of chat messages."""
     answer_key: str = setting("answer", resume="harmless")
@@ -151,7 +198,7 @@ class DataConfig(Section):
         elif not self.train_files and config.reads("data.train_files"):
             problem = "name at least one file, or choose a data group such as data=arithmetic"
             raise config_error(config, "data.train_files", problem)
-        has_validation = self.synthetic or self.val_files
+        has_validation = self.synthetic or self.val_files or self.val_sets
         if not has_validation and config.trainer.val_interval > 0 and self._is_validated(config):
             raise config_error(config, "trainer.val_interval", "needs data.val_files; name some or set it to -1")
         _check_task(config, "data")

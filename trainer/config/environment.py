@@ -83,7 +83,7 @@ class EnvironmentConfig(Section):
         if self.agent_host in _ALL_ADDRESSES and self.agent_url is None:
             problem = f"is no address that agents can use; set {name}.agent_url to one"
             raise config_error(config, f"{name}.agent_host", problem)
-        if config.algorithm.overlong_buffer:
+        if config.algorithm.overlong_buffer and not name.startswith("data.val_sets."):  # training alone has penalties
             problem = f"is for one completion a prompt; set it to 0, or drop {name}.name"
             raise config_error(config, "algorithm.overlong_buffer", problem)
 

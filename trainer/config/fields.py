@@ -280,7 +280,7 @@ def _rules_of_fields(section: Any, name: str = "", instead: str | None = None) -
         for inner, value in _sections_in(section, f):
             yield from _rules_of_fields(value, _join(name, inner), change or instead)
         if isinstance(rule, ResumeRule):
-            is_replaced = instead is not None and rule.change == "rollouts"
+            is_replaced = instead is not None and rule.change == "rollouts" or instead == "validation"
             yield _join(name, f.name), dataclasses.replace(rule, change=instead) if is_replaced else rule
 
 

@@ -13,7 +13,7 @@ from trainer.files.redaction import redact
 
 S = TypeVar("S")
 
-_FOLLOWS_NAME = ("kwargs", "weights", "url")
+_FOLLOWS_NAME = ("kwargs", "weights", "url", "python")
 """Keys whose value belongs to the `name` beside them. A section with a name of its own does not get those of `base`."""
 
 

@@ -27,7 +27,7 @@ from trainer.files.redaction import agree
 if TYPE_CHECKING:
     from trainer.config.schema import Config
 
-_LOWEST_TEMPERATURE = 0.01  # vLLM replaces anything lower by this
+LOWEST_TEMPERATURE = 0.01  # vLLM replaces anything lower by this
 _MOST_IN_FLIGHT = 2048
 
 
@@ -59,7 +59,7 @@ class RolloutConfig(Section):
     """Longest prompt, in tokens. Longer prompts are dropped, and counted, when the data is read."""
     max_response_tokens: int = number(512, at_least=1, resume="rollouts")
     """Longest completion, in tokens. Longer completions are cut."""
-    temperature: float = number(1.0, at_least=_LOWEST_TEMPERATURE, at_most=100, off=0, resume="rollouts")
+    temperature: float = number(1.0, at_least=LOWEST_TEMPERATURE, at_most=100, off=0, resume="rollouts")
     """Sampling temperature of rollouts. The trainer divides its logits by it too. 0: greedy."""
     top_p: float = number(1.0, above=0, at_most=1, resume="rollouts")
     """Nucleus sampling: keep the smallest set of tokens with this probability. 1: all tokens."""

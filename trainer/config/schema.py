@@ -26,6 +26,7 @@ from trainer.config.rollout import RolloutConfig
 from trainer.config.supervised import SFTConfig
 from trainer.config.tasks import OPTIONS, TaskSpec, find_task
 from trainer.config.trainer import TrainerConfig
+from trainer.config.validation import is_due
 from trainer.errors import UserError, did_you_mean
 
 
@@ -114,8 +115,13 @@ class Config(Section):
     @property
     def validates_start(self) -> bool:
         """The initial weights are validated, as step 0."""
-        t = self.trainer
-        return t.val_before_train and t.val_interval > 0 and self.reads("trainer.val_before_train")
+        return self.trainer.val_before_train and self.validates(0) and self.reads("trainer.val_before_train")
+
+    def validates(self, step: int) -> bool:
+        """Return whether validation prompts, or a named set of them, are evaluated at `step`."""
+        sets = self.data.val_sets.values() if self.reads("data.val_sets") else ()
+        intervals = (self.trainer.val_interval, *(one.interval_in(self) for one in sets))
+        return any(is_due(interval, step, self.total_steps) for interval in intervals)
 
     @property
     def engine(self) -> EngineSpec:

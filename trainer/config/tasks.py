@@ -166,6 +166,7 @@ TASKS: dict[str, TaskSpec] = {
             "trainer.update_epochs",
             "trainer.total_steps",
             "trainer.val_before_train",
+            "data.val_sets*",
         ),
         may_change=("sft.steps",),
         metrics={

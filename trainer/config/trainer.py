@@ -305,7 +305,7 @@ class TrainerConfig(Section):
         for key in ("trainer.keep_best", "trainer.keep_every"):
             if value_of(config, key) > 0 and self.max_ckpts_to_keep < 0:
                 raise config_error(config, key, "all checkpoints are kept; set trainer.max_ckpts_to_keep too")
-        if self.keep_best > 0 and self.best_metric.startswith("val/") and self.val_interval < 1:
+        if self.keep_best > 0 and self.best_metric.startswith("val/") and not config.validates(0):
             problem = f"trainer.best_metric={self.best_metric} is never measured with trainer.val_interval=-1"
             raise config_error(config, "trainer.keep_best", problem)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import glob
 import logging
 import os
@@ -56,8 +57,8 @@ from trainer.run.run_metadata import LOG_NAME, record_start
 from trainer.sources.base import Evaluation
 from trainer.sources.evaluation import RolloutEvaluator, rewards_by_row
 from trainer.sources.rollout_runner import RolloutRunner
-from trainer.sources.routes import make_routes
-from trainer.sources.sampling import read_prompts
+from trainer.sources.routes import VAL_SETS, make_routes, make_scorers
+from trainer.sources.sampling import read_prompts, read_source
 from trainer.tasks.base import tokenizer_of
 
 LOG = logging.getLogger(__name__)
@@ -125,7 +126,8 @@ class _Evaluating:
             cluster = ends.enter_context(cluster_of(self.cfg, self._device))
             way = TRANSPORTS["shared_memory"] if weights.adapter is None else ADAPTER
             pool = EnginePool(self.cfg, cluster, weights, path, keeps_weights=True, way=way)
-            routes = make_routes(self.cfg, {"": self._scorer()}, tokenizer)
+            scorers = make_scorers(self.cfg, list(map(_source_of, sets)), self._scorer_of)
+            routes = make_routes(self.cfg, scorers, tokenizer)
             runner = RolloutRunner(self.cfg, pool, tokenizer, stop_token_ids(path, tokenizer), routes, journal)
             ends.enter_context(runner)
             with stage("starting the engines"):
@@ -207,6 +209,7 @@ class _Evaluating:
         data, sets = self.cfg.data, {}
         if data.synthetic or data.val_files:
             sets[DEFAULT_SET] = read_prompts(self.cfg, "val", tokenizer)
+        sets |= {name: read_source(self.cfg, _source_of(name), tokenizer) for name in data.val_sets}
         if not sets:
             raise UserError("data.val_files=[]: names no data to evaluate on; name files, or sets with data.val_sets")
         for name, found in sets.items():
@@ -224,10 +227,13 @@ class _Evaluating:
         settings = identity(rollouts, {}, weights)
         return Journal(self.directory, settings, self._lock.check, is_on=self.cfg.rollout.journal)
 
-    def _scorer(self) -> RewardPool | None:
-        if self.cfg.environment.name is not None:
-            return None
-        return RewardPool(self.cfg.reward, RewardCache(self.directory, self._lock.check))
+    def _scorer_of(self, cfg: Config) -> RewardPool | None:
+        """Return what rewards the episodes of a set. None: its environment does."""
+        return None if cfg.environment.name is not None else RewardPool(cfg.reward, self._reward_cache)
+
+    @functools.cached_property
+    def _reward_cache(self) -> RewardCache:
+        return RewardCache(self.directory, self._lock.check)
 
     def _evaluate(self, name: str, prompts: Sequence[Prompt], evaluator: RolloutEvaluator, results: Results) -> None:
         """Evaluate a set, and write its episodes and results: a start after a kill does not evaluate it again."""
@@ -260,12 +266,19 @@ def _values_of(episodes: Sequence[Episode], n: int, threshold: float) -> dict[st
     return row_values(rewards_by_row(episodes, n), threshold)
 
 
+def _source_of(name: str) -> str:
+    """Return the source of the prompts of a set, as `Prompt.source` names it."""
+    return "" if name == DEFAULT_SET else f"{VAL_SETS}{name}"
+
+
 def _check_functions(cfg: Config) -> None:
-    """Refuse a reward or an environment that cannot be used, before anything expensive starts."""
-    if cfg.environment.name is not None:
-        find_environment(cfg.environment.name)
-    else:
-        reward_functions(cfg.reward)
+    """Refuse rewards and environments that cannot be used, before anything expensive starts."""
+    has_default = cfg.data.synthetic or cfg.data.val_files
+    for own in [*([cfg] if has_default else []), *(cfg.of_source(f"{VAL_SETS}{name}") for name in cfg.data.val_sets)]:
+        if own.environment.name is not None:
+            find_environment(own.environment.name)
+        else:
+            reward_functions(own.reward)
 
 
 def deciding(cfg: Config) -> dict[str, str]:

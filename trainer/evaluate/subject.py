@@ -178,7 +178,7 @@ def _read_part(config: dict[str, Any], given: set[str]) -> dict[str, Any]:
     """Return the part of a recorded config that an evaluation reads."""
     dropped = (*EVALUATION.unused, *_PER_RUN)
     if "data.val_files" in given and "data.synthetic" not in given:
-        dropped += ("data.synthetic", "data.synthetic_args*")
+        dropped += ("data.synthetic", "data.synthetic_args*", "data.task")
 
     def part(section: dict[str, Any], prefix: str) -> dict[str, Any]:
         read = {}

@@ -132,6 +132,16 @@ METRICS: dict[str, Metric] = {
         "`rollout.val_n`: `val/pass@4` with 4. Runs of earlier versions logged it as `val/pass@k`.",
         "share",
     ),
+    "val/<name>/accuracy": Metric(
+        "Of the set `data.val_sets.<name>`: completions that are a success, mean over the rows.", "share"
+    ),
+    "val/<name>/avg@<k>": Metric("Mean reward of its k completions of a row; k is its `n`.", "reward"),
+    "val/<name>/pass@<k>": Metric(
+        "Probability that at least one of k of its completions of a row is a success: the unbiased estimate from all "
+        "`n` completions, mean over the rows; for k = 2, 4, 8, … and `n`.",
+        "share",
+    ),
+    "val/<name>/failures": Metric("Its completions whose reward or environment failed.", "completions"),
     **{name: metric for task in TASKS.values() for name, metric in task.metrics.items()},
     "time/step": Metric("The whole step.", "s"),
     "time/rollout": Metric(
@@ -202,6 +212,12 @@ def pass_at(k: int | str) -> str:
 def of_val_set(name: str, measure: str) -> str:
     """Return the name of a metric of a named validation set."""
     return f"val/{name}/{measure}"
+
+
+def set_of_metric(metric: str) -> tuple[str, str] | None:
+    """Return the name of the set and the measure of a metric of a named validation set; None: it is another metric."""
+    match = re.fullmatch(r"val/([^/]+)/(accuracy|failures|(?:avg|pass)@.+)", metric)
+    return (match[1], match[2]) if match else None
 
 
 def _pattern(known: str) -> str:

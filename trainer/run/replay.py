@@ -13,6 +13,7 @@ from typing import Any
 from trainer.config import TrainerConfig
 from trainer.config.tasks import find_task
 from trainer.files.atomic_io import write_file
+from trainer.metrics.names import set_of_metric
 from trainer.metrics.tracker import METRICS_FILE, as_lines, read_metrics, values_of
 from trainer.run.compatibility import ALL_METRICS, OF_VALIDATION
 
@@ -164,7 +165,7 @@ class ReplayAudit:
         if not self._chance or self._same_episodes or (from_journal and self._exact):
             return first_difference(logged, now, self._tolerance)
         self._by_chance = True
-        of_episodes = {name: value for name, value in logged.items() if name.startswith(_OF_EPISODES)}
+        of_episodes = {name: value for name, value in logged.items() if _is_of_episodes(name)}
         return (first_difference(of_episodes, now, 0.0) if from_journal else None) or beyond_chance(
             logged, now, self._history, self._watched
         )
@@ -188,6 +189,11 @@ def first_difference(logged: Mapping[str, Any], now: Mapping[str, float], tolera
         if not same:
             return f"{name} is {now[name]} and was {before}"
     return None
+
+
+def _is_of_episodes(name: str) -> bool:
+    """Return whether the driver computes a metric from episodes alone."""
+    return name.startswith(_OF_EPISODES) or set_of_metric(name) is not None
 
 
 def beyond_chance(

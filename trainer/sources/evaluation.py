@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.config import Config
+from trainer.config import Config, ValSetConfig
 from trainer.config.validation import is_due
 from trainer.data.datasets import Prompt
 from trainer.environments.episode_runner import RolloutRequest
@@ -22,9 +22,6 @@ from trainer.metrics.tracker import METRICS_FILE, read_metrics, values_of
 from trainer.sources.base import Evaluation
 from trainer.sources.episode_metrics import means, reward_terms
 from trainer.sources.rollout_runner import RolloutRunner
-
-if TYPE_CHECKING:
-    from trainer.config import ValSetConfig
 
 LOG = logging.getLogger(__name__)
 
@@ -126,7 +123,8 @@ class RolloutEvaluator:
         r = self.cfg.rollout
         temperature = settings.temperature_in(self.cfg)
         top_p, top_k = (settings.top_p or r.top_p, settings.top_k or r.top_k) if temperature else (1.0, -1)
-        return self._runner.sampling(temperature, top_p, top_k)
+        sampling = self._runner.sampling(temperature, top_p, top_k)
+        return dataclasses.replace(sampling, max_tokens=settings.max_response_tokens or sampling.max_tokens)
 
     def _requests(self, step: int, numbers: Sequence[int], sampling: Sampling) -> list[RolloutRequest]:
         return [

@@ -18,11 +18,15 @@ class RecordedGroups:
     Args:
         requests: the same number for each group, those of one group together.
         history: of the weights that sample; None: those of now.
+        decides: settings that decide the episodes besides those of the run. Empty: there are none.
     """
 
-    def __init__(self, journal: Journal, requests: Sequence[RolloutRequest], history: str | None = None):
+    def __init__(
+        self, journal: Journal, requests: Sequence[RolloutRequest], history: str | None = None, decides: str = ""
+    ):
         self._journal = journal
         self._history = history
+        self._decides = (decides,) if decides else ()
         self._step = requests[0].step
         n = self.size = len(requests) // len({request.group for request in requests})
         groups = [requests[i : i + n] for i in range(0, len(requests), n)]
@@ -87,7 +91,7 @@ class RecordedGroups:
 
     def _key(self, group: Sequence[RolloutRequest]) -> str:
         """Return the key of a group: a digest of all that decides its episodes."""
-        return self._journal.key(self._step, *content_of(group), history=self._history)
+        return self._journal.key(self._step, *content_of(group), *self._decides, history=self._history)
 
     def _find(self, keys: Sequence[str]) -> dict[str, list[Episode]]:
         return self._journal.find(self._step, keys, self._history)

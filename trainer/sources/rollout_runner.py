@@ -137,8 +137,11 @@ class RolloutRunner:
             progress: of the batch that they are for. None: of an evaluation, which is not timed.
             is_last: the batch needs no more episodes than these.
         """
-        progress = progress or BatchProgress(requests[0].step, requests[0].step, None)
-        recorded = progress.records(self.journal, requests)
+        if progress is None:
+            progress = BatchProgress(requests[0].step, requests[0].step, None)
+            recorded = RecordedGroups(self.journal, requests, None, self.routes[requests[0].prompt.source].decides)
+        else:
+            recorded = progress.records(self.journal, requests)
         made = self._run(recorded, purpose, progress, is_last) if recorded.missing else []
         episodes = recorded.keep_rest(made)
         self.note_rewards(episodes)

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from trainer.agents.runner import AgentRunner
 from trainer.config import Config
+from trainer.config.fields import resume_rules
+from trainer.config.schema import is_open
 from trainer.environments.episode_runner import EnvironmentRunner, EpisodeRunner, SingleTurnRunner
 from trainer.environments.stream_runner import StreamRunner
+from trainer.files.documents import flatten
+from trainer.files.redaction import redact
+from trainer.journal.history import identity
 from trainer.rewards.scorer import Scorer
+
+VAL_SETS = "val_sets."
+"""Beginning of the names of the sources that are validation sets."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +32,8 @@ class Route:
     episodes: EpisodeRunner
     scorer: Scorer | None
     """None: the environment gives the rewards, or all are 0."""
+    decides: str = ""
+    """Of a validation set: a digest of its environment and its reward, which the settings of the run do not hold."""
 
 
 def make_scorers(
@@ -56,8 +67,15 @@ def make_routes(cfg: Config, scorers: Mapping[str, Scorer | None], tokenizer: An
         if key not in runners:
             # Runners of one batch work on threads of their own, and a tokenizer serves one thread at a time.
             runners[key] = episode_runner(own, copy.deepcopy(tokenizer) if runners else tokenizer)
-        routes[source] = Route(own, runners[key], scorer)
+        routes[source] = Route(own, runners[key], scorer, _digest(own) if source.startswith(VAL_SETS) else "")
     return routes
+
+
+def _digest(cfg: Config) -> str:
+    """Return a digest of the environment and the reward of a config that decide episodes."""
+    flat = flatten(redact(dataclasses.asdict(cfg), references=False), whole=is_open)
+    keys = [key for key, rule in resume_rules(cfg).items() if rule.change == "rollouts"]
+    return identity({key: flat[key] for key in keys if key.startswith(("environment.", "reward."))}, {}, "").rollouts
 
 
 def episode_runner(cfg: Config, tokenizer: Any) -> EpisodeRunner:

@@ -30,6 +30,7 @@ from trainer.sources.batches import StepBatch, UsedRow, ahead_part
 from trainer.sources.dynamic_sampling import choose_groups, have_different_rewards
 from trainer.sources.episode_metrics import episode_metrics, failure_metrics, staleness
 from trainer.sources.rollout_runner import RolloutRunner
+from trainer.sources.routes import VAL_SETS
 
 LOG = logging.getLogger(__name__)
 
@@ -65,9 +66,9 @@ def read_source(cfg: Config, source: str, tokenizer: Any) -> PromptSet:
     """Return the prompts of a source, which name it.
 
     Args:
-        source: dotted name below `data`, such as `mix.math`.
+        source: dotted name below `data`, such as `mix.math` or `val_sets.math`.
     """
-    found = read_prompts(cfg.of_source(source), "train", tokenizer)
+    found = read_prompts(cfg.of_source(source), "val" if source.startswith(VAL_SETS) else "train", tokenizer)
     return replace(found, prompts=[replace(prompt, source=source) for prompt in found.prompts])
 
 

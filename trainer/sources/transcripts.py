@@ -44,13 +44,17 @@ class TranscriptLog:
         remove_rollouts(self.cfg.trainer.run_dir, step)
 
     def add_evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """Sample from the greedy episodes of an evaluation; with `logger.validation`, write all of its episodes."""
-        if not evaluation.greedy:
+        """Sample from the greedy episodes of an evaluation; with `logger.validation`, write all of its episodes.
+
+        Of a run with named sets alone, the samples are from these.
+        """
+        of_sets = [episode for episodes in evaluation.sets.values() for episode in episodes]
+        if not (evaluation.greedy or of_sets):
             return
         if self.cfg.logger.validation:
-            written = [transcript(episode) for episode in [*evaluation.greedy, *evaluation.sampled]]
+            written = [transcript(episode) for episode in [*evaluation.greedy, *evaluation.sampled, *of_sets]]
             write_validation(self.cfg.trainer.run_dir, step, written, self._fence)
-        self._sample("validation", step, evaluation.greedy, shown=True)
+        self._sample("validation", step, evaluation.greedy or of_sets, shown=True)
 
     def pop(self, step: int) -> Mapping[str, Sequence[Transcript]]:
         """Return the samples of `step` by `training` and `validation`, and forget them."""

@@ -29,8 +29,8 @@ from trainer.sources.base import EpisodeSource, Evaluator
 from trainer.sources.evaluation import RolloutEvaluator
 from trainer.sources.in_flight import InFlightSource
 from trainer.sources.rollout_runner import RolloutRunner
-from trainer.sources.routes import make_routes, make_scorers
-from trainer.sources.sampling import SamplingSource, prompt_ledger, read_prompts
+from trainer.sources.routes import VAL_SETS, make_routes, make_scorers
+from trainer.sources.sampling import SamplingSource, prompt_ledger, read_prompts, read_source
 from trainer.tasks.base import Ingredients, SavedData, Task, read_ahead, tokenizer_of
 from trainer.tasks.warm_start import cached_model, check_cache, prepare_model
 
@@ -83,7 +83,7 @@ def sample_episodes(
         cfg, _sampled_sources(cfg), lambda own: make_scorer(given if own is cfg else given.with_config(own))
     )
     for source, scorer in scorers.items():
-        if scorer is None and cfg.of_source(source).environment.name is None:
+        if scorer is None and source in _sources(cfg) and cfg.of_source(source).environment.name is None:
             _check_without_rewards(cfg)
         if cfg.rollout.works_ahead and scorer is not None and scorer.uses_ranks:
             key, off = ("ahead", "0") if cfg.rollout.ahead > 0 else ("in_flight_updates", "false")
@@ -97,8 +97,9 @@ def sample_episodes(
     needs_baselines = "baselines" in cfg.algorithm.reads
     make_source = make_source or (InFlightSource if cfg.rollout.in_flight_updates else SamplingSource)
     source = make_source(cfg, runner, read_prompts(cfg, "train", tokenizer), given.timer, needs_baselines)
-    val_prompts = read_prompts(cfg, "val", tokenizer).prompts if cfg.trainer.val_interval > 0 else []
-    return source, RolloutEvaluator(cfg, runner, val_prompts) if val_prompts else None
+    val_prompts = read_prompts(cfg, "val", tokenizer).prompts if _has_validation_prompts(cfg) else []
+    sets = {name: read_source(cfg, f"{VAL_SETS}{name}", tokenizer).prompts for name in _val_sets(cfg)}
+    return source, RolloutEvaluator(cfg, runner, val_prompts, sets) if val_prompts or sets else None
 
 
 def _sources(cfg: Config) -> list[str]:
@@ -108,8 +109,18 @@ def _sources(cfg: Config) -> list[str]:
 
 def _sampled_sources(cfg: Config) -> list[str]:
     """Return the sources of all prompts, those of validation included."""
-    has_validation = cfg.data.mix and cfg.trainer.val_interval > 0
-    return [*_sources(cfg), *([""] if has_validation else [])]
+    own = [""] if cfg.data.mix and _has_validation_prompts(cfg) else []
+    return [*_sources(cfg), *own, *(f"{VAL_SETS}{name}" for name in _val_sets(cfg))]
+
+
+def _has_validation_prompts(cfg: Config) -> bool:
+    """Whether the run evaluates the prompts of `data.val_files`, or of the generator."""
+    return cfg.trainer.val_interval > 0 and bool(cfg.data.synthetic or cfg.data.val_files)
+
+
+def _val_sets(cfg: Config) -> list[str]:
+    """Return the names of the validation sets that the run evaluates."""
+    return [name for name, one in cfg.data.val_sets.items() if one.interval_in(cfg) > 0]
 
 
 def _check_without_rewards(cfg: Config) -> None:
@@ -135,6 +146,7 @@ def _check_inputs(cfg: Config, asks_servers: bool) -> None:
     """Refuse a reward, a curriculum, data or a model that cannot be used as the config says."""
     refused = []
     configs = [cfg.of_source(source) for source in _sources(cfg)]
+    configs += [cfg.of_source(f"{VAL_SETS}{name}") for name in _val_sets(cfg)]
     of_data = [*configs, cfg] if cfg.data.mix else configs  # the run's own data are the validation prompts
     checks = [partial(_check_functions, own) for own in configs]
     checks += [partial(_check_data, own, own is cfg) for own in of_data]
@@ -145,7 +157,7 @@ def _check_inputs(cfg: Config, asks_servers: bool) -> None:
             refused += sentences_of(error)
     if refused:
         raise UserError(as_list("the run cannot start:", list(dict.fromkeys(refused))))
-    for own in configs:
+    for own in {repr((own.reward, own.environment.name)): own for own in reversed(configs)}.values():
         if _has_reward_functions(own) and (asks_servers or REMOTE not in own.reward.names()):
             with stage("trying the rewards"):
                 _try_rewards(own)
@@ -179,7 +191,7 @@ def _check_agent(cfg: Config) -> None:
 
 
 def _check_data(cfg: Config, has_validation: bool) -> None:
-    validation = has_validation and cfg.trainer.val_interval > 0
+    validation = has_validation and _has_validation_prompts(cfg)
     with stage("checking the data files"):
         check_files(cfg.data, validation=validation, as_rows=cfg.environment.name is not None)
 

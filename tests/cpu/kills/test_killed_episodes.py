@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.buckets import make_bucket, s3_server, use_s3
+from tests.support.evaluations import evaluate, validation_of
 from tests.support.jobs import comparable, metrics
 from tests.support.killed_jobs import STEPS, run_killed, run_until
 from trainer.checkpoint.storage import open_storage, records_in, remove_records
@@ -43,8 +44,10 @@ STREAM = ("rollout.engine=tests.support.token_engine:JOINING", "environment.sche
           "environment.name=tests.support.environments:Dawdling")  # fmt: skip
 AGENTS = ("rollout.engine=tests.support.token_engine:JOINING", "environment.name=tests.support.agents:Hashed",
           "rollout.ahead=1", "environment.num_processes=2")  # fmt: skip
-SCHEDULES = {"rounds": ("environment.name=tests.support.environments:Programs", "rollout.ahead=1"), "stream": STREAM,
-             "agents": AGENTS}  # fmt: skip
+ROUNDS = ("environment.name=tests.support.environments:Programs", "rollout.ahead=1",
+          "data.val_sets.words.synthetic=reverse_text", "data.val_sets.words.size=5", "data.val_sets.words.n=4",
+          "data.val_sets.words.environment.name=null", "data.val_sets.words.interval=2")  # fmt: skip
+SCHEDULES = {"rounds": ROUNDS, "stream": STREAM, "agents": AGENTS}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -80,6 +83,11 @@ def test_a_job_with_environments_ends_as_if_never_killed(model, tmp_path, schedu
     ):
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
     assert "resume verified" in Path(tmp_path / "killed.log").read_text()
+    if schedule != "rounds":
+        return
+    # A set with completions of one turn beside the episodes, in the run and alone.
+    assert [row["step"] for row in rows if "val/words/pass@4" in row] == [0, 2, 4, 6]
+    assert evaluate(tmp_path / "whole", cwd=tmp_path)["metrics"] == validation_of(tmp_path / "whole", STEPS)
 
 
 def test_steps_come_back_as_they_were_even_if_environments_answer_differently_each_time(model, tmp_path, monkeypatch):

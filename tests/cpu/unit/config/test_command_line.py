@@ -85,6 +85,14 @@ def without_torch(*overrides: str, cwd) -> subprocess.CompletedProcess[str]:
         (["trainer.run_dir=x", "trainer.best_metric=val/pass@k", "rollout.val_n=4"], "; name val/pass@4$"),
         (["trainer.run_dir=x", "trainer.best_metric=val/pass@8", "rollout.val_n=4"], "; name val/pass@4$"),
         (
+            ["trainer.run_dir=x", "trainer.best_metric=val/math/accuracy"],
+            "trainer.best_metric=val/math/accuracy: there is no validation set math; data.val_sets names none$",
+        ),
+        (
+            ["trainer.run_dir=x", "trainer.best_metric=val/math/pass@4", "data.val_sets.math.files=[a.jsonl]"],
+            "pass@4: is not measured with data.val_sets.math.n=1; the set measures accuracy, avg@1, failures$",
+        ),
+        (
             ["trainer.run_dir=x", "+trainer.divergence_limits={a: 1}"],
             "trainer.divergence_limits=a: there is no such metric",
         ),

@@ -10,11 +10,13 @@ from tests.cpu.unit.config.contradictions import (  # noqa: F401
 )
 from trainer.config import compose
 from trainer.config.data import GENERATORS
+from trainer.config.fields import resume_rules
 from trainer.data.generators import generate
 from trainer.errors import UserError
 from trainer.files.redaction import redact_text
 
 MIX = ["data.mix.math.files=[a.jsonl]", "trainer.val_interval=-1"]
+SET = ["data.val_sets.math.files=[a.jsonl]"]
 CONTRADICTIONS = [
     (["data=reverse_text", "data.train_files=[a.jsonl]"], "data.synthetic.*data=files"),
     (["data=reverse_text", "data.val_files=[a.jsonl]"], "data.synthetic.*data=files"),
@@ -51,6 +53,16 @@ CONTRADICTIONS = [
     ([*MIX, "data.mix.math.reward.timeout_s=-1"], "data.mix.math.reward.timeout_s=-1.0: must be at least 0.001"),
     ([*MIX, "data.mix.math=3"], "data.mix.math=3: is a section; its keys are "),
     ([*MIX, "trainer.val_interval=10"], "trainer.val_interval=10: needs data.val_files"),
+    (
+        [*SET, "data.val_sets.math.n=4", "data.val_sets.math.temperature=0"],
+        "data.val_sets.math.n=4: greedy completions",
+    ),
+    ([*SET, "data.val_sets.math.n=0"], "data.val_sets.math.n=0: must be at least 1"),
+    ([*SET, "data.val_sets.math.max_response_tokens=99"], "tokens=99: engines complete at most rollout.max_response_t"),
+    ([*SET, "data.val_sets.math.weight=2"], "data.val_sets.math.weight: no such key; "),
+    (["data.val_sets.reward.files=[a.jsonl]"], "^data.val_sets.reward: a set cannot have this name"),
+    (["data.val_sets.a/b.files=[a.jsonl]"], "data.val_sets"),
+    (["data.val_sets.math.n=2"], r"data.val_sets.math.files=\[\]: name at least one file, or a generator"),
     ([*MIX, "trainer.task=sft", "sft.weights=[1]"], "sft.weights=.*data.mix.NAME.weight is the weight of a source"),
 ]
 AT_THE_BOUND = [
@@ -82,6 +94,37 @@ def test_a_source_has_the_runs_values_where_it_sets_none():
     assert (mix["math"].environment.name, mix["math"].environment.kwargs) == ("tools:Tools", {"tool": "python"})
     assert (mix["games"].environment.name, mix["games"].environment.kwargs) == ("games:Game", {"size": 3})
     assert (mix["games"].environment.max_turns, mix["games"].reward.name) == (4, "gsm8k")
+
+
+def test_a_validation_set_is_drawn_as_the_run_unless_it_says_otherwise():
+    words = ["rollout.temperature=0.6", "data.val_sets.b.files=[b.jsonl]", "data.val_sets.b.n=4"]
+    config = compose([*SET, *words, "trainer.val_interval=5", "data.val_sets.b.interval=7"])
+    a, b = (config.data.val_sets[name] for name in ("math", "b"))
+    assert [one.temperature_in(config) for one in (a, b)] == [0.0, 0.6]
+    assert [one.interval_in(config) for one in (a, b)] == [5, 7]
+    config.rollout.temperature = 0.0
+    assert b.temperature_in(config) == 1.0, "sampled completions of a greedy run would all be equal"
+    rules = resume_rules(config)
+    assert {rules[key].change for key in rules if key.startswith("data.val_sets")} == {"validation"}
+
+
+def test_a_validation_set_may_have_an_environment_beside_penalties_of_long_completions():
+    words = ["data.val_sets.math.environment.name=a:B", "algorithm.overlong_buffer=2", "rollout.max_response_tokens=8"]
+    assert compose([*SET, *words]).data.val_sets["math"].environment.name == "a:B"
+
+
+def test_a_set_without_the_environment_of_the_run_needs_not_its_interpreter():
+    words = ["environment.name=a:B", "environment.python=/usr/bin/python3", "data.val_sets.math.environment.name=null"]
+    assert compose([*SET, *words]).data.val_sets["math"].environment.python is None
+
+
+def test_validation_sets_alone_are_validation():
+    files = ["data=files", "data.train_files=[a.jsonl]", *SET]
+    assert compose(files).validates(10) and not compose([*files, "trainer.val_interval=-1"]).validates(10)
+    config = compose([*files, "trainer.val_interval=-1", "data.val_sets.math.interval=4"])
+    assert config.validates(4) and config.validates_start and not config.validates(5)
+    words = ["trainer.task=sft", "trainer.val_interval=-1", "data.val_sets.math.interval=4"]
+    assert not compose([*files, *words]).validates(4)
 
 
 def test_a_source_may_do_without_the_environment_of_the_run():

@@ -19,6 +19,8 @@ def test_open_sections_are_those_with_keys_of_the_users_choice():
         "algorithm.options",
         "model.chat_template_kwargs",
         "data.synthetic_args",
+        "data.val_sets.<name>.synthetic_args",
+        "data.val_sets.<name>.environment.kwargs",
         "data.mix.<name>.synthetic_args",
         "data.mix.<name>.environment.kwargs",
         "environment.kwargs",

@@ -34,6 +34,10 @@ def words(model, tmp_path) -> list[str]:
         "evaluate",
         model,
         "data.val_files=[val.jsonl]",
+        "data.val_sets.more.files=[val.jsonl]",
+        "data.val_sets.more.size=3",
+        "data.val_sets.more.n=4",
+        "data.val_sets.more.interval=-1",
         "reward.name=tests.support.waiting_reward:score",
         "reward.timeout_s=100",
         "rollout=transformers",
@@ -68,7 +72,7 @@ def test_a_killed_evaluation_continues_with_what_was_finished(words, tmp_path):
     assert again.returncode == 0, again.stdout + again.stderr
     assert "groups came from the journal" in again.stdout
     calls = Counter((tmp_path / "killed.calls").read_text().split())
-    assert calls["a0"] == 3 and 3 <= calls["wait"] <= 4, "a finished row is not rewarded again"
+    assert calls["a0"] == 1 + 2 + 4 and 3 <= calls["wait"] <= 4, "a finished row is not rewarded again"
     assert not any(journal.glob("*.arrow"))
 
     whole = [*words, "trainer.run_dir=whole"]
@@ -81,8 +85,9 @@ def test_a_killed_evaluation_continues_with_what_was_finished(words, tmp_path):
         and set(first["sets"]["default"]["values"]["accuracy"]) == {str(i) for i in range(ROWS)}
     )
     assert set(first["metrics"]) >= {"val/accuracy", "val/reward/mean", "val/pass@2"}
-    files = [(tmp_path / name / "rollouts/default.arrow").read_bytes() for name in ("killed", "whole")]
-    assert files[0] == files[1]
+    assert set(first["metrics"]) >= {"val/more/accuracy", "val/more/avg@4", "val/more/pass@2", "val/more/pass@4"}
+    for file in ("rollouts/default.arrow", "rollouts/more.arrow"):
+        assert (tmp_path / "killed" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
     assert "accuracy" in done.stdout and "results: whole" in done.stdout
 
     finished = run_forked("trainer", killed, tmp_path, env(tmp_path, "finished"), 200)
@@ -99,7 +104,11 @@ def test_a_killed_evaluation_continues_with_what_was_finished(words, tmp_path):
         (["data.val_files=[none.jsonl]"], "data.val_files=none.jsonl: no such file in "),
         (["reward.name=no_such:f"], "reward.name=no_such:f: cannot be imported"),
         (["rollout.max_prompt_tokens=1"], "rollout.max_prompt_tokens=1: all 12 val prompts are longer"),
-        (["data.val_files=[]"], "names no data to evaluate on; name files, or sets with data.val_sets"),
+        (
+            ["data.val_files=[]", "data.val_sets.more.files=[none.jsonl]"],
+            "data.val_sets.more.files=none.jsonl: no such",
+        ),
+        (["data.val_sets.more.n=4", "data.val_sets.more.temperature=0"], "data.val_sets.more.n=4: greedy completions"),
         (["algorithm.kl_coef=1"], "algorithm.kl_coef: trainer.task="),
     ],
 )

@@ -219,7 +219,7 @@ def test_an_evaluation_runs_beside_a_batch_unless_the_company_of_requests_change
         engines.before_request = wait
         source.commit(1)  # step 3 begins
         begun.wait()
-        prompts = source.prompts[:2]
+        prompts, source.cfg.trainer.val_interval = source.prompts[:2], 1
         RolloutEvaluator(source.cfg, source.runner, prompts).evaluate(1)
         evaluated.set()
         source.next(2)

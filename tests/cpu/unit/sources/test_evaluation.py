@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,10 +10,13 @@ import numpy as np
 import pytest
 
 from tests.support.replies import evaluator_beside, source_of
+from trainer.config import Config, RewardConfig, ValSetConfig
 from trainer.episodes import Sample
 from trainer.generation.engine import Sampling
+from trainer.models.tokenizer import load_tokenizer
 from trainer.seeding import request_seed
 from trainer.sources.evaluation import LossEvaluator
+from trainer.sources.routes import make_routes
 from trainer.sources.transcripts import TranscriptLog
 
 GREEDY = {"p0": "a", "p1": "bbb", "p2": "cccc"}
@@ -58,6 +62,54 @@ def written(path: Path) -> list[tuple[str, int, str, str]]:
     return [
         (line["uid"], line["number"], line["prompt"][-1]["content"], line["completion"][0]["content"]) for line in lines
     ]
+
+
+def with_sets(cfg: Config) -> None:
+    """Add two sets of the first two prompts: pairs of sampled completions, and greedy ones with another reward."""
+    files = [*cfg.data.val_files]
+    other = RewardConfig(name="tests.support.named_rewards:is_a", num_processes=1)
+    own = dataclasses.replace(cfg.reward, success_threshold=2.0)
+    cfg.data.val_sets = {
+        "pairs": ValSetConfig(files=files, size=2, n=2, temperature=0.5, top_p=0.9, reward=own, interval=2),
+        "greedy": ValSetConfig(files=files, size=2, max_response_tokens=5, reward=other, interval=3),
+    }
+
+
+def test_named_sets_have_metrics_draws_and_rewards_of_their_own(tmp_path, model):
+    with source_of(tmp_path, model, reply, validation=3, edit=with_sets) as source:
+        cfg, engines = source.cfg, source.runner.engines
+        cfg.trainer.total_steps = 7
+        evaluator = evaluator_beside(source, model)
+        evaluation = evaluator.evaluate(6)
+        default, pairs, greedy = engines.samplings
+        assert (pairs.temperature, pairs.top_p, pairs.max_tokens) == (0.5, 0.9, 8)
+        assert (greedy.temperature, greedy.top_p, greedy.max_tokens) == (0.0, 1.0, 5)
+        seeds = [request_seed(cfg.trainer.seed, 6, f"val:pairs:{i}", j) for i in range(2) for j in range(2)]
+        assert engines.seeds[3:7] == seeds and len(set(engines.seeds)) == 9
+        metrics = evaluation.metrics
+        # p0: lengths 3 and 1; p1: 1 and 2; the threshold is 2.
+        assert (metrics["val/pairs/accuracy"], metrics["val/pairs/avg@2"]) == (0.5, pytest.approx(7 / 4))
+        assert (metrics["val/pairs/pass@2"], metrics["val/pairs/failures"]) == (1.0, 0.0)
+        assert (metrics["val/greedy/accuracy"], metrics["val/greedy/avg@1"]) == (0.5, 0.5), "a and bbb"
+        assert "val/greedy/pass@1" not in metrics and metrics["val/reward/mean"] == pytest.approx((1 + 3 + 4) / 3)
+        assert [episode.uid for episode in evaluation.sets["greedy"]] == ["val:greedy:0:0", "val:greedy:1:0"]
+        due = {step: sorted(evaluator.evaluate(step).sets) for step in (1, 2, 3, 7)}
+        assert due == {1: [], 2: ["pairs"], 3: ["greedy"], 7: ["greedy", "pairs"]}
+        assert [step for step in range(8) if cfg.validates(step)] == list(range(8)), "the default set is due always"
+        cfg.trainer.val_interval = -1
+        assert [step for step in range(8) if cfg.validates(step)] == [0, 2, 3, 4, 6, 7]
+        assert evaluator.evaluate(2).greedy == []
+
+
+def test_a_record_of_a_set_is_of_its_reward(tmp_path, model):
+    """The settings of the run do not hold it."""
+    with source_of(tmp_path, model, reply, validation=2, edit=with_sets) as source:
+        before = {name: route.decides for name, route in source.runner.routes.items()}
+        source.cfg.data.val_sets["pairs"].reward.weights = [2.0]
+        source.cfg.data.val_sets["greedy"].reward.timeout_s = 5.0
+        after = make_routes(source.cfg, dict.fromkeys(before), load_tokenizer(model))
+    changed = [name for name, route in after.items() if route.decides != before[name]]
+    assert changed == ["val_sets.pairs"] and before[""] == ""
 
 
 def test_validation_examples_are_evaluated_under_the_current_policy():
