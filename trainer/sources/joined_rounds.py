@@ -190,6 +190,7 @@ class _Rounds:
             return part.replies.popleft()
 
     def _check(self) -> None:
+        SIGNALS.check()
         if self._is_stopped:
             raise _Stopped
 

@@ -239,6 +239,8 @@ class RolloutRunner:
         ]
         if len(parts) == 1:
             return parts[0].episodes.run(requests, generate, progress.timer, parts[0].known, progress.check)
+        if self.cfg.streams_requests:
+            self.wake()  # in this thread: those of the parts do not know its block
         return run_together(parts, generate, progress.timer, progress.check)
 
     def wake(self) -> None:

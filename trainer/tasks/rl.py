@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -145,22 +146,38 @@ def _prompts(cfg: Config, tokenizer: Any, path: str) -> SavedData:
 def _check_inputs(cfg: Config, asks_servers: bool) -> None:
     """Refuse a reward, a curriculum, data or a model that cannot be used as the config says."""
     refused = []
-    configs = [cfg.of_source(source) for source in _sources(cfg)]
-    configs += [cfg.of_source(f"{VAL_SETS}{name}") for name in _val_sets(cfg)]
-    of_data = [*configs, cfg] if cfg.data.mix else configs  # the run's own data are the validation prompts
-    checks = [partial(_check_functions, own) for own in configs]
-    checks += [partial(_check_data, own, own is cfg) for own in of_data]
-    for check in (*checks, partial(_check_model, cfg)):
-        try:
-            check()
-        except UserError as error:
-            refused += sentences_of(error)
+    sources = {source: cfg.of_source(source) for source in _sampled_sources(cfg)}
+    for check in (_check_functions, _check_data):
+        for source, own in sources.items():
+            try:
+                check(own)
+            except UserError as error:
+                refused += [_with_keys_of(source, cfg, sentence) for sentence in sentences_of(error)]
+    try:
+        _check_model(cfg)
+    except UserError as error:
+        refused += sentences_of(error)
     if refused:
         raise UserError(as_list("the run cannot start:", list(dict.fromkeys(refused))))
-    for own in {repr((own.reward, own.environment.name)): own for own in reversed(configs)}.values():
+    with_rows = {source: own for source, own in sources.items() if source or not cfg.data.mix}
+    tried = {repr((own.reward, own.environment.name)): source for source, own in reversed(with_rows.items())}
+    for source in reversed(tried.values()):
+        own = sources[source]
         if _has_reward_functions(own) and (asks_servers or REMOTE not in own.reward.names()):
             with stage("trying the rewards"):
-                _try_rewards(own)
+                try:
+                    _try_rewards(own)
+                except UserError as error:
+                    raise UserError(_with_keys_of(source, cfg, str(error))) from error
+
+
+def _with_keys_of(source: str, cfg: Config, sentence: str) -> str:
+    """Return a sentence about keys of the run as one about those that the source has set."""
+    own = cfg.of_source(source)
+    for section in ("environment", "reward"):
+        if getattr(own, section) != getattr(cfg, section):
+            sentence = re.sub(rf"(?<![\w.]){section}\.(?=[a-z])", f"data.{source}.{section}.", sentence)
+    return sentence
 
 
 def _has_reward_functions(cfg: Config) -> bool:
@@ -190,10 +207,14 @@ def _check_agent(cfg: Config) -> None:
         raise config_error(cfg, "environment.name", problem)
 
 
-def _check_data(cfg: Config, has_validation: bool) -> None:
-    validation = has_validation and _has_validation_prompts(cfg)
+def _check_data(cfg: Config) -> None:
+    is_source = cfg.data.name_of("train_files") != "data.train_files"
     with stage("checking the data files"):
-        check_files(cfg.data, validation=validation, as_rows=cfg.environment.name is not None)
+        check_files(
+            cfg.data,
+            validation=not is_source and _has_validation_prompts(cfg),
+            as_rows=cfg.environment.name is not None,
+        )
 
 
 def _check_model(cfg: Config) -> None:

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.runs import configured
-from trainer.config import TASKS, Config
+from trainer.config import TASKS, Config, DataConfig, EnvironmentConfig, RewardConfig
+from trainer.config.data import SourceConfig
 from trainer.config.overrides import unread_words
 from trainer.errors import UserError
 from trainer.rewards.scorer import RankScorer
@@ -66,6 +67,38 @@ def test_all_that_is_wrong_is_listed_together(cfg):
     first, *others = str(refused.value).splitlines()
     assert first == "the run cannot start:"
     assert [line.strip().partition("=")[0] for line in others] == ["reward.name", "model.path"]
+
+
+def test_each_source_of_a_mix_is_checked_and_its_keys_are_named(cfg, tmp_path):
+    """A source that has no reward of its own has that of the run."""
+    cfg.data = DataConfig(
+        mix={
+            "math": SourceConfig(synthetic="arithmetic", size=4, reward=RewardConfig(name="no.such:reward")),
+            "games": SourceConfig(files=["none.jsonl"], environment=EnvironmentConfig(name="no.such:World")),
+            "words": SourceConfig(synthetic="reverse_text", size=4, reward=cfg.reward, curriculum="no.such:order"),
+        }
+    )
+    cfg.trainer.val_interval = -1
+    with pytest.raises(UserError) as refused:
+        build(cfg).check_inputs(True)
+    _, *listed = str(refused.value).splitlines()
+    assert [line.strip().partition("=")[0] for line in listed] == [
+        "data.mix.games.environment.name",
+        "data.mix.math.reward.name",
+        "data.mix.words.curriculum",
+        "data.mix.games.files",
+    ]
+
+
+def test_the_rewards_of_all_sources_are_tried(cfg):
+    cfg.data = DataConfig(
+        mix={"math": SourceConfig(synthetic="arithmetic", size=4, reward=RewardConfig(name="arithmetic"))}
+    )
+    cfg.trainer.val_interval = -1
+    build(cfg).check_inputs(True)
+    cfg.data.mix["bad"] = SourceConfig(synthetic="arithmetic", size=4, reward=RewardConfig(name=f"{HERE}:fails"))
+    with pytest.raises(UserError, match=f"^data.mix.bad.reward.name={HERE}:fails: fails for the first 3 rows"):
+        build(cfg).check_inputs(True)
 
 
 def test_a_reward_that_fails_for_the_first_rows_is_refused(cfg):
