@@ -131,7 +131,7 @@ def chat(endpoint: Endpoint, messages: list[dict[str, Any]], **fields: Any) -> d
     import httpx
 
     body = {"model": endpoint.model, "messages": messages, **fields}
-    answer = httpx.post(f"{endpoint.base_url}/chat/completions", json=body, timeout=60, trust_env=False)
+    answer = httpx.post(f"{endpoint.base_url}/chat/completions", json=body, timeout=60)
     if answer.status_code != 200:
         raise RuntimeError(f"{answer.status_code} {answer.text}")
     return answer.json()

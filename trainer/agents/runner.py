@@ -18,7 +18,7 @@ from trainer.agents.call_tree import CallTree, Turn
 from trainer.agents.chat_request import Rules
 from trainer.agents.episode import AgentEpisode
 from trainer.agents.server import AgentServer, shared_server
-from trainer.agents.sessions import AgentPool, AgentSession
+from trainer.agents.sessions import AgentPool, AgentSession, Cancellation
 from trainer.config import Config
 from trainer.data.limits import max_characters
 from trainer.environments.agent import AgentResult
@@ -29,6 +29,7 @@ from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.request_stream import RequestStream
 from trainer.process import time_limits
 from trainer.rewards.scores import Failures
+from trainer.sandbox.tasks import Round
 from trainer.seeding import environment_seed, turn_seed
 
 LOG = logging.getLogger(__name__)
@@ -134,6 +135,8 @@ class _Batch:
         self._asked: dict[int, tuple[AgentEpisode, Turn]] = {}
         self._ended: queue.SimpleQueue[AgentSession] = queue.SimpleQueue()
         self._timeout_s = runner.config.timeout_s
+        self._next_look = 0.0
+        """When to look next for agents that take too long."""
         self._sessions = [self._session(index, request) for index, request in enumerate(requests)]
 
     def run(self, timer: PhaseTimer, known: int | None, check: Callable[[], None]) -> Iterator[dict[int, Episode]]:
@@ -149,7 +152,7 @@ class _Batch:
                         self._answer(number, completion)
                     if tasks.ended.done():
                         tasks.ended.result()  # raises: the processes cannot start
-                    tasks.submit([task for session in self._sessions if (task := self._late(session)) is not None])
+                    self._cancel_late(tasks)
                     new = list(self._newly_ended())
                     if any(session.failure for session in new):
                         self._check_failures(known)
@@ -187,12 +190,21 @@ class _Batch:
             while True:
                 yield self._ended.get_nowait()
 
-    def _late(self, session: AgentSession) -> Any:
-        """Return a task that ends the agent, if it takes too long."""
+    def _cancel_late(self, tasks: Round) -> None:
+        """End agents that take too long."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + time_limits.POLL_INTERVAL_S
+        late = [task for session in self._sessions if (task := self._cancellation(session, now)) is not None]
+        if late:
+            tasks.submit(late)
+
+    def _cancellation(self, session: AgentSession, now: float) -> Cancellation | None:
         began, most_s = session.began_at, self._runner.config.max_seconds
         if began is None:
             return None
-        if most_s and time.monotonic() - began > most_s:
+        if most_s and now - began > most_s:
             return session.cancellation(f"was not done after environment.max_seconds={most_s:g}", is_last=True)
         return session.cancellation() if session.episode.idle_s() > self._timeout_s else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -29,6 +30,7 @@ class AgentHandler(Handler):
 
     def __init__(self, name: str, options: dict[str, Any]):
         kind = find_environment(name)
+        _reach_without_proxy("127.0.0.1", "localhost")
         self._make = lambda: kind(**options)
         self._running: dict[int, asyncio.Task[Any]] = {}
         self._threads = ThreadPoolExecutor(MAX_ASYNC_SESSIONS, "agent")
@@ -55,6 +57,12 @@ class AgentHandler(Handler):
             return await agent.run(*given)
         value = await asyncio.get_running_loop().run_in_executor(self._threads, agent.run, *given)
         return await value if inspect.isawaitable(value) else value
+
+
+def _reach_without_proxy(*hosts: str) -> None:
+    """Let clients of this process, and of those that it starts, reach hosts without the proxies of the environment."""
+    for name in ("NO_PROXY", "no_proxy"):
+        os.environ[name] = ",".join(filter(None, [os.environ.get(name), *hosts]))
 
 
 def _result(value: Any) -> dict[str, Any]:

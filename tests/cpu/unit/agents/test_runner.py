@@ -119,6 +119,15 @@ def test_an_episode_may_take_so_long(tokenizer):
     assert (late.status, late.failure) == ("timeout", "run was not done after environment.max_seconds=0.5")
 
 
+def test_agents_reach_the_policy_where_others_are_reached_through_a_proxy(tokenizer, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    with runner_of(tokenizer, "OneCall") as runner:
+        (one,) = run(runner, Policy(tokenizer, lambda *_: "ok"), requests_of({"prompt": "a"}))
+    assert one.failure == "" and one.text == "ok"
+
+
 def test_an_agent_that_asks_too_often_ends_with_the_status_of_the_limit(tokenizer, caplog):
     policy = Policy(tokenizer, lambda prompt, seed: "ok")
     with runner_of(tokenizer, "OneCall", kwargs={"times": 9}) as runner:
