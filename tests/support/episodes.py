@@ -83,12 +83,17 @@ def requests_of(*rows: dict[str, Any], n: int = 1) -> list[RolloutRequest]:
     ]
 
 
-def runner_of(tokenizer: Any, max_prompt_tokens: int = 100, **config: Any) -> EnvironmentRunner:
+def runner_config(max_prompt_tokens: int = 100, **config: Any) -> Config:
     cfg = Config()
     cfg.trainer.seed = 3
     cfg.rollout.max_prompt_tokens = max_prompt_tokens
     name = config.pop("name", "tests.support.environments:Echo")
     cfg.environment = EnvironmentConfig(name=name, **{"timeout_s": 20.0, "max_turns": 3, "num_processes": 2, **config})
+    return cfg
+
+
+def runner_of(tokenizer: Any, max_prompt_tokens: int = 100, **config: Any) -> EnvironmentRunner:
+    cfg = runner_config(max_prompt_tokens, **config)
     return (StreamRunner if cfg.environment.schedule == "stream" else EnvironmentRunner)(cfg, tokenizer)
 
 

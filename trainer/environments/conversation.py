@@ -12,6 +12,7 @@ import numpy as np
 from trainer.data.datasets import render, render_text
 from trainer.data.limits import TextTooLong, encode
 from trainer.environments.base import Message
+from trainer.environments.rendering import ChatRenderer
 from trainer.episodes import Sample
 from trainer.generation.engine import Completion
 
@@ -29,19 +30,34 @@ class Conversation:
 
     Args:
         limit: texts with more characters are too long, and not encoded (see `trainer.data.limits`).
+        renderer: writes and reads in place of the chat template.
 
     Raises:
         UserError: the chat template refuses the messages.
         TextTooLong: the first messages are too long.
     """
 
-    def __init__(self, tokenizer: Any, messages: Sequence[Message], limit: float = math.inf):
+    def __init__(
+        self,
+        tokenizer: Any,
+        messages: Sequence[Message],
+        limit: float = math.inf,
+        renderer: ChatRenderer | None = None,
+    ):
         self._tokenizer = tokenizer
         self._limit = limit
+        self._renderer = renderer
+        self._reply_length = 0  # tokens of the last reply
         self.messages: list[Message] = list(messages)
         self._outline: list[Message] = list(messages)  # with `_REPLY` in place of what the policy said
         self._earlier: list[Sample] = []
-        self._begin(render(tokenizer, self.messages, add_generation_prompt=True, limit=limit))
+        self._begin(self._whole())
+
+    def _whole(self) -> list[int]:
+        """Return the tokens of all messages, up to where the next reply begins."""
+        if self._renderer is not None:
+            return self._renderer.prompt(self.messages)
+        return render(self._tokenizer, self.messages, add_generation_prompt=True, limit=self._limit)
 
     def _begin(self, token_ids: list[int]) -> None:
         self.token_ids = list(token_ids)
@@ -59,13 +75,18 @@ class Conversation:
 
     def add_reply(self, completion: Completion) -> Message:
         """Append the tokens of a reply; return it as a message."""
+        prompt = self.token_ids.copy() if self._renderer is not None else []
+        self._reply_length = len(completion.token_ids)
         self.token_ids += completion.token_ids.tolist()
         self._mask += [1.0] * len(completion.token_ids)
         self._logprobs += completion.logprobs.tolist()
         self._versions += completion.weight_versions
         self._spans += completion.version_spans or [(completion.weight_versions[1], len(completion.token_ids))]
         text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        self.messages.append({"role": "assistant", "content": text})
+        reply: Message = {"role": "assistant", "content": text}
+        if self._renderer is not None:
+            reply = self._renderer.reply(completion.token_ids.tolist(), prompt, text, self.messages)
+        self.messages.append(reply)
         return self.messages[-1]
 
     def add_messages(self, messages: Sequence[Message], max_tokens: int) -> bool:
@@ -89,7 +110,7 @@ class Conversation:
             self._mask += [0.0] * len(added)
             self._logprobs += [0.0] * len(added)
             return True
-        whole = render(self._tokenizer, self.messages, add_generation_prompt=True, limit=self._limit)
+        whole = self._whole()
         if len(whole) > max_tokens:
             return False
         self._earlier.append(self._sample())
@@ -103,6 +124,9 @@ class Conversation:
         after the reply must begin with the stop token in which the policy has ended it: a token, at which the
         tokenizer splits any text.
         """
+        if self._renderer is not None:
+            end = len(self.token_ids) - self._reply_length
+            return self._renderer.bridge(self.token_ids[:end], self.token_ids[end:], messages, self.messages)
         before = render_text(self._tokenizer, self._outline, add_generation_prompt=False)
         reply = {"role": "assistant", "content": _REPLY}
         after = render_text(self._tokenizer, [*self._outline, reply, *messages], add_generation_prompt=True)

@@ -18,6 +18,7 @@ from trainer.config import Config
 from trainer.data.datasets import Prompt
 from trainer.data.limits import TextTooLong, max_characters
 from trainer.environments.conversation import Conversation
+from trainer.environments.rendering import find_renderer
 from trainer.environments.sessions import EnvironmentPool, Session
 from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
@@ -159,6 +160,7 @@ class EnvironmentRunner(EpisodeRunner):
         self._tokenizer = tokenizer
         self._lock = threading.Lock()  # one thread at a time may use the tokenizer
         self._limit = max_characters(tokenizer, self._longest)
+        self._renderer = find_renderer(cfg.model, tokenizer, self._limit)
         self._pool = EnvironmentPool(cfg.environment, self._limit)
 
     def __enter__(self) -> Self:
@@ -258,7 +260,7 @@ class EnvironmentRunner(EpisodeRunner):
     def _begin(self, episode: RunningEpisode) -> None:
         key, most = self._first_limit
         try:
-            episode.conversation = Conversation(self._tokenizer, episode.steps[0].messages, self._limit)
+            episode.conversation = Conversation(self._tokenizer, episode.steps[0].messages, self._limit, self._renderer)
             length = len(episode.conversation.token_ids)
             size = f"{length} tokens" if length > most else ""
         except TextTooLong as error:

@@ -70,7 +70,8 @@ class ToolEnvironment:
 
     async def step(self, reply: Message) -> StepResult:
         """Answer each call with a message of the role `tool`. A wrong call is answered with the error."""
-        calls = CALL.findall(reply["content"])
+        read = [call["function"] for call in reply.get("tool_calls") or []]  # by a renderer
+        calls = [*map(json.dumps, read), *CALL.findall(reply["content"])]
         count = {f"tool_calls/{tool.__name__}": 0 for tool in self.tools} | {"tool_errors": 0}
         if not calls:
             score = self.score(reply["content"].strip(), self._row)
@@ -80,7 +81,10 @@ class ToolEnvironment:
         if len(calls) > MAX_TOOL_CALLS:
             answers.append(f"Error: {len(calls)} calls; only the first {MAX_TOOL_CALLS} of a reply are made")
             count["tool_errors"] += len(calls) - MAX_TOOL_CALLS
-        return StepResult([{"role": "tool", "content": answer} for answer in answers], metrics=count)
+        messages: list[Message] = [{"role": "tool", "content": answer} for answer in answers]
+        for message, call in zip(messages, reply.get("tool_calls") or [], strict=False):
+            message.update(tool_call_id=call["id"], name=call["function"]["name"])
+        return StepResult(messages, metrics=count)
 
     async def close(self) -> None:
         pass
@@ -121,11 +125,18 @@ class ToolEnvironment:
 def with_tools(
     messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]], instructions: str = _SYSTEM
 ) -> list[Message]:
-    """Return messages that begin with a system message which describes tools, after the text of the one they have."""
+    """Return messages that begin with a system message which describes tools, after the text of the one they have.
+
+    With the usual instructions it also holds the schemas as `tools`, and its own text as `without_tools`, for
+    renderers, which describe tools in the format of their model (see `trainer.environments.rendering`).
+    """
     has_system = bool(messages) and messages[0]["role"] == "system"
-    own = messages[0]["content"] + "\n\n" if has_system else ""
+    own = messages[0]["content"] if has_system else ""
     text = instructions.replace("{tools}", "\n".join(map(json.dumps, schemas)))
-    return [{"role": "system", "content": own + text}, *messages[has_system:]]
+    system: Message = {"role": "system", "content": own + "\n\n" + text if has_system else text}
+    if instructions is _SYSTEM:
+        system |= {"tools": list(schemas), "without_tools": own}
+    return [system, *messages[has_system:]]
 
 
 def _finite(text: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from trainer.config.engines import engines_with
 from trainer.config.fields import config_error
 from trainer.data.datasets import PromptSet, as_messages, check_files, read_examples
 from trainer.environments.preflight import check_environment
+from trainer.environments.rendering import AUTO, find_renderer
 from trainer.errors import UserError, as_list, sentences_of
 from trainer.generation.engine_pool import EnginePool
 from trainer.import_utils import import_function
@@ -222,7 +224,9 @@ def _check_model(cfg: Config) -> None:
         check_cache(cfg)
         return
     with stage(f"fetching the model {cfg.model.path}"):
-        tokenizer_of(cfg, resolve_model_path(cfg.model.path))
+        tokenizer = tokenizer_of(cfg, resolve_model_path(cfg.model.path))
+        if cfg.environment.name is not None and cfg.model.renderer != AUTO:  # which fits always
+            find_renderer(cfg.model, tokenizer, math.inf)
 
 
 def _try_rewards(cfg: Config) -> None:

@@ -30,6 +30,7 @@ ONLY_BUILT_FROM_THE_CONFIG = {
     "environment.max_tokens",
     "environment.max_seconds",
     "algorithm.old_logprobs",
+    "model.renderer",
     "model.trust_remote_code",
     "reward.url",
     "rollout.engine",

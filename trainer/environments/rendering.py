@@ -1,0 +1,197 @@
+"""Conversations by the library `renderers`, which knows the chat templates and tool formats of many models.
+
+For other models, and where the library is not installed, the model's own chat template writes conversations (see
+`trainer.environments.conversation`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from trainer.config import ModelConfig
+from trainer.data.datasets import render
+from trainer.data.limits import TextTooLong
+from trainer.environments.base import Message
+from trainer.errors import UserError, describe_error, did_you_mean
+
+LOG = logging.getLogger(__name__)
+
+AUTO, TEMPLATE = "auto", "template"
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    },
+}
+_USER, _REPLY = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4."}
+_PROBES: tuple[tuple[list[Message], list[Any]], ...] = (
+    ([_USER], []),
+    ([{"role": "system", "content": "Be brief."}, _USER, _REPLY, {"role": "user", "content": "And 3?"}], []),
+    ([{"role": "system", "content": "Be brief."}, _USER], [_TOOL]),
+)
+"""Conversations and tools that a renderer must write as the model's template does."""
+
+
+class ChatRenderer:
+    """Messages as tokens and replies as messages, in the format of one model.
+
+    Tools are those that the system message names in `tools`; its text `without_tools` takes the place of its content,
+    which describes them for other models (see `trainer.environments.tools`).
+
+    Args:
+        renderer: of the library.
+        limit: messages with more characters are too long, and not encoded.
+    """
+
+    def __init__(self, renderer: Any, limit: float):
+        self._renderer = renderer
+        self._limit = limit
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens of a conversation, up to where the next reply begins.
+
+        Raises:
+            UserError: the renderer refuses the messages.
+            TextTooLong: they are too long.
+        """
+        self._check_length(messages)
+        messages, tools = _split_tools(messages)
+        try:
+            return list(self._renderer.render_ids(messages, tools=tools, add_generation_prompt=True))
+        except Exception as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise UserError(
+                f"model.renderer: {type(self._renderer).__name__} cannot write a chat of {roles} "
+                f"({describe_error(error)})"
+            ) from error
+
+    def bridge(
+        self, prompt: Sequence[int], reply: Sequence[int], new: Sequence[Message], history: Sequence[Message]
+    ) -> list[int] | None:
+        """Return the tokens between a reply and the next one; None: they cannot follow the reply as it was sampled.
+
+        Args:
+            prompt, reply: the tokens so far.
+            new: the messages that follow the reply.
+            history: those before it.
+
+        Raises:
+            TextTooLong: the new messages are too long.
+        """
+        self._check_length(new)
+        before = [*prompt, *reply]
+        try:
+            whole = self._renderer.bridge_to_next_turn(
+                list(prompt), list(reply), list(new), tools=_split_tools(history)[1]
+            )
+        except Exception:  # it refuses the messages: `prompt` says so
+            return None
+        if whole is None or list(whole.token_ids[: len(before)]) != before:
+            return None
+        return list(whole.token_ids[len(before) :])
+
+    def reply(self, token_ids: Sequence[int], prompt: Sequence[int], text: str, history: Sequence[Message]) -> Message:
+        """Return a reply as a message: where there are tools, with its calls of them apart from its text.
+
+        If a call cannot be read, the reply is its text as a whole.
+
+        Args:
+            text: the decoded reply.
+        """
+        tools = _split_tools(history)[1]
+        if not tools:
+            return {"role": "assistant", "content": text}
+        parsed = self._renderer.parse_response(list(token_ids), tools=tools, prompt_ids=list(prompt))
+        if any(str(call.status) != "ok" or not isinstance(call.arguments, dict) for call in parsed.tool_calls):
+            return {"role": "assistant", "content": text}
+        calls = [
+            {
+                "id": call.id or f"call_{number}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for number, call in enumerate(parsed.tool_calls)
+        ]
+        message: Message = {"role": "assistant", "content": parsed.content}
+        if parsed.reasoning_content:
+            message["reasoning_content"] = parsed.reasoning_content
+        return {**message, "tool_calls": calls} if calls else message
+
+    def _check_length(self, messages: Sequence[Message]) -> None:
+        characters = sum(len(message["content"]) for message in messages)
+        if characters > self._limit:
+            raise TextTooLong(characters)
+
+
+def _split_tools(messages: Sequence[Message]) -> tuple[list[Message], list[Any] | None]:
+    """Return the messages without the description of tools, and the tools."""
+    first, *others = messages
+    if not first.get("tools"):
+        return list(messages), None
+    own = first.get("without_tools", "")
+    system = [{"role": first["role"], "content": own}] if own else []
+    return [*system, *others], list(first["tools"])
+
+
+def find_renderer(model: ModelConfig, tokenizer: Any, limit: float) -> ChatRenderer | None:
+    """Return the renderer that `model.renderer` chooses; None: the model's own chat template.
+
+    `auto` chooses that of the library, if the library is installed, knows `model.path`, and writes conversations as
+    the model's template does.
+
+    Raises:
+        UserError: the library is not installed, has no such renderer, or the renderer writes conversations in another
+            way than the model's chat template.
+    """
+    if model.renderer == TEMPLATE or model.renderer == AUTO and (model.path is None or model.chat_template is not None):
+        return None
+    key = f"model.renderer={model.renderer}"
+    try:
+        from renderers.base import MODEL_RENDERER_MAP, create_renderer, merge_chat_template_kwargs
+        from renderers.configs import config_from_name
+    except ImportError as error:
+        if model.renderer == AUTO:
+            return None
+        raise UserError(
+            f"{key}: the package renderers cannot be imported ({describe_error(error)}); install the extra "
+            "`environments`: pip install 'trainer[environments]'"
+        ) from error
+    names = sorted(set(MODEL_RENDERER_MAP.values()))
+    name = MODEL_RENDERER_MAP.get(str(model.path)) if model.renderer == AUTO else model.renderer
+    if name is None:
+        return None
+    if name not in names:
+        meant = did_you_mean(name, [*names, AUTO, TEMPLATE]) or f"choose one of {', '.join([AUTO, TEMPLATE, *names])}"
+        raise UserError(f"{key}: the library renderers has no such renderer; {meant}")
+    try:
+        settings = merge_chat_template_kwargs(config_from_name(name), model.chat_template_kwargs)
+        if settings.thinking_retention is None:
+            settings = type(settings)(**settings.model_dump(exclude_unset=True), thinking_retention="all")
+        renderer = create_renderer(tokenizer, settings)
+        differs = any(not _agrees(renderer, tokenizer, *probe) for probe in _PROBES)
+    except Exception as error:
+        if model.renderer == AUTO:
+            LOG.info("model.renderer=auto: the model's own chat template is used (%s)", describe_error(error))
+            return None
+        raise UserError(f"{key}: cannot be used with this model ({describe_error(error)})") from error
+    if differs and model.renderer == AUTO:
+        LOG.info("model.renderer=auto: the model's own chat template is used; that of %s differs", name)
+        return None
+    if differs:
+        raise UserError(
+            f"{key}: writes conversations in another way than the model's chat template; choose another one"
+        )
+    return ChatRenderer(renderer, limit)
+
+
+def _agrees(renderer: Any, tokenizer: Any, messages: list[Message], tools: list[Any]) -> bool:
+    """Return whether the renderer writes a conversation as the model's template does."""
+    ours = renderer.render_ids(messages, tools=tools or None, add_generation_prompt=True)
+    if not tools:
+        return list(ours) == render(tokenizer, messages, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+    return list(ours) == tokenizer.encode(text, add_special_tokens=False)
