@@ -16,7 +16,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from trainer.metrics.names import PHASES, pass_at
+from trainer.metrics.names import PHASES, pass_at, set_of_metric
 from trainer.metrics.startup import StartUp, stage_text
 from trainer.metrics.timing import Timer, clock
 from trainer.process import time_limits
@@ -134,7 +134,8 @@ class Progress:
 
     def _remember_val(self, step: int, metrics: Mapping[str, Any]) -> None:
         for name, value in metrics.items():
-            if value is not None and (name in (_ACCURACY, _REWARD, _LOSS) or name.startswith(pass_at(""))):
+            is_shown = name in (_ACCURACY, _REWARD, _LOSS) or name.startswith(pass_at("")) or _is_of_set(name)
+            if value is not None and is_shown:
                 best = min if name == _LOSS else max
                 # The initial weights are no result of training.
                 is_first = name not in self._vals or name in self._initial
@@ -153,12 +154,14 @@ class Progress:
         The mean reward takes the place of an accuracy that has always been 0 (see `trainer.metrics.best`).
         """
         measured = [name for name in (_ACCURACY, _REWARD, _LOSS) if name in self._vals]
+        sets = [f"{name.split('/')[1]} {value:.3f}" for name, (value, _) in self._vals.items() if _is_of_set(name)]
         if not measured:
-            return ""
+            return " ".join(sets)
         name = _REWARD if _REWARD in measured and self._vals.get(_ACCURACY, (0.0, 0.0))[1] == 0 else measured[0]
         value, best = self._vals[name]
         passes = [n for n in self._vals if n.startswith(pass_at(""))][-1:]  # the last: a resume may change k
         others = "".join(f" {n.removeprefix('val/')} {self._vals[n][0]:.3f}" for n in passes)
+        others += "".join(f" {text}" for text in sets)
         return f"{_LABELS.get(name, '')}{value:.3f} best {best:.3f}{others}"
 
     def _left(self, label: str = "", unit: str = "") -> str:
@@ -185,6 +188,11 @@ class Progress:
             shares = {phase: metrics.get(f"time/{phase}", 0.0) / step for phase in PHASES}
             largest_first = sorted((phase for phase in PHASES if shares[phase] > 0), key=lambda phase: -shares[phase])
             yield Text("  ".join(f"{phase} {shares[phase]:.0%}" for phase in largest_first), style="dim")
+
+
+def _is_of_set(name: str) -> bool:
+    """Return whether this is the accuracy of a named validation set."""
+    return (set_of_metric(name) or ("", ""))[1] == "accuracy"
 
 
 def seconds_left(ends: Sequence[float], steps: int, now: float) -> float | None:

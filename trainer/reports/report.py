@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config import Metric
 from trainer.errors import UserError
-from trainer.metrics.names import PHASES, pass_at
+from trainer.metrics.names import PHASES, pass_at, set_of_metric
 from trainer.metrics.tracker import METRICS_FILE, PARENT_FILE, read_metrics
 from trainer.process.failure_log import INFRASTRUCTURE, JOB, Incident, read_incidents
 from trainer.process.log_setup import run_tool, show
@@ -102,6 +102,9 @@ def _panels(rows: Rows, declared: Mapping[str, Metric]) -> list[Panel]:
     terms = [name for name in means if re.fullmatch(r"reward/.+/mean", name)]
     if terms and not (len(terms) == 1 and all(_is_whole(row, terms[0]) for row in rows)):
         panels.append(partial(_family, names=terms, title="Terms of the reward", unit="reward"))
+    sets = sorted(name for name in logged if (set_of_metric(name) or ("", ""))[1] == "accuracy")
+    if sets:
+        panels.append(partial(_family, names=sets, title="Validation sets", unit="accuracy"))
     # Tokens are on another scale.
     counts = [name for name in means if re.fullmatch(r"episode/(?!tokens/mean).+/mean", name)]
     if counts:
@@ -180,7 +183,7 @@ def _family(axes: Axes, rows: Rows, names: Sequence[str], title: str, unit: str)
     """Draw the first metrics of a family, as many as colours can tell apart."""
     colours = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, YELLOW, GREY)
     for name, colour in zip(names, colours, strict=False):
-        label = name.partition("/")[2].removesuffix("/mean")
+        label = name.partition("/")[2].removesuffix("/mean").removesuffix("/accuracy")
         curve(axes, rows, name, label if label[0] != "_" else f" {label}", colour)  # "_…" would not be in the legend
     hidden = len(names) - len(colours)
     axes.legend(title=f"and {hidden} more, not drawn" if hidden > 0 else None)

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.jobs import wait_until
 from tests.support.metrics import step_metrics
 from trainer.config import TASKS, Metric, TaskSpec
@@ -71,6 +73,15 @@ def test_pass_at_k_is_shown_with_its_k(capsys):
     with Progress(3, history=[{"step": 0, "val/accuracy": 0.1, "val/pass@2": 0.2}]) as progress:
         progress.update(1, {"val/accuracy": 0.3, "val/pass@4": 0.5})
     assert "val 0.300 best 0.300 pass@4 0.500" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_named_validation_sets_are_shown(capsys, beside):
+    with Progress(3) as progress:
+        default = {"val/accuracy": 0.3} if beside else {}
+        progress.update(1, {**default, "val/math/accuracy": 0.5, "val/math/pass@2": 0.6, "val/code/accuracy": 0.25})
+    expected = "val 0.300 best 0.300 math 0.500 code 0.250" if beside else "val math 0.500 code 0.250"
+    assert expected in capsys.readouterr().out
 
 
 def test_the_mean_reward_is_shown_while_nothing_has_succeeded(capsys):

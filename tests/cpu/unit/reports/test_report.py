@@ -71,6 +71,12 @@ def test_metrics_of_a_task_that_share_a_panel_are_told_apart():
     assert [text.get_text() for text in axes.get_legend().texts] == [names[0], names[1], names[3]]
 
 
+def test_the_report_draws_named_validation_sets_together():
+    rows = [{"step": 1, "val/math/accuracy": 0.5, "val/code/accuracy": 0.25, "val/math/pass@2": 0.6}]
+    (panel,) = [panel for panel in _panels(rows, {}) if "Validation sets" in str(panel)]
+    assert panel.keywords["names"] == ["val/code/accuracy", "val/math/accuracy"]
+
+
 def test_the_report_shows_pass_at_k_of_this_and_of_earlier_versions(tmp_path):
     rows = [step_metrics(step) | {"val/accuracy": 0.5} for step in range(1, 6)]
     plain = report_of(tmp_path / "plain" / "run", rows)
