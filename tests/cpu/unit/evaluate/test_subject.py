@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.buckets import make_bucket, use_s3
 from tests.support.odd_files import config, open_run
+from trainer.checkpoint.storage import open_storage
 from trainer.config import compose
 from trainer.errors import UserError
 from trainer.evaluate.subject import find_subject
@@ -133,6 +135,19 @@ def test_a_damaged_checkpoint_is_refused(run_dir):
     with pytest.raises(UserError, match="data.json has 2 bytes instead of"):
         find_subject([str(checkpoint)])
     assert find_subject([str(run_dir)])[0].step == 1, "of a run, the newest valid one is taken"
+
+
+def test_a_run_in_an_object_store_is_evaluated(run_dir, s3_url, monkeypatch):
+    use_s3(monkeypatch, s3_url)
+    store = open_storage(f"{make_bucket('evaluated')}/run")
+    for path in (run_dir / "checkpoints").rglob("*"):
+        if path.is_file():
+            store.put(path.relative_to(run_dir / "checkpoints").as_posix(), path.read_bytes())
+    subject, words = find_subject(["s3://evaluated/run"])
+    assert (subject.name, subject.step) == ("s3://evaluated/run/global_step_2", 2)
+    cfg = compose(words)
+    assert cfg.trainer.run_dir.startswith("outputs/evaluations/") and cfg.trainer.run_dir.endswith("/global_step_2")
+    assert find_subject(["s3://evaluated/run/global_step_1"])[0].step == 1
 
 
 def test_a_task_with_rewards_of_its_own_needs_others(tmp_path):
