@@ -21,7 +21,7 @@ from trainer.models.tiny import build_tiny
 
 pytestmark = [pytest.mark.early, pytest.mark.slow]
 
-OTHER_STOPS = list(range(60, 70))
+OTHER_STOPS = list(range(40, 100))
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +40,18 @@ def model(tmp_path_factory) -> str:
     return str(path)
 
 
+MIX = ("data.train_size=-1", "data.val_files=[validation.jsonl]", "data.mix.own.synthetic=reverse_text",
+       "data.mix.own.size=6", "data.mix.own.weight=2", "data.mix.other.synthetic=arithmetic", "data.mix.other.size=5",
+       "data.mix.other.environment.name=tests.support.environments:Hashed",
+       "data.mix.single.synthetic=reverse_text", "data.mix.single.size=3",
+       "data.mix.single.environment.name=null")  # fmt: skip
 STREAM = ("rollout.engine=tests.support.token_engine:JOINING", "environment.schedule=stream", "trainer.num_workers=2",
-          "environment.name=tests.support.environments:Dawdling")  # fmt: skip
+          "environment.name=tests.support.environments:Dawdling", *MIX)  # fmt: skip
 AGENTS = ("rollout.engine=tests.support.token_engine:JOINING", "environment.name=tests.support.agents:Hashed",
           "rollout.ahead=1", "environment.num_processes=2")  # fmt: skip
 ROUNDS = ("environment.name=tests.support.environments:Programs", "rollout.ahead=1",
           "data.val_sets.words.synthetic=reverse_text", "data.val_sets.words.size=5", "data.val_sets.words.n=4",
-          "data.val_sets.words.environment.name=null", "data.val_sets.words.interval=2")  # fmt: skip
+          "data.val_sets.words.environment.name=null", "data.val_sets.words.interval=2", *MIX)  # fmt: skip
 SCHEDULES = {"rounds": ROUNDS, "stream": STREAM, "agents": AGENTS}
 
 
@@ -54,19 +59,25 @@ SCHEDULES = {"rounds": ROUNDS, "stream": STREAM, "agents": AGENTS}
 def test_a_job_with_environments_ends_as_if_never_killed(model, tmp_path, schedule):
     """Killed in a save, between saves and at random moments; half of its environments end their processes, too.
 
-    With rounds, they run programs. With a stream, they take times that differ from start to start. Agents do so, too,
-    and branch and compact their histories.
+    Batches mix two environments and single turns, but not with agents. With rounds, environments run programs. With a
+    stream, they take times that differ from start to start. Agents do so, too, and branch and compact their histories.
     """
     base = (f"model.path={model}", *SCHEDULES[schedule], "environment.max_turns=3", "environment.max_tokens=72",
             "rollout.max_prompt_tokens=64", "logger.save_rollouts=true", "rollout.val_n=2")  # fmt: skip
+    lines = [json.dumps({"prompt": f"p{i}", "answer": "x"}) for i in range(4)]
+    (tmp_path / "validation.jsonl").write_text("\n".join(lines))
     started = time.monotonic()
     assert run_until(tmp_path / "whole.log", f"trainer.run_dir={tmp_path}/whole", *base)
     seconds = time.monotonic() - started
     rows = metrics(tmp_path / "whole")
-    assert max(row.get("episode/turns/mean", 0) for row in rows) > 1.5
-    calls = max(row.get("episode/tool_calls/python/mean", 0) for row in rows)
+    of = "" if schedule == "agents" else "data/own/"
+    assert max(row.get(f"{of}episode/turns/mean", 0) for row in rows) > 1.5
+    calls = max(row.get(f"{of}episode/tool_calls/python/mean", 0) for row in rows)
     assert (calls > 1.5) == (schedule == "rounds")
-    assert not any(row.get("episode/tool_errors/mean", 0) for row in rows)
+    assert not any(row.get(f"{of}episode/tool_errors/mean", 0) for row in rows)
+    if of:
+        assert [rows[-1][f"data/{name}/prompts"] for name in ("own", "other", "single")] == [12, 6, 6]
+        assert rows[-1]["data/single/epoch"] == 2 and rows[-1]["data/single/reward/hashed/mean"] > 0
     assert rows[-1]["progress/samples"] > 2 * rows[-1]["progress/prompts"], "no episode has several samples"
 
     (tmp_path / "crashes").mkdir()
