@@ -48,7 +48,7 @@ _NAMED = (
 )
 """Keys whose value is part of the model's name. Of the others in `_SECTIONS`, a value is only if it is not the default,
 so a new key leaves the names of models as they are."""
-_WITHOUT_EFFECT = ("data.val_files", "data.curriculum", "data.mix")
+_WITHOUT_EFFECT = ("data.val_files", "data.curriculum", "data.mix", "data.val_sets")
 """Keys in `_SECTIONS` that have no part in the model."""
 
 
@@ -150,6 +150,7 @@ def cached_model(cfg: Config) -> str:
         for key, value, _ in walk_keys(cfg)
         if key.startswith(_SECTIONS)
         and key not in ignored
+        and not key.startswith("data.val_sets.")
         and without_source(key) == key  # what answers and rewards the rows of a source has no part in the model
         and (key in _NAMED or value != usual.get(key))
     }

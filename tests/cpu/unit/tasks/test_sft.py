@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from trainer.config import compose
+from trainer.errors import UserError
+from trainer.models.tokenizer import load_tokenizer
 from trainer.objectives import make_objective
+from trainer.tasks.sft import build
 
 
 def test_a_step_is_one_optimizer_step_with_the_optimizer_of_sft_alone():
@@ -17,3 +22,17 @@ def test_a_step_is_one_optimizer_step_with_the_optimizer_of_sft_alone():
     assert (cfg.total_steps, cfg.num_engines, cfg.export_dtype, cfg.validates_start) == (7, 0, "float32", False)
     cfg.sft.optimizer.schedule_steps = None
     assert objective.scheduled_steps(policy) == 7
+
+
+def test_the_sources_of_a_mix_are_sets_of_examples(model, tmp_path):
+    words = ["data.mix.sums.synthetic=arithmetic", "data.mix.sums.size=6", "data.mix.sums.weight=3"]
+    words += ["data.mix.words.synthetic=reverse_text", "data.mix.words.size=4", "trainer.val_interval=-1"]
+    cfg = compose(["trainer.task=sft", "data=files", f"model.path={model}", *words])
+    build(cfg).check_inputs(True)
+    source = build(cfg).data(load_tokenizer(model), model)
+    rows = source.ledger.peek(8)
+    assert [source.ledger.name_of(row) for row in rows].count("sums") == 6
+    assert all(source.ledger.row(row).mask.any() for row in rows)
+    cfg.data.mix["words"].files, cfg.data.mix["words"].synthetic = [str(tmp_path / "none.jsonl")], None
+    with pytest.raises(UserError, match="^data.mix.words.files=.*none.jsonl: no such file"):
+        build(cfg).check_inputs(True)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.config import set_value
 from tests.support.ranks import local_cluster
 from tests.support.runs import configured, on_files
-from trainer.config import Config, DataConfig, TinyConfig
+from trainer.config import Config, DataConfig, EnvironmentConfig, RewardConfig, TinyConfig
+from trainer.config.data import SourceConfig, ValSetConfig
 from trainer.config.fields import walk_keys
 from trainer.process.signals import Stopped
 from trainer.run.stopping import StopRequest
@@ -25,6 +27,22 @@ def test_what_is_held_out_of_files_makes_no_other_built_in_model(tmp_path):
     assert {cached_model(dataclasses.replace(cfg, data=data)) for data in others} == {cached_model(cfg)}
     other = dataclasses.replace(cfg.data, train_size=5)
     assert cached_model(dataclasses.replace(cfg, data=other)) != cached_model(cfg)
+
+
+def test_the_rows_of_a_mix_make_the_built_in_model_and_what_answers_them_does_not():
+    def name_of(**source: Any) -> str:
+        cfg = Config(data=DataConfig(mix={"sums": SourceConfig(synthetic="arithmetic", **source)}))
+        return cached_model(cfg)
+
+    assert name_of(size=5) != name_of(size=6)
+    others = {"environment": EnvironmentConfig(name="a:B"), "reward": RewardConfig(name="a:b")}
+    assert name_of(size=5) == name_of(size=5, **others)
+
+
+def test_validation_sets_have_no_part_in_the_built_in_model():
+    data = DataConfig(synthetic="arithmetic", train_size=5, val_size=5)
+    with_sets = dataclasses.replace(data, val_sets={"words": ValSetConfig(synthetic="reverse_text", size=3)})
+    assert cached_model(Config(data=data)) == cached_model(Config(data=with_sets))
 
 
 @pytest.mark.parametrize(
