@@ -3,8 +3,9 @@
 One engine (vLLM, a small model that ends replies at random) and environments of this machine. Schedules take turns,
 with the same episodes in each: a machine that gets slower hits all of them.
 
-- Episodes of 1 to 10 turns, with replies whose lengths vary more than tenfold, and environments that take `--step-s` a
-  step, on no core: tokens of the policy per second, as a ratio of `stream` to `rounds`.
+- Episodes whose replies have lengths that vary more than tenfold, and environments that take `--step-s` a step, on no
+  core: tokens of the policy per second, as a ratio of `stream` to `rounds`. Once all episodes have 8 turns, and once
+  they have 1 to 10.
 - Episodes of a single turn, whose environment takes no time: seconds for all of them, as a ratio to completions without
   an environment.
 """
@@ -40,7 +41,6 @@ from trainer.sources.routes import episode_runner
 
 _MEAN_LENGTH = 40
 _LONGEST = 400
-_TURNS = 10
 
 
 class Waiting:
@@ -91,7 +91,7 @@ def config(schedule: str | None, most: int) -> Config:
     cfg.trainer.ray_address = "processes"
     if schedule is not None:
         name = f"{__name__}:Waiting" if __name__ != "__main__" else "benchmarks.environments:Waiting"
-        cfg.environment = EnvironmentConfig(name=name, schedule=schedule, max_turns=_TURNS)
+        cfg.environment = EnvironmentConfig(name=name, schedule=schedule, max_turns=10)
     return cfg
 
 
@@ -133,7 +133,11 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     schedules: dict[str, str | None] = {"rounds": "rounds", "stream": "stream", "no environment": None}
-    speeds: dict[str, list[float]] = {name: [] for name in ("rounds", "stream")}
+    turns = {
+        "8 turns": [8] * arguments.episodes,
+        "1 to 10 turns": [1 + (7 * i) % 10 for i in range(arguments.episodes)],
+    }
+    speeds: dict[str, dict[str, list[float]]] = {kind: {"rounds": [], "stream": []} for kind in turns}
     seconds: dict[str, list[float]] = {name: [] for name in schedules}
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         make_model(directory)
@@ -145,23 +149,24 @@ def main() -> None:
             engines = made["rounds"][1] if schedule is None else stack.enter_context(engines_of(cfg, directory))
             made[name] = stack.enter_context(episode_runner(cfg, tokenizer)), engines
         for number in range(arguments.rounds + 1):
-            turns = [1 + (7 * i) % _TURNS for i in range(arguments.episodes)]
-            for name in speeds:
-                took, tokens = run(*made[name], requests_of(tokenizer, turns, arguments.step_s, number))
-                speeds[name].append(tokens / took)
+            for kind, of_schedules in speeds.items():
+                for name, found in of_schedules.items():
+                    took, tokens = run(*made[name], requests_of(tokenizer, turns[kind], arguments.step_s, number))
+                    found.append(tokens / took)
             for name in schedules:
                 took, tokens = run(*made[name], requests_of(tokenizer, [1] * arguments.episodes, 0.0, number))
                 seconds[name].append(took)
     _print_results(speeds, seconds, arguments.step_s)
 
 
-def _print_results(speeds: dict[str, list[float]], seconds: dict[str, list[float]], step_s: float) -> None:
+def _print_results(speeds: dict[str, dict[str, list[float]]], seconds: dict[str, list[float]], step_s: float) -> None:
     """Print a line for each schedule. The first measurements warm up."""
-    print(f"tokens per second, 1 to {_TURNS} turns, {1000 * step_s:.0f} ms a step of the environment")
-    for name, values in speeds.items():
-        own = values[1:]
-        ratios = [one / zero for one, zero in zip(own, speeds["rounds"][1:], strict=True)]
-        print(f"  {name:15} {median(own):7.0f}  ({min(own):.0f} to {max(own):.0f})  ratio {median(ratios):.2f}")
+    for kind, of_schedules in speeds.items():
+        print(f"tokens per second, {kind}, {1000 * step_s:.0f} ms a step of the environment")
+        for name, values in of_schedules.items():
+            own = values[1:]
+            ratios = [one / zero for one, zero in zip(own, of_schedules["rounds"][1:], strict=True)]
+            print(f"  {name:15} {median(own):7.0f}  ({min(own):.0f} to {max(own):.0f})  ratio {median(ratios):.2f}")
     print("seconds, a single turn, an environment that takes no time")
     for name, values in seconds.items():
         own = values[1:]
