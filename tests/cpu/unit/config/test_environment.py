@@ -28,8 +28,14 @@ CONTRADICTIONS = [
         "environment.schedule=stream: rollout.engine=transformers takes no request while it generates; choose rounds, "
         "or rollout=vllm or server",
     ),
+    (
+        ["environment.name=guess:Guess", "environment.agent_host=0.0.0.0"],
+        "environment.agent_host=0.0.0.0: is no address that agents can use; set environment.agent_url to one",
+    ),
 ]
 AT_THE_BOUND = [
+    ["environment.name=guess:Guess", "environment.agent_host=0.0.0.0", "environment.agent_url=http://gpu7:80"],
+    ["environment.agent_host=0.0.0.0"],
     ["environment.name=guess:Guess", "rollout.max_prompt_tokens=64", "environment.max_tokens=65"],
     ["environment.schedule=stream", "rollout=transformers", "environment.max_tokens=5000"],
 ]
@@ -53,6 +59,11 @@ def test_engines_are_sized_for_the_longest_episode():
     assert compose([*episodes, "environment.schedule=stream"]).streams_requests
     assert compose([*episodes, "environment.max_seconds=60"]).has_time_limits
     assert not compose([*plain, "environment.max_seconds=60"]).has_time_limits
+
+
+def test_the_calls_of_agents_join_others_at_any_time():
+    assert compose(["environment.name=tests.support.agents:OneCall"]).streams_requests
+    assert not compose(["environment.name=tests.support.environments:Echo"]).streams_requests
 
 
 def test_one_source_decides_for_the_engines_of_all():
