@@ -16,10 +16,11 @@ import xxhash
 
 from trainer.agents.chat_request import ChatRequest
 from trainer.agents.errors import ApiError
-from trainer.agents.messages import ChatMessage, read_reply
+from trainer.agents.messages import ChatMessage, read_calls, read_reply
 from trainer.data.limits import TextTooLong
 from trainer.environments.base import Message
 from trainer.environments.conversation import Conversation
+from trainer.environments.rendering import ChatRenderer
 from trainer.environments.tools import with_tools
 from trainer.episodes import Sample
 from trainer.errors import UserError
@@ -70,11 +71,13 @@ class CallTree:
     Args:
         longest: most tokens of a prompt.
         limit: texts with more characters are too long, and not encoded (see `trainer.data.limits`).
+        renderer: writes and reads in place of the chat template.
     """
 
     tokenizer: Any
     longest: int
     limit: float = math.inf
+    renderer: ChatRenderer | None = None
     turns: list[Turn] = field(default_factory=list)
     is_sequential: bool = True
     """No turn began while another one was under way. Set by the user of the tree."""
@@ -114,8 +117,10 @@ class CallTree:
     def answer(self, turn: Turn, completion: Completion, request: ChatRequest) -> ChatMessage:
         """Give a turn its reply; return the reply as the agent gets it."""
         turn.completion, text = cut_at(completion, request.stop, self.tokenizer)
-        turn.conversation.add_reply(turn.completion)
+        said = turn.conversation.add_reply(turn.completion)
         reply = read_reply(text, request.reads_calls)
+        if request.reads_calls and said.get("tool_calls"):
+            reply = ChatMessage("assistant", said["content"] or "", read_calls(said))
         self._replies[_extend(turn.histories[-1], reply)].append(turn)
         return reply
 
@@ -143,12 +148,9 @@ class CallTree:
 
     def _leaves(self) -> Iterator[tuple[Turn, set[Turn]]]:
         """Yield the last turn of each sample, and the turns that are trained in it."""
-        kept: set[Turn] = set()
-        for turn in reversed(self.turns):
-            if turn.is_delivered or turn in kept:
-                kept |= {turn, *([turn.parent] if turn.parent is not None else [])}
-        inner = {turn.parent for turn in kept if turn.continues}
-        leaves = [turn for turn in self.turns if turn in kept and turn not in inner]
+        delivered = [turn for turn in self.turns if turn.is_delivered]
+        inner = {turn.parent for turn in delivered if turn.continues}
+        leaves = [turn for turn in delivered if turn not in inner]
         if not self.is_sequential:
             leaves.sort(key=lambda turn: (len(turn.prompt_ids), turn.key))
         owned: set[Turn] = set()
@@ -159,10 +161,11 @@ class CallTree:
 
     def _conversation(self, request: ChatRequest, parent: Turn | None, known: int) -> Conversation:
         """Return the conversation that ends with the request. The parent has its first `known` messages."""
-        messages = [message.message for message in request.messages]
+        has_renderer = self.renderer is not None
+        messages = [one.message_with_calls if has_renderer else one.message for one in request.messages]
         if parent is None:
             shown = with_tools(messages, request.tools) if request.tools else messages
-            return Conversation(self.tokenizer, shown, self.limit)
+            return Conversation(self.tokenizer, shown, self.limit, self.renderer)
         conversation = parent.conversation.fork()
         if not conversation.add_messages(messages[known:], self.longest):
             raise self._too_long("more tokens")
@@ -171,7 +174,9 @@ class CallTree:
     def _find(self, messages: Sequence[ChatMessage], histories: Sequence[str]) -> tuple[Turn | None, int]:
         """Return the turn with the longest history that the messages continue, and the length of that history."""
         for count in range(len(messages), 0, -1):
-            turns = self._replies.get(histories[count - 1], []) if messages[count - 1].role == "assistant" else []
+            if messages[count - 1].role != "assistant":
+                continue
+            turns = [turn for turn in self._replies.get(histories[count - 1], []) if turn.is_delivered]
             if turns:
                 return min(turns, key=lambda turn: (turn.number if self.is_sequential else 0, turn.key)), count
         return None, 0

@@ -41,11 +41,24 @@ class ChatMessage:
     role: str
     content: str
     calls: tuple[ToolCall, ...] = ()
+    call_id: str = ""
+    """Of the call that the answer of a tool belongs to."""
 
     @property
     def message(self) -> Message:
         """The message as a chat template gets it: calls are text."""
         return {"role": self.role, "content": "\n".join(filter(None, [self.content, *map(str, self.calls)]))}
+
+    @property
+    def message_with_calls(self) -> Message:
+        """The message as a renderer gets it, which writes calls in the format of its model."""
+        message: Message = {"role": self.role, "content": self.content}
+        if self.calls:
+            message["tool_calls"] = [
+                {"type": "function", "function": {"name": call.name, "arguments": json.loads(call.arguments)}}
+                for call in self.calls
+            ]
+        return message | ({"tool_call_id": self.call_id} if self.call_id else {})
 
     @property
     def identity(self) -> str:
@@ -76,8 +89,11 @@ def _message(value: Any, where: str) -> ChatMessage:
         field = f"{where}.{unknown[0]}"
         raise ApiError(f"{field}: this endpoint does not read it in a message of the role {value['role']}", field)
     calls = _calls(value.get("tool_calls") or [], f"{where}.tool_calls")
-    may_lack = role == "assistant"
-    return ChatMessage(role, _content(value.get("content"), f"{where}.content", may_lack), calls)
+    content = _content(value.get("content"), f"{where}.content", may_lack=role == "assistant")
+    call_id = value.get("tool_call_id") or ""
+    if not isinstance(call_id, str):
+        raise ApiError(f"{where}.tool_call_id must be text", f"{where}.tool_call_id")
+    return ChatMessage(role, content, calls, call_id)
 
 
 def _content(value: Any, where: str, may_lack: bool) -> str:
@@ -154,6 +170,12 @@ def read_reply(text: str, reads_calls: bool) -> ChatMessage:
             return ChatMessage("assistant", text)
         calls.append(call)
     return ChatMessage("assistant", CALL.sub("", text).strip() if calls else text, tuple(calls))
+
+
+def read_calls(message: Message) -> tuple[ToolCall, ...]:
+    """Return the calls in a reply that a renderer has read."""
+    functions = [call["function"] for call in message.get("tool_calls") or []]
+    return tuple(ToolCall(one["name"], json.dumps(one["arguments"], ensure_ascii=False)) for one in functions)
 
 
 def _written_call(text: str) -> ToolCall | None:

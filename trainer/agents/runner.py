@@ -23,6 +23,7 @@ from trainer.config import Config
 from trainer.data.limits import max_characters
 from trainer.environments.agent import AgentResult
 from trainer.environments.episode_runner import EpisodeRunner, Generation, PhaseTimer, RolloutRequest
+from trainer.environments.rendering import find_renderer
 from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
 from trainer.generation.engine import Completion, Request, Sampling
@@ -57,6 +58,7 @@ class AgentRunner(EpisodeRunner):
         self._rollout = cfg.rollout
         self._tokenizer = copy.deepcopy(tokenizer)  # the thread of the server uses it
         self._characters = max_characters(tokenizer, self._longest)
+        self._renderer = find_renderer(cfg.model, self._tokenizer, self._characters)
 
     def __enter__(self) -> Self:
         e = self.config
@@ -92,7 +94,7 @@ class AgentRunner(EpisodeRunner):
         usual = Sampling(r.temperature, r.top_p, r.top_k, r.max_response_tokens, stops)
         overrides = e.agent_sampling == "override"
         rules = Rules(MODEL, request.sampling, usual, overrides, e.max_turns, self._most_tokens)
-        tree = CallTree(self._tokenizer, self._longest, self._characters)
+        tree = CallTree(self._tokenizer, self._longest, self._characters, self._renderer)
         seed_of = partial(turn_seed, self.seed, request.step, request.group, request.number)
         episode = AgentEpisode(tree, rules, seed_of, submit, self.server.address)
         self.server.add(episode)

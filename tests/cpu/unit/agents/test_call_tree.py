@@ -50,9 +50,9 @@ def returned(reply: ChatMessage) -> dict[str, Any]:
 class Talk:
     """An agent and a policy. Remembers which completion the policy gave to which prompt."""
 
-    def __init__(self, tokenizer: Any, longest: int = 1000):
+    def __init__(self, tokenizer: Any, longest: int = 1000, renderer: Any = None):
         self.tokenizer = tokenizer
-        self.tree = CallTree(tokenizer, longest)
+        self.tree = CallTree(tokenizer, longest, renderer=renderer)
         self.given: list[tuple[list[int], list[int], list[float]]] = []
 
     def ask(self, messages: list[Any], *replies: str, delivered: bool = True, **fields: Any) -> list[dict[str, Any]]:
@@ -166,6 +166,9 @@ def test_an_answer_that_never_arrived_is_not_trained(tokenizer):
     (one,) = talk.ask([user("a")], "1<|end|>")
     talk.ask([user("a"), one, user("b")], "2<|end|>", delivered=False)
     assert talk.trained() == ["1<|end|>"]
+    (two,) = talk.ask([user("a"), one, user("b")], "2<|end|>")
+    talk.ask([user("a"), one, user("b"), two, user("c")], "3<|end|>")
+    assert talk.trained() == ["1<|end|>2<|end|>3<|end|>"]
     talk.check()
     assert CallTree(tokenizer, 10).samples() == [] and CallTree(tokenizer, 10).transcript() == ([], 0)
 
