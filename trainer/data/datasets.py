@@ -7,7 +7,7 @@ import itertools
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,13 @@ class Prompt:
     """The chat from which `token_ids` were rendered, including the system prompt."""
     source: str = ""
     """The row's source: its dotted name below `data`, such as `mix.math`. Empty: the run's own data."""
+
+
+def of_source(purpose: str, sources: Iterable[str]) -> str:
+    """Return what episodes are for, in messages, with the name of their source if all are of one source of a mix."""
+    names = {source.partition("mix.")[2] for source in sources}
+    name = names.pop() if len(names) == 1 else ""
+    return f"{purpose} for {name}" if name else purpose
 
 
 @dataclass(frozen=True)

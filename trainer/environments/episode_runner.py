@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from trainer.config import Config
-from trainer.data.datasets import Prompt
+from trainer.data.datasets import Prompt, of_source
 from trainer.data.limits import TextTooLong, max_characters
 from trainer.environments.conversation import Conversation
 from trainer.environments.rendering import find_renderer
@@ -280,7 +280,7 @@ class EnvironmentRunner(EpisodeRunner):
         if known is None:
             return
         failures = Failures.among((episode.failure for episode in episodes), "environment")
-        step = f"step {episodes[0].request.step}"
+        step = of_source(f"step {episodes[0].request.step}", (episode.request.prompt.source for episode in episodes))
         problem = failures.problem(len(episodes) + known, self._config.max_error_rate, step)
         if problem is not None:
             raise UserError(problem)

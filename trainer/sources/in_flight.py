@@ -21,7 +21,7 @@ from typing import Any
 
 from trainer.checkpoint.components import Component, json_part
 from trainer.config import Config
-from trainer.data.datasets import PromptSet
+from trainer.data.datasets import PromptSet, of_source
 from trainer.data.ledger import SampleIndex
 from trainer.environments.episode_runner import RolloutRequest
 from trainer.episodes import Episode
@@ -270,17 +270,18 @@ class InFlightSource(SamplingSource):
         for thread in threads:
             by_source.setdefault(self.ledger.row(thread.row).source, []).append(thread)
         for source, some in by_source.items():
-            self._judge_source(self.runner.routes[source].cfg, some, step)
+            self._judge_source(source, some, step)
         for thread in threads:
             for call in thread.calls:
                 call.accept()
 
-    def _judge_source(self, cfg: Config, threads: Sequence[GroupThread], step: int) -> None:
+    def _judge_source(self, source: str, threads: Sequence[GroupThread], step: int) -> None:
+        cfg = self.runner.routes[source].cfg
         section = "environment" if cfg.environment.name else "reward"
         most = (cfg.environment if cfg.environment.name else cfg.reward).max_error_rate
         for calls, purpose in zip(zip(*(thread.calls for thread in threads), strict=True), _PURPOSES, strict=False):
             failures = Failures.among((reason for call in calls for reason in call.failures), section)
-            total, of = sum(len(call.requests) for call in calls), purpose.format(step)
+            total, of = sum(len(call.requests) for call in calls), of_source(purpose.format(step), [source])
             if (problem := failures.problem(total, most, of)) is not None:
                 raise UserError(problem)
             for line in failures.lines(total, cfg.on_failure, of):

@@ -185,7 +185,7 @@ class RolloutRunner:
                     with progress.timer("reward"):
                         rewarded |= part.scores(ended, keep)
                 elif recorded.known is not None:
-                    part.report_failures(rewarded, purpose)
+                    part.report_failures(rewarded)
         return [rewarded[index] for index in range(len(recorded.missing))]
 
     def _known(self, recorded: RecordedGroups, source: str) -> int | None:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
+from trainer.data.datasets import of_source
 from trainer.environments.episode_runner import RolloutRequest, report_failures
 from trainer.episodes import Episode
 from trainer.rewards.scorer import Scoring
@@ -34,12 +35,13 @@ class ScoredPart:
         purpose: str,
         known: int | None,
     ):
+        self._source = next(iter(requests.values())).prompt.source
+        self._purpose = of_source(purpose, [self._source])
         self.session: Scoring | None = None
         """None: the environment gives the rewards, or all are 0."""
         if route.scorer is not None:
-            self.session = block.enter_context(route.scorer.scoring(n, purpose, known))
+            self.session = block.enter_context(route.scorer.scoring(n, self._purpose, known))
         self._cfg = route.cfg
-        self._source = next(iter(requests.values())).prompt.source
         self._requests = requests
         self._n = n
         self._indices = list(requests)
@@ -76,10 +78,10 @@ class ScoredPart:
         results = zip(self._indices, self.session.scores(meanwhile).each(), strict=True)
         return {index: self._with_reward(ended[index], *result) for index, result in results}
 
-    def report_failures(self, episodes: Mapping[int, Episode], purpose: str) -> None:
+    def report_failures(self, episodes: Mapping[int, Episode]) -> None:
         """Log the failures of environments."""
         own = [episodes[index] for index in self._indices]
-        report_failures(own, self._cfg.environment.on_failure, purpose)
+        report_failures(own, self._cfg.environment.on_failure, self._purpose)
 
     def _with_reward(self, episode: Episode, reward: float, terms: Mapping[str, float], reason: str) -> Episode:
         """Return an episode with its reward. `reason`: why the reward failed, empty if it did not."""
