@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from tests.cpu.unit.data.test_records import bits
@@ -16,11 +18,16 @@ from tests.support.replies import Replies, sampling_source
 from tests.support.runs import configured
 from trainer.config import Config, DataConfig, EnvironmentConfig, RewardConfig
 from trainer.config.data import SourceConfig
-from trainer.environments.episode_runner import EnvironmentRunner, SingleTurnRunner
+from trainer.data.datasets import Prompt
+from trainer.environments.episode_runner import EnvironmentRunner, EpisodeRunner, RolloutRequest, SingleTurnRunner
+from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
+from trainer.generation.engine import Sampling
+from trainer.journal.history import Identity
 from trainer.journal.journal import Journal
 from trainer.models.tokenizer import load_tokenizer
-from trainer.sources.routes import make_routes, make_scorers
+from trainer.sources.rollout_runner import RolloutRunner
+from trainer.sources.routes import Route, make_routes, make_scorers
 from trainer.sources.sampling import SamplingSource
 
 ECHO = "tests.support.environments:Echo"
@@ -183,3 +190,42 @@ def test_sources_with_the_same_settings_share_processes(tmp_path, model):
     assert isinstance(routes["mix.loud"].episodes, EnvironmentRunner)
     assert routes["mix.plain"].scorer is routes["mix.other"].scorer
     assert len(made) == 2, "one for the reward of single turns, one for the default of the others"
+
+
+class Streaming(EpisodeRunner):
+    """Opens a stream, and ends its episodes."""
+
+    def run(self, requests, generate, timer, known=0, check=lambda: None) -> Iterator[dict[int, Episode]]:
+        generate.open_stream()
+        sample = Sample(np.zeros(1, np.int32), np.ones(1, np.float32))
+        yield {i: Episode(request.uid, request.group, [sample], reward=1.0) for i, request in enumerate(requests)}
+
+
+def test_engines_are_awake_for_the_streams_of_several_runners(tmp_path):
+    """The runners work on threads of their own, which do not know the block that keeps the engines awake."""
+    cfg = mixed(tmp_path)
+    for source_config in cfg.data.mix.values():
+        source_config.environment.schedule = "stream"
+    is_awake, opened = [], []
+
+    @contextmanager
+    def awake() -> Iterator[None]:
+        is_awake.append(True)
+        yield
+        is_awake.clear()
+
+    def open_stream() -> SimpleNamespace:
+        opened.append(bool(is_awake))
+        return SimpleNamespace(wake=lambda: None)
+
+    engines = SimpleNamespace(awake=awake, open_stream=open_stream, repeats=False, stream=None)
+    journal = Journal(cfg.trainer.run_dir, Identity("", ""), lambda: None, is_on=False)
+    routes = {f"mix.{name}": Route(cfg.of_source(f"mix.{name}"), Streaming(), None) for name in ("echo", "loud")}
+    runner = RolloutRunner(cfg, engines, None, (), routes, journal)  # type: ignore[arg-type]
+    requests = [
+        RolloutRequest(Prompt(0, (), "", "", source=source), f"{source}:0:0", 1, 0, Sampling(1.0, 1.0, -1, 4, ()))
+        for source in routes
+    ]
+    with runner, runner.awake():
+        assert [episode.source for episode in runner.run(requests, "step 1")] == list(routes)
+    assert opened == [True, True]
