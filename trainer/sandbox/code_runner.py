@@ -19,6 +19,7 @@ from trainer.sandbox import isolation
 
 ISOLATIONS = (isolation.NAMESPACES, isolation.LANDLOCK)
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
+_AT_ONCE = 8
 _ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
     "LC_ALL": "C.UTF-8",
@@ -83,7 +84,7 @@ class CodeRunner:
             "isolation": kind,
             "modules": list(modules),
             "directories": _directories(bool(modules)),
-            "at_once": at_once or os.cpu_count() or 1,
+            "at_once": at_once or min(_AT_ONCE, os.cpu_count() or 1),
         }
         self._path = _standard_library() + (_packages() if modules else [])
         self._numbers = itertools.count()
