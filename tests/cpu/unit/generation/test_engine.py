@@ -269,6 +269,14 @@ def test_requests_that_join_at_any_time_get_the_same_bits(cluster, tmp_path):
     while len(completions) < len(requests):
         completions |= engine.step({})
     assert contents([completions[i] for i in range(len(requests))]) == expected
+    engine.generate(turns)
+    changed = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.mul_(0.8)
+    changed.save_pretrained(tmp_path)
+    engine.sync_weights(SharedMemory(str(tmp_path)), 1)
+    assert_agrees(changed, turns, engine.generate(turns), SAMPLED.temperature)  # keys of the old weights are gone
 
 
 def errors_of(model, request, completion) -> list[float]:
