@@ -168,7 +168,7 @@ class CallTree:
             return Conversation(self.tokenizer, shown, self.limit, self.renderer)
         conversation = parent.conversation.fork()
         if not conversation.add_messages(messages[known:], self.longest):
-            raise self._too_long("more tokens")
+            raise self._too_long("too many tokens")
         return conversation
 
     def _find(self, messages: Sequence[ChatMessage], histories: Sequence[str]) -> tuple[Turn | None, int]:
@@ -182,7 +182,8 @@ class CallTree:
         return None, 0
 
     def _too_long(self, size: str) -> ApiError:
-        problem = f"the messages have {size}; a prompt may have {self.longest}"
+        keys = "rollout.max_prompt_tokens, or environment.max_tokens"
+        problem = f"the messages have {size}; a prompt may have {self.longest} tokens ({keys})"
         return ApiError(problem, "messages", "context_length_exceeded")
 
 
