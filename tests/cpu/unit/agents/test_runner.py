@@ -105,12 +105,12 @@ def test_an_agent_that_fails_runs_again_from_the_start(one_call, tokenizer, tmp_
 @pytest.mark.parametrize("name, do", [("OneCall", "hang"), ("AsyncOneCall", "wait")])
 def test_an_agent_that_takes_too_long_is_ended(tokenizer, tmp_path, name, do):
     """The time of the policy does not count."""
-    with runner_of(tokenizer, name, timeout_s=1.0) as runner:
+    with runner_of(tokenizer, name, timeout_s=2.0) as runner:
         policy = Policy(tokenizer, lambda prompt, seed: "ok")
         rows = [{"prompt": "a", "do": do, "once": str(tmp_path / "once")}, {"prompt": "b", "do": do}]
         again, late = run(runner, policy, requests_of(*rows))
     assert (again.status, again.text) == ("stop", "ok")
-    assert (late.status, late.failure) == ("timeout", "run took longer than environment.timeout_s=1")
+    assert (late.status, late.failure) == ("timeout", "run took longer than environment.timeout_s=2")
 
 
 def test_an_episode_may_take_so_long(tokenizer):
