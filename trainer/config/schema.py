@@ -165,7 +165,7 @@ class Config(Section):
                 raise config_error(config, "trainer.allow_config_change", problem)
 
 
-_FEW = 12
+_FEW = 14
 """Largest number of keys that a message lists."""
 
 NAME = "<name>"

@@ -70,6 +70,8 @@ def test_every_row_comes_once_an_epoch_whatever_finishes_first_and_over_kills(we
     seen += source.peek(60)  # what kills have lost comes first
     for name in weights:
         rows = [row for row in seen if source.name_of(row) == name]
+        if not rows:  # its share is that small
+            continue
         *complete, last = [[row.index for row in rows if row.epoch == epoch] for epoch in range(rows[-1].epoch + 1)]
         assert all(sorted(epoch) == list(range(SIZES[name])) for epoch in complete), "a row was skipped"
         alone = Ledger([range(SIZES[name])], 1, "prompts", lambda: "", source=name)
