@@ -2,7 +2,7 @@
 supervised_words=()
 for word in "$@"; do
   case "${word%%=*}" in
-    algorithm* | rollout* | reward* | environment* | inference*) ;;
+    algorithm* | rollout* | reward* | environment* | inference* | data.val_sets*) ;;
     trainer.policy.optimizer* | trainer.critic* | trainer.reference*) ;;
     trainer.*_batch_size | trainer.update_epochs | trainer.total_steps | trainer.val_before_train) ;;
     *) supervised_words+=("$word") ;;
