@@ -71,7 +71,7 @@ class AgentEpisode:
         self.rules = rules
         self.tree = tree
         self.limit = ""
-        """Status of the limit that has refused the last call; empty: it was answered."""
+        """Status of the limit that has refused the last call, or cut its reply; empty: none has."""
         self._seed_of = seed_of
         self._submit = submit
         self._calls: list[Call] = []
