@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.cluster.worker_groups import CallFutures
-from trainer.generation.engine import Completion, Request
+from trainer.generation.engine import Completion, Request, join_interval_s
 from trainer.generation.engines import Engines
 from trainer.generation.lifecycle import State
 from trainer.generation.request_scheduler import (
@@ -255,8 +255,12 @@ class Dispatcher:
 
     def _interrupt_for_new(self) -> None:
         """Let engines return that could take requests which wait. They join those that the engine generates."""
-        late = time.monotonic() - time_limits.JOIN_S
-        running = [engine for engine, call in self._busy.items() if call.since < late and not call.is_interrupted]
+        now = time.monotonic()
+        running = [
+            engine
+            for engine, call in self._busy.items()
+            if not call.is_interrupted and now > call.since + join_interval_s(self._scheduler.count(engine))
+        ]
         if not (running and self._interrupts and self._scheduler.is_waiting):
             return
         for engine in self._scheduler.takers(running):

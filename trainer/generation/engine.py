@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
+from trainer.process import time_limits
+
 if TYPE_CHECKING:
     from trainer.generation.weight_sync import WeightSource
 
@@ -146,3 +148,14 @@ def generate_in_steps(engine: StreamingEngine, requests: Sequence[Request]) -> l
     while len(completions) < len(requests):
         completions |= engine.step({})
     return [completions[number] for number in range(len(requests))]
+
+
+def join_interval_s(running: int) -> float:
+    """Return how long an engine generates before it reports completions or takes requests that join.
+
+    It does nothing meanwhile. The more requests it runs, the less it loses if a few of them wait.
+
+    Args:
+        running: requests that it generates.
+    """
+    return time_limits.JOIN_S * max(0.25, running / 16)

@@ -100,6 +100,10 @@ class RequestScheduler:
         """Return whether an engine has requests that it has not generated."""
         return bool(self._held[engine])
 
+    def count(self, engine: int) -> int:
+        """Return the number of these requests."""
+        return len(self._held[engine])
+
     def requeue(self, engine: int) -> None:
         """Take the requests that a lost engine has not completed back, to give them to others."""
         left = [[i for i in piece if i in self._held[engine]] for piece in self._given[engine]]

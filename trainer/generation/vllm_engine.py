@@ -13,7 +13,7 @@ from trainer.config.engines import ENGINES
 from trainer.errors import RESTART_HINT, UserError, WorkerError
 from trainer.files.shared_memory import SharedDirectory, check_owner, choose_directory
 from trainer.generation.compile_cache import use_own_cache
-from trainer.generation.engine import Completion, Request, RunningRequests, generate_in_steps
+from trainer.generation.engine import Completion, Request, RunningRequests, generate_in_steps, join_interval_s
 from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
 from trainer.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.process import time_limits
@@ -81,7 +81,6 @@ class VLLMEngine:
         """What was completed before a change of the weights, for the next `step`."""
         self._interrupted = threading.Event()
         self._joins = joins
-        self._report_s = time_limits.JOIN_S if joins else time_limits.ENGINE_REPORT_S
         self._has_old_keys = False
         """The prefix cache may hold keys and values of older weights."""
         self._companion: str | None = None
@@ -125,7 +124,8 @@ class VLLMEngine:
         began = time.monotonic()
         while self._running and not self._interrupted.is_set():
             completions |= self._step_vllm()
-            if completions and time.monotonic() > began + self._report_s:
+            interval_s = join_interval_s(len(self._running)) if self._joins else time_limits.ENGINE_REPORT_S
+            if completions and time.monotonic() > began + interval_s:
                 break
         self._interrupted.clear()
         return completions

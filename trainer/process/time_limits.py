@@ -10,8 +10,7 @@ POLL_INTERVAL_S = 0.2
 TURN_S = 0.05
 """The same where another thread may wait for this one."""
 JOIN_S = 0.02
-"""The same where requests may follow that join those which the engines generate. Engines do nothing while they take
-requests, so they are not asked more often."""
+"""The same where requests may follow that join those which the engines generate."""
 
 # Signals
 SIGNAL_GRACE_S = 3.0

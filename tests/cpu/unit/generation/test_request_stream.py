@@ -13,7 +13,7 @@ from tests.support.generation import SAMPLED, read_stream, tokens_of
 from tests.support.plain_pool import answers, fault, streaming
 from trainer.config import EnvironmentConfig
 from trainer.config.engines import ENGINES
-from trainer.generation.engine import Completion, Request
+from trainer.generation.engine import Completion, Request, join_interval_s
 from trainer.generation.request_stream import StreamAborted
 from trainer.process import time_limits
 
@@ -98,3 +98,8 @@ def test_bits_come_again_where_requests_join_if_the_engine_says_so(start, monkey
     assert not pool.repeats
     pool._spec = ENGINES["vllm"]
     assert pool.repeats
+
+
+def test_an_engine_with_many_requests_takes_breaks_less_often():
+    intervals = [join_interval_s(running) / time_limits.JOIN_S for running in (0, 1, 4, 16, 64)]
+    assert intervals == [0.25, 0.25, 0.25, 1.0, 4.0]
