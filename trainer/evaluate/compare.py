@@ -93,7 +93,9 @@ def sentence(differences: list[Difference]) -> list[str]:
     for one in {one.set: one for one in reversed(differences)}.values():
         estimate, over = one.difference, f"over {one.difference.rows} rows"
         interval = f"95 % interval {estimate.low:+.3g} to {estimate.high:+.3g}, {over}"
-        if estimate.excludes_zero:
+        if estimate.low == estimate.high == 0:
+            sentences.append(f"{one.set}: the {one.measure} is the same in each of {estimate.rows} rows")
+        elif estimate.excludes_zero:
             better = "higher" if estimate.value > 0 else "lower"
             sentences.append(
                 f"{one.set}: the {one.measure} of B is {better} by {abs(estimate.value):.3g} ({interval}); chance "

@@ -44,6 +44,9 @@ def test_a_sentence_says_whether_chance_may_have_made_the_difference():
     assert better.startswith("math: the accuracy of B is higher by 0.") and "fewer than one of twenty" in better
     (same,) = sentence(compare(evaluation(1, 0.5), evaluation(3, 0.5))[0])
     assert "which chance alone may have made" in same
+    assert sentence(compare(results([1.0]), results([1.0]))[0]) != [], "one row has no spread"
+    equal = sentence(compare(results([1.0], [0.0]), results([1.0], [0.0]))[0])
+    assert equal == ["math: the accuracy is the same in each of 2 rows"]
     differences, notes = compare(evaluation(1, 0.6), evaluation(2, 0.5))
     assert differences[0].verdict == "B is lower" and not notes
     assert [one.measure for one in differences] == ["accuracy", "avg@4", "pass@2", "pass@4"]
