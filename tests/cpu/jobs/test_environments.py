@@ -11,8 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.forks import fork_server
-from tests.support.jobs import environment, left_running, metrics
+from tests.support.jobs import environment, left_running, metrics, run_forked_job
 from tests.support.pages import commands_of_page, files_of_page
+from tests.support.runs import rollouts_of
+from tests.support.verifiers import make_venv
+from trainer.config import TinyConfig
+from trainer.models.tiny import build_tiny
 
 pytestmark = [pytest.mark.early, pytest.mark.slow]
 
@@ -38,3 +42,39 @@ def test_the_environment_of_the_page_is_learnt_with_its_tool(tmp_path: Path, mar
     right = [episode for episode in last if episode["reward"] == 1]
     called = [episode for episode in right if episode["metrics"]["tool_calls/price"]]
     assert len(called) >= 0.95 * len(right), "a price was guessed"
+
+
+def test_environments_of_other_packages_train_in_one_run(tmp_path: Path):
+    """Tasks of reasoning-gym, and environments of skyrl-gym, textarena and verifiers, each a source of one mix."""
+    size = TinyConfig(hidden_size=64, intermediate_size=128, num_layers=1, num_heads=2, num_kv_heads=1)
+    build_tiny(size, str(tmp_path / "model"))
+    rows = {
+        "gym": [{"prompt": f"{i}+{i}", "reward_spec": {"ground_truth": str(2 * i)}} for i in range(4)],
+        "game": [{"game": i} for i in range(4)],
+        "guess": [{"task": i} for i in range(3)],
+    }
+    for name, lines in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ours = "trainer.environments"
+    run = run_forked_job(
+        *(f"model.path={tmp_path}/model", "trainer.val_interval=-1", "data=files", "data.train_size=-1"),
+        *(f"data.mix.{name}.files=[{tmp_path}/{name}.jsonl]" for name in rows),
+        *("data.mix.task.synthetic=reasoning_gym", "data.mix.task.task=chain_sum", "data.mix.task.size=4"),
+        "data.mix.task.reward.name=reasoning_gym",
+        *(f"data.mix.gym.environment.name={ours}.skyrl_gym:SkyRLGym", "data.mix.gym.environment.kwargs.id=gsm8k"),
+        f"data.mix.game.environment.name={ours}.textarena:TextArena",
+        "data.mix.game.environment.kwargs.id=GuessTheNumber-v0",
+        *(f"data.mix.guess.environment.name={ours}.verifiers:Verifiers", "data.mix.guess.environment.kwargs.id=guess"),
+        f"data.mix.guess.environment.python={make_venv(tmp_path / 'venv')}",
+        *("environment.max_turns=2", "rollout.max_prompt_tokens=1500", "rollout.max_response_tokens=8"),
+        *(*QUICK.split(), "logger.save_rollouts=true"),
+        cwd=tmp_path,
+        timeout=500,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    episodes = [episode for step in (1, 2) for episode in rollouts_of(tmp_path / "outputs/default", step)]
+    assert not [episode["failure"] for episode in episodes if episode["failure"]]
+    said = {one["source"]: json.dumps(one) for one in episodes}
+    assert {*said} == {"mix.task", "mix.gym", "mix.game", "mix.guess"}
+    assert "State the final answer" in said["mix.task"] and "Guess The Number" in said["mix.game"]
+    assert "Play." in said["mix.guess"]
