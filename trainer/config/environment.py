@@ -33,9 +33,9 @@ class EnvironmentConfig(Section):
     max_tokens: int = number(-1, at_least=2, off=-1, resume="rollouts")
     """Longest episode, in tokens: messages and replies together. Then `rollout.max_prompt_tokens` is for the first
     messages alone. -1: the messages and replies before a reply have at most `rollout.max_prompt_tokens`."""
-    max_seconds: float = number(0.0, above=0, at_most=LONGEST_TIME, off=0, resume="rollouts")
+    max_seconds: float | None = number(None, above=0, at_most=LONGEST_TIME, resume="rollouts")
     """Seconds from the start of its batch after which an episode that is not done gets no further reply. It counts as
-    failed, with the status `timeout`. 0: no limit. With a limit, time decides which episodes a step trains on, so a
+    failed, with the status `timeout`. null: no limit. With a limit, time decides which episodes a step trains on, so a
     resumed run is not compared bit for bit. Finished episodes come back from the journal."""
     schedule: str = choice("rounds", ("rounds", "stream"), resume="rounding")
     """When an episode gets its next reply. `rounds`: when the environments of all episodes have answered, as one batch.

@@ -29,6 +29,7 @@ ONLY_BUILT_FROM_THE_CONFIG = {
     "environment.max_turns",
     "environment.max_tokens",
     "environment.max_seconds",
+    "environment.agent_sampling",
     "algorithm.old_logprobs",
     "model.renderer",
     "model.trust_remote_code",

@@ -30,9 +30,12 @@ def test_presets_compose_and_their_functions_take_their_options(preset):
 def test_every_choice_of_the_groups_composes(group):
     paths = list(Path(conf_dir(), group).glob("*.yaml"))
     assert paths
+    needed = {
+        "files": ["data.train_files=[a.jsonl]", "data.val_files=[b.jsonl]"],
+        "reasoning_gym": ["data.task=chain_sum"],
+    }
     for path in paths:
-        files = ["data.train_files=[a.jsonl]", "data.val_files=[b.jsonl]"] if path.stem == "files" else []
-        compose([f"{group}={path.stem}", *files])
+        compose([f"{group}={path.stem}", *needed.get(path.stem, [])])
 
 
 def test_files_mean_the_group_of_files_unless_something_else_chooses_the_data():
