@@ -32,7 +32,8 @@ def build_batch(samples: Sequence[Sample], groups: Sequence[str], step: int = 0)
     }
     if all(sample.logprobs is not None for sample in samples):
         batch["rollout_logprobs"] = stack_padded([sample.logprobs for sample in samples], np.float32, width)
-    stale = [sample.mask.any() and (sample.weight_versions or (step,))[0] < step for sample in samples]
+    # Version 0 is what sources of the user give: their weights are unknown.
+    stale = [sample.mask.any() and 0 < (sample.weight_versions or (step,))[0] < step for sample in samples]
     if any(stale):
         batch["is_stale"] = np.asarray(stale)
     return batch

@@ -139,7 +139,7 @@ def correct_advantages(batch: Batch, algorithm: AlgorithmConfig, kind: str | Non
     Args:
         kind: see `correction_of`.
     """
-    if kind is None or "old_logprobs" not in batch:
+    if kind is None or "old_logprobs" not in batch or "rollout_logprobs" not in batch:
         return batch["advantages"]
     weights, _ = _correction_of(batch, algorithm, kind)
     known = batch.get("has_old_logprobs", np.ones(len(batch["mask"]), bool))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -116,7 +117,7 @@ class PolicyGradient(Objective):
             metrics |= logprob_mismatch(batch)
         correction = self._correction(batch)
         batch["advantages"] = correct_advantages(batch, a, correction)
-        if has_all and correction is not None:
+        if has_all and correction is not None and "rollout_logprobs" in batch:
             metrics |= correction_metrics(batch, a, correction)
         if a.kl_controller == "adaptive":
             metrics["policy/kl_coef"] = self.kl.coef
@@ -186,7 +187,17 @@ class PolicyGradient(Objective):
     def loss(
         self, role: str, outputs: Outputs, mb: MicroBatch, totals: Totals, numbers: Mapping[str, float]
     ) -> LossResult:
-        return self.losses[role](outputs, mb, totals, numbers)
+        return self.losses[role](outputs, self._corrected(mb) if role == "policy" else mb, totals, numbers)
+
+    def _corrected(self, mb: MicroBatch) -> MicroBatch:
+        """Correct the advantages of rows whose old log-probs this update computes (see `correct_advantages`)."""
+        correction = self._correction(mb)
+        if correction is None or "has_old_logprobs" not in mb or "rollout_logprobs" not in mb:
+            return mb
+        given = (mb[name] for name in ("old_logprobs", "rollout_logprobs", "mask"))
+        weights, _ = correction_of_tokens(*given, self.cfg.algorithm, correction)
+        advantages = torch.where(mb["has_old_logprobs"][:, None], mb["advantages"], mb["advantages"] * weights)
+        return dataclasses.replace(mb, arrays={**mb.arrays, "advantages": advantages})
 
     def _policy_loss(
         self, outputs: Outputs, mb: MicroBatch, totals: Totals, numbers: Mapping[str, float]
@@ -195,11 +206,9 @@ class PolicyGradient(Objective):
         assert logprobs is not None
         function, options = self._function
         inputs = {name: mb[name] for name in self._inputs if name in mb}
-        advantages = mb["advantages"]
-        if (correction := self._correction(mb)) is not None and "has_old_logprobs" in mb:
-            weights, _ = correction_of_tokens(mb["old_logprobs"], mb["rollout_logprobs"], mask, a, correction)
-            advantages = torch.where(mb["has_old_logprobs"][:, None], advantages, advantages * weights)
-        loss, metrics = function(logprobs, mb["old_logprobs"], advantages, mask, **options, totals=totals, **inputs)
+        loss, metrics = function(
+            logprobs, mb["old_logprobs"], mb["advantages"], mask, **options, totals=totals, **inputs
+        )
         if "approx_kl" in metrics:
             metrics["kl"] = metrics.pop("approx_kl")
         if "ref_logprobs" in mb:

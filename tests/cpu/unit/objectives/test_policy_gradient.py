@@ -83,6 +83,22 @@ def test_rollouts_of_older_weights_that_a_checkpoint_held_are_corrected(chosen):
         return experience.batch["advantages"]
 
     assert np.array_equal(trained(5), trained(4)) == (chosen != "auto")
+    assert np.array_equal(trained(5), trained(0)), "a source of the user does not know the weights"
+
+
+def test_a_policy_loss_of_a_subclass_gets_corrected_advantages():
+    """Those of the first optimizer step too, which computes its old log-probs itself."""
+    made, seen = objective(rollout_correction="tis"), []
+
+    def own(outputs, mb, totals, numbers):
+        seen.append(mb["advantages"])
+        return made._policy_loss(outputs, mb, totals, numbers)
+
+    made.losses["policy"] = own
+    arrays = {"rollout_logprobs": np.full((4, 3), -2.0, np.float32), "old_logprobs": np.full((4, 3), -1.5, np.float32)}
+    for known in (True, False):
+        policy_loss(made, batch(**arrays) | {"has_old_logprobs": np.full(4, known)})
+    torch.testing.assert_close(seen[1], seen[0] * np.exp(0.5), rtol=1e-5, atol=0)
 
 
 def test_a_loss_gets_what_it_reads_and_its_metrics_pass():
