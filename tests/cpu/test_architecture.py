@@ -134,6 +134,15 @@ def test_every_module_has_tests_of_its_own_name():
     assert without == WITHOUT_TESTS, "give a module a file of tests, or merge it into one that has some"
 
 
+def test_files_and_functions_are_short():
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text()
+        assert text.count("\n") <= 500, f"{path} is more than one thing"
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                assert (node.end_lineno or 0) - node.lineno < 70, f"{path}: {node.name} does more than one thing"
+
+
 def test_workers_and_checkpoints_run_where_ray_hydra_and_vllm_are_not_installed():
     code = (
         "import sys\n"

@@ -81,21 +81,6 @@ class EnginePool:
         self._spec = spec = cfg.engine
         self._gpus = gpus_per_engine(cfg, cluster.device)  # of each engine
         self._device = "cuda" if self._gpus else "cpu"  # of the engines
-        build = functools.partial(
-            build_engine,
-            dataclasses.replace(spec, transports=()),  # the functions of a user's transport may not be pickled
-            spec.variables_in(os.environ),
-            cfg.trainer.deterministic and spec.deterministic_torch,
-            model_path,
-            dtype=cfg.rollout.dtype,
-            seed=cfg.trainer.seed,
-            rollout=cfg.rollout_of_engines,
-            device=self._device,
-            trust_remote_code=cfg.model.trust_remote_code,
-            **({"lora_rank": cfg.trainer.policy.lora.rank} if cfg.syncs_adapter else {}),
-            **({"job": Job.of_run(cfg.trainer.run_dir, describe_model(cfg.model, model_path))} if spec.served else {}),
-            **({"joins": True} if spec.joins_exactly and cfg.streams_requests else {}),
-        )
         self._awake_blocks: set[object] = set()
         self._memory = GpuMemory(cfg.rollout.colocate and self._gpus > 0)
         self._has_started = False
@@ -108,7 +93,7 @@ class EnginePool:
         assignment = self._assignment if self._memory.shared else None
         environment = spec.environment_on(self._device, cfg.trainer.deterministic)
         numbers = [(number,) for number in range(cfg.rollout.num_engines)]
-        group = cluster.launch_engines(build, numbers, environment, assignment)
+        group = cluster.launch_engines(self._build, numbers, environment, assignment)
         window_s, has_capacity = 60 * cfg.trainer.restart_window_minutes, functools.partial(cluster.has_capacity, group)
         self._engines = Engines(group, self._memory, cfg.trainer.max_restarts, window_s, has_capacity)
         self._dispatcher = Dispatcher(
@@ -122,16 +107,33 @@ class EnginePool:
             self._refit,
         )
         self._ends = Ends(
-            cfg,
-            cluster,
-            ranks,
-            model_path,
-            self._device,
-            self._count_receivers,
-            self._colocated_ranks,
-            keeps_weights,
+            cfg, cluster, ranks, model_path, self._device, self._count_receivers, self._colocated_ranks, keeps_weights
         )
         self._receivers: list[Any] = []  # the processes of the engines that the transport reaches
+
+    @property
+    def _build(self) -> Callable[..., Any]:
+        """What makes an engine in its process, from its number."""
+        cfg, spec = self._cfg, self._spec
+        return functools.partial(
+            build_engine,
+            dataclasses.replace(spec, transports=()),  # the functions of a user's transport may not be pickled
+            spec.variables_in(os.environ),
+            cfg.trainer.deterministic and spec.deterministic_torch,
+            self._model_path,
+            dtype=cfg.rollout.dtype,
+            seed=cfg.trainer.seed,
+            rollout=cfg.rollout_of_engines,
+            device=self._device,
+            trust_remote_code=cfg.model.trust_remote_code,
+            **({"lora_rank": cfg.trainer.policy.lora.rank} if cfg.syncs_adapter else {}),
+            **(
+                {"job": Job.of_run(cfg.trainer.run_dir, describe_model(cfg.model, self._model_path))}
+                if spec.served
+                else {}
+            ),
+            **({"joins": True} if spec.joins_exactly and cfg.streams_requests else {}),
+        )
 
     @property
     def repeats(self) -> bool:
