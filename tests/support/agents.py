@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import queue
@@ -106,6 +107,9 @@ class AsyncOneCall(OneCall):
             if "once" not in row or first_time(row["once"]):
                 await asyncio.sleep(1000)
             row = {"prompt": row["prompt"]}
+        while row.get("do") == "stay":
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(1000)
         return await asyncio.to_thread(super().run, row, seed, endpoint)
 
 

@@ -13,7 +13,7 @@ from trainer.agents.episode import AgentEpisode
 from trainer.config import EnvironmentConfig
 from trainer.environments.agent import AgentResult, Endpoint
 from trainer.environments.episode_runner import RolloutRequest
-from trainer.sandbox.limits import LARGEST_REWARD, MAX_ASYNC_SESSIONS, MAX_ATTEMPTS
+from trainer.sandbox.limits import CANCEL_S, LARGEST_REWARD, MAX_ASYNC_SESSIONS, MAX_ATTEMPTS
 from trainer.sandbox.pool import WorkerPool
 from trainer.sandbox.process import ProcessDied
 from trainer.sandbox.tasks import Task
@@ -65,6 +65,7 @@ class AgentSession(Task):
         self._cancelled = -1  # the attempt that is to end
         self._late = ""  # why the present attempt is to end
         self._was_late = False
+        self.timeout_s = timeout_s
         self._seed, self._too_slow = seed, f"took longer than environment.timeout_s={timeout_s:g}"
         self._begin, self._end, self._note = begin, end, note
         self._is_over = False
@@ -151,7 +152,7 @@ class AgentSession(Task):
 
 
 class Cancellation(Task):
-    """Ends an attempt of an agent in its process."""
+    """Ends an attempt of an agent in its process. If the attempt goes on, the process is replaced."""
 
     is_session = True
     is_async = True
@@ -159,6 +160,7 @@ class Cancellation(Task):
 
     def __init__(self, session: AgentSession, attempt: int, reason: str, is_last: bool):
         super().__init__()
+        self.limit = ("environment.timeout_s", session.timeout_s + CANCEL_S)
         self._session = session
         self._attempt: int | None = attempt
         self._late: tuple[str, bool] | None = (reason, is_last)
@@ -192,6 +194,6 @@ class AgentPool(WorkerPool):
             role="environment",
             name=f"environment.name={config.name}",
             limit=("environment.timeout_s", config.timeout_s),
-            concurrency=MAX_ASYNC_SESSIONS,
+            concurrency=2 * MAX_ASYNC_SESSIONS,  # and their cancellations
             python=config.python,
         )

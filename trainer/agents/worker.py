@@ -13,7 +13,7 @@ from trainer.environments.agent import AgentResult, Endpoint
 from trainer.environments.base import find_environment
 from trainer.environments.worker import RESERVED
 from trainer.rewards.parsing import read_number, read_terms
-from trainer.sandbox.limits import MAX_ASYNC_SESSIONS
+from trainer.sandbox import limits
 from trainer.sandbox.worker import Handler
 
 RESERVED_METRICS = RESERVED | {"samples", "errors"}
@@ -23,7 +23,8 @@ RESERVED_METRICS = RESERVED | {"samples", "errors"}
 class AgentHandler(Handler):
     """Makes the calls `[number, "run", row, seed, endpoint]` of agents, and `[number, "cancel"]`, which ends one.
 
-    An agent that is not `async` runs in a thread. Nothing can end a thread: after `cancel`, nobody waits for it.
+    An agent that is not `async` runs in a thread. Nothing can end a thread: after `cancel`, nobody waits for it. If an
+    `async` one goes on after `cancel`, the process must end.
     """
 
     is_concurrent = True
@@ -33,7 +34,7 @@ class AgentHandler(Handler):
         _reach_without_proxy("127.0.0.1", "localhost")
         self._make = lambda: kind(**options)
         self._running: dict[int, asyncio.Task[Any]] = {}
-        self._threads = ThreadPoolExecutor(MAX_ASYNC_SESSIONS, "agent")
+        self._threads = ThreadPoolExecutor(limits.MAX_ASYNC_SESSIONS, "agent")
 
     def is_async(self, call: list[Any]) -> bool:
         return True
@@ -43,6 +44,8 @@ class AgentHandler(Handler):
         if method == "cancel":
             if number in self._running:
                 self._running[number].cancel()
+                _, left = await asyncio.wait([self._running[number]], timeout=limits.CANCEL_S)
+                self.must_end |= bool(left)
             return {}
         task = asyncio.ensure_future(self._run(*arguments))
         self._running[number] = task

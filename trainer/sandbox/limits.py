@@ -13,6 +13,8 @@ ASYNC_ROUNDS = 4
 """Times `concurrency` of `async` calls in one message: a process need not wait for the slowest call of each round."""
 MAX_ASYNC_SESSIONS = 256
 """Sessions of one process whose `async` calls may be under way at the same time."""
+CANCEL_S = 5.0
+"""Longest time for the end of an agent that was cancelled; then its process is replaced."""
 ASYNC_GRACE_S = 2.0
 """A process stops a call that is `async` by itself. After this time the pool ends the process instead."""
 START_S = 600.0

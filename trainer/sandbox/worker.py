@@ -22,6 +22,9 @@ class Handler:
     restores_process = False
     """After each call the process is what it was before, and a call that leaves a process running has failed."""
 
+    must_end = False
+    """The process must be replaced after its next answer: something runs in it that nothing else can end."""
+
     def is_async(self, call: list[Any]) -> bool:
         """Return whether `compute` returns an awaitable for this call."""
         return False
@@ -128,7 +131,7 @@ class _Server:
         if left and "value" in results[0]:
             reason = f"left a process running: {left}; start what must stay when the module is imported"
             results = [{"raised": reason}]
-        is_last = bool(left) or not is_restored
+        is_last = bool(left) or not is_restored or self._handler.must_end
         send(self._pipe, {"number": number, "results": results, "last": is_last})
         if is_last:
             os._exit(0)

@@ -113,9 +113,11 @@ def test_an_agent_that_takes_too_long_is_ended(tokenizer, tmp_path, name, do):
     assert (late.status, late.failure) == ("timeout", "run took longer than environment.timeout_s=2")
 
 
-def test_an_episode_may_take_so_long(tokenizer):
+@pytest.mark.parametrize("do", ["wait", "stay"])
+def test_an_episode_may_take_so_long(tokenizer, do):
+    """Also one whose agent goes on when it is cancelled."""
     with runner_of(tokenizer, "AsyncOneCall", max_seconds=0.5) as runner:
-        (late,) = run(runner, Policy(tokenizer, lambda *_: "ok"), requests_of({"prompt": "a", "do": "wait"}))
+        (late,) = run(runner, Policy(tokenizer, lambda *_: "ok"), requests_of({"prompt": "a", "do": do}))
     assert (late.status, late.failure) == ("timeout", "run was not done after environment.max_seconds=0.5")
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from trainer.agents.worker import AgentHandler
 from trainer.environments import AgentResult
+from trainer.sandbox import limits
 
 ENDPOINT = {"base_url": "http://127.0.0.1:1/episodes/x/v1", "api_key": "x", "model": "policy"}
 
@@ -49,15 +50,16 @@ def test_what_is_no_result_is_refused(value, problem):
 
 
 class Async:
-    cancelled = False
+    cancelled = 0
 
     async def run(self, row: Any, seed: int, endpoint: Any) -> AgentResult:
-        if row["value"] == "wait":
+        while row["value"] in ("wait", "stay"):
             try:
                 await asyncio.sleep(1000)
             except asyncio.CancelledError:
-                Async.cancelled = True
-                raise
+                Async.cancelled += 1
+                if row["value"] == "wait" or Async.cancelled > 1:
+                    raise
         return AgentResult(float(seed), metrics={"key": len(endpoint.variables["OPENAI_BASE_URL"])})
 
 
@@ -65,7 +67,9 @@ def test_an_agent_may_be_async():
     assert run(1, f"{__name__}:Async") == {"reward": 3.0, "rewards": {}, "metrics": {"key": 32.0}}
 
 
-def test_an_agent_can_be_ended():
+def test_an_agent_can_be_ended(monkeypatch):
+    monkeypatch.setattr(Async, "cancelled", 0)
+
     async def both() -> None:
         handler = AgentHandler(f"{__name__}:Async", {})
         call = asyncio.ensure_future(handler.compute([7, "run", {"value": "wait"}, 3, ENDPOINT]))
@@ -76,7 +80,21 @@ def test_an_agent_can_be_ended():
         assert await handler.compute([7, "cancel"]) == {}
         with pytest.raises(asyncio.CancelledError):
             await call
-        assert await handler.compute([7, "cancel"]) == {}
+        assert await handler.compute([7, "cancel"]) == {} and not handler.must_end
 
     asyncio.run(both())
-    assert Async.cancelled
+    assert Async.cancelled == 1
+
+
+def test_a_process_with_an_agent_that_goes_on_when_it_is_cancelled_must_end(monkeypatch):
+    monkeypatch.setattr(Async, "cancelled", 0)
+    monkeypatch.setattr(limits, "CANCEL_S", 0.01)
+
+    async def cancel() -> None:
+        handler = AgentHandler(f"{__name__}:Async", {})
+        call = asyncio.ensure_future(handler.compute([7, "run", {"value": "stay"}, 3, ENDPOINT]))
+        await asyncio.sleep(0.01)
+        assert await handler.compute([7, "cancel"]) == {} and handler.must_end
+        call.cancel()
+
+    asyncio.run(cancel())
