@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trainer.checkpoint import record
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.start_weights import fingerprint_weights, read_revisions
 from trainer.checkpoint.tensors import NamedFiles
@@ -33,6 +34,7 @@ from trainer.evaluate.results import (
     write_episodes,
 )
 from trainer.evaluate.subject import Subject
+from trainer.evaluate.task import PATH
 from trainer.files.documents import flatten
 from trainer.files.hf_hub import pin
 from trainer.files.redaction import redact
@@ -42,6 +44,7 @@ from trainer.jobs import cluster_of
 from trainer.journal.history import digest, identity
 from trainer.journal.journal import Journal
 from trainer.metrics.row_values import row_values
+from trainer.metrics.tracker import METRICS_FILE
 from trainer.models.export_checkpoint import adapter_files, export
 from trainer.models.files import resolve_model_path
 from trainer.models.tokenizer import stop_token_ids
@@ -53,7 +56,8 @@ from trainer.rewards.cache import RewardCache
 from trainer.rewards.scoring import RewardPool
 from trainer.rewards.terms import reward_functions
 from trainer.run.compatibility import deciding_settings
-from trainer.run.run_metadata import LOG_NAME, record_start
+from trainer.run.recorded_task import last_start, recorded_task
+from trainer.run.run_metadata import HOLDS_A_RUN, LOG_NAME, record_start
 from trainer.sources.base import Evaluation
 from trainer.sources.evaluation import RolloutEvaluator, rewards_by_row
 from trainer.sources.rollout_runner import RolloutRunner
@@ -76,6 +80,7 @@ def run_evaluation(cfg: Config, subject: Subject, device: str) -> Results:
         device: `cuda` or `cpu`.
     """
     directory = cfg.trainer.run_dir
+    _refuse_run(directory)
     before = pin({} if subject.checkpoint is None else read_revisions(subject.checkpoint))
     lock = RunLock(directory, cfg.trainer.lock_lease_s, "directory", "choose another trainer.run_dir, or end that job")
     try:
@@ -93,6 +98,14 @@ def run_evaluation(cfg: Config, subject: Subject, device: str) -> Results:
     finally:
         pin(before)
         lock.release()
+
+
+def _refuse_run(directory: str) -> None:
+    """Refuse the directory of a training run: its records and its journal, which a resume needs, would be replaced."""
+    start = last_start(directory)
+    is_of_training = start is not None and recorded_task(start, ()).name != PATH
+    if is_of_training or os.path.exists(os.path.join(directory, METRICS_FILE)) or record.exists(directory):
+        raise UserError(f"trainer.run_dir={directory}: {HOLDS_A_RUN}; an evaluation needs another trainer.run_dir")
 
 
 class _Evaluating:

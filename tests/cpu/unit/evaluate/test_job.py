@@ -10,8 +10,12 @@ import pytest
 
 from tests.support.forks import fork_server, run_forked
 from tests.support.jobs import environment, wait_until
-from trainer.config import TinyConfig
+from trainer.config import TinyConfig, compose
+from trainer.errors import UserError
+from trainer.evaluate.job import run_evaluation
+from trainer.evaluate.subject import Subject
 from trainer.models.tiny import build_tiny
+from trainer.run.run_metadata import record_start
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -116,3 +120,19 @@ def test_what_cannot_be_evaluated_is_refused_before_engines_start(words, tmp_pat
     done = run_forked("trainer", [*words, *changed], tmp_path, env(tmp_path, "refused"), 100)
     assert done.returncode == 2, done.stdout + done.stderr
     assert sentence in done.stderr.strip().splitlines()[-1] and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("left", ["checkpoints", "metrics.jsonl", "committed.json", "starts.jsonl"])
+def test_the_directory_of_a_training_run_is_refused_and_stays_as_it_was(run_dir, tmp_path, left):
+    """Its journal is needed by a resume, and its records tell its task."""
+    directory = run_dir if left == "checkpoints" else tmp_path / "short"
+    cfg = compose([f"trainer.run_dir={directory}"])
+    directory.mkdir(exist_ok=True)
+    if left == "starts.jsonl":
+        record_start(str(directory), cfg)
+    elif left != "checkpoints":
+        (directory / left).write_text("{}")
+    before = {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
+    with pytest.raises(UserError, match=r"(short|run): already holds a run; an evaluation needs another"):
+        run_evaluation(cfg, Subject("model"), "cpu")
+    assert {path: path.stat().st_mtime_ns for path in directory.rglob("*")} == before
