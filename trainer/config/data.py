@@ -69,7 +69,7 @@ class NamedData(Section):
     def of_run(cls, config: Config) -> Self:
         """Return the section that has the run's values wherever there are any."""
         return cls(
-            **{column: getattr(config.data, column) for column in _COLUMNS},
+            **{column: getattr(config.data, column) for column in COLUMNS},
             environment=config.environment,
             reward=config.reward,
         )
@@ -85,7 +85,8 @@ class NamedData(Section):
         _check_task(config, name)
 
 
-_COLUMNS = ("prompt_key", "answer_key", "messages_key", "system_prompt")
+COLUMNS = ("prompt_key", "answer_key", "messages_key", "system_prompt")
+"""Keys of `data` that its sources and sets have, too."""
 
 
 @dataclass
@@ -243,7 +244,7 @@ class DataConfig(Section):
             val_size=source.size,
             curriculum=source.curriculum if isinstance(source, SourceConfig) else None,
             section=section,
-            **{column: getattr(source, column) for column in _COLUMNS},
+            **{column: getattr(source, column) for column in COLUMNS},
         )
 
 

@@ -13,7 +13,7 @@ from trainer.files.redaction import redact
 
 S = TypeVar("S")
 
-_FOLLOWS_NAME = ("kwargs", "weights", "url", "python")
+FOLLOWS_NAME = ("kwargs", "weights", "url", "python")
 """Keys whose value belongs to the `name` beside them. A section with a name of its own does not get those of `base`."""
 
 
@@ -47,7 +47,7 @@ def _set_values(section: Any, given: Any, key: str) -> None:
         raise UserError(f"{wrong}: no such key; {did_you_mean(wrong, valid) or 'valid are ' + ', '.join(known)}")
     if given.get("name", getattr(section, "name", None)) != getattr(section, "name", None):
         default = type(section)()
-        for name in known.keys() & set(_FOLLOWS_NAME):
+        for name in known.keys() & set(FOLLOWS_NAME):
             setattr(section, name, getattr(default, name))
     plain = {}
     for name, value in given.items():

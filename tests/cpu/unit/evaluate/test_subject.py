@@ -80,6 +80,48 @@ def test_files_take_the_place_of_the_generator_of_a_run(tmp_path):
     whole, other = (compose(find_subject([str(tmp_path), *words])[1]) for words in ([], ["data.val_files=[b.jsonl]"]))
     assert (whole.data.synthetic, whole.data.synthetic_args) == ("arithmetic", {"max_value": 9})
     assert (other.data.synthetic, other.data.synthetic_args, other.data.val_files) == (None, {}, ["b.jsonl"])
+    assert (whole.data.val_size, other.data.val_size) == (4, -1), "the size is that of the generator"
+    own = compose(find_subject([str(tmp_path), "data.val_files=[b.jsonl]", "data.val_size=2"])[1])
+    assert own.data.val_size == 2
+
+
+def test_sets_follow_overrides_of_the_run_except_in_what_they_named_themselves(tmp_path):
+    sets = [
+        "plain.files=[a.jsonl]",
+        "own.files=[b.jsonl]",
+        "own.prompt_key=question",
+        "own.reward.name=math",
+        "own.reward.success_threshold=0.5",
+        "agent.files=[c.jsonl]",
+        "agent.environment.name=my:Agent",
+        "agent.environment.kwargs.turns=3",
+    ]
+    cfg = compose([
+        "data.train_files=[t.jsonl]",
+        "data.system_prompt=Think.",
+        "environment.name=my:World",
+        "+environment.kwargs.turns=3",
+        "reward.name=gsm8k",
+        f"trainer.run_dir={tmp_path}",
+        f"trainer.ckpt_path={tmp_path}/checkpoints",
+        *(f"data.val_sets.{word}" for word in sets),
+    ])  # fmt: skip
+    cfg.trainer.resume_mode = "latest"
+    with open_run(cfg, {"step": 1}) as run:
+        run.save(1, roles=["policy"])
+    same = compose(find_subject([str(tmp_path)])[1])
+    assert (same.data.val_sets, same.reward, same.environment) == (cfg.data.val_sets, cfg.reward, cfg.environment)
+    changed = ["reward.name=reverse_text", "reward.timeout_s=7", "data.system_prompt=Be short.", "data.prompt_key=p"]
+    changed += ["environment.kwargs.turns=4"]
+    found = compose(find_subject([str(tmp_path), *changed])[1]).data.val_sets
+    assert {name: one.reward.name for name, one in found.items()} == {
+        "plain": "reverse_text", "own": "math", "agent": "reverse_text",
+    }  # fmt: skip
+    assert {one.reward.timeout_s for one in found.values()} == {7}
+    assert {one.system_prompt for one in found.values()} == {"Be short."}
+    assert [one.prompt_key for one in found.values()] == ["p", "question", "p"]
+    assert [one.environment.kwargs["turns"] for one in found.values()] == [4, 4, 3]
+    assert found["own"].reward.success_threshold == 0.5
 
 
 def test_a_model_is_a_directory_or_an_id_or_the_key(tmp_path):
