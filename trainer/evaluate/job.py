@@ -22,7 +22,7 @@ from trainer.config.schema import is_open
 from trainer.config.transports import ADAPTER, TRANSPORTS
 from trainer.data.datasets import Prompt
 from trainer.data.row_digest import digest_rows
-from trainer.environments.base import find_environment
+from trainer.environments.preflight import check_environment
 from trainer.episodes import Episode
 from trainer.errors import UserError
 from trainer.evaluate.results import (
@@ -289,7 +289,7 @@ def _check_functions(cfg: Config) -> None:
     has_default = cfg.data.synthetic or cfg.data.val_files
     for own in [*([cfg] if has_default else []), *(cfg.of_source(f"{VAL_SETS}{name}") for name in cfg.data.val_sets)]:
         if own.environment.name is not None:
-            find_environment(own.environment.name)
+            check_environment(own.environment)
         else:
             reward_functions(own.reward)
 

@@ -12,7 +12,7 @@ from tests.support.forks import fork_server, run_forked
 from tests.support.jobs import environment, wait_until
 from trainer.config import TinyConfig, compose
 from trainer.errors import UserError
-from trainer.evaluate.job import run_evaluation
+from trainer.evaluate.job import _check_functions, run_evaluation
 from trainer.evaluate.subject import Subject
 from trainer.models.tiny import build_tiny
 from trainer.run.run_metadata import record_start
@@ -136,3 +136,15 @@ def test_the_directory_of_a_training_run_is_refused_and_stays_as_it_was(run_dir,
     with pytest.raises(UserError, match=r"(short|run): already holds a run; an evaluation needs another"):
         run_evaluation(cfg, Subject("model"), "cpu")
     assert {path: path.stat().st_mtime_ns for path in directory.rglob("*")} == before
+
+
+def test_environments_are_checked_where_they_run_with_their_options():
+    """The packages of `environment.python` need not be installed here."""
+    words = ["data.train_files=[t.jsonl]", "data.val_files=[v.jsonl]"]
+    elsewhere = compose([*words, "environment.name=not_installed_here:World", "environment.python=no/python"])
+    with pytest.raises(UserError, match="environment.python=no/python: is no interpreter"):
+        _check_functions(elsewhere)
+    wrong = "+data.val_sets.more.environment.kwargs.tires=3"
+    retry = "data.val_sets.more.environment.name=trainer.environments.retry:RetryEnv"
+    with pytest.raises(UserError, match="unexpected keyword argument 'tires'"):
+        _check_functions(compose([*words, "data.val_sets.more.files=[m.jsonl]", retry, wrong]))
