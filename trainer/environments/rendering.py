@@ -15,6 +15,7 @@ from trainer.data.datasets import render
 from trainer.data.limits import TextTooLong
 from trainer.environments.base import Message
 from trainer.errors import UserError, describe_error, did_you_mean
+from trainer.files.documents import nests_deeply
 
 LOG = logging.getLogger(__name__)
 
@@ -105,8 +106,11 @@ class ChatRenderer:
         tools = _split_tools(history)[1]
         if not tools:
             return {"role": "assistant", "content": text}
-        parsed = self._renderer.parse_response(list(token_ids), tools=tools, prompt_ids=list(prompt))
-        if any(str(call.status) != "ok" or not isinstance(call.arguments, dict) for call in parsed.tool_calls):
+        try:
+            parsed = self._renderer.parse_response(list(token_ids), tools=tools, prompt_ids=list(prompt))
+        except Exception:  # such as lists in lists without end, or a number with too many digits
+            return {"role": "assistant", "content": text}
+        if not all(_is_readable(call) for call in parsed.tool_calls):
             return {"role": "assistant", "content": text}
         calls = [
             {
@@ -125,6 +129,12 @@ class ChatRenderer:
         characters = sum(len(message["content"]) for message in messages)
         if characters > self._limit:
             raise TextTooLong(characters)
+
+
+def _is_readable(call: Any) -> bool:
+    """Return whether a call has a name, and arguments that every reader of its message can print."""
+    is_whole = str(call.status) == "ok" and isinstance(call.name, str)
+    return is_whole and isinstance(call.arguments, dict) and not nests_deeply(call.arguments)
 
 
 def _split_tools(messages: Sequence[Message]) -> tuple[list[Message], list[Any] | None]:

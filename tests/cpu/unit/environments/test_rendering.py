@@ -159,9 +159,20 @@ def test_calls_are_read_as_the_template_writes_them(tokenizer, renderer, questio
     assert said.get("reasoning_content", "").strip() == reply.get("reasoning_content", "").strip()
 
 
-def test_a_call_that_cannot_be_read_stays_in_the_text(tokenizer, renderer):
+@pytest.mark.parametrize(
+    "call",
+    [
+        "{broken",
+        "[" * 2000,
+        f'{{"name": "add", "arguments": {{"x": {"1" * 5000}}}}}',
+        f'{{"name": "add", "arguments": {{"x": {"[" * 200}1{"]" * 200}}}}}',
+        '{"name": ["add"], "arguments": {"x": 1}}',
+    ],
+    ids=["no JSON", "endless", "a long number", "nested deeply", "no name"],
+)
+def test_a_call_that_cannot_be_read_stays_in_the_text(tokenizer, renderer, call):
     conversation = Conversation(tokenizer, with_tools([{"role": "user", "content": "2+2?"}], TOOLS), renderer=renderer)
-    text = "hm <tool_call>\n{broken\n</tool_call>"
+    text = f"hm <tool_call>\n{call}\n</tool_call>"
     said = conversation.add_reply(sampled(tokenizer, f"{text}<|im_end|>"))
     assert said == {"role": "assistant", "content": text}
 
