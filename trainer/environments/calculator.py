@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
-import math
 import operator
+import re
 from collections.abc import Callable
+from decimal import Decimal, Inexact, localcontext
 from fractions import Fraction
 from typing import Any
 
@@ -13,6 +14,11 @@ _LONGEST = 1000
 """Most characters of an expression."""
 _BITS = 1024
 """Most bits of a number, below and above the fraction line."""
+_DIGITS = 20
+"""Most digits of an exact result that is not whole."""
+_LARGEST_EXPONENT = 400
+_GROUPED = re.compile(r"(?<![\w.,])\d{1,3}(,\d{3})+(?![\d_,])")
+"""A number with commas between its thousands."""
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -34,38 +40,44 @@ def calculator(expression: str) -> str:
     """
     if len(expression) > _LONGEST:
         raise ValueError(f"an expression has at most {_LONGEST} characters")
+    source = _GROUPED.sub(lambda number: number[0].replace(",", ""), expression).replace("^", "**").strip()
     try:
-        tree = ast.parse(expression.replace(",", "").replace("^", "**").strip(), mode="eval")
+        tree = ast.parse(source, mode="eval")
     except (SyntaxError, RecursionError, MemoryError):
         raise ValueError(f"{expression} is no arithmetic expression") from None
     try:
-        return _written(_value(tree.body))
+        return _written(_value(tree.body, source))
     except ZeroDivisionError:
         raise ZeroDivisionError("division by zero") from None
     except OverflowError:
         raise ValueError("the number is too large") from None
 
 
-def _value(node: ast.AST) -> Fraction:
+def _value(node: ast.AST, source: str) -> Fraction:
     match node:
-        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
-            return _bounded(Fraction(_exact(value)))
+        case ast.Constant(value=int() as value) if not isinstance(value, bool):
+            return _bounded(Fraction(value))
+        case ast.Constant(value=float()):
+            return _bounded(_decimal(ast.get_source_segment(source, node) or ""))
         case ast.BinOp(left, ast.Pow(), right):
-            return _power(_value(left), _value(right))
+            return _power(_value(left, source), _value(right, source))
         case ast.BinOp(left, sign, right) if type(sign) in _OPERATORS:
-            return _bounded(_OPERATORS[type(sign)](_value(left), _value(right)))
+            return _bounded(_OPERATORS[type(sign)](_value(left, source), _value(right, source)))
         case ast.UnaryOp(sign, operand) if type(sign) in _OPERATORS:
-            return _OPERATORS[type(sign)](_value(operand))
-        case ast.Call(ast.Name(name), [_, *_] as values, []) if name in _FUNCTIONS:
-            return _bounded(Fraction(_FUNCTIONS[name](*map(_value, values))))
+            return _OPERATORS[type(sign)](_value(operand, source))
+        case ast.Call(ast.Name(name), [value], []) if name in _FUNCTIONS:
+            return _bounded(Fraction(_FUNCTIONS[name](_value(value, source))))
+        case ast.Call(ast.Name(name), [_, *_], []) if name in _FUNCTIONS:
+            raise ValueError(f"{name} takes one number")
     raise ValueError("an expression has numbers, + - * / // % ** and parentheses alone")
 
 
-def _exact(value: float) -> str:
+def _decimal(text: str) -> Fraction:
     """Return a number as it is written, so that 0.1 is a tenth."""
-    if not math.isfinite(value):
-        raise ValueError("a number is too large")
-    return repr(value)
+    number = Decimal(text)
+    if abs(number.adjusted()) > _LARGEST_EXPONENT:
+        raise ValueError("a number is too large or too small")
+    return Fraction(number)
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
@@ -87,7 +99,12 @@ def _bounded(value: Fraction) -> Fraction:
 
 
 def _written(value: Fraction) -> str:
-    """Return a number as text: exact if it is whole, else with up to 12 digits."""
+    """Return a number as text: exact if it is whole or has up to `_DIGITS` digits, else with 12 digits."""
     if value.denominator == 1:
         return str(value.numerator)
+    with localcontext() as context:
+        context.prec = _DIGITS
+        exact = Decimal(value.numerator) / Decimal(value.denominator)
+        if not context.flags[Inexact]:
+            return f"{exact:.{_DIGITS}g}"
     return f"{float(value):.12g}"
