@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +14,10 @@ from trainer.agents.answers import Answer, Choice
 from trainer.agents.call_tree import CallTree, Turn
 from trainer.agents.chat_request import ChatRequest, Rules, parse_request
 from trainer.agents.errors import ApiError
+from trainer.errors import describe_error
 from trainer.generation.engine import Completion, Request, Sampling
+
+LOG = logging.getLogger(__name__)
 
 Submit = Callable[["AgentEpisode", Turn, Request], None]
 """Gives a request to the engines. `AgentEpisode.complete` is called with the completion."""
@@ -131,11 +135,17 @@ class AgentEpisode:
             call.readers -= 1
 
     def complete(self, turn: Turn, completion: Completion) -> None:
-        """Answer a turn."""
+        """Answer a turn. Its call gets an error if that fails."""
         call = self._by_turn.pop(turn, None)
-        if call is None or self._has_ended:
+        if call is None or self._has_ended or call.answer.done():
             return
-        call.choices[turn] = Choice(turn, self.tree.answer(turn, completion, call.request))
+        try:
+            call.choices[turn] = Choice(turn, self.tree.answer(turn, completion, call.request))
+        except Exception as error:
+            LOG.exception("a reply to an agent cannot be read")
+            self._end_call()
+            call.answer.set_exception(ApiError(f"the reply cannot be read: {describe_error(error)}", status=500))
+            return
         if len(call.choices) < len(call.turns):
             return
         self._end_call()

@@ -240,6 +240,30 @@ async def test_time_counts_while_no_call_is_under_way(talk):
 
 
 @over
+async def test_a_reply_that_cannot_be_read_ends_its_call_with_an_error(talk):
+    """Then time counts again, and a repetition gets the same."""
+
+    def broken(*_: Any) -> Any:
+        raise RecursionError("too deep")
+
+    talk.episode.start_clock()
+    task = await talk.send(n=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(talk.episode.tree, "answer", broken)
+        talk.answer()
+    talk.answer()
+    for failed in (task, await talk.send(n=2, headers=RETRY)):
+        with pytest.raises(ApiError, match="the reply cannot be read: RecursionError: too deep") as refusal:
+            await failed
+        assert refusal.value.status == 500
+    await asyncio.sleep(0.01)
+    assert talk.episode.idle_s() > 0 and replies(talk) == 0 and not talk.pending
+    task = await talk.send("b")
+    talk.answer()
+    assert await task == "ok" and talk.episode.tree.is_sequential
+
+
+@over
 async def test_after_the_end_all_calls_are_refused(talk):
     waiting = await talk.send()
     talk.episode.end()
