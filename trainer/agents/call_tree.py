@@ -56,8 +56,10 @@ class Turn:
 
     def path(self) -> list[Turn]:
         """Return the turns whose tokens this one continues, the first one first, and this one."""
-        before = self.parent.path() if self.parent is not None and self.continues else []
-        return [*before, self]
+        path = [self]
+        while path[-1].continues and path[-1].parent is not None:
+            path.append(path[-1].parent)
+        return path[::-1]
 
 
 @dataclass

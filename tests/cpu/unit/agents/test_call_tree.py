@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import sys
 from typing import Any
 
 import numpy as np
@@ -114,6 +116,17 @@ def test_branches_share_what_they_begin_with(tokenizer):
     messages, turns = talk.tree.transcript()
     assert [message["content"] for message in messages] == ["a", "1", "c", "3", "b", "2", "d", "4"] and turns == 4
     talk.check()
+
+
+def test_a_conversation_may_be_longer_than_python_s_stack(tokenizer):
+    talk = Talk(tokenizer)
+    (one,) = talk.ask([user("a")], "1<|end|>")
+    talk.ask([user("a"), one, user("b")], "2<|end|>")
+    first, last = talk.tree.turns
+    for _ in range(sys.getrecursionlimit()):
+        last = dataclasses.replace(last, parent=last)
+    path = last.path()
+    assert len(path) == sys.getrecursionlimit() + 2 and path[0] is first and path[-1] is last
 
 
 def test_a_compacted_history_is_a_sample_of_its_own(tokenizer):
