@@ -122,7 +122,11 @@ class CallTree:
         said = turn.conversation.add_reply(turn.completion)
         reply = read_reply(text, request.reads_calls)
         if request.reads_calls and said.get("tool_calls"):
-            reply = ChatMessage("assistant", said["content"] or "", read_calls(said))
+            calls = read_calls(said)
+            if calls is None:
+                turn.conversation.messages[-1] = {"role": "assistant", "content": text}
+            else:
+                reply = ChatMessage("assistant", said["content"] or "", calls)
         self._replies[_extend(turn.histories[-1], reply)].append(turn)
         return reply
 

@@ -172,16 +172,25 @@ def read_reply(text: str, reads_calls: bool) -> ChatMessage:
     return ChatMessage("assistant", CALL.sub("", text).strip() if calls else text, tuple(calls))
 
 
-def read_calls(message: Message) -> tuple[ToolCall, ...]:
-    """Return the calls in a reply that a renderer has read."""
-    functions = [call["function"] for call in message.get("tool_calls") or []]
-    return tuple(ToolCall(one["name"], json.dumps(one["arguments"], ensure_ascii=False)) for one in functions)
+def read_calls(message: Message) -> tuple[ToolCall, ...] | None:
+    """Return the calls in a reply that a renderer has read; None: an agent could not send one of them back."""
+    calls = [_checked_call(call["function"]) for call in message.get("tool_calls") or []]
+    found = tuple(call for call in calls if call is not None)
+    return found if len(found) == len(calls) else None
 
 
 def _written_call(text: str) -> ToolCall | None:
     try:
-        value = json.loads(text, parse_constant=_refuse)
+        return _checked_call(json.loads(text, parse_constant=_refuse))
+    except (ValueError, RecursionError):
+        return None
+
+
+def _checked_call(value: Any) -> ToolCall | None:
+    """Return a call with a name that is text and arguments that are a JSON object; None: it is no such call."""
+    try:
         name, arguments = value["name"], value.get("arguments", {})
+        name.encode()
         written = _arguments(json.dumps(arguments, ensure_ascii=False))
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
         return None
