@@ -20,12 +20,14 @@ from trainer.config import Config
 from trainer.config.fields import resume_rules
 from trainer.config.schema import is_open
 from trainer.config.transports import ADAPTER, TRANSPORTS
-from trainer.data.datasets import Prompt
+from trainer.data.datasets import Prompt, read_files
 from trainer.data.row_digest import digest_rows
 from trainer.environments.preflight import check_environment
 from trainer.episodes import Episode
 from trainer.errors import UserError
 from trainer.evaluate.results import (
+    CODE,
+    CONTENT,
     DEFAULT_SET,
     Results,
     SetResult,
@@ -41,7 +43,7 @@ from trainer.files.redaction import redact
 from trainer.generation.engine_pool import EnginePool
 from trainer.generation.fixed_weights import FixedWeights
 from trainer.jobs import cluster_of
-from trainer.journal.history import digest, identity
+from trainer.journal.history import code_in, digest, identity
 from trainer.journal.journal import Journal
 from trainer.metrics.row_values import row_values
 from trainer.metrics.tracker import METRICS_FILE
@@ -173,7 +175,9 @@ class _Evaluating:
             with stage(f"fetching the model {self.cfg.model.path}"):
                 resolve_model_path(self.cfg.model.path)
             weights = fingerprint_weights(self.cfg, resolve_model_path(self.cfg.model.path), begins=True)
-        results = Results(self.subject.name, self._step, weights, deciding(self.cfg))
+        with stage("comparing with an earlier start"):
+            settings = deciding(self.cfg) | _content(self.cfg)
+        results = Results(self.subject.name, self._step, weights, settings)
         found = read_results(self.directory)
         if found is None or not found.sets:
             return results
@@ -284,18 +288,31 @@ def _source_of(name: str) -> str:
     return "" if name == DEFAULT_SET else f"{VAL_SETS}{name}"
 
 
+def _sets_of(cfg: Config) -> dict[str, Config]:
+    """Return the configs of runs on one set alone, by its name."""
+    default = {DEFAULT_SET: cfg} if cfg.data.synthetic or cfg.data.val_files else {}
+    return default | {name: cfg.of_source(_source_of(name)) for name in cfg.data.val_sets}
+
+
 def _check_functions(cfg: Config) -> None:
     """Refuse rewards and environments that cannot be used, before anything expensive starts."""
-    has_default = cfg.data.synthetic or cfg.data.val_files
-    for own in [*([cfg] if has_default else []), *(cfg.of_source(f"{VAL_SETS}{name}") for name in cfg.data.val_sets)]:
+    for own in _sets_of(cfg).values():
         if own.environment.name is not None:
             check_environment(own.environment)
         else:
             reward_functions(own.reward)
 
 
+def _content(cfg: Config) -> dict[str, str]:
+    """Return digests of the rows of all sets: files of the same names may have others by now."""
+    return {
+        f"{CONTENT}{name}": digest_rows(row for rows in read_files(own.data, "val", as_rows=True) for row in rows)
+        for name, own in _sets_of(cfg).items()
+    }
+
+
 def deciding(cfg: Config) -> dict[str, str]:
-    """Return digests of the settings that decide what an evaluation measures, by key."""
+    """Return digests of the settings that decide what an evaluation measures, by key, and of the code they name."""
     rollouts, _ = deciding_settings(cfg)
     flat = flatten(redact(dataclasses.asdict(cfg), references=False), whole=is_open)
     rules = resume_rules(cfg)
@@ -304,4 +321,6 @@ def deciding(cfg: Config) -> dict[str, str]:
         for key, value in flat.items()
         if cfg.reads(key) and (key.startswith("data.") or key in rules and rules[key].change == "validation")
     }
-    return {key: digest(value) for key, value in {**rollouts, **validation}.items()}
+    settings = {**rollouts, **validation}
+    code = {f"{CODE}{path}": found for path, found in code_in(settings).items()}
+    return {key: digest(value) for key, value in settings.items()} | code

@@ -20,6 +20,9 @@ from trainer.process.log_setup import escape, show
 RESULTS_FILE = "evaluation.json"
 DEFAULT_SET = "default"
 """Name of the prompts of `data.val_files`, or of the generator, which belong to no named set."""
+CODE, CONTENT = "code of ", "content of "
+"""Beginnings of names in `Results.settings`: the digests of a file that a setting names by import path, and of a set.
+"""
 _FORMAT = 1
 _SET: dict[Any, Shape] = {
     "rows": [str],
@@ -69,7 +72,7 @@ class Results:
     weights: str
     """Fingerprint of the weights."""
     settings: dict[str, str]
-    """Digests of the settings that decide what is measured, by key."""
+    """Digests of the settings that decide what is measured, by key; of the code that they name, and of the rows."""
     finished: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
     """The metrics that a run logs of the same evaluation."""

@@ -51,18 +51,18 @@ def identity(rollouts: Mapping[str, Any], updates: Mapping[str, Any], weights: s
         updates: the settings that decide the update, by key.
         weights: fingerprint of the initial weights with which the run still computes.
     """
-    of_rollouts = digest(__version__, weights, rollouts, _code_in(rollouts))
+    of_rollouts = digest(__version__, weights, rollouts, code_in(rollouts))
     by_key = {key: digest(value) for key, value in rollouts.items()}
-    return Identity(of_rollouts, digest(of_rollouts, updates, _code_in(updates)), by_key)
+    return Identity(of_rollouts, digest(of_rollouts, updates, code_in(updates)), by_key)
 
 
-def _code_in(settings: Any) -> dict[str, str]:
+def code_in(settings: Any) -> dict[str, str]:
     """Return the digests of the files that settings name by import path, at any depth."""
     if isinstance(settings, str):
         found = digest_code(settings)
         return {settings: found} if found else {}
     values = settings.values() if isinstance(settings, Mapping) else settings if isinstance(settings, list) else ()
-    return {path: found for value in values for path, found in _code_in(value).items()}
+    return {path: found for value in values for path, found in code_in(value).items()}
 
 
 def first_history(cfg: Config, model_path: str) -> str:

@@ -10,9 +10,11 @@ import pytest
 
 from tests.support.forks import fork_server, run_forked
 from tests.support.jobs import environment, wait_until
+from trainer.checkpoint.lock import RunLock
 from trainer.config import TinyConfig, compose
 from trainer.errors import UserError
-from trainer.evaluate.job import _check_functions, run_evaluation
+from trainer.evaluate.job import _check_functions, _Evaluating, run_evaluation
+from trainer.evaluate.results import SetResult
 from trainer.evaluate.subject import Subject
 from trainer.models.tiny import build_tiny
 from trainer.run.run_metadata import record_start
@@ -148,3 +150,31 @@ def test_environments_are_checked_where_they_run_with_their_options():
     retry = "data.val_sets.more.environment.name=trainer.environments.retry:RetryEnv"
     with pytest.raises(UserError, match="unexpected keyword argument 'tires'"):
         _check_functions(compose([*words, "data.val_sets.more.files=[m.jsonl]", retry, wrong]))
+
+
+def test_results_of_other_rows_or_other_code_are_not_taken_for_new_ones(model, tmp_path, monkeypatch):
+    """Also under the same settings: a file was corrected, a reward was edited."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("val.jsonl", "more.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "p", "answer": "a"}\n')
+    (tmp_path / "edited_reward.py").write_text("def score(): ...")
+    words = ["data.train_files=[t.jsonl]", "data.val_files=[val.jsonl]", "data.val_sets.more.files=[more.jsonl]"]
+    words += [f"model.path={model}", f"trainer.run_dir={tmp_path}/done"]
+    words += ["data.val_sets.more.reward.name=edited_reward:score"]
+    evaluating = _Evaluating(compose(words), Subject("tiny"), "cpu", RunLock(f"{tmp_path}/done", 60, "", ""))
+    results = evaluating._open_results()
+    results.sets["more"] = SetResult(["row"], 1, 0, 1, {})
+    (tmp_path / "done").mkdir(exist_ok=True)
+    results.write(f"{tmp_path}/done", lambda: None)
+    assert evaluating._open_results() == results
+    for file, text, named in (
+        ("more.jsonl", '{"prompt": "p", "answer": "b"}\n', "content of more"),
+        ("val.jsonl", '{"prompt": "p", "answer": "a"}\n' * 2, "content of default"),
+        ("edited_reward.py", "def score(): return 1", "code of edited_reward:score"),
+    ):
+        before = (tmp_path / file).read_text()
+        (tmp_path / file).write_text(text)
+        with pytest.raises(UserError, match=f"another evaluation of tiny, with another {named}; name another dir"):
+            evaluating._open_results()
+        (tmp_path / file).write_text(before)
