@@ -34,7 +34,8 @@ SCRIPTS = sorted((ROOT / "examples").rglob("*.sh"))
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf/experiment").glob("*.yaml"))
 
 # Stands in for `python` and `trainer`: writes one line a call, its words separated by tabs, and makes the export
-# and the name of the checkpoint for the next command of a script. It fails when the user's PYTHONPATH is lost.
+# and the name of the checkpoint for the next command of a script. It fails when the user's PYTHONPATH is lost. A server
+# stays up if SERVES is set.
 STUB = r"""#!/usr/bin/env bash
 (IFS=$'\t'; printf "%s\n" "${0##*/}"$'\t'"$*") >> "$CALLS"
 for argument; do
@@ -43,7 +44,8 @@ for argument; do
       echo 3 > "$run/checkpoints/latest_ckpt_global_step.txt" ;;
   esac
 done
-[[ ":$PYTHONPATH:" == *":$USERS_OWN:"* ]]
+[[ ":$PYTHONPATH:" == *":$USERS_OWN:"* ]] || exit 1
+[[ -z "${SERVES:-}" || "$*" != *"trainer inference"* ]] || exec sleep 60
 """
 
 
@@ -171,6 +173,7 @@ def test_commands_in_the_documents_are_understood(document, tmp_path, monkeypatc
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_overrides_reach_every_stage_of_an_example(script, tmp_path, monkeypatch):
     """The script keeps PYTHONPATH, too (see `STUB`)."""
+    monkeypatch.setenv("SERVES", "1")
     made = calls(tmp_path, str(script), "experiment=smoke", "trainer.seed=7")
     stages = [words for words in made if command_and_arguments(words)[0] in JOBS]
     assert stages

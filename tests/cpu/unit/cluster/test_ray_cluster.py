@@ -166,7 +166,8 @@ def test_a_driver_that_ray_ends_leaves_a_message(marker):
     """Ray ends the process in C++ when it stores a batch and the store has gone with the raylet."""
     done = subprocess.run([sys.executable, "-c", LOSES_RAY, "raylet"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    assert "Ray's raylet died" in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+    (sentence,) = (line for line in done.stderr.splitlines() if "ERROR worker.py" not in line)  # Ray's own, in a race
+    assert "Ray's raylet died" in sentence
     assert left_running(marker) == []
 
 
