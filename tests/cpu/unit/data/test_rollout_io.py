@@ -71,7 +71,7 @@ def test_what_holds_no_rollouts_is_refused_in_one_sentence(tmp_path, capsys, pat
 
 def test_an_episode_that_cannot_be_kept_is_named(tmp_path):
     with pytest.raises(UserError, match="logger.save_rollouts: the rollouts of step 4 cannot be written"):
-        write_rollouts(str(tmp_path), 4, [Episode("u", "g", [], messages=[{"content": object()}])])
+        write_rollouts(str(tmp_path), 4, [Episode("u", "g", [], messages=[{(1, 2): "no key of JSON"}])])
 
 
 def test_a_reward_that_failed_reaches_no_limit(tmp_path):
