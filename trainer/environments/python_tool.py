@@ -41,7 +41,7 @@ class PythonTool:
         """
         try:
             return self._answer(await self._runner.run(code))
-        except RuntimeError as error:
+        except (RuntimeError, UserError, OSError) as error:
             raise ToolFailure(f"the tool python failed: {error}") from error
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -47,6 +48,12 @@ class CodeLimits:
     """Number of files and directories."""
     output: int = 4000
     """Characters of its output that are kept."""
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            number = isinstance(value, int) or (name == "time_s" and isinstance(value, float) and math.isfinite(value))
+            if isinstance(value, bool) or not number or value <= 0:
+                raise UserError(f"{name}={value!r}: give a {'' if name == 'time_s' else 'whole '}number above 0")
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,7 @@ class CodeRunner:
         """Start the server, unless it runs.
 
         Raises:
-            UserError: code cannot be isolated here, or a module cannot be imported.
+            UserError: code cannot be isolated here, a module cannot be imported, or an empty program fails.
         """
         if self._server is not None and self._server.poll() is None:
             return
@@ -130,7 +137,7 @@ class CodeRunner:
 
         Raises:
             UserError: see `start`.
-            RuntimeError: the server was lost.
+            RuntimeError: the server was lost, or the program could not be closed in and has not run.
         """
         if len(code) > MAX_CODE:
             return CodeResult("", 0, "size")
@@ -169,7 +176,10 @@ class CodeRunner:
             answer = json.loads(line)
             future = self._awaited.get(answer.pop("number"))
             if future is not None and not future.done():
-                future.set_result(CodeResult(**answer))
+                if "failed" in answer:
+                    future.set_exception(RuntimeError(answer["failed"]))
+                else:
+                    future.set_result(CodeResult(**answer))
 
     def close(self) -> None:
         """End the server, and the code that it runs."""

@@ -2,7 +2,8 @@
 
 It is a bare Python with the standard library, started by `trainer.sandbox.code_runner`. It reads requests from its
 input, a line of JSON each: `{"number", "code"}`. For each it writes `{"number", "output", "left_out", "problem"}`, as
-they end; the first line of its output is `{"ready": true}` or `{"refused": why}`.
+they end, or `{"number", "failed": why}` where the program could not be closed in and has not run. The first line of its
+output is `{"ready": true}`, once an empty program has run, or `{"refused": why}`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ statistics string textwrap time typing
 _MOST_OUTPUT = 1 << 20
 """Bytes after which the code is ended. Less is kept (see `CodeLimits.output`)."""
 _FILE = "<code>"
+_TRIAL, _TRIAL_S = -1, 60.0
+"""The number of the empty program that runs first, and its seconds: those of the machine, not of a program."""
+_CLOSED_IN = b"closed in"
 _CPU_ERROR_S = 0.2
 """The kernel counts processor time for its limit less exactly than for its reports."""
 
@@ -60,15 +64,14 @@ def main(settings: dict[str, Any]) -> NoReturn:
     except (isolation.IsolationError, ImportError) as error:
         _send({"refused": str(error)})
         os._exit(1)
-    _send({"ready": True})
     gc.freeze()
     server = _Server(walls, settings)
     try:
         server.run()
     except _Forked as forked:
-        request, output = forked.args
+        request, output, report = forked.args
     del server  # with it go other programs that wait, or have printed something
-    _be_program(request["code"], output, nothing, walls, calls, memory, settings["limits"])
+    _be_program(request["code"], output, report, nothing, walls, calls, memory, settings["limits"])
 
 
 def _preload(modules: Sequence[str]) -> None:
@@ -85,17 +88,21 @@ def _send(message: dict[str, Any]) -> None:
 
 
 class _Forked(Exception):  # noqa: N818 - it is no error
-    """Raised in the process of a program, to leave the frames of the server: its request, and where it prints."""
+    """Raised in the process of a program, to leave the frames of the server.
+
+    Its arguments: the request, where it prints, and where it reports that it is closed in, or why not.
+    """
 
 
 class _Run:
     """A program that runs."""
 
-    def __init__(self, number: int, process: int, output: int, deadline: float):
+    def __init__(self, number: int, process: int, output: int, report: int, deadline: float):
         self.number = number
         self.process = process
         self.ended = os.pidfd_open(process)
         self.output = output
+        self.report = report
         self.text = bytearray()
         self.size = 0
         self.deadline = deadline
@@ -129,9 +136,10 @@ class _Server:
         self._selector.register(0, selectors.EVENT_READ)
 
     def run(self) -> NoReturn:
+        self._start({"number": _TRIAL, "code": ""}, _TRIAL_S)
         while True:
             while self._waiting and len(self._running) < self._at_once:
-                self._start(self._waiting.popleft())
+                self._start(self._waiting.popleft(), self._limits["time_s"])
             now = time.monotonic()
             nearest = min((run.deadline for run in self._running), default=None)
             for key, _ in self._selector.select(None if nearest is None else max(0.0, nearest - now)):
@@ -158,8 +166,8 @@ class _Server:
         elif run.size > _MOST_OUTPUT:
             run.end("output")
 
-    def _start(self, request: dict[str, Any]) -> None:
-        output, end = os.pipe()
+    def _start(self, request: dict[str, Any], time_s: float) -> None:
+        (output, end), (report, report_end) = os.pipe(), os.pipe()
         os.set_blocking(output, False)
         self._walls.before_fork()
         process = -1
@@ -169,9 +177,10 @@ class _Server:
             if process != 0:
                 self._walls.after_fork()
         if process == 0:
-            raise _Forked(request, end)
+            raise _Forked(request, end, report_end)
         os.close(end)
-        run = _Run(request["number"], process, output, time.monotonic() + self._limits["time_s"])
+        os.close(report_end)
+        run = _Run(request["number"], process, output, report, time.monotonic() + time_s)
         self._running.append(run)
         self._selector.register(output, selectors.EVENT_READ, run)
         self._selector.register(run.ended, selectors.EVENT_READ, run)
@@ -188,6 +197,8 @@ class _Server:
             if descriptor in self._selector.get_map():
                 self._selector.unregister(descriptor)
             os.close(descriptor)
+        with open(run.report, "rb") as file:
+            said = file.read()
         problem = run.problem
         if not problem and os.WIFSIGNALED(status):
             problem = signal.Signals(os.WTERMSIG(status)).name
@@ -196,15 +207,30 @@ class _Server:
                 problem = "cpu"
         elif not problem and run.size > _MOST_OUTPUT:
             problem = "output"
+        if said != _CLOSED_IN:
+            why = said.removeprefix(_CLOSED_IN).decode(errors="replace") or problem or f"status {status}"
+            self._answer(run.number, {"failed": f"a program could not be closed in: {why}"})
+            return
         text = run.text.decode(errors="replace")
         kept = self._limits["output"]
         left_out = max(0, len(text) - kept)
-        _send({"number": run.number, "output": text[:kept], "left_out": left_out, "problem": problem})
+        self._answer(run.number, {"output": text[:kept], "left_out": left_out, "problem": problem})
+
+    def _answer(self, number: int, answer: dict[str, Any]) -> None:
+        if number != _TRIAL:
+            _send({"number": number, **answer})
+            return
+        why = answer.get("failed") or answer["problem"] or answer["output"]
+        if why:
+            _send({"refused": f"an empty program failed: {why}"})
+            os._exit(1)
+        _send({"ready": True})
 
 
 def _be_program(
     code: str,
     output: int,
+    report: int,
     nothing: int,
     walls: Any,
     calls: isolation.SyscallFilter,
@@ -212,17 +238,26 @@ def _be_program(
     limits: dict[str, Any],
 ) -> NoReturn:
     """Be the process of a program: close this process in, and run it."""
-    status = 70
     try:
         isolation.die_with_parent()
         os.dup2(nothing, 0)
         os.dup2(output, 1)
         os.dup2(output, 2)
         walls.close_in(limits["files_mb"], limits["files"])
-        os.closerange(3, 1 << 16)
+        report = os.dup2(report, 3)
+        os.closerange(4, 1 << 16)
         isolation.drop_rights()
         isolation.limit_resources(limits["cpu_s"], memory, limits["files_mb"])
         calls.load()
+        os.write(report, _CLOSED_IN)
+        os.close(report)
+    except BaseException as error:
+        try:
+            os.write(report, f"{type(error).__name__}: {error}"[:1000].encode(errors="replace"))
+        finally:
+            os._exit(70)
+    status = 70
+    try:
         status = execute(code)
     except MemoryError:
         os.write(2, b"MemoryError\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -178,6 +179,45 @@ def test_an_unknown_isolation_is_refused():
         CodeRunner(kind="hope")
 
 
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ({"cpu_s": 0.5}, "cpu_s=0.5: give a whole number above 0"),
+        ({"files": 0}, "files=0: give a whole number above 0"),
+        ({"output": True}, "output=True: give a whole number above 0"),
+        ({"memory_mb": "512"}, "memory_mb='512': give a whole number above 0"),
+        ({"time_s": float("nan")}, "time_s=nan: give a number above 0"),
+    ],
+)
+def test_a_limit_that_is_none_is_refused(limits, said):
+    with pytest.raises(UserError, match=f"^{said}$"):
+        CodeLimits(**limits)
+
+
+@pytest.mark.parametrize("kind", ISOLATIONS)
+def test_where_an_empty_program_fails_the_start_is_refused(kind):
+    runner = CodeRunner(CodeLimits(cpu_s=1 << 70), kind)
+    with pytest.raises(UserError, match=f"isolation={kind}: an empty program failed: .* closed in: OverflowError"):
+        runner.start()
+
+
+def test_a_program_that_cannot_be_closed_in_has_failed_and_printed_nothing(runner):
+    runner = CodeRunner(LIMITS, runner._settings["isolation"])
+
+    async def failed() -> None:
+        assert (await runner.run("1")).output == "1\n"
+        assert runner._server is not None
+        (server,) = psutil.Process(runner._server.pid).children()
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (32, 32))  # less than a program gets
+        with pytest.raises(RuntimeError, match="a program could not be closed in: ValueError: not allowed to raise"):
+            await runner.run("1")
+
+    try:
+        asyncio.run(failed())
+    finally:
+        runner.close()
+
+
 def test_a_server_that_was_killed_is_replaced_and_what_ran_has_failed():
     runner = CodeRunner(LIMITS)
 
@@ -200,13 +240,16 @@ def test_nothing_runs_on_after_the_server(runner):
     """The end of the server is the end of all its processes, also if it is killed."""
     runner = CodeRunner(LIMITS, runner._settings["isolation"])
 
-    async def started() -> None:
-        asyncio.create_task(runner.run("import time\ntime.sleep(60)"))
+    async def started() -> list[psutil.Process]:
+        running = asyncio.create_task(runner.run("import time\ntime.sleep(60)"))
         await asyncio.sleep(0.3)
+        server = psutil.Process(runner._server.pid)
+        while len(server.children(recursive=True)) < 2:
+            await asyncio.sleep(0.02)
+        assert not running.done()
+        return [server, *server.children(recursive=True)]
 
-    asyncio.run(started())
-    server = psutil.Process(runner._server.pid)
-    processes = [server, *server.children(recursive=True)]
+    processes = asyncio.run(started())
     assert len(processes) == 3
     runner.close()
     end = time.monotonic() + 20
