@@ -87,6 +87,13 @@ def _send(message: dict[str, Any]) -> None:
         data = data[os.write(1, data) :]
 
 
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # one of the real-time signals, most of which have no name
+        return f"signal {number}"
+
+
 class _Forked(Exception):  # noqa: N818 - it is no error
     """Raised in the process of a program, to leave the frames of the server.
 
@@ -201,7 +208,7 @@ class _Server:
             said = file.read()
         problem = run.problem
         if not problem and os.WIFSIGNALED(status):
-            problem = signal.Signals(os.WTERMSIG(status)).name
+            problem = _signal_name(os.WTERMSIG(status))
             used = usage.ru_utime + usage.ru_stime + _CPU_ERROR_S
             if problem == "SIGKILL" and used >= self._limits["cpu_s"]:
                 problem = "cpu"

@@ -10,6 +10,7 @@ This module runs in a bare Python: it uses the standard library alone.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import resource
 import struct
@@ -33,15 +34,32 @@ _ALLOW, _MASKED_EQUAL = 0x7FFF0000, 7  # of libseccomp
 _SYSCALLS = """
 read write readv writev pread64 pwrite64 open openat close lseek stat fstat lstat newfstatat statx access faccessat
 faccessat2 getdents64 getcwd chdir fchdir mkdir mkdirat rmdir unlink unlinkat rename renameat renameat2 link linkat
-symlink symlinkat readlink readlinkat ftruncate fallocate fsync fdatasync umask fcntl dup dup2 dup3 pipe pipe2 select
+symlink symlinkat readlink readlinkat ftruncate fallocate fsync fdatasync umask dup dup2 dup3 pipe pipe2 select
 pselect6 poll ppoll sendfile copy_file_range fadvise64 mmap munmap mprotect mremap madvise brk futex set_robust_list
 rseq sched_yield sched_getaffinity rt_sigaction rt_sigprocmask rt_sigreturn sigaltstack setitimer getitimer alarm
 pause restart_syscall exit exit_group getpid gettid getppid getpgrp getuid geteuid getgid getegid getresuid getresgid
-getrlimit prlimit64 getrusage times uname sysinfo getrandom clock_gettime clock_getres clock_nanosleep nanosleep
+getrlimit getrusage times uname sysinfo getrandom clock_gettime clock_getres clock_nanosleep nanosleep
 gettimeofday time
 """
 """The calls of the kernel that the code may make. Any other fails with EPERM: sockets, processes, threads, signals."""
-_IOCTLS = (0x5450, 0x5451)  # FIONCLEX and FIOCLEX, which Python's files use
+_CHECKED: dict[str, list[dict[int, tuple[int, int]]]] = {
+    "prlimit64": [{0: (0xFFFFFFFF, 0)}],  # of this process, not of others
+    "ioctl": [{1: (0xFFFFFFFF, request)} for request in (0x5450, 0x5451)],  # FIONCLEX, FIOCLEX: Python's files use them
+    "fcntl": [
+        *(
+            {1: (0xFFFFFFFF, command)}
+            for command in (
+                *(fcntl.F_DUPFD, fcntl.F_DUPFD_CLOEXEC, fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL),
+                *(fcntl.F_GETLK, fcntl.F_SETLK, fcntl.F_SETLKW),  # of sqlite3
+            )
+        ),
+        {1: (0xFFFFFFFF, fcntl.F_SETFL), 2: (os.O_ASYNC, 0)},
+    ],
+}
+"""Calls that the code may make with some arguments alone: by the argument's position, its mask and its value then.
+
+Other commands of `fcntl` send signals, to any process.
+"""
 _CHANGES = "chmod fchmod fchmodat utimensat truncate"
 """Calls that change files. Landlock does not know all of them, so they are for programs with files of their own."""
 
@@ -204,7 +222,7 @@ class Landlock:
 
 
 class SyscallFilter:
-    """The filter of seccomp that lets `_SYSCALLS` and `more` pass, made by libseccomp.
+    """The filter of seccomp that lets `_SYSCALLS`, `_CHECKED` and `more` pass, made by libseccomp.
 
     Raises:
         IsolationError: there is no libseccomp.
@@ -230,10 +248,12 @@ class SyscallFilter:
             if number >= 0:
                 code = library.seccomp_rule_add_array(self._filter, _ALLOW, number, 0, None)
                 assert code == 0, f"{name}: {os.strerror(-code)}"
-        for request in _IOCTLS:
-            compare = struct.pack("=IiQQ", 1, _MASKED_EQUAL, 0xFFFFFFFF, request)
-            number = library.seccomp_syscall_resolve_name(b"ioctl")
-            assert library.seccomp_rule_add_array(self._filter, _ALLOW, number, 1, compare) == 0
+        for name, allowed in _CHECKED.items():
+            number = library.seccomp_syscall_resolve_name(name.encode())
+            for arguments in allowed:
+                checks = [struct.pack("=IiQQ", at, _MASKED_EQUAL, *check) for at, check in arguments.items()]
+                code = library.seccomp_rule_add_array(self._filter, _ALLOW, number, len(checks), b"".join(checks))
+                assert code == 0, f"{name}: {os.strerror(-code)}"
 
     def load(self) -> None:
         """Filter the calls of this process from now on."""

@@ -147,6 +147,8 @@ def test_with_namespaces_files_live_in_an_empty_directory_of_limited_size(closed
     assert output(closed_in, "open('a', 'w').write('x')\nprint(open('a').read())") == "x\n"
     assert output(closed_in, "import os\nprint(os.listdir('.'))") == "[]\n", "a file of an earlier program is left"
     assert output(closed_in, "import tempfile\nprint(tempfile.TemporaryFile('w+').write('x'))") == "1\n"
+    table = "import sqlite3\nc = sqlite3.connect('t.db')\nprint(c.execute('create table t(x)').fetchall())"
+    assert output(closed_in, table) == "[]\n", "a database cannot lock its file"
     fill = (
         "import os\nn = 0\ntry:\n    while True:\n        {}\n        n += 1\nexcept OSError as e: print(n, e.strerror)"
     )

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from trainer.sandbox.code_server import _signal_name
+
 RUN = "import random, sys; from trainer.sandbox.code_server import execute; sys.exit(execute(sys.argv[1]))"
 
 
@@ -36,3 +38,7 @@ def test_an_error_names_lines_of_the_program_alone():
         '  File "<code>", line 3, in f',
         '  File "<code>", line 7, in <module>',
     ]
+
+
+def test_every_signal_has_a_name():
+    assert [_signal_name(number) for number in (9, 35)] == ["SIGKILL", "signal 35"]

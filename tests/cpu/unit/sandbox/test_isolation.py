@@ -203,6 +203,12 @@ PROCESSES = [
     "r = libc.syscall(0x40000000 | 41, 2, 1, 0)\nassert r >= 0",  # socket, in the numbers of x32
     "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (100, 100))",
     "import resource\nresource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
+    "import resource\nreturn resource.prlimit({parent}, resource.RLIMIT_NOFILE)",
+    "import resource\nreturn resource.prlimit(os.getppid() or {parent}, resource.RLIMIT_CPU, (1, 1))",
+    "import fcntl\nreturn fcntl.fcntl(1, fcntl.F_SETOWN, {parent})",
+    "import fcntl\nreturn fcntl.fcntl(1, 15, bytes(8))",  # F_SETOWN_EX
+    "import fcntl\nreturn fcntl.fcntl(1, 10, 35)",  # F_SETSIG
+    "import fcntl\nreturn fcntl.fcntl(1, fcntl.F_SETFL, os.O_ASYNC)",
     "os.nice(-5)",
     "return [os.dup(0) for _ in range(1000)]",
 ]  # fmt: skip
