@@ -203,8 +203,8 @@ class _Batch:
             tasks.submit(late)
 
     def _cancellation(self, session: AgentSession, now: float) -> Cancellation | None:
-        began, most_s = session.began_at, self._runner.config.max_seconds
-        if began is None:
+        began, most_s = session.first_began_at, self._runner.config.max_seconds
+        if began is None or session.began_at is None:
             return None
         if most_s and now - began > most_s:
             return session.cancellation(f"was not done after environment.max_seconds={most_s:g}", is_last=True)

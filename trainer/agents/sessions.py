@@ -62,6 +62,8 @@ class AgentSession(Task):
         """Number of the present attempt, in messages to the process."""
         self.began_at: float | None = None
         """When the present attempt was sent to the process."""
+        self.first_began_at: float | None = None
+        """When the first one was."""
         self._cancelled = -1  # the attempt that is to end
         self._late = ""  # why the present attempt is to end
         self._was_late = False
@@ -77,6 +79,7 @@ class AgentSession(Task):
         if self.worker is not None:  # it is sent now
             self._was_late = False
             self.began_at = time.monotonic()
+            self.first_began_at = self.first_began_at or self.began_at
             self.episode.start_clock()
         rules, url = self.episode.rules, self.episode.base_url
         endpoint = dataclasses.asdict(Endpoint(url, self.episode.secret, rules.model))

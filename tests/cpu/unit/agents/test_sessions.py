@@ -131,6 +131,15 @@ def test_an_agent_may_have_no_further_attempt(scene):
     assert scene.outcome == ("timeout", "run was not done after environment.max_seconds=5")
 
 
+def test_the_seconds_of_an_episode_count_from_its_first_attempt(scene):
+    first = scene.session.first_began_at
+    assert first is not None and first == scene.session.began_at
+    scene.session.record_failure("raised", "was bad")
+    assert scene.session.began_at is None
+    scene.send()
+    assert scene.session.began_at > first == scene.session.first_began_at
+
+
 def test_an_attempt_that_has_ended_is_not_cancelled(scene):
     cancellation = scene.session.cancellation()
     scene.lose_process()
