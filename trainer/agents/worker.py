@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import urlsplit
 
 from trainer.environments.agent import AgentResult, Endpoint
 from trainer.environments.base import find_environment
@@ -55,6 +56,7 @@ class AgentHandler(Handler):
             del self._running[number]
 
     async def _run(self, row: Mapping[str, Any], seed: int, endpoint: dict[str, str]) -> Any:
+        _reach_without_proxy(urlsplit(endpoint["base_url"]).hostname or "")
         agent, given = self._make(), (row, seed, Endpoint(**endpoint))
         if inspect.iscoroutinefunction(agent.run):
             return await agent.run(*given)
@@ -65,7 +67,8 @@ class AgentHandler(Handler):
 def _reach_without_proxy(*hosts: str) -> None:
     """Let clients of this process, and of those that it starts, reach hosts without the proxies of the environment."""
     for name in ("NO_PROXY", "no_proxy"):
-        os.environ[name] = ",".join(filter(None, [os.environ.get(name), *hosts]))
+        known = os.environ.get(name, "").split(",")
+        os.environ[name] = ",".join(dict.fromkeys(filter(None, [*known, *hosts])))
 
 
 def _result(value: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any
 
 import pytest
@@ -65,6 +66,19 @@ class Async:
 
 def test_an_agent_may_be_async():
     assert run(1, f"{__name__}:Async") == {"reward": 3.0, "rewards": {}, "metrics": {"key": 32.0}}
+
+
+@pytest.mark.parametrize("known", ["", "example.org,localhost"])
+def test_agents_reach_the_host_of_their_endpoint_without_a_proxy(monkeypatch, known):
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, known)
+    handler = AgentHandler("tests.support.agents:Returns", {})
+    for _ in range(2):
+        there = {**ENDPOINT, "base_url": "http://10.0.0.5:8123/episodes/x/v1"}
+        asyncio.run(handler.compute([0, "run", {"value": 1}, 3, there]))
+    found = os.environ["NO_PROXY"].split(",")
+    assert sorted(found) == sorted({*filter(None, known.split(",")), "127.0.0.1", "localhost", "10.0.0.5"})
+    assert os.environ["no_proxy"].split(",") == found
 
 
 def test_an_agent_can_be_ended(monkeypatch):
