@@ -79,7 +79,8 @@ class EpisodeRunner(contextlib.AbstractContextManager["EpisodeRunner"]):
         Args:
             known: further episodes of the step that are there already and have not failed. None: the caller judges
                 whether too many have failed.
-            check: called again and again while this waits for environments. It raises to end that.
+            check: called while this waits for environments, in a stream whenever something happens. It raises to end
+                that.
         """
         raise NotImplementedError
 
