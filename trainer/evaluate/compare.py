@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trainer.errors import UserError
-from trainer.evaluate.results import Results, SetResult, print_table, read_results
+from trainer.evaluate.results import CONTENT, Results, SetResult, print_table, read_results
 from trainer.metrics.estimates import Estimate, paired_difference
 from trainer.process.log_setup import run_tool, show
 
@@ -65,6 +65,9 @@ def compare(a: Results, b: Results) -> tuple[list[Difference], list[str]]:
             f"the evaluations have no row in common: A has {_described(a)}, B has {_described(b)}; evaluate both on "
             "the same data"
         )
+    others = [key for key in a.differences(b) if key != "model" and not key.startswith(CONTENT)]
+    if others:
+        notes.append(f"A and B differ in {', '.join(others)}, too, which may have made the difference")
     return differences, notes
 
 

@@ -14,6 +14,9 @@ from statistics import NormalDist, fmean, stdev
 LEVEL = 0.95
 """Confidence level of the intervals."""
 
+_FEWEST_ALIKE = 6
+"""Rows of which chance makes all differ to the same side in fewer than 5 % of cases: 2 * 0.5**6 is 3 %."""
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -67,10 +70,16 @@ def paired_difference(a: Sequence[float], b: Sequence[float]) -> Estimate:
     A paired difference is more precise than two separate means: what makes a row hard is the same for both (Miller,
     2024, section 4.2).
 
+    Fewer than six rows that all differ by the same say nothing of the spread: their interval is infinite.
+
     Args:
         a, b: one value for each row, in the same order.
     """
-    return _student([y - x for x, y in zip(a, b, strict=True)])
+    differences = [y - x for x, y in zip(a, b, strict=True)]
+    mean, rows = fmean(differences), len(differences)
+    if rows < _FEWEST_ALIKE and max(differences) - min(differences) <= 1e-9 * abs(mean) and mean:
+        return Estimate(mean, -math.inf, math.inf, rows)
+    return _student(differences)
 
 
 def _student(values: Sequence[float]) -> Estimate:

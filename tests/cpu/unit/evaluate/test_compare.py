@@ -27,6 +27,14 @@ def test_equal_rows_are_paired_one_to_one():
     assert compare(a, b)[0][0].difference.value == 0.0 and compare(a, b)[0][0].difference.rows == 2
 
 
+def test_other_settings_are_named():
+    """The comparison is then not one of two models alone; other rows are named by their number."""
+    a = results([1.0], settings={"rollout.top_p": "1", "content of math": "1"})
+    b = results([1.0], settings={"rollout.top_p": "2", "content of math": "2"}, weights="other")
+    assert compare(a, b)[1][-1].startswith("A and B differ in rollout.top_p, too, which may")
+    assert not any("differ" in note for note in compare(a, results([0.0], settings=a.settings, weights="x"))[1])
+
+
 def many(seed: int, share: float, rows: int = 400) -> list[list[float]]:
     random, difficulty = np.random.default_rng(seed), np.random.default_rng(0).random(rows)
     return [[float(x < share) for x in one] for one in 0.5 * random.random((rows, 4)) + 0.5 * difficulty[:, None]]

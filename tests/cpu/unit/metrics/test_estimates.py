@@ -85,3 +85,9 @@ def test_an_interval_of_equal_values_still_says_how_few_they_were():
     assert few.value == many.value == 1.0 and few.high == pytest.approx(1.0) and few.low < 0.6 and many.low > 0.99
     assert mean_estimate([0.25]).low == -math.inf and not paired_difference([0.0], [1.0]).excludes_zero
     assert not paired_difference([0.5, 1.0], [0.5, 1.0]).excludes_zero
+
+
+@pytest.mark.parametrize(("a", "b"), [(0.0, 1.0), (1.0, 0.0), (0.1, 0.4)])
+def test_rows_that_all_differ_by_the_same_tell_something_from_six_on(a, b):
+    assert [paired_difference([a] * n, [b] * n).excludes_zero for n in (2, 5, 6)] == [False, False, True]
+    assert not paired_difference([0.1, 0.2], [0.3, 0.4]).excludes_zero, "0.2 twice, but for the rounding"
