@@ -167,6 +167,8 @@ TASKS: dict[str, TaskSpec] = {
             "trainer.total_steps",
             "trainer.val_before_train",
             "data.val_sets*",
+            "data.curriculum",
+            "data.mix.*.curriculum",
         ),
         may_change=("sft.steps",),
         metrics={

@@ -44,7 +44,10 @@ METRICS: dict[str, Metric] = {
     "episode/errors/mean": Metric("Share of agents that raised after a limit of their episode.", "1"),
     "episode/turns/mean": Metric("Mean number of replies in the step's episodes.", "turns"),
     "episode/tokens/mean": Metric("Mean number of tokens that the policy sampled in an episode.", "tokens"),
-    "data/<name>/prompts": Metric("Rows of a source of `data.mix` trained on since the run began.", "prompts"),
+    "data/<name>/prompts": Metric(
+        "Rows of a source of `data.mix` used up since the run began: trained on, or left out by dynamic sampling.",
+        "prompts",
+    ),
     "data/<name>/epoch": Metric("Passes over the rows of a source of `data.mix`, with fractions.", "epochs"),
     "data/<name>/reward/mean": Metric("Mean reward of the step's completions for a source of `data.mix`.", "reward"),
     "data/<name>/reward/std": Metric("Standard deviation of these rewards.", "reward"),

@@ -162,6 +162,11 @@ def test_the_kind_of_a_value_in_words(key, kind):
             ["rollout.n", "algorithm=ppo", "algorithm.gamma"],
         ),
         ("sft", ["trainer.total_steps=9", "trainer.critic={path:x}"], ["trainer.total_steps", "trainer.critic"]),
+        (
+            "sft",
+            ["data.curriculum=my:order", "+data.mix.a.curriculum=my:order"],
+            ["data.curriculum", "data.mix.a.curriculum"],
+        ),
         ("rl", ["rollout.n=4", "algorithm=ppo", "sft.steps=3"], []),
         ("rl", ["inference.port=8001"], ["inference.port"]),
         ("tests.support.preferences:TASK", ["rollout=vllm", "trainer.total_steps=9"], ["rollout=vllm"]),
