@@ -11,6 +11,8 @@ from skyrl_gym.envs.registration import load_env_creator, registry
 from trainer.environments.base import Message, StepResult
 from trainer.errors import did_you_mean
 
+_RUN_CODE = frozenset({"lcb", "searchcode"})
+
 
 class SkyRLGym:
     """Runs one environment of skyrl-gym in an episode.
@@ -22,21 +24,23 @@ class SkyRLGym:
         id: name of a registered environment, or the import path `package.module:Class` of one. None: the column
             `env_class` of each row has it.
         max_turns: given to the environment in `extras`, if the row does not have it.
+        allow_code: play environments that run programs of the policy with your rights.
         options: further arguments of the environment, such as `env_config`.
 
     """
 
-    def __init__(self, id: str | None = None, max_turns: int | None = None, **options: Any):
+    def __init__(self, id: str | None = None, max_turns: int | None = None, allow_code: bool = False, **options: Any):
         self._id = id
         self._max_turns = max_turns
+        self._allow_code = allow_code
         self._options = options
         self._environment: Any = None
 
     @classmethod
-    def check_options(cls, id: str | None = None, **options: Any) -> None:
+    def check_options(cls, id: str | None = None, allow_code: bool = False, **options: Any) -> None:
         """Check that there is such an environment."""
         if id is not None:
-            _creator(id)
+            _creator(id, allow_code)
 
     def reset(self, row: Mapping[str, Any], seed: int) -> list[Message]:
         """Return the prompt, as the environment's `init` gives it."""
@@ -46,7 +50,7 @@ class SkyRLGym:
         prompt = row["prompt"]
         chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(one) for one in prompt]
         name = self._id if self._id is not None else str(row.get("env_class"))
-        self._environment = _creator(name)(**{"env_config": {}, **self._options}, extras=extras)
+        self._environment = _creator(name, self._allow_code)(**{"env_config": {}, **self._options}, extras=extras)
         messages, _ = self._environment.init(chat)
         return [dict(message) for message in messages]
 
@@ -64,8 +68,13 @@ class SkyRLGym:
             self._environment.close()
 
 
-def _creator(name: str) -> Any:
+def _creator(name: str, allow_code: bool) -> Any:
     """Return the class, or the function, that makes an environment."""
+    if name in _RUN_CODE and not allow_code:
+        raise PermissionError(
+            f"skyrl-gym's environment {name} runs programs of the policy with your rights, in no sandbox; if a "
+            "container protects what you have, set environment.kwargs.allow_code=true"
+        )
     if ":" in name:
         return load_env_creator(name)
     spec = registry.get(name)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
+import re
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +20,7 @@ from trainer.config import DataConfig
 from trainer.data import reasoning_tasks
 from trainer.data.datasets import check_files, load_rows
 from trainer.data.generators import _generate_apart, _select, generate
-from trainer.data.reasoning_tasks import NAME, check_task, known_tasks, make_example, score
+from trainer.data.reasoning_tasks import BY_PYTHON, BY_SYMPY, NAME, check_task, known_tasks, make_example, score
 from trainer.data.row_digest import digest_rows
 from trainer.errors import UserError
 
@@ -50,6 +53,55 @@ def test_composites_mix_tasks():
     rows = [make_example("composite", options, number) for number in range(20)]
     assert 0 < sum("Spell" in row["prompt"] for row in rows) < 20
     assert all(score(row["answer"], row) == 1.0 for row in rows)
+
+
+EVALUATED = sorted(BY_PYTHON | BY_SYMPY)
+
+
+@pytest.mark.parametrize("task", [*EVALUATED, "composite"])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "{}",
+        "[{}]",
+        "sin({})",
+        "sin({!r})",
+        "1! + {}",
+        "x if {} else x",
+        "[{} for x in [1]]",
+        "(lambda: {})()",
+        "(1).__class__.__base__.__subclasses__() or {}",
+        "f'{{{}}}'",
+    ],
+)
+def test_no_answer_is_run_as_code(tmp_path, monkeypatch, task, answer):
+    monkeypatch.chdir(tmp_path)
+    options = {"datasets": [{"name": name} for name in ("countdown", "n_queens")]} if task == "composite" else {}
+    rows = [make_example(task, options, number) for number in range(4 if task == "composite" else 1)]
+    code = answer.format("__import__('os').mkdir('ran')")
+    assert [score(code, row) for row in rows] == [score("?", row) for row in rows]
+    assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize("task", EVALUATED)
+def test_right_answers_of_tasks_that_evaluate_them_count(task):
+    for number in range(5):
+        row = make_example(task, {}, number)
+        assert row["answer"] and score(row["answer"], row) == 1.0
+        if task == "spiral_matrix":
+            assert score(str(row["answer"].split()), row) == 0.1
+
+
+def test_other_tasks_evaluate_no_answers():
+    """If a new version of the package has more of them, look at what they evaluate."""
+    own = {"basic_arithmetic", "bitwise_arithmetic", "codeio", "gsm_symbolic", "number_sorting", "propositional_logic"}
+    evaluates = re.compile(r"\b(eval|exec|parse_expr|sympify|parse_latex|os\.system|subprocess\.\w+)\(")
+    found = set()
+    for task, (kind, _) in known_tasks().items():
+        modules = {cls.__module__ for cls in kind.__mro__ if cls.__module__.startswith("reasoning_gym.")}
+        if any(evaluates.search(inspect.getsource(sys.modules[module])) for module in modules):
+            found.add(task)
+    assert found - own == {*EVALUATED}
 
 
 def test_generators_of_the_process_are_left_as_they_were():

@@ -97,3 +97,12 @@ def test_an_environment_that_does_not_exist_is_refused_before_the_start():
         check_options(NAME, {"id": "gsm9k"})
     check_options(NAME, {"id": "gsm8k"})
     check_options(NAME, {})
+
+
+@pytest.mark.parametrize("name", ["lcb", "searchcode"])
+def test_an_environment_that_runs_programs_of_the_policy_is_refused_unless_it_is_allowed(name):
+    with pytest.raises(UserError, match=f"{name} runs programs of the policy .*environment.kwargs.allow_code=true"):
+        check_options(NAME, {"id": name})
+    with pytest.raises(PermissionError, match=name):
+        SkyRLGym().reset({**ROW, "env_class": name}, 1)
+    check_options(NAME, {"id": name, "allow_code": True})
