@@ -246,10 +246,10 @@ def test_nothing_runs_on_after_the_server(runner):
         running = asyncio.create_task(runner.run("import time\ntime.sleep(60)"))
         await asyncio.sleep(0.3)
         server = psutil.Process(runner._server.pid)
-        while len(server.children(recursive=True)) < 2:
+        while len(children := server.children(recursive=True)) < 2:
             await asyncio.sleep(0.02)
         assert not running.done()
-        return [server, *server.children(recursive=True)]
+        return [server, *children]
 
     processes = asyncio.run(started())
     assert len(processes) == 3
