@@ -61,7 +61,11 @@ class LedgerSource:
         return [episode for _, episodes in drawn for episode in episodes]
 
     def add_metrics(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
-        return metrics
+        progress = {}
+        if isinstance(self.ledger, MixLedger):
+            for name, (rows, epochs) in self.ledger.progress(self._steps[step]).items():
+                progress |= {f"data/{name}/prompts": float(rows), f"data/{name}/epoch": epochs}
+        return metrics | progress
 
     def commit(self, step: int) -> None:
         self.ledger.commit(self._steps.pop(step))

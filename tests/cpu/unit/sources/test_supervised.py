@@ -115,11 +115,20 @@ def test_sources_of_a_mix_have_their_shares_and_epochs_and_a_resume_may_change_t
 
     def train(source: SupervisedSource, step: int) -> list[str]:
         uids = [episode.uid for episode in source.next(step)]
+        metrics.update(source.add_metrics(step, {"sft/loss": 1.0}))
         source.commit(step)
         return uids
 
+    metrics: dict[str, float] = {}
     source = source_with(long=2, short=1)
     first, second = train(source, 1), train(source, 2)
+    assert metrics == {
+        "sft/loss": 1.0,
+        "data/long/prompts": 8.0,
+        "data/long/epoch": 2.0,
+        "data/short/prompts": 4.0,
+        "data/short/epoch": 2.0,
+    }
     assert [uid.rpartition(":")[2] for uid in first + second] == ["0", "1", "0"] * 4
     assert len({*first, *second}) == 12 and source.epoch == 2
     saved = json.loads(json.dumps(source.state_dict()))
