@@ -27,6 +27,7 @@ _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 409
 _MNT_DETACH = 2
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_SET_DUMPABLE = 1, 38, 4
 _SYS_MOUNT_SETATTR, _SYS_LANDLOCK = 442, (444, 445, 446)  # the same on all architectures
+_LANDLOCK_VERSION = 3  # the first that knows truncation
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _CAPABILITY_VERSION = 0x20080522
 _ALLOW, _MASKED_EQUAL = 0x7FFF0000, 7  # of libseccomp
@@ -186,15 +187,20 @@ class Landlock:
         """Check that the kernel has Landlock.
 
         Raises:
-            IsolationError: it has not.
+            IsolationError: it has not, or an old one.
         """
         try:
             self._version = _call("syscall", _SYS_LANDLOCK[0], None, ctypes.c_size_t(0), 1)
         except OSError as error:
             raise IsolationError(
-                f"this kernel has no Landlock ({error.strerror}). Boot it with lsm=landlock,… (Linux 5.13 or later), "
+                f"this kernel has no Landlock ({error.strerror}). Boot it with lsm=landlock,… (Linux 6.2 or later), "
                 f"or choose isolation={NAMESPACES}"
             ) from error
+        if self._version < _LANDLOCK_VERSION:
+            raise IsolationError(
+                "the Landlock of this kernel lets programs empty files that they may read. Take Linux 6.2 or later, "
+                f"or choose isolation={NAMESPACES}"
+            )
 
     def prepare(self) -> None:
         """Nothing is shared by the processes."""
@@ -206,7 +212,7 @@ class Landlock:
 
     def close_in(self, files_mb: int, files: int) -> None:
         """Close this process in."""
-        known = self._FILES & ((1 << (13, 14, 15, 15, 16)[min(self._version, 5) - 1]) - 1)
+        known = self._FILES & ((1 << (15, 15, 16)[min(self._version, 5) - 3]) - 1)
         network, scoped = (3 if self._version >= 4 else 0), (3 if self._version >= 6 else 0)
         size = 8 if self._version < 4 else 16 if self._version < 6 else 24
         attributes = (ctypes.c_uint64 * 3)(known, network, scoped)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from trainer.sandbox import isolation
 from trainer.sandbox.code_runner import ISOLATIONS, CodeLimits, CodeRunner
 
 TRY = """
@@ -221,6 +222,13 @@ def test_no_process_can_be_made_reached_or_given_more_rights(runner, body):
     said = attempt(runner, body)
     assert said.startswith("refused: ") or said in ("SIGSYS", "SIGKILL"), said
     assert attempt(runner, "return 1") == "escaped: 1", "the server is gone"
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_landlock_that_lets_files_be_emptied_is_refused(version, monkeypatch):
+    monkeypatch.setattr(isolation, "_call", lambda *_: version)  # an older kernel
+    with pytest.raises(isolation.IsolationError, match="Linux 6.2 or later, or choose isolation=namespaces"):
+        isolation.Landlock([]).enter()
 
 
 def test_where_namespaces_are_not_allowed_that_is_said(tmp_path):
