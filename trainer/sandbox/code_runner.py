@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import select
 import subprocess
 import sys
 import sysconfig
@@ -21,6 +22,8 @@ from trainer.sandbox import isolation
 ISOLATIONS = (isolation.NAMESPACES, isolation.LANDLOCK)
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 _AT_ONCE = 8
+_START_S = 120.0
+"""Seconds that the server may take to start, with its imports."""
 _ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
     "LC_ALL": "C.UTF-8",
@@ -125,8 +128,15 @@ class CodeRunner:
             start_new_session=True,
         )
         assert self._server.stdout is not None
-        first = self._server.stdout.readline()
-        answer = json.loads(first) if first else {"refused": f"its server ended with status {self._server.wait()}"}
+        ready = select.poll()
+        ready.register(self._server.stdout, select.POLLIN)
+        if not ready.poll(_START_S * 1000):
+            modules = self._settings["modules"]
+            answer = {"refused": f"its server did not start within {_START_S:g} s, with the imports of {modules}"}
+        elif first := self._server.stdout.readline():
+            answer = json.loads(first)
+        else:
+            answer = {"refused": f"its server ended with status {self._server.wait()}"}
         if "refused" in answer:
             self.close()
             raise UserError(f"code of the policy cannot run with isolation={self._settings['isolation']}: "

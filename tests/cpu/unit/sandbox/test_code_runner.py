@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from trainer.errors import UserError
+from trainer.sandbox import code_runner
 from trainer.sandbox.code_runner import ISOLATIONS, MAX_CODE, CodeLimits, CodeResult, CodeRunner
 
 LIMITS = CodeLimits(cpu_s=1, time_s=100.0, memory_mb=128, files_mb=4, files=16, output=400)
@@ -174,6 +175,14 @@ def test_packages_are_available_if_they_are_named():
 def test_a_module_that_there_is_not_is_refused():
     with pytest.raises(UserError, match="isolation=landlock: No module named 'no_such_module'"):
         CodeRunner(kind="landlock", modules=["no_such_module"]).start()
+
+
+def test_a_server_that_does_not_start_in_time_is_ended(monkeypatch):
+    monkeypatch.setattr(code_runner, "_START_S", 0.0)
+    runner = CodeRunner(modules=["numpy"])
+    with pytest.raises(UserError, match=r"its server did not start within 0 s, with the imports of \['numpy'\]"):
+        runner.start()
+    assert runner._server is None
 
 
 def test_an_unknown_isolation_is_refused():
