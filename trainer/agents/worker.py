@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,7 +25,7 @@ class AgentHandler(Handler):
     """Makes the calls `[number, "run", row, seed, endpoint]` of agents, and `[number, "cancel"]`, which ends one.
 
     An agent that is not `async` runs in a thread. Nothing can end a thread: after `cancel`, nobody waits for it. If an
-    `async` one goes on after `cancel`, the process must end.
+    `async` one goes on after `cancel`, or too many threads do, the process must end.
     """
 
     is_concurrent = True
@@ -36,6 +36,8 @@ class AgentHandler(Handler):
         self._make = lambda: kind(**options)
         self._running: dict[int, asyncio.Task[Any]] = {}
         self._threads = ThreadPoolExecutor(limits.MAX_ASYNC_SESSIONS, "agent")
+        self._left: set[Future[Any]] = set()
+        """Agents that run on in threads after `cancel`."""
 
     def is_async(self, call: list[Any]) -> bool:
         return True
@@ -60,7 +62,15 @@ class AgentHandler(Handler):
         agent, given = self._make(), (row, seed, Endpoint(**endpoint))
         if inspect.iscoroutinefunction(agent.run):
             return await agent.run(*given)
-        value = await asyncio.get_running_loop().run_in_executor(self._threads, agent.run, *given)
+        thread = self._threads.submit(agent.run, *given)
+        try:
+            value = await asyncio.wrap_future(thread)
+        except asyncio.CancelledError:
+            if thread.running():
+                self._left.add(thread)
+                thread.add_done_callback(self._left.discard)
+                self.must_end |= len(self._left) >= limits.THREADS_LEFT
+            raise
         return await value if inspect.isawaitable(value) else value
 
 

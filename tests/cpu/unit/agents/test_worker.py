@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import queue
+import threading
 from typing import Any
 
 import pytest
@@ -98,6 +100,44 @@ def test_an_agent_can_be_ended(monkeypatch):
 
     asyncio.run(both())
     assert Async.cancelled == 1
+
+
+class Waits:
+    def run(self, row: Any, seed: int, endpoint: Any) -> float:
+        BEGUN.put(None)
+        return float(EVENT.wait(60))
+
+
+BEGUN: queue.SimpleQueue[None] = queue.SimpleQueue()
+EVENT = threading.Event()
+
+
+def test_a_process_with_many_threads_of_late_agents_must_end(monkeypatch):
+    """Threads that have ended do not count."""
+    monkeypatch.setattr(limits, "THREADS_LEFT", 2)
+
+    async def late(handler: AgentHandler, number: int) -> None:
+        call = asyncio.ensure_future(handler.compute([number, "run", {}, 3, ENDPOINT]))
+        await asyncio.wait_for(asyncio.to_thread(BEGUN.get), 60)
+        await handler.compute([number, "cancel"])
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    async def several() -> None:
+        handler = AgentHandler(f"{__name__}:Waits", {})
+        await late(handler, 1)
+        assert not handler.must_end and len(handler._left) == 1
+        EVENT.set()
+        while handler._left:
+            await asyncio.sleep(0.01)
+        EVENT.clear()
+        await late(handler, 2)
+        assert not handler.must_end
+        await late(handler, 3)
+        assert handler.must_end
+        EVENT.set()
+
+    asyncio.run(several())
 
 
 def test_a_process_with_an_agent_that_goes_on_when_it_is_cancelled_must_end(monkeypatch):
