@@ -25,6 +25,7 @@ from trainer.process.log_setup import guard_output
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _TRACKER_ATTEMPTS = 300
+_AWAITED = {signal.SIGCHLD, signal.SIGTERM}
 
 
 def main(driver: int, pipe: int, serve: str, arguments: list[Any]) -> NoReturn:
@@ -38,9 +39,11 @@ def main(driver: int, pipe: int, serve: str, arguments: list[Any]) -> NoReturn:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGCHLD)  # the death of the driver wakes the reaper
     reaper = os.getpid()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)  # before the worker can be heard of
     worker = os.fork()
     if worker == 0:
         try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             _work(Connection(pipe), reaper, serve, arguments)
         except OSError:  # the pipe to the driver is closed
             pass
@@ -56,8 +59,6 @@ def main(driver: int, pipe: int, serve: str, arguments: list[Any]) -> NoReturn:
 
 def _wait_for(worker: int, driver: int) -> int:
     """Return the worker's exit code (negative: a signal) once it ends, or 0 once it is no longer needed."""
-    awaited = {signal.SIGCHLD, signal.SIGTERM}
-    signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     while True:
         process, status = os.waitpid(-1, os.WNOHANG)
         if process == worker:
@@ -66,7 +67,7 @@ def _wait_for(worker: int, driver: int) -> int:
             continue  # an orphan that the reaper has inherited
         if os.getppid() != driver:
             return 0
-        signalled = signal.sigtimedwait(awaited, 0.5)
+        signalled = signal.sigtimedwait(_AWAITED, 0.5)
         if signalled is not None and signalled.si_signo == signal.SIGTERM:
             return 0
 
