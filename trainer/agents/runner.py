@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Self
 
-import numpy as np
-
 from trainer.agents.call_tree import CallTree, Turn
 from trainer.agents.chat_request import Rules
 from trainer.agents.episode import AgentEpisode
@@ -22,14 +20,19 @@ from trainer.agents.sessions import AgentPool, AgentSession, Cancellation
 from trainer.config import Config
 from trainer.data.limits import max_characters
 from trainer.environments.agent import AgentResult
-from trainer.environments.episode_runner import EpisodeRunner, Generation, PhaseTimer, RolloutRequest
+from trainer.environments.episode_runner import (
+    EpisodeRunner,
+    Generation,
+    PhaseTimer,
+    RolloutRequest,
+    check_failures,
+    empty_sample,
+)
 from trainer.environments.rendering import find_renderer
-from trainer.episodes import Episode, Sample
-from trainer.errors import UserError
+from trainer.episodes import Episode
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.request_stream import RequestStream
 from trainer.process import time_limits
-from trainer.rewards.scores import Failures
 from trainer.sandbox.tasks import Round
 from trainer.seeding import environment_seed, turn_seed
 
@@ -108,14 +111,11 @@ class AgentRunner(EpisodeRunner):
         samples = tree.samples()
         messages, turns = tree.transcript()
         counts = {"samples": float(len(samples)), "errors": float(bool(session.error))}
-        if not samples:  # a sample must have a token
-            empty = np.zeros(1, np.float32)
-            samples = [Sample(np.full(1, self._tokenizer.eos_token_id, np.int32), empty, empty, (0, 0))]
         answer = request.prompt.row.get(self._answer_key)
         return Episode(
             request.uid,
             request.group,
-            samples,
+            samples or [empty_sample(self._tokenizer)],
             reward=result.reward + sum(result.rewards.values()),
             rewards=result.rewards,
             status=session.status,
@@ -152,12 +152,12 @@ class _Batch:
                         completions = next(stream)
                     for number, completion in completions.items():
                         self._answer(number, completion)
-                    if tasks.ended.done():
-                        tasks.ended.result()  # raises: the processes cannot start
+                    tasks.check()
                     self._cancel_late(tasks)
                     new = list(self._newly_ended())
                     if any(session.failure for session in new):
-                        self._check_failures(known)
+                        failures = [(session.request, session.failure) for session in self._sessions]
+                        check_failures(failures, known, self._runner.config.max_error_rate)
                     left -= len(new)
                     if new:
                         yield {session.index: self._runner.episode_of(session) for session in new}
@@ -209,15 +209,6 @@ class _Batch:
         if most_s and now - began > most_s:
             return session.cancellation(f"was not done after environment.max_seconds={most_s:g}", is_last=True)
         return session.cancellation() if session.episode.idle_s() > self._timeout_s else None
-
-    def _check_failures(self, known: int | None) -> None:
-        if known is None:
-            return
-        failures = Failures.among((session.failure for session in self._sessions), "environment")
-        step = f"step {self._sessions[0].request.step}"
-        problem = failures.problem(len(self._sessions) + known, self._runner.config.max_error_rate, step)
-        if problem is not None:
-            raise UserError(problem)
 
     def _report_errors(self) -> None:
         errors = [session.error for session in self._sessions if session.error]

@@ -278,13 +278,8 @@ class EnvironmentRunner(EpisodeRunner):
             episode.end("length")
 
     def _check_failures(self, episodes: Sequence[RunningEpisode], known: int | None) -> None:
-        if known is None:
-            return
-        failures = Failures.among((episode.failure for episode in episodes), "environment")
-        step = of_source(f"step {episodes[0].request.step}", (episode.request.prompt.source for episode in episodes))
-        problem = failures.problem(len(episodes) + known, self._config.max_error_rate, step)
-        if problem is not None:
-            raise UserError(problem)
+        failures = [(episode.request, episode.failure) for episode in episodes]
+        check_failures(failures, known, self._config.max_error_rate)
 
     def _ended(self, episode: RunningEpisode) -> Episode:
         request, conversation = episode.request, episode.conversation
@@ -298,12 +293,35 @@ class EnvironmentRunner(EpisodeRunner):
         if not episode.failure:
             fields["reward"] = episode.reward
             fields |= {"rewards": episode.total("rewards"), "metrics": episode.total("metrics")}
-        if conversation is None:  # it has no token, and a sample must have one
-            empty = np.zeros(1, np.float32)
-            samples = [Sample(np.full(1, self._tokenizer.eos_token_id, np.int32), empty, empty, (0, 0))]
-            return Episode(request.uid, request.group, samples, turns=0, **fields)
+        if conversation is None:
+            return Episode(request.uid, request.group, [empty_sample(self._tokenizer)], turns=0, **fields)
         fields |= {"turns": len(episode.replies), "messages": conversation.messages}
         return Episode(request.uid, request.group, conversation.samples(), **fields)
+
+
+def check_failures(episodes: Sequence[tuple[RolloutRequest, str]], known: int | None, max_error_rate: float) -> None:
+    """Refuse to go on if too many of the episodes of a call have failed.
+
+    Args:
+        episodes: what was asked for, and why its environment or agent has failed; empty if it has not.
+        known: see `EpisodeRunner.run`.
+
+    Raises:
+        UserError: more than `max_error_rate` have.
+    """
+    if known is None:
+        return
+    failures = Failures.among((failure for _, failure in episodes), "environment")
+    step = of_source(f"step {episodes[0][0].step}", (request.prompt.source for request, _ in episodes))
+    problem = failures.problem(len(episodes) + known, max_error_rate, step)
+    if problem is not None:
+        raise UserError(problem)
+
+
+def empty_sample(tokenizer: Any) -> Sample:
+    """Return the sample of an episode without a token, because a sample must have one."""
+    empty = np.zeros(1, np.float32)
+    return Sample(np.full(1, tokenizer.eos_token_id, np.int32), empty, empty, (0, 0))
 
 
 def report_failures(episodes: Sequence[Episode], on_failure: str, purpose: str) -> Failures:
