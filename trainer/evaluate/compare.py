@@ -73,8 +73,8 @@ def compare(a: Results, b: Results) -> tuple[list[Difference], list[str]]:
 
 def _common_rows(a: SetResult, b: SetResult) -> list[tuple[str, str]]:
     """Return the indices of each row in both. Rows with equal content are matched in their order."""
-    places = {row: str(index) for index, row in enumerate(_numbered(b.rows))}
-    return [(str(index), places[row]) for index, row in enumerate(_numbered(a.rows)) if row in places]
+    indices = {row: str(index) for index, row in enumerate(_numbered(b.rows))}
+    return [(str(index), indices[row]) for index, row in enumerate(_numbered(a.rows)) if row in indices]
 
 
 def _numbered(rows: list[str]) -> list[tuple[str, int]]:

@@ -139,8 +139,8 @@ class CodeRunner:
             answer = {"refused": f"its server ended with status {self._server.wait()}"}
         if "refused" in answer:
             self.close()
-            raise UserError(f"code of the policy cannot run with isolation={self._settings['isolation']}: "
-                            f"{answer['refused']}")  # fmt: skip
+            isolation = self._settings["isolation"]
+            raise UserError(f"code of the policy cannot run with isolation={isolation}: {answer['refused']}")
 
     async def run(self, code: str) -> CodeResult:
         """Run code as a program, in an empty directory, and return what it has printed.

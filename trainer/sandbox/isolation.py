@@ -245,8 +245,12 @@ class SyscallFilter:
         library.seccomp_init.restype = ctypes.c_void_p
         library.seccomp_init.argtypes = [ctypes.c_uint32]
         library.seccomp_rule_add_array.argtypes = [
-            ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p
-        ]  # fmt: skip
+            ctypes.c_void_p,
+            ctypes.c_uint32,
+            ctypes.c_int,
+            ctypes.c_uint,
+            ctypes.c_void_p,
+        ]
         library.seccomp_load.argtypes = [ctypes.c_void_p]
         self._filter = library.seccomp_init(0x00050000 | 1)  # EPERM
         for name in (*_SYSCALLS.split(), *more.split()):

@@ -31,7 +31,7 @@ class RunnerPart:
 
     episodes: EpisodeRunner
     requests: Sequence[RolloutRequest]
-    places: Sequence[int]
+    indices: Sequence[int]
     """Indices of the requests in the batch."""
     known: int | None
     """See `EpisodeRunner.run`."""
@@ -133,8 +133,8 @@ class _Rounds:
             part.asked = None
         for chunk in self._generate(requests) if requests else ():
             by_part: dict[int, dict[int, Completion]] = {}
-            for place, completion in chunk.items():
-                part, index = owners[place]
+            for number, completion in chunk.items():
+                part, index = owners[number]
                 by_part.setdefault(id(part), {})[index] = completion
             self._give(asking, lambda part, given=by_part: given.get(id(part)))  # type: ignore[misc]
             yield
@@ -171,7 +171,7 @@ class _Rounds:
             ) as chunks:
                 for chunk in chunks:
                     with self._changed:
-                        self.ended |= {part.places[index]: episode for index, episode in chunk.items()}
+                        self.ended |= {part.indices[index]: episode for index, episode in chunk.items()}
                         self._changed.notify_all()
         except _Stopped:
             pass

@@ -222,20 +222,20 @@ class RolloutRunner:
         progress: BatchProgress,
     ) -> Iterator[dict[int, Episode]]:
         """Yield the episodes of these requests as they end. Several runners share the rounds."""
-        places: dict[int, list[int]] = {}
+        indices: dict[int, list[int]] = {}
         runners = {id(route.episodes): route.episodes for route in self.routes.values()}
         of_source = {source: id(route.episodes) for source, route in self.routes.items()}
-        for place, request in enumerate(requests):
-            places.setdefault(of_source[request.prompt.source], []).append(place)
+        for index, request in enumerate(requests):
+            indices.setdefault(of_source[request.prompt.source], []).append(index)
         totals = Counter(of_source[request.prompt.source] for request in recorded.requests)
         parts = [
             RunnerPart(
                 runners[runner],
-                [requests[place] for place in own],
+                [requests[index] for index in own],
                 own,
                 None if recorded.known is None else totals[runner] - len(own),
             )
-            for runner, own in places.items()
+            for runner, own in indices.items()
         ]
         if len(parts) == 1:
             return parts[0].episodes.run(requests, generate, progress.timer, parts[0].known, progress.check)

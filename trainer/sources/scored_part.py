@@ -46,7 +46,7 @@ class ScoredPart:
         self._n = n
         self._indices = list(requests)
         """In the call, by the index in this part."""
-        self._places = {index: place for place, index in enumerate(self._indices)}
+        self._own_indices = {index: own for own, index in enumerate(self._indices)}
 
     def take(self, chunk: Mapping[int, Episode], ended: Mapping[int, Episode]) -> dict[int, Episode]:
         """Take episodes that have just ended. Return those whose rewards are known now: all, without a scorer.
@@ -55,10 +55,10 @@ class ScoredPart:
             chunk: the episodes, of any source, by their indices in the call.
             ended: all that have ended so far.
         """
-        new = [index for index in chunk if index in self._places]
+        new = [index for index in chunk if index in self._own_indices]
         if self.session is None:
             return {index: self._with_reward(chunk[index], *_own_reward(chunk[index])) for index in new}
-        for group in sorted({self._places[index] // self._n for index in new}):
+        for group in sorted({self._own_indices[index] // self._n for index in new}):
             first = group * self._n
             indices = self._indices[first : first + self._n]
             if all(index in ended for index in indices):
@@ -69,7 +69,7 @@ class ScoredPart:
         """Return the episodes whose rewards are known so far, of those that `lacks` asks for."""
         if self.session is None:
             return {}
-        known = {self._indices[place]: result for place, result in self.session.finished().items()}
+        known = {self._indices[own]: result for own, result in self.session.finished().items()}
         return {index: self._with_reward(ended[index], *result) for index, result in known.items() if lacks(index)}
 
     def scores(self, ended: Mapping[int, Episode], meanwhile: Callable[[], None]) -> dict[int, Episode]:
