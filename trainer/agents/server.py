@@ -18,7 +18,7 @@ from aiohttp import web
 from trainer.agents.answers import Answer
 from trainer.agents.episode import AgentEpisode, ended
 from trainer.agents.errors import ApiError
-from trainer.errors import UserError
+from trainer.process.network import listen
 from trainer.sandbox.limits import LARGEST_MESSAGE
 
 LOG = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class AgentServer:
         self._thread = threading.Thread(target=self._loop.run_forever, name="agent endpoint", daemon=True)
 
     def __enter__(self) -> Self:
-        listener = _listen(self._host, self._port)
+        listener = listen(self._host, self._port, "environment.agent_")
         shown = f"[{self._host}]" if ":" in self._host else self._host
         self._url = (self._url or f"http://{shown}:{listener.getsockname()[1]}").rstrip("/")
         self._thread.start()
@@ -220,18 +220,3 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
 
 def _model(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "trainer"}
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    with contextlib.ExitStack() as stack:
-        try:
-            family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            listener = stack.enter_context(socket.socket(family, kind))
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-        except OSError as error:
-            raise UserError(
-                f"environment.agent_host={host} environment.agent_port={port}: cannot listen there ({error.strerror})"
-            ) from error
-        stack.pop_all()
-        return listener

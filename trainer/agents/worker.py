@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 from trainer.environments.agent import AgentResult, Endpoint
 from trainer.environments.base import find_environment
-from trainer.environments.worker import RESERVED
-from trainer.rewards.parsing import read_number, read_terms
+from trainer.environments.worker import RESERVED, read_numbers
+from trainer.rewards.parsing import read_number
 from trainer.sandbox import limits
 from trainer.sandbox.worker import Handler
 
@@ -92,15 +92,4 @@ def _result(value: Any) -> dict[str, Any]:
         if isinstance(reward, str):
             raise TypeError(f"run must return a trainer.environments.AgentResult or a number, not {value!r:.80}")
         value = AgentResult(reward)
-    numbers = {
-        "reward": read_number(value.reward),
-        "rewards": read_terms(value.rewards),
-        "metrics": read_terms(value.metrics, paths=True),
-    }
-    for name, found in numbers.items():
-        if isinstance(found, str):
-            raise ValueError(f"{name}: {found}")
-    taken = sorted(RESERVED_METRICS.intersection(numbers["metrics"]))
-    if taken:
-        raise ValueError(f"metrics: {taken[0]} is counted for every episode; choose another name")
-    return numbers
+    return read_numbers(value, RESERVED_METRICS, "episode")

@@ -77,6 +77,19 @@ def _step(value: Any) -> dict[str, Any]:
     if not all(hasattr(value, name) for name in ("messages", "reward", "done")):
         raise TypeError(f"a step must be a trainer.environments.StepResult, not {type(value).__name__}")
     done = bool(value.done)
+    numbers = read_numbers(value, RESERVED, "environment")
+    return {"messages": _messages(value.messages, may_be_empty=done), **numbers, "done": done}
+
+
+def read_numbers(value: Any, reserved: frozenset[str], counted: str) -> dict[str, Any]:
+    """Return the fields `reward`, `rewards` and `metrics` of what user code has returned.
+
+    Args:
+        reserved: names that no metric may have, because each `counted` has them.
+
+    Raises:
+        ValueError: a number is none, or a name is reserved.
+    """
     numbers = {
         "reward": read_number(value.reward),
         "rewards": read_terms(getattr(value, "rewards", {})),
@@ -85,10 +98,10 @@ def _step(value: Any) -> dict[str, Any]:
     for name, found in numbers.items():
         if isinstance(found, str):
             raise ValueError(f"{name}: {found}")
-    taken = sorted(RESERVED.intersection(numbers["metrics"]))
+    taken = sorted(reserved.intersection(numbers["metrics"]))
     if taken:
-        raise ValueError(f"metrics: {taken[0]} is counted for every environment; choose another name")
-    return {"messages": _messages(value.messages, may_be_empty=done), **numbers, "done": done}
+        raise ValueError(f"metrics: {taken[0]} is counted for every {counted}; choose another name")
+    return numbers
 
 
 def _messages(value: Any, may_be_empty: bool = False) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from trainer.generation.config_check import describe_model
 from trainer.inference.backend import Backend
 from trainer.inference.gateway import Gateway, is_loopback
 from trainer.process import time_limits
+from trainer.process.network import listen
 from trainer.process.signals import SIGNALS, Stopped
 
 LOG = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ def run(cfg: Config) -> None:
         WorkerError: the engine does not start.
     """
     token = check(cfg)
-    with _listen(cfg.inference.host, cfg.inference.port) as listener, _model(cfg) as (path, name):
+    with listen(cfg.inference.host, cfg.inference.port, "inference.") as listener, _model(cfg) as (path, name):
         try:
             asyncio.run(_serve(cfg, token, listener, path, name))
         except Stopped:
@@ -60,19 +61,6 @@ def check(cfg: Config) -> str | None:
             "inference.engine=vllm: vLLM is not installed; install it, or choose inference.engine=transformers"
         )
     return token
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        raise UserError(
-            f"inference.host={host} inference.port={port}: cannot listen there ({error.strerror})"
-        ) from error
-    return listener
 
 
 @contextlib.contextmanager

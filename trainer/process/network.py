@@ -1,10 +1,14 @@
-"""The network interface of this process's groups."""
+"""The network interface of this process's groups, and sockets that servers listen on."""
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from collections.abc import MutableMapping
 
 import psutil
+
+from trainer.errors import UserError
 
 
 def use_network_of(address: str, environment: MutableMapping[str, str]) -> None:
@@ -18,3 +22,25 @@ def use_network_of(address: str, environment: MutableMapping[str, str]) -> None:
             environment.setdefault("GLOO_SOCKET_IFNAME", name)
             environment.setdefault("NCCL_SOCKET_IFNAME", name)
     environment.setdefault("VLLM_HOST_IP", address)
+
+
+def listen(host: str, port: int, keys: str) -> socket.socket:
+    """Return a socket that is bound to an address of this machine.
+
+    Args:
+        port: 0: a free one.
+        keys: what the config keys `<keys>host` and `<keys>port` begin with.
+
+    Raises:
+        UserError: it cannot be bound there.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            listener = stack.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError as error:
+            raise UserError(f"{keys}host={host} {keys}port={port}: cannot listen there ({error.strerror})") from error
+        stack.pop_all()
+        return listener

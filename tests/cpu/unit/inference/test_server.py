@@ -8,7 +8,7 @@ import pytest
 
 from trainer.config import compose
 from trainer.errors import UserError
-from trainer.inference.server import _listen, check
+from trainer.inference.server import check, listen
 
 TOKEN = "TRAINER_INFERENCE_TOKEN"
 
@@ -36,4 +36,4 @@ def test_a_port_that_is_in_use_is_named():
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(UserError, match=f"inference.port={port}: cannot listen there .*in use"):
-            _listen("127.0.0.1", port)
+            listen("127.0.0.1", port, "inference.")
