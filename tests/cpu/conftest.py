@@ -38,6 +38,16 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     return (yield)
 
 
+@pytest.fixture(autouse=True)
+def _own_environment() -> Iterator[None]:
+    """A test that leaves a variable behind changes what later tests of its process find, so it fails."""
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    names = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    assert names <= {"PYTEST_CURRENT_TEST"}, f"the test has changed variables of the environment: {sorted(names)}"
+
+
 @pytest.fixture
 def marker(monkeypatch, tmp_path) -> str:
     """A value in the environment of everything that the test starts."""

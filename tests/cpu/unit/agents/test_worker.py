@@ -17,6 +17,13 @@ from trainer.sandbox import limits
 ENDPOINT = {"base_url": "http://127.0.0.1:1/episodes/x/v1", "api_key": "x", "model": "policy"}
 
 
+@pytest.fixture(autouse=True)
+def _proxies(monkeypatch):
+    """What an agent's process sets for itself ends with the test."""
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "")
+
+
 def run(value: Any, name: str = "tests.support.agents:Returns") -> dict[str, Any]:
     handler = AgentHandler(name, {})
     return asyncio.run(handler.compute([0, "run", {"value": value}, 3, ENDPOINT]))

@@ -63,6 +63,8 @@ def test_certificates_and_proxies_of_the_environment_are_used(bare, s3_url, monk
     """A certificate that is missing must not look like a missing object."""
     for name, content in {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, variable: value}.items():
         monkeypatch.setenv(name, content)
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_url.replace("http://", "https://"))
     with pytest.raises(StoreError, match="ProxyConnectionError|No such file|invalid path") as raised:
         open_storage(bare).get("a")
