@@ -76,7 +76,8 @@ def test_only_swept_keys_name_the_directories_of_jobs(tmp_path):
     assert added == "hydra.job.config.override_dirname.exclude_keys=[trainer.total_steps,trainer.run_dir]"
 
 
-def test_the_files_of_a_launcher_can_be_read_by_its_user_alone(tmp_path):
+def test_the_files_of_a_launcher_can_be_read_by_its_user_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRAINER_SWEEP_NOTES", "")
     config = config_of(tmp_path, "hydra/launcher=submitit_local")
     with open_dict(config):
         config.hydra.launcher.submitit_folder = f"{tmp_path}/.submitit/%j"
