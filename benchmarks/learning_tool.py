@@ -1,7 +1,7 @@
 """What the built-in model learns of a tool: `python -m benchmarks.learning_tool`.
 
 Trains `experiment=look_up` once for each seed, as a user would, and once with a single turn, which leaves no room for
-an answer of the tool. Writes the last section of `docs/learning.md`: success before and after, the time of each
+an answer of the tool. Writes a section of `docs/learning.md`: success before and after, the time of each
 command, and an episode before and after. A job that was done before is not run again.
 """
 
@@ -127,9 +127,10 @@ def main() -> None:
     )
     path = os.path.join(args.docs, "learning.md")
     with open(path) as file:
-        text = file.read().partition(HEADING)[0]
+        before_it, _, own = file.read().partition(HEADING)
+    _, heading, after_it = own.partition("\n## ")
     with open(path, "w") as file:
-        file.write(text.rstrip() + "\n\n" + section)
+        file.write(f"{before_it.rstrip()}\n\n{section}{heading}{after_it}")
 
 
 if __name__ == "__main__":
