@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(function: Callable[[], Any], device: str) -> int:
@@ -16,11 +17,38 @@ def peak_bytes(function: Callable[[], Any], device: str) -> int:
         torch.cuda.reset_peak_memory_stats()
         function()
         return torch.cuda.max_memory_allocated() - before
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the peak is from now on
-    before = _status("VmRSS")
+    reset_peak()
+    before = resident_bytes()
     function()
-    return _status("VmHWM") - before
+    return peak_resident_bytes() - before
+
+
+def allocator_peak(function: Callable[[], Any]) -> int:
+    """Return the most host memory that tensors of `function` take at one time, by the events of torch's allocator."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        function()
+    events = recorded.profiler.kineto_results.events()  # type: ignore[union-attr]
+    taken = peak = 0
+    for event in sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns()):
+        taken += event.nbytes()
+        peak = max(peak, taken)
+    return peak
+
+
+def reset_peak() -> None:
+    """Let `peak_resident_bytes` measure from now on."""
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+
+
+def resident_bytes() -> int:
+    """Return the memory that this process has."""
+    return _status("VmRSS")
+
+
+def peak_resident_bytes() -> int:
+    """Return the most memory that this process has had since `reset_peak`."""
+    return _status("VmHWM")
 
 
 def _status(name: str) -> int:

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.memory import allocator_peak, peak_resident_bytes, reset_peak, resident_bytes
 from trainer.config import Config, policy_role
 from trainer.parallel.batching import Batch
 from trainer.parallel.mesh import destroy_process_group
+from trainer.workers.host_memory import storages_of
 from trainer.workers.policy import PolicyWorker
 from trainer.workers.rank import Rank
 
@@ -90,6 +92,59 @@ class TimedRank:
         for step in (2, 3):
             self._rank.call("policy", "update", batch, step)
         return (time.perf_counter() - begin) / 2, (time.process_time() - cpu) / 2
+
+
+class PlannedRank:
+    """Hosts a rank, which measures its memory and its time, for comparison with a plan."""
+
+    def __init__(self, cfg: Config, rank: int, world_size: int, device: str):
+        self._rank = Rank(cfg, rank, world_size, device)
+
+    def run(self, address: str, path: str, batch: Any) -> dict[str, float]:
+        """Return the peak bytes and the CPU seconds of the scores and the updates of all roles in a step."""
+        rank = self._rank
+        rank.connect(address)
+        roles = rank.cfg.roles
+        empty = resident_bytes()
+        rank.build(roles, path)
+        scored = {key: batch[key] for key in ("input_ids", "mask", "lengths", "group_ids")}
+
+        def score() -> None:
+            for role in roles:
+                if role.scores:
+                    rank.call(role.name, "values" if role.scores == "values" else "logprobs", scored)
+
+        def update() -> None:
+            for role in reversed(roles):
+                if role.trained:
+                    rank.call(role.name, "update", batch, 1)
+
+        score()
+        update()  # the states of the optimizer are there now
+        states = sum(storage.nbytes() for worker in rank.roles.values() for storage in _storages(worker))
+        allocator = states + max(allocator_peak(score), allocator_peak(update))
+        reset_peak()
+        times = [cpu_seconds_once(score), cpu_seconds_once(update)]
+        return {
+            "allocator": allocator,
+            "resident": peak_resident_bytes() - empty,
+            "scores": times[0],
+            "update": times[1],
+        }
+
+
+def _storages(worker: Any) -> list[Any]:
+    tensors = list(worker.module.parameters())
+    if hasattr(worker, "optimizer"):
+        tensors += [value for state in worker.optimizer.state.values() for value in state.values()]
+    return list(storages_of([tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]).values())
+
+
+def cpu_seconds_once(function: Callable[[], Any]) -> float:
+    """Return the CPU time of `function`."""
+    begin = time.process_time()
+    function()
+    return time.process_time() - begin
 
 
 def cpu_seconds(function: Callable[[], Any], repeat: int = 2) -> float:

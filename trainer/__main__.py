@@ -17,6 +17,7 @@ COMMANDS = {
     "sft": ("trainer.sft", "train on examples, or on kept completions"),
     "evaluate": ("trainer.evaluate.__main__", "evaluate a model, an export or a checkpoint; compare two evaluations"),
     "inference": ("trainer.inference.__main__", "serve a model to jobs and people, while jobs come and go"),
+    "plan": ("trainer.plan.__main__", "say what a run needs of a cluster, whether it fits, and how long it takes"),
     "diagnose": ("trainer.reports.diagnose", "say what happened to a run, and what to do next"),
     "compare": ("trainer.reports.compare", "print a table of runs, and draw their curves"),
     "report": ("trainer.reports.report", "draw the picture of a run"),

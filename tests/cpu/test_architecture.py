@@ -43,6 +43,7 @@ ALLOWED: dict[str, set[str]] = {
               "data", "rewards", "models", "cluster"},
     "jobs": {"tasks", "reports", "trainer", "run", "checkpoint", "models", "cluster"},
     "sweeps": {"reports", "metrics"},
+    "plan": {"workers", "cluster", "models", "parallel", "metrics"},
     "main": {"jobs", "run", "metrics", "objectives", "parallel"},
     "sft": {"main"},
     "evaluate": {"jobs", "tasks", "sources", "journal", "generation", "environments", "rewards", "run", "checkpoint",

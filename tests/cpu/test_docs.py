@@ -95,7 +95,7 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     command, arguments = command_and_arguments(words)
     if command == "evaluate":
         return check_evaluation(arguments, monkeypatch)
-    if command not in JOBS:
+    if command not in (*JOBS, "plan"):
         return check_arguments(command, arguments, monkeypatch)
     words = arranged(arguments)
     files = [str(ROOT / word.partition("=")[2]) for word in words if word.startswith("--config=")]
@@ -111,7 +111,7 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     if directories:
         assert prepared([*directories, *fixed], ConfigFiles())
         return
-    trains = command != "inference"
+    trains = command not in ("inference", "plan")
     check_job(fixed, compose_words, trains)
     for override in parsed:
         if override.is_sweep_override():

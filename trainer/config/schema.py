@@ -19,6 +19,7 @@ from trainer.config.fields import Section, config_error, subsection, value_of, w
 from trainer.config.inference import InferenceConfig
 from trainer.config.logger import LoggerConfig
 from trainer.config.model import ModelConfig
+from trainer.config.plan import PlanConfig
 from trainer.config.renamed import successor_of, successor_of_value
 from trainer.config.reward import RewardConfig
 from trainer.config.role_specs import RoleSpec
@@ -42,6 +43,7 @@ class Config(Section):
     inference: InferenceConfig = subsection(InferenceConfig)
     sft: SFTConfig = subsection(SFTConfig)
     logger: LoggerConfig = subsection(LoggerConfig)
+    plan: PlanConfig = subsection(PlanConfig)
 
     def of_source(self, source: str) -> Config:
         """Return the config of a run on the rows of one source alone. Messages about its data name the source's keys.

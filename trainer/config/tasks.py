@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 KEY = "trainer.task"
 OPTIONS = "algorithm.options"
-_OF_SERVERS = "inference.*"
-"""Keys of `trainer inference`, which no task reads."""
+_OF_OTHER_COMMANDS = ("inference.*", "plan.*")
+"""Keys of `trainer inference` and `trainer plan`, which no task reads."""
 ACCURACY = "val/accuracy"
 
 
@@ -124,7 +124,7 @@ class TaskSpec:
     @property
     def unread(self) -> tuple[str, ...]:
         """Patterns of all keys that the task never reads."""
-        return (*self.unused, _OF_SERVERS, *(() if self.reward_functions else ("reward.name",)))
+        return (*self.unused, *_OF_OTHER_COMMANDS, *(() if self.reward_functions else ("reward.name",)))
 
     @property
     def watched(self) -> tuple[str, ...]:

@@ -142,12 +142,12 @@ def packed_attention(
     assert attention_mask is None, "the packing determines which tokens a token attends to"
     if packing.cp is None:
         return _attend_row(query, key, value, packing, scaling, sliding_window, softcap), None
-    query, key, value = _heads_of_all_tokens(query, key, value, packing, packing.cp)
+    query, key, value = heads_of_all_tokens(query, key, value, packing, packing.cp)
     out = _attend_row(query, key, value, packing, scaling, sliding_window, softcap)
-    return _tokens_of_all_heads(out, packing, packing.cp), None
+    return tokens_of_all_heads(out, packing, packing.cp), None
 
 
-def _heads_of_all_tokens(
+def heads_of_all_tokens(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, cp: AxisGroup
 ) -> tuple[Tensor, ...]:
     """Turn all heads of this rank's tokens, `(1, H, n, D)`, into this rank's heads of all tokens.
@@ -166,7 +166,7 @@ def _heads_of_all_tokens(
     return all_to_all(query), all_to_all(key), all_to_all(value)
 
 
-def _tokens_of_all_heads(out: Tensor, packing: Packing, cp: AxisGroup) -> Tensor:
+def tokens_of_all_heads(out: Tensor, packing: Packing, cp: AxisGroup) -> Tensor:
     """Turn this rank's heads of all tokens, `(1, N, h, D)`, into all heads of this rank's tokens, `(1, n, H, D)`."""
     size, ranks = packing.local_slice.stop - packing.local_slice.start, cp.group.size()
     rows = F.pad(out[0], (0, 0, 0, 0, 0, ranks * size - packing.tokens))
@@ -185,7 +185,7 @@ def _attend_row(
     """Compute the attention of all tokens of the row: `(1, N, H, D)`."""
     assert query.shape[2] == packing.tokens, (query.shape, packing.tokens)
     if uses_varlen(query.device.type, query.dtype, query.shape[-1], softcap):
-        return _varlen(query, key, value, packing, scaling, sliding_window)
+        return attend_varlen(query, key, value, packing, scaling, sliding_window)
     if torch.compiler.is_compiling():
         return attention_op(query, key, value, packing.sizes, scaling, sliding_window, softcap)
     return attend_buckets(query, key, value, packing, scaling, sliding_window, softcap)
@@ -197,9 +197,10 @@ def uses_varlen(device: str, dtype: torch.dtype, width: int, softcap: float | No
     return _VARLEN and device == "cuda" and half and softcap is None and width in _VARLEN_WIDTHS
 
 
-def _varlen(
+def attend_varlen(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
 ) -> Tensor:
+    """Compute the attention of all tokens of the row with torch's variable-length kernel: `(1, N, H, D)`."""
     rows, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     cu_seqlens_q = cu_seqlens_k = packing.cu_seqlens
     if packing.has_prefixes:  # the kernel needs the keys of each sequence without a gap

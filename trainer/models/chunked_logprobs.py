@@ -284,11 +284,27 @@ def _avoid_denormals(z: Tensor) -> None:
         z.clamp_(min=math.ceil(math.log(torch.finfo(z.dtype).tiny)))
 
 
+def logits_at_a_time(rows: int, targets: int, device: str) -> int:
+    """Return how many logits exist at the same time.
+
+    Args:
+        rows: tokens of the vocabulary that the rank has.
+        targets: tokens whose log-probs are needed.
+        device: `cpu` or `cuda`.
+    """
+    longest = -(-targets // _count_chunks(targets, rows, device)) if targets else 0
+    return longest * min(rows, rows if device == "cuda" else max(1, _CHUNK_LOGITS // max(longest, 1)))
+
+
 def _chunks(n: int, weight: Tensor) -> list[slice]:
     """Return slices of similar size that cover `n` tokens."""
-    most = max(_CHUNK_TOKENS[weight.device.type], _CHUNK_LOGITS // len(weight))
-    count = max(1, -(-n // most))
+    count = _count_chunks(n, len(weight), weight.device.type)
     return [slice(n * i // count, n * (i + 1) // count) for i in range(count)] if n else []
+
+
+def _count_chunks(n: int, rows: int, device: str) -> int:
+    most = max(_CHUNK_TOKENS[device], _CHUNK_LOGITS // rows)
+    return max(1, -(-n // most))
 
 
 def _sum_dtype(weight: Tensor) -> torch.dtype:

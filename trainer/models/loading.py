@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import glob
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from accelerate import init_empty_weights
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from trainer.config import SCORE, FSDPConfig, ModelConfig, RoleSpec
 from trainer.errors import UserError, describe_error, one_line
@@ -47,11 +48,8 @@ def load_causal_lm(model: ModelConfig, path: str, layout: Layout, spec: RoleSpec
         spec: the model's role: whether it is trained, its adapters, and its sharding.
         seed: seed of the adapters' initial values.
     """
-    lm = _empty_causal_lm(model, path, layout, spec)
-    lm.requires_grad_(spec.trained)
-    if spec.has_adapters:
-        add_adapters(lm, spec.lora, spec.setting("lora"))
-    return _shard_and_fill(lm, lm.base_model_prefix, model, path, layout, spec, seed)
+    lm, backbone = empty_causal_lm(model, load_config(model, path, spec.key), layout.sizes, spec)
+    return _shard_and_fill(lm, backbone, model, path, layout, spec, seed)
 
 
 def load_value_model(model: ModelConfig, path: str, layout: Layout, spec: RoleSpec, seed: int = 0) -> nn.Module:
@@ -60,19 +58,43 @@ def load_value_model(model: ModelConfig, path: str, layout: Layout, spec: RoleSp
     The head of a trained model starts at 0. A frozen model has the head of its files (`score.weight`, as transformers
     saves a sequence classifier with one label).
     """
-    lm = _empty_causal_lm(model, path, layout, spec)
+    value_model, backbone = empty_value_model(model, load_config(model, path, spec.key), layout.sizes, spec)
+    return _shard_and_fill(value_model, backbone, model, path, layout, spec, seed)
+
+
+def empty_causal_lm(
+    model: ModelConfig, config: PretrainedConfig, sizes: Mapping[str, int], spec: RoleSpec
+) -> tuple[nn.Module, str]:
+    """Return a causal LM on the meta device, with its adapters, before it is split; and the name of its backbone.
+
+    Args:
+        config: of the model.
+        sizes: sizes of the layout's axes.
+    """
+    lm = _empty_lm(model, config, sizes)
+    lm.requires_grad_(spec.trained)
+    if spec.has_adapters:
+        add_adapters(lm, spec.lora, spec.setting("lora"))
+    return lm, lm.base_model_prefix
+
+
+def empty_value_model(
+    model: ModelConfig, config: PretrainedConfig, sizes: Mapping[str, int], spec: RoleSpec
+) -> tuple[nn.Module, str]:
+    """Return the same backbone with a value head (see `empty_causal_lm`)."""
+    lm = _empty_lm(model, config, sizes)
     with init_empty_weights(include_buffers=False):
         value_model = CriticModel(lm.base_model, lm.base_model_prefix, is_score=spec.head == SCORE)
     value_model.requires_grad_(spec.trained)
     if spec.has_adapters:
         add_adapters(value_model, spec.lora, spec.setting("lora"), heads=(_VALUE_HEAD,))
-    return _shard_and_fill(value_model, lm.base_model_prefix, model, path, layout, spec, seed)
+    return value_model, lm.base_model_prefix
 
 
-def _empty_causal_lm(model: ModelConfig, path: str, layout: Layout, spec: RoleSpec) -> nn.Module:
+def _empty_lm(model: ModelConfig, config: PretrainedConfig, sizes: Mapping[str, int]) -> PreTrainedModel:
     with init_empty_weights(include_buffers=False):
         lm = AutoModelForCausalLM.from_config(
-            load_config(model, path, spec.key),
+            config,
             dtype=torch.float32,
             attn_implementation=model.attn_implementation,
             trust_remote_code=model.trust_remote_code,
@@ -80,12 +102,12 @@ def _empty_causal_lm(model: ModelConfig, path: str, layout: Layout, spec: RoleSp
     lm.tie_weights()  # again, because moving parameters to the meta device one by one broke the tie
     _disable_dropout(lm)
     set_attention(lm)
-    if layout.cp is not None and lm.config._attn_implementation != PACKED:
-        refuse_axis("cp", layout.cp.size, f"{type(lm).__name__} needs all tokens on one rank")
+    if sizes["cp"] > 1 and lm.config._attn_implementation != PACKED:
+        refuse_axis("cp", sizes["cp"], f"{type(lm).__name__} needs all tokens on one rank")
     has_linear_head = set_head(lm)
-    if layout.tp_mesh is not None and not has_linear_head:
+    if sizes["tp"] > 1 and not has_linear_head:
         problem = f"the output layer of {type(lm).__name__} is more than one linear layer without a bias"
-        refuse_axis("tp", layout.tp_mesh.size(), problem)
+        refuse_axis("tp", sizes["tp"], problem)
     return lm
 
 

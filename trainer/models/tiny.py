@@ -29,8 +29,24 @@ def build_tiny(config: TinyConfig, path: str) -> None:
         path: directory to create or to write to.
     """
     tokenizer = _byte_tokenizer(config.max_position_embeddings)
-    special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    qwen3 = Qwen3Config(
+    qwen3 = tiny_config(config, tokenizer)
+    special = {name: getattr(qwen3, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(config.seed)  # only the CPU generator, because fork_rng restores no other
+        model = Qwen3ForCausalLM(qwen3).float()
+    model.generation_config = GenerationConfig(**special)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def tiny_config(config: TinyConfig, tokenizer: PreTrainedTokenizerFast | None = None) -> Qwen3Config:
+    """Return the architecture of the built-in model.
+
+    Args:
+        tokenizer: of the model. None: build it.
+    """
+    tokenizer = tokenizer or _byte_tokenizer(config.max_position_embeddings)
+    return Qwen3Config(
         vocab_size=-(-len(tokenizer) // 64) * 64,  # a multiple of 64 suits matrix kernels and sharding
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -41,14 +57,10 @@ def build_tiny(config: TinyConfig, path: str) -> None:
         max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=config.tie_word_embeddings,
         dtype="float32",
-        **special,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(config.seed)  # only the CPU generator, because fork_rng restores no other
-        model = Qwen3ForCausalLM(qwen3).float()
-    model.generation_config = GenerationConfig(**special)
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
 
 
 def _byte_tokenizer(max_length: int) -> PreTrainedTokenizerFast:

@@ -52,7 +52,7 @@ def prepare_blocks(blocks: Sequence[nn.Module], config: FSDPConfig, layout: Layo
         # stop compiling without an error.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_GRAPHS)
     for block in blocks:
-        forward = _recomputed(block.forward, config.activation_checkpointing)
+        forward = recomputed(block.forward, config.activation_checkpointing)
         block.forward = torch.compile(forward, dynamic=True) if compiled else forward
 
 
@@ -67,7 +67,7 @@ def compiles_blocks(config: FSDPConfig, device: str, sizes: Mapping[str, int]) -
     return config.compile
 
 
-def _recomputed(forward: Callable[..., Any], mode: str) -> Callable[..., Any]:
+def recomputed(forward: Callable[..., Any], mode: str) -> Callable[..., Any]:
     """Return `forward` with the activation checkpointing of `FSDPConfig.activation_checkpointing`."""
     if mode == "none":
         return forward
@@ -75,10 +75,10 @@ def _recomputed(forward: Callable[..., Any], mode: str) -> Callable[..., Any]:
     if mode == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
 
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
+    def computed_again(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, **options, **kwargs)
 
-    return recomputed
+    return computed_again
 
 
 def _policy(_: Any, operator: torch._ops.OpOverload, *__: Any, **___: Any) -> CheckpointPolicy:

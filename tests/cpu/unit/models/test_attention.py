@@ -15,7 +15,7 @@ from tests.support.architectures import ARCHITECTURES, VOCABULARY, WINDOW, rando
 from trainer.errors import UserError
 from trainer.models.attention import (
     PACKED,
-    _varlen,
+    attend_varlen,
     can_pack,
     packed_attention,
     packing_arguments,
@@ -232,7 +232,7 @@ def test_the_variable_length_kernel_accepts_its_arguments(heads, shared):
             torch.empty(1, n, packing.tokens, 16, dtype=torch.bfloat16, device="meta", requires_grad=True)
             for n in (4, heads, heads)
         )
-        out = _varlen(query, key, value, packing, None, WINDOW)
+        out = attend_varlen(query, key, value, packing, None, WINDOW)
         out.sum().backward()
     assert out.shape == (1, packing.tokens, 4, 16)
     assert key.grad is not None and key.grad.shape == key.shape

@@ -1,0 +1,116 @@
+"""How well `trainer plan` predicts: `python -m benchmarks.plan [--configs grpo tp cp recompute ppo]`.
+
+For configs of real ranks on CPU, the peak memory and the time of a step's log-prob pass and update, planned and
+measured. `planned`: of the fullest moment of a rank. `allocator`: the states that the rank holds, and what tensors took
+beside them at most, by the events of torch's allocator. `resident`: how far the process grows over what it is before
+its models are loaded, with an allocator of C that gives memory back. Times are CPU seconds of one rank, which has one
+thread, so other work on the machine changes them little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import os
+import tempfile
+import time
+from typing import Any
+
+import numpy as np
+
+from benchmarks.models import Shape, add_data, make_model
+from benchmarks.ranks import PlannedRank, make_batch
+from trainer.cluster.process_cluster import ProcessCluster
+from trainer.config import Config
+from trainer.plan.hardware import parse_cluster
+from trainer.plan.plan import make_plan
+
+SHAPE = Shape(8192, 512, 1536, 8, 8, 4)
+PROMPT, RESPONSE, GROUPS, N = 64, 192, 8, 8
+CONFIGS: dict[str, dict[str, Any]] = {
+    "grpo": {"num_workers": 1},
+    "sharded": {"num_workers": 2},
+    "tp": {"num_workers": 2, "tensor_parallel_size": 2},
+    "cp": {"num_workers": 2, "context_parallel_size": 2, "max_tokens_per_micro_batch": 1024},
+    "recompute": {"num_workers": 2, "recompute": "full"},
+    "selective": {"num_workers": 1, "recompute": "selective"},
+    "ppo": {"num_workers": 2, "ppo": True},
+    "bfloat16": {"num_workers": 1, "dtype": "bfloat16"},
+}
+GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_TOP_PAD_": "0"}
+
+
+def config_of(path: str, name: str) -> Config:
+    """Return the config of a case, with `N` completions of `RESPONSE` tokens for each of `GROUPS` prompts."""
+    settings = dict(CONFIGS[name])
+    cfg = Config()
+    cfg.model.path = path
+    cfg.plan.prompt_tokens, cfg.plan.response_tokens = PROMPT, RESPONSE
+    cfg.rollout.n = N
+    cfg.rollout.max_prompt_tokens, cfg.rollout.max_response_tokens = PROMPT, RESPONSE
+    if settings.pop("ppo", False):
+        cfg.algorithm.advantage_estimator, cfg.algorithm.kl_coef = "gae", 0.01
+    mode, dtype = settings.pop("recompute", "none"), settings.pop("dtype", "float32")
+    for fsdp in (cfg.trainer.policy.fsdp, cfg.trainer.critic.fsdp):
+        fsdp.activation_checkpointing, fsdp.param_dtype = mode, dtype
+    cfg.trainer.reference.fsdp.param_dtype = dtype
+    settings = {"max_tokens_per_micro_batch": 2048, **settings}
+    cfg.trainer = dataclasses.replace(cfg.trainer, train_batch_size=GROUPS, mini_batch_size=GROUPS, **settings)
+    return cfg
+
+
+def measure(cfg: Config, path: str) -> dict[str, float]:
+    """Return what `PlannedRank.run` returns, the largest of all ranks."""
+    with ProcessCluster(cfg, "cpu") as cluster:
+        group = cluster.launch_ranks(
+            "rank", functools.partial(PlannedRank, cfg), {"OMP_NUM_THREADS": "1", **GIVES_BACK}
+        )
+        batch = make_batch(np.full(GROUPS * N, PROMPT + RESPONSE), SHAPE.vocabulary, completion=RESPONSE)
+        batch |= {name: np.zeros_like(batch["advantages"]) for name in ("values", "returns", "ref_logprobs")}
+        results = group.call("run", cluster.rendezvous_address(group), path, cluster.put(batch))
+    return {name: max(result[name] for result in results) for name in results[0]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--configs", nargs="+", choices=list(CONFIGS), default=list(CONFIGS))
+    add_data(parser)
+    args = parser.parse_args()
+    head = (
+        "config",
+        "planned",
+        "allocator",
+        "error",
+        "resident",
+        "error",
+        "scores",
+        "measured",
+        "error",
+        "update",
+        "measured",
+        "error",
+    )
+    print(f"| {' | '.join(head)} |\n" + "|---" * len(head) + "|", flush=True)
+    with tempfile.TemporaryDirectory() as directory:
+        path = os.path.join(directory, "model")
+        make_model(SHAPE, args.data, path)
+        for name in args.configs:
+            cfg = config_of(path, name)
+            begin = time.perf_counter()
+            plan = make_plan(cfg, parse_cluster("cpu"))
+            planned = plan.members[0].peak
+            print(f"<!-- planned in {time.perf_counter() - begin:.1f} s: {planned} -->")
+            found = measure(cfg, path)
+            crowd = max(1.0, cfg.trainer.num_workers / plan.cluster.per_node)
+            cells = [name, f"{planned.total / 1e6:.0f} MB"]
+            for measured in (found["allocator"], found["resident"]):
+                cells += [f"{measured / 1e6:.0f} MB", f"{planned.total / measured - 1:+.1%}"]
+            for phase in ("scores", "update"):
+                seconds = plan.time.phases.get(phase, 0.0) / crowd
+                cells += [f"{seconds:.2f} s", f"{found[phase]:.2f} s", f"{seconds / max(found[phase], 1e-9) - 1:+.0%}"]
+            print(f"| {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

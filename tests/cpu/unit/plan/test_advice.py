@@ -1,0 +1,48 @@
+"""The smallest changes that make a run fit."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.errors import UserError
+from trainer.plan.advice import find_changes, larger_cluster, with_changes
+from trainer.plan.hardware import Cluster
+from trainer.plan.plan import make_plan
+
+
+def test_each_change_is_needed_and_together_they_suffice(cfg, node):
+    cfg.model.path = "Qwen/Qwen3-8B"
+    cfg.trainer.offload, cfg.rollout.gpu_memory_utilization = "none", 0.9
+    cfg.trainer.max_tokens_per_micro_batch = 65536
+    assert not make_plan(cfg, node).fits
+    changes = find_changes(cfg, node)
+    assert changes
+    assert make_plan(with_changes(cfg, changes), node).fits
+    for key in changes:
+        fewer = {other: value for other, value in changes.items() if other != key}
+        assert not make_plan(with_changes(cfg, fewer), node).fits
+
+
+def test_an_engine_that_is_too_large_gets_more_gpus(cfg, node):
+    cfg.model.path = "Qwen/Qwen3-32B"
+    cfg.rollout.colocate, cfg.trainer.offload = False, "none"
+    cfg.trainer.num_workers, cfg.rollout.num_engines, cfg.rollout.gpu_memory_utilization = 16, 8, 0.8
+    two = Cluster(3, 8, node.device)
+    changes = find_changes(cfg, two)
+    assert changes is not None and changes["rollout.tensor_parallel_size"] == 2
+
+
+def test_what_no_change_makes_fit_needs_a_larger_cluster(cfg, node):
+    cfg.model.path = "Qwen/Qwen3-8B"
+    cfg.trainer.num_workers = cfg.rollout.num_engines = 1
+    cfg.trainer.offload = "none"
+    one = Cluster(1, 1, node.device)
+    if find_changes(cfg, one) is None:
+        larger = larger_cluster(cfg, one)
+        assert larger is not None and larger[0].gpus > 1
+
+
+def test_changes_obey_the_schema(cfg):
+    assert with_changes(cfg, {"trainer.offload": "none"}).trainer.offload == "none" != cfg.trainer.offload
+    with pytest.raises(UserError):
+        with_changes(cfg, {"rollout.colocate": False})  # trainer.offload needs it

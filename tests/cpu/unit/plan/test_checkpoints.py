@@ -1,0 +1,86 @@
+"""Sizes of checkpoints and exports, and the cadence of saves."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.support.ranks import run_ranks
+from tests.support.roles import roles
+from tests.support.training import config, make_batch
+from trainer.checkpoint.sharded import ShardedFiles
+from trainer.config import LoraConfig, TinyConfig
+from trainer.config.axes import AXES
+from trainer.models.tiny import build_tiny
+from trainer.plan.checkpoints import checkpoint_bytes, export_bytes, plan_saves
+from trainer.plan.ranks import plan_role
+from trainer.plan.workload import workload_of
+from trainer.workers.rank import Rank
+
+ALONE = dict.fromkeys(AXES, 1)
+SHAPE = TinyConfig(hidden_size=128, intermediate_size=384, num_layers=2)
+
+
+def planned(cfg):
+    return [plan_role(cfg, role, ALONE, workload_of(cfg, ALONE), "cpu") for role in cfg.roles]
+
+
+def saved_bytes(rank: Rank, path: str, directory: str) -> tuple[int, int]:
+    """The bytes of the files of a save, and of an export."""
+    rank.build(roles(rank.cfg, ["policy", "critic"]), path)
+    for role in ("critic", "policy"):
+        rank.call(role, "update", make_batch(), 1)
+    rank.begin_save(["policy", "critic"], ShardedFiles(directory))
+    saved = sum(entry["bytes"] for entry in rank.finish_save())
+    rank.call("policy", "write_weights", os.path.join(directory, "export"), "float32")
+    files = os.scandir(os.path.join(directory, "export"))
+    return saved, sum(file.stat().st_size for file in files if file.name.endswith(".safetensors"))
+
+
+def test_a_checkpoint_has_the_planned_size(tmp_path):
+    cfg = config()
+    cfg.algorithm.advantage_estimator = "gae"
+    cfg.model.tiny = SHAPE
+    build_tiny(SHAPE, str(tmp_path / "model"))
+    saved, exported = run_ranks(1, saved_bytes, str(tmp_path / "model"), str(tmp_path / "save"), cfg=cfg)[0]
+    assert saved == pytest.approx(checkpoint_bytes(planned(cfg)), rel=0.02)
+    assert exported == pytest.approx(export_bytes(cfg, planned(cfg), True), rel=0.01)
+
+
+def test_adapters_alone_are_saved():
+    cfg = config()
+    cfg.trainer.policy.lora = LoraConfig(rank=4)
+    policy = planned(cfg)[0]
+    assert checkpoint_bytes([policy]) == 12 * policy.model.trained < policy.model.total
+    assert export_bytes(cfg, [policy], True) == 4 * policy.model.total
+    cfg.trainer.hf_save_lora = "adapter"
+    assert export_bytes(cfg, [policy], True) == 4 * policy.model.trained
+
+
+def saves(cfg, step_s=10.0, rollout_s=6.0, copy_s=1.0):
+    return plan_saves(cfg, planned(cfg), step_s, rollout_s, copy_s, 1e9, True)
+
+
+def test_a_kill_repeats_half_of_an_interval_without_the_rollouts():
+    cfg = config()
+    with_journal = saves(cfg)
+    cfg.rollout.journal = False
+    without = saves(cfg)
+    assert with_journal.lost_s == pytest.approx(5 * 4.0 + 3.0)
+    assert without.lost_s == pytest.approx(5 * 10.0)
+    assert with_journal.kill_s == with_journal.restart_s + with_journal.lost_s
+
+
+def test_training_waits_for_a_save_that_does_not_hide():
+    cfg = config()
+    assert saves(cfg).blocked_s == 0
+    assert saves(cfg, copy_s=8.0).blocked_s == 2.0
+    cfg.trainer.ckpt_async = False
+    assert saves(cfg).blocked_s == saves(cfg).write_s
+
+
+@pytest.mark.parametrize(("interval", "minutes", "steps"), [(5, -1, 5), ("auto", -1, 17), (-1, 2, 12), (-1, -1, 140)])
+def test_the_interval_is_that_of_the_config(interval, minutes, steps):
+    cfg = config(ckpt_interval=interval, ckpt_interval_minutes=minutes)
+    assert saves(cfg, copy_s=7.0).interval_steps == steps  # auto: sqrt(2 * 1 s * 240 min) = 170 s

@@ -1,0 +1,62 @@
+"""Memory of engines."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.config import policy_role
+from trainer.config.axes import AXES
+from trainer.plan.engines import engine_problem, kv_bytes, plan_engine
+from trainer.plan.model_shape import shape_of
+from trainer.plan.workload import workload_of
+
+ALONE = dict.fromkeys(AXES, 1)
+
+
+def engine_of(cfg, cluster):
+    return plan_engine(cfg, shape_of(cfg, policy_role(cfg), ALONE), cluster.device)
+
+
+def test_a_token_has_keys_and_values_in_each_layer(cfg):
+    model = shape_of(cfg, policy_role(cfg), ALONE)
+    assert kv_bytes(model, 2, 1) == 2 * 28 * 8 * 128 * 2 == 114_688
+    assert kv_bytes(model, 2, 4) == kv_bytes(model, 2, 1) / 4
+    assert kv_bytes(model, 2, 16) == kv_bytes(model, 2, 8)  # each GPU has a whole head
+
+
+def test_the_cache_takes_what_is_left(cfg, node):
+    engine = engine_of(cfg, node)
+    assert engine.weights == 2 * 596_049_920 and engine.gpus == 1
+    assert engine.budget == pytest.approx(0.6 * node.device.memory, rel=1e-6)
+    assert 0.8 * engine.budget < engine.total < engine.budget
+    assert engine.tokens > 300_000
+    assert engine_problem(cfg, engine, workload_of(cfg, ALONE)) is None
+
+
+def test_weights_are_split_over_the_gpus_of_an_engine(cfg, node):
+    cfg.model.path = "meta-llama/Llama-3.3-70B-Instruct"
+    assert (
+        engine_problem(cfg, engine_of(cfg, node), workload_of(cfg, ALONE)) == "the weights leave no room for a KV cache"
+    )
+    cfg.rollout.num_engines, cfg.rollout.tensor_parallel_size = 1, 8
+    engine = engine_of(cfg, node)
+    assert engine.weights == pytest.approx(2 * 70.55e9 / 8, rel=1e-3)
+    assert engine_problem(cfg, engine, workload_of(cfg, ALONE)) is None
+
+
+def test_the_longest_sequence_must_fit(cfg, node):
+    cfg.rollout.max_response_tokens = 1_000_000
+    problem = engine_problem(cfg, engine_of(cfg, node), workload_of(cfg, ALONE))
+    assert problem is not None and "the longest sequence has 1,000,512" in problem
+
+
+def test_an_engine_on_cpu_has_the_cache_of_the_config(cfg, cpu):
+    cfg.model.path, cfg.rollout.colocate = None, False
+    engine = engine_of(cfg, cpu)
+    assert engine.kv_cache == 128 * 2**20 and engine.gpus == 0
+    assert engine.kv_token == 2 * 2 * 2 * 32 * 4
+
+
+def test_servers_take_nothing_of_the_job(cfg, node):
+    cfg.rollout.engine, cfg.rollout.colocate = "server", False
+    assert engine_of(cfg, node) is None

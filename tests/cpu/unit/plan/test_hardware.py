@@ -1,0 +1,59 @@
+"""Names of clusters, and the constants of hardware."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.errors import UserError
+from trainer.metrics.throughput import peak_flops
+from trainer.plan.hardware import DEVICES, parse_cluster, this_machine
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "per_node", "name"),
+    [("8xH100", 1, 8, "H100"), ("4x8xh100", 4, 8, "H100"), ("A100", 1, 1, "A100"), ("128x8xB200", 128, 8, "B200")],
+)
+def test_a_cluster_is_named_by_nodes_gpus_and_kind(text, nodes, per_node, name):
+    cluster = parse_cluster(text)
+    assert (cluster.nodes, cluster.per_node, cluster.device.name) == (nodes, per_node, name)
+    assert cluster.gpus == nodes * per_node
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("eight", "plan.gpus=eight: the GPU eight is not known; choose one of A100, L40S, H100, H200, B200, or cpu"),
+        ("8xV100", "the GPU V100 is not known"),
+        ("0xH100", "plan.gpus=0xH100: is no cluster; write NUMBERxGPU"),
+        ("8H100", "is no cluster"),
+        ("", "is no cluster"),
+        ("8x8x8xH100", "is no cluster"),
+    ],
+)
+def test_other_text_is_refused(text, sentence):
+    with pytest.raises(UserError, match=sentence):
+        parse_cluster(text)
+
+
+def test_constants_are_plausible():
+    for device in DEVICES.values():
+        assert device.flops_bfloat16 == peak_flops(device.name) > device.flops_float32
+        assert device.bandwidth > device.link >= device.network and device.link >= device.pcie / 2
+        assert 40e9 < device.memory < device.host_memory
+
+
+def test_traffic_between_nodes_takes_the_network():
+    cluster = parse_cluster("2x8xH100")
+    assert cluster.bandwidth_between(8) == cluster.device.link
+    assert cluster.bandwidth_between(16) == cluster.bandwidth_between(2, stride=8) == cluster.device.network
+
+
+def test_a_host_may_have_another_memory():
+    assert parse_cluster("8xH100", 512).device.host_memory == 512e9
+
+
+def test_this_machine_is_measured():
+    device = this_machine()
+    assert device.is_cpu and device.kind == "cpu"
+    assert device.flops_float32 > 1e8 and device.bandwidth > 1e7 and device.memory > 1e9
+    assert parse_cluster("cpu").device is device

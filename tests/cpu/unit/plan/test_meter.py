@@ -1,0 +1,42 @@
+"""Memory of tensors over time."""
+
+from __future__ import annotations
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.support.memory import peak_bytes
+from trainer.plan.meter import MemoryMeter
+
+
+def test_it_counts_what_lives():
+    before = torch.ones(100)
+    with MemoryMeter() as meter:
+        a = torch.zeros(1000)
+        assert meter.now == 4000
+        view = a[10:].view(-1, 9)
+        before.add_(1)
+        assert meter.now == 4000
+        b = a + 1
+        assert meter.now == meter.peak == 8000
+        del a
+        assert meter.now == 8000  # the view keeps it
+        del view, b
+        assert (meter.now, meter.peak) == (0, 8000)
+        meter.reset_peak()
+        torch.ones(1)
+    assert meter.peak == 4
+
+
+def test_fake_tensors_count_like_real_ones():
+    def work() -> None:
+        x = torch.zeros(64, 32, requires_grad=True)
+        w = torch.zeros(32, 256, requires_grad=True)
+        ((x @ w).relu() @ w.T).square().sum().backward()
+
+    with MemoryMeter() as real:
+        work()
+    with FakeTensorMode(), MemoryMeter() as fake:
+        work()
+    assert fake.peak == real.peak
+    assert abs(peak_bytes(work) - real.peak) < 0.02 * real.peak

@@ -1,0 +1,88 @@
+"""Parameters of models, and the parts of them that ranks have."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.config import Config, LoraConfig, RoleSpec, critic_role, policy_role
+from trainer.config.axes import AXES
+from trainer.errors import UserError
+from trainer.models.tiny import build_tiny
+from trainer.plan.model_shape import find_config, shape_of
+
+ALONE = dict.fromkeys(AXES, 1)
+
+
+def config(path: str | None) -> Config:
+    cfg = Config()
+    cfg.model.path = path
+    return cfg
+
+
+@pytest.mark.parametrize(
+    ("path", "parameters"),
+    [
+        ("Qwen/Qwen3-0.6B", 596_049_920),
+        ("Qwen/Qwen3-1.7B", 1_720_574_976),
+        ("Qwen/Qwen3-8B", 8_190_735_360),
+        ("Qwen/Qwen3-32B", 32_762_123_264),
+        ("Qwen/Qwen2.5-1.5B-Instruct", 1_543_714_304),
+        ("meta-llama/Llama-3.1-8B", 8_030_261_248),
+        ("meta-llama/Llama-3.3-70B-Instruct", 70_553_706_496),
+    ],
+)
+def test_known_models_have_their_published_sizes(path, parameters):
+    shape = shape_of(config(path), policy_role(config(path)), ALONE)
+    assert shape.total == shape.trained == shape.numel() == parameters
+
+
+def test_a_directory_comes_before_a_known_name(tmp_path):
+    path = tmp_path / "qwen3-8b"
+    cfg = config(str(path))
+    build_tiny(cfg.model.tiny, str(path))
+    assert find_config(cfg, policy_role(cfg)).hidden_size == cfg.model.tiny.hidden_size
+    assert find_config(config(None), policy_role(cfg)).vocab_size == find_config(cfg, policy_role(cfg)).vocab_size
+
+
+def test_shards_of_all_ranks_are_the_model():
+    cfg = config("Qwen/Qwen3-0.6B")
+    shape = shape_of(cfg, policy_role(cfg), ALONE)
+    assert shape.blocks == 28
+    assert shape.shard(1) == shape.total
+    assert shape.total / 8 <= shape.shard(8) < shape.total / 8 * 1.001
+    assert sum(shape.numel(block) for block in range(-1, shape.blocks)) == shape.total
+
+
+def test_tensor_parallel_ranks_have_a_part_of_each_matrix():
+    cfg = config("Qwen/Qwen3-8B")
+    cfg.trainer.tensor_parallel_size = 4
+    shape = shape_of(cfg, policy_role(cfg), {**ALONE, "tp": 4})
+    assert shape.total / 4 <= shape.numel() < shape.total / 4 * 1.001  # the norms are on all ranks
+    assert shape.head_rows == 151936 // 4
+
+
+def test_a_model_that_cannot_be_split_is_refused():
+    cfg = config("Qwen/Qwen3-8B")
+    cfg.trainer.tensor_parallel_size = 3
+    with pytest.raises(UserError, match="tensor_parallel_size=3: must divide the number of attention heads"):
+        shape_of(cfg, policy_role(cfg), {**ALONE, "tp": 3})
+
+
+def test_only_adapters_are_trained_with_lora():
+    cfg = config("Qwen/Qwen3-0.6B")
+    cfg.trainer.policy.lora = LoraConfig(rank=16)
+    shape = shape_of(cfg, policy_role(cfg), ALONE)
+    assert 0 < shape.trained < 0.02 * shape.total
+    assert shape.total - shape.trained == 596_049_920
+
+
+def test_a_critic_has_a_value_head():
+    cfg = config("Qwen/Qwen3-8B")
+    shape = shape_of(cfg, critic_role(cfg), ALONE)
+    assert shape.total == 8_190_735_360 - 151936 * 4096 + 4096 and shape.head_rows == 0
+
+
+def test_another_role_may_have_another_model():
+    cfg = config("Qwen/Qwen3-0.6B")
+    teacher = RoleSpec("teacher", path="Qwen/Qwen3-8B", key="teacher")
+    assert shape_of(cfg, teacher, ALONE).total == 8_190_735_360

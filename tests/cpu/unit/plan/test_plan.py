@@ -1,0 +1,64 @@
+"""Whether runs fit clusters."""
+
+from __future__ import annotations
+
+from trainer.plan.hardware import GB, Cluster
+from trainer.plan.plan import make_plan
+
+
+def test_a_small_model_fits_a_node(cfg, node):
+    plan = make_plan(cfg, node)
+    assert plan.fits and plan.gpus == 8
+    (member,) = plan.members
+    assert (member.name, member.count) == ("rank and engine", 8)
+    assert {phase.name for phase in member.phases} >= {"rollout", "update of the policy"}
+    assert member.peak.total < member.capacity == node.device.memory
+
+
+def test_a_large_model_does_not_fit_one_gpu(cfg, node):
+    cfg.model.path = "Qwen/Qwen3-8B"
+    cfg.trainer.num_workers = cfg.rollout.num_engines = 1
+    plan = make_plan(cfg, Cluster(1, 1, node.device))
+    assert not plan.fits
+    assert plan.problems[0].startswith("rank and engine, ")
+    assert plan.members[0].peak.total > 16 * 8.19e9
+
+
+def test_too_few_gpus_are_named(cfg, node):
+    cfg.rollout.colocate, cfg.trainer.offload = False, "none"
+    plan = make_plan(cfg, node)
+    assert plan.problems[0].startswith("trainer.num_workers=8: ranks and engines need 16 GPUs, and there are 8")
+
+
+def test_roles_on_ranks_of_their_own_need_more_gpus(cfg, node):
+    cfg.trainer.colocate_roles = False
+    cfg.algorithm.kl_coef = 0.1
+    cfg.rollout.colocate, cfg.trainer.offload = False, "none"
+    cfg.trainer.num_workers, cfg.rollout.num_engines = 3, 2
+    plan = make_plan(cfg, node)
+    assert plan.fits and plan.gpus == 8
+    assert [member.name for member in plan.members] == ["rank of the policy", "rank of the reference", "engine"]
+
+
+def test_host_memory_counts(cfg, node):
+    cfg.model.path = "meta-llama/Llama-3.3-70B-Instruct"
+    plan = make_plan(cfg, node)
+    assert any(problem.startswith("host memory: ") for problem in plan.problems) == (plan.host > 2000 * GB)
+    assert plan.host > 12 * 70.5e9
+
+
+def test_this_machine_is_limited_by_its_memory(cfg, cpu):
+    cfg.model.path, cfg.rollout.colocate, cfg.trainer.offload = None, False, "none"
+    cfg.trainer.num_workers, cfg.rollout.num_engines = 2, 1
+    plan = make_plan(cfg, cpu)
+    assert plan.fits and plan.shared > 0
+    assert [member.name for member in plan.members] == ["rank", "engine"]
+    cfg.model.path = "Qwen/Qwen3-8B"
+    assert make_plan(cfg, cpu).problems[0].startswith("host memory: ")
+
+
+def test_supervised_training_has_no_engines(cfg, node):
+    cfg.trainer.task, cfg.rollout.colocate, cfg.trainer.offload = "sft", False, "none"
+    plan = make_plan(cfg, node)
+    assert plan.engine is None and [member.name for member in plan.members] == ["rank"]
+    assert set(plan.time.phases) == {"update", "other"}

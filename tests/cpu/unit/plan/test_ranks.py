@@ -1,0 +1,161 @@
+"""Memory of ranks, beside torch's own tracker of FSDP2 as the oracle."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+
+from tests.support.ranks import run_ranks
+from tests.support.roles import roles
+from trainer.config import Config, TinyConfig, critic_role, policy_role, reference_role
+from trainer.config.axes import AXES
+from trainer.models.tiny import build_tiny
+from trainer.parallel.batching import Batch
+from trainer.plan.hardware import DEVICES
+from trainer.plan.ranks import Phase, host_bytes_of_rank, plan_role, rank_phases
+from trainer.plan.workload import workload_of
+from trainer.workers.rank import Rank
+
+ALONE = dict.fromkeys(AXES, 1)
+PROMPT, RESPONSE, GROUPS, N = 32, 96, 4, 4
+SHAPE = TinyConfig(hidden_size=256, intermediate_size=768, num_layers=5, num_heads=4, num_kv_heads=2, head_dim=64)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory) -> str:
+    path = str(tmp_path_factory.mktemp("model"))
+    build_tiny(SHAPE, path)
+    return path
+
+
+def config(path: str | None = None, **fsdp) -> Config:
+    cfg = Config()
+    cfg.model.path, cfg.model.tiny = path, SHAPE
+    cfg.rollout.n, cfg.rollout.max_prompt_tokens, cfg.rollout.max_response_tokens = N, PROMPT, RESPONSE
+    cfg.plan.prompt_tokens, cfg.plan.response_tokens = PROMPT, RESPONSE
+    cfg.trainer.train_batch_size = cfg.trainer.mini_batch_size = GROUPS
+    cfg.trainer.max_tokens_per_micro_batch = 2 * (PROMPT + N * RESPONSE)
+    for role in (cfg.trainer.policy, cfg.trainer.critic):
+        for name, value in fsdp.items():
+            setattr(role.fsdp, name, value)
+    return cfg
+
+
+def batch() -> Batch:
+    rows, width = GROUPS * N, PROMPT + RESPONSE
+    rng = np.random.default_rng(0)
+    ids = rng.integers(5, 250, (rows, width))
+    ids[:, :PROMPT] = ids[::N, :PROMPT].repeat(N, axis=0)
+    mask = np.zeros((rows, width), np.float32)
+    mask[:, PROMPT:] = 1
+    noise = rng.normal(size=(rows, width)).astype(np.float32) * mask
+    return {
+        "input_ids": ids,
+        "mask": mask,
+        "lengths": np.full(rows, width),
+        "group_ids": np.arange(rows) // N,
+        "old_logprobs": -5.5 * mask,
+        "rollout_logprobs": -5.5 * mask,
+        **dict.fromkeys(("advantages", "values", "returns"), noise),
+    }
+
+
+def tracked(rank: Rank, path: str, role: str) -> int:
+    """The peak of an update, as torch's tracker counts it."""
+    rank.build(roles(rank.cfg, [role]), path)
+    worker = rank.roles[role]
+    rank.call(role, "update", batch(), 1)  # the states of the optimizer are there now
+    tracker = FSDPMemTracker(worker.module, worker.optimizer)
+    tracker.track_inputs(())
+    with tracker:
+        rank.call(role, "update", batch(), 2)
+    return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+
+
+@pytest.mark.parametrize(
+    ("role", "fsdp"),
+    [
+        ("policy", {}),
+        ("policy", {"activation_checkpointing": "full"}),
+        ("policy", {"activation_checkpointing": "selective"}),
+        ("policy", {"param_dtype": "bfloat16"}),
+        ("policy", {"reduce_gradients": "mini_batch"}),
+        ("policy", {"reshard_after_forward": False}),
+        ("critic", {}),
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_peak_of_an_update_is_that_of_the_tracker(model_path, role, fsdp, ranks):
+    cfg = config(model_path, **fsdp)
+    sizes = {**ALONE, "dp_shard": ranks}
+    workload = workload_of(cfg, sizes)
+    spec = policy_role(cfg) if role == "policy" else critic_role(cfg)
+    planned = plan_role(cfg, spec, sizes, workload, "cpu")
+    carried = workload.micro_batches(workload.computed_in_update) > 1
+    peak = sum(planned.state) + max(sum(moment.values()) for moment in planned.moments_of_update(carried))
+    measured = run_ranks(ranks, tracked, model_path, role, cfg=cfg)[0]
+    assert peak == pytest.approx(measured, rel=0.1)
+
+
+def plan_of(cfg: Config, device: str = "cuda", **sizes: int):
+    sizes = {**ALONE, **sizes}
+    workload = workload_of(cfg, sizes)
+    return [plan_role(cfg, role, sizes, workload, device) for role in cfg.roles], workload
+
+
+def test_states_are_sharded_over_dp_shard_and_cp():
+    (alone,), _ = plan_of(config())
+    assert alone.state == (4 * alone.model.total, 8 * alone.model.total)
+    for sizes in ({"dp_shard": 4}, {"dp_shard": 2, "cp": 2}):
+        (sharded,), _ = plan_of(config(), **sizes)
+        assert sum(sharded.state) == pytest.approx(sum(alone.state) / 4, rel=0.01)
+    (copied,), _ = plan_of(config(), dp_replicate=4)
+    assert copied.state == alone.state
+
+
+def test_a_reference_holds_weights_alone():
+    cfg = config()
+    cfg.algorithm.kl_coef = 0.1
+    planned, workload = plan_of(cfg)
+    reference = planned[-1]
+    assert reference.spec == reference_role(cfg)
+    assert reference.state == (2 * reference.model.total, 0)
+    names = [phase.name for phase in rank_phases(cfg, planned, workload, DEVICES["h100"])]
+    assert names == [
+        "rollout",
+        "scores of the policy",
+        "scores of the reference",
+        "update of the policy",
+        "weights to engines",
+    ]
+
+
+def test_offload_leaves_room_while_engines_generate():
+    cfg = config()
+    planned, workload = plan_of(cfg)
+    totals = []
+    for cfg.trainer.offload in ("none", "optimizer", "all"):
+        rollout, *_, update, _ = rank_phases(cfg, planned, workload, DEVICES["h100"])
+        totals.append(rollout.total)
+        assert update.sizes["optimizer"] == planned[0].state[1]
+    assert totals == [sum(planned[0].state), planned[0].state[0], 0]
+
+
+def test_states_on_the_host_are_not_on_the_gpu():
+    (planned,), workload = plan_of(config(cpu_offload=True))
+    phases = rank_phases(config(cpu_offload=True), [planned], workload, DEVICES["h100"])
+    assert all(phase.sizes["weights"] == phase.sizes["optimizer"] == 0 for phase in phases)
+    (here,), _ = plan_of(config())
+    assert (
+        host_bytes_of_rank(config(cpu_offload=True), [planned])
+        == host_bytes_of_rank(config(), [here]) + 16 * here.model.total
+    )
+
+
+def test_a_gpu_has_less_room_than_its_memory():
+    phase = Phase("update", {"weights": 100, "engine": 50})
+    reserved = phase.with_reserve(DEVICES["h100"]).sizes["reserved"]
+    assert reserved > 2**29
+    assert phase.with_reserve(DEVICES["h100"], 2).sizes["reserved"] > reserved

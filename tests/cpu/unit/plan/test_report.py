@@ -1,0 +1,46 @@
+"""The text and the JSON of a plan."""
+
+from __future__ import annotations
+
+import json
+
+from trainer.plan.hardware import Cluster
+from trainer.plan.plan import make_plan
+from trainer.plan.report import as_json, as_text, verdict, words
+
+
+def test_the_verdict_comes_first(cfg, node):
+    plan = make_plan(cfg, node)
+    sentence = verdict(plan, None, None)
+    assert sentence.startswith("It fits 8 H100, takes 8 of 8 GPUs: ") and sentence.endswith(" hours.")
+    text = as_text(cfg, plan, sentence)
+    assert text.splitlines()[0] == sentence
+    for part in ("rank and engine (x8)", "update of the policy", "KV cache", "a checkpoint", "a kill costs", "tokens"):
+        assert part in text
+    assert "not measured here" in text
+
+
+def test_a_run_that_does_not_fit_names_the_changes(cfg, node):
+    cfg.model.path = "meta-llama/Llama-3.3-70B-Instruct"
+    plan = make_plan(cfg, node)
+    assert verdict(plan, {"trainer.offload": "all"}, None).endswith("; it fits with trainer.offload=all.")
+    larger = Cluster(8, 8, node.device), {"trainer.num_workers": 64}
+    assert verdict(plan, None, larger).endswith("; it fits 8 nodes of 8 H100 with trainer.num_workers=64.")
+    assert verdict(plan, None, None).endswith("no change of the config alone makes it fit.")
+
+
+def test_changes_are_overrides():
+    assert words({"a.b": True, "c": 2, "d": "all"}) == "a.b=true c=2 d=all"
+
+
+def test_json_has_the_same_numbers(cfg, node):
+    plan = make_plan(cfg, node)
+    found = json.loads(json.dumps(as_json(plan, "It fits.", None)))
+    assert found["fits"] and found["parameters"] == {"policy": 596_049_920}
+    (member,) = found["memory"]
+    assert all(
+        sum(size for kind, size in phase.items() if kind != "all") == phase["all"]
+        for phase in member["phases"].values()
+    )
+    assert found["seconds"]["step"] == plan.time.total
+    assert found["checkpoint"] == 12 * 596_049_920

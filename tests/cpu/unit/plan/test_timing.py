@@ -1,0 +1,83 @@
+"""The time of a step."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.plan.hardware import DEVICES, Cluster
+from trainer.plan.plan import make_plan
+
+
+def seconds(cfg, cluster, phase="update"):
+    return make_plan(cfg, cluster).time.phases[phase]
+
+
+def test_an_update_runs_at_the_share_of_the_peak(cfg, node):
+    cfg.trainer.num_workers = cfg.rollout.num_engines = 1
+    plan = make_plan(cfg, node)
+    flops = 6 * 596_049_920 * plan.workload.computed_tokens
+    reached = flops / plan.time.phases["update"] / node.device.flops_bfloat16
+    assert 0.3 < reached < 0.5  # the output layer sees completions alone, attention is not in `flops`
+
+
+def test_twice_the_ranks_take_half_the_time(cfg, node):
+    cfg.model.path = "Qwen/Qwen3-8B"
+    times = []
+    for cfg.trainer.num_workers in (2, 4):
+        cfg.rollout.num_engines = 2
+        times.append(seconds(cfg, node))
+    assert times[0] / times[1] == pytest.approx(2, rel=0.15)
+
+
+def test_recomputation_takes_a_third_more(cfg, node):
+    before = seconds(cfg, node)
+    cfg.trainer.policy.fsdp.activation_checkpointing = "full"
+    assert seconds(cfg, node) / before == pytest.approx(4 / 3, rel=0.05)
+
+
+def test_a_slow_network_is_seen_between_nodes(cfg, node):
+    cfg.model.path = "Qwen/Qwen3-32B"
+    cfg.trainer.num_workers = cfg.rollout.num_engines = 16
+    cfg.trainer.max_tokens_per_micro_batch = 2048
+    two = Cluster(2, 8, node.device)
+    slow = Cluster(2, 8, DEVICES["l40s"])
+    assert seconds(cfg, slow) > 2.5 * seconds(cfg, two)
+    inside = seconds(cfg, two)
+    cfg.trainer.dp_replicate = 2  # each node holds a copy
+    assert seconds(cfg, two) < inside
+
+
+def test_longer_completions_take_longer(cfg, node):
+    cfg.plan.response_tokens = 100
+    short = seconds(cfg, node, "rollout")
+    cfg.plan.response_tokens = 400
+    assert 3.5 < seconds(cfg, node, "rollout") / short < 6
+
+
+def test_engines_that_work_ahead_hide_the_shorter_part(cfg, node):
+    cfg.rollout.colocate, cfg.trainer.offload = False, "none"
+    cfg.trainer.num_workers = cfg.rollout.num_engines = 4
+    one_by_one = make_plan(cfg, node).time
+    cfg.rollout.ahead = 1
+    ahead = make_plan(cfg, node).time
+    rollout = one_by_one.phases["rollout"]
+    assert ahead.overlaps and ahead.total == max(rollout, one_by_one.total - rollout) < one_by_one.total
+    assert ahead.tokens_per_s == ahead.tokens / ahead.total
+
+
+def test_ranks_share_cores(cfg, cpu):
+    cfg.model.path, cfg.rollout.colocate, cfg.trainer.offload = None, False, "none"
+    cfg.trainer.num_workers, cfg.rollout.num_engines = 2, 1
+    two = seconds(cfg, cpu)
+    cfg.trainer.num_workers = 8
+    assert seconds(cfg, cpu) == pytest.approx(two, rel=0.3)
+
+
+@pytest.mark.parametrize("colocate", [True, False])
+def test_weights_take_time_to_the_engines(cfg, node, colocate):
+    cfg.rollout.colocate = colocate
+    cfg.trainer.offload = "all" if colocate else "none"
+    cfg.trainer.num_workers = cfg.rollout.num_engines = 4
+    small = seconds(cfg, node, "sync")
+    cfg.model.path = "Qwen/Qwen3-8B"
+    assert 3 < seconds(cfg, node, "sync") / small < 20

@@ -1,0 +1,64 @@
+"""The rows and micro-batches of a step."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.config import Config
+from trainer.config.axes import AXES
+from trainer.plan.workload import workload_of
+
+ALONE = dict.fromkeys(AXES, 1)
+
+
+def config(n: int = 8, **trainer) -> Config:
+    cfg = Config()
+    cfg.rollout.n = n
+    cfg.plan.prompt_tokens, cfg.plan.response_tokens = 100, 300
+    for name, value in trainer.items():
+        setattr(cfg.trainer, name, value)
+    return cfg
+
+
+def test_a_prompt_counts_once_where_rows_share_it():
+    shared = workload_of(config(), ALONE)
+    assert shared.tokens == 64 * 8 * 400
+    assert shared.computed_tokens == 64 * (100 + 8 * 300)
+    assert workload_of(config(share_prefixes=False), ALONE).computed_tokens == shared.tokens
+    assert shared.optimizer_steps == 2 and shared.computed_in_update == shared.computed_tokens / 2
+
+
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("tokens", [1024, 5000, 16384])
+def test_a_full_micro_batch_has_as_many_tokens_as_it_may(tokens, shares):
+    w = workload_of(config(share_prefixes=shares, max_tokens_per_micro_batch=tokens), ALONE)
+    for row in (w.row_of_update(), w.row_of_scores()):
+        assert tokens - 101 <= row.tokens <= tokens
+        assert 0 < row.targets <= row.tokens and (row.prefix_lengths is not None) == shares
+
+
+def test_a_rank_with_fewer_rows_has_a_smaller_micro_batch():
+    row = workload_of(config(n=2, train_batch_size=4, mini_batch_size=2), {**ALONE, "dp_shard": 2}).row_of_update()
+    assert (row.lengths, row.prefix_lengths, row.targets) == ((400, 400), (0, 100), 600)
+
+
+def test_ranks_along_cp_share_a_longer_row():
+    w = workload_of(config(max_tokens_per_micro_batch=2048), {**ALONE, "cp": 2, "dp_shard": 2})
+    assert (w.row_tokens, w.dp) == (4096, 2)
+    assert w.micro_batches(4 * 4096) == 2
+
+
+def test_a_row_holds_the_longest_sequence():
+    assert workload_of(config(max_tokens_per_micro_batch=10), ALONE).row_tokens == 1024
+
+
+def test_means_are_half_of_the_longest_by_default():
+    w = workload_of(Config(), ALONE)
+    assert (w.prompt, w.response, w.longest) == (256, 256, 1024)
+
+
+def test_supervised_training_has_examples():
+    cfg = Config()
+    cfg.trainer.task = "sft"
+    w = workload_of(cfg, ALONE)
+    assert w.tokens == 8 * 256 and w.optimizer_steps == 1 and not w.shares_prompts

@@ -1,0 +1,1 @@
+"""What a config needs of a cluster: memory, time and disk, computed without a GPU."""

@@ -1,0 +1,250 @@
+"""The memory of activations, traced: forward and backward passes of one and of three blocks on fake tensors.
+
+The passes are those of the model itself, with our attention for packed rows and our recomputation, at the shapes that a
+rank has with tensor and context parallelism. Fake tensors have shapes and no memory, so a trace takes no longer for a
+large model. Every further block adds as much as the second and the third have added together, divided by two.
+
+Not traced: the output layer (see `head_bytes`), and what FSDP2 gathers and reduces (see `trainer.plan.ranks`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PretrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from trainer.config import Config, FSDPConfig, RoleSpec
+from trainer.models.attention import (
+    PACKED,
+    attend_varlen,
+    heads_of_all_tokens,
+    packed_attention,
+    tokens_of_all_heads,
+    uses_varlen,
+)
+from trainer.models.chunked_logprobs import logits_at_a_time
+from trainer.parallel.ac_and_compile import recomputed
+from trainer.parallel.collectives import AxisGroup
+from trainer.parallel.packing import Packing
+from trainer.parallel.shard import transformer_blocks
+from trainer.plan.meter import MemoryMeter
+from trainer.plan.model_shape import empty_module, forward_dtype, key_of
+
+_FEW, _MANY = 1, 3
+_PLANNED = "planned"
+
+
+@dataclass(frozen=True)
+class Row:
+    """The sequences of a micro-batch."""
+
+    lengths: tuple[int, ...]
+    prefix_lengths: tuple[int, ...] | None
+    """See `Packing`."""
+    targets: int
+    """Number of tokens whose log-probs are needed."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths) - sum(self.prefix_lengths or ())
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes on a rank while the backbone computes a micro-batch."""
+
+    forward: int
+    """The most at a time in a pass without gradients."""
+    saved: int
+    """Left at the end of a forward pass, for the backward pass."""
+    peak: int
+    """The most at a time in forward and backward pass."""
+
+
+def trace(
+    cfg: Config, role: RoleSpec, config: PretrainedConfig, sizes: Mapping[str, int], row: Row, device: str
+) -> Activations:
+    """Return the activations of the model of a role.
+
+    Args:
+        config: of the model.
+        sizes: sizes of the layout's axes.
+        device: that of the plan, `cpu` or `cuda`. The trace itself computes nothing.
+    """
+    key = key_of(cfg, role, sizes, role.sharding, row, device)
+    if key not in _traces:  # the search for changes asks many times
+        _traces[key] = _extrapolate(cfg, role, config, sizes, row, device)
+    return _traces[key]
+
+
+_traces: dict[tuple[str, ...], Activations] = {}
+
+
+def _extrapolate(
+    cfg: Config, role: RoleSpec, config: PretrainedConfig, sizes: Mapping[str, int], row: Row, device: str
+) -> Activations:
+    layers = config.get_text_config().num_hidden_layers
+    few, many = (_trace(cfg, role, config, sizes, row, device, count) for count in (_FEW, _MANY))
+
+    def extrapolated(name: str) -> int:
+        first, last = getattr(few, name), getattr(many, name)
+        return int(first + (last - first) / (_MANY - _FEW) * (layers - _FEW))
+
+    return Activations(*(extrapolated(name) for name in ("forward", "saved", "peak")))
+
+
+def head_bytes(rows: int, width: int, row: Row, itemsize: int, device: str, trained: bool) -> tuple[int, int]:
+    """Return the bytes that the output layer takes without gradients, and at most in forward and backward pass.
+
+    That is what `trainer.models.chunked_logprobs` holds: the logits of a chunk of tokens, and gradients in float32.
+
+    Args:
+        rows: tokens of the vocabulary that the rank has. 0: the model has a value head.
+        width: of the hidden states.
+        itemsize: bytes of a number of the weights.
+        trained: the output layer gets gradients.
+    """
+    if rows == 0:
+        return 0, 0
+    logits = logits_at_a_time(rows, row.targets, device)
+    inputs = row.targets * (itemsize * width + 4 * 4)
+    half = itemsize if itemsize < 4 else 0  # of copies in the precision of the weights
+    copies = logits * half * (2 if device == "cpu" else 1)
+    of_inputs, of_weights = 4 * row.targets * width, 4 * rows * width * trained
+    chunks = 4 * logits + copies + of_inputs + of_weights
+    after = half * rows * width * trained + of_weights + (half + 4) * row.targets * width
+    spread = itemsize * rows * width * trained + (itemsize * row.targets + (half + 4) * row.tokens) * width
+    return inputs + 4 * logits + copies // 2, inputs + max(8 * logits, chunks, after, spread)
+
+
+def _trace(
+    cfg: Config, role: RoleSpec, config: PretrainedConfig, sizes: Mapping[str, int], row: Row, device: str, layers: int
+) -> Activations:
+    config = _shrunk(config, layers, sizes["tp"])
+    module, backbone = empty_module(cfg, role, config, {**sizes, "tp": 1, "cp": 1})
+    packing = Packing(row.lengths, "cpu", _axis(sizes["cp"]), row.prefix_lengths)
+    body = module.get_submodule(backbone)
+    if body.config._attn_implementation == PACKED:
+        body.set_attn_implementation(_PLANNED if device == "cuda" else PACKED)
+    for block in transformer_blocks(body):
+        mode = role.sharding.activation_checkpointing if isinstance(role.sharding, FSDPConfig) else "none"
+        block.forward = recomputed(block.forward, mode)
+    body.train(role.trained)
+    dtype, width = forward_dtype(role, device), config.get_text_config().hidden_size
+    shape = (1, packing.local_slice.stop - packing.local_slice.start, width)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _use_fake_tensors(body, dtype)
+        arguments = _arguments(body, packing)
+        with MemoryMeter() as meter, torch.no_grad():
+            body(inputs_embeds=torch.empty(shape, dtype=dtype), use_cache=False, **arguments)
+        forward = meter.peak
+        if not role.trained:
+            return Activations(forward, 0, 0)
+        with MemoryMeter() as meter:
+            # The embeddings have no part in it: their gradient is that of an FSDP unit.
+            inputs = torch.empty(shape, dtype=dtype).requires_grad_()
+            inputs.register_post_accumulate_grad_hook(_drop_gradient)
+            hidden = body(inputs_embeds=inputs, use_cache=False, **arguments).last_hidden_state
+            saved = meter.now
+            hidden.backward(torch.empty_like(hidden))
+        return Activations(forward, saved, meter.peak)
+
+
+def _use_fake_tensors(module: nn.Module, dtype: torch.dtype) -> None:
+    """Replace parameters on the meta device, and buffers, by fake tensors on CPU. Call it in a `FakeTensorMode`."""
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
+            if parameter is not None:
+                fake = nn.Parameter(torch.empty(parameter.shape, dtype=dtype), parameter.requires_grad)
+                if fake.requires_grad:
+                    fake.register_post_accumulate_grad_hook(_drop_gradient)
+                child._parameters[name] = fake
+        for name, buffer in child._buffers.items():
+            if buffer is not None:
+                child._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+def _arguments(body: nn.Module, packing: Packing) -> dict[str, Any]:
+    if body.config._attn_implementation in (PACKED, _PLANNED):
+        packing.prepare()
+        return {"position_ids": packing.shard(packing.position_ids), "packing": packing}
+    return {"position_ids": packing.position_ids}
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None  # FSDP2 counts it
+
+
+def _shrunk(config: PretrainedConfig, layers: int, tp: int) -> PretrainedConfig:
+    """Return the config of a model with fewer blocks, and with the part of each matrix that a rank has."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    text.num_hidden_layers = layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:layers]
+    if tp > 1:
+        text.num_attention_heads = heads // tp
+        text.num_key_value_heads = (getattr(text, "num_key_value_heads", None) or heads) // tp
+        text.intermediate_size //= tp
+    return config
+
+
+def _axis(size: int) -> AxisGroup | None:
+    return _LoneAxis(SimpleNamespace(size=lambda: size), 0, size) if size > 1 else None  # type: ignore[arg-type]
+
+
+class _LoneAxis(AxisGroup):
+    """Takes the memory of the exchange with other ranks, without them."""
+
+    def all_to_all(self, tensors: Tensor) -> Tensor:
+        return _Exchange.apply(tensors)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensors: Tensor) -> Tensor:
+        return torch.empty_like(tensors.contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return torch.empty_like(grads[0].contiguous())
+
+
+def _planned_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packing: Packing,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Compute `packed_attention` with the kernel of GPUs, which has the shapes of its results on every device."""
+    if not uses_varlen("cuda", query.dtype, query.shape[-1], softcap):
+        options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
+        return packed_attention(module, query, key, value, attention_mask, packing=packing, **options)
+    if packing.cp is None:
+        return attend_varlen(query, key, value, packing, scaling, sliding_window), None
+    query, key, value = heads_of_all_tokens(query, key, value, packing, packing.cp)
+    out = attend_varlen(query, key, value, packing, scaling, sliding_window)
+    return tokens_of_all_heads(out, packing, packing.cp), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(_PLANNED, _planned_attention)

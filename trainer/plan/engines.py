@@ -1,0 +1,91 @@
+"""The memory of an inference engine on each of its devices: weights, KV cache, workspaces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainer.config import Config
+from trainer.plan.hardware import CONTEXT_BYTES, Device
+from trainer.plan.model_shape import ModelShape
+from trainer.plan.workload import Workload
+
+_PREFILL_TOKENS = 8192
+"""Tokens of a prefill batch of vLLM, whose activations it sets aside."""
+_GRAPHS_BYTES = 2**30
+"""What CUDA graphs take, which vLLM captures unless `rollout.enforce_eager` is set."""
+
+
+@dataclass(frozen=True)
+class PlannedEngine:
+    """Bytes of one engine on each of its devices."""
+
+    weights: int
+    kv_cache: int
+    workspace: int
+    kv_token: int
+    """Bytes of the keys and values of a token."""
+    budget: int
+    """What the engine may take of a GPU. On CPU: what it takes."""
+    gpus: int
+    """Of an engine. 0: it has none of the job."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_cache + self.workspace
+
+    @property
+    def waking(self) -> int:
+        """What a sleeping engine takes when it wakes up."""
+        return self.weights + self.kv_cache
+
+    @property
+    def tokens(self) -> int:
+        """Tokens whose keys and values fit into the cache."""
+        return max(0, self.kv_cache // self.kv_token)
+
+    def sequences(self, tokens: float) -> float:
+        """Return how many sequences of so many tokens it can have at a time."""
+        return self.tokens / tokens
+
+
+def kv_bytes(model: ModelShape, itemsize: int, tp: int) -> int:
+    """Return the bytes of the keys and values of a token on one of `tp` devices."""
+    text = model.config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 2 * text.num_hidden_layers * max(1, heads // tp) * width * itemsize
+
+
+def plan_engine(cfg: Config, policy: ModelShape, device: Device) -> PlannedEngine | None:
+    """Return what an engine takes; None: the run has none.
+
+    Args:
+        policy: the complete model, without tensor parallelism.
+    """
+    if not cfg.num_engines or not cfg.engine.gpus and not device.is_cpu:
+        return None
+    r = cfg.rollout
+    tp = r.tensor_parallel_size if not device.is_cpu else 1
+    itemsize = 2 if r.dtype == "bfloat16" or r.dtype == "auto" and not device.is_cpu else 4
+    text = policy.config.get_text_config()
+    token = kv_bytes(policy, itemsize, tp)
+    weights = itemsize * policy.total // tp
+    batch = max(_PREFILL_TOKENS, cfg.longest_sequence if device.is_cpu else 0, r.max_num_seqs)
+    layer = max(getattr(text, "intermediate_size", 0) // tp * 2, 4 * text.hidden_size)
+    workspace = itemsize * batch * (layer + 2 * text.hidden_size) + 3 * 4 * r.max_num_seqs * text.vocab_size // tp
+    if device.is_cpu:
+        cache = r.kv_cache_mb * 2**20
+        return PlannedEngine(weights, cache, workspace, token, weights + cache + workspace, 0)
+    budget = int(r.gpu_memory_utilization * device.memory)
+    graphs = 0 if r.enforce_eager else _GRAPHS_BYTES
+    cache = budget - weights - workspace - graphs - CONTEXT_BYTES
+    return PlannedEngine(weights, cache, workspace + graphs, token, budget, tp)
+
+
+def engine_problem(cfg: Config, engine: PlannedEngine, workload: Workload) -> str | None:
+    """Return why an engine cannot work with its memory; None: it can."""
+    if engine.kv_cache <= 0:
+        return "the weights leave no room for a KV cache"
+    if engine.sequences(workload.longest) < 1:
+        return f"its KV cache holds {engine.tokens:,} tokens, and the longest sequence has {workload.longest:,}"
+    return None

@@ -1,0 +1,177 @@
+"""The constants of the hardware that a plan computes with, and their sources; and the measured ones of this machine.
+
+Speeds are those of data sheets: dense FLOP/s without sparsity, bytes per second in one direction. What passes reach of
+them is `REACHED`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+
+from trainer.errors import UserError
+from trainer.metrics.throughput import peak_flops
+from trainer.parallel.measure_flops import measure_peak
+
+GB, GIB = 10**9, 2**30
+CPU = "cpu"
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of GPU and its place in a usual node, or a processor core of this machine."""
+
+    name: str
+    memory: int
+    """Bytes that programs can take, of one GPU, or of the machine."""
+    flops_float32: float
+    flops_bfloat16: float
+    bandwidth: float
+    """Of its memory."""
+    link: float
+    """To the other GPUs of the node."""
+    network: float
+    """To GPUs of other nodes, for each GPU."""
+    pcie: float
+    """To the memory of the host."""
+    host_memory: int
+    """Bytes of a node's host."""
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.name == CPU
+
+    @property
+    def kind(self) -> str:
+        """`cpu` or `cuda`, as torch calls it."""
+        return CPU if self.is_cpu else "cuda"
+
+    def flops(self, dtype: torch.dtype) -> float:
+        return self.flops_bfloat16 if dtype == torch.bfloat16 else self.flops_float32
+
+
+def _gpu(
+    name: str, memory: float, float32: float, bandwidth: float, link: float, network: float, pcie: float, host: int
+) -> Device:
+    bfloat16 = peak_flops(name)
+    assert bfloat16 is not None, name
+    return Device(
+        name, int(memory * GIB), float32 * 1e12, bfloat16, bandwidth * GB, link * GB, network * GB, pcie * GB, host * GB
+    )
+
+
+# Memory: GiB that torch reports as the total. float32: TFLOP/s without tensor cores. Then GB/s: of the memory, of
+# NVLink in one direction (L40S: PCIe), of the network for each GPU (ConnectX-7 at 400 Gb/s; A100: HDR at 200 Gb/s;
+# L40S: 100 Gb/s), and of PCIe in one direction (Gen 4: 32, Gen 5: 64, of which copies reach about 80 %). Then GB of
+# host memory, as in NVIDIA's DGX or in clouds' nodes with these GPUs.
+# Sources: NVIDIA's data sheets "H100 Tensor Core GPU", "H200 Tensor Core GPU", "A100 Tensor Core GPU", "L40S", "DGX
+# B200" and the user guides of DGX A100, H100, H200 and B200.
+DEVICES = {
+    device.name.casefold(): device
+    for device in (
+        _gpu("A100", 79.2, 19.5, 2039, 300, 25, 26, 1000),
+        _gpu("L40S", 44.5, 91.6, 864, 26, 12.5, 26, 1000),
+        _gpu("H100", 79.1, 67, 3350, 450, 50, 51, 2000),
+        _gpu("H200", 139.8, 67, 4800, 450, 50, 51, 2000),
+        _gpu("B200", 178.3, 75, 8000, 900, 50, 51, 2000),
+    )
+}
+
+REACHED = {CPU: 0.75, "cuda": 0.40}
+"""Share of the peak FLOP/s that forward and backward passes reach in matrix products. CPU: measured, see
+benchmarks/RESULTS.md (0.7 to 0.9). GPU: what published runs of dense models with FSDP2 at 8k to 65k tokens reach (0.35
+to 0.45); no GPU of this project has measured it yet."""
+REACHED_BANDWIDTH = 0.7
+"""Share of the bandwidth of links and memory that collectives, copies and decoding reach."""
+LATENCY_S = {CPU: 1e-4, "cuda": 2e-5}
+"""Seconds that a collective takes at least."""
+CONTEXT_BYTES = int(1.0 * GIB)
+"""GPU memory of the CUDA context, of cuBLAS' workspaces and of NCCL's buffers: a rank's and an engine's, each."""
+FRAGMENTATION = 0.05
+"""Share of the tensors' memory by which torch's allocator exceeds it, on GPUs."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The machines to plan for."""
+
+    nodes: int
+    per_node: int
+    """GPUs of a node. CPU: the number of cores."""
+    device: Device
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.per_node
+
+    def __str__(self) -> str:
+        if self.device.is_cpu:
+            return f"this machine, {self.per_node} cores"
+        return f"{f'{self.nodes} nodes of ' if self.nodes > 1 else ''}{self.per_node} {self.device.name}"
+
+    def bandwidth_between(self, ranks: int, stride: int = 1) -> float:
+        """Return the bytes per second that each of `ranks` ranks sends to the next one of a ring.
+
+        Args:
+            stride: distance of their numbers.
+        """
+        inside = 1 + (ranks - 1) * stride <= self.per_node
+        return self.device.link if inside or self.nodes == 1 else self.device.network
+
+
+def parse_cluster(text: str, host_memory_gb: float | None = None) -> Cluster:
+    """Return the cluster that `plan.gpus` names.
+
+    Raises:
+        UserError: it names none.
+    """
+    if text.casefold() == CPU:
+        return Cluster(1, os.cpu_count() or 1, this_machine())
+    found = re.fullmatch(r"(?:(\d{1,6})x)?(?:(\d{1,6})x)?([A-Za-z][\w-]*)", text.strip())
+    nodes, per_node = (int(found[1] or 1), int(found[2] or 1)) if found else (0, 0)
+    if found and not found[2]:
+        nodes, per_node = 1, nodes
+    if not found or nodes < 1 or per_node < 1:
+        raise UserError(f"plan.gpus={text}: is no cluster; write NUMBERxGPU (8xH100), NODESxNUMBERxGPU, or cpu")
+    device = DEVICES.get(found[3].casefold())
+    if device is None:
+        known = ", ".join(one.name for one in DEVICES.values())
+        raise UserError(f"plan.gpus={text}: the GPU {found[3]} is not known; choose one of {known}, or cpu")
+    if host_memory_gb is not None:
+        device = Device(**{**vars(device), "host_memory": int(host_memory_gb * GB)})
+    return Cluster(nodes, per_node, device)
+
+
+@functools.cache
+def this_machine() -> Device:
+    """Return a core of this machine, by a measurement of a second."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    copying = _copy_speed()
+    return Device(
+        CPU,
+        memory,
+        measure_peak(torch.float32, CPU),
+        measure_peak(torch.bfloat16, CPU),
+        copying,
+        copying / 4,  # gloo copies through sockets
+        copying / 4,
+        copying,
+        memory,
+    )
+
+
+def _copy_speed(size: int = 2**26) -> float:
+    """Return the bytes per second that this process reads and writes while it copies."""
+    source, target = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        target.copy_(source)
+        times.append(time.perf_counter() - begin)
+    return 2 * size / statistics.median(times)

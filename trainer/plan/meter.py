@@ -1,0 +1,52 @@
+"""The memory of tensors over time, without an allocator: it also counts fake tensors, which have no memory."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class MemoryMeter(TorchDispatchMode):
+    """Counts the bytes of all tensors that operators return in the block, while they live.
+
+    A view shares the memory of its tensor, which counts once. Tensors from before the block do not count.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self.peak = 0
+        self._known: set[int] = set()
+
+    def reset_peak(self) -> None:
+        """Measure the peak from now on."""
+        self.peak = self.now
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        before = {_number(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
+        result = function(*args, **kwargs)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and (number := _number(tensor)) not in self._known | before:
+                self._count(tensor.untyped_storage(), number)
+        return result
+
+    def _count(self, storage: torch.UntypedStorage, number: int) -> None:
+        size = storage.nbytes()
+        self._known.add(number)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._forget, number, size).atexit = False
+
+    def _forget(self, number: int, size: int) -> None:
+        self._known.discard(number)
+        self.now -= size
+
+
+def _number(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,174 @@
+"""The parameters of a role's model, and which part of each a rank has: from its config, on the meta device."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from trainer.config import LM, Config, RoleSpec
+from trainer.models.files import load_config
+from trainer.models.loading import empty_causal_lm, empty_value_model
+from trainer.models.parallel_checks import COLWISE, ROWWISE, check_model_axes
+from trainer.models.tiny import tiny_config
+from trainer.parallel.shard import param_dtype, transformer_blocks
+from trainer.plan.known import known_file
+
+
+@dataclass(frozen=True)
+class ParameterShape:
+    """One parameter."""
+
+    shape: tuple[int, ...]
+    """On a rank along `tp`, before FSDP2 shards it."""
+    trained: bool
+    block: int
+    """Number of the block that it belongs to. -1: the rest of the model, which is one FSDP unit."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def shard(self, ranks: int) -> int:
+        """Return the numbers that rank 0 of `ranks` has: FSDP2 shards the first dimension and rounds up."""
+        return -(-self.shape[0] // ranks) * math.prod(self.shape[1:]) if self.shape else 1
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The parameters of the model of a role."""
+
+    config: PretrainedConfig
+    """Of the language model."""
+    parameters: tuple[ParameterShape, ...]
+    head_rows: int
+    """Rows of the output layer on a rank. 0: the model has a value head."""
+    total: int
+    """Numbers of the complete model."""
+    trained: int
+    """Those of them that are trained."""
+
+    @cached_property
+    def blocks(self) -> int:
+        """Number of blocks."""
+        return 1 + max(parameter.block for parameter in self.parameters)
+
+    def numel(self, block: int | None = None, trained: bool = False) -> int:
+        """Return the numbers of a block, of the rest (-1), or of all (None); on a rank before FSDP2 shards them."""
+        return sum(p.numel for p in self._chosen(block, trained))
+
+    def shard(self, ranks: int, block: int | None = None, trained: bool = False) -> int:
+        """Return the numbers that a rank has of them after FSDP2 has sharded them over `ranks`."""
+        return sum(p.shard(ranks) for p in self._chosen(block, trained))
+
+    def _chosen(self, block: int | None, trained: bool) -> Sequence[ParameterShape]:
+        return [p for p in self.parameters if (block is None or p.block == block) and p.trained >= trained]
+
+
+def find_config(cfg: Config, role: RoleSpec) -> PretrainedConfig:
+    """Return the architecture of the model of a role.
+
+    It is that of a directory, else one of those that come with this project, else that of the Hub.
+
+    Raises:
+        UserError: there is none.
+    """
+    path = role.path or cfg.model.path
+    if path is None:
+        return tiny_config(cfg.model.tiny)
+    if not os.path.isdir(path) and (file := known_file(path)) is not None:
+        with open(file) as stream:
+            values = json.load(stream)
+        return AutoConfig.for_model(values.pop("model_type"), **values)
+    return load_config(cfg.model, path, role.key)
+
+
+_shapes: dict[tuple[str, ...], ModelShape] = {}
+
+
+def shape_of(cfg: Config, role: RoleSpec, sizes: Mapping[str, int]) -> ModelShape:
+    """Return the parameters of the model of a role.
+
+    Args:
+        sizes: sizes of the layout's axes.
+
+    Raises:
+        UserError: the model cannot be split so.
+    """
+    key = key_of(cfg, role, sizes)
+    if key not in _shapes:  # the search for changes asks many times
+        _shapes[key] = _shape_of(cfg, role, sizes)
+    return _shapes[key]
+
+
+def key_of(cfg: Config, role: RoleSpec, sizes: Mapping[str, int], *others: object) -> tuple[str, ...]:
+    """Return a text for everything that decides the shapes of a role's model, and for `others`."""
+    values = (cfg.model, role.path, role.head, role.trained, role.lora, sorted(sizes.items()), *others)
+    return tuple(map(repr, values))
+
+
+def _shape_of(cfg: Config, role: RoleSpec, sizes: Mapping[str, int]) -> ModelShape:
+    config = find_config(cfg, role)
+    name = "the model" if role.path is None else f"the {role.name}"
+    check_model_axes(cfg, config.get_text_config(), name)
+    module, backbone = empty_module(cfg, role, config, sizes)
+    return ModelShape(
+        config,
+        tuple(_parameters(module, backbone, sizes["tp"])),
+        _head_rows(module, sizes["tp"]),
+        sum(parameter.numel() for parameter in module.parameters()),
+        sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad),
+    )
+
+
+def empty_module(
+    cfg: Config, role: RoleSpec, config: PretrainedConfig, sizes: Mapping[str, int]
+) -> tuple[nn.Module, str]:
+    """Return the model of a role on the meta device, as ranks build it before it is split; and its backbone's name."""
+    build = empty_causal_lm if role.head == LM else empty_value_model
+    return build(cfg.model, config, sizes, role)
+
+
+def forward_dtype(role: RoleSpec, device: str) -> torch.dtype:
+    """Return the precision in which the model of a role computes. `device` is `cpu` or `cuda`."""
+    return param_dtype(role.sharding.param_dtype, device)
+
+
+def _parameters(module: nn.Module, backbone: str, tp: int) -> list[ParameterShape]:
+    plan = getattr(module.get_submodule(backbone).config.get_text_config(), "base_model_tp_plan", None) or {}
+    blocks = {id(p): i for i, block in enumerate(transformer_blocks(module)) for p in block.parameters()}
+    embeddings = {id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)}
+    if isinstance(module, PreTrainedModel):
+        embeddings.add(id(module.get_output_embeddings().weight))
+    found = []
+    for name, parameter in module.named_parameters():
+        dimension = 0 if id(parameter) in embeddings else _split_dimension(name.removeprefix(f"{backbone}."), plan)
+        shape = list(parameter.shape)
+        if tp > 1 and dimension is not None and dimension < len(shape):
+            shape[dimension] //= tp
+        found.append(ParameterShape(tuple(shape), parameter.requires_grad, blocks.get(id(parameter), -1)))
+    return found
+
+
+def _split_dimension(name: str, plan: Mapping[str, Any]) -> int | None:
+    """Return the dimension of a parameter that tensor parallelism splits; None: each rank has all of it."""
+    layer, _, adapter = name.rpartition(".")[0].partition(".lora_")
+    style = next((style for key, style in plan.items() if fnmatchcase(layer.removesuffix(".base_layer"), key)), None)
+    if style in COLWISE:
+        return None if adapter[:1] == "A" else 0
+    if style in ROWWISE:
+        return None if adapter[:1] == "B" or name.endswith(".bias") else 1
+    return None
+
+
+def _head_rows(module: nn.Module, tp: int) -> int:
+    return len(module.get_output_embeddings().weight) // tp if isinstance(module, PreTrainedModel) else 0

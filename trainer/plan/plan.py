@@ -1,0 +1,206 @@
+"""The plan of a run on a cluster: memory of ranks, engines and hosts, checkpoints, time, and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainer.cluster.resources import check_gpus, rank_groups
+from trainer.config import Config
+from trainer.config.axes import axis_sizes
+from trainer.errors import UserError
+from trainer.plan.checkpoints import PlannedSaves, plan_saves
+from trainer.plan.engines import PlannedEngine, engine_problem, plan_engine
+from trainer.plan.hardware import CONTEXT_BYTES, GB, Cluster
+from trainer.plan.model_shape import shape_of
+from trainer.plan.ranks import Phase, PlannedRole, host_bytes_of_rank, plan_role, rank_phases
+from trainer.plan.timing import StepTime, plan_time
+from trainer.plan.workload import Workload, workload_of
+
+_PROCESS_BYTES = {"cpu": int(0.6 * GB), "cuda": int(3.0 * GB)}
+"""Host memory of a rank or an engine without tensors: Python, torch, CUDA's libraries. CPU: measured."""
+_DRIVER_BYTES = int(1.5 * GB)
+"""The same of the driver, Ray and its object store."""
+_SCORED_BYTES, _TRAINED_BYTES = 8, 28
+"""Bytes of a token in the batches that ranks score and train on: ids and mask; then advantages and log-probs, too."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """The processes on one device: a rank, an engine, or both."""
+
+    name: str
+    count: int
+    phases: tuple[Phase, ...]
+    capacity: int
+
+    @property
+    def peak(self) -> Phase:
+        return max(self.phases, key=lambda phase: phase.total)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that pass through the driver in a step."""
+
+    sent: int
+    """To the nodes of the ranks: each gets the batch once to score it, and once to train on it."""
+    received: int
+    """From ranks and engines: tokens with their log-probs, and scores."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run needs of a cluster."""
+
+    cluster: Cluster
+    gpus: int
+    """GPUs that the run takes. On CPU: processes."""
+    workload: Workload
+    roles: tuple[PlannedRole, ...]
+    members: tuple[Member, ...]
+    engine: PlannedEngine | None
+    host: int
+    """Bytes of host memory on the fullest node."""
+    shared: int
+    """Bytes of shared memory on the fullest node; a part of `host`."""
+    traffic: Traffic
+    time: StepTime
+    saves: PlannedSaves
+    problems: tuple[str, ...]
+    """Why it does not fit. Empty: it fits."""
+
+    @property
+    def fits(self) -> bool:
+        return not self.problems
+
+    @property
+    def hours(self) -> float:
+        """Hours to the last step, without failures."""
+        return self.time.total * self.time.steps / 3600
+
+
+def make_plan(cfg: Config, cluster: Cluster) -> Plan:
+    """Return the plan of the run that a config describes.
+
+    Raises:
+        UserError: the model cannot be split so, or there is none.
+    """
+    device = cluster.device
+    problems = _problems_of_sizes(cfg, cluster)
+    sizes = axis_sizes(cfg.trainer, cfg.trainer.num_workers)
+    workload = workload_of(cfg, sizes)
+    roles = tuple(plan_role(cfg, role, sizes, workload, device.kind) for role in cfg.roles) if cfg.task.trains else ()
+    whole = shape_of(cfg, cfg.roles[0], dict.fromkeys(sizes, 1))
+    engine = plan_engine(cfg, whole, device)
+    members = _members(cfg, cluster, roles, engine, workload)
+    for member in members:
+        for phase in member.phases:
+            if phase.total > member.capacity and not device.is_cpu:
+                problems.append(
+                    f"{member.name}, {phase.name}: {phase.total / GB:.1f} GB of {member.capacity / GB:.1f} GB"
+                )
+    if engine is not None and (problem := engine_problem(cfg, engine, workload)) is not None:
+        problems.append(f"engine: {problem}")
+    host, shared = _host(cfg, cluster, roles, engine, members)
+    if host > device.host_memory:
+        problems.append(f"host memory: {host / GB:.0f} GB of {device.host_memory / GB:.0f} GB on a node")
+    copy = max((host_bytes_of_rank(cfg, group) for group in _groups(cfg, roles)), default=0) / device.pcie
+    seconds = plan_time(cfg, cluster, roles, whole, engine, workload)
+    storage = cfg.plan.storage_gb_s * GB * max(1, min(cluster.nodes, -(-cfg.trainer.num_workers // cluster.per_node)))
+    traffic = _traffic(cfg, cluster, workload)
+    saves = plan_saves(cfg, roles, seconds.total, seconds.phases.get("rollout", 0.0), copy, storage, device.is_cpu)
+    count = sum(member.count for member in members)
+    return Plan(
+        cluster, count, workload, roles, tuple(members), engine, host, shared, traffic, seconds, saves, tuple(problems)
+    )
+
+
+def _traffic(cfg: Config, cluster: Cluster, workload: Workload) -> Traffic:
+    """Return the traffic of a step. Rows are padded to the longest one."""
+    numbers = workload.rows * workload.longest
+    nodes = max(1, min(cluster.nodes, -(-cfg.trainer.num_workers // cluster.per_node)))
+    scored = sum(bool(role.scores) or role.name == "policy" and cfg.task.generates for role in cfg.roles)
+    sampled = 8 * workload.rows * workload.response if cfg.task.generates else 0
+    return Traffic(nodes * numbers * (_SCORED_BYTES + _TRAINED_BYTES), 4 * scored * numbers + sampled)
+
+
+def _problems_of_sizes(cfg: Config, cluster: Cluster) -> list[str]:
+    """Return why the run has not enough GPUs, as a list of at most one sentence."""
+    if cluster.device.is_cpu:
+        return []
+    try:
+        check_gpus(cfg, cluster.gpus)
+    except UserError as error:
+        return [str(error)]
+    return []
+
+
+def _groups(cfg: Config, roles: Sequence[PlannedRole]) -> list[Sequence[PlannedRole]]:
+    """Return the roles of each group of ranks."""
+    return [roles] if cfg.trainer.colocate_roles else [[role] for role in roles]
+
+
+def _members(
+    cfg: Config, cluster: Cluster, roles: Sequence[PlannedRole], engine: PlannedEngine | None, workload: Workload
+) -> list[Member]:
+    device, members = cluster.device, []
+    beside = engine is not None and engine.gpus > 0 and cfg.rollout.colocate
+    for group in _groups(cfg, roles) if roles else []:
+        phases = rank_phases(cfg, group, workload, device)
+        if beside:
+            phases = [_beside_engine(phase, engine) for phase in phases]
+        name = "rank" if len(group) == len(roles) else f"rank of the {group[0].spec.name}"
+        reserved = tuple(phase.with_reserve(device, 2 if beside else 1) for phase in phases)
+        members.append(
+            Member(f"{name} and engine" if beside else name, cfg.trainer.num_workers, reserved, device.memory)
+        )
+    if engine is not None and not beside:
+        sizes = {"weights": engine.weights, "engine": max(0, engine.kv_cache), "buffers": engine.workspace}
+        reserved = 0 if device.is_cpu else CONTEXT_BYTES
+        phase = Phase("rollout", {**sizes, "reserved": reserved})
+        members.append(Member("engine", cfg.num_engines * max(1, engine.gpus), (phase,), device.memory))
+    return members
+
+
+def _beside_engine(phase: Phase, engine: PlannedEngine | None) -> Phase:
+    """Return a phase of a rank that shares its GPU with an engine, which sleeps in all phases but the rollouts."""
+    assert engine is not None
+    return (
+        Phase(phase.name, {**phase.sizes, "engine": engine.waking + engine.workspace})
+        if phase.name == "rollout"
+        else phase
+    )
+
+
+def _host(
+    cfg: Config,
+    cluster: Cluster,
+    roles: Sequence[PlannedRole],
+    engine: PlannedEngine | None,
+    members: Sequence[Member],
+) -> tuple[int, int]:
+    """Return the bytes of host memory and, of these, of shared memory on the fullest node."""
+    device = cluster.device
+    of_ranks = sum(host_bytes_of_rank(cfg, group) for group in _groups(cfg, roles)) if roles else 0
+    ranks = min(cfg.trainer.num_workers, cluster.per_node) if not device.is_cpu else cfg.trainer.num_workers
+    processes = min(sum(member.count for member in members), cluster.per_node)
+    shared = 0
+    if engine is not None and _writes_shared_memory(cfg, cluster):
+        shared = engine.weights * max(1, engine.gpus)
+    host = _DRIVER_BYTES + ranks * of_ranks + shared
+    if device.is_cpu:
+        processes = rank_groups(cfg) * cfg.trainer.num_workers + cfg.num_engines
+        return host + sum(member.count * member.peak.total for member in members) + processes * _PROCESS_BYTES[
+            "cpu"
+        ], shared
+    if engine is not None and cfg.rollout.colocate:  # sleeping engines keep their weights there
+        host += engine.weights * min(cfg.num_engines * engine.gpus, cluster.per_node)
+    return host + 2 * processes * _PROCESS_BYTES["cuda"], shared
+
+
+def _writes_shared_memory(cfg: Config, cluster: Cluster) -> bool:
+    way = cfg.rollout.weight_sync
+    if way != "auto":
+        return way == "shared_memory"
+    return cluster.device.is_cpu

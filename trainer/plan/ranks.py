@@ -1,0 +1,217 @@
+"""The memory of a rank, by phase of a step and by kind: states by arithmetic, activations from traces."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from trainer.config import Config, FSDPConfig, RoleSpec
+from trainer.config.axes import AXES
+from trainer.parallel.shard import prefetch_depth
+from trainer.plan.activations import Activations, Row, head_bytes, trace
+from trainer.plan.hardware import CONTEXT_BYTES, FRAGMENTATION, Device
+from trainer.plan.model_shape import ModelShape, forward_dtype, shape_of
+from trainer.plan.workload import Workload
+
+KINDS = ("weights", "optimizer", "gradients", "gathered", "activations", "head", "buffers", "engine", "reserved")
+"""Kinds of memory. `gathered`: the blocks that FSDP2 has put together for the computation. `head`: the output layer.
+`reserved`: the context of CUDA, workspaces, and what the allocator does not give back."""
+_MASTER, _MOMENTS = 4, 8
+"""Bytes of a trained number, and of its two moments of AdamW."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What a process holds at the largest moment of a phase."""
+
+    name: str
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of each kind of `KINDS`."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.sizes.values())
+
+    def with_reserve(self, device: Device, processes: int = 1) -> Phase:
+        """Return the phase with what the GPU's software takes.
+
+        Args:
+            processes: of the GPU.
+        """
+        if device.is_cpu:
+            return self
+        tensors = sum(size for kind, size in self.sizes.items() if kind != "engine")
+        return Phase(self.name, {**self.sizes, "reserved": int(FRAGMENTATION * tensors) + processes * CONTEXT_BYTES})
+
+
+@dataclass(frozen=True)
+class PlannedRole:
+    """A role, and what its model takes."""
+
+    spec: RoleSpec
+    model: ModelShape
+    itemsize: int
+    """Bytes of a number in forward and backward passes."""
+    shards: int
+    """Ranks over which FSDP2 shards the weights."""
+    update: Activations | None
+    """Of a full micro-batch of an update. None: the role is not trained."""
+    scores: Activations
+    """Of a full micro-batch without gradients."""
+    rows: tuple[Row, Row]
+    """Those micro-batches."""
+    device: str
+    """`cpu` or `cuda`."""
+
+    @property
+    def fsdp(self) -> FSDPConfig:
+        return self.spec.sharding  # type: ignore[return-value]
+
+    @property
+    def is_on_host(self) -> bool:
+        """Parameters, gradients and the optimizer's states wait in host memory."""
+        return self.spec.sharding.cpu_offload and self.device == "cuda"
+
+    @property
+    def state(self) -> tuple[int, int]:
+        """Bytes of weights and of the optimizer's states that a rank holds, wherever they are."""
+        if self.spec.is_policy_base:
+            return 0, 0
+        trained = self.model.shard(self.shards, trained=True)
+        frozen = self.model.shard(self.shards) - trained
+        return _MASTER * trained + self.itemsize * frozen, _MOMENTS * trained
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of all gradients of a rank after a backward pass."""
+        return _MASTER * self.model.shard(self.shards, trained=True)
+
+    def gathered(self, blocks: float) -> int:
+        """Return the bytes of the unit around the blocks, and of this number of blocks, put together."""
+        every = self.model.blocks if not self.spec.sharding.reshard_after_forward else blocks
+        return int(self.itemsize * (self.model.numel(-1) + min(every, self.model.blocks) * self._block()))
+
+    def ahead(self) -> int:
+        """Return how many blocks are gathered or kept beside the one that computes."""
+        depth = prefetch_depth(self.fsdp, self.device, self.shards)
+        return max(1, depth) if self.shards > 1 else 0
+
+    def moments_of_update(self, carried: bool) -> list[dict[str, int]]:
+        """Return what an update holds besides the states: at the output layer, in the last block, and at the end.
+
+        Args:
+            carried: gradients of micro-batches before this one are there.
+        """
+        assert self.update is not None
+        fsdp, model = self.fsdp, self.model
+        reduced = 2 if fsdp.reduce_dtype == "bfloat16" else 4
+        kept = self.gradients if fsdp.reduce_gradients == "micro_batch" else reduced * model.numel(trained=True)
+        before = kept if carried else 0
+        width = model.config.get_text_config().hidden_size
+        forward, backward = head_bytes(
+            model.head_rows, width, self.rows[0], self.itemsize, self.device, model.numel(-1, trained=True) > 0
+        )
+        of_head = self.itemsize * min(model.head_rows * width, model.numel(-1, trained=True))
+        of_block, of_rest = self._block(trained=True), model.numel(-1, trained=True)
+        in_flight = 2 if self.device == "cuda" and self.shards > 1 else 1
+        tied = 2 if model.head_rows and model.config.get_text_config().tie_word_embeddings else 1
+        return [
+            {
+                "gradients": before,
+                "gathered": self.gathered(self.ahead()),
+                "activations": self.update.saved,
+                "head": max(forward, backward),
+            },
+            {
+                "gradients": before + of_head + (self.itemsize + reduced * in_flight) * of_block,
+                "gathered": self.gathered(1 + self.ahead()),
+                "activations": self.update.peak,
+            },
+            {
+                "gradients": kept + (self.itemsize * tied + reduced) * of_rest + reduced * of_rest // self.shards,
+                "gathered": self.gathered(0),
+            },
+        ]
+
+    def moment_of_scores(self) -> dict[str, int]:
+        """Return what a pass without gradients holds besides the states."""
+        model = self.model
+        width = model.config.get_text_config().hidden_size
+        head, _ = head_bytes(model.head_rows, width, self.rows[1], self.itemsize, self.device, False)
+        return {
+            "gathered": self.gathered(1 + self.ahead()),
+            "activations": self.scores.forward,
+            "head": head,
+        }
+
+    def _block(self, trained: bool = False) -> int:
+        return max(self.model.numel(block, trained) for block in range(self.model.blocks))
+
+
+def plan_role(cfg: Config, spec: RoleSpec, sizes: Mapping[str, int], workload: Workload, device: str) -> PlannedRole:
+    """Return what a role's model takes on a rank.
+
+    Args:
+        sizes: sizes of the layout's axes.
+        device: `cpu` or `cuda`.
+    """
+    model = shape_of(cfg, spec, sizes)
+    rows = workload.row_of_update(), workload.row_of_scores()
+    traced = {row: trace(cfg, spec, model.config, sizes, row, device) for row in dict.fromkeys(rows)}
+    shards = math.prod(size for name, size in sizes.items() if AXES[name].shards_weights)
+    itemsize = torch.finfo(forward_dtype(spec, device)).bits // 8
+    update = traced[rows[0]] if spec.trained else None
+    return PlannedRole(spec, model, itemsize, shards, update, traced[rows[1]], rows, device)
+
+
+def rank_phases(cfg: Config, roles: Sequence[PlannedRole], workload: Workload, device: Device) -> list[Phase]:
+    """Return the phases of a rank that holds these roles, without what an engine on its GPU takes."""
+    held = {"weights": 0, "optimizer": 0}
+    for role in roles:
+        if not role.is_on_host:
+            held["weights"] += role.state[0]
+            held["optimizer"] += role.state[1]
+    parked = {"none": (), "optimizer": ("optimizer",), "all": ("weights", "optimizer")}[cfg.trainer.offload]
+    phases = []
+    if cfg.task.generates:
+        phases.append(Phase("rollout", {kind: 0 if kind in parked else size for kind, size in held.items()}))
+    for role in roles:
+        if role.spec.scores or role.spec.name == "policy" and cfg.task.generates:
+            phases.append(Phase(f"scores of the {role.spec.name}", {**held, **role.moment_of_scores()}))
+    for role in roles:
+        if role.spec.trained:
+            carried = workload.micro_batches(workload.computed_in_update) > 1
+            moments = [Phase("", _on_device(role, moment)) for moment in role.moments_of_update(carried)]
+            largest = max(moments, key=lambda moment: moment.total)
+            phases.append(Phase(f"update of the {role.spec.name}", {**held, **largest.sizes}))
+    if cfg.task.generates and any(role.spec.name == "policy" for role in roles):
+        phases.append(Phase("weights to engines", {**held, "buffers": sync_buffers(cfg, roles)}))
+    return phases
+
+
+def _on_device(role: PlannedRole, moment: dict[str, int]) -> dict[str, int]:
+    if role.is_on_host:  # the sharded gradients go to host memory as they are complete
+        return {**moment, "gradients": max(0, moment["gradients"] - role.gradients)}
+    return moment
+
+
+def sync_buffers(cfg: Config, roles: Sequence[PlannedRole]) -> int:
+    """Return the bytes that a rank holds while weights go to the engines: a gathered tensor, and two buckets."""
+    policy = next(role for role in roles if role.spec.name == "policy")
+    largest = max(parameter.numel for parameter in policy.model.parameters)
+    return 2 * largest * policy.itemsize + 2 * cfg.rollout.weight_sync_bucket_mb * 2**20
+
+
+def host_bytes_of_rank(cfg: Config, roles: Sequence[PlannedRole]) -> int:
+    """Return the host memory of a rank: copies for saves and `trainer.offload`, and states that are offloaded."""
+    total = 0
+    for role in roles:
+        weights, optimizer = role.state
+        if role.spec.saved and cfg.trainer.ckpt_async or cfg.trainer.offload != "none":
+            total += (weights if role.spec.saved or cfg.trainer.offload == "all" else 0) + optimizer
+        if role.is_on_host:
+            total += weights + optimizer + role.gradients
+    return total

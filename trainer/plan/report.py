@@ -1,0 +1,186 @@
+"""A plan as text for people, and as JSON for machines."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from trainer.config import Config
+from trainer.plan.hardware import GB, Cluster
+from trainer.plan.plan import Plan
+from trainer.plan.ranks import KINDS
+
+_WIDTH = 150
+
+
+def verdict(plan: Plan, changes: Mapping[str, Any] | None, larger: tuple[Cluster, Mapping[str, Any]] | None) -> str:
+    """Return one sentence: whether the run fits, and what makes it fit.
+
+    Args:
+        changes: with which it fits the cluster.
+        larger: a cluster on which it fits, and the changes for it.
+    """
+    if plan.fits:
+        used = "" if plan.cluster.device.is_cpu else f", takes {plan.gpus} of {plan.cluster.gpus} GPUs"
+        return f"It fits {plan.cluster}{used}: {_duration(plan.time.total)} a step, {plan.hours:.1f} hours."
+    sentence = f"It does not fit {plan.cluster}: {plan.problems[0]}"
+    if changes:
+        return f"{sentence}; it fits with {words(changes)}."
+    if larger is not None:
+        return f"{sentence}; it fits {larger[0]} with {words(larger[1])}."
+    return f"{sentence}; no change of the config alone makes it fit."
+
+
+def words(changes: Mapping[str, Any]) -> str:
+    """Return changes as overrides of a command line."""
+    return " ".join(
+        f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in changes.items()
+    )
+
+
+def as_text(cfg: Config, plan: Plan, sentence: str) -> str:
+    """Return the verdict, and the tables of memory, time and saves."""
+    console = Console(file=io.StringIO(), width=_WIDTH, force_terminal=False)
+    console.print(sentence, soft_wrap=True)
+    for problem in plan.problems[1:]:
+        console.print(f"Also: {problem}.", soft_wrap=True)
+    console.print()
+    console.print(_memory(plan))
+    console.print(_sizes(cfg, plan))
+    console.print(_time(plan))
+    console.print(_saves(plan))
+    for note in notes(cfg, plan):
+        console.print(f"Note: {note}", soft_wrap=True)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
+
+
+def notes(cfg: Config, plan: Plan) -> list[str]:
+    """Return what the plan leaves out or only estimates, for this config."""
+    found = []
+    if not plan.cluster.device.is_cpu:
+        found.append("times of GPUs come from data sheets and are not measured here; memory is that of our own code")
+        if any(role.spec.sharding.compile is None and role.spec.trained for role in plan.roles):
+            found.append("compiled blocks keep fewer activations; those of blocks that are not compiled are counted")
+        idle = plan.cluster.gpus - plan.gpus
+        if plan.fits and idle > 0:
+            found.append(f"{idle} GPUs stay idle; trainer.num_workers and rollout.num_engines use more")
+    if plan.engine is not None:
+        together = min(cfg.rollout.max_num_seqs, plan.workload.rows / cfg.num_engines)
+        if (most := plan.engine.sequences(plan.workload.prompt + plan.workload.response / 2)) < together:
+            found.append(f"the KV cache holds {most:.0f} sequences of {together:.0f} that an engine could run together")
+    if cfg.environment.name or cfg.data.mix:
+        found.append("time of environments, tools and rewards is not known and counts as 0")
+    return found
+
+
+def _memory(plan: Plan) -> Table:
+    kinds = [kind for kind in KINDS if any(p.sizes.get(kind) for m in plan.members for p in m.phases)]
+    table = Table(
+        box=box.SIMPLE_HEAD, title="Memory of a device, GB, at the largest moment of each phase", title_justify="left"
+    )
+    table.add_column("process")
+    table.add_column("phase")
+    for kind in (*kinds, "all", "of"):
+        table.add_column(kind, justify="right")
+    for member in plan.members:
+        for i, phase in enumerate(member.phases):
+            name = f"{member.name} (x{member.count})" if i == 0 else ""
+            cells = [_gb(phase.sizes.get(kind, 0)) for kind in kinds]
+            table.add_row(name, phase.name, *cells, _gb(phase.total), _gb(member.capacity))
+    return table
+
+
+def _sizes(cfg: Config, plan: Plan) -> Table:
+    table = _table("Sizes")
+    if plan.engine is not None:
+        tokens, longest = plan.engine.tokens, plan.workload.longest
+        cached = f"{tokens:,} tokens of {plan.engine.kv_token:,} bytes; {tokens // longest:,} of the longest sequences"
+        table.add_row("KV cache of an engine", cached)
+    table.add_row("host memory of a node", f"{_gb(plan.host)} of {_gb(plan.cluster.device.host_memory)} GB")
+    table.add_row("of that, shared memory", f"{_gb(plan.shared)} GB")
+    sent, received = plan.traffic.sent, plan.traffic.received
+    table.add_row("through the driver", f"{_gb(sent)} GB a step to the ranks, {_gb(received)} GB back")
+    table.add_row("a checkpoint", f"{_gb(plan.saves.checkpoint)} GB")
+    table.add_row("an export", f"{_gb(plan.saves.export)} GB")
+    return table
+
+
+def _time(plan: Plan) -> Table:
+    table = _table("Time of a step")
+    total = plan.time.total
+    for name, seconds in plan.time.phases.items():
+        table.add_row(name, f"{_duration(seconds)}, {seconds / total:.0%}")
+    table.add_row("a step", f"{_duration(total)}{', engines work ahead' if plan.time.overlaps else ''}")
+    table.add_row("tokens", f"{plan.time.tokens:,} a step, {plan.time.tokens_per_s:,.0f} a second")
+    table.add_row("all steps", f"{plan.time.steps:,} steps, {plan.hours:.1f} hours")
+    return table
+
+
+def _saves(plan: Plan) -> Table:
+    table, saves = _table("Saves and kills"), plan.saves
+    table.add_row(
+        "a save", f"{_duration(saves.write_s)} in the background, training waits {_duration(saves.blocked_s)}"
+    )
+    table.add_row("interval", f"{saves.interval_steps} steps; least is lost with {saves.best_interval_steps}")
+    table.add_row(
+        "a kill costs",
+        f"{_duration(saves.kill_s)}: {_duration(saves.restart_s)} to start, {_duration(saves.lost_s)} of work",
+    )
+    return table
+
+
+def _table(title: str) -> Table:
+    table = Table(box=None, title=title, title_justify="left", show_header=False, padding=(0, 2, 0, 1))
+    table.add_column()
+    table.add_column()
+    return table
+
+
+def _gb(size: int) -> str:
+    return f"{size / GB:,.3f}" if size < GB else f"{size / GB:,.1f}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def as_json(plan: Plan, sentence: str, changes: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the plan as plain values. Sizes are bytes, times are seconds."""
+    saves, engine = plan.saves, plan.engine
+    return {
+        "verdict": sentence,
+        "fits": plan.fits,
+        "problems": list(plan.problems),
+        "changes": dict(changes or {}),
+        "cluster": {"nodes": plan.cluster.nodes, "per_node": plan.cluster.per_node, "device": plan.cluster.device.name},
+        "gpus": plan.gpus,
+        "parameters": {role.spec.name: role.model.total for role in plan.roles},
+        "memory": [
+            {
+                "process": member.name,
+                "count": member.count,
+                "capacity": member.capacity,
+                "phases": {phase.name: {**phase.sizes, "all": phase.total} for phase in member.phases},
+            }
+            for member in plan.members
+        ],
+        "engine": engine and {"kv_cache": engine.kv_cache, "kv_token": engine.kv_token, "tokens": engine.tokens},
+        "host": plan.host,
+        "shared": plan.shared,
+        "traffic": {"sent": plan.traffic.sent, "received": plan.traffic.received},
+        "checkpoint": saves.checkpoint,
+        "export": saves.export,
+        "seconds": {**plan.time.phases, "step": plan.time.total},
+        "tokens_per_s": plan.time.tokens_per_s,
+        "hours": plan.hours,
+        "save": {"write": saves.write_s, "blocked": saves.blocked_s},
+        "interval_steps": {"chosen": saves.interval_steps, "best": saves.best_interval_steps},
+        "kill": {"restart": saves.restart_s, "lost": saves.lost_s, "all": saves.kill_s},
+    }

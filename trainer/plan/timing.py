@@ -1,0 +1,235 @@
+"""The time of a step by phase: FLOPs and bytes, divided by what the hardware reaches of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from trainer.config import Config, FSDPConfig
+from trainer.config.axes import axis_sizes
+from trainer.plan.engines import PlannedEngine
+from trainer.plan.hardware import LATENCY_S, REACHED, REACHED_BANDWIDTH, Cluster
+from trainer.plan.model_shape import ModelShape
+from trainer.plan.ranks import PlannedRole
+from trainer.plan.workload import Workload
+
+_RECOMPUTED = {"none": 0.0, "selective": 0.1, "full": 1.0}
+"""Share of a forward pass that a backward pass computes again."""
+_OPTIMIZER_BYTES = 28
+"""Bytes that AdamW reads and writes for each number: weight, gradient and two moments."""
+_DECODE_STEP_S = {"cpu": (5e-3, 1.2e-4), "cuda": (3e-3, 1e-5)}
+"""Seconds of a decoding step of vLLM beside the model, and of each sequence in it. CPU: measured with the smallest
+model. GPU: an estimate, with CUDA graphs."""
+_OTHER = 0.03
+"""Share of a step in which the driver works: rows, advantages, logs. Measured with the demo (benchmarks/RESULTS.md)."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step."""
+
+    phases: Mapping[str, float]
+    steps: int
+    """Of the run."""
+    overlaps: bool
+    """Engines generate while the ranks train."""
+    tokens: int
+    """Of a step: prompts and completions."""
+
+    @property
+    def total(self) -> float:
+        rollout = self.phases.get("rollout", 0.0)
+        rest = sum(self.phases.values()) - rollout
+        return max(rollout, rest) if self.overlaps else rollout + rest
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.total
+
+
+def plan_time(
+    cfg: Config,
+    cluster: Cluster,
+    roles: Sequence[PlannedRole],
+    whole: ModelShape,
+    engine: PlannedEngine | None,
+    workload: Workload,
+) -> StepTime:
+    """Return the time of a step.
+
+    Args:
+        whole: the policy's model, without tensor parallelism.
+    """
+    phases: dict[str, float] = {}
+    crowd = _crowd(cfg, cluster)
+    if engine is not None:
+        phases["rollout"] = rollout_seconds(cfg, cluster, whole, engine, workload)
+    phases["scores"] = phases["update"] = 0.0
+    for role in roles:
+        passes = _Passes(cfg, cluster, role, workload)
+        if role.spec.scores or role.spec.name == "policy" and cfg.task.generates:
+            share = 1 - 1 / workload.optimizer_steps if role.spec.name == "policy" and _first_is_free(cfg) else 1.0
+            phases["scores"] += share * crowd * passes.scores(workload.computed_tokens)
+        if role.spec.trained:
+            phases["update"] += crowd * workload.optimizer_steps * passes.optimizer_step(workload.computed_in_update)
+    if engine is not None:
+        phases["sync"] = sync_seconds(cfg, cluster, whole, engine)
+    phases["other"] = _OTHER * sum(phases.values())
+    kept = {name: seconds for name, seconds in phases.items() if seconds > 0}
+    return StepTime(kept, cfg.total_steps, cfg.rollout.works_ahead and engine is not None, workload.tokens)
+
+
+def _first_is_free(cfg: Config) -> bool:
+    """Return whether the first optimizer step computes the old log-probs of its rows itself."""
+    return cfg.trainer.update_epochs == 1 and cfg.algorithm.kl_in != "reward"
+
+
+def _crowd(cfg: Config, cluster: Cluster) -> float:
+    """Return how many ranks share a core."""
+    return max(1.0, cfg.trainer.num_workers / cluster.per_node) if cluster.device.is_cpu else 1.0
+
+
+class _Passes:
+    """The passes of a role's model on one rank."""
+
+    def __init__(self, cfg: Config, cluster: Cluster, role: PlannedRole, workload: Workload):
+        self.role, self.cluster, self.workload = role, cluster, workload
+        self.sizes = axis_sizes(cfg.trainer, cfg.trainer.num_workers)
+        device = cluster.device
+        dtype = torch.bfloat16 if role.itemsize == 2 else torch.float32
+        self.speed = REACHED[device.kind] * device.flops(dtype)
+        self.stride = self.sizes["tp"]
+        self.ring = cluster.bandwidth_between(role.shards, self.stride) * REACHED_BANDWIDTH
+
+    def forward_flops(self, tokens: float) -> float:
+        """Return the FLOPs of a rank for `tokens` tokens of all data-parallel ranks."""
+        model, w = self.role.model, self.workload
+        text = model.config.get_text_config()
+        tokens_of_rank = tokens / w.dp / w.cp
+        embedding = text.vocab_size * text.hidden_size // self.sizes["tp"]
+        body = model.numel() - embedding - (0 if text.tie_word_embeddings or not model.head_rows else embedding)
+        responses = w.response / max(1e-9, tokens_per_row(w))
+        head = model.head_rows * text.hidden_size * responses
+        width = text.num_attention_heads // self.sizes["tp"] * _head_width(text)
+        length = w.prompt + w.response
+        squares = length**2 - (w.prompt**2 * (w.n - 1) / w.n if w.shares_prompts else 0.0)
+        attention = 2 * text.num_hidden_layers * width * squares / tokens_per_row(w)
+        return tokens_of_rank * (2 * (body + head) + attention)
+
+    def scores(self, tokens: float) -> float:
+        """Return the seconds of a pass without gradients over `tokens` tokens."""
+        count = self.workload.micro_batches(tokens)
+        return self._overlapped(self.forward_flops(tokens) / self.speed, count * self._gather(1)) + self._joined(
+            tokens, 1
+        )
+
+    def optimizer_step(self, tokens: float) -> float:
+        """Return the seconds of an optimizer step on `tokens` tokens."""
+        role, count = self.role, self.workload.micro_batches(tokens)
+        assert isinstance(role.spec.sharding, FSDPConfig)
+        again = _RECOMPUTED[role.spec.sharding.activation_checkpointing]
+        passes = 2 + again + role.model.trained / role.model.total
+        compute = passes * self.forward_flops(tokens) / self.speed
+        gathers = 2 if role.spec.sharding.reshard_after_forward else 1
+        reduced = count if role.spec.sharding.reduce_gradients == "micro_batch" else 1
+        traffic = count * self._gather(gathers) + reduced * self._reduce()
+        states = role.model.shard(role.shards, trained=True) * _OPTIMIZER_BYTES
+        optimizer = states / (REACHED_BANDWIDTH * self.cluster.device.bandwidth)
+        if role.is_on_host:
+            optimizer += 2 * states / self.cluster.device.pcie
+        return self._overlapped(compute, traffic) + self._joined(tokens, 2 + again) + optimizer
+
+    def _overlapped(self, compute: float, traffic: float) -> float:
+        return compute + traffic if self.cluster.device.is_cpu else max(compute, traffic)
+
+    def _gather(self, times: int) -> float:
+        """Return the seconds in which FSDP2 gathers all weights."""
+        n = self.role.shards
+        size = self.role.itemsize * self.role.model.numel() * (n - 1) / n
+        return times * (size / self.ring + self._latency(n))
+
+    def _reduce(self) -> float:
+        n, copies = self.role.shards, self.sizes["dp_replicate"]
+        reduced = 2 if self.role.fsdp.reduce_dtype == "bfloat16" else 4
+        size = reduced * self.role.model.numel(trained=True)
+        seconds = size * (n - 1) / n / self.ring + self._latency(n)
+        if copies > 1:
+            between = self.cluster.bandwidth_between(copies, n * self.stride) * REACHED_BANDWIDTH
+            seconds += 2 * size / n * (copies - 1) / copies / between + self._latency(copies)
+        return seconds
+
+    def _latency(self, ranks: int) -> float:
+        blocks = self.role.model.blocks + 1
+        return blocks * LATENCY_S[self.cluster.device.kind] * math.log2(max(ranks, 1))
+
+    def _joined(self, tokens: float, passes: float) -> float:
+        """Return the seconds of the exchange inside blocks: sums along `tp`, tokens for heads along `cp`."""
+        text, w = self.role.model.config.get_text_config(), self.workload
+        row = tokens / w.dp / w.cp * text.hidden_size * self.role.itemsize
+        seconds = 0.0
+        for size, factor, stride in ((self.sizes["tp"], 2 * 2.0, 1), (self.sizes["cp"], 4.0, self.sizes["tp"])):
+            if size > 1:
+                link = self.cluster.bandwidth_between(size, stride) * REACHED_BANDWIDTH
+                traffic = factor * row * (size - 1) / size / link
+                seconds += passes * text.num_hidden_layers * traffic
+        return seconds
+
+
+def tokens_per_row(workload: Workload) -> float:
+    """Return the tokens that are computed for a sequence, on average."""
+    return workload.computed_tokens / workload.rows
+
+
+def _head_width(text: object) -> int:
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads  # type: ignore[attr-defined]
+
+
+def rollout_seconds(
+    cfg: Config, cluster: Cluster, policy: ModelShape, engine: PlannedEngine, workload: Workload
+) -> float:
+    """Return the seconds in which the engines generate the completions of a step.
+
+    A decoding step reads the weights and the keys and values of all sequences. It lasts as long as that or as its
+    products, whichever takes longer. At least the longest completion is decoded token by token.
+    """
+    device, w = cluster.device, workload
+    gpus = max(1, engine.gpus)
+    text = policy.config.get_text_config()
+    rows = math.ceil(w.rows / cfg.num_engines)
+    context = w.prompt + w.response / 2
+    together = max(1.0, min(rows, cfg.rollout.max_num_seqs, engine.sequences(context)))
+    steps = max(rows * w.response / together, w.response)
+    bandwidth = REACHED_BANDWIDTH * device.bandwidth
+    speed = REACHED[device.kind] * device.flops(
+        torch.float32 if engine.weights * gpus >= 4 * policy.total else torch.bfloat16
+    )
+    computed = policy.total - (0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size)
+    read = (engine.weights + together * context * engine.kv_token) / bandwidth
+    products = 2 * computed * together / gpus / speed
+    base, each = _DECODE_STEP_S[device.kind]
+    prompts = math.ceil(rows / w.n) * w.prompt
+    prefill = 2 * computed * prompts / gpus / speed
+    crowd = max(1.0, cfg.num_engines / cluster.per_node) if device.is_cpu else 1.0
+    return crowd * (steps * (max(read, products) + base + each * together) + prefill)
+
+
+def sync_seconds(cfg: Config, cluster: Cluster, policy: ModelShape, engine: PlannedEngine) -> float:
+    """Return the seconds in which the weights go from the ranks to the engines.
+
+    The ranks gather one tensor after the other; on the way the slower of the gather and the sending counts.
+    """
+    device = cluster.device
+    size = engine.weights * max(1, engine.gpus)
+    tensors = len(policy.parameters)
+    if device.is_cpu:
+        return 10 * size / device.bandwidth + tensors * LATENCY_S["cpu"] + 0.02
+    gather = size / (cluster.bandwidth_between(cfg.trainer.num_workers) * REACHED_BANDWIDTH)
+    if cfg.rollout.colocate:
+        send = size / (REACHED_BANDWIDTH * device.bandwidth)
+    else:
+        receivers = cfg.num_engines * max(1, engine.gpus)
+        send = size / (cluster.bandwidth_between(cfg.trainer.num_workers + receivers) * REACHED_BANDWIDTH)
+    return gather + send + tensors * LATENCY_S["cuda"] * math.log2(max(2, cfg.trainer.num_workers))

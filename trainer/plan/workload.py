@@ -1,0 +1,126 @@
+"""The work of a step as numbers: rows, tokens, micro-batches, and the micro-batch that takes most memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trainer.config import Config
+from trainer.config.axes import AXES
+from trainer.plan.activations import Row
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The work of a step."""
+
+    groups: int
+    """Prompts of a step."""
+    n: int
+    """Completions of a prompt; 1 without rollouts."""
+    prompt: int
+    """Tokens of a prompt, on average."""
+    response: int
+    """Tokens of a completion, on average."""
+    longest: int
+    """Tokens of the longest prompt and completion together."""
+    optimizer_steps: int
+    """In a step."""
+    epochs: int
+    dp: int
+    """Data-parallel ranks of a role."""
+    cp: int
+    row_tokens: int
+    """Most tokens of a micro-batch, of all ranks along `cp` together."""
+    shares_prompts: bool
+
+    @property
+    def rows(self) -> int:
+        """Sequences of a step."""
+        return self.groups * self.n
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of prompts and completions of a step."""
+        return self.rows * (self.prompt + self.response)
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens of a step that the ranks compute in one pass: a prompt that rows share counts once."""
+        return self._computed(self.groups)
+
+    @property
+    def computed_in_update(self) -> float:
+        """Tokens that one optimizer step computes."""
+        return self.computed_tokens * self.epochs / self.optimizer_steps
+
+    def micro_batches(self, tokens: float) -> int:
+        """Return the micro-batches of a data-parallel rank for `tokens` tokens of all ranks."""
+        return max(1, math.ceil(tokens / self.dp / self.row_tokens))
+
+    def row_of_update(self) -> Row:
+        """Return a full micro-batch of an update."""
+        return self._row(self.groups * self.epochs / self.optimizer_steps)
+
+    def row_of_scores(self) -> Row:
+        """Return a full micro-batch of a pass without gradients."""
+        return self._row(self.groups)
+
+    def _row(self, total: float) -> Row:
+        """Return a full micro-batch, or all rows of a data-parallel rank, of `total` groups, if they are fewer."""
+        groups = max(1, math.ceil(total / self.dp))
+        lengths: list[int] = []
+        prefixes: list[int] = []
+        used = targets = 0
+        for _ in range(groups):
+            for i in range(self.n):
+                prefix = self.prompt if self.shares_prompts and i else 0
+                room = self.row_tokens - used
+                length = min(self.prompt + self.response, room + prefix)
+                if length - prefix < 1 or length <= self.prompt:
+                    break
+                lengths.append(length)
+                prefixes.append(prefix)
+                used += length - prefix
+                targets += length - self.prompt
+        if not lengths:
+            lengths, prefixes, targets = [self.row_tokens], [0], self.row_tokens - 1
+        return Row(tuple(lengths), tuple(prefixes) if self.shares_prompts else None, targets)
+
+    def _computed(self, groups: int) -> int:
+        prompts = groups if self.shares_prompts else groups * self.n
+        return prompts * self.prompt + groups * self.n * self.response
+
+
+def workload_of(cfg: Config, sizes: Mapping[str, int]) -> Workload:
+    """Return the work of a step that the config describes.
+
+    Args:
+        sizes: sizes of the layout's axes.
+    """
+    t, r, p = cfg.trainer, cfg.rollout, cfg.plan
+    dp = math.prod(size for name, size in sizes.items() if not AXES[name].same_rows)
+    micro = t.max_tokens_per_micro_batch * sizes["cp"]
+    if not cfg.task.generates:
+        length = cfg.sft.max_length
+        prompt = p.prompt_tokens or max(1, length // 2)
+        response = p.response_tokens or max(1, length - prompt)
+        rows = max(1, cfg.sft.batch_size * length // (prompt + response))
+        return Workload(rows, 1, prompt, response, length, 1, 1, dp, sizes["cp"], max(micro, length), False)
+    prompt = p.prompt_tokens or max(1, r.max_prompt_tokens // 2)
+    response = p.response_tokens or max(1, r.max_response_tokens // 2)
+    policy = next(role for role in cfg.roles if role.name == "policy")
+    return Workload(
+        t.train_batch_size,
+        r.n,
+        prompt,
+        response,
+        cfg.longest_sequence,
+        policy.updates_per_step,
+        t.update_epochs,
+        dp,
+        sizes["cp"],
+        max(micro, cfg.longest_sequence),
+        t.share_prefixes and r.n > 1 and cfg.model.attn_implementation == "sdpa",
+    )
