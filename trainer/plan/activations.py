@@ -101,7 +101,9 @@ def _extrapolate(
     return Activations(*(extrapolated(name) for name in ("forward", "saved", "peak")))
 
 
-def head_bytes(rows: int, width: int, row: Row, itemsize: int, device: str, trained: bool) -> tuple[int, int]:
+def head_bytes(
+    rows: int, width: int, row: Row, itemsize: int, device: str, trained: bool, entropy: bool = False
+) -> tuple[int, int]:
     """Return the bytes that the output layer takes without gradients, and at most in forward and backward pass.
 
     That is what `trainer.models.chunked_logprobs` holds: the logits of a chunk of tokens, and gradients in float32.
@@ -111,18 +113,24 @@ def head_bytes(rows: int, width: int, row: Row, itemsize: int, device: str, trai
         width: of the hidden states.
         itemsize: bytes of a number of the weights.
         trained: the output layer gets gradients.
+        entropy: the update computes entropies, too.
     """
     if rows == 0:
         return 0, 0
     logits = logits_at_a_time(rows, row.targets, device)
     inputs = row.targets * (itemsize * width + 4 * 4)
     half = itemsize if itemsize < 4 else 0  # of copies in the precision of the weights
-    copies = logits * half * (2 if device == "cpu" else 1)
-    of_inputs, of_weights = 4 * row.targets * width, 4 * rows * width * trained
-    chunks = 4 * logits + copies + of_inputs + of_weights
+    if logits < rows * row.targets:  # a piece is computed while the tensors of the one before it are there
+        logits, copies = (logits, 2) if device == "cpu" else (2 * logits, 1)
+    else:
+        copies = 1
+    forward = 4 * logits + (half * logits if device == "cpu" else 0)
+    of_weights, of_inputs = 4 * rows * width * trained, 4 * row.targets * width
+    chunks = (4 + copies * half) * logits + of_inputs + of_weights
     after = half * rows * width * trained + of_weights + (half + 4) * row.targets * width
     spread = itemsize * rows * width * trained + (itemsize * row.targets + (half + 4) * row.tokens) * width
-    return inputs + 4 * logits + copies // 2, inputs + max(8 * logits, chunks, after, spread)
+    with_entropy = forward + 4 * logits * entropy
+    return inputs + forward, inputs + max(with_entropy, chunks, after, spread)
 
 
 def _trace(
@@ -191,7 +199,7 @@ def _shrunk(config: PretrainedConfig, layers: int, tp: int) -> PretrainedConfig:
     text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     text.num_hidden_layers = layers
     if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:layers]
+        text.layer_types = (text.layer_types * layers)[:layers]
     if tp > 1:
         text.num_attention_heads = heads // tp
         text.num_key_value_heads = (getattr(text, "num_key_value_heads", None) or heads) // tp

@@ -65,6 +65,8 @@ class PlannedRole:
     """Those micro-batches."""
     device: str
     """`cpu` or `cuda`."""
+    entropy: bool
+    """Updates compute entropies."""
 
     @property
     def fsdp(self) -> FSDPConfig:
@@ -112,7 +114,13 @@ class PlannedRole:
         before = kept if carried else 0
         width = model.config.get_text_config().hidden_size
         forward, backward = head_bytes(
-            model.head_rows, width, self.rows[0], self.itemsize, self.device, model.numel(-1, trained=True) > 0
+            model.head_rows,
+            width,
+            self.rows[0],
+            self.itemsize,
+            self.device,
+            model.numel(-1, trained=True) > 0,
+            self.entropy,
         )
         of_head = self.itemsize * min(model.head_rows * width, model.numel(-1, trained=True))
         of_block, of_rest = self._block(trained=True), model.numel(-1, trained=True)
@@ -164,7 +172,7 @@ def plan_role(cfg: Config, spec: RoleSpec, sizes: Mapping[str, int], workload: W
     shards = math.prod(size for name, size in sizes.items() if AXES[name].shards_weights)
     itemsize = torch.finfo(forward_dtype(spec, device)).bits // 8
     update = traced[rows[0]] if spec.trained else None
-    return PlannedRole(spec, model, itemsize, shards, update, traced[rows[1]], rows, device)
+    return PlannedRole(spec, model, itemsize, shards, update, traced[rows[1]], rows, device, entropy=cfg.task.generates)
 
 
 def rank_phases(cfg: Config, roles: Sequence[PlannedRole], workload: Workload, device: Device) -> list[Phase]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.config import Config
+from trainer.config import Config, compose
 from trainer.plan.hardware import DEVICES, Cluster, Device
 
 
@@ -23,10 +23,17 @@ def cpu() -> Cluster:
 @pytest.fixture
 def cfg() -> Config:
     """A run of Qwen3-0.6B on a node of eight GPUs, which ranks and engines share."""
-    config = Config()
-    config.model.path = "Qwen/Qwen3-0.6B"
-    config.trainer.num_workers = config.rollout.num_engines = 8
-    config.rollout.colocate = True
-    config.trainer.offload = "all"
-    config.rollout.gpu_memory_utilization = 0.6
-    return config
+    return compose(
+        [
+            "data=gsm8k",
+            "algorithm.kl_coef=0",
+            "model.path=Qwen/Qwen3-0.6B",
+            "trainer.num_workers=8",
+            "trainer.offload=all",
+            "rollout.num_engines=8",
+            "rollout.colocate=true",
+            "rollout.gpu_memory_utilization=0.6",
+            "rollout.max_prompt_tokens=512",
+            "rollout.max_response_tokens=512",
+        ]
+    )

@@ -24,11 +24,10 @@ def test_each_change_is_needed_and_together_they_suffice(cfg, node):
 
 
 def test_an_engine_that_is_too_large_gets_more_gpus(cfg, node):
-    cfg.model.path = "Qwen/Qwen3-32B"
+    cfg.model.path = "meta-llama/Llama-3.3-70B-Instruct"
     cfg.rollout.colocate, cfg.trainer.offload = False, "none"
-    cfg.trainer.num_workers, cfg.rollout.num_engines, cfg.rollout.gpu_memory_utilization = 16, 8, 0.8
-    two = Cluster(3, 8, node.device)
-    changes = find_changes(cfg, two)
+    cfg.trainer.num_workers, cfg.rollout.num_engines, cfg.rollout.gpu_memory_utilization = 32, 8, 0.92
+    changes = find_changes(cfg, Cluster(5, 8, node.device))
     assert changes is not None and changes["rollout.tensor_parallel_size"] == 2
 
 

@@ -44,7 +44,7 @@ def test_a_checkpoint_has_the_planned_size(tmp_path):
     cfg.model.tiny = SHAPE
     build_tiny(SHAPE, str(tmp_path / "model"))
     saved, exported = run_ranks(1, saved_bytes, str(tmp_path / "model"), str(tmp_path / "save"), cfg=cfg)[0]
-    assert saved == pytest.approx(checkpoint_bytes(planned(cfg)), rel=0.02)
+    assert 0 <= saved - checkpoint_bytes(planned(cfg)) < 1_000_000  # names and shapes
     assert exported == pytest.approx(export_bytes(cfg, planned(cfg), True), rel=0.01)
 
 

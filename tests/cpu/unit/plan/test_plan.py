@@ -54,7 +54,7 @@ def test_this_machine_is_limited_by_its_memory(cfg, cpu):
     assert plan.fits and plan.shared > 0
     assert [member.name for member in plan.members] == ["rank", "engine"]
     cfg.model.path = "Qwen/Qwen3-8B"
-    assert make_plan(cfg, cpu).problems[0].startswith("host memory: ")
+    assert any(problem.startswith("host memory: ") for problem in make_plan(cfg, cpu).problems)
 
 
 def test_supervised_training_has_no_engines(cfg, node):
