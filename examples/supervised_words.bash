@@ -2,7 +2,7 @@
 supervised_words=()
 for word in "$@"; do
   case "${word%%=*}" in
-    algorithm* | rollout* | reward* | environment* | inference* | data.val_sets*) ;;
+    algorithm* | rollout* | reward* | environment* | inference* | plan* | data.val_sets*) ;;
     data.curriculum | data.mix.*.curriculum) ;;
     trainer.policy.optimizer* | trainer.critic* | trainer.reference*) ;;
     trainer.*_batch_size | trainer.update_epochs | trainer.total_steps | trainer.val_before_train) ;;

@@ -146,7 +146,8 @@ def test_help_names_groups_choices_and_sections(flag, tmp_path):
     done = without_torch("trainer.seed=1", flag, cwd=tmp_path)
     assert done.returncode == 0 and done.stderr == ""
     assert "  rollout: server, transformers, vllm\n" in done.stdout
-    assert "(trainer, algorithm, model, data, reward, environment, rollout, inference, sft, logger)" in done.stdout
+    sections = "trainer, algorithm, model, data, reward, environment, rollout, inference, sft, logger, plan"
+    assert f"({sections})" in done.stdout
 
 
 @pytest.mark.parametrize("flags", [["--help"], ["trainer.nub_workers=2"], ["--cfg", "job"]])
