@@ -22,8 +22,8 @@ does with older samples:
   of the loss, as in V-trace (Espeholt et al., 2018).
 - `sapo`: recompute: the gate has its full slope before the update. rollout: it closes where older weights differ.
 - `kl_cov`: recompute: rho weighs the surrogate, but not the penalty. rollout: a ratio without a bound.
-- `reinforce`: recompute: truncated importance sampling. rollout: refused with `rollout.ahead`, because this loss has no
-  ratio, unless the correction is `off`.
+- `reinforce`: recompute: truncated importance sampling. rollout: refused, because this loss has no ratio, unless the
+  correction is `off`.
 
 A loss that is given by import path gets the same arrays. The loss of a critic has no weight: its returns are those of
 the samples.

@@ -136,15 +136,23 @@ def _check_covariances(function: Callable[..., Any], algorithm: AlgorithmConfig)
 
 
 def _check_correction(loss: Callable[..., Any], config: Config) -> None:
-    """Refuse older weights that neither a correction nor the loss corrects, unless the user switched that off."""
-    a = config.algorithm
-    corrected = correction_of(config) is not None or has_ratio(loss) or a.rollout_correction != AUTO
-    if not corrected and config.rollout.works_ahead:
+    """Refuse a run whose rollouts come from older weights, if nothing corrects for them."""
+    if config.rollout.works_ahead:
         ahead = config.rollout.ahead
-        key = f"rollout.ahead={ahead}" if ahead else "rollout.in_flight_updates=true"
+        check_stale(loss, config, f"rollout.ahead={ahead}" if ahead else "rollout.in_flight_updates=true")
+
+
+def check_stale(loss: Callable[..., Any], config: Config, owner: str) -> None:
+    """Refuse older weights that neither a correction nor the loss corrects, unless the user switched that off.
+
+    Args:
+        owner: of the weights, for the error.
+    """
+    a = config.algorithm
+    if correction_of(config, is_stale=True) is None and not has_ratio(loss) and a.rollout_correction == AUTO:
         raise UserError(
-            f"algorithm.policy_loss={a.policy_loss}: has no ratio that corrects for the older weights of {key}; choose "
-            "algorithm.old_logprobs=recompute, or algorithm.rollout_correction=off to train without a correction"
+            f"algorithm.policy_loss={a.policy_loss}: has no ratio that corrects for the older weights of {owner}; "
+            "choose algorithm.old_logprobs=recompute, or algorithm.rollout_correction=off to train without a correction"
         )
 
 

@@ -30,7 +30,7 @@ from trainer.errors import UserError
 from trainer.import_utils import parameter_names
 from trainer.objectives.base import GROUP, ROW, Experience, LossResult, Objective, Outputs, Score
 from trainer.objectives.batches import join_samples, split_samples
-from trainer.objectives.check import check_functions
+from trainer.objectives.check import check_functions, check_stale
 from trainer.objectives.experience import (
     add_advantages,
     choose_learnable_rows,
@@ -90,6 +90,8 @@ class PolicyGradient(Objective):
     def experience(self, episodes: Sequence[Episode], batch: Batch) -> Experience:
         a = self.cfg.algorithm
         batch = dict(batch)
+        if "is_stale" in batch:
+            check_stale(self._function[0], self.cfg, "some rollouts of this step")
         if "rollout_logprobs" in batch and self._uses_rollout_logprobs:
             batch["old_logprobs"] = batch["rollout_logprobs"]
         episode_ids = np.asarray([i for i, episode in enumerate(episodes) for _ in episode.samples])

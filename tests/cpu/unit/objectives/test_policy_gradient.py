@@ -10,6 +10,7 @@ from trainer.algorithms import Totals
 from trainer.config import AlgorithmConfig, Config, RoleSpec, TaskSpec, policy_gradient_roles
 from trainer.config.tasks import add_task
 from trainer.episodes import Episode, Sample
+from trainer.errors import UserError
 from trainer.objectives import Outputs
 from trainer.objectives.batches import build_batch
 from trainer.objectives.check import check_functions
@@ -84,6 +85,23 @@ def test_rollouts_of_older_weights_that_a_checkpoint_held_are_corrected(chosen):
 
     assert np.array_equal(trained(5), trained(4)) == (chosen != "auto")
     assert np.array_equal(trained(5), trained(0)), "a source of the user does not know the weights"
+
+
+def test_held_rollouts_of_older_weights_are_refused_where_nothing_corrects_them():
+    """A run with `rollout.ahead=0` passes the check of its config, and may still hold such rollouts."""
+    ones = np.ones(3, np.float32)
+
+    def train(version: int, **algorithm: str) -> None:
+        sample = Sample(np.arange(3, dtype=np.int32), ones, -2 * ones, (version, version))
+        episodes = [Episode(f"0:0:{i}", "0", [sample], float(i)) for i in range(2)]
+        made = objective(policy_loss="reinforce", **{"old_logprobs": "rollout", **algorithm})
+        made.experience(episodes, build_batch([sample] * 2, ["0", "0"], 5) | {"old_logprobs": np.full((2, 3), -1.5)})
+
+    train(5)
+    train(4, rollout_correction="off")
+    train(4, old_logprobs="recompute")
+    with pytest.raises(UserError, match="^algorithm.policy_loss=reinforce: has no ratio .* of this step; choose"):
+        train(4)
 
 
 def test_a_policy_loss_of_a_subclass_gets_corrected_advantages():
