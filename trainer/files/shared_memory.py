@@ -8,6 +8,7 @@ directory with a random name that only this user can enter. Files in it need no 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
@@ -109,12 +110,20 @@ def check_free_space(needed: int, reserved: int, base: str = SHARED_MEMORY) -> N
 
 
 def choose_directory(size: int) -> str:
-    """Return shared memory if it has twice `size` bytes free, otherwise the directory for temporary files."""
+    """Return shared memory if it has twice `size` bytes free, otherwise the directory for temporary files.
+
+    Raises:
+        OSError: neither has space for `size` bytes.
+    """
     with contextlib.suppress(OSError):
         space = os.statvfs(SHARED_MEMORY)
         if os.access(SHARED_MEMORY, os.W_OK | os.X_OK) and space.f_bavail * space.f_frsize > 2 * size:
             return SHARED_MEMORY
-    return tempfile.gettempdir()
+    directory = tempfile.gettempdir()
+    space = os.statvfs(directory)
+    if (free := space.f_bavail * space.f_frsize) < size:
+        raise OSError(errno.ENOSPC, f"{size / 1e6:.0f} MB, and {directory} has {free / 1e6:.0f} MB free")
+    return directory
 
 
 def check_owner(path: str) -> None:

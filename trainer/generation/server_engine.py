@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import secrets
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -206,7 +207,16 @@ class ServerEngine:
             self._batches += 1
             self._pending.clear()
             self._completed.clear()
-        path = getattr(source, "path", None) or self._receive_broadcast(source)
+        try:
+            self._pass_on(getattr(source, "path", None) or self._receive_broadcast(source), version, running)
+        finally:
+            self._close_shared()
+        if running == "drain":
+            while self._pending:
+                self._completed |= self._receive(None)
+
+    def _pass_on(self, path: str, version: int, running: RunningRequests) -> None:
+        """Let the server load the weights in the directory `path`."""
         update = {"version": version, "running": running}
         with self._sending:
             self._sending.wait_for(lambda: not self._unsent)
@@ -214,20 +224,32 @@ class ServerEngine:
                 self._update({**update, "path": path, "files": protocol.fingerprint(path)})
             except _AbsentError:  # the server is on another machine
                 self._update({**update, "path": None, "files": self._upload(path)})
-            finally:
-                self._close_shared()
-        if running == "drain":
-            while self._pending:
-                self._completed |= self._receive(None)
 
     def _receive_broadcast(self, source: Any) -> str:
         """Write what the ranks send to memory of this machine, one file a tensor; return the directory."""
         from safetensors.torch import save_file
 
-        self._shared = SharedDirectory(choose_directory(0))
+        with self._writing():
+            self._shared = SharedDirectory(choose_directory(source.total_bytes))
         for count, (name, tensor) in enumerate(source.receive()):
-            save_file({name: tensor}, os.path.join(self._shared.path, f"{count}.safetensors"), {"format": "pt"})
+            with self._writing():
+                save_file({name: tensor}, os.path.join(self._shared.path, f"{count}.safetensors"), {"format": "pt"})
         return self._shared.path
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Turn what fails while weights are written into one sentence."""
+        from safetensors import SafetensorError
+
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            directory = tempfile.gettempdir() if self._shared is None else self._shared.path
+            reason = error.strerror if isinstance(error, OSError) else one_line(str(error))
+            raise UserError(
+                f"rollout.urls: the weights for {self.url} cannot be written to {directory} ({reason}); make space "
+                "there, or set the environment variable TMPDIR to a larger directory"
+            ) from error
 
     def _close_shared(self) -> None:
         if self._shared is not None:

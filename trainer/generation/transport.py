@@ -181,7 +181,8 @@ class BroadcastTransport(StreamedTransport):
         # The port of an earlier group is still in use.
         port = first + rank_groups(ends.cfg) if first and not self._has_met else 0
         address = ends.cluster.rendezvous_address(ends.ranks.policy, port)
-        self.transfer = Broadcast(address, receivers=ends.count_receivers(engines), **self._settings)
+        receivers = ends.count_receivers(engines)
+        self.transfer = Broadcast(address, receivers=receivers, total_bytes=self.synced_bytes, **self._settings)
         self._has_met = True
 
 

@@ -55,6 +55,8 @@ class Broadcast:
     timeout_s: float
     """Longest time for one bucket, and for all members to join."""
     bucket_bytes: int
+    total_bytes: int = 0
+    """About the size of all tensors, for receivers that write them to files."""
 
     def send(self, weights: Weights, rank: int) -> None:
         """Send every tensor. A collective over the ranks.

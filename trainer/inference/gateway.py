@@ -176,17 +176,17 @@ class Gateway:
         name = request.match_info["name"]
         if not _FILE.fullmatch(name):
             raise RefusedError(f"takes no file {name[:80]!r}")
-        if self._uploads is None:
-            self._uploads = SharedDirectory(_directory_for(int(request.headers.get(protocol.BYTES, "0"))))
-        path = os.path.join(self._uploads.path, name)
         try:
-            with self._call_of_job(), open(path, "wb") as file:
+            if self._uploads is None:
+                self._uploads = SharedDirectory(choose_directory(int(request.headers.get(protocol.BYTES, "0"))))
+            with self._call_of_job(), open(os.path.join(self._uploads.path, name), "wb") as file:
                 async for piece in request.content.iter_chunked(1 << 20):
                     await asyncio.to_thread(file.write, piece)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            raise RefusedError(f"has no space for the weights of this job in {os.path.dirname(path)}") from error
+            where = f"({error.strerror})" if self._uploads is None else f"in {self._uploads.path}"
+            raise RefusedError(f"has no space for the weights of this job {where}") from error
         return web.json_response({})
 
     async def _weights(self, request: web.Request) -> web.StreamResponse:
@@ -305,20 +305,6 @@ def _cut_on_failure(request: web.Request) -> Iterator[None]:
         if request.transport is not None:
             request.transport.abort()
         raise
-
-
-def _directory_for(size: int) -> str:
-    """Return a directory for weights of `size` bytes.
-
-    Raises:
-        RefusedError: none has space for them.
-    """
-    directory = choose_directory(size)
-    space = os.statvfs(directory)
-    if (free := space.f_bavail * space.f_frsize) < size:
-        sizes = f"{size / 1e6:.0f} MB, and {directory} has {free / 1e6:.0f} MB free"
-        raise RefusedError(f"has no space for the weights of this job ({sizes})")
-    return directory
 
 
 def is_loopback(host: str) -> bool:

@@ -202,6 +202,7 @@ def test_ranks_and_engines_meet_at_the_port_after_those_of_the_ranks(start):
     pool, _ = start(weight_sync="broadcast", master_port=5000)
     pool.start(version=1, is_initial=True)
     assert pool._transport.transfer.address == "127.0.0.1:5001"
+    assert pool._transport.transfer.total_bytes == 1000, "a receiver that writes files looks for room"
 
 
 def test_engines_of_a_resumed_run_get_its_weights_at_the_start(start):

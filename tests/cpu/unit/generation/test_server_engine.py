@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import http.server
 import itertools
+import os
 import shutil
 import signal
 import threading
@@ -20,8 +21,10 @@ from tests.support.fault_proxy import CUT, LOST, PASS, Faults, fault_proxy
 from tests.support.generation import GREEDY, ROLLOUT, contents, make_requests, with_sampling
 from tests.support.inference import ROLLOUT as WORDS
 from tests.support.inference import TOKEN, Server, copied, engine, free_port, job
+from tests.support.namespaces import small_disk
 from trainer.errors import UserError, WorkerError
 from trainer.files.shared_memory import SharedDirectory
+from trainer.generation import server_engine
 from trainer.generation.server_protocol import GENERATE
 from trainer.generation.transformers_engine import TransformersEngine
 from trainer.generation.weight_sync import SharedMemory
@@ -90,6 +93,8 @@ def test_files_that_are_no_weights_are_refused_and_the_engine_lives(server, weig
 class Broadcast:
     """Sends weights as ranks on several nodes do."""
 
+    total_bytes = 1 << 20
+
     def __init__(self, path: str):
         self._path = path
 
@@ -99,6 +104,23 @@ class Broadcast:
 
 def test_weights_that_ranks_broadcast_are_passed_on(server, weights, expected):
     with engine(server.url) as one:
+        one.sync_weights(Broadcast(weights.path), 3)
+        assert contents(one.generate(REQUESTS)) == expected
+
+
+def test_broadcast_weights_that_fill_a_disk_are_refused_in_one_sentence(server, weights, expected, monkeypatch):
+    """The server, and the engine, serve on."""
+    sentence = f"^rollout.urls: the weights for {server.url} cannot be written to %s.* \\(%s.*\\); make space there"
+    with engine(server.url) as one:
+        monkeypatch.setattr(Broadcast, "total_bytes", 1 << 60)
+        with pytest.raises(UserError, match=sentence % ("/", "1152921504607 MB, and /.* MB free")):
+            one.sync_weights(Broadcast(weights.path), 3)
+        with small_disk("64k") as directory, monkeypatch.context() as patch:
+            patch.setattr(server_engine, "choose_directory", lambda size: directory)
+            with pytest.raises(UserError, match=sentence % (directory, ".*No space left on device")):
+                one.sync_weights(Broadcast(weights.path), 3)
+            assert not os.listdir(directory), "what was written stays"
+        monkeypatch.setattr(Broadcast, "total_bytes", 1 << 20)
         one.sync_weights(Broadcast(weights.path), 3)
         assert contents(one.generate(REQUESTS)) == expected
 
