@@ -15,20 +15,20 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint import record
-from trainer.checkpoint.checkpoint_files import MANIFEST, step_in
+from trainer.checkpoint.checkpoint_files import step_in
+from trainer.checkpoint.choice import choose_checkpoint, open_run, read_named
 from trainer.checkpoint.components import read_config
 from trainer.checkpoint.exports import export_directory, is_exported
-from trainer.checkpoint.inspection import CHECKED, axes_of, check_step, describe, describe_all, find_store, list_steps
+from trainer.checkpoint.inspection import CHECKED, axes_of, check_step, describe, describe_all
 from trainer.checkpoint.manager import CheckpointManager, Retention
 from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, UnreadableError
 from trainer.checkpoint.storage import open_storage, remove_records
-from trainer.checkpoint.store import BOOKKEEPING, CheckpointStore, open_store
+from trainer.checkpoint.store import BOOKKEEPING, CheckpointStore
 from trainer.config import TrainerConfig
 from trainer.errors import UserError
 from trainer.files.documents import flatten
 from trainer.files.uris import is_url, problem_of
-from trainer.process.log_setup import escape, run_tool, show
+from trainer.process.log_setup import escape, run_tool
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -104,7 +104,7 @@ _STATUS = (
 
 
 def _ls(args: argparse.Namespace) -> Result:
-    store = _open(args.root)
+    store = open_run(args.root)
     rows = describe_all(store, "hash" if args.verify else "size")
     lines = _table(rows)
     metrics = sorted({row["score_metric"] for row in rows if row["score"] is not None and row["score_metric"]})
@@ -134,7 +134,7 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
 
 def _verify(args: argparse.Namespace) -> Result:
     path = args.path.rstrip("/")
-    rows = [describe(path, "hash")] if step_in(path) is not None else describe_all(_open(path), "hash")
+    rows = [describe(path, "hash")] if step_in(path) is not None else describe_all(open_run(path), "hash")
     return rows, [_finding(row) for row in rows], 0 if all(row["valid"] for row in rows) else 1
 
 
@@ -152,7 +152,7 @@ def _finding(row: dict[str, Any]) -> str:
 
 
 def _show(args: argparse.Namespace) -> Result:
-    checkpoint = _one(args.checkpoint, "off")
+    checkpoint = read_named(args.checkpoint, "off")
     manifest = checkpoint.manifest
     state = _document(checkpoint, "state")
     state.pop("rng", None)
@@ -174,7 +174,7 @@ def _document(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
 def _diff(args: argparse.Namespace) -> Result:
     from trainer.checkpoint.tensors import NamedFiles, compare
 
-    checkpoints = [_one(path, "hash") for path in (args.a, args.b)]
+    checkpoints = [read_named(path, "hash") for path in (args.a, args.b)]
     config = _differences(*(flatten(read_config(checkpoint)) for checkpoint in checkpoints))
     states = (flatten({name: _document(one, name) for name in ("state", "data")}) for one in checkpoints)
     counters = [row for row in _differences(*states) if ".rng." not in row["key"]]
@@ -223,7 +223,7 @@ def _export(args: argparse.Namespace) -> Result:
 
     if not 0 < args.max_file_gb < 1e6:
         raise UserError(f"--max-file-gb={args.max_file_gb}: must be a number above 0")
-    checkpoint, why = chosen(args.checkpoint, args.step, args.best)
+    checkpoint, why = choose_checkpoint(args.checkpoint, args.step, args.best)
     limit = int(args.max_file_gb * 1e9)
     if is_url(args.out) and is_exported(args.out):
         raise UserError(f"{args.out}: exists already; name another")
@@ -233,34 +233,10 @@ def _export(args: argparse.Namespace) -> Result:
     return {"checkpoint": checkpoint.path, "out": args.out, "files": files}, lines, 0
 
 
-def chosen(path: str, step: int | None, best: bool) -> tuple[Checkpoint, str]:
-    """Return the checkpoint that a command line names, after reading all of it, and why it was chosen, in words.
-
-    Raises:
-        UserError: there is no such checkpoint.
-    """
-    if step is None and not best:
-        return _one(path, "hash"), ""
-    if _is_checkpoint(path):
-        raise UserError(f"{path}: is one checkpoint, and --best and --step choose one of a run; name the run")
-    store = _open(path)
-    if step is not None:
-        check_step(store, step, "--step")
-        return manifests.verify(store.path(step), "hash"), ""
-    rows = describe_all(store, "size")
-    row = next((row for row in rows if row["best"]), None)
-    if row is None:
-        steps = list_steps(store.steps())
-        raise UserError(f"--best: no checkpoint of {store.root} has a score; name one with --step, of {steps}")
-    scored = sum(1 for row in rows if row["score"] is not None)
-    why = f" (the best of {scored}: {row['score_metric'] or 'score'} {row['score']:.4g})"
-    return manifests.verify(row["path"], "hash"), why
-
-
 def _prune(args: argparse.Namespace) -> Result:
     if args.keep < 1:
         raise UserError(f"--keep={args.keep}: must be at least 1")
-    store = _open(args.root)
+    store = open_run(args.root)
     with contextlib.nullcontext() if args.dry_run else _locked(store):
         steps = store.steps()
         # Every byte of the newest one is read, because older ones are about to be deleted.
@@ -277,7 +253,7 @@ def _prune(args: argparse.Namespace) -> Result:
 
 
 def _rollback(args: argparse.Namespace) -> Result:
-    store = _open(args.root)
+    store = open_run(args.root)
     check_step(store, args.to, "--to")
     manifests.verify(store.path(args.to), "hash")
     with _locked(store):
@@ -304,46 +280,6 @@ _COMMANDS = {
     "prune": _prune,
     "rollback": _rollback,
 }
-
-
-def _open(root: str) -> CheckpointStore:
-    """Return the store of a run, or of a directory or URL.
-
-    Raises:
-        UserError: there are none.
-    """
-    if (store := find_store(root)) is not None:
-        return store
-    if _is_checkpoint(root):
-        raise UserError(f"{root}: is one checkpoint; name its run, or the directory that it is in")
-    raise UserError(
-        f"{root}: no checkpoint is there; looked in it, in its checkpoints directory, and where its {record.NAME} names"
-    )
-
-
-def _is_checkpoint(path: str) -> bool:
-    path = path.rstrip("/")
-    return step_in(path) is not None or MANIFEST in open_store(path).storage.names()
-
-
-def _one(path: str, level: str) -> Checkpoint:
-    """Return the checkpoint at `path`, or the newest valid checkpoint of the run at `path`.
-
-    Raises:
-        UserError: there is none.
-    """
-    path = path.rstrip("/")
-    if _is_checkpoint(path):
-        return manifests.verify(path, level)
-    store = _open(path)
-    for step in reversed(store.steps()):
-        try:
-            return manifests.verify(store.path(step), level if level != "off" else "size")
-        except UnreadableError as error:
-            raise UserError(f"{error}; give the command as its owner, or ask for access") from error
-        except CorruptCheckpointError as error:
-            show(f"skipped a damaged checkpoint: {escape(str(error), lines=False)}", error=True)
-    raise UserError(f"{path}: no checkpoint there is valid")
 
 
 @contextlib.contextmanager

@@ -67,9 +67,9 @@ def find_subject(words: Sequence[str]) -> tuple[Subject, list[str]]:
         name = path or next(word.partition("=")[2] for word in rest if word.lstrip("+").startswith("model.path="))
         return Subject(name), _words_of_model(path, name, rest, given)
     assert path is not None
-    from trainer.checkpoint.__main__ import chosen
+    from trainer.checkpoint.choice import choose_checkpoint
 
-    checkpoint, _ = chosen(path, step, best)
+    checkpoint, _ = choose_checkpoint(path, step, best)
     return Subject(checkpoint.path, checkpoint.step, checkpoint), _words_of_checkpoint(path, checkpoint, rest, given)
 
 

@@ -1,0 +1,42 @@
+"""Which checkpoint the words of a command line name."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.checkpoints import manager, save
+from trainer.checkpoint.choice import choose_checkpoint, open_run, read_named
+from trainer.checkpoint.manifest import CorruptCheckpointError
+from trainer.errors import UserError
+
+
+@pytest.mark.parametrize(("mode", "best"), [("max", 2), ("min", 3)])
+def test_a_checkpoint_is_chosen_by_its_step_or_its_score_and_read_whole(tmp_path, mode, best):
+    checkpoints = manager(tmp_path / "run/checkpoints")
+    for step, score in ((1, 0.5), (2, 0.75), (3, 0.25), (4, None)):
+        save(checkpoints, step, score=score, score_metric="val/accuracy", score_mode=mode)
+    run = str(tmp_path / "run")
+    assert open_run(run).root == checkpoints.store.root
+    newest, why = choose_checkpoint(run, None, best=False)
+    assert (newest.step, why) == (4, "") and read_named(newest.path, "off").step == 4
+    assert choose_checkpoint(run, 1, best=False)[0].step == 1
+    chosen, why = choose_checkpoint(run, None, best=True)
+    assert chosen.step == best and why.startswith(" (the best of 3: val/accuracy 0.")
+    (tmp_path / f"run/checkpoints/global_step_{best}/weights/shard").write_bytes(b"shorter")
+    with pytest.raises(CorruptCheckpointError, match=f"global_step_{best}: weights/shard"):
+        choose_checkpoint(run, best, best=False)
+
+
+def test_what_names_no_checkpoint_gets_one_sentence(tmp_path):
+    save(manager(tmp_path / "run"), 10)
+    one = str(tmp_path / "run/global_step_10")
+    with pytest.raises(UserError, match="is one checkpoint, and --best and --step choose one of a run; name the run"):
+        choose_checkpoint(one, None, best=True)
+    with pytest.raises(UserError, match="is one checkpoint; name its run"):
+        open_run(one)
+    with pytest.raises(UserError, match=r"--step=3: .* has no checkpoint of that step; it has 10"):
+        choose_checkpoint(str(tmp_path / "run"), 3, best=False)
+    with pytest.raises(UserError, match="--best: no checkpoint of .* has a score; name one with --step, of 10"):
+        choose_checkpoint(str(tmp_path / "run"), None, best=True)
+    with pytest.raises(UserError, match="no checkpoint is there; looked in it"):
+        read_named(str(tmp_path / "none"), "hash")
