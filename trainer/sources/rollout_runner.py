@@ -238,10 +238,11 @@ class RolloutRunner:
             for runner, own in indices.items()
         ]
         if len(parts) == 1:
-            return parts[0].episodes.run(requests, generate, progress.timer, parts[0].known, progress.check)
-        if self.cfg.streams_requests:
-            self.wake()  # in this thread: those of the parts do not know its block
-        return run_together(parts, generate, progress.timer, progress.check)
+            yield from parts[0].episodes.run(requests, generate, progress.timer, parts[0].known, progress.check)
+            return
+        # The threads of streams may neither wake engines nor begin a start that was deferred.
+        with self.engines.awake() if self.cfg.streams_requests else contextlib.nullcontext():
+            yield from run_together(parts, generate, progress.timer, progress.check)
 
     def wake(self) -> None:
         """Wake the engines for the block of `awake` in this thread, if they are not awake for it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from trainer.generation.engine import Sampling
 from trainer.journal.history import Identity
 from trainer.journal.journal import Journal
 from trainer.models.tokenizer import load_tokenizer
+from trainer.rewards.scorer import RankScorer
 from trainer.sources.rollout_runner import RolloutRunner
 from trainer.sources.routes import Route, make_routes, make_scorers
 from trainer.sources.sampling import SamplingSource
@@ -201,16 +203,21 @@ class Streaming(EpisodeRunner):
         yield {i: Episode(request.uid, request.group, [sample], reward=1.0) for i, request in enumerate(requests)}
 
 
-def test_engines_are_awake_for_the_streams_of_several_runners(tmp_path):
-    """The runners work on threads of their own, which do not know the block that keeps the engines awake."""
+@pytest.mark.parametrize("uses_ranks", [False, True])
+def test_engines_are_awake_for_the_streams_of_several_runners(tmp_path, uses_ranks):
+    """The runners work on threads of their own, which may neither wake engines nor begin a start that was deferred.
+
+    A scorer on the ranks lets no block of a whole step keep the engines awake.
+    """
     cfg = mixed(tmp_path)
     for source_config in cfg.data.mix.values():
         source_config.environment.schedule = "stream"
-    is_awake, opened = [], []
+    is_awake, opened, threads = [], [], []
 
     @contextmanager
     def awake() -> Iterator[None]:
         is_awake.append(True)
+        threads.append(threading.current_thread())
         yield
         is_awake.clear()
 
@@ -221,11 +228,14 @@ def test_engines_are_awake_for_the_streams_of_several_runners(tmp_path):
     engines = SimpleNamespace(awake=awake, open_stream=open_stream, repeats=False, stream=None)
     journal = Journal(cfg.trainer.run_dir, Identity("", ""), lambda: None, is_on=False)
     routes = {f"mix.{name}": Route(cfg.of_source(f"mix.{name}"), Streaming(), None) for name in ("echo", "loud")}
+    sources = list(routes)
+    if uses_ranks:
+        routes["mix.plain"] = Route(cfg.of_source("mix.plain"), Streaming(), RankScorer("reward", lambda *_: None))
     runner = RolloutRunner(cfg, engines, None, (), routes, journal)  # type: ignore[arg-type]
     requests = [
         RolloutRequest(Prompt(0, (), "", "", source=source), f"{source}:0:0", 1, 0, Sampling(1.0, 1.0, -1, 4, ()))
-        for source in routes
+        for source in sources
     ]
     with runner, runner.awake():
-        assert [episode.source for episode in runner.run(requests, "step 1")] == list(routes)
-    assert opened == [True, True]
+        assert [episode.source for episode in runner.run(requests, "step 1")] == sources
+    assert opened == [True, True] and set(threads) == {threading.main_thread()}
