@@ -72,6 +72,11 @@ class EnvironmentConfig(Section):
             return self.name is not None and is_agent(import_function(self.name, "environment.name"))
         return False
 
+    @property
+    def streams_requests(self) -> bool:
+        """Whether its requests join at any time those that an engine generates."""
+        return self.name is not None and (self.schedule == "stream" or self.is_agent)
+
     def check(self, config: Config, name: str) -> None:
         if self.python is not None and self.name is None:
             raise config_error(config, "environment.python", "is the interpreter of environment.name, which is not set")

@@ -83,7 +83,7 @@ class Config(Section):
     @property
     def streams_requests(self) -> bool:
         """Whether requests join at any time those that an engine generates."""
-        return any(e.name and (e.schedule == "stream" or e.is_agent) for e in self.environments)
+        return any(environment.streams_requests for environment in self.environments)
 
     @property
     def has_time_limits(self) -> bool:

@@ -140,7 +140,8 @@ class _Evaluating:
             ends.callback(journal.close)
             cluster = ends.enter_context(cluster_of(self.cfg, self._device))
             way = TRANSPORTS["shared_memory"] if weights.adapter is None else ADAPTER
-            pool = EnginePool(self.cfg, cluster, weights, path, keeps_weights=True, way=way)
+            joins = self.subject.streams_requests
+            pool = EnginePool(self.cfg, cluster, weights, path, keeps_weights=True, way=way, joins=joins)
             scorers = make_scorers(self.cfg, list(map(_source_of, sets)), self._scorer_of)
             routes = make_routes(self.cfg, scorers, tokenizer)
             runner = RolloutRunner(self.cfg, pool, tokenizer, stop_token_ids(path, tokenizer), routes, journal)

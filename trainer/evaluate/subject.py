@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+from trainer.config import EnvironmentConfig
 from trainer.config.config_file import RECORDED, store_recorded
 from trainer.config.data import COLUMNS
 from trainer.config.hydra import conf_dir
@@ -43,6 +44,8 @@ class Subject:
     evaluated as the initial weights of a run are."""
     checkpoint: Checkpoint | None = None
     """None: it is the Hugging Face model of `model.path`."""
+    streams_requests: bool = False
+    """See `Config`: of the checkpoint's run. An evaluation does not read the sources of its training data."""
 
 
 def find_subject(words: Sequence[str]) -> tuple[Subject, list[str]]:
@@ -68,9 +71,12 @@ def find_subject(words: Sequence[str]) -> tuple[Subject, list[str]]:
         return Subject(name), _words_of_model(path, name, rest, given)
     assert path is not None
     from trainer.checkpoint.choice import choose_checkpoint
+    from trainer.checkpoint.components import read_config
 
     checkpoint, _ = choose_checkpoint(path, step, best)
-    return Subject(checkpoint.path, checkpoint.step, checkpoint), _words_of_checkpoint(path, checkpoint, rest, given)
+    config = read_config(checkpoint)
+    words = _words_of_checkpoint(path, checkpoint, config, rest, given)
+    return Subject(checkpoint.path, checkpoint.step, checkpoint, _streams_requests(config)), words
 
 
 def parse_words(words: Sequence[str]) -> tuple[str | None, int | None, bool, list[str]]:
@@ -139,10 +145,18 @@ def _words_of_model(path: str | None, name: str, rest: list[str], given: set[str
     return [*words, *_own_words(f"outputs/{FOLDER}/{_plain(name)}", given), *rest]
 
 
-def _words_of_checkpoint(path: str, checkpoint: Checkpoint, rest: list[str], given: set[str]) -> list[str]:
-    """Store the config of the checkpoint for Hydra; return the overrides that choose it."""
-    from trainer.checkpoint.components import read_config
+def _streams_requests(config: dict[str, Any]) -> bool:
+    """Return whether the run of a recorded config lets requests join others at any time."""
+    sections = [config, *config.get("data", {}).get("mix", {}).values()]
+    names = ("name", "schedule")
+    environments = [section.get("environment") or {} for section in sections]
+    return any(EnvironmentConfig(**{n: e[n] for n in names if n in e}).streams_requests for e in environments)
 
+
+def _words_of_checkpoint(
+    path: str, checkpoint: Checkpoint, config: dict[str, Any], rest: list[str], given: set[str]
+) -> list[str]:
+    """Store the config of the checkpoint for Hydra; return the overrides that choose it."""
     for word in rest:
         if word.startswith("--config"):
             raise UserError(f"{word}: the config is that of {path}; override keys of it instead")
@@ -150,7 +164,6 @@ def _words_of_checkpoint(path: str, checkpoint: Checkpoint, rest: list[str], giv
     for group in groups:
         if group in given:
             raise UserError(f"{group}={_value(rest, group)}: the config is that of {path}; override keys of it instead")
-    config = read_config(checkpoint)
     _check_rewards(path, config, given)
     store_recorded(_read_part(_with_inheriting_sets(config), given))
     step, recorded = f"global_step_{checkpoint.step}", config.get("trainer", {}).get("run_dir")

@@ -55,6 +55,7 @@ class EnginePool:
         keeps_weights: engines generate while the ranks train. So the weights of the last sync are kept, if the way of
             the weights allows that: engines that come back get these.
         way: in which weights reach the engines. None: as `rollout.weight_sync` says.
+        joins: generate as engines do whose requests join at any time others, even if those of this run do not.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class EnginePool:
         model_path: str,
         keeps_weights: bool = False,
         way: str | TransportSpec | None = None,
+        joins: bool = False,
     ):
         self._cfg = cfg
         self._cluster = cluster
@@ -73,6 +75,7 @@ class EnginePool:
         self._version = 0
         self._keeps_weights = keeps_weights
         self._given_way = way
+        self._joins = joins or cfg.streams_requests
         self._has_initial_weights = False  # the weights of the policy are those that engines start with
         self._thread = threading.get_ident()  # the only one that may use the ranks
         self.synced_bytes = 0
@@ -132,7 +135,7 @@ class EnginePool:
                 if spec.served
                 else {}
             ),
-            **({"joins": True} if spec.joins_exactly and cfg.streams_requests else {}),
+            **({"joins": True} if spec.joins_exactly and self._joins else {}),
         )
 
     @property
