@@ -137,16 +137,11 @@ class _Streaming(PlainEngine):
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self._queue: list[tuple[int, Request, int]] = []
-        self._completed: dict[int, Completion] = {}
         self._most = options["rollout"].max_num_seqs
 
     def step(self, requests: Mapping[int, Request]) -> dict[int, Completion]:
         self._queue += [(number, request, self._version) for number, request in requests.items()]
         assert len(self._queue) <= self._most
-        completed, self._completed = self._completed, {}
-        return completed or self._complete()
-
-    def _complete(self) -> dict[int, Completion]:
         number, request, oldest = self._queue.pop(0)
         completion = self.generate([request])[0]
         return {number: dataclasses.replace(completion, weight_versions=(oldest, self._version))}
@@ -154,8 +149,6 @@ class _Streaming(PlainEngine):
     def sync_weights(self, source: WeightSource, version: int, running: RunningRequests = "abort") -> None:
         if running == "abort":
             self._queue.clear()
-        while running == "drain" and self._queue:
-            self._completed |= self._complete()
         super().sync_weights(source, version)
 
 

@@ -64,7 +64,6 @@ class TokenEngine:
         self._interrupted.set()
 
     def sync_weights(self, source: SharedMemory, version: int, running: RunningRequests = "abort") -> None:
-        assert running != "drain"
         if running == "abort":
             self._running.clear()
         self._version = version

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from trainer.generation.weight_sync import WeightSource
 
 
-RunningRequests = Literal["abort", "drain", "keep"]
+RunningRequests = Literal["abort", "keep"]
 """What happens to the requests that an engine generates when it gets weights. `abort`: they are dropped, because no one
-waits for them. `drain`: they are completed first, with the old weights. `keep`: they continue with the new weights."""
+waits for them. `keep`: they continue with the new weights."""
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,6 @@ class ServerEngine:
         self._sending = threading.Condition()  # only one batch, or new weights, are sent at a time
         self._unsent: set[object] = set()  # batches that have begun and that the server has not yet
         self._results: queue.Queue[tuple[int, dict[int, Completion] | Exception]] = queue.Queue()
-        self._completed: dict[int, Completion] = {}
         self._interrupted = threading.Event()
         self._error: Exception | None = None
         self._shared: SharedDirectory | None = None
@@ -100,7 +99,7 @@ class ServerEngine:
         """Send requests, and wait until some are complete; return these (see `StreamingEngine`)."""
         if requests:
             self._begin(requests)
-        completions, self._completed = self._completed, {}
+        completions: dict[int, Completion] = {}
         began = time.monotonic()
         while self._pending and not self._interrupted.is_set():
             completions |= self._receive(None if not completions else time_limits.ENGINE_REPORT_S)
@@ -206,14 +205,10 @@ class ServerEngine:
         if running == "abort":
             self._batches += 1
             self._pending.clear()
-            self._completed.clear()
         try:
             self._pass_on(getattr(source, "path", None) or self._receive_broadcast(source), version, running)
         finally:
             self._close_shared()
-        if running == "drain":
-            while self._pending:
-                self._completed |= self._receive(None)
 
     def _pass_on(self, path: str, version: int, running: RunningRequests) -> None:
         """Let the server load the weights in the directory `path`."""

@@ -77,7 +77,6 @@ class VLLMEngine:
         self._can_sleep = device == "cuda" and rollout.colocate
         self._running: dict[str, int] = {}
         """The numbers of the requests in vLLM, by their names there."""
-        self._completed: dict[int, Completion] = {}
         """What was completed before a change of the weights, for the next `step`."""
         self._interrupted = threading.Event()
         self._joins = joins
@@ -120,7 +119,7 @@ class VLLMEngine:
             self._has_old_keys = False
         if requests:
             self._add(requests)
-        completions, self._completed = self._completed, {}
+        completions: dict[int, Completion] = {}
         began = time.monotonic()
         while self._running and not self._interrupted.is_set():
             completions |= self._step_vllm()
@@ -180,9 +179,6 @@ class VLLMEngine:
         """Load the weights of `source` in place."""
         if running == "abort":
             self._abort()
-        elif running == "drain":
-            while self._running:
-                self._completed |= self._step_vllm()
         if self._asleep and self._can_sleep:
             self._llm.wake_up(tags=["weights"])  # the KV cache stays away until `wake`
         match source:
@@ -203,7 +199,6 @@ class VLLMEngine:
             self._llm.llm_engine.abort_request(list(self._running))
         self._end_companion()
         self._running.clear()
-        self._completed.clear()
 
     def _load_shared(self, source: SharedMemory) -> None:
         check_owner(source.path)

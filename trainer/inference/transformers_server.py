@@ -61,8 +61,6 @@ class TransformersServer:
         self._forwards, self._calls = 0, 0
         self._aborted = False
         self._aborts = 0
-        self._batches: set[asyncio.Event] = set()
-        """Of each batch under way: set at its end."""
 
     def application(self) -> web.Application:
         """Return the HTTP application."""
@@ -91,13 +89,8 @@ class TransformersServer:
         return web.json_response({"busy": self._calls > 0, "progress": self._forwards})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        requests, aborts, ended = protocol.decode_requests(await request.read()), self._aborts, asyncio.Event()
-        self._batches.add(ended)  # before the answer begins, so before later new weights
-        try:
-            return await _send(request, with_signs_of_life(self._completions(requests, aborts)))
-        finally:
-            self._batches.discard(ended)
-            ended.set()
+        requests, aborts = protocol.decode_requests(await request.read()), self._aborts
+        return await _send(request, with_signs_of_life(self._completions(requests, aborts)))
 
     async def _completions(self, requests: dict[int, Request], aborts: int) -> AsyncIterator[bytes]:
         numbers = list(requests)
@@ -117,8 +110,6 @@ class TransformersServer:
         if message["running"] == "abort":
             self._aborted = True  # the call under way ends at its next token
             self._aborts += 1
-        elif message["running"] == "drain":
-            await asyncio.gather(*(ended.wait() for ended in self._batches))
         # A call that is kept is completed first: the engine cannot change its weights between two tokens.
         # It runs to its end if nobody waits for it any more, or calls would be aborted for ever.
         yield json.dumps(await asyncio.shield(self._call(self._replace_weights, message))).encode() + b"\n"

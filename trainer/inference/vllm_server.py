@@ -158,12 +158,11 @@ class JobRoutes:
 
     async def _loaded(self, engine: Any, message: dict[str, Any]) -> AsyncIterator[bytes]:
         async with self._admission:  # after the requests that are in line
-            running = list(self._running)
-            if message["running"] == "abort":
-                for task in running:
-                    task.cancel()
-        if message["running"] != "keep" and running:
-            await asyncio.wait(running)
+            aborted = list(self._running) if message["running"] == "abort" else []
+            for task in aborted:
+                task.cancel()
+        if aborted:
+            await asyncio.wait(aborted)
         # It runs to its end if nobody waits for it any more: a scheduler that stays paused serves nobody.
         load = asyncio.ensure_future(self._load(engine, message["path"], message["version"]))
         yield json.dumps(await asyncio.shield(load)).encode() + b"\n"
