@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import secrets
 import time
@@ -205,12 +204,7 @@ class AgentEpisode:
         return completion.finish_reason == "length" and not is_own
 
     def _sampling(self, request: ChatRequest, prompt: int) -> Sampling:
-        limits = [self.rules.sampling.max_tokens]
-        if request.max_tokens is not None:
-            limits.append(request.max_tokens)
-        if self.rules.max_tokens is not None:
-            limits.append(self.rules.max_tokens - prompt)
-        return dataclasses.replace(self.rules.sampling, max_tokens=min(limits))
+        return self.rules.sampling.within(request.max_tokens).within(self.rules.max_tokens, prompt)
 
     def _end_call(self) -> None:
         self._under_way -= 1

@@ -56,8 +56,8 @@ class AgentRunner(EpisodeRunner):
         self.seed = cfg.trainer.seed
         self.pool = AgentPool(e)
         self._answer_key = cfg.data.answer_key
-        self._most_tokens = e.max_tokens if e.max_tokens > 0 else None
-        self._longest = e.max_tokens - 1 if e.max_tokens > 0 else cfg.rollout.max_prompt_tokens
+        self._most_tokens = e.most_tokens
+        self._longest = cfg.longest_prompt
         self._rollout = cfg.rollout
         self._tokenizer = copy.deepcopy(tokenizer)  # the thread of the server uses it
         self._characters = max_characters(tokenizer, self._longest)

@@ -73,6 +73,11 @@ class EnvironmentConfig(Section):
         return False
 
     @property
+    def most_tokens(self) -> int | None:
+        """Most tokens of a prompt and its reply; None: no more than those of each."""
+        return self.max_tokens if self.max_tokens > 0 else None
+
+    @property
     def streams_requests(self) -> bool:
         """Whether its requests join at any time those that an engine generates."""
         return self.name is not None and (self.schedule == "stream" or self.is_agent)

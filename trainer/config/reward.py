@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from trainer.config.fields import LONGEST_TIME, ON_FAILURE, Section, choice, config_error, number, setting, subsection
 from trainer.errors import UserError
+from trainer.files.uris import split_http_url
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -91,12 +91,7 @@ class RewardConfig(Section):
     def _check_url(self, config: Config, url: str, name: str) -> None:
         if _REMOTE not in self.names():
             raise config_error(config, f"{name}.url", f"is used by the reward remote alone; add it to {name}.name")
-        try:
-            parts = urlsplit(url)
-            is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:  # a port that is no number
-            is_address = False
-        if not is_address:
+        if (parts := split_http_url(url)) is None:
             raise config_error(config, f"{name}.url", "must be an address such as http://judge:8000/score")
         if "@" in parts.netloc:
             # The value is not shown.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from trainer.config.engines import engines_with, find_engine
 from trainer.config.fields import (
@@ -23,6 +22,7 @@ from trainer.config.fields import (
 from trainer.config.inference import TOKEN
 from trainer.config.transports import find_transport
 from trainer.files.redaction import agree
+from trainer.files.uris import split_http_url
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -205,13 +205,9 @@ class RolloutConfig(Section):
 
 def _problem_of_url(url: str) -> str | None:
     """Return why `url` cannot be the address of a server; None: it can."""
-    try:
-        parts = urlsplit(url)
-        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return f"{url} is no address; write http://HOST:PORT"
-    if parts.username is not None or parts.password is not None:
+    if "@" in url:
         return f"an address must hold no password; the token of the servers is the variable {TOKEN}"
-    if not is_address or parts.path not in ("", "/") or parts.query or parts.fragment:
+    parts = split_http_url(url)
+    if parts is None or parts.path not in ("", "/") or parts.query or parts.fragment:
         return f"{url} is no address of a server; write http://HOST:PORT"
     return None

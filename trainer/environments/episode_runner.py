@@ -154,10 +154,8 @@ class EnvironmentRunner(EpisodeRunner):
         self._answer_key = cfg.data.answer_key
         self._seed = cfg.trainer.seed
         self._first_limit = ("rollout.max_prompt_tokens", cfg.rollout.max_prompt_tokens)
-        has_limit = e.max_tokens > 0
-        self._longest = e.max_tokens - 1 if has_limit else cfg.rollout.max_prompt_tokens
-        """Of the prompts of replies."""
-        self._most_tokens = e.max_tokens if has_limit else None
+        self._longest = cfg.longest_prompt
+        self._most_tokens = e.most_tokens
         self._tokenizer = tokenizer
         self._lock = threading.Lock()  # one thread at a time may use the tokenizer
         self._limit = max_characters(tokenizer, self._longest)
@@ -237,10 +235,9 @@ class EnvironmentRunner(EpisodeRunner):
 
     def _next_request(self, episode: RunningEpisode) -> Request:
         assert episode.conversation is not None
-        request, prompt = episode.request, episode.conversation.token_ids
-        if self._most_tokens is not None and len(prompt) + request.sampling.max_tokens > self._most_tokens:
-            sampling = dataclasses.replace(request.sampling, max_tokens=self._most_tokens - len(prompt))
-            request = dataclasses.replace(request, sampling=sampling)
+        prompt = episode.conversation.token_ids
+        sampling = episode.request.sampling.within(self._most_tokens, len(prompt))
+        request = dataclasses.replace(episode.request, sampling=sampling)
         return _request(request, prompt, self._seed, len(episode.replies))
 
     def _continue(self, episode: RunningEpisode) -> None:

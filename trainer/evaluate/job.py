@@ -22,9 +22,8 @@ from trainer.config.schema import is_open
 from trainer.config.transports import ADAPTER, TRANSPORTS
 from trainer.data.datasets import Prompt, read_files
 from trainer.data.row_digest import digest_rows
-from trainer.environments.preflight import check_environment
 from trainer.episodes import Episode
-from trainer.errors import UserError
+from trainer.errors import UserError, as_list
 from trainer.evaluate.results import (
     CODE,
     CONTENT,
@@ -56,12 +55,12 @@ from trainer.process.signals import Stopped
 from trainer.process.startup import stage
 from trainer.rewards.cache import RewardCache
 from trainer.rewards.scoring import RewardPool
-from trainer.rewards.terms import reward_functions
 from trainer.run.compatibility import deciding_settings
 from trainer.run.recorded_task import last_start, recorded_task
 from trainer.run.run_metadata import HOLDS_A_RUN, LOG_NAME, record_start
 from trainer.sources.base import Evaluation
 from trainer.sources.evaluation import RolloutEvaluator, rewards_by_row
+from trainer.sources.preflight import check_source, find_refusals
 from trainer.sources.rollout_runner import RolloutRunner
 from trainer.sources.routes import VAL_SETS, make_routes, make_scorers
 from trainer.sources.sampling import read_prompts, read_source
@@ -128,7 +127,7 @@ class _Evaluating:
             LOG.info("evaluated before; nothing is left to do in %s", self.directory)
             return results
         record_start(self.directory, self.cfg)
-        _check_functions(self.cfg)
+        _check_sources(self.cfg)
         path, weights = self._weights()
         tokenizer = tokenizer_of(self.cfg, path)
         with stage("reading the data"):
@@ -295,13 +294,10 @@ def _sets_of(cfg: Config) -> dict[str, Config]:
     return default | {name: cfg.of_source(_source_of(name)) for name in cfg.data.val_sets}
 
 
-def _check_functions(cfg: Config) -> None:
-    """Refuse rewards and environments that cannot be used, before anything expensive starts."""
-    for own in _sets_of(cfg).values():
-        if own.environment.name is not None:
-            check_environment(own.environment)
-        else:
-            reward_functions(own.reward)
+def _check_sources(cfg: Config) -> None:
+    """Refuse rewards, environments and agents that cannot be used, before anything expensive starts."""
+    if refused := find_refusals(cfg, map(_source_of, _sets_of(cfg)), check_source):
+        raise UserError(as_list("the evaluation cannot start:", list(dict.fromkeys(refused))))
 
 
 def _content(cfg: Config) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Locations of checkpoints: local paths, and URLs of prefixes in object stores such as `s3://bucket/run`."""
+"""Locations of checkpoints: local paths, and URLs of prefixes in object stores such as `s3://bucket/run`; and of servers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import re
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from urllib.parse import SplitResult, urlsplit
 
 from trainer.errors import UserError, describe_error
 
@@ -125,3 +126,13 @@ def is_same(a: str, b: str) -> bool:
 def inside(directory: str, path: str) -> str:
     """Return a path that was given relative to `directory`, as it is valid in other directories."""
     return path if is_url(path) else os.path.join(directory, path)
+
+
+def split_http_url(url: str) -> SplitResult | None:
+    """Return the parts of the address of an HTTP server; None: it is none."""
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        return None
+    return parts if is_address else None

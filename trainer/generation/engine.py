@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
@@ -32,6 +32,12 @@ class Sampling:
     """Longest completion; longer ones are cut."""
     stop_token_ids: tuple[int, ...]
     """Tokens that end a completion. They belong to it."""
+
+    def within(self, most_tokens: int | None, prompt: int = 0) -> Sampling:
+        """Return the same for a prompt of this length and its completion that have at most `most_tokens` together."""
+        if most_tokens is None or prompt + self.max_tokens <= most_tokens:
+            return self
+        return replace(self, max_tokens=most_tokens - prompt)
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from trainer.config import Config
-from trainer.config.engines import engines_with
 from trainer.config.fields import config_error
 from trainer.data.datasets import PromptSet, as_messages, check_files, read_examples
-from trainer.environments.preflight import check_environment
 from trainer.environments.rendering import AUTO, find_renderer
 from trainer.errors import UserError, as_list, sentences_of
 from trainer.generation.engine_pool import EnginePool
@@ -27,10 +24,11 @@ from trainer.rewards.functions import REMOTE
 from trainer.rewards.preflight import try_rewards
 from trainer.rewards.scorer import Scorer
 from trainer.rewards.scoring import RewardPool
-from trainer.rewards.terms import RewardInput, reward_functions
+from trainer.rewards.terms import RewardInput
 from trainer.sources.base import EpisodeSource, Evaluator
 from trainer.sources.evaluation import RolloutEvaluator
 from trainer.sources.in_flight import InFlightSource
+from trainer.sources.preflight import check_source, find_refusals, with_keys_of
 from trainer.sources.rollout_runner import RolloutRunner
 from trainer.sources.routes import VAL_SETS, make_routes, make_scorers
 from trainer.sources.sampling import SamplingSource, prompt_ledger, read_prompts, read_source
@@ -147,14 +145,8 @@ def _prompts(cfg: Config, tokenizer: Any, path: str) -> SavedData:
 
 def _check_inputs(cfg: Config, asks_servers: bool) -> None:
     """Refuse a reward, a curriculum, data or a model that cannot be used as the config says."""
-    refused = []
     sources = {source: cfg.of_source(source) for source in _sampled_sources(cfg)}
-    for check in (_check_functions, _check_data):
-        for source, own in sources.items():
-            try:
-                check(own)
-            except UserError as error:
-                refused += [_with_keys_of(source, cfg, sentence) for sentence in sentences_of(error)]
+    refused = [*find_refusals(cfg, sources, _check_functions), *find_refusals(cfg, sources, _check_data)]
     try:
         _check_model(cfg)
     except UserError as error:
@@ -170,16 +162,7 @@ def _check_inputs(cfg: Config, asks_servers: bool) -> None:
                 try:
                     _try_rewards(own)
                 except UserError as error:
-                    raise UserError(_with_keys_of(source, cfg, str(error))) from error
-
-
-def _with_keys_of(source: str, cfg: Config, sentence: str) -> str:
-    """Return a sentence about keys of the run as one about those that the source has set."""
-    own = cfg.of_source(source)
-    for section in ("environment", "reward"):
-        if getattr(own, section) != getattr(cfg, section):
-            sentence = re.sub(rf"(?<![\w.]){section}\.(?=[a-z])", f"data.{source}.{section}.", sentence)
-    return sentence
+                    raise UserError(with_keys_of(source, cfg, str(error))) from error
 
 
 def _has_reward_functions(cfg: Config) -> bool:
@@ -188,25 +171,9 @@ def _has_reward_functions(cfg: Config) -> bool:
 
 
 def _check_functions(cfg: Config) -> None:
-    if _has_reward_functions(cfg):
-        reward_functions(cfg.reward)
-    if cfg.environment.name is not None:
-        check_environment(cfg.environment)
-        _check_agent(cfg)
+    check_source(cfg)
     if cfg.data.curriculum is not None:
         import_function(cfg.data.curriculum, cfg.data.name_of("curriculum"))
-
-
-def _check_agent(cfg: Config) -> None:
-    """Refuse an agent where its calls cannot be answered at any time."""
-    if not cfg.environment.is_agent:
-        return
-    if not cfg.engine.streaming:
-        problem = f"is an agent, and rollout.engine={cfg.rollout.engine} takes no request while it generates; choose "
-        raise config_error(cfg, "environment.name", f"{problem}rollout={engines_with('streaming')}")
-    if cfg.rollout.colocate and cfg.data.mix:
-        problem = "is an agent, which with data.mix would use the GPUs of the ranks; choose rollout.colocate=false"
-        raise config_error(cfg, "environment.name", problem)
 
 
 def _check_data(cfg: Config) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from tests.support.odd_files import make_run
 from trainer.config import TinyConfig
 from trainer.config.inference import TOKEN as VARIABLE
 from trainer.models.tiny import build_tiny
+from trainer.models.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -35,6 +37,12 @@ def model(tmp_path_factory) -> str:
     path = str(tmp_path_factory.mktemp("model"))
     build_tiny(TinyConfig(hidden_size=64, intermediate_size=128), path)
     return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model) -> Any:
+    """The tokenizer of that model. The tests of one module share it."""
+    return load_tokenizer(model)
 
 
 @pytest.fixture(scope="session")

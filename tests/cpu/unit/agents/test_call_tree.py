@@ -18,20 +18,10 @@ from trainer.agents.call_tree import CallTree, cut_at
 from trainer.agents.chat_request import ChatRequest, Rules, parse_request
 from trainer.agents.errors import ApiError
 from trainer.agents.messages import ChatMessage
-from trainer.config import TinyConfig
 from trainer.generation.engine import Completion, Sampling
-from trainer.models.tiny import build_tiny
-from trainer.models.tokenizer import load_tokenizer
 
 USUAL = Sampling(1.0, 1.0, -1, 32, (4,))
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> Any:
-    path = tmp_path_factory.mktemp("model")
-    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128), str(path))
-    return load_tokenizer(str(path))
 
 
 def request_of(messages: list[Any], **fields: Any) -> ChatRequest:

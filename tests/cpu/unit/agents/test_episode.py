@@ -15,22 +15,12 @@ from trainer.agents.call_tree import CallTree, Turn
 from trainer.agents.chat_request import Rules
 from trainer.agents.episode import AgentEpisode
 from trainer.agents.errors import ApiError
-from trainer.config import TinyConfig
 from trainer.generation.engine import Completion, Request, Sampling
-from trainer.models.tiny import build_tiny
-from trainer.models.tokenizer import load_tokenizer
 from trainer.seeding import turn_seed
 
 USUAL = Sampling(1.0, 1.0, -1, 8, (4,))
 RULES = Rules("policy", USUAL, USUAL, overrides=False, max_turns=4)
 RETRY = {"X-Stainless-Retry-Count": "1"}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> Any:
-    path = tmp_path_factory.mktemp("model")
-    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128), str(path))
-    return load_tokenizer(str(path))
 
 
 class Talk:

@@ -12,22 +12,13 @@ import pytest
 from tests.support.agents import Policy, runs_of
 from tests.support.generation import SAMPLED
 from trainer.agents.runner import AgentRunner
-from trainer.config import Config, EnvironmentConfig, TinyConfig
+from trainer.config import Config, EnvironmentConfig
 from trainer.data.datasets import Prompt
 from trainer.environments.episode_runner import RolloutRequest
 from trainer.episodes import Episode
 from trainer.errors import UserError
-from trainer.models.tiny import build_tiny
-from trainer.models.tokenizer import load_tokenizer
 
 AGENTS = "tests.support.agents"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> Any:
-    path = tmp_path_factory.mktemp("model")
-    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128), str(path))
-    return load_tokenizer(str(path))
 
 
 @contextlib.contextmanager

@@ -19,11 +19,8 @@ from trainer.agents.call_tree import CallTree
 from trainer.agents.chat_request import Rules
 from trainer.agents.episode import AgentEpisode
 from trainer.agents.server import AgentServer, shared_server
-from trainer.config import TinyConfig
 from trainer.errors import UserError
 from trainer.generation.engine import Sampling
-from trainer.models.tiny import build_tiny
-from trainer.models.tokenizer import load_tokenizer
 from trainer.sandbox.limits import LARGEST_MESSAGE
 from trainer.seeding import turn_seed
 
@@ -31,13 +28,6 @@ USUAL = Sampling(1.0, 1.0, -1, 64, (4,))
 SAID = [{"role": "user", "content": "hé"}]
 TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> Any:
-    path = tmp_path_factory.mktemp("model")
-    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128), str(path))
-    return load_tokenizer(str(path))
 
 
 @pytest.fixture(scope="module")

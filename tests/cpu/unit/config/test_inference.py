@@ -29,7 +29,7 @@ def test_there_is_one_engine_for_each_server():
         (served("rollout.urls=[http://me:secret@gpu:1]"), "must hold no password; the token of the servers is the"),
         (served("rollout.urls=[ftp://gpu]"), "ftp://gpu is no address of a server; write http://HOST:PORT"),
         (served("rollout.urls=[gpu]"), "gpu is no address of a server"),
-        (served("rollout.urls=['http://gpu:99999']"), "http://gpu:99999 is no address; write http://HOST:PORT"),
+        (served("rollout.urls=['http://gpu:99999']"), "http://gpu:99999 is no address of a server; write"),
         (served("rollout.urls=['http://gpu/v1']"), "http://gpu/v1 is no address of a server"),
         (served(f"rollout.urls=[{ONE},{ONE}/]"), "names a server twice"),
         (served(f"rollout.urls=[{ONE}]", "rollout.server_timeout_s=0"), "server_timeout_s=0.0: must be at least 1"),

@@ -9,21 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.config import DataConfig, SFTConfig, TinyConfig
+from trainer.config import DataConfig, SFTConfig
 from trainer.data import limits, sft_dataset
 from trainer.data.datasets import load_prompts
 from trainer.errors import UserError
-from trainer.models.tiny import build_tiny
-from trainer.models.tokenizer import load_tokenizer
 
 LONG = "x" * 5_000_000
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> Any:
-    path = str(tmp_path_factory.mktemp("tiny"))
-    build_tiny(TinyConfig(), path)
-    return load_tokenizer(path)
 
 
 class NeverLong:

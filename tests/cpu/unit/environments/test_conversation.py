@@ -8,26 +8,17 @@ import numpy as np
 import pytest
 
 from tests.support.chat_templates import LAST_USER, SPECIAL, TEMPLATES
-from trainer.config import TinyConfig
 from trainer.environments.conversation import Conversation
 from trainer.generation.engine import Completion
-from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
 
 LONG = 10_000
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory) -> Any:
-    """The tokenizer of the embedded model."""
-    path = tmp_path_factory.mktemp("model")
-    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128), str(path))
-    return load_tokenizer(str(path))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(own) -> Any:
+def tokenizer(model) -> Any:
     """With the special tokens of all templates."""
+    own = load_tokenizer(model)
     own.add_tokens(list(SPECIAL), special_tokens=True)
     return own
 

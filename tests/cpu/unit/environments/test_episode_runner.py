@@ -11,23 +11,14 @@ import pytest
 from tests.support.bad_rewards import BAD, NUMBERS
 from tests.support.episodes import Policy, requests_of, run, runner_of
 from tests.support.generation import SAMPLED
-from trainer.config import Config, TinyConfig
+from trainer.config import Config
 from trainer.data.datasets import Prompt
 from trainer.environments.episode_runner import EnvironmentRunner, RolloutRequest, SingleTurnRunner, report_failures
 from trainer.episodes import Episode
 from trainer.errors import UserError, WorkerError
 from trainer.generation.engine import Completion, Request
-from trainer.models.tiny import build_tiny
-from trainer.models.tokenizer import load_tokenizer
 from trainer.sandbox import limits
 from trainer.seeding import environment_seed, request_seed
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> Any:
-    path = tmp_path_factory.mktemp("model")
-    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128), str(path))
-    return load_tokenizer(str(path))
 
 
 @pytest.fixture(scope="module", params=["rounds", "stream"])

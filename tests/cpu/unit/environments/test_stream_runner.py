@@ -6,20 +6,8 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.support.episodes import Policy, requests_of, run, runner_of
-from trainer.config import TinyConfig
 from trainer.episodes import Episode
-from trainer.models.tiny import build_tiny
-from trainer.models.tokenizer import load_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> Any:
-    path = tmp_path_factory.mktemp("model")
-    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128), str(path))
-    return load_tokenizer(str(path))
 
 
 def content(episode: Episode) -> tuple[Any, ...]:

@@ -12,8 +12,8 @@ from tests.support.forks import fork_server, run_forked
 from tests.support.jobs import environment, wait_until
 from trainer.checkpoint.lock import RunLock
 from trainer.config import TinyConfig, compose
-from trainer.errors import UserError
-from trainer.evaluate.job import _check_functions, _Evaluating, run_evaluation
+from trainer.errors import UserError, sentences_of
+from trainer.evaluate.job import _check_sources, _Evaluating, run_evaluation
 from trainer.evaluate.results import SetResult
 from trainer.evaluate.subject import Subject
 from trainer.models.tiny import build_tiny
@@ -145,11 +145,25 @@ def test_environments_are_checked_where_they_run_with_their_options():
     words = ["data.train_files=[t.jsonl]", "data.val_files=[v.jsonl]"]
     elsewhere = compose([*words, "environment.name=not_installed_here:World", "environment.python=no/python"])
     with pytest.raises(UserError, match="environment.python=no/python: is no interpreter"):
-        _check_functions(elsewhere)
+        _check_sources(elsewhere)
     wrong = "+data.val_sets.more.environment.kwargs.tires=3"
     retry = "data.val_sets.more.environment.name=trainer.environments.retry:RetryEnv"
     with pytest.raises(UserError, match="unexpected keyword argument 'tires'"):
-        _check_functions(compose([*words, "data.val_sets.more.files=[m.jsonl]", retry, wrong]))
+        _check_sources(compose([*words, "data.val_sets.more.files=[m.jsonl]", retry, wrong]))
+
+
+def test_sets_are_checked_as_the_sources_of_a_training_are():
+    """All of them, and the sentences name their own keys."""
+    words = ["data.train_files=[t.jsonl]", "data.val_files=[v.jsonl]", "rollout.engine=transformers"]
+    agent = [f"data.val_sets.asking.{word}" for word in ("files=[a]", "environment.name=tests.support.agents:OneCall")]
+    reward = [f"data.val_sets.judged.{word}" for word in ("files=[r]", "reward.name=absent:score")]
+    with pytest.raises(UserError) as raised:
+        _check_sources(compose([*words, *agent, *reward]))
+    first, second = sentences_of(raised.value)
+    assert first.startswith(
+        "data.val_sets.asking.environment.name=tests.support.agents:OneCall: is an agent, and rollout."
+    )
+    assert second.startswith("data.val_sets.judged.reward.name=absent:score: ")
 
 
 def test_results_of_other_rows_or_other_code_are_not_taken_for_new_ones(model, tmp_path, monkeypatch):

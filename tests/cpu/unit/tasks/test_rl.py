@@ -53,19 +53,6 @@ def test_what_cannot_be_imported_or_read_is_refused_by_its_key(cfg, section, key
     assert str(refused.value).startswith(sentence)
 
 
-def test_an_agent_needs_an_engine_that_takes_requests_at_any_time(cfg):
-    cfg.environment.name = "tests.support.agents:OneCall"
-    build(cfg).check_inputs(True)
-    cfg.rollout.colocate = True
-    build(cfg).check_inputs(True)
-    cfg.data.mix = {"one": SourceConfig(synthetic="reverse_text", size=4, environment=cfg.environment)}
-    with pytest.raises(UserError, match="is an agent, which with data.mix would use the GPUs of the ranks"):
-        build(cfg).check_inputs(True)
-    cfg.data.mix, cfg.rollout.engine = {}, "transformers"
-    with pytest.raises(UserError, match="is an agent, and rollout.engine=transformers takes no request while it gen"):
-        build(cfg).check_inputs(True)
-
-
 def test_ranks_cannot_give_rewards_while_they_train(cfg):
     cfg.rollout.ahead = 1
     given = SimpleNamespace(cfg=cfg)
