@@ -1,4 +1,4 @@
-"""Locations of checkpoints: local paths, and URLs of prefixes in object stores such as `s3://bucket/run`; and of servers."""
+"""Locations of checkpoints: local paths, URLs of prefixes in object stores such as `s3://bucket/run`; and HTTP URLs."""
 
 from __future__ import annotations
 

@@ -120,8 +120,11 @@ class SupervisedSource(LedgerSource):
                 if row > rows:
                     break
             used += len(sample.token_ids)
-            uid = f"{index.epoch}:{index.index}:{index.dataset}"
-            drawn.append((index, [Episode(uid, uid, [sample])]))
+            uid, source = f"{index.epoch}:{index.index}:{index.dataset}", ""
+            if isinstance(self.ledger, MixLedger):
+                name = self.ledger.name_of(index)
+                uid, source = f"{name}:{index.epoch}:{index.index}:0", f"mix.{name}"
+            drawn.append((index, [Episode(uid, uid, [sample], source=source)]))
         return drawn
 
     def some_examples(self, count: int) -> list[Sample]:

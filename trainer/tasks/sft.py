@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,8 @@ from trainer.process.startup import stage
 from trainer.sources.evaluation import LossEvaluator
 from trainer.sources.supervised import SupervisedSource
 from trainer.tasks.base import Ingredients, Task
+
+LOG = logging.getLogger(__name__)
 
 
 def build(cfg: Config) -> Task:
@@ -28,9 +31,19 @@ def build(cfg: Config) -> Task:
 
 def _source(given: Ingredients) -> tuple[SupervisedSource, LossEvaluator | None]:
     cfg = given.cfg
+    _warn_of_curricula(cfg)
     source = _examples(cfg, given.tokenizer, given.path)
     val_examples = load_val(cfg.data, cfg.sft, given.tokenizer) if cfg.trainer.val_interval > 0 else []
     return source, LossEvaluator(val_examples, given.learner.loss) if val_examples else None
+
+
+def _warn_of_curricula(cfg: Config) -> None:
+    """Log the curricula in a config file, which are not refused: it may have keys of several tasks."""
+    for source in ["", *(f"mix.{name}" for name in cfg.data.mix)]:
+        data = cfg.of_source(source).data
+        if data.curriculum is not None:
+            key = f"{data.name_of('curriculum')}={data.curriculum}"
+            LOG.warning("%s: is not read: supervised training shuffles its examples", key)
 
 
 def _examples(cfg: Config, tokenizer: Any, path: str) -> SupervisedSource:

@@ -129,11 +129,12 @@ def test_sources_of_a_mix_have_their_shares_and_epochs_and_a_resume_may_change_t
         "data/short/prompts": 4.0,
         "data/short/epoch": 2.0,
     }
-    assert [uid.rpartition(":")[2] for uid in first + second] == ["0", "1", "0"] * 4
+    assert [uid.partition(":")[0] for uid in first + second] == ["long", "short", "long"] * 4
+    assert {episode.source for episode in source.next(9)} == {"mix.long", "mix.short"}
     assert len({*first, *second}) == 12 and source.epoch == 2
     saved = json.loads(json.dumps(source.state_dict()))
     other = source_with(long=1, short=1)
     other.load_state_dict(saved)
-    assert [uid.rpartition(":")[2] for uid in train(other, 3)] == ["0", "1"] * 3
+    assert [uid.partition(":")[0] for uid in train(other, 3)] == ["long", "short"] * 3
     with pytest.raises(UserError, match="^data.mix: the run was saved with a mix of sources"):
         source_of([examples_of(6, 6)]).load_state_dict(saved)

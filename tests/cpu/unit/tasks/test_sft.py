@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.config import compose
+from trainer.config import Config, DataConfig, compose
+from trainer.config.data import SourceConfig
 from trainer.errors import UserError
 from trainer.models.tokenizer import load_tokenizer
 from trainer.objectives import make_objective
-from trainer.tasks.sft import build
+from trainer.tasks.sft import _warn_of_curricula, build
 
 
 def test_a_step_is_one_optimizer_step_with_the_optimizer_of_sft_alone():
@@ -36,3 +37,13 @@ def test_the_sources_of_a_mix_are_sets_of_examples(model, tmp_path):
     cfg.data.mix["words"].files, cfg.data.mix["words"].synthetic = [str(tmp_path / "none.jsonl")], None
     with pytest.raises(UserError, match="^data.mix.words.files=.*none.jsonl: no such file"):
         build(cfg).check_inputs(True)
+
+
+def test_curricula_of_a_config_file_are_named_because_nothing_reads_them(caplog):
+    sources = {
+        name: SourceConfig(files=["a.jsonl"], curriculum=order) for name, order in (("a", "my:order"), ("b", None))
+    }
+    cfg = Config(data=DataConfig(mix=sources))
+    cfg.trainer.task = "sft"
+    _warn_of_curricula(cfg)
+    assert caplog.messages == ["data.mix.a.curriculum=my:order: is not read: supervised training shuffles its examples"]
