@@ -103,9 +103,11 @@ def job(run: str = "a", start: int = 1, owner: str = "", engine: int = 0) -> Job
     return Job(starts, identity, f"run {run} {start}", engine, owner or os.urandom(8).hex())
 
 
-def copied(one: Job, place: str = "elsewhere") -> Job:
+def copied(one: Job, directory: str = "elsewhere") -> Job:
     """The first start of a copy of a run's directory."""
-    return dataclasses.replace(one, starts=(*one.starts, "copy"), place=place, name=f"copy of {one.name}", owner="copy")
+    return dataclasses.replace(
+        one, starts=(*one.starts, "copy"), directory=directory, name=f"copy of {one.name}", owner="copy"
+    )
 
 
 @contextlib.contextmanager

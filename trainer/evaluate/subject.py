@@ -120,8 +120,8 @@ def _is_run_or_checkpoint(path: str) -> bool:
         return True
     if not os.path.isdir(path):
         if os.path.exists(path) or path.startswith((".", "/", "~")) or path.count("/") > 1:
-            what = "is a file" if os.path.exists(path) else "no such directory"
-            raise UserError(f"{path}: {what}; name a run, a checkpoint, an export or the id of a model")
+            problem = "is a file" if os.path.exists(path) else "no such directory"
+            raise UserError(f"{path}: {problem}; name a run, a checkpoint, an export or the id of a model")
         return False  # the id of a model of the Hub
     if os.path.exists(os.path.join(path, "adapter_config.json")) and not _has_config(path):
         raise UserError(f"{path}: holds an adapter alone; evaluate the checkpoint, or export it with merged weights")

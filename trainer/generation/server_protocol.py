@@ -44,8 +44,8 @@ class Job:
     starts: tuple[str, ...]
     """Digests of the starts of the run up to this one. Each covers the starts before it, so copies of a run that are
     started have digests of their own."""
-    place: str
-    """Digest of the place of the run directory. A copy has another one."""
+    directory: str
+    """Digest of the path and the inode of the run directory. A copy has another one."""
     name: str
     """What messages call it."""
     engine: int = 0
@@ -67,7 +67,7 @@ class Job:
 
     def continues(self, other: Job) -> bool:
         """Return whether `other` is this start or an earlier one in the same directory, whose lock this start took."""
-        return other.start in self.starts and (other.start == self.start or other.place == self.place)
+        return other.start in self.starts and (other.start == self.start or other.directory == self.directory)
 
     @staticmethod
     def of_run(run_dir: str, architecture: Mapping[str, Any]) -> Job:
@@ -81,10 +81,10 @@ class Job:
         for line in lines or [os.path.abspath(run_dir).encode()]:  # a line names time, host and process
             digests.append(digest := hashlib.sha256(digest.encode() + line).hexdigest()[:16])
         name = f"run {os.path.basename(os.path.abspath(run_dir))} (process {os.getpid()} on {socket.gethostname()})"
-        return Job(tuple(digests), _place(run_dir), name, architecture=architecture)
+        return Job(tuple(digests), _digest_of(run_dir), name, architecture=architecture)
 
 
-def _place(run_dir: str) -> str:
+def _digest_of(run_dir: str) -> str:
     """Return a digest of path and inode, without the device: its number differs between nodes with one file system."""
     path = os.path.realpath(run_dir)
     inode = os.stat(path).st_ino if os.path.isdir(path) else 0

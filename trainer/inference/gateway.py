@@ -318,7 +318,7 @@ def _job(message: Any) -> Job:
     starts = tuple(map(str, message["starts"]))
     if not starts:
         raise ValueError("a job without a start")
-    return Job(starts, str(message["place"]), str(message["name"]), int(message["engine"]), str(message["owner"]))
+    return Job(starts, str(message["directory"]), str(message["name"]), int(message["engine"]), str(message["owner"]))
 
 
 def _sizes(directory: str) -> dict[str, int]:

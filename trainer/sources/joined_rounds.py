@@ -21,7 +21,7 @@ from trainer.process import time_limits
 from trainer.process.signals import SIGNALS
 
 
-class _Stopped(Exception):
+class _Unneeded(Exception):
     """The batch has failed, or is not needed any more."""
 
 
@@ -173,7 +173,7 @@ class _Rounds:
                     with self._changed:
                         self.ended |= {part.indices[index]: episode for index, episode in chunk.items()}
                         self._changed.notify_all()
-        except _Stopped:
+        except _Unneeded:
             pass
         except BaseException as error:  # the thread that generates raises it
             with self._changed:
@@ -192,7 +192,7 @@ class _Rounds:
     def _check(self) -> None:
         SIGNALS.check()
         if self._is_stopped:
-            raise _Stopped
+            raise _Unneeded
 
     def close(self) -> None:
         """End the threads."""

@@ -90,7 +90,7 @@ def test_a_copy_of_the_run_waits_until_the_original_has_ended(copy_is_of):
 def test_a_directory_that_an_older_copy_has_replaced_is_taken_after_the_lease():
     book, clock = leases()
     book.take(job("a", 3, owner="1"))
-    restored = copied(job("a", 1), place=job("a").place)
+    restored = copied(job("a", 1), directory=job("a").directory)
     with pytest.raises(InUseError):
         book.take(restored)
     clock.now = 10.0
