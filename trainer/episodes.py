@@ -27,6 +27,21 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class TokenScores:
+    """What the trainer computed for the tokens of a sample, each `(T,)` float32, 0 where `mask` is 0.
+
+    None: the objective, or the config, does not need it.
+    """
+
+    logprobs: np.ndarray | None = None
+    """Under the policy before the step."""
+    entropy: np.ndarray | None = None
+    """Of the distribution that the token was chosen from, in nats, when the sample was first trained on."""
+    advantages: np.ndarray | None = None
+    """As the loss reads them."""
+
+
+@dataclass(frozen=True)
 class Episode:
     """One attempt at one row of the data."""
 

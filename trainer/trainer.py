@@ -194,7 +194,7 @@ class Trainer:
         tokens = sum(len(sample.token_ids) for sample in samples)
         metrics = self.source.add_metrics(step, metrics)
         self.source.commit(step)
-        self.transcripts.add_step(step, episodes)
+        self.transcripts.add_step(step, episodes, self.learner.token_scores)
         state.step = step
         state.prompts += len({episode.group for episode in episodes})
         state.samples += len(samples)

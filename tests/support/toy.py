@@ -79,6 +79,7 @@ class ToyRanks:
 
 class ToyLearner:
     compares_completions = True
+    token_scores = None
 
     def __init__(self) -> None:
         self.ranks = ToyRanks()

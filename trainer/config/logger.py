@@ -44,5 +44,5 @@ class LoggerConfig(Section):
     validation: bool = setting(True, resume="harmless")
     """Write the completions of every validation, with rewards, to `{run_dir}/validation/step_N.jsonl`."""
     save_rollouts: bool = setting(False, resume="harmless")
-    """Keep the episodes that every step has trained on, with tokens, log-probs, messages and rewards, as records of the
-    journal in `{run_dir}/rollouts/step_N.arrow`."""
+    """Keep the episodes that every step has trained on, with tokens, log-probs, messages, rewards, and the trainer's
+    log-probs, entropies and advantages, in `{run_dir}/rollouts/step_N.arrow`."""

@@ -10,18 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer.episodes import Episode, Sample
+from trainer.episodes import Episode, Sample, TokenScores
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 
 @functools.cache
-def schema(has_sources: bool = False) -> pa.Schema:
+def schema(has_sources: bool = False, has_scores: bool = False) -> pa.Schema:
     """Return the columns: one row for each episode.
 
     Args:
         has_sources: the episodes are of several sources. Files without sources stay readable for earlier versions.
+        has_scores: what the trainer computed for the tokens is kept with them.
 
     `key` names its group in the journal; null elsewhere. `messages`, `rewards` and `metrics` are JSON, which has any
     content; null stands for what an episode does not have. A text that is no Unicode is JSON after a mark.
@@ -41,9 +42,12 @@ def schema(has_sources: bool = False) -> pa.Schema:
     of_reward = [("reward", pa.float64()), ("baseline", pa.float64()), ("rewards", pa.string())]
     others = [("metrics", pa.string()), ("turns", pa.int64()), ("samples", pa.list_(sample))]
     others += [("source", pa.string())] if has_sources else []
+    scores = pa.struct([(name, pa.list_(pa.float32())) for name in _SCORES])
+    others += [("scores", pa.list_(scores))] if has_scores else []
     return pa.schema([("step", pa.int64()), *texts, *of_reward, *others])
 
 
+_SCORES = ("logprobs", "entropy", "advantages")
 _TEXTS = ("group", "uid", "answer", "status", "failure")
 _PLAIN = (*_TEXTS, "turns", "reward", "baseline")
 _JSON = ("messages", "rewards", "metrics")
@@ -61,12 +65,14 @@ def encode(
     episodes: Sequence[Episode],
     keys: Sequence[str | None] | None = None,
     about: Mapping[str, str] | None = None,
+    scores: Sequence[TokenScores] | None = None,
 ) -> bytes:
     """Return episodes as an Arrow IPC file. The same episodes give the same bytes.
 
     Args:
         keys: of their groups; None: they have none.
         about: metadata of the file.
+        scores: one for each sample of the episodes; None: they are not kept.
 
     Raises:
         ValueError: an episode has a value that the format cannot hold.
@@ -81,7 +87,9 @@ def encode(
         columns |= {"step": [step] * len(episodes), "key": keys or [None] * len(episodes)}
         columns["samples"] = _samples_column(episodes)
         columns["source"] = [episode.source for episode in episodes]
-        kept = schema(any(columns["source"]))
+        if scores is not None:
+            columns["scores"] = _scores_column(episodes, scores)
+        kept = schema(any(columns["source"]), scores is not None)
         table = pa.table([columns[name] for name in kept.names], kept.with_metadata(dict(about or {})))
     except (TypeError, UnicodeError, pa.ArrowException) as error:
         raise ValueError(str(error)) from error
@@ -102,8 +110,8 @@ def decode_groups(data: bytes) -> tuple[dict[str, list[Episode]], dict[str, str]
 
     try:
         table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
-        has_sources = table.schema.equals(schema(has_sources=True))
-        if not (has_sources or table.schema.equals(schema())):
+        has_sources, has_scores = "source" in table.schema.names, "scores" in table.schema.names
+        if not table.schema.equals(schema(has_sources, has_scores)):
             raise ValueError("it has other columns")
         table.validate(full=True)
         rows = table.select([*_PLAIN, *_JSON, "key", *(["source"] if has_sources else [])]).to_pylist()
@@ -117,6 +125,29 @@ def decode_groups(data: bytes) -> tuple[dict[str, list[Episode]], dict[str, str]
         groups.setdefault(key, []).append(Episode(samples=own, **row))
     about = {name.decode(): value.decode() for name, value in (table.schema.metadata or {}).items()}
     return groups, about
+
+
+def decode_scores(data: bytes) -> list[list[TokenScores]] | None:
+    """Return the scores in a file that `decode_groups` can read, by episode in the order of the file; None: none.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    import pyarrow as pa
+
+    try:
+        table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
+        if "scores" not in table.schema.names:
+            return None
+        table.validate(full=True)
+        column = table.column("scores").combine_chunks()
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(str(error)) from error
+    made = [
+        TokenScores(*arrays) for arrays in zip(*(_arrays(column.values.field(name)) for name in _SCORES), strict=True)
+    ]
+    bounds = column.offsets.to_pylist()
+    return [made[start:end] for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
 def _escaped(text: str) -> str:
@@ -160,6 +191,16 @@ def _samples_column(episodes: Sequence[Episode]) -> pa.Array:
     ]
     structs = pa.StructArray.from_arrays(fields, fields=list(schema().field("samples").type.value_type))
     return pa.ListArray.from_arrays(_offsets([len(episode.samples) for episode in episodes]), structs)
+
+
+def _scores_column(episodes: Sequence[Episode], scores: Sequence[TokenScores]) -> pa.Array:
+    import pyarrow as pa
+
+    counts = [len(episode.samples) for episode in episodes]
+    assert len(scores) == sum(counts), "one for each sample"
+    fields = [_lists([getattr(one, name) for one in scores], np.float32) for name in _SCORES]
+    structs = pa.StructArray.from_arrays(fields, fields=list(schema(has_scores=True).field("scores").type.value_type))
+    return pa.ListArray.from_arrays(_offsets(counts), structs)
 
 
 def _lists(arrays: Sequence[Any], dtype: Any) -> pa.ListArray:

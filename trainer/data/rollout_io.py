@@ -14,7 +14,7 @@ from typing import Any
 
 from trainer.data.records import encode, unescaped
 from trainer.data.row_files import read_rows
-from trainer.episodes import Episode, split_messages
+from trainer.episodes import Episode, TokenScores, split_messages
 from trainer.errors import UserError
 from trainer.files.atomic_io import write_file
 from trainer.files.documents import parse_json
@@ -27,7 +27,11 @@ _JSON = ("messages", "rewards", "metrics")
 
 
 def write_rollouts(
-    run_dir: str, step: int, episodes: Sequence[Episode], fence: Callable[[], None] = lambda: None
+    run_dir: str,
+    step: int,
+    episodes: Sequence[Episode],
+    fence: Callable[[], None] = lambda: None,
+    scores: Sequence[TokenScores] | None = None,
 ) -> None:
     """Write the episodes of a step atomically to `{run_dir}/rollouts/step_{step}.arrow`, as records of the journal.
 
@@ -35,6 +39,7 @@ def write_rollouts(
 
     Args:
         fence: raises when this process no longer holds the run directory. Then nothing is written there.
+        scores: one for each sample of the episodes; None: they are not known.
 
     Raises:
         UserError: an episode has a value that the format cannot hold.
@@ -43,7 +48,7 @@ def write_rollouts(
     directory = os.path.join(run_dir, FOLDER)
     os.makedirs(directory, exist_ok=True)
     try:
-        data = encode(step, episodes)
+        data = encode(step, episodes, scores=scores)
     except ValueError as error:
         raise UserError(f"logger.save_rollouts: the rollouts of step {step} cannot be written ({error})") from error
     write_file(os.path.join(directory, f"step_{step}.arrow"), data, fence)

@@ -9,7 +9,7 @@ import numpy as np
 from trainer.algorithms import AdaptiveKL, FixedKL
 from trainer.cluster.worker_groups import Cluster
 from trainer.config import Config
-from trainer.episodes import Episode, Sample
+from trainer.episodes import Episode, Sample, TokenScores
 from trainer.learner.train_workers import TrainWorkers
 from trainer.metrics.throughput import model_flops
 from trainer.metrics.timing import Timer
@@ -34,6 +34,8 @@ class Learner:
         self._saves_prepared = False
         self._forward_passes = 0.0
         self._epochs = 0.0  # of the last step
+        self.token_scores: list[TokenScores] | None = None
+        """With `logger.save_rollouts`: of each sample that the last update trained on."""
         self._shared = 0.0  # of the tokens of the policy's last update, those that were computed for another row
 
     @property
@@ -94,7 +96,7 @@ class Learner:
             NonFiniteError: a loss or gradient norm is NaN or infinite; the weights are untouched.
         """
         objective, batch, metrics = self.objective, experience.batch, dict(experience.metrics)
-        roles, logprobs = objective.updates(step), None
+        roles, logprobs, entropy = objective.updates(step), None, None
         tokens = sum(int(batch["lengths"][rows].sum()) for rows in objective.mini_batches(batch, step))
         self._epochs = tokens / int(batch["lengths"].sum())
         with self.timer("update"):
@@ -103,15 +105,27 @@ class Learner:
                 update = self.ranks.update(role, stored, batch["input_ids"].shape, step, objective.numbers())
                 metrics |= zip(objective.metric_names(role, list(update.metrics)), update.metrics.values(), strict=True)
                 if role == "policy":
-                    logprobs, self._shared = update.logprobs, 1 - update.tokens / tokens
+                    logprobs, entropy, self._shared = update.logprobs, update.entropy, 1 - update.tokens / tokens
         if not self._saves_prepared and set(roles) == {name for name, spec in objective.roles.items() if spec.trained}:
             self._saves_prepared = True  # the states of the optimizers exist now
             self.ranks.prepare_saves()
         metrics |= objective.end_step(batch, metrics, logprobs)
+        if self.cfg.logger.save_rollouts:
+            self.token_scores = self._token_scores(batch, logprobs, entropy)
         for role, spec in objective.roles.items():
             if spec.sync_interval is not None and step % spec.sync_interval == 0:
                 self.ranks.call(role, "sync_from_policy")
         return metrics
+
+    def _token_scores(self, batch: Batch, logprobs: np.ndarray | None, entropy: np.ndarray | None) -> list[TokenScores]:
+        """Return what was computed for the tokens of each sample."""
+        arrays = self.objective.token_scores(batch, logprobs) | ({} if entropy is None else {"entropy": entropy})
+        is_scored = batch.get("sampled", batch["mask"]) > 0
+        arrays = {name: np.where(is_scored, array, 0).astype(np.float32) for name, array in arrays.items()}
+        return [
+            TokenScores(**{name: array[row, :length] for name, array in arrays.items()})
+            for row, length in enumerate(batch["lengths"])
+        ]
 
     def loss(self, samples: Sequence[Sample]) -> float:
         """Return the cross-entropy of validation samples under the policy, in nats per token."""

@@ -35,6 +35,8 @@ class RoleUpdate:
     """The old log-probs `(B, T)` that the ranks computed, 0 in rows that had some. None: they computed none."""
     tokens: int
     """Number of tokens that the ranks computed."""
+    entropy: np.ndarray | None = None
+    """With `logger.save_rollouts`: of the tokens `(B, T)`, 0 in rows that were not trained on. None: not computed."""
 
 
 class TrainWorkers:
@@ -118,7 +120,9 @@ class TrainWorkers:
         updates = self._groups[role].call("call", role, "update", batch, step, numbers)
         parts = [(update.rows, update.logprobs) for update in updates]
         logprobs = _assemble(parts, shape) if any(len(rows) for rows, _ in parts) else None
-        return RoleUpdate(updates[0].metrics, logprobs, sum(update.tokens for update in updates))
+        entropies = [update.entropy for update in updates if update.entropy is not None and len(update.entropy[0])]
+        entropy = _assemble(entropies, shape) if entropies else None
+        return RoleUpdate(updates[0].metrics, logprobs, sum(update.tokens for update in updates), entropy)
 
     def check_shared(self, dtype: str) -> None:
         """Check that `share_weights` will have enough shared memory.

@@ -137,6 +137,14 @@ class Objective:
         """
         return {}
 
+    def token_scores(self, batch: Batch, logprobs: np.ndarray | None) -> dict[str, np.ndarray]:
+        """Return what is kept with the rollouts of a step: fields of `TokenScores`, each `(B, T)`.
+
+        Args:
+            batch, logprobs: see `end_step`.
+        """
+        return {}
+
     # ---------------------------------------------------------------------------------------------------
     # On the driver and on the ranks
 

@@ -142,6 +142,12 @@ class PolicyGradient(Objective):
             self.kl.update(metrics["policy/kl"], len(batch["lengths"]))
         return further
 
+    def token_scores(self, batch: Batch, logprobs: np.ndarray | None) -> dict[str, np.ndarray]:
+        scores = {"advantages": np.where(batch["mask"] > 0, batch["advantages"], 0)}
+        if not self._uses_rollout_logprobs and (logprobs is not None or "old_logprobs" in batch):
+            scores["logprobs"] = batch.get("old_logprobs", 0) + (0 if logprobs is None else logprobs)
+        return scores
+
     @property
     def _uses_rollout_logprobs(self) -> bool:
         """The sampler's log-probs are taken for those of the old policy."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from trainer.config import Config
 from trainer.data.rollout_io import remove_rollouts, write_rollouts
-from trainer.episodes import Episode
+from trainer.episodes import Episode, TokenScores
 from trainer.metrics.samples import Transcript, draw, write_validation
 from trainer.sources.base import Evaluation
 
@@ -28,15 +28,19 @@ class TranscriptLog:
         self._fence = fence
         self._samples: dict[int, dict[str, list[Transcript]]] = {}
 
-    def add_step(self, step: int, episodes: Sequence[Episode]) -> None:
-        """Sample from the episodes that `step` has trained on; with `logger.save_rollouts`, write them all."""
+    def add_step(self, step: int, episodes: Sequence[Episode], scores: Sequence[TokenScores] | None = None) -> None:
+        """Sample from the episodes that `step` has trained on; with `logger.save_rollouts`, write them all.
+
+        Args:
+            scores: one for each sample of the episodes; None: they are not known.
+        """
         logger, trainer = self.cfg.logger, self.cfg.trainer
         if not any(episode.messages for episode in episodes):
             return
         if logger.samples_interval > 0 and step % logger.samples_interval == 0:
             self._sample("training", step, episodes, shown=trainer.val_interval <= 0)
         if logger.save_rollouts:
-            write_rollouts(trainer.run_dir, step, episodes, self._fence)
+            write_rollouts(trainer.run_dir, step, episodes, self._fence, scores)
 
     def rewind(self, step: int) -> None:
         """Delete the rollouts that were kept of the steps after `step`, which are trained again."""

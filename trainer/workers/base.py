@@ -203,6 +203,9 @@ class RankUpdate:
     """`(n, T)`: the old log-probs of these rows, zero-padded."""
     tokens: int
     """Number of tokens that this rank computed; those that rows share count once in a micro-batch."""
+    entropy: tuple[np.ndarray, np.ndarray] | None = None
+    """With `logger.save_rollouts`: rows of the batch `(n,)`, and the entropy of their tokens `(n, T)`. Without rows,
+    or None: it was not computed."""
 
 
 class TrainedWorker(ModelWorker):

@@ -49,6 +49,7 @@ class PolicyWorker(TrainedWorker):
         super().__init__(spec, module, layout, objective, before_weights_change)
         self._shared: SharedDirectory | None = None
         self._fresh: list[tuple[list[int], np.ndarray]] = []  # rows and old log-probs that the update has computed
+        self._entropy: dict[int, np.ndarray] = {}  # of the tokens of each row, for people
 
     def logprobs(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """Return the log-probs of this rank's rows of `batch` (see `ModelWorker.map_rows`)."""
@@ -70,6 +71,10 @@ class PolicyWorker(TrainedWorker):
             mb.arrays["old_logprobs"] = logprobs.detach()
             if mb.rows and self.layout.is_first_of_dp_rank:
                 self._fresh.append((mb["row"].tolist(), logprobs.detach().float().cpu().numpy()))
+        keeps = self.objective.cfg.logger.save_rollouts and self.layout.is_first_of_dp_rank
+        if keeps and entropy is not None and mb.rows and "row" in mb:
+            for row, values in zip(mb["row"].tolist(), entropy.detach().float().cpu().numpy(), strict=True):
+                self._entropy.setdefault(row, values)  # of the first epoch
         return Outputs(logprobs=logprobs, entropy=entropy)
 
     def update(self, batch: Batch, step: int, numbers: Mapping[str, float] | None = None) -> RankUpdate:
@@ -89,10 +94,13 @@ class PolicyWorker(TrainedWorker):
         first, *others = self.objective.mini_batches(batch, step)
         if not all(known[rows].all() for rows in others) or known[first].any() != known[first].all():
             raise ValueError("optimizer steps after the first need the old log-probs of their rows")
-        self._fresh = []
+        self._fresh, self._entropy = [], {}
         update = super().update({**batch, "has_old_logprobs": known, "row": np.arange(size)}, step, numbers)
-        rows, logprobs = stack_rows(self._fresh, batch["input_ids"].shape[1])
-        return dataclasses.replace(update, rows=rows, logprobs=logprobs)
+        width = batch["input_ids"].shape[1]
+        rows, logprobs = stack_rows(self._fresh, width)
+        entropy = stack_rows([([row], values[None]) for row, values in self._entropy.items()], width)
+        self._fresh, self._entropy = [], {}
+        return dataclasses.replace(update, rows=rows, logprobs=logprobs, entropy=entropy)
 
     @torch.no_grad()
     def cross_entropy(self, batch: Batch) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import io
+import itertools
 import struct
 from typing import Any
 
@@ -15,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.records import decode_groups, encode, encode_groups
-from trainer.episodes import Episode, Sample
+from trainer.data.records import decode_groups, decode_scores, encode, encode_groups
+from trainer.episodes import Episode, Sample, TokenScores
 
 texts = st.text(max_size=8) | st.text("\0json \ud83d", max_size=12)
 doubles = st.floats(allow_nan=True, width=64)
@@ -81,6 +82,29 @@ def test_episodes_come_back_bit_for_bit(groups):
     found, about = decode_groups(data)
     assert bits(found) == bits(groups) and list(found) == list(groups) and about == {"history": "h"}
     assert encode_groups(7, groups, {"history": "h"}) == data, "the same groups give the same bytes"
+
+
+@given(st.lists(episodes, max_size=4), st.data())
+@settings(max_examples=50)
+def test_scores_come_back_bit_for_bit(some, data):
+    def array(length: int) -> np.ndarray | None:
+        numbers = st.lists(st.floats(width=32), min_size=length, max_size=length)
+        found = data.draw(st.none() | numbers)
+        return None if found is None else np.asarray(found, np.float32)
+
+    scores = [
+        TokenScores(*(array(len(sample.token_ids)) for _ in range(3))) for episode in some for sample in episode.samples
+    ]
+    file = encode(3, some, scores=scores)
+    found = decode_scores(file)
+    assert found is not None and [len(own) for own in found] == [len(episode.samples) for episode in some]
+    for one, own in zip(scores, itertools.chain.from_iterable(found), strict=True):
+        for name in ("logprobs", "entropy", "advantages"):
+            before, after = getattr(one, name), getattr(own, name)
+            assert (before is None) == (after is None)
+            assert before is None or before.tobytes() == after.tobytes()
+    assert decode_scores(encode(3, some)) is None
+    assert sum(map(len, decode_groups(file)[0].values())) == len(some)
 
 
 def sample_file() -> bytes:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from tests.support.ranks import local_cluster
 from trainer.algorithms import ADVANTAGES, aggregate
 from trainer.config import Config, TinyConfig
-from trainer.episodes import Episode, Sample
+from trainer.episodes import Episode, Sample, TokenScores
 from trainer.learner.learner import Learner
 from trainer.metrics.timing import Timer
 from trainer.models.tiny import build_tiny
@@ -57,12 +57,15 @@ def a_step(
     critic_warmup: int = 0,
     share_prefixes: bool = True,
     rows_scored: int | None = None,
+    kept: list[TokenScores] | None = None,
+    update_epochs: int = 1,
     **algorithm,
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """The metrics of one step, and its seconds by phase."""
+    """The metrics of one step, and its seconds by phase. What was computed for tokens is added to `kept`."""
     cfg = Config()
     cfg.trainer.train_batch_size, cfg.trainer.mini_batch_size, cfg.rollout.n = 2, mini_batch, 4
-    cfg.trainer.policy.optimizer.lr = 1e-2
+    cfg.trainer.policy.optimizer.lr, cfg.trainer.update_epochs = 1e-2, update_epochs
+    cfg.logger.save_rollouts = kept is not None
     cfg.trainer.critic.warmup_steps, cfg.trainer.share_prefixes = critic_warmup, share_prefixes
     for name, value in algorithm.items():
         setattr(cfg.algorithm, name, value)
@@ -73,6 +76,9 @@ def a_step(
         made = [replace(episode, reward=1.0) for episode in episodes()] if equal_rewards else episodes()
         scored = _record_scored(learner)
         metrics = learner.update(learner.score(made, 1), 1)
+        assert (learner.token_scores is None) == (kept is None)
+        if kept is not None:
+            kept += learner.token_scores
         speed = learner.speed(len(made), 40, 1e3)
         assert 0 < speed["perf/mfu"] < 1e-4
         # All four completions of a prompt begin with the same four tokens. Each rank computes them once.
@@ -114,6 +120,42 @@ def test_a_step_of_one_optimizer_step_needs_no_pass_for_old_log_probs(model):
     of_tokens, seconds = a_step(model, rollout_correction="tis", rollout_correction_high=1e-3)
     assert "time/logprob" not in seconds
     assert of_tokens["rollout_is/clip_frac"] > 0 and of_tokens["policy/loss"] != alone["policy/loss"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"ranks": 2, "mini_batch": 1}, {"update_epochs": 2}, {"old_logprobs": "rollout"}, {"equal_rewards": True}],
+    ids=str,
+)
+def test_what_was_computed_for_tokens_is_kept_with_rollouts(model, settings):
+    """And the step is the same to the last bit."""
+    if "equal_rewards" in settings:
+        settings = settings | {"filter_zero_variance": True, "overlong_buffer": 0}
+    kept: list[TokenScores] = []
+    metrics, _ = a_step(model, kept=kept, **settings)
+    assert metrics == a_step(model, **settings)[0]
+    samples = [sample for episode in episodes() for sample in episode.samples]
+    assert [len(one.entropy) for one in kept] == [len(sample.token_ids) for sample in samples]
+    for sample, one in zip(samples, kept, strict=True):
+        for array in (one.logprobs, one.entropy, one.advantages):
+            assert array is None or (array.dtype == np.float32 and not array[sample.mask == 0].any())
+
+    def of_tokens(arrays: list[np.ndarray]) -> np.ndarray:
+        return np.concatenate([array[sample.mask > 0] for sample, array in zip(samples, arrays, strict=True)])
+
+    if "equal_rewards" not in settings:
+        sums = sum(one.advantages[-1] for one in kept[:4])
+        assert sums == pytest.approx(0, abs=1e-5) and np.abs(kept[0].advantages).max() > 0.1
+        if settings.get("mini_batch") != 1 and "update_epochs" not in settings:
+            assert of_tokens([one.entropy for one in kept]).mean() == pytest.approx(metrics["policy/entropy"], abs=1e-5)
+    else:
+        assert not any(one.advantages.any() for one in kept)
+    if "old_logprobs" in settings:
+        assert all(one.logprobs is None for one in kept), "nobody has computed them"
+        return
+    difference = of_tokens([one.logprobs for one in kept]) - of_tokens([sample.logprobs for sample in samples])
+    assert np.abs(difference).mean() == pytest.approx(metrics["rollout/logprob_diff_mean"], abs=1e-6)
+    assert np.abs(difference).max() == pytest.approx(metrics["rollout/logprob_diff_max"], abs=1e-6)
 
 
 def test_a_step_whose_rows_are_all_left_out_is_measured_all_the_same(model):

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tests.support.runs import configured, rollouts_of
-from trainer.episodes import Episode, Sample
+from trainer.data.records import decode_groups
+from trainer.episodes import Episode, Sample, TokenScores
 from trainer.metrics.samples import Transcript
 from trainer.sources.transcripts import TranscriptLog, transcript
 
@@ -78,6 +79,23 @@ def test_rollouts_are_kept_until_the_run_goes_back_behind_their_step(tmp_path):
     (tmp_path / "rollouts/step_3.jsonl").touch()
     log.rewind(2)
     assert sorted(os.listdir(tmp_path / "rollouts")) == ["step_1.arrow", "step_2.arrow", "step_3.jsonl"]
+
+
+def test_what_was_computed_for_tokens_is_kept_beside_the_samples(tmp_path):
+    cfg = configured(tmp_path)
+    cfg.logger.save_rollouts = True
+    scores = [
+        TokenScores(np.float32([0, -i]), None, np.float32([0, i / 2]))
+        for i, episode in enumerate(EPISODES)
+        for _ in episode.samples
+    ]
+    TranscriptLog(cfg, lambda: None).add_step(1, EPISODES, scores)
+    assert rollouts_of(tmp_path, 1)[2]["scores"] == [
+        {"logprobs": [0.0, -2.0], "entropy": None, "advantages": [0.0, 1.0]}
+    ]
+    (file,) = (tmp_path / "rollouts").iterdir()
+    (found,) = decode_groups(file.read_bytes())[0].values()
+    assert [episode.uid for episode in found] == [episode.uid for episode in EPISODES]
 
 
 def test_samples_show_why_a_reward_failed():
