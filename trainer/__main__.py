@@ -20,6 +20,7 @@ COMMANDS = {
     "plan": ("trainer.plan.__main__", "say what a run needs of a cluster, whether it fits, and how long it takes"),
     "diagnose": ("trainer.reports.diagnose", "say what happened to a run, and what to do next"),
     "compare": ("trainer.reports.compare", "print a table of runs, and draw their curves"),
+    "view": ("trainer.view.__main__", "write one HTML file with the curves, episodes and tokens of runs"),
     "report": ("trainer.reports.report", "draw the picture of a run"),
     "rollouts": ("trainer.data.rollout_io", "print kept rollouts as JSON lines"),
     "checkpoint": ("trainer.checkpoint.__main__", "list, verify, show, compare, export, prune, roll back"),

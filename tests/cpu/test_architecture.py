@@ -39,6 +39,7 @@ ALLOWED: dict[str, set[str]] = {
                 "algorithms", "metrics"},
     "trainer": {"journal", "sources", "learner", "objectives", "run", "checkpoint", "metrics", "models", "parallel"},
     "reports": {"run", "checkpoint", "metrics"},
+    "view": {"reports", "run", "checkpoint", "metrics", "data"},
     "tasks": {"journal", "trainer", "sources", "learner", "run", "checkpoint", "metrics", "generation", "environments",
               "data", "rewards", "models", "cluster"},
     "jobs": {"tasks", "reports", "trainer", "run", "checkpoint", "models", "cluster"},
@@ -165,6 +166,7 @@ def test_workers_and_checkpoints_run_where_ray_hydra_and_vllm_are_not_installed(
         "trainer.sft",
         "trainer.api.running",
         "trainer.reports.diagnose",
+        "trainer.view.build",
     ],
 )
 def test_help_needs_no_torch(module):

@@ -1,0 +1,295 @@
+"""The page in a real browser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.browser import Browser, open_browser
+from tests.support.viewed_runs import HOSTILE, make_episode, make_run
+from trainer.data.rollout_io import write_rollouts
+from trainer.view.build import Builder, Limits
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory) -> Iterator[Browser]:
+    with open_browser(tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
+
+
+@pytest.fixture
+def browser(chromium) -> Iterator[Browser]:
+    """A browser whose page must not complain."""
+    chromium.errors()
+    yield chromium
+    assert chromium.errors() == []
+
+
+def write(out: Path, *runs: Path, refresh_s: float | None = None) -> Path:
+    Builder([str(run) for run in runs], Limits()).write(str(out), refresh_s)
+    return out
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> Path:
+    """The page of a run of three steps."""
+    run = make_run(tmp_path_factory.mktemp("one") / "run", hostile=HOSTILE)
+    return write(run / "view.html", run)
+
+
+def show_episodes(browser: Browser, page: Path, state: str = "") -> None:
+    browser.open(page, f"#tab=episodes{state}")
+    browser.until(lambda: browser.texts("#count"))
+
+
+def column(browser: Browser, key: str) -> list[str]:
+    """Return the cells of a column, from the top."""
+    return browser.run(
+        "const keys = [...document.querySelectorAll('.head .cell')].map((one) => one.dataset.key);"
+        "const place = keys.indexOf(arguments[0]);"
+        "return [...document.querySelectorAll('.row')].map((row) => row.children[place].textContent)",
+        key,
+    )
+
+
+def shown(browser: Browser, count: int) -> None:
+    browser.until(lambda: browser.texts("#count") == [f"{count} shown"])
+
+
+def test_curves_have_marks_and_lead_to_the_episodes(browser, page):
+    browser.open(page)
+    titles = browser.texts("figcaption")
+    assert titles[:2] == ["reward/mean", "val/accuracy"] and "time/update" not in titles
+    figure = "figure[data-metric='reward/mean']"
+    assert len(browser.all(f"{figure} .curve")) == 1 and len(browser.all(f"{figure} .dot")) == 3
+    assert len(browser.all(f"{figure} .mark.restart")) == 1 and len(browser.all(f"{figure} .mark.incident.job")) == 1
+    assert len(browser.all(f"{figure} polygon.checkpoint")) == 3
+    assert "out of memory" in browser.texts(f"{figure} .incident title")[0]
+    browser.click("#show-incident")
+    assert not browser.all(".mark.incident") and browser.all(".mark.restart")
+    browser.type("#find", "TIME/")
+    browser.until(lambda: browser.texts("figcaption") == ["time/rollout", "time/step", "time/update"])
+    browser.type("#find", "reward/mean")
+    browser.until(lambda: browser.texts("figcaption") == ["reward/mean"])
+    browser.click(f"{figure} svg")
+    browser.until(lambda: browser.texts("#step") in (["step 1"], ["step 2"]))  # the middle of steps 0 to 3
+
+
+def test_closed_sections_draw_their_curves_when_they_are_opened(browser, page):
+    browser.open(page)
+    assert not browser.all("figure[data-metric='time/update']")
+    (section,) = [one for one in browser.all("details summary") if one.text.startswith("time ")]
+    section.click()
+    browser.until(lambda: browser.all("figure[data-metric='time/update']"))
+
+
+def test_the_slider_moves_over_the_steps(browser, page):
+    show_episodes(browser, page)
+    browser.until(lambda: browser.texts("#step") == ["step 3"])
+    assert "16 episodes in 4 groups" in browser.texts("#summary")[0]
+    assert "1 of 4 groups agree in their rewards" in browser.texts("#summary")[0]
+    browser.click("#back")
+    browser.until(lambda: browser.texts("#step") == ["step 2"] and column(browser, "uid")[0] == "0:8:0")
+    browser.run("const s = document.getElementById('slider'); s.value = 0; s.dispatchEvent(new Event('input'))")
+    browser.until(lambda: browser.texts("#step") == ["step 1"] and column(browser, "uid")[0] == "0:4:0")
+    browser.click("#all")
+    shown(browser, 48)
+    browser.choose("#split", "validation")
+    browser.until(lambda: column(browser, "uid") == ["val:0:0", "val:1:0", "val:2:0"])
+
+
+def test_columns_sort_both_ways_and_back(browser, page):
+    show_episodes(browser, page)
+    first = column(browser, "uid")
+    header = ".head [data-key='reward']"
+    browser.click(header)
+    rewards = [float(one) for one in column(browser, "reward")]
+    assert rewards == sorted(rewards, reverse=True) and rewards[0] == 1
+    browser.click(header)
+    rewards = [float(one) for one in column(browser, "reward")]
+    assert rewards == sorted(rewards) and rewards[0] == 0
+    browser.click(header)
+    assert column(browser, "uid") == first
+    browser.click(".head [data-key='status']")
+    assert column(browser, "status") == ["length"] * 4 + ["stop"] * 12
+    browser.click(".head [data-key='term right']")
+    assert column(browser, "term right")[0] == "1"
+
+
+def test_filters_and_search_leave_what_they_say(browser, page):
+    show_episodes(browser, page)
+    browser.choose("#status", "length")
+    shown(browser, 4)
+    browser.choose("#status", "")
+    browser.type("#low", "0.2")
+    browser.type("#high", "0.6")
+    shown(browser, 6)
+    assert {*column(browser, "reward")} == {"0.500", "0.333", "0.250"}
+    for field in ("#low", "#high"):
+        browser.type(field, " ")
+    shown(browser, 16)
+    browser.click("#agree")
+    shown(browser, 4)
+    assert {*column(browser, "reward")} == {"1"}
+    browser.click("#agree")
+    browser.type("#search", "QUESTION 2")  # of the prompts, which the table does not show
+    shown(browser, 4)
+    browser.type("#search", "answer 3")
+    shown(browser, 4)
+    browser.type("#search", "<!-- ")
+    shown(browser, 1)
+    browser.type("#search", "nowhere")
+    shown(browser, 0)
+
+
+def test_groups_are_listed_and_opened(browser, page):
+    show_episodes(browser, page)
+    browser.choose("#view", "groups")
+    shown(browser, 4)
+    assert column(browser, "agrees") == ["agree", "", "", ""]
+    assert column(browser, "mean") == ["1", "0.250", "0.167", "0.125"]
+    browser.click(".head [data-key='mean']")
+    browser.click(".head [data-key='mean']")
+    browser.until(lambda: column(browser, "mean")[0] == "0.125")
+    browser.all(".row")[0].click()
+    shown(browser, 4)
+    assert {*column(browser, "group")} == {"4"}
+    browser.until(lambda: "0:15:0" in browser.texts("#detail h2")[0])
+    browser.click("#ungroup")
+    shown(browser, 16)
+
+
+def test_an_episode_is_a_conversation_with_coloured_tokens(browser, page):
+    show_episodes(browser, page)
+    browser.click(".row[data-uid='0:13:1']")
+    browser.until(lambda: browser.all("#conversation .policy"))
+    assert browser.texts("#conversation .role") == ["user", "assistant (policy)"]
+    said = "reply 1 of step 3 naïve 👋<|end|>"
+    assert browser.texts("#conversation .content") == ["question 1", said]
+    spans = "#conversation .policy .t"
+    assert len(browser.all(spans)) == len(said.removesuffix("<|end|>").encode()) + 1, "a token is a byte here"
+    assert browser.all("#conversation .t[class*=hot]")
+    for colour, shades in (("entropy", "[class*=cool]"), ("difference", "[class*=plus]"), ("none", "")):
+        browser.choose("#colour", colour)
+        browser.until(lambda shades=shades: browser.all(f"{spans}{shades}"))
+    assert not browser.all(f"{spans}[class*=plus]")
+    browser.choose("#colour", "mask")
+    browser.until(lambda: browser.all("#conversation .t.context"))
+    assert browser.texts("#conversation .content") == [f"<|user|>question 1<|assistant|>{said}"]
+    assert len(browser.all("#conversation .t.sampled")) == len(said.removesuffix("<|end|>").encode()) + 1
+    hover = "arguments[0].dispatchEvent(new MouseEvent('mouseover', {bubbles: true}))"
+    browser.run(hover, browser.all("#conversation .t.sampled")[1])
+    tip = browser.texts("#tip")[0]
+    assert all(word in tip for word in ('"e"', "the policy", "log-prob", "trainer", "entropy", "advantage"))
+    browser.all(".siblings button")[3].click()
+    browser.until(lambda: "0:13:3" in browser.texts("#detail h2")[0])
+
+
+def test_the_keyboard_moves_through_the_table(browser, page):
+    from selenium.webdriver.common.keys import Keys
+
+    show_episodes(browser, page)
+    browser.one("#table").send_keys(Keys.ARROW_DOWN)
+    browser.until(lambda: "0:12:0" in "".join(browser.texts("#detail h2")))
+    browser.one("#table").send_keys(Keys.ARROW_DOWN, Keys.ARROW_DOWN, Keys.ARROW_UP)
+    browser.until(lambda: "0:12:1" in browser.texts("#detail h2")[0])
+
+
+def test_hostile_text_is_shown_and_harms_nothing(browser, page):
+    show_episodes(browser, page, "&uid=0:12:0")
+    browser.until(lambda: browser.all("#conversation .policy"))
+    for stream in (False, True):
+        if stream:
+            browser.click("#stream")
+            browser.until(lambda: browser.all("#conversation .stream"))
+        assert browser.run("return window.broken") is None
+        assert not browser.all("#app script, #app img") and len(browser.all("script")) > 3
+        text = "".join(browser.texts("#conversation .content"))
+        for part in ("</script><script>window.broken = 1</script>", "<img src=x", "<!--", "{{DATA}}", "\\x1b", "\\x00"):
+            assert part in text
+        for part in ("\\u202e", "\\u202c", "\\u2028", "\\u200b", "👋"):
+            assert part in text
+        assert not {*"\x1b\x00\u202e\u2028\u200b"} & {*text}
+    browser.click("#stream")
+    browser.until(lambda: browser.all("#conversation .policy"))
+    assert "\\ud83d" in browser.texts("#detail dl")[0] and len(browser.all("#conversation .given .hidden")) >= 7
+    assert browser.run("return performance.getEntriesByType('resource').length") == 0
+    assert "{{" not in browser.driver.title
+
+
+def test_several_runs_are_beside_one_another(browser, tmp_path):
+    runs = [make_run(tmp_path / name, steps=2 + i, kl_coef=i) for i, name in enumerate(("a<b>", "second"))]
+    page = write(tmp_path / "view.html", *runs)
+    browser.open(page)
+    figure = "figure[data-metric='reward/mean']"
+    assert len(browser.all(f"{figure} .curve")) == 2
+    boxes = browser.all("#curves .bar label[class*=run] input")
+    boxes[0].click()
+    browser.until(lambda: len(browser.all(f"{figure} .curve")) == 1)
+    browser.click("[data-tab='episodes']")
+    browser.until(lambda: browser.texts("#step") == ["step 2"])
+    browser.choose("#run", "1")
+    browser.until(lambda: browser.texts("#step") == ["step 3"])
+    browser.click("[data-tab='runs']")
+    keys = browser.texts("#differing tbody tr")
+    assert "algorithm.kl_coef01" in keys
+    assert [one.split()[0] for one in browser.texts(".card[data-run] h2")] == ["a<b>", "second"]
+
+
+def test_ten_thousand_episodes_are_a_few_rows_of_the_page(browser, tmp_path):
+    run = make_run(tmp_path / "run", steps=1)
+    made = [make_episode(f"0:{i // 8}:{i % 8}", [("q", f"r{i}")], float(i), seed=i) for i in range(10_000)]
+    write_rollouts(str(run), 1, [episode for episode, _ in made], scores=[scores for _, scores in made])
+    show_episodes(browser, write(tmp_path / "view.html", run))
+    browser.until(lambda: browser.texts("#count") == ["10,000 shown"])
+    assert len(browser.all(".row")) < 100
+    browser.click(".head [data-key='reward']")
+    browser.until(lambda: column(browser, "preview")[0] == "r9999")
+    browser.run("const table = document.getElementById('table'); table.scrollTop = table.scrollHeight")
+    browser.until(lambda: column(browser, "preview")[-1] == "r0")
+    assert len(browser.all(".row")) < 100
+    browser.type("#search", "r99")
+    shown(browser, 111)
+
+
+def test_a_reload_keeps_what_is_shown(browser, page):
+    show_episodes(browser, page)
+    browser.click("#back")
+    browser.type("#search", "reply 2")
+    shown(browser, 4)
+    browser.click(".row[data-uid='0:9:2']")
+    browser.until(lambda: browser.all("#conversation .policy"))
+    browser.driver.refresh()
+    browser.until(lambda: browser.texts("#count") == ["4 shown"] and browser.all("#conversation .policy"))
+    assert browser.texts("#step") == ["step 2"] and "0:9:2" in browser.texts("#detail h2")[0]
+
+
+def test_a_followed_page_shows_what_is_new(browser, tmp_path):
+    run = make_run(tmp_path / "run", steps=2)
+    out = write(tmp_path / "view.html", run, refresh_s=0.5)
+    show_episodes(browser, out, "&step=1")
+    make_run(tmp_path / "other", steps=4)
+    write(out, tmp_path / "other")
+    browser.until(lambda: browser.run("return document.getElementById('slider')?.max") == "3")
+    browser.until(lambda: browser.texts("#step") == ["step 1"])
+    assert not browser.all("#follow")
+
+
+def test_a_run_without_episodes_says_how_to_keep_them(browser, tmp_path):
+    run = make_run(tmp_path / "run", steps=1)
+    for folder in ("rollouts", "validation"):
+        for file in (run / folder).iterdir():
+            file.unlink()
+    browser.open(write(tmp_path / "view.html", run), "#tab=episodes")
+    assert "logger.save_rollouts=true" in browser.texts("#episodes .empty")[0]
+
+
+def test_what_was_not_recorded_is_said(browser, tmp_path):
+    run = make_run(tmp_path / "run", steps=1, with_scores=False)
+    show_episodes(browser, write(tmp_path / "view.html", run), "&uid=0:4:0")
+    browser.until(lambda: browser.all("#colour"))
+    options = {one.get_attribute("value"): one for one in browser.all("#colour option")}
+    assert options["logprob"].is_enabled() and options["logprob"].text == "log-prob"
+    assert not options["entropy"].is_enabled() and options["entropy"].text == "entropy (not recorded)"

@@ -1,0 +1,190 @@
+"""`trainer view`: which runs, which steps, and when the page is written again."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import shutil
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.metrics import make_tracker, step_metrics
+from tests.support.viewed_runs import make_run
+from trainer.checkpoint.lock import RunLock
+from trainer.errors import UserError
+from trainer.view.__main__ import _follow, main
+from trainer.view.build import Builder, Limits, _names, _spread
+from trainer.view.episodes import StepFiles
+
+
+def data_of(page: str) -> dict[str, Any]:
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    return json.loads(text)
+
+
+def chunk_of(page: str, name: str) -> Any:
+    (text,) = re.findall(rf'<script type="text/plain" id="{name}">(.*?)</script>', page)
+    return json.loads(zlib.decompress(base64.b64decode(text)))
+
+
+def test_the_page_of_a_run_is_written(tmp_path, capsys):
+    run = make_run(tmp_path / "run")
+    assert main([str(run)]) == 0
+    assert capsys.readouterr().out.startswith(f"view: {run}/view.html (")
+    page = (run / "view.html").read_text()
+    data = data_of(page)
+    (described,) = data["runs"]
+    assert data["notes"] == [] and data["refresh_s"] is None and data["differing"] == []
+    assert [(one["split"], one["step"], one["count"]) for one in described["steps"]] == [
+        ("training", 1, 16), ("training", 2, 16), ("training", 3, 16), ("validation", 0, 3)]  # fmt: skip
+    assert chunk_of(page, described["steps"][1]["rows"])["uid"][0] == "0:8:0"
+    assert "<|end|>" in chunk_of(page, described["vocabulary"])["texts"]
+    assert "tokens" not in described["steps"][-1]
+
+
+def test_several_runs_are_beside_one_another(tmp_path, monkeypatch, capsys):
+    make_run(tmp_path / "sweep/a", kl_coef=0.1)
+    make_run(tmp_path / "sweep/b", kl_coef=0.2)
+    monkeypatch.chdir(tmp_path)
+    assert main(["sweep"]) == 0
+    assert "view: view.html" in capsys.readouterr().out
+    data = data_of(Path("view.html").read_text())
+    assert [run["name"] for run in data["runs"]] == ["a", "b"]
+    assert data["differing"] == ["algorithm.kl_coef", "model.path"]
+    ids = [one["rows"] for run in data["runs"] for one in run["steps"]]
+    assert len({*ids}) == len(ids) == 8
+
+
+def test_runs_of_one_name_are_told_apart():
+    assert _names(["/a/x/run", "/b/x/run"]) == ["a/x/run", "b/x/run"]
+    assert _names(["/a/run"]) == ["run"] and _names(["/a/\udcff"]) == ["\\udcff"]
+
+
+def test_steps_are_spread_evenly():
+    steps = [StepFiles(step, "training", "rollouts", (str(step),)) for step in range(1, 102)]
+    order = [one.step for one in _spread(steps)]
+    assert order[:5] == [101, 1, 51, 76, 26] and sorted(order) == [*range(1, 102)]
+    assert [one.step for one in _spread(steps[:1])] == [1] and not [*_spread([])]
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "notes"),
+    [
+        (["--steps=2"], [2], []),
+        (["--steps=2-"], [2, 3, 4, 5], []),
+        (["--steps=2-3"], [2, 3], []),
+        (["--max-episodes=20"], [1, 5], ["12 episodes of step 1", "the episodes of 4 of 6 steps"]),
+        (["--max-tokens=1"], [5], ["the episodes of 5 of 6 steps"]),
+    ],
+)
+def test_limits_are_kept_and_said(tmp_path, capsys, options, steps, notes):
+    run = make_run(tmp_path / "run", steps=5)
+    assert main([str(run), "--out", str(tmp_path / "out.html"), *options]) == 0
+    data = data_of((tmp_path / "out.html").read_text())
+    assert [one["step"] for one in data["runs"][0]["steps"] if one["split"] == "training"] == steps
+    said = capsys.readouterr().err
+    assert len(data["notes"]) == len(notes) and all(note in said for note in notes)
+
+
+def test_what_cannot_be_read_is_said(tmp_path, capsys):
+    run = make_run(tmp_path / "run")
+    (run / "rollouts/step_2.arrow").write_bytes(b"damaged")
+    (run / "model/tokenizer.json").write_text("{")
+    assert main([str(run)]) == 0
+    said = capsys.readouterr().err
+    assert "the episodes of step 2 cannot be read" in said and "its tokenizer cannot be read" in said
+    shutil.rmtree(run / "model")
+    assert main([str(run)]) == 0
+    assert "tokens are shown by their numbers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere"], "nowhere: no such directory"),
+        (["."], ".: is no run directory; it has no metrics.jsonl"),
+        (["run", "--out=run"], "--out=run: is a directory; name a file"),
+        (["run", "--out=run/nowhere/x.html"], "No such file"),
+    ],
+)
+def test_bad_input_gets_one_sentence(tmp_path, monkeypatch, capsys, words, message):
+    make_tracker(tmp_path / "run").log(1, step_metrics(1))
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "option", ["--steps=3-2", "--steps=x", "--steps=-1", "--max-episodes=0", "--max-tokens=x", "--interval=0"]
+)
+def test_bad_options_are_refused(option, capsys):
+    with pytest.raises(SystemExit) as refused:
+        main([".", option])
+    assert refused.value.code == 2 and option.partition("=")[0] in capsys.readouterr().err
+
+
+def test_damaged_metrics_are_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n{}\n")
+    with pytest.raises(UserError, match=r"metrics.jsonl:1 has no JSON object"):
+        Builder([str(tmp_path)], Limits()).page()
+
+
+def test_only_what_has_changed_is_read_again(tmp_path):
+    run = make_run(tmp_path / "run", steps=3)
+    builder, file = Builder([str(run)], Limits()), run / "rollouts/step_2.arrow"
+    first, stamp, status = builder.page(), builder.stamp(), file.stat()
+    file.write_bytes(b"x" * status.st_size)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert builder.page() == first and builder.stamp() == stamp, "the file looks as before"
+    os.utime(file, (1, 1))
+    assert builder.stamp() != stamp and builder.page() != first and "step 2 cannot be read" in builder.notes[0]
+
+
+def test_following_ends_with_the_run(tmp_path, capsys):
+    run = make_run(tmp_path / "run")
+    assert main([str(run), "--follow"]) == 0
+    assert "no run goes on" in capsys.readouterr().out
+    out = str(tmp_path / "out.html")
+    _follow(Builder([str(run)], Limits()), out, 0.1)
+    assert data_of(Path(out).read_text())["refresh_s"] is None
+
+
+def test_a_run_is_followed_while_a_process_holds_it(tmp_path, capsys):
+    run, out = make_run(tmp_path / "run", steps=1), tmp_path / "out.html"
+    builder = Builder([str(run)], Limits())
+
+    def steps() -> list[int]:
+        return data_of(out.read_text())["runs"][0]["curves"]["reward/mean"][0] if out.exists() else []
+
+    def until(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 120
+        while not condition():
+            assert time.monotonic() < deadline and thread.is_alive()
+            time.sleep(0.05)
+
+    lock = RunLock(str(run), 60)
+    lock.acquire()
+    thread = threading.Thread(target=_follow, args=(builder, str(out), 0.1))
+    thread.start()
+    try:
+        until(lambda: steps() == [1])
+        assert data_of(out.read_text())["refresh_s"] == 0.1
+        metrics = (run / "metrics.jsonl").read_text()
+        (run / "metrics.jsonl").write_text("torn\n" + metrics)
+        until(lambda: "not written" in capsys.readouterr().err)
+        (run / "metrics.jsonl").write_text(metrics + '{"step": 2, "reward/mean": 1.0}\n{"step": 3, "rew')
+        until(lambda: steps() == [1, 2])
+    finally:
+        lock.release()
+        thread.join(120)
+    assert data_of(out.read_text())["refresh_s"] is None
+    assert "is complete: no run goes on" in capsys.readouterr().out

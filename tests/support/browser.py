@@ -1,0 +1,112 @@
+"""A headless Chromium for tests of pages, driven as a person would."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WAIT_S = 120.0
+_SWITCHES = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-extensions",
+    "--disable-sync",
+    "--no-first-run",
+    "--force-device-scale-factor=1",
+    "--window-size=1500,950",
+)
+
+
+class Browser:
+    """An open page."""
+
+    def __init__(self, driver: Any):
+        self.driver = driver
+
+    def open(self, path: Path | str, state: str = "") -> None:
+        """Open a file in a new page, without the state of the page before."""
+        self.driver.get("about:blank")
+        self.driver.get(f"{Path(path).absolute().as_uri()}{state}")
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        return self.driver.execute_script(script, *arguments)
+
+    def all(self, selector: str) -> list[Any]:
+        from selenium.webdriver.common.by import By
+
+        return self.driver.find_elements(By.CSS_SELECTOR, selector)
+
+    def one(self, selector: str) -> Any:
+        (found,) = self.all(selector)
+        return found
+
+    def texts(self, selector: str) -> list[str]:
+        return self.run("return [...document.querySelectorAll(arguments[0])].map((one) => one.textContent)", selector)
+
+    def until(self, condition: Callable[[], Any]) -> Any:
+        """Wait until a condition holds, and return its value. Elements may be replaced meanwhile."""
+        from selenium.common.exceptions import StaleElementReferenceException
+        from selenium.webdriver.support.ui import WebDriverWait
+
+        wait = WebDriverWait(
+            self.driver, WAIT_S, poll_frequency=0.05, ignored_exceptions=[StaleElementReferenceException]
+        )
+        return wait.until(lambda _: condition())
+
+    def click(self, selector: str) -> None:
+        """Click an element when it is there."""
+        self.until(lambda: len(self.all(selector)) == 1)
+        self.until(lambda: self.one(selector).click() is None)
+
+    def type(self, selector: str, text: str) -> None:
+        """Replace the text of a field."""
+        field = self.one(selector)
+        field.clear()
+        field.send_keys(text)
+
+    def choose(self, selector: str, value: str) -> None:
+        from selenium.webdriver.support.ui import Select
+
+        Select(self.one(selector)).select_by_value(value)
+
+    def errors(self) -> list[str]:
+        """Return what the page has complained about since the last call."""
+        return [entry["message"] for entry in self.driver.get_log("browser")]
+
+
+def is_installed() -> bool:
+    """Return whether pages can be opened on this machine."""
+    programs = (shutil.which("chromium"), shutil.which("chromedriver"))
+    return None not in programs and importlib.util.find_spec("selenium") is not None
+
+
+@contextlib.contextmanager
+def open_browser(profile: Path) -> Iterator[Browser]:
+    """Yield a browser with an empty profile. Skip the test where there is none."""
+    if not is_installed():
+        pytest.skip("Chromium is not installed (Debian's packages chromium and chromium-driver), or selenium is not")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium")
+    for switch in (*_SWITCHES, f"--user-data-dir={profile}"):
+        options.add_argument(switch)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    running = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
+    try:
+        running.set_script_timeout(WAIT_S)
+        running.set_page_load_timeout(WAIT_S)
+        yield Browser(running)
+    finally:
+        running.quit()

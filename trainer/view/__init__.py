@@ -1,0 +1,1 @@
+"""`trainer view`: one HTML file with the curves, episodes and tokens of runs."""

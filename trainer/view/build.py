@@ -1,0 +1,209 @@
+"""Build the page of one or several runs, within limits, and again when their files have changed."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.files.atomic_io import write_file
+from trainer.metrics.tracker import METRICS_FILE
+from trainer.process.failure_log import INCIDENTS_FILE
+from trainer.reports.compare import Run, differing_keys, find_runs, read_run
+from trainer.run.run_metadata import STARTS_FILE
+from trainer.view.episodes import StepData, StepFiles, find_steps, read_step
+from trainer.view.page import pack, render
+from trainer.view.runs import describe_metrics, describe_run
+from trainer.view.vocabulary import Vocabulary, find_tokenizer
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a page holds at most, so that a browser can open it."""
+
+    episodes: int = 20_000
+    """Of each run."""
+    tokens: int = 20_000_000
+    """Of each run."""
+    first: int = 0
+    """The first step whose episodes are in the page."""
+    last: int | None = None
+    """The last one; None: there is no last one."""
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A step as the page holds it."""
+
+    data: StepData
+    rows: str
+    texts: str
+    tokens: str
+
+
+class Builder:
+    """Builds the page of runs. What has not changed since the last time is not read again.
+
+    Args:
+        paths: run directories, or directories that hold several.
+    """
+
+    def __init__(self, paths: Sequence[str], limits: Limits):
+        self.paths = find_runs(list(paths))
+        self.limits = limits
+        self._packed: dict[StepFiles, tuple[Any, _Packed]] = {}
+        self._vocabularies: dict[str | None, Vocabulary] = {}
+        self.notes: list[str] = []
+        """What the last page lacks, and why, for people."""
+
+    def stamp(self) -> tuple[Any, ...]:
+        """Return a value that changes with the files of the runs."""
+        names = (METRICS_FILE, INCIDENTS_FILE, STARTS_FILE)
+        files = [os.path.join(path, name) for path in self.paths for name in names]
+        steps = tuple(one.stamp() for path in self.paths for one in find_steps(path))
+        present = [(file, os.stat(file).st_size) for file in files if os.path.exists(file)]
+        checkpoints = [
+            glob.glob(os.path.join(glob.escape(path), "checkpoints", "global_step_*")) for path in self.paths
+        ]
+        return steps, tuple(present), str(checkpoints)
+
+    def write(self, out: str, refresh_s: float | None = None) -> int:
+        """Write the page to the file `out`, and return its size in bytes.
+
+        Args:
+            refresh_s: after so many seconds, an open page loads itself again; None: it does not.
+
+        Raises:
+            UserError: a file of a run is damaged.
+        """
+        page = self.page(refresh_s).encode()
+        write_file(out, page)
+        return len(page)
+
+    def page(self, refresh_s: float | None = None) -> str:
+        """Return the page (see `write`)."""
+        self.notes = []
+        runs = [read_run(path) for path in self.paths]
+        chunks: dict[str, str] = {}
+        described = []
+        for number, (run, name) in enumerate(zip(runs, _names(self.paths), strict=True)):
+            steps, vocabulary = self._episodes(run, number, name, chunks)
+            described.append(describe_run(run, name) | {"steps": steps, "vocabulary": vocabulary})
+        data = {
+            "runs": described,
+            "metrics": describe_metrics(runs),
+            "differing": differing_keys(runs) if len(runs) > 1 else [],
+            "notes": self.notes,
+            "refresh_s": refresh_s,
+        }
+        return render(data, chunks)
+
+    def _episodes(self, run: Run, number: int, name: str, chunks: dict[str, str]) -> tuple[list[Any], str | None]:
+        """Add the chunks of a run's episodes. Return what the page knows of each step, and the chunk of the texts."""
+        limits = self.limits
+        found = [
+            one
+            for one in find_steps(run.path)
+            if limits.first <= one.step and (limits.last is None or one.step <= limits.last)
+        ]
+        kept: list[_Packed] = []
+        episodes = tokens = left_out = 0
+        for files in _spread(found):
+            if kept and (episodes >= limits.episodes or tokens >= limits.tokens):
+                left_out += 1
+                continue
+            packed = self._pack(files, limits.episodes - episodes)
+            if packed is None:
+                continue
+            kept.append(packed)
+            episodes, tokens = episodes + packed.data.count, tokens + packed.data.num_tokens
+            if packed.data.left_out:
+                self.notes.append(
+                    f"{name}: {packed.data.left_out:,} episodes of step {files.step} ({files.split}) are left out "
+                    "(--max-episodes)"
+                )
+        if left_out:
+            self.notes.append(
+                f"{name}: the episodes of {left_out:,} of {len(found):,} steps are left out, evenly spread "
+                "(--max-episodes, --max-tokens; --steps chooses some)"
+            )
+        self._forget(run.path, {one.data.files for one in kept})
+        steps = []
+        for packed in sorted(kept, key=lambda one: (one.data.files.split, one.data.files.step)):
+            files, key = packed.data.files, f"c{len(chunks)}"
+            step = {"step": files.step, "split": files.split, "origin": files.origin, "count": packed.data.count}
+            for part in ("rows", "texts", "tokens"):
+                text = getattr(packed, part)
+                if text:
+                    step[part] = f"{key}-{part}"
+                    chunks[step[part]] = text
+            steps.append(step)
+        ids = sorted(frozenset().union(*(one.data.token_ids for one in kept))) if kept else []
+        return steps, self._add_vocabulary(run, number, name, ids, chunks) if ids else None
+
+    def _pack(self, files: StepFiles, most_episodes: int) -> _Packed | None:
+        """Return the episodes of a step; None: its files are gone or damaged."""
+        stamp = files.stamp()
+        known = self._packed.get(files)
+        if known is not None and known[0] == stamp and known[1].data.count <= most_episodes:
+            return known[1]
+        try:
+            data = read_step(files, most_episodes)
+        except (ValueError, OSError) as error:
+            self.notes.append(f"the episodes of step {files.step} cannot be read ({error})")
+            return None
+        if not data.count:
+            return None
+        packed = _Packed(data, pack(data.rows), pack(data.texts), pack(data.tokens) if data.tokens else "")
+        data.rows, data.texts, data.tokens = {"uid": data.rows["uid"]}, {}, b""  # the packed form is smaller
+        if not data.left_out:
+            self._packed[files] = stamp, packed
+        return packed
+
+    def _forget(self, path: str, kept: set[StepFiles]) -> None:
+        """Forget the steps of a run that are in the page no more."""
+        for files in [one for one in self._packed if one not in kept and one.paths[0].startswith(path + os.sep)]:
+            del self._packed[files]
+
+    def _add_vocabulary(
+        self, run: Run, number: int, name: str, ids: Sequence[int], chunks: dict[str, str]
+    ) -> str | None:
+        path = find_tokenizer(run.path, run.config.get("model.path"))
+        if path not in self._vocabularies:
+            try:
+                self._vocabularies[path] = Vocabulary(path)
+            except ValueError as error:
+                self.notes.append(f"{name}: its tokenizer cannot be read ({error})")
+                self._vocabularies[path] = Vocabulary(None)
+        if path is None:
+            self.notes.append(f"{name}: no tokenizer is on this machine, so tokens are shown by their numbers")
+        texts = self._vocabularies[path].texts(ids)
+        if not texts["ids"]:
+            return None
+        chunks[f"v{number}"] = pack(texts)
+        return f"v{number}"
+
+
+def _spread(steps: Sequence[StepFiles]) -> Iterator[StepFiles]:
+    """Yield the last step, the first one, the middle one, and so on: so many as one takes, they are spread evenly."""
+    order = sorted(range(len(steps)), key=lambda i: steps[i].step)
+    yielded: set[int] = set()
+    parts = 1
+    while len(yielded) < len(order):
+        for part in range(parts, -1, -1):
+            index = order[round(part * (len(order) - 1) / parts)]
+            if index not in yielded:
+                yielded.add(index)
+                yield steps[index]
+        parts *= 2
+
+
+def _names(paths: Sequence[str]) -> list[str]:
+    """Return a short name for each run; runs of the same name get the end of their path."""
+    whole = [os.path.abspath(path).split(os.sep) for path in paths]
+    depth = 1
+    while depth < max(map(len, whole)) and len({tuple(parts[-depth:]) for parts in whole}) < len(whole):
+        depth += 1
+    return ["/".join(parts[-depth:]).encode(errors="backslashreplace").decode() for parts in whole]

@@ -1,0 +1,76 @@
+// The frame of the page: its tabs, the tab about the runs themselves, and the reload while a run goes on.
+
+const TABS = { curves: ["Curves", curvesTab], episodes: ["Episodes", episodesTab], runs: ["Runs", runsTab] };
+
+function runsTab() {
+  const differing = DATA.differing.length === 0 ? null : el("div", { class: "card" }, el("h2", {}, "Keys that differ"),
+    el("div", { class: "wide" }, el("table", { id: "differing" },
+      el("thead", {}, el("tr", {}, el("th", {}, "key"), RUNS.map((run, i) => el("th", {}, swatch(i), run.name)))),
+      el("tbody", {}, DATA.differing.map((key) => el("tr", {}, el("td", {}, key),
+        RUNS.map((run) => el("td", {}, run.config[key] ?? "–"))))))));
+  return el("section", { id: "runs" }, differing, RUNS.map(runCard));
+}
+
+function runCard(run, i) {
+  const [metric, mode] = run.compared, curve = run.curves[metric], better = mode === "min" ? Math.min : Math.max;
+  const values = curve ? curve[1].filter((value) => value !== null) : [];
+  const best = values.length ? `${metric} ${figure(values.reduce((a, b) => better(a, b)))}` : "–";
+  const config = el("table", { class: "config" });
+  const search = el("input", { type: "search", placeholder: "config keys", input: () => draw(search.value) });
+  const draw = (words) => fill(config, Object.entries(run.config).filter(([key, value]) =>
+    `${key} ${value}`.toLowerCase().includes(words.toLowerCase())).map(([key, value]) =>
+    el("tr", {}, el("td", {}, key), el("td", {}, value))));
+  draw("");
+  const marks = (kind) => run.marks.filter((mark) => mark.kind === kind);
+  const table = (title, heads, rows) => !rows.length ? null : [el("h3", {}, title), el("div", { class: "wide" },
+    el("table", {}, el("thead", {}, el("tr", {}, heads.map((head) => el("th", {}, head)))),
+      el("tbody", {}, rows.map((row) => el("tr", {}, row.map((cell) => el("td", {}, cell)))))))];
+  return el("div", { class: "card", "data-run": run.name },
+    el("h2", {}, RUNS.length > 1 ? swatch(i) : null, run.name),
+    el("dl", {}, [["path", run.path], ["task", run.task], ["steps", `${run.step} of ${run.total_steps}`], ["best", best],
+      ["checkpoints", marks("checkpoint").map((mark) => mark.step).join(", ") || "none"]].map(([name, value]) =>
+      [el("dt", {}, name), el("dd", {}, value)])),
+    table("Advice", ["step", ""], run.advice.map((one) => [one.step, one.text])),
+    table("Restarts", ["time", "step", ""], marks("restart").map((one) => [one.time, one.step, one.text])),
+    table("Incidents", ["time", "step", "class", "", ""], marks("incident").map((one) =>
+      [one.time, one.step, one.class, one.who, one.text])),
+    table("Starts", ["time", "host", "commit", "command"], run.starts.map((one) =>
+      [one.time, one.host, one.git.join(" "), one.command])),
+    el("details", {}, el("summary", {}, `Config (${Object.keys(run.config).length} keys)`), search,
+      el("div", { class: "wide" }, config)));
+}
+
+function showTab() {
+  if (!TABS[STATE.tab]) STATE.tab = "curves";
+  hideTip();
+  for (const button of document.querySelectorAll("nav button")) {
+    button.setAttribute("aria-selected", String(button.dataset.tab === STATE.tab));
+  }
+  fill(document.getElementById("main"), TABS[STATE.tab][1]());
+}
+
+function start() {
+  loadState();
+  const names = RUNS.map((run) => run.name).join(", ");
+  document.title = `${names.replace(HIDDEN_RUNS, "?").slice(0, 80)} – trainer`;
+  const first = RUNS[0], where = RUNS.length > 1 ? `${RUNS.length} runs` : `step ${first.step} of ${first.total_steps}`;
+  const nav = el("nav", { role: "tablist" }, Object.entries(TABS).map(([tab, [label]]) =>
+    el("button", { role: "tab", "data-tab": tab, click: () => change({ tab }, showTab) }, label)));
+  fill(document.getElementById("app"), el("div", { class: "top" }, el("h1", {}, RUNS.length > 1 ? "trainer" : first.name),
+    el("span", { class: "where" }, where), nav, DATA.refresh_s === null ? null : following()),
+    el("main", { id: "main" }), el("div", { id: "tip", hidden: true }));
+  showTab();
+  addEventListener("hashchange", () => { loadState(); showTab(); });
+}
+
+/** Return the switch that loads the page again every few seconds. */
+function following() {
+  let on = true;
+  setTimeout(function again() {
+    if (on) location.reload();
+    else setTimeout(again, 1000 * DATA.refresh_s);
+  }, 1000 * DATA.refresh_s);
+  return tick("follow", "follow the run", true, (value) => { on = value; });
+}
+
+start();

@@ -1,0 +1,131 @@
+"""What the page shows of a run besides its episodes: curves, marks on them, starts, config, advice."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trainer.checkpoint.inspection import find_store
+from trainer.config import Config, Metric
+from trainer.errors import UserError
+from trainer.metrics.health import TrainingWarnings
+from trainer.metrics.names import METRICS
+from trainer.metrics.tracker import PARENT_FILE, read_metrics
+from trainer.process.failure_log import read_incidents
+from trainer.reports.compare import Run
+from trainer.run.run_metadata import LOG_NAME, STARTS_FILE
+
+_MOST_POINTS = 4000
+"""Steps of a curve. Of a longer run, every second, third, … line is shown."""
+_RESUMED = re.compile(r"^(\S+ \S+) ((?:resumed|forked) from .*, step (\d+) of \d+)$")
+_MOST_MARKS = 1000
+
+
+def describe_run(run: Run, name: str) -> dict[str, Any]:
+    """Return what the page shows of a run, as JSON values.
+
+    Raises:
+        UserError: a file of the run is damaged.
+    """
+    return {
+        "name": name,
+        "path": os.path.abspath(run.path),
+        "task": run.task.name,
+        "total_steps": run.task.total_steps,
+        "step": run.steps,
+        "compared": [run.task.best_metric, run.task.best_mode],
+        "curves": curves(run.rows),
+        "parent": curves(read_metrics(os.path.join(run.path, PARENT_FILE))),
+        "marks": _marks(run.path),
+        "starts": _starts(run.path),
+        "config": {key: _as_text(value) for key, value in run.config.items()},
+        "advice": advice(run),
+    }
+
+
+def curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the steps and the values of each metric. None is a number that was not finite."""
+    every = -(-len(rows) // _MOST_POINTS)
+    last = rows[-1]["step"] if rows else 0
+    found: dict[str, list[Any]] = {}
+    for number, row in enumerate(rows):
+        if number % max(every, 1) and row["step"] != last and not any(name.startswith("val/") for name in row):
+            continue
+        for name, value in row.items():
+            if name != "step":
+                steps, values = found.setdefault(name, [[], []])
+                steps.append(row["step"])
+                values.append(value if value is None or isinstance(value, int) else float(f"{value:.6g}"))
+    return dict(sorted(found.items()))
+
+
+def describe_metrics(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Return the unit and the meaning of each metric that the runs have logged."""
+    declared: dict[str, Metric] = dict(METRICS)
+    for run in runs:
+        declared |= run.task.metrics
+    patterns = [(re.compile(re.sub("<[a-z]+>", ".+", re.escape(name))), metric) for name, metric in declared.items()]
+    known = {}
+    for name in sorted({name for run in runs for row in run.rows for name in row}):
+        metric = declared.get(name) or next((one for pattern, one in patterns if pattern.fullmatch(name)), None)
+        if metric is not None:
+            known[name] = [metric.unit, metric.meaning]
+    return known
+
+
+def advice(run: Run) -> list[dict[str, Any]]:
+    """Return what the metrics say about the health of a run: the step of each sentence, and the sentence."""
+    warnings = TrainingWarnings(_compares_completions(run.config))
+    return [{"step": row["step"], "text": text} for row in run.rows for text in warnings.update(row["step"], row)]
+
+
+def _compares_completions(config: Mapping[str, Any]) -> bool:
+    """Return whether the advantages compare the completions of a prompt, as far as the config tells."""
+    estimator = config.get("algorithm.advantage_estimator", Config().algorithm.advantage_estimator)
+    return estimator not in ("gae", "reinforce_plus_plus", "remax")
+
+
+def _marks(run_dir: str) -> list[dict[str, Any]]:
+    """Return what happened at which step: restarts, incidents, checkpoints."""
+    marks = [
+        {
+            "kind": "incident",
+            "step": one.step,
+            "time": one.time[:19],
+            "who": f"{one.name} on {one.node}" if one.node else one.name,
+            "class": one.kind,
+            "text": f"{one.cause}; {one.action}; {one.text}",
+        }
+        for one in read_incidents(run_dir)[-_MOST_MARKS:]
+    ]
+    with contextlib.suppress(OSError), open(os.path.join(run_dir, LOG_NAME), errors="replace") as file:
+        for line in file:
+            if match := _RESUMED.match(line.rstrip("\n")):
+                marks.append({"kind": "restart", "step": int(match[3]), "time": match[1], "text": match[2]})
+    with contextlib.suppress(OSError, UserError):  # checkpoints in an object store that cannot be reached
+        store = find_store(run_dir)
+        for step in store.steps() if store is not None else []:
+            marks.append({"kind": "checkpoint", "step": step, "text": store.path(step)})
+    return marks
+
+
+def _starts(run_dir: str) -> list[dict[str, Any]]:
+    """Return time, command, host and commit of each start. Lines that cannot be read are left out."""
+    starts = []
+    with contextlib.suppress(OSError), open(os.path.join(run_dir, STARTS_FILE), "rb") as file:
+        for line in file:
+            with contextlib.suppress(ValueError, KeyError, TypeError, IndexError):
+                start = json.loads(line)
+                commits = [f"{git['commit'][:12]}{' with changes' if git['dirty'] else ''}" for git in start["git"][:1]]
+                command = shlex.join(map(str, start["command"]))
+                starts.append({"time": start["time"][:19], "command": command, "host": start["host"], "git": commits})
+    return starts[-_MOST_MARKS:]
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
