@@ -208,7 +208,7 @@ function ticks(low, high, count) {
 
 function short(value) {
   const size = Math.abs(value);
-  if (size >= 1e9 || (size > 0 && size < 1e-3)) return value.toExponential(0);
+  if (size >= 1e9 || (size > 0 && size < 1e-3)) return Number(value.toPrecision(2)).toExponential();
   for (const [limit, letter] of [[1e6, "M"], [1e4, "k"]]) {
     if (size >= limit) return `${Number((value / (letter === "M" ? 1e6 : 1e3)).toPrecision(3))}${letter}`;
   }

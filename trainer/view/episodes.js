@@ -278,6 +278,7 @@ function episodeColumns(rows) {
     for (const name of Object.keys(row.metrics || {})) measures.set(name, true);
   }
   const has = (name) => rows.some((row) => row[name] !== null && row[name] !== undefined && row[name] !== "");
+  const width = (name) => `${Math.min(8, Math.max(3.8, 1.6 + 0.5 * name.length))}rem`;
   const means = "the reward minus the mean reward of the group";
   return [
     STATE.all ? number("step", "step", "step", (row) => row.step, "3.6rem") : null,
@@ -285,18 +286,18 @@ function episodeColumns(rows) {
       first: "up", mark: (row) => row.of.agrees },
     { ...number("number", "#", "number in its group", (row) => row.number, "2.4rem"), first: "up" },
     number("reward", "reward", "reward", (row) => row.reward),
-    number("above", "± group", means, (row) => row.reward === null || row.of.mean === null ? null : row.reward - row.of.mean),
-    has("advantage") ? number("advantage", "advantage", "mean advantage of its tokens", (row) => row.advantage, "5.4rem") : null,
+    number("above", "± group", means, (row) => row.reward === null || row.of.mean === null ? null : row.reward - row.of.mean, "5.2rem"),
+    has("advantage") ? number("advantage", "advantage", "mean advantage of its tokens", (row) => row.advantage, "6rem") : null,
     ...(terms.size > 1 ? [...terms.keys()].slice(0, 6) : []).map((name) =>
-      number(`term ${name}`, name, `term of the reward: ${name}`, (row) => (row.terms || {})[name] ?? null, "5.4rem")),
-    text("status", "status", "why it ended", (row) => row.failure ? `${row.status} (failed)` : row.status, "5rem"),
-    number("turns", "turns", "replies of the policy", (row) => row.turns, "3.4rem"),
-    has("length") ? number("length", "tokens", "tokens that the policy sampled", (row) => row.length, "4rem") : null,
+      number(`term ${name}`, name, `term of the reward: ${name}`, (row) => (row.terms || {})[name] ?? null, width(name))),
+    text("status", "status", "why it ended", (row) => row.failure ? `${row.status} (failed)` : row.status, "4.6rem"),
+    number("turns", "turns", "replies of the policy", (row) => row.turns, "3.8rem"),
+    has("length") ? number("length", "tokens", "tokens that the policy sampled", (row) => row.length, "4.6rem") : null,
+    text("preview", "last reply", "beginning of the last reply", (row) => row.preview, "minmax(15rem, 1fr)"),
     ...[...measures.keys()].slice(0, 4).map((name) =>
-      number(`metric ${name}`, name, `counted by the environment: ${name}`, (row) => (row.metrics || {})[name] ?? null, "5.4rem")),
+      number(`metric ${name}`, name, `counted by the environment: ${name}`, (row) => (row.metrics || {})[name] ?? null, width(name))),
     has("source") ? text("source", "source", "source of data.mix", (row) => row.source, "6rem") : null,
-    text("uid", "episode", "name of the episode", (row) => row.uid, "6rem"),
-    text("preview", "last reply", "beginning of the last reply", (row) => row.preview, "minmax(14rem, 1fr)"),
+    text("uid", "episode", "name of the episode", (row) => row.uid, "6.5rem"),
   ].filter(Boolean);
 }
 

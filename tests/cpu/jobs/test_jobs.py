@@ -23,6 +23,8 @@ from tests.support.jobs import (
     shared_memory,
     wait_until,
 )
+from trainer.view.build import Builder, Limits
+from trainer.view.episodes import find_steps, read_step
 
 pytestmark = [pytest.mark.early, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -267,6 +269,10 @@ def test_supervised_training_is_a_run_with_checkpoints_and_learns_from_the_rollo
     assert sampled.returncode == 0, sampled.stderr
     files = sorted((tmp_path / "outputs/sampler/rollouts").iterdir())
     assert [file.name for file in files] == ["step_1.arrow", "step_2.arrow"]
+    first = read_step(find_steps(str(tmp_path / "outputs/sampler"))[0])
+    assert b'"scores": ["logprob", "difference", "entropy", "advantage"]' in first.tokens
+    builder = Builder([str(tmp_path / "outputs/sampler")], Limits())
+    assert len(builder.page()) > 50_000 and builder.notes == []
     offline = run_forked_job(
         f"model.path={model}",
         "trainer.run_name=offline",

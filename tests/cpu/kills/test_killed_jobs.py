@@ -30,6 +30,8 @@ from tests.support.jobs import (
 )
 from trainer.checkpoint.__main__ import main as checkpoint_tool
 from trainer.process.failure_log import read_incidents
+from trainer.reports.compare import read_run
+from trainer.view.runs import describe_run
 
 pytestmark = pytest.mark.early
 
@@ -163,6 +165,11 @@ def test_a_job_killed_on_a_cluster_that_outlives_it_ends_as_if_never_killed(tmp_
     for step in range(1, STEPS + 1):
         file = f"rollouts/step_{step}.arrow"
         assert (tmp_path / "outputs/killed" / file).read_bytes() == (tmp_path / "outputs/whole" / file).read_bytes()
+    marks = {
+        name: describe_run(read_run(str(tmp_path / "outputs" / name)), name)["marks"] for name in ("whole", "killed")
+    }
+    restarts = {name: sum(mark["kind"] == "restart" for mark in some) for name, some in marks.items()}
+    assert restarts == {"whole": 0, "killed": 1}
 
 
 @pytest.mark.timeout(900)

@@ -81,7 +81,7 @@ def test_steps_are_spread_evenly():
         (["--steps=2"], [2], []),
         (["--steps=2-"], [2, 3, 4, 5], []),
         (["--steps=2-3"], [2, 3], []),
-        (["--max-episodes=20"], [1, 5], ["12 episodes of step 1", "the episodes of 4 of 6 steps"]),
+        (["--max-episodes=20"], [2, 5], ["12 episodes of step 2", "the episodes of 3 of 6 steps"]),
         (["--max-tokens=1"], [5], ["the episodes of 5 of 6 steps"]),
     ],
 )
@@ -110,13 +110,14 @@ def test_what_cannot_be_read_is_said(tmp_path, capsys):
     ("words", "message"),
     [
         (["nowhere"], "nowhere: no such directory"),
-        (["."], ".: is no run directory; it has no metrics.jsonl"),
+        (["empty"], "empty: is no run directory; it has no metrics.jsonl"),
         (["run", "--out=run"], "--out=run: is a directory; name a file"),
         (["run", "--out=run/nowhere/x.html"], "No such file"),
     ],
 )
 def test_bad_input_gets_one_sentence(tmp_path, monkeypatch, capsys, words, message):
     make_tracker(tmp_path / "run").log(1, step_metrics(1))
+    (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
     said = capsys.readouterr().err

@@ -91,7 +91,7 @@ def test_the_journal_serves_where_no_rollouts_are_kept(tmp_path):
     data = read_step(files)
     assert sorted(data.rows["preview"]) == ["kept 0", "kept 1", "new 0", "new 1"]
     os.remove(files.paths[0])  # by a commit of the running job
-    assert 0 < read_step(files).count < 4
+    assert read_step(files).count in (2, 4)
 
 
 def test_episodes_with_any_text_and_without_numbers_are_read(tmp_path):

@@ -23,14 +23,19 @@ class Elements(HTMLParser):
     def __init__(self, page: str):
         super().__init__()
         self.found: list[tuple[str, dict[str, str | None], str]] = []
+        self._is_open = False
         self.feed(page)
         self.close()
 
     def handle_starttag(self, tag, attributes):
         self.found.append((tag, dict(attributes), ""))
+        self._is_open = True
+
+    def handle_endtag(self, tag):
+        self._is_open = False
 
     def handle_data(self, data):
-        if self.found:
+        if self._is_open:
             tag, attributes, text = self.found[-1]
             self.found[-1] = (tag, attributes, text + data)
 
