@@ -71,6 +71,10 @@ class _Generation:
     def open_stream(self) -> RequestStream:
         return self._engines.open_stream()
 
+    @property
+    def paused_s(self) -> float:
+        return self._engines.pauses.seconds
+
 
 def make_model(path: str) -> None:
     """Write a model that ends a reply with the same probability after each token."""

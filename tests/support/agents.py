@@ -69,6 +69,8 @@ class Policy:
     def open_stream(self) -> Any:
         return PolicyStream(self)
 
+    paused_s = 0.0
+
     def complete(self, request: Request) -> Completion:
         text = self.say(self.tokenizer.decode(request.prompt_token_ids), request.seed)
         tokens = self.tokenizer.encode(text.rstrip("…"), add_special_tokens=False)

@@ -57,6 +57,8 @@ class Policy:
         for place in reversed(range(len(requests))):
             yield {place: completions[place]}
 
+    paused_s = 0.0
+
     def open_stream(self) -> RequestStream:
         return RequestStream(self, threading.RLock(), contextlib.ExitStack(), is_open=True)
 

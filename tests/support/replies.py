@@ -12,6 +12,7 @@ from typing import Any
 from tests.support.runs import configured
 from trainer.config import Config, DataConfig, RewardConfig
 from trainer.generation.engine import Completion, Request, Sampling
+from trainer.generation.pauses import Pauses
 from trainer.journal.history import Identity
 from trainer.journal.journal import Journal
 from trainer.metrics.timing import Timer
@@ -30,7 +31,7 @@ class Replies:
 
     def __init__(self, tokenizer: Any, reply: Callable[[str, int, Sampling], str]):
         self._tokenizer, self._reply = tokenizer, reply
-        self.awake, self.repeats = contextlib.nullcontext, True
+        self.awake, self.repeats, self.pauses = contextlib.nullcontext, True, Pauses()
         self.seeds: list[int] = []
         self._lock = threading.Lock()  # one thread at a time may use the tokenizer
         self.samplings: list[Sampling] = []

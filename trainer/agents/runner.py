@@ -21,6 +21,7 @@ from trainer.config import Config
 from trainer.data.limits import max_characters
 from trainer.environments.agent import AgentResult
 from trainer.environments.episode_runner import (
+    Clock,
     EpisodeRunner,
     Generation,
     PhaseTimer,
@@ -88,7 +89,7 @@ class AgentRunner(EpisodeRunner):
             UserError: more than `environment.max_error_rate` of the episodes have failed.
         """
         with generate.open_stream() as stream:
-            yield from _Batch(self, requests, stream).run(timer, known, check)
+            yield from _Batch(self, requests, stream, generate).run(timer, known, check)
 
     def begin(self, request: RolloutRequest, submit: Callable[[AgentEpisode, Turn, Request], None]) -> AgentEpisode:
         """Return a new episode, which the server serves."""
@@ -130,9 +131,12 @@ class AgentRunner(EpisodeRunner):
 class _Batch:
     """The agents of one call of `AgentRunner.run`."""
 
-    def __init__(self, runner: AgentRunner, requests: Sequence[RolloutRequest], stream: RequestStream):
+    def __init__(
+        self, runner: AgentRunner, requests: Sequence[RolloutRequest], stream: RequestStream, generate: Generation
+    ):
         self._runner = runner
         self._stream = stream
+        self._clock = Clock(generate)
         self._numbers = itertools.count()
         self._asked: dict[int, tuple[AgentEpisode, Turn]] = {}
         self._ended: queue.SimpleQueue[AgentSession] = queue.SimpleQueue()
@@ -171,7 +175,8 @@ class _Batch:
         runner = self._runner
         seed = environment_seed(runner.seed, request.group)
         begin = partial(runner.begin, submit=self._submit)
-        return AgentSession(index, request, seed, self._timeout_s, begin, runner.server.discard, self._note_end)
+        discard, clock = runner.server.discard, self._clock
+        return AgentSession(index, request, seed, self._timeout_s, begin, discard, self._note_end, clock)
 
     def _submit(self, episode: AgentEpisode, turn: Turn, request: Request) -> None:
         number = next(self._numbers)
@@ -198,15 +203,15 @@ class _Batch:
         if now < self._next_look:
             return
         self._next_look = now + time_limits.POLL_INTERVAL_S
-        late = [task for session in self._sessions if (task := self._cancellation(session, now)) is not None]
+        late = [task for session in self._sessions if (task := self._cancellation(session)) is not None]
         if late:
             tasks.submit(late)
 
-    def _cancellation(self, session: AgentSession, now: float) -> Cancellation | None:
+    def _cancellation(self, session: AgentSession) -> Cancellation | None:
         began, most_s = session.first_began_at, self._runner.config.max_seconds
         if began is None or session.began_at is None:
             return None
-        if most_s and now - began > most_s:
+        if most_s and self._clock() - began > most_s:
             return session.cancellation(f"was not done after environment.max_seconds={most_s:g}", is_last=True)
         return session.cancellation() if session.episode.idle_s() > self._timeout_s else None
 

@@ -32,6 +32,7 @@ class AgentSession(Task):
         begin: returns a new episode of the endpoint.
         end: ends one.
         note: called when the agent has ended for good.
+        clock: returns the time, for `began_at`.
     """
 
     is_session = True
@@ -48,6 +49,7 @@ class AgentSession(Task):
         begin: Callable[[RolloutRequest], AgentEpisode],
         end: Callable[[AgentEpisode], None],
         note: Callable[[AgentSession], None],
+        clock: Callable[[], float] = time.monotonic,
     ):
         super().__init__()
         self.index = index
@@ -69,7 +71,7 @@ class AgentSession(Task):
         self._was_late = False
         self.timeout_s = timeout_s
         self._seed, self._too_slow = seed, f"took longer than environment.timeout_s={timeout_s:g}"
-        self._begin, self._end, self._note = begin, end, note
+        self._begin, self._end, self._note, self._clock = begin, end, note, clock
         self._is_over = False
         self.restart()
 
@@ -78,8 +80,9 @@ class AgentSession(Task):
             return None
         if self.worker is not None:  # it is sent now
             self._was_late = False
-            self.began_at = time.monotonic()
-            self.first_began_at = self.first_began_at or self.began_at
+            self.began_at = self._clock()
+            if self.first_began_at is None:
+                self.first_began_at = self.began_at
             self.episode.start_clock()
         rules, url = self.episode.rules, self.episode.base_url
         endpoint = dataclasses.asdict(Endpoint(url, self.episode.secret, rules.model))

@@ -34,9 +34,10 @@ class EnvironmentConfig(Section):
     """Longest episode, in tokens: messages and replies together. Then `rollout.max_prompt_tokens` is for the first
     messages alone. -1: the messages and replies before a reply have at most `rollout.max_prompt_tokens`."""
     max_seconds: float | None = number(None, above=0, at_most=LONGEST_TIME, resume="rollouts")
-    """Seconds from the start of its batch after which an episode that is not done gets no further reply. It counts as
-    failed, with the status `timeout`. null: no limit. With a limit, time decides which episodes a step trains on, so a
-    resumed run is not compared bit for bit. Finished episodes come back from the journal."""
+    """Seconds from the start of its batch after which an episode that is not done gets no further reply. Time in which
+    no engine could generate does not count. The episode has failed, with the status `timeout`. null: no limit. With a
+    limit, time decides which episodes a step trains on, so a resumed run is not compared bit for bit. Finished episodes
+    come back from the journal."""
     schedule: str = choice("rounds", ("rounds", "stream"), resume="rounding")
     """When an episode gets its next reply. `rounds`: when the environments of all episodes have answered, as one batch.
     `stream`: when its own environment has answered, so that no episode waits for a slow one. The engine must take

@@ -44,6 +44,25 @@ class Generation(Protocol):
         """Return a stream that takes requests at any time."""
         ...
 
+    @property
+    def paused_s(self) -> float:
+        """Seconds for which no engine could generate, since the job has begun."""
+        ...
+
+
+class Clock:
+    """Returns the seconds since it was made, without those in which no engine could generate."""
+
+    def __init__(self, generate: Generation):
+        self._generate = generate
+        self._began_at = self._now()
+
+    def __call__(self) -> float:
+        return self._now() - self._began_at
+
+    def _now(self) -> float:
+        return time.monotonic() - self._generate.paused_s
+
 
 @dataclass(frozen=True)
 class RolloutRequest:
@@ -128,7 +147,6 @@ class RunningEpisode(Session):
         self.conversation: Conversation | None = None
         self.was_cut = False
         """The last reply has reached its limit."""
-        self.began_at = time.monotonic()
         self.is_answered = False
         """What the environment has answered last is part of the conversation. Only a stream notes it."""
         self.is_yielded = False
@@ -183,8 +201,9 @@ class EnvironmentRunner(EpisodeRunner):
             UserError: more than `environment.max_error_rate` of the episodes have failed.
         """
         episodes = [RunningEpisode(index, request, self._seed) for index, request in enumerate(requests)]
+        clock = Clock(generate)
         try:
-            yield from self._run(episodes, generate, timer, known, check)
+            yield from self._run(episodes, generate, clock, timer, known, check)
         except BaseException:
             for episode in episodes:
                 episode.fail("failed", "was stopped")
@@ -196,6 +215,7 @@ class EnvironmentRunner(EpisodeRunner):
         self,
         episodes: Sequence[RunningEpisode],
         generate: Generation,
+        clock: Clock,
         timer: PhaseTimer,
         known: int | None,
         check: Callable[[], None],
@@ -204,7 +224,7 @@ class EnvironmentRunner(EpisodeRunner):
             self._pool.step_all(episodes, check)
             with self._lock:
                 for episode in episodes:
-                    self._continue(episode)
+                    self._continue(episode, clock)
         for _ in range(self._config.max_turns):
             self._check_failures(episodes, known)
             active = [episode for episode in episodes if not episode.ended]
@@ -219,7 +239,7 @@ class EnvironmentRunner(EpisodeRunner):
                 self._pool.step_all(episodes, check)
                 with self._lock:
                     for episode in active:
-                        self._continue(episode)
+                        self._continue(episode, clock)
             yield from self._newly_ended(episodes)
         with timer("environment"):
             self._pool.step_all(episodes, check)  # closes what is left
@@ -240,7 +260,7 @@ class EnvironmentRunner(EpisodeRunner):
         request = dataclasses.replace(episode.request, sampling=sampling)
         return _request(request, prompt, self._seed, len(episode.replies))
 
-    def _continue(self, episode: RunningEpisode) -> None:
+    def _continue(self, episode: RunningEpisode, clock: Clock) -> None:
         """Add what the environment has answered, and end the episode if it is over."""
         if episode.ended:
             return
@@ -252,7 +272,7 @@ class EnvironmentRunner(EpisodeRunner):
         except UserError as error:  # the chat template refuses the messages
             episode.fail("failed", f"gave messages that have no tokens: {error}")
         seconds = self._config.max_seconds
-        if not episode.ended and seconds and time.monotonic() - episode.began_at > seconds:
+        if not episode.ended and seconds and clock() > seconds:
             episode.fail("timeout", f"was not done after environment.max_seconds={seconds:g}")
 
     def _begin(self, episode: RunningEpisode) -> None:

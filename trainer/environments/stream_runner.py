@@ -6,7 +6,7 @@ import contextlib
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from trainer.environments.episode_runner import EnvironmentRunner, Generation, PhaseTimer, RunningEpisode
+from trainer.environments.episode_runner import Clock, EnvironmentRunner, Generation, PhaseTimer, RunningEpisode
 from trainer.episodes import Episode
 from trainer.generation.engine import Completion, Request
 
@@ -22,6 +22,7 @@ class StreamRunner(EnvironmentRunner):
         self,
         episodes: Sequence[RunningEpisode],
         generate: Generation,
+        clock: Clock,
         timer: PhaseTimer,
         known: int | None,
         check: Callable[[], None],
@@ -45,7 +46,7 @@ class StreamRunner(EnvironmentRunner):
                     completions = next(stream)
                 if completions:
                     calls.submit(self._take_replies(episodes, completions))
-                asked, ended = self._go_on(answered)
+                asked, ended = self._go_on(answered, clock)
                 if asked:
                     stream.submit(asked)
                 if ended:
@@ -67,7 +68,9 @@ class StreamRunner(EnvironmentRunner):
                 episodes[index].is_answered = False
         return [episodes[index] for index in completions]
 
-    def _go_on(self, answered: queue.SimpleQueue[RunningEpisode]) -> tuple[dict[int, Request], list[RunningEpisode]]:
+    def _go_on(
+        self, answered: queue.SimpleQueue[RunningEpisode], clock: Clock
+    ) -> tuple[dict[int, Request], list[RunningEpisode]]:
         """Continue the episodes whose environments have answered. Return the next requests, and what has ended."""
         asked, ended = {}, []
         with self._lock, contextlib.suppress(queue.Empty):
@@ -76,7 +79,7 @@ class StreamRunner(EnvironmentRunner):
                 if episode.is_answered:  # it has only been closed
                     continue
                 episode.is_answered = True
-                self._continue(episode)
+                self._continue(episode, clock)
                 if episode.ended:
                     ended.append(episode)
                 else:

@@ -22,7 +22,6 @@ from trainer.errors import (
     UserError,
     WorkerError,
     describe_error,
-    failure_source_of,
     set_failure_source,
 )
 from trainer.generation.colocation import GpuAssignment, assign_gpus, colocated_ranks, gpus_of
@@ -31,9 +30,10 @@ from trainer.generation.dispatcher import Dispatcher
 from trainer.generation.engine import Completion, Request, RunningRequests
 from trainer.generation.engines import Engines, build_engine
 from trainer.generation.lifecycle import GpuMemory, State
+from trainer.generation.pauses import Pauses
 from trainer.generation.request_stream import RequestStream, StreamAborted
 from trainer.generation.server_protocol import Job
-from trainer.generation.transport import Ends, PolicyRanks, Transport, choose_transport, name_of
+from trainer.generation.transport import Ends, PolicyRanks, Transport, choose_transport, first_failure
 from trainer.process.signals import SIGNALS
 
 if TYPE_CHECKING:
@@ -80,6 +80,8 @@ class EnginePool:
         self._thread = threading.get_ident()  # the only one that may use the ranks
         self.synced_bytes = 0
         """Size of the weights or adapters of the last sync."""
+        self.pauses = Pauses()
+        """While no engine can generate."""
         self._waking_bytes = 0  # of each GPU; 0: not known
         self._spec = spec = cfg.engine
         self._gpus = gpus_per_engine(cfg, cluster.device)  # of each engine
@@ -107,7 +109,7 @@ class EnginePool:
             cfg.trainer.deterministic,
             spec.in_flight,
             self._join,
-            self._refit,
+            self.pauses.count()(self._refit),
         )
         self._ends = Ends(
             cfg, cluster, ranks, model_path, self._device, self._count_receivers, self._colocated_ranks, keeps_weights
@@ -176,7 +178,7 @@ class EnginePool:
             return
         assert threading.get_ident() == self._thread, "another thread uses the ranks"
         is_initial, self._deferred = self._deferred, None
-        with SIGNALS.waiting(), self._dispatcher.turn():
+        with SIGNALS.waiting(), self.pauses.count(), self._dispatcher.turn():
             self._start(self._version, is_initial)
 
     def _start(self, version: int, is_initial: bool) -> None:
@@ -215,7 +217,8 @@ class EnginePool:
             yield
             return
         if not self._awake_blocks:
-            self._wake()
+            with self.pauses.count():
+                self._wake()
         block = object()
         self._awake_blocks.add(block)
         try:
@@ -404,24 +407,10 @@ class EnginePool:
         try:
             return self._engines.receive(receivers, arguments, sending)
         except Exception as error:
-            failure = error if self._has_synced else self._first_failure(error)
+            failure = error if self._has_synced else first_failure(error, self._way)
             self._receivers = []
             self._engines.mark_failed(receivers, failure)
             raise failure from (error if failure is not error else None)
-
-    def _first_failure(self, error: Exception) -> Exception:
-        """Return what to raise if the first weights cannot be sent: most likely, the network is not set up."""
-        if isinstance(error, (UserError, WorkerError)):
-            return error
-        failure = WorkerError(
-            f"rollout.weight_sync={name_of(self._way)}: the first weights did not reach the engines "
-            f"({describe_error(error)})",
-            "set NCCL_DEBUG=INFO to see what NCCL does, or choose rollout.weight_sync=shared_memory on one node",
-            "weights",
-        )
-        if (origin := failure_source_of(error)) is not None:
-            set_failure_source(failure, origin)
-        return failure
 
     def shutdown(self) -> None:
         """End the engines. A failure is only logged: the run is finished, and the cluster ends their processes."""

@@ -15,7 +15,7 @@ from trainer.cluster.worker_groups import CallFutures
 from trainer.config import Config, RolloutConfig
 from trainer.config.engines import ENGINES, find_engine
 from trainer.config.transports import TRANSPORTS, Place, TransportSpec, find_transport
-from trainer.errors import UserError
+from trainer.errors import UserError, WorkerError, describe_error, failure_source_of, set_failure_source
 from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
 from trainer.process.signals import SIGNALS
 
@@ -249,6 +249,20 @@ def choose_transport(rollout: RolloutConfig, same_node: bool, device: str = "cpu
 def name_of(way: str | TransportSpec) -> str:
     """Return a transport as messages call it."""
     return way if isinstance(way, str) else way.path
+
+
+def first_failure(error: Exception, way: str | TransportSpec) -> Exception:
+    """Return what to raise if the first weights cannot be sent: most likely, the network is not set up."""
+    if isinstance(error, (UserError, WorkerError)):
+        return error
+    failure = WorkerError(
+        f"rollout.weight_sync={name_of(way)}: the first weights did not reach the engines ({describe_error(error)})",
+        "set NCCL_DEBUG=INFO to see what NCCL does, or choose rollout.weight_sync=shared_memory on one node",
+        "weights",
+    )
+    if (origin := failure_source_of(error)) is not None:
+        set_failure_source(failure, origin)
+    return failure
 
 
 def wait_for_all(*waits: Callable[[], Any]) -> None:

@@ -156,6 +156,10 @@ class _Rounds:
         while (chunk := self._next_reply(part)) is not None:
             yield chunk
 
+    @property
+    def paused_s(self) -> float:
+        return self._generate.paused_s
+
     def open_stream(self, part: RunnerPart) -> RequestStream:
         stream = self._generate.open_stream()
         with self._changed:
@@ -218,6 +222,10 @@ class _PartGeneration:
 
     def open_stream(self) -> RequestStream:
         return self._rounds.open_stream(self._part)
+
+    @property
+    def paused_s(self) -> float:
+        return self._rounds.paused_s
 
 
 def _untimed(phase: str) -> contextlib.AbstractContextManager[None]:

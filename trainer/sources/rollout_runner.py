@@ -64,6 +64,10 @@ class _Generation:
         self._runner.wake()
         return self._runner.engines.open_stream()
 
+    @property
+    def paused_s(self) -> float:
+        return self._runner.engines.pauses.seconds
+
 
 class RolloutRunner:
     """Runs episodes and scores them, for several threads at the same time. A context manager.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from trainer.data.datasets import Prompt
 from trainer.environments.episode_runner import RolloutRequest
 from trainer.episodes import Episode
 from trainer.errors import UserError
+from trainer.process import time_limits
 
 AGENTS = "tests.support.agents"
 
@@ -110,6 +112,24 @@ def test_an_episode_may_take_so_long(tokenizer, do):
     with runner_of(tokenizer, "AsyncOneCall", max_seconds=0.5) as runner:
         (late,) = run(runner, Policy(tokenizer, lambda *_: "ok"), requests_of({"prompt": "a", "do": do}))
     assert (late.status, late.failure) == ("timeout", "run was not done after environment.max_seconds=0.5")
+
+
+class SlowToWake(Policy):
+    """A policy whose engines cannot generate most of the time."""
+
+    @property
+    def paused_s(self) -> float:  # type: ignore[override]
+        return 1000.0 * time.monotonic()
+
+
+def test_the_start_of_engines_does_not_count_as_time_of_an_agent(tokenizer):
+    def say(prompt: str, seed: int) -> str:
+        time.sleep(2 * time_limits.POLL_INTERVAL_S)  # so the agent is looked at before its second call
+        return "ok"
+
+    with runner_of(tokenizer, "OneCall", kwargs={"times": 2}, max_seconds=1e-9) as runner:
+        (one,) = run(runner, SlowToWake(tokenizer, say), requests_of({"prompt": "a"}))
+    assert (one.status, one.turns, one.failure) == ("stop", 2, "")
 
 
 def test_agents_reach_the_policy_where_others_are_reached_through_a_proxy(tokenizer, monkeypatch):

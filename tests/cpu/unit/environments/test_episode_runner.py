@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -305,6 +306,20 @@ def test_an_episode_gets_no_reply_after_its_time(tokenizer, schedule):
         assert never[0].failure == "was not done after environment.max_seconds=1e-09"
     with runner_of(tokenizer, max_seconds=1000.0, schedule=schedule) as runner:
         assert {one.failure for one in run(runner, Policy(tokenizer, "a", "b", "c"), requests_of(*rows))} == {""}
+
+
+class SlowToWake(Policy):
+    """A policy whose engines cannot generate most of the time."""
+
+    @property
+    def paused_s(self) -> float:  # type: ignore[override]
+        return 1000.0 * time.monotonic()
+
+
+def test_the_start_of_engines_does_not_count_as_time_of_an_episode(tokenizer, schedule):
+    with runner_of(tokenizer, max_seconds=1e-9, schedule=schedule) as runner:
+        (one,) = run(runner, SlowToWake(tokenizer, "a"), requests_of({"turns": 1}))
+    assert (one.status, one.turns) == ("stop", 1)
 
 
 @pytest.mark.parametrize("at", ["reset", "step"])

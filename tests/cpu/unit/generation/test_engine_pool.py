@@ -114,7 +114,9 @@ def test_engines_load_while_the_ranks_train_if_nobody_needs_completions_yet(star
     ranks.call("policy", "train")
     pool.sync_weights(5)
     (tmp_path / "go").touch()
+    before = pool.pauses.seconds
     assert [one.weight_versions for one in pool.generate([Request([0], 7, SAMPLED)])] == [(5, 5)]
+    assert pool.pauses.seconds > before, "nothing could be generated meanwhile"
     assert answers(pool, 1) == [[0, 7, 1]]
     ranks.call("policy", "compute")
     pool.sync_weights(6)

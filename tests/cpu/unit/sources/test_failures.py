@@ -17,6 +17,7 @@ from trainer.config import DataConfig, EnvironmentConfig, RewardConfig
 from trainer.episodes import Episode
 from trainer.errors import UserError
 from trainer.generation.engine import Completion, Request
+from trainer.generation.pauses import Pauses
 from trainer.models.tokenizer import load_tokenizer
 from trainer.sources.transcripts import TranscriptLog
 
@@ -37,7 +38,7 @@ class Engines:
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        self.awake, self.repeats = contextlib.nullcontext, True
+        self.awake, self.repeats, self.pauses = contextlib.nullcontext, True, Pauses()
 
     def stream(self, requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
         for place in range(len(requests)):

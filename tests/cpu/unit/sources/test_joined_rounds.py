@@ -64,6 +64,8 @@ class Engines:
         for place in reversed(range(len(requests))):
             yield {place: answer_to(requests[place])}
 
+    paused_s = 0.0
+
     def open_stream(self) -> RequestStream:
         return RequestStream(self, threading.RLock(), contextlib.ExitStack(), is_open=True)
 

@@ -14,6 +14,7 @@ from tests.support.replies import sampling_source
 from tests.support.runs import configured
 from trainer.config import DataConfig, RewardConfig
 from trainer.generation.engine import Completion, Request
+from trainer.generation.pauses import Pauses
 from trainer.models.tokenizer import load_tokenizer
 
 REWARD = """
@@ -39,7 +40,7 @@ class Engines:
 
     def __init__(self, tokenizer: Any, order: Sequence[int], seen: Path, before_last: int = 0):
         self._tokenizer, self._order, self._seen, self._before_last = tokenizer, order, seen, before_last
-        self.awake, self.repeats = contextlib.nullcontext, True
+        self.awake, self.repeats, self.pauses = contextlib.nullcontext, True, Pauses()
 
     def stream(self, requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
         for number, place in enumerate(self._order, start=1):
