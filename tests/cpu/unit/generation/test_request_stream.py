@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from tests.support import plain_engine, token_engine
 from tests.support.generation import SAMPLED, read_stream, tokens_of
 from tests.support.plain_pool import answers, fault, streaming
-from trainer.config import EnvironmentConfig
+from trainer.config import EnvironmentConfig, RolloutConfig, TinyConfig
 from trainer.config.engines import ENGINES
 from trainer.generation.engine import Completion, Request, join_interval_s
 from trainer.generation.request_stream import StreamAborted
+from trainer.models.tiny import build_tiny
 from trainer.process import time_limits
 
 
@@ -90,14 +92,30 @@ def test_an_open_stream_survives_the_engines_that_have_its_requests(start, monke
     assert tokens_of([completions[key] for key in range(20)]) == [[key, 7, 0] for key in range(20)]
 
 
-def test_bits_come_again_where_requests_join_if_the_engine_says_so(start, monkeypatch):
+def test_bits_come_again_where_requests_join_if_the_engine_says_so(start, monkeypatch, tmp_path):
     monkeypatch.setitem(ENGINES, "plain", streaming())
     pool, _ = start(num_engines=1)
     assert pool.repeats
     pool._cfg.environment = EnvironmentConfig(name="guess:Guess", schedule="stream")
     assert not pool.repeats
-    pool._spec = ENGINES["vllm"]
-    assert pool.repeats
+    rules = [None, f"{__name__}:is_tiny", f"{__name__}:is_not_tiny"]
+    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128), str(tmp_path))
+    found = []
+    for rule in rules:
+        pool, _ = start(num_engines=1)
+        pool._cfg.environment = EnvironmentConfig(name="guess:Guess", schedule="stream")
+        pool._spec = dataclasses.replace(ENGINES["vllm"], joins_exactly_if=rule)
+        pool._model_path = str(tmp_path)
+        found.append(pool.repeats)
+    assert found == [True, True, False]
+
+
+def is_tiny(rollout: RolloutConfig, device: str, model: Any) -> bool:
+    return (rollout.max_response_tokens > 0, device, model.hidden_size) == (True, "cpu", 64)
+
+
+def is_not_tiny(rollout: RolloutConfig, device: str, model: Any) -> bool:
+    return not is_tiny(rollout, device, model)
 
 
 def test_an_engine_with_many_requests_takes_breaks_less_often():
