@@ -21,8 +21,7 @@ class Choice:
 
     @property
     def finish_reason(self) -> str:
-        assert self.turn.completion is not None
-        return "tool_calls" if self.message.calls else self.turn.completion.finish_reason
+        return "tool_calls" if self.message.calls else self.turn.completed.finish_reason
 
     def calls(self) -> list[dict[str, Any]]:
         """Return the calls of tools. Their ids are the same in another attempt."""
@@ -86,15 +85,14 @@ class Answer:
         return {"id": f"chatcmpl-{name}", "object": kind, "created": 0, "model": self.model}
 
     def _usage(self) -> dict[str, int]:
-        prompt = len(self.choices[0].turn.prompt_ids)
-        completion = sum(len(choice.turn.token_ids) - prompt for choice in self.choices)
+        prompt = self.choices[0].turn.prompt_length
+        completion = sum(len(choice.turn.completed.token_ids) for choice in self.choices)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _logprobs(self, choice: Choice, tokenizer: Any) -> dict[str, Any] | None:
         if not self.request.logprobs:
             return None
-        completion = choice.turn.completion
-        assert completion is not None
+        completion = choice.turn.completed
         content = []
         for token, logprob in zip(completion.token_ids.tolist(), completion.logprobs.tolist(), strict=True):
             text = tokenizer.decode([token])

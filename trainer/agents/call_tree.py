@@ -19,7 +19,7 @@ from trainer.agents.errors import ApiError
 from trainer.agents.messages import ChatMessage, read_calls, read_reply
 from trainer.data.limits import TextTooLong
 from trainer.environments.base import Message
-from trainer.environments.conversation import Conversation
+from trainer.environments.conversation import Conversation, sample_of
 from trainer.environments.rendering import ChatRenderer
 from trainer.environments.tools import with_tools
 from trainer.episodes import Sample
@@ -35,24 +35,36 @@ class Turn:
     """Of the turn, in the order of arrival."""
     key: str
     """The same for the same prompt in another attempt, whatever the order of arrival."""
-    prompt_ids: np.ndarray
-    """`(T,)` int32, what the engine gets."""
-    conversation: Conversation
     parent: Turn | None
     """The turn whose history this one continues."""
     continues: bool
     """The prompt begins with the tokens of the parent, its reply included."""
-    histories: list[str]
-    """Digests of the messages up to each of them. The last one is of all that the turn answers."""
+    added: np.ndarray
+    """`(T,)` int32, the tokens of the prompt behind those of the parent, if it continues it; otherwise all."""
+    prompt_length: int
+    conversation: Conversation
+    """It has its tokens only until the reply is there."""
+    history: str
+    """Digest of all messages that the turn answers."""
     completion: Completion | None = None
     is_delivered: bool = False
     """The agent has got the reply."""
 
     @property
+    def prompt_ids(self) -> np.ndarray:
+        """`(T,)` int32, what the engine gets."""
+        pieces = [piece for turn in self.path()[:-1] for piece in (turn.added, turn.completed.token_ids)]
+        return np.concatenate([*pieces, self.added])
+
+    @property
     def token_ids(self) -> np.ndarray:
         """`(T,)` int32, the prompt and the reply."""
+        return np.concatenate([self.prompt_ids, self.completed.token_ids])
+
+    @property
+    def completed(self) -> Completion:
         assert self.completion is not None
-        return np.concatenate([self.prompt_ids, self.completion.token_ids])
+        return self.completion
 
     def path(self) -> list[Turn]:
         """Return the turns whose tokens this one continues, the first one first, and this one."""
@@ -95,8 +107,9 @@ class CallTree:
         """
         histories = _digests(request)
         parent, known = self._find(request.messages, histories)
+        tokens = parent.token_ids if parent is not None else np.zeros(0, np.int32)
         try:
-            conversation = self._conversation(request, parent, known)
+            conversation = self._conversation(request, parent, tokens, known)
         except UserError as error:
             raise ApiError(f"messages: {error}", "messages") from error
         except TextTooLong as error:
@@ -104,15 +117,16 @@ class CallTree:
         prompt_ids = np.asarray(conversation.token_ids, np.int32)
         if len(prompt_ids) > self.longest:
             raise self._too_long(f"{len(prompt_ids)} tokens")
-        tokens = parent.token_ids if parent is not None else prompt_ids
         continues = parent is not None and np.array_equal(prompt_ids[: len(tokens)], tokens)
+        added = prompt_ids[len(tokens) :].copy() if continues else prompt_ids
         digest = f"{xxhash.xxh3_128_hexdigest(prompt_ids.tobytes())}:{'' if request.seed is None else request.seed}"
         turns = []
         for _ in range(request.n):
             key = f"{digest}:{self._counts[digest]}"
             self._counts[digest] += 1
             number = len(self.turns) + len(turns)
-            turns.append(Turn(number, key, prompt_ids, conversation.fork(), parent, continues, histories))
+            fork = conversation.fork()
+            turns.append(Turn(number, key, parent, continues, added, len(prompt_ids), fork, histories[-1]))
         self.turns += turns
         return turns
 
@@ -120,6 +134,7 @@ class CallTree:
         """Give a turn its reply; return the reply as the agent gets it."""
         turn.completion, text = cut_at(completion, request.stop, self.tokenizer)
         said = turn.conversation.add_reply(turn.completion)
+        turn.conversation.forget_tokens()
         reply = read_reply(text, request.reads_calls)
         if request.reads_calls and said.get("tool_calls"):
             calls = read_calls(said)
@@ -127,7 +142,7 @@ class CallTree:
                 turn.conversation.messages[-1] = {"role": "assistant", "content": text}
             else:
                 reply = ChatMessage("assistant", said["content"] or "", calls)
-        self._replies[_extend(turn.histories[-1], reply)].append(turn)
+        self._replies[_extend(turn.history, reply)].append(turn)
         return reply
 
     def samples(self) -> list[Sample]:
@@ -135,7 +150,14 @@ class CallTree:
 
         They are in the order of arrival; if turns were under way together, in an order that does not depend on time.
         """
-        return [_sample(turn.path(), owned) for turn, owned in self._leaves()]
+        return [
+            sample_of(leaf.token_ids, [(turn.prompt_length, turn.completed) for turn in leaf.path() if turn in owned])
+            for leaf, owned in self._leaves()
+        ]
+
+    def forget(self) -> None:
+        """Free all turns. The samples and the transcript have been taken."""
+        self.turns, self._replies = [], defaultdict(list)
 
     def transcript(self) -> tuple[list[Message], int]:
         """Return the messages of all samples, without those that were in an earlier one; and the number of replies."""
@@ -158,21 +180,27 @@ class CallTree:
         inner = {turn.parent for turn in delivered if turn.continues}
         leaves = [turn for turn in delivered if turn not in inner]
         if not self.is_sequential:
-            leaves.sort(key=lambda turn: (len(turn.prompt_ids), turn.key))
+            leaves.sort(key=lambda turn: (turn.prompt_length, turn.key))
         owned: set[Turn] = set()
         for leaf in leaves:
             new = set(leaf.path()) - owned
             owned |= new
             yield leaf, new
 
-    def _conversation(self, request: ChatRequest, parent: Turn | None, known: int) -> Conversation:
-        """Return the conversation that ends with the request. The parent has its first `known` messages."""
+    def _conversation(
+        self, request: ChatRequest, parent: Turn | None, tokens: np.ndarray, known: int
+    ) -> Conversation:
+        """Return the conversation that ends with the request.
+
+        Args:
+            tokens: of the parent, which has the first `known` messages of the request.
+        """
         has_renderer = self.renderer is not None
         messages = [one.message_with_calls if has_renderer else one.message for one in request.messages]
         if parent is None:
             shown = with_tools(messages, request.tools) if request.tools else messages
             return Conversation(self.tokenizer, shown, self.limit, self.renderer)
-        conversation = parent.conversation.fork()
+        conversation = parent.conversation.fork(tokens.tolist())
         if not conversation.add_messages(messages[known:], self.longest):
             raise self._too_long("too many tokens")
         return conversation
@@ -237,22 +265,3 @@ def cut_at(completion: Completion, stops: Sequence[str], tokenizer: Any) -> tupl
         version_spans=tuple(spans) if len(spans) > 1 else (),
     )
     return kept, shown[:end]
-
-
-def _sample(path: Sequence[Turn], owned: set[Turn]) -> Sample:
-    """Return the tokens of a path. Those of the turns in `owned` are trained."""
-    token_ids = path[-1].token_ids
-    mask, logprobs = np.zeros(len(token_ids), np.float32), np.zeros(len(token_ids), np.float32)
-    spans: list[tuple[int, int]] = []
-    versions: list[int] = []
-    for turn in path:
-        if turn not in owned:
-            continue
-        completion = turn.completion
-        assert completion is not None
-        where = slice(len(turn.prompt_ids), len(turn.prompt_ids) + len(completion.token_ids))
-        mask[where], logprobs[where] = 1.0, completion.logprobs
-        versions += completion.weight_versions
-        spans += completion.version_spans or [(completion.weight_versions[1], len(completion.token_ids))]
-    is_mixed = len(set(versions)) > 1
-    return Sample(token_ids, mask, logprobs, (min(versions), max(versions)), tuple(spans) if is_mixed else ())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import secrets
 import time
@@ -33,7 +34,7 @@ class Call:
     """A request that is answered once, however often it is repeated."""
 
     def __init__(self, request: ChatRequest, turns: list[Turn]):
-        self.request = request
+        self.request = dataclasses.replace(request, messages=[], tools=())  # the turns have what they need of these
         self.turns = turns
         self.choices: dict[Turn, Choice] = {}
         self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -159,6 +160,12 @@ class AgentEpisode:
             if not call.answer.done():
                 call.answer.set_exception(ended())
 
+    def forget(self) -> None:
+        """Free all calls, after the end."""
+        assert self._has_ended
+        self._calls, self._by_key, self._by_turn = [], {}, {}
+        self.tree.forget()
+
     def _repeated(self, request: ChatRequest, key: str | None, headers: Mapping[str, str]) -> Call | None:
         """Return the earlier call that a request repeats; None: there is none."""
         if key is not None and (call := self._by_key.get(key)) is not None:
@@ -190,16 +197,16 @@ class AgentEpisode:
             self.tree.is_sequential = False
         self._under_way += 1
         self._idle_since = None
-        sampling = self._sampling(request, len(new[0].prompt_ids))
+        prompt = new[0].prompt_ids
+        sampling = self._sampling(request, len(prompt))
         for turn in new:
             self._by_turn[turn] = call
-            self._submit(self, turn, Request(turn.prompt_ids, self._seed_of(turn.key), sampling))
+            self._submit(self, turn, Request(prompt, self._seed_of(turn.key), sampling))
         return call
 
     def _was_cut(self, turn: Turn, request: ChatRequest) -> bool:
         """Return whether a reply has reached a limit of the run, and not that of its request."""
-        completion, own = turn.completion, request.max_tokens
-        assert completion is not None
+        completion, own = turn.completed, request.max_tokens
         is_own = own is not None and own < self.rules.sampling.max_tokens and len(completion.token_ids) == own
         return completion.finish_reason == "length" and not is_own
 

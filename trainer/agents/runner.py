@@ -113,6 +113,7 @@ class AgentRunner(EpisodeRunner):
         messages, turns = tree.transcript()
         counts = {"samples": float(len(samples)), "errors": float(bool(session.error))}
         answer = request.prompt.row.get(self._answer_key)
+        self.server.post(session.episode.forget)
         return Episode(
             request.uid,
             request.group,

@@ -62,26 +62,31 @@ class Conversation:
     def _begin(self, token_ids: list[int]) -> None:
         self.token_ids = list(token_ids)
         """The prompt of the next reply."""
-        self._mask = [0.0] * len(token_ids)
-        self._logprobs = [0.0] * len(token_ids)
-        self._versions: list[int] = []
-        self._spans: list[tuple[int, int]] = []
+        self._replies: list[tuple[int, Completion]] = []
+        """Where each reply begins, and the reply."""
 
-    def fork(self) -> Conversation:
-        """Return a copy, which can continue in another way."""
+    def fork(self, token_ids: Sequence[int] | None = None) -> Conversation:
+        """Return a copy, which can continue in another way.
+
+        Args:
+            token_ids: of this conversation, if `forget_tokens` was called.
+        """
         other = copy.copy(self)
         vars(other).update({name: list(value) for name, value in vars(self).items() if isinstance(value, list)})
+        if token_ids is not None:
+            other.token_ids = list(token_ids)
         return other
+
+    def forget_tokens(self) -> None:
+        """Free the tokens, which the caller keeps. After that, `samples` are no longer known."""
+        self.token_ids, self._replies, self._earlier = [], [], []
 
     def add_reply(self, completion: Completion) -> Message:
         """Append the tokens of a reply; return it as a message."""
         prompt = self.token_ids.copy() if self._renderer is not None else []
         self._reply_length = len(completion.token_ids)
+        self._replies.append((len(self.token_ids), completion))
         self.token_ids += completion.token_ids.tolist()
-        self._mask += [1.0] * len(completion.token_ids)
-        self._logprobs += completion.logprobs.tolist()
-        self._versions += completion.weight_versions
-        self._spans += completion.version_spans or [(completion.weight_versions[1], len(completion.token_ids))]
         text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
         reply: Message = {"role": "assistant", "content": text}
         if self._renderer is not None:
@@ -107,13 +112,11 @@ class Conversation:
             if len(self.token_ids) + len(added) > max_tokens:
                 return False
             self.token_ids += added
-            self._mask += [0.0] * len(added)
-            self._logprobs += [0.0] * len(added)
             return True
         whole = self._whole()
         if len(whole) > max_tokens:
             return False
-        self._earlier.append(self._sample())
+        self._earlier.append(sample_of(self.token_ids, self._replies))
         self._begin(whole)
         return True
 
@@ -138,13 +141,24 @@ class Conversation:
 
     def samples(self) -> list[Sample]:
         """Return the training data: one sample, unless the history had to be rendered again."""
-        return [*self._earlier, self._sample()]
+        return [*self._earlier, sample_of(self.token_ids, self._replies)]
 
-    def _sample(self) -> Sample:
-        return Sample(
-            np.asarray(self.token_ids, np.int32),
-            np.asarray(self._mask, np.float32),
-            np.asarray(self._logprobs, np.float32),
-            (min(self._versions), max(self._versions)) if self._versions else (0, 0),
-            tuple(self._spans) if len(set(self._versions)) > 1 else (),
-        )
+
+def sample_of(token_ids: Sequence[int] | np.ndarray, replies: Sequence[tuple[int, Completion]]) -> Sample:
+    """Return the sample of a conversation.
+
+    Args:
+        token_ids: of the whole conversation.
+        replies: that are trained: where each begins, and the reply.
+    """
+    tokens = np.asarray(token_ids, np.int32)
+    mask, logprobs = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.float32)
+    spans: list[tuple[int, int]] = []
+    versions: list[int] = []
+    for start, reply in replies:
+        where = slice(start, start + len(reply.token_ids))
+        mask[where], logprobs[where] = 1.0, reply.logprobs
+        versions += reply.weight_versions
+        spans += reply.version_spans or [(reply.weight_versions[1], len(reply.token_ids))]
+    oldest_and_newest = (min(versions), max(versions)) if versions else (0, 0)
+    return Sample(tokens, mask, logprobs, oldest_and_newest, tuple(spans) if len(set(versions)) > 1 else ())

@@ -25,9 +25,7 @@ def answer(*texts: str, reason: str = "stop", **fields: Any) -> Answer:
     choices = []
     for i, text in enumerate(texts):
         completion = Completion(list(map(ord, text)), [-0.5] * len(text), reason, 1)
-        turn: Any = SimpleNamespace(
-            key=f"ab::{i}", prompt_ids=[1] * 5, completion=completion, token_ids=[1] * (5 + len(text))
-        )
+        turn: Any = SimpleNamespace(key=f"ab::{i}", prompt_length=5, completed=completion)
         choices.append(Choice(turn, read_reply(text, reads_calls=True)))
     return Answer(parse(**fields), "policy", choices)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -290,3 +291,32 @@ def test_each_sampled_token_is_trained_once_whatever_an_agent_does_with_its_hist
         assert turns == len(talk.given) <= sum(message["role"] == "assistant" for message in messages)
     finally:
         tokenizer.chat_template = before
+
+
+def test_the_memory_of_an_episode_grows_with_its_tokens(tokenizer):
+    """Not with the length of its history times the number of its turns."""
+
+    def bytes_of(turns: int) -> tuple[int, int]:
+        tree, messages = CallTree(tokenizer, 1_000_000), []
+        for i in range(turns):
+            messages.append(user(f"{i} " + "x" * 100))
+            request = request_of(messages)
+            (turn,) = tree.begin(request)
+            tokens = tokenizer.encode("y" * 20 + "<|end|>", add_special_tokens=False)
+            messages.append(returned(tree.answer(turn, Completion(tokens, [-1.0] * len(tokens), "stop", 1), request)))
+            turn.is_delivered = True
+            del request
+        (sample,) = tree.samples()
+        length = len(sample.token_ids)
+        del sample, messages
+        used = tracemalloc.get_traced_memory()[0]
+        tree.forget()
+        return length, used - tracemalloc.get_traced_memory()[0]
+
+    bytes_of(2)  # what the tokenizer keeps
+    tracemalloc.start()
+    try:
+        length, used = bytes_of(60)
+    finally:
+        tracemalloc.stop()
+    assert length > 60 * 100 and used < 60 * length
