@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import json
@@ -14,10 +15,12 @@ import sys
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import trainer
 from trainer.errors import UserError
 from trainer.sandbox import isolation
+from trainer.sandbox.call_clock import uncounted
 
 ISOLATIONS = (isolation.NAMESPACES, isolation.LANDLOCK)
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
@@ -71,6 +74,15 @@ class CodeResult:
     """Why it was ended: `cpu`, `time`, `output`, or the name of a signal. Empty: it ended by itself."""
 
 
+class _Program:
+    """A program that the server has got."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+        """It runs, or never will."""
+        self.result: asyncio.Future[CodeResult] = asyncio.get_running_loop().create_future()
+
+
 class CodeRunner:
     """A server that runs code, each piece in a fresh process. It starts with the first piece, and again if it is lost.
 
@@ -100,7 +112,7 @@ class CodeRunner:
         self._numbers = itertools.count()
         self._server: subprocess.Popen[bytes] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._awaited: dict[int, asyncio.Future[CodeResult]] = {}
+        self._awaited: dict[int, _Program] = {}
         self._unread = b""
 
     def start(self) -> None:
@@ -145,6 +157,9 @@ class CodeRunner:
     async def run(self, code: str) -> CodeResult:
         """Run code as a program, in an empty directory, and return what it has printed.
 
+        The time in which other programs run first does not count as time of the call (see `uncounted`). If this is
+        cancelled, the program is ended.
+
         Raises:
             UserError: see `start`.
             RuntimeError: the server was lost, or the program could not be closed in and has not run.
@@ -152,18 +167,31 @@ class CodeRunner:
         if len(code) > MAX_CODE:
             return CodeResult("", 0, "size")
         self._listen()
-        assert self._server is not None and self._server.stdin is not None
-        number = next(self._numbers)
-        result = self._awaited[number] = asyncio.get_running_loop().create_future()
+        number, program = next(self._numbers), _Program()
+        self._awaited[number] = program
         try:
-            data = json.dumps({"number": number, "code": code}).encode() + b"\n"
-            while data:
-                data = data[self._server.stdin.write(data) :]
-            return await result
+            self._send({"number": number, "code": code})
+            with uncounted():
+                await program.begun.wait()
+            return await program.result
         except BrokenPipeError as error:
             raise RuntimeError("the server that runs code has ended") from error
         finally:
-            self._awaited.pop(number, None)
+            del self._awaited[number]
+            if not program.result.done() or program.result.cancelled():
+                self._cancel(number)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self._server is not None and self._server.stdin is not None
+        data = json.dumps(message).encode() + b"\n"
+        while data:
+            data = data[self._server.stdin.write(data) :]
+
+    def _cancel(self, number: int) -> None:
+        """End a program that nobody waits for any more. It may not have begun."""
+        if self._server is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._send({"cancel": number})
 
     def _listen(self) -> None:
         """Let the event loop that runs now read the answers."""
@@ -184,12 +212,14 @@ class CodeRunner:
         *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
             answer = json.loads(line)
-            future = self._awaited.get(answer.pop("number"))
-            if future is not None and not future.done():
-                if "failed" in answer:
-                    future.set_exception(RuntimeError(answer["failed"]))
-                else:
-                    future.set_result(CodeResult(**answer))
+            program = self._awaited.get(answer.pop("number"))
+            if program is None or program.result.done():
+                continue
+            program.begun.set()
+            if "failed" in answer:
+                program.result.set_exception(RuntimeError(answer["failed"]))
+            elif "begun" not in answer:
+                program.result.set_result(CodeResult(**answer))
 
     def close(self) -> None:
         """End the server, and the code that it runs."""
@@ -204,9 +234,10 @@ class CodeRunner:
         server.wait()
         server.stdin.close()
         server.stdout.close()
-        for future in self._awaited.values():
-            if not future.done():
-                future.set_exception(RuntimeError("the server that runs code has ended"))
+        for program in self._awaited.values():
+            if not program.result.done():
+                program.begun.set()
+                program.result.set_exception(RuntimeError("the server that runs code has ended"))
 
 
 @functools.cache

@@ -1,9 +1,10 @@
 """The process that runs code of the policy: it forks a process, closed in, for each piece of code.
 
 It is a bare Python with the standard library, started by `trainer.sandbox.code_runner`. It reads requests from its
-input, a line of JSON each: `{"number", "code"}`. For each it writes `{"number", "output", "left_out", "problem"}`, as
-they end, or `{"number", "failed": why}` where the program could not be closed in and has not run. The first line of its
-output is `{"ready": true}`, once an empty program has run, or `{"refused": why}`.
+input, a line of JSON each: `{"number", "code"}`. For each it writes `{"number", "begun"}` when it runs the program, and
+`{"number", "output", "left_out", "problem"}` when it has ended, or `{"number", "failed": why}` where the program could
+not be closed in and has not run. After `{"cancel": number}` it ends a program. The first line of its output is
+`{"ready": true}`, once an empty program has run, or `{"refused": why}`.
 """
 
 from __future__ import annotations
@@ -146,7 +147,9 @@ class _Server:
         self._start({"number": _TRIAL, "code": ""}, _TRIAL_S)
         while True:
             while self._waiting and len(self._running) < self._at_once:
-                self._start(self._waiting.popleft(), self._limits["time_s"])
+                request = self._waiting.popleft()
+                self._start(request, self._limits["time_s"])
+                _send({"number": request["number"], "begun": True})
             now = time.monotonic()
             nearest = min((run.deadline for run in self._running), default=None)
             for key, _ in self._selector.select(None if nearest is None else max(0.0, nearest - now)):
@@ -165,7 +168,18 @@ class _Server:
             os._exit(0)  # and with this process, all that run
         *lines, rest = (self._unread + data).split(b"\n")
         self._unread = rest
-        self._waiting.extend(map(json.loads, lines))
+        for message in map(json.loads, lines):
+            if "cancel" in message:
+                self._cancel(message["cancel"])
+            else:
+                self._waiting.append(message)
+
+    def _cancel(self, number: int) -> None:
+        """End a program, or forget it before it has begun."""
+        self._waiting = deque(request for request in self._waiting if request["number"] != number)
+        for run in self._running:
+            if run.number == number:
+                run.end("cancelled")
 
     def _read(self, run: _Run) -> None:
         if not run.read():

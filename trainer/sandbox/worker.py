@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from trainer.errors import describe_error
 from trainer.import_utils import import_function
+from trainer.sandbox.call_clock import CallClock
 from trainer.sandbox.process_state import ProcessState
 
 
@@ -50,7 +51,8 @@ def send(pipe: Connection, message: Any) -> None:
 def serve(pipe: Connection, handler: str, arguments: Sequence[Any], concurrency: int) -> NoReturn:
     """Answer messages `[number, calls]` until the pipe closes.
 
-    Where calls of several messages may be under way, the first answer is `{"begun": number}`. Then follows `{"number":
+    Where calls of several messages may be under way, the first answer is `{"begun": number}`; it comes again while a
+    call waits for something that does not count as its time (see `trainer.sandbox.call_clock`). Then follows `{"number":
     number, "results": [of the next calls], "last": whether this process answers no more}`, for each plain call, or for
     all `async` calls together, which run at the same time. `{"left": a process}` stands for the latter if one of
     several has left that process running.
@@ -103,17 +105,17 @@ class _Server:
         except BaseException as error:  # also KeyboardInterrupt, SystemExit: whatever user code raises
             return {"raised": self._handler.describe(error, call)}
 
-    async def _compute_async(self, call: list[Any]) -> dict[str, Any]:
+    async def _compute_async(self, number: int, call: list[Any]) -> dict[str, Any]:
         async with self._slots:
-            limit = asyncio.timeout(self._handler.limit_s(call))
+            clock = CallClock(self._handler.limit_s(call), lambda: send(self._pipe, {"begun": number}))
             try:
-                async with limit:
+                async with clock:
                     return {"value": await self._handler.compute(call)}
             except BaseException as error:
-                return {"timeout": True} if limit.expired() else {"raised": self._handler.describe(error, call)}
+                return {"timeout": True} if clock.is_over else {"raised": self._handler.describe(error, call)}
 
     async def _answer_together(self, number: int, calls: list[list[Any]]) -> None:
-        results = await asyncio.gather(*map(self._compute_async, calls))
+        results = await asyncio.gather(*(self._compute_async(number, call) for call in calls))
         try:
             self._answer(number, results)
         except OSError:  # user code has closed the pipe

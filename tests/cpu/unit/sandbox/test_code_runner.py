@@ -14,6 +14,7 @@ import pytest
 
 from trainer.errors import UserError
 from trainer.sandbox import code_runner
+from trainer.sandbox.call_clock import CallClock
 from trainer.sandbox.code_runner import ISOLATIONS, MAX_CODE, CodeLimits, CodeResult, CodeRunner
 
 LIMITS = CodeLimits(cpu_s=1, time_s=100.0, memory_mb=128, files_mb=4, files=16, output=400)
@@ -243,6 +244,33 @@ def test_a_server_that_was_killed_is_replaced_and_what_ran_has_failed():
 
     try:
         asyncio.run(lost())
+    finally:
+        runner.close()
+
+
+def test_programs_that_nobody_waits_for_end_or_never_begin():
+    """The time in which they wait for others does not count."""
+    runner = CodeRunner(CodeLimits(cpu_s=3600, time_s=3600.0), at_once=1)
+
+    async def call(limit_s: float | None) -> None:
+        async with CallClock(limit_s, lambda: None):
+            await runner.run("while True: pass")
+
+    async def abandoned() -> str:
+        waiting = [asyncio.create_task(call(None))]
+        while not runner._awaited or not runner._awaited[0].begun.is_set():
+            await asyncio.sleep(0.01)
+        waiting += [asyncio.create_task(call(0.1)) for _ in range(8)]
+        ended, _ = await asyncio.wait(waiting, timeout=0.5)
+        assert not ended and sum(program.begun.is_set() for program in runner._awaited.values()) == 1
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
+        assert not runner._awaited
+        return (await asyncio.wait_for(runner.run("1"), 60)).output
+
+    try:
+        assert asyncio.run(abandoned()) == "1\n"
     finally:
         runner.close()
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
+from trainer.sandbox.call_clock import uncounted
 from trainer.sandbox.worker import Handler, serve
 
 
@@ -22,10 +23,10 @@ class Letters(Handler):
         self._arrived = 0
 
     def is_async(self, call: list[Any]) -> bool:
-        return call[0] in ("wait", "hang")
+        return call[0] in ("wait", "hang", "queue")
 
     def limit_s(self, call: list[Any]) -> float | None:
-        return 0.05 if call[0] == "hang" else None
+        return {"hang": 0.05, "queue": 0.1}.get(call[0])
 
     def compute(self, call: list[Any]) -> Any:
         match call:
@@ -40,6 +41,10 @@ class Letters(Handler):
         return self._wait(*call)
 
     async def _wait(self, kind: str, word: str) -> str:
+        if kind == "queue":
+            with uncounted():
+                await asyncio.sleep(0.3)
+            return word
         self._arrived += 1
         while self._arrived < 2 or kind == "hang":
             await asyncio.sleep(0.001)
@@ -101,6 +106,16 @@ def test_calls_of_several_messages_run_together_where_the_handler_allows_it():
         assert answer(pipe) == {"begun": 2}
         results = {found["number"]: found["results"] for found in (answer(pipe), answer(pipe))}
     assert results == {1: [{"value": "a"}], 2: [{"value": "b"}]}
+
+
+def test_a_wait_for_ones_turn_does_not_count_and_the_driver_hears_of_it():
+    with served("Letters", True) as pipe:
+        assert answer(pipe) == {"ready": True}
+        ask(pipe, 3, ["queue", "a"])
+        assert [answer(pipe) for _ in range(4)] == [
+            *[{"begun": 3}] * 3,
+            {"number": 3, "results": [{"value": "a"}], "last": False},
+        ]
 
 
 def test_a_process_that_user_code_has_forked_does_not_answer():
