@@ -144,9 +144,19 @@ class _World:
     async def of(cls, settings: Mapping[str, Any]) -> _World:
         """Return that of these settings, which the first caller starts."""
         key = json.dumps(settings, sort_keys=True)
-        if key not in cls._all:
-            cls._all[key] = asyncio.create_task(cls(settings)._started())
-        return await asyncio.shield(cls._all[key])
+        task = cls._all.get(key)
+        if task is None:
+            task = cls._all[key] = asyncio.create_task(cls._start(settings))
+        try:
+            return await asyncio.shield(task)
+        except BaseException:
+            if task.done() and cls._all.get(key) is task:  # it has failed: the next environment starts another
+                del cls._all[key]
+            raise
+
+    @classmethod
+    async def _start(cls, settings: Mapping[str, Any]) -> _World:
+        return await cls(settings)._started()
 
     async def _started(self) -> _World:
         path = secrets.token_urlsafe(16)  # nobody else on this machine can guess it

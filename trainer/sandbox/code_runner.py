@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import glob
 import itertools
 import json
 import math
@@ -101,11 +102,13 @@ class CodeRunner:
     ):
         if kind not in ISOLATIONS:
             raise UserError(f"isolation={kind}: choose {' or '.join(ISOLATIONS)}")
+        directories = _directories(bool(modules))
         self._settings = {
             "limits": asdict(limits or CodeLimits()),
             "isolation": kind,
             "modules": list(modules),
-            "directories": _directories(bool(modules)),
+            "directories": directories,
+            "hidden": _hidden(directories, _packages() if modules else []),
             "at_once": at_once or min(_AT_ONCE, os.cpu_count() or 1),
         }
         self._path = _standard_library() + (_packages() if modules else [])
@@ -260,3 +263,13 @@ def _directories(with_packages: bool) -> list[str]:
     found = [*_LIBRARIES, *_standard_library(), *(_packages() if with_packages else [])]
     found = sorted({path for path in found if os.path.isdir(path)})
     return [path for path in found if not any(path.startswith(f"{other}/") for other in found if other != path)]
+
+
+def _hidden(directories: Sequence[str], shown: Sequence[str]) -> list[str]:
+    """Return the directories of packages within `directories`, without those in `shown`."""
+    roots = {os.path.realpath(path) for path in directories}
+    places = [os.path.join(glob.escape(root), part) for root in roots for part in ("", "python3*")]
+    found = {os.path.realpath(path) for place in places for path in glob.glob(os.path.join(place, "*-packages"))}
+    return sorted(
+        path for path in found - set(shown) if os.path.isdir(path) and any(path.startswith(f"{r}/") for r in roots)
+    )

@@ -48,7 +48,7 @@ def main(settings: dict[str, Any]) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     kind = isolation.Namespaces if settings["isolation"] == isolation.NAMESPACES else isolation.Landlock
-    walls = kind(settings["directories"])
+    walls = kind(settings["directories"], settings["hidden"])
     try:
         _preload(settings["modules"])
         walls.enter()

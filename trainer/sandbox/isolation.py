@@ -91,13 +91,17 @@ def die_with_parent() -> None:
 
 
 class Namespaces:
-    """Namespaces of users, processes, mounts, network and IPC. The file system holds `directories`, read only."""
+    """Namespaces of users, processes, mounts, network and IPC. The file system holds `directories`, read only.
+
+    The directories `hidden` within them are empty.
+    """
 
     syscalls = _CHANGES
     """Calls of the kernel that it makes harmless."""
 
-    def __init__(self, directories: Sequence[str]):
+    def __init__(self, directories: Sequence[str], hidden: Sequence[str] = ()):
         self._directories = directories
+        self._hidden = hidden
         self._own = -1
 
     def enter(self) -> None:
@@ -150,6 +154,8 @@ class Namespaces:
             else:
                 os.makedirs(root + directory, exist_ok=True)
                 _mount(directory, root + directory, None, _MS_BIND | _MS_REC)
+        for directory in self._hidden:
+            _mount("tmpfs", root + directory, "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "mode=555,size=4k")
         os.chdir(root)
         _call("pivot_root", b".", b".")
         _call("umount2", b".", _MNT_DETACH)
@@ -173,15 +179,20 @@ class Namespaces:
 
 
 class Landlock:
-    """Rules of the kernel's module Landlock: the process may read `directories`, and write nowhere."""
+    """Rules of the kernel's module Landlock: the process may read `directories`, and write nowhere.
+
+    Of the directories `hidden` within them it may read the names of files alone.
+    """
 
     syscalls = ""
 
     _FILES = (1 << 16) - 1  # all rights of files that version 5 knows: execute, write, read, make, remove, ioctl …
-    _READ = 1 << 2 | 1 << 3  # of files and directories
+    _READ_FILES, _READ_NAMES = 1 << 2, 1 << 3
 
-    def __init__(self, directories: Sequence[str]):
+    def __init__(self, directories: Sequence[str], hidden: Sequence[str] = ()):
         self._directories = directories
+        self._hidden = hidden
+        self._rules = -1
 
     def enter(self) -> None:
         """Check that the kernel has Landlock.
@@ -203,7 +214,40 @@ class Landlock:
             )
 
     def prepare(self) -> None:
-        """Nothing is shared by the processes."""
+        """Make the rules, which all programs share.
+
+        Raises:
+            IsolationError: the kernel does not allow it.
+        """
+        known = self._FILES & ((1 << (15, 15, 16)[min(self._version, 5) - 3]) - 1)
+        network, scoped = (3 if self._version >= 4 else 0), (3 if self._version >= 6 else 0)
+        size = 8 if self._version < 4 else 16 if self._version < 6 else 24
+        attributes = (ctypes.c_uint64 * 3)(known, network, scoped)
+        try:
+            self._rules = _call("syscall", _SYS_LANDLOCK[0], attributes, ctypes.c_size_t(size), 0)
+            for directory in self._directories:
+                self._allow(os.path.realpath(directory))
+        except OSError as error:
+            raise IsolationError(
+                f"the rules of Landlock cannot be made ({error.strerror}); choose isolation={NAMESPACES}"
+            ) from error
+
+    def _allow(self, path: str) -> None:
+        """Let programs read a file, or a directory with all in it that is not hidden."""
+        if not os.path.isdir(path):
+            self._add_rule(path, self._READ_FILES)
+        elif not any(hidden.startswith(f"{path}/") for hidden in self._hidden):
+            self._add_rule(path, self._READ_FILES | self._READ_NAMES)
+        else:
+            self._add_rule(path, self._READ_NAMES)
+            for entry in os.scandir(path):
+                if not entry.is_symlink() and entry.path not in self._hidden:  # a link may lead anywhere
+                    self._allow(entry.path)
+
+    def _add_rule(self, path: str, rights: int) -> None:
+        at = os.open(path, os.O_PATH)
+        _call("syscall", _SYS_LANDLOCK[1], self._rules, 1, struct.pack("=Qi", rights, at), 0)
+        os.close(at)
 
     def before_fork(self) -> None:
         """A new process has the same namespaces."""
@@ -212,19 +256,10 @@ class Landlock:
 
     def close_in(self, files_mb: int, files: int) -> None:
         """Close this process in."""
-        known = self._FILES & ((1 << (15, 15, 16)[min(self._version, 5) - 3]) - 1)
-        network, scoped = (3 if self._version >= 4 else 0), (3 if self._version >= 6 else 0)
-        size = 8 if self._version < 4 else 16 if self._version < 6 else 24
-        attributes = (ctypes.c_uint64 * 3)(known, network, scoped)
-        rules = _call("syscall", _SYS_LANDLOCK[0], attributes, ctypes.c_size_t(size), 0)
-        for directory in self._directories:
-            at = os.open(directory, os.O_PATH)
-            _call("syscall", _SYS_LANDLOCK[1], rules, 1, struct.pack("=Qi", self._READ, at), 0)
-            os.close(at)
         os.chdir("/")
         _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        _call("syscall", _SYS_LANDLOCK[2], rules, 0)
-        os.close(rules)
+        _call("syscall", _SYS_LANDLOCK[2], self._rules, 0)
+        os.close(self._rules)
 
 
 class SyscallFilter:

@@ -173,6 +173,17 @@ def test_packages_are_available_if_they_are_named():
         runner.close()
 
 
+def test_packages_are_hidden_unless_modules_need_them(tmp_path):
+    system, library = tmp_path / "lib", tmp_path / "python3.11"
+    for path in (system / "python3" / "dist-packages", library / "site-packages", library / "json", tmp_path / "other"):
+        path.mkdir(parents=True)
+    (library / "more-packages").symlink_to(tmp_path / "other")
+    directories = [str(system), str(library), str(tmp_path / "none")]
+    packages = [str(system / "python3" / "dist-packages"), str(library / "site-packages")]
+    assert code_runner._hidden(directories, []) == packages
+    assert code_runner._hidden(directories, packages[1:]) == packages[:1]
+
+
 def test_a_module_that_there_is_not_is_refused():
     with pytest.raises(UserError, match="isolation=landlock: No module named 'no_such_module'"):
         CodeRunner(kind="landlock", modules=["no_such_module"]).start()

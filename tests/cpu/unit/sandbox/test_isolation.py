@@ -114,6 +114,35 @@ def test_nothing_of_the_job_can_be_read(runner, body, tmp_path):
     assert "hunter2" not in said
 
 
+def test_packages_of_the_interpreter_cannot_be_read(runner):
+    hidden = runner._settings["hidden"]
+    files = [os.path.join(root, name) for path in hidden for root, _, names in os.walk(path) for name in names]
+    for path in files[:3]:
+        assert attempt(runner, f"return open({path!r}).read()").startswith("refused: ")
+
+
+@pytest.mark.parametrize("kind", ISOLATIONS)
+def test_what_is_hidden_within_a_library_cannot_be_read(kind, tmp_path):
+    library = tmp_path / "lib"
+    (library / "parts").mkdir(parents=True)
+    (library / "site-packages").mkdir()
+    for path in ("plain.py", "parts/other.py", "site-packages/secret.py", "../outside.py"):
+        (library / path).write_text("found = 'hunter2'")
+    (library / "link.py").symlink_to(tmp_path / "outside.py")
+    runner = CodeRunner(CodeLimits(time_s=100.0), kind)
+    runner._settings["directories"].append(str(library))
+    runner._settings["hidden"].append(str(library / "site-packages"))
+    try:
+        for path in ("site-packages/secret.py", "link.py", "../outside.py"):
+            assert attempt(runner, f"return open({str(library / path)!r}).read()").startswith("refused: "), path
+        body = f"sys.path.append({str(library / 'site-packages')!r})\nimport secret\nreturn secret.found"
+        assert attempt(runner, body).startswith("refused: ")
+        body = f"sys.path += [{str(library)!r}, {str(library / 'parts')!r}]\nimport plain, other\nreturn other.found"
+        assert attempt(runner, body) == "escaped: hunter2"
+    finally:
+        runner.close()
+
+
 def test_other_programs_cannot_be_seen(runner):
     """Neither those that run, nor those that wait: not in memory, and not in the list of processes."""
 
