@@ -16,6 +16,8 @@ UV = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.envi
 REQUIREMENTS = Path(__file__).with_name("verifiers-requirements.txt")
 
 GUESS = '''
+import os
+
 import verifiers.v1 as vf
 
 class Data(vf.TaskData):
@@ -44,7 +46,14 @@ class GuessConfig(vf.EnvConfig):
     agent: vf.AgentConfig = vf.AgentConfig()
 
 class GuessEnv(vf.Env[GuessConfig]):
-    """A user who says no until the number is right."""
+    """A user who says no until the number is right. Its first start fails if there is no file FIRST_START."""
+
+    def serving(self, *args, **kwargs):
+        first = os.environ.get("FIRST_START")
+        if first and not os.path.exists(first):
+            open(first, "w").close()
+            raise OSError("not yet")
+        return super().serving(*args, **kwargs)
 
     async def run(self, task, agents):
         async with agents.agent.interaction(task) as interaction:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import functools
 import itertools
 import json
 import re
@@ -146,17 +147,15 @@ class _World:
         key = json.dumps(settings, sort_keys=True)
         task = cls._all.get(key)
         if task is None:
-            task = cls._all[key] = asyncio.create_task(cls._start(settings))
-        try:
-            return await asyncio.shield(task)
-        except BaseException:
-            if task.done() and cls._all.get(key) is task:  # it has failed: the next environment starts another
-                del cls._all[key]
-            raise
+            task = cls._all[key] = asyncio.create_task(cls(settings)._started())
+            task.add_done_callback(functools.partial(cls._note_start, key))
+        return await asyncio.shield(task)
 
     @classmethod
-    async def _start(cls, settings: Mapping[str, Any]) -> _World:
-        return await cls(settings)._started()
+    def _note_start(cls, key: str, task: asyncio.Task[_World]) -> None:
+        """Let the next environment start another one if this one has failed."""
+        if task.cancelled() or task.exception() is not None:
+            del cls._all[key]
 
     async def _started(self) -> _World:
         path = secrets.token_urlsafe(16)  # nobody else on this machine can guess it
@@ -164,12 +163,16 @@ class _World:
         app.router.add_post(f"/{path}/v1/chat/completions", self._answer)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        host, port = runner.addresses[0][:2]
-        client = vf.EvalClientConfig(base_url=f"http://{host}:{port}/{path}/v1", api_key_var="NO_API_KEY")
-        self.context = vf.ModelContext(model="policy", client=client)
-        await self.environment.serving().__aenter__()  # until the process ends
+        try:
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            host, port = runner.addresses[0][:2]
+            client = vf.EvalClientConfig(base_url=f"http://{host}:{port}/{path}/v1", api_key_var="NO_API_KEY")
+            self.context = vf.ModelContext(model="policy", client=client)
+            await self.environment.serving().__aenter__()  # until the process ends
+        except BaseException:
+            await runner.cleanup()
+            raise
         return self
 
     def task(self, position: int) -> Any:

@@ -48,6 +48,16 @@ def test_tasks_of_verifiers_are_played_at_the_same_time(python):
         pool.step_all(sessions)
 
 
+def test_a_start_that_fails_is_tried_again_in_the_same_process(python, tmp_path, monkeypatch):
+    monkeypatch.setenv("FIRST_START", str(tmp_path / "first"))
+    session = Session({"task": 1}, 1)
+    with EnvironmentPool(config(python, id="guess"), 1000) as pool:
+        process = pool._workers[0].process.pid
+        pool.step_all([session])
+        assert pool._workers[0].process.pid == process
+    assert (tmp_path / "first").exists() and session.failures == 1 and not session.failure
+
+
 def test_a_taskset_that_is_not_installed_is_refused(python):
     with pytest.raises(UserError, match="environment.kwargs: .* taskset 'guessing' not found"):
         check_environment(config(python, id="guessing"))
