@@ -14,6 +14,7 @@ from trainer.config import ModelConfig
 from trainer.data.datasets import render
 from trainer.data.limits import TextTooLong
 from trainer.environments.base import Message
+from trainer.environments.tools import CALL
 from trainer.errors import UserError, describe_error, did_you_mean
 from trainer.files.documents import nests_deeply
 
@@ -98,7 +99,8 @@ class ChatRenderer:
     def reply(self, token_ids: Sequence[int], prompt: Sequence[int], text: str, history: Sequence[Message]) -> Message:
         """Return a reply as a message: where there are tools, with its calls of them apart from its text.
 
-        If a call cannot be read, the reply is its text as a whole.
+        If a call cannot be read, the reply is its text as a whole. In the formats of some models this text does not
+        show that there are calls: then the message names all of them as `unread_calls`, with their problems.
 
         Args:
             text: the decoded reply.
@@ -108,10 +110,10 @@ class ChatRenderer:
             return {"role": "assistant", "content": text}
         try:
             parsed = self._renderer.parse_response(list(token_ids), tools=tools, prompt_ids=list(prompt))
-        except Exception:  # such as lists in lists without end, or a number with too many digits
-            return {"role": "assistant", "content": text}
+        except Exception as error:  # such as lists in lists without end, or a number with too many digits
+            return _unread(text, [{"problem": type(error).__name__}])
         if not all(_is_readable(call) for call in parsed.tool_calls):
-            return {"role": "assistant", "content": text}
+            return _unread(text, [_problem(call) for call in parsed.tool_calls])
         calls = [
             {
                 "id": call.id or f"call_{number}",
@@ -129,6 +131,20 @@ class ChatRenderer:
         characters = sum(len(message["content"]) for message in messages)
         if characters > self._limit:
             raise TextTooLong(characters)
+
+
+def _unread(text: str, calls: list[dict[str, str]]) -> Message:
+    """Return a reply whose calls cannot all be read."""
+    message: Message = {"role": "assistant", "content": text}
+    return message if CALL.search(text) else {**message, "unread_calls": calls}
+
+
+def _problem(call: Any) -> dict[str, str]:
+    """Return the name of a call and its number, if they are known, and why it cannot be read; empty: it can be."""
+    status = str(call.status).replace("_", " ")
+    problem = "" if _is_readable(call) else "no readable arguments" if status == "ok" else status
+    known = {"name": call.name, "id": call.id}
+    return {**{key: value for key, value in known.items() if value and isinstance(value, str)}, "problem": problem}
 
 
 def _is_readable(call: Any) -> bool:

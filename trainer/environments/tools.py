@@ -73,6 +73,10 @@ class ToolEnvironment:
         read = [call["function"] for call in reply.get("tool_calls") or []]  # by a renderer
         calls = [*map(json.dumps, read), *CALL.findall(reply["content"])]
         count = {f"tool_calls/{tool.__name__}": 0 for tool in self.tools} | {"tool_errors": 0}
+        unread = reply.get("unread_calls") or []
+        if not calls and unread:
+            count["tool_errors"] += len(unread)
+            return StepResult([_refusal(call) for call in unread[:MAX_TOOL_CALLS]], metrics=count)
         if not calls:
             score = self.score(reply["content"].strip(), self._row)
             given: dict[str, Any] = {"rewards": score} if isinstance(score, Mapping) else {"reward": score}
@@ -120,6 +124,13 @@ class ToolEnvironment:
         except Exception as error:  # the policy's mistake, or the tool's: the policy sees it
             count["tool_errors"] += 1
             return f"Error: {describe_error(error)}"
+
+
+def _refusal(call: Mapping[str, str]) -> Message:
+    """Return the answer to a call of a reply whose calls cannot all be read (see `trainer.environments.rendering`)."""
+    problem = f"this call cannot be read ({call['problem']})" if call["problem"] else "another call cannot be read"
+    known = {key: call[name] for key, name in (("tool_call_id", "id"), ("name", "name")) if name in call}
+    return {"role": "tool", "content": f"Error: {problem}; no call of the reply was made", **known}
 
 
 def with_tools(
