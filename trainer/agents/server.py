@@ -18,7 +18,7 @@ from aiohttp import web
 from trainer.agents.answers import Answer
 from trainer.agents.episode import AgentEpisode, ended
 from trainer.agents.errors import ApiError
-from trainer.process.network import listen
+from trainer.process.network import app_runner, listen
 from trainer.sandbox.limits import LARGEST_MESSAGE
 
 LOG = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class AgentServer:
         app.router.add_get(f"{_PATH}/models", self._models)
         app.router.add_get(f"{_PATH}/models/{{model:.+}}", self._model)
         # An agent whose connection breaks may repeat its request at once: the handler must know.
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        self._runner = app_runner(app)
         await self._runner.setup()
         await web.SockSite(self._runner, listener).start()
 

@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import skyrl_gym.envs  # noqa: F401 (registers them)
-from skyrl_gym.envs.registration import load_env_creator, registry
+from omegaconf import OmegaConf
+from skyrl_gym.envs.registration import EnvSpec, load_env_creator, registry
 
 from trainer.environments.base import Message, StepResult
 from trainer.errors import did_you_mean
 
-_RUN_CODE = frozenset({"lcb", "searchcode"})
+_RUN_CODE = tuple(f"skyrl_gym.envs.{name}" for name in ("lcb", "rlm", "searchcode", "sql"))
+"""Modules of environments that run Python or SQL of the policy."""
 
 
 class SkyRLGym:
@@ -22,11 +24,10 @@ class SkyRLGym:
 
     Args:
         id: name of a registered environment, or the import path `package.module:Class` of one. None: the column
-            `env_class` of each row has it.
+            `env_class` of each row has the name.
         max_turns: given to the environment in `extras`, if the row does not have it.
         allow_code: play environments that run programs of the policy with your rights.
         options: further arguments of the environment, such as `env_config`.
-
     """
 
     def __init__(self, id: str | None = None, max_turns: int | None = None, allow_code: bool = False, **options: Any):
@@ -49,8 +50,9 @@ class SkyRLGym:
             extras.setdefault("max_turns", self._max_turns)
         prompt = row["prompt"]
         chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(one) for one in prompt]
-        name = self._id if self._id is not None else str(row.get("env_class"))
-        self._environment = _creator(name, self._allow_code)(**{"env_config": {}, **self._options}, extras=extras)
+        name = self._id if self._id is not None else _name_in(row)
+        settings = {**self._options, "env_config": OmegaConf.create(self._options.get("env_config", {}))}
+        self._environment = _creator(name, self._allow_code)(**settings, extras=extras)
         messages, _ = self._environment.init(chat)
         return [dict(message) for message in messages]
 
@@ -70,20 +72,28 @@ class SkyRLGym:
 
 def _creator(name: str, allow_code: bool) -> Any:
     """Return the class, or the function, that makes an environment."""
-    if name in _RUN_CODE and not allow_code:
+    spec = EnvSpec(name, name) if ":" in name else registry.get(name)
+    if spec is None:
+        meant = did_you_mean(name, registry) or f"choose one of {', '.join(sorted(registry))}"
+        raise LookupError(f"skyrl-gym has no environment {name}; {meant}, or give the import path package.module:Class")
+    made = load_env_creator(spec.entry_point) if isinstance(spec.entry_point, str) else spec.entry_point
+    if made.__module__.startswith(_RUN_CODE) and not allow_code:
         raise PermissionError(
             f"skyrl-gym's environment {name} runs programs of the policy with your rights, in no sandbox; if a "
             "container protects what you have, set environment.kwargs.allow_code=true"
         )
-    if ":" in name:
-        return load_env_creator(name)
-    spec = registry.get(name)
-    if spec is None:
-        meant = did_you_mean(name, registry) or f"choose one of {', '.join(sorted(registry))}"
-        raise LookupError(f"skyrl-gym has no environment {name}; {meant}, or give the import path package.module:Class")
-    entry = spec.entry_point
-    made = load_env_creator(entry) if isinstance(entry, str) else entry
     return lambda **given: made(**{**spec.kwargs, **given})
+
+
+def _name_in(row: Mapping[str, Any]) -> str:
+    """Return the name in a row. Data must not choose code that is imported."""
+    name = str(row.get("env_class"))
+    if ":" in name:
+        raise PermissionError(
+            f"env_class={name:.100}: a row may name an environment that skyrl-gym has registered; to run another one, "
+            "give its import path as environment.kwargs.id"
+        )
+    return name
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

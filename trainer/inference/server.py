@@ -22,7 +22,7 @@ from trainer.generation.config_check import describe_model
 from trainer.inference.backend import Backend
 from trainer.inference.gateway import Gateway, is_loopback
 from trainer.process import time_limits
-from trainer.process.network import listen
+from trainer.process.network import app_runner, listen
 from trainer.process.signals import SIGNALS, Stopped
 
 LOG = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ async def _serve(cfg: Config, token: str | None, listener: socket.socket, path: 
     }
     gateway = Gateway(token, inference.lease_s, description, describe_model(cfg.model, path))
     gateway.backend = Backend(inference, settings, gateway.forget_weights)
-    runner = web.AppRunner(gateway.application(), handler_cancellation=True, access_log=None)
+    runner = app_runner(gateway.application())
     await runner.setup()
     await web.SockSite(runner, listener).start()
     shown = f"[{inference.host}]" if ":" in inference.host else inference.host

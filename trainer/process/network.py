@@ -1,14 +1,21 @@
-"""The network interface of this process's groups, and sockets that servers listen on."""
+"""The network interface of this process's groups, and the sockets and connections of HTTP servers."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 from collections.abc import MutableMapping
+from typing import TYPE_CHECKING
 
 import psutil
 
 from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+IDLE_S = 60.0
+"""Seconds after which a server closes a connection that has sent no whole head of a request."""
 
 
 def use_network_of(address: str, environment: MutableMapping[str, str]) -> None:
@@ -44,3 +51,14 @@ def listen(host: str, port: int, keys: str) -> socket.socket:
             raise UserError(f"{keys}host={host} {keys}port={port}: cannot listen there ({error.strerror})") from error
         stack.pop_all()
         return listener
+
+
+def app_runner(app: web.Application) -> web.AppRunner:
+    """Return what serves an application.
+
+    A handler is cancelled when its client is gone. Connections without a request are closed: clients that open many and
+    send nothing must not keep others away.
+    """
+    from aiohttp import web
+
+    return web.AppRunner(app, handler_cancellation=True, access_log=None, keepalive_timeout=IDLE_S)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_gym.envs.registration import registry
 
 from trainer.environments.base import Environment, StepResult, check_options
 from trainer.environments.skyrl_gym import SkyRLGym
@@ -99,10 +100,31 @@ def test_an_environment_that_does_not_exist_is_refused_before_the_start():
     check_options(NAME, {})
 
 
-@pytest.mark.parametrize("name", ["lcb", "searchcode"])
+def test_a_row_may_not_name_code_to_import():
+    """Data comes from others."""
+    with pytest.raises(PermissionError, match="env_class=subprocess:Popen: a row may name .*environment.kwargs.id"):
+        SkyRLGym().reset({**ROW, "env_class": "subprocess:Popen"}, 1)
+
+
+class Configured(Multiply):
+    """An environment that reads its settings as SkyRL gives them."""
+
+    def __init__(self, env_config: Any, extras: dict[str, Any]):
+        super().__init__(env_config, extras, env_config.bonus + env_config.get("more", 0.0))
+
+
+def test_an_environment_reads_its_settings_by_name():
+    environment = SkyRLGym(f"{__name__}:Configured", max_turns=2, env_config={"bonus": 0.25})
+    environment.reset({"prompt": "3*4", "answer": "12"}, 1)
+    assert environment.step(reply("12")).reward == 1.25
+
+
+@pytest.mark.parametrize("name", ["lcb", "searchcode", "text2sql"])
 def test_an_environment_that_runs_programs_of_the_policy_is_refused_unless_it_is_allowed(name):
     with pytest.raises(UserError, match=f"{name} runs programs of the policy .*environment.kwargs.allow_code=true"):
         check_options(NAME, {"id": name})
     with pytest.raises(PermissionError, match=name):
         SkyRLGym().reset({**ROW, "env_class": name}, 1)
     check_options(NAME, {"id": name, "allow_code": True})
+    with pytest.raises(UserError, match="runs programs of the policy"):
+        check_options(NAME, {"id": registry[name].entry_point})
