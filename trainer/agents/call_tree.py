@@ -187,9 +187,7 @@ class CallTree:
             owned |= new
             yield leaf, new
 
-    def _conversation(
-        self, request: ChatRequest, parent: Turn | None, tokens: np.ndarray, known: int
-    ) -> Conversation:
+    def _conversation(self, request: ChatRequest, parent: Turn | None, tokens: np.ndarray, known: int) -> Conversation:
         """Return the conversation that ends with the request.
 
         Args:

@@ -17,6 +17,7 @@ import numpy as np
 from trainer.config import Config
 from trainer.data.datasets import Prompt, of_source
 from trainer.data.limits import TextTooLong, max_characters
+from trainer.environments.base import Message
 from trainer.environments.conversation import Conversation
 from trainer.environments.rendering import find_renderer
 from trainer.environments.sessions import EnvironmentPool, Session
@@ -179,6 +180,8 @@ class EnvironmentRunner(EpisodeRunner):
         self._limit = max_characters(tokenizer, self._longest)
         self._renderer = find_renderer(cfg.model, tokenizer, self._limit)
         self._pool = EnvironmentPool(cfg.environment, self._limit)
+        self._begun: tuple[Sequence[Message], Conversation] | None = None
+        """The first messages that were written last, and their tokens."""
 
     def __enter__(self) -> Self:
         self._pool.__enter__()
@@ -278,13 +281,19 @@ class EnvironmentRunner(EpisodeRunner):
     def _begin(self, episode: RunningEpisode) -> None:
         key, most = self._first_limit
         try:
-            episode.conversation = Conversation(self._tokenizer, episode.steps[0].messages, self._limit, self._renderer)
+            episode.conversation = self._conversation(episode.steps[0].messages)
             length = len(episode.conversation.token_ids)
             size = f"{length} tokens" if length > most else ""
         except TextTooLong as error:
             size = str(error)
         if size:
             episode.fail("failed", f"has first messages of {size}; {key} is {most}")
+
+    def _conversation(self, messages: Sequence[Message]) -> Conversation:
+        """Return a new conversation. Episodes of one prompt mostly begin with the same messages, written once."""
+        if self._begun is None or self._begun[0] != messages:
+            self._begun = messages, Conversation(self._tokenizer, messages, self._limit, self._renderer)
+        return self._begun[1].fork()
 
     def _add_answer(self, episode: RunningEpisode, conversation: Conversation) -> None:
         step = episode.steps[-1]

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import skyrl_gym.envs  # noqa: F401 (registers them)
-from omegaconf import OmegaConf
 from skyrl_gym.envs.registration import EnvSpec, load_env_creator, registry
 
 from trainer.environments.base import Message, StepResult
@@ -14,6 +13,16 @@ from trainer.errors import did_you_mean
 
 _RUN_CODE = tuple(f"skyrl_gym.envs.{name}" for name in ("lcb", "rlm", "searchcode", "sql"))
 """Modules of environments that run Python or SQL of the policy."""
+
+
+class _Settings(dict[str, Any]):
+    """Settings that are also read as attributes, as SkyRL's are."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError as error:
+            raise AttributeError(name) from error
 
 
 class SkyRLGym:
@@ -51,7 +60,7 @@ class SkyRLGym:
         prompt = row["prompt"]
         chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(one) for one in prompt]
         name = self._id if self._id is not None else _name_in(row)
-        settings = {**self._options, "env_config": OmegaConf.create(self._options.get("env_config", {}))}
+        settings = {**self._options, "env_config": _Settings(self._options.get("env_config", {}))}
         self._environment = _creator(name, self._allow_code)(**settings, extras=extras)
         messages, _ = self._environment.init(chat)
         return [dict(message) for message in messages]

@@ -38,6 +38,7 @@ class EnvironmentHandler(Handler):
             raise UserError(f"{name} is an agent; the interpreter of the trainer must be able to import it, too")
         methods = (getattr(kind, method, None) for method in METHODS)
         self.is_concurrent = any(map(inspect.iscoroutinefunction, methods))
+        self.in_turn = not self.is_concurrent
         self._make = lambda: kind(**options)
         self._timeout_s = timeout_s
         self._most_characters = most_characters

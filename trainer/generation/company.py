@@ -19,7 +19,14 @@ LOG = logging.getLogger(__name__)
 
 CPU_BLOCK = 32
 """Tokens of a block of the KV cache on CPU: the attention wants multiples of it."""
-_ARGUMENTS = {"max_num_seqs", "max_model_len", "kv_cache_memory_bytes", "block_size", "num_gpu_blocks_override", "watermark"}
+_ARGUMENTS = {
+    "max_num_seqs",
+    "max_model_len",
+    "kv_cache_memory_bytes",
+    "block_size",
+    "num_gpu_blocks_override",
+    "watermark",
+}
 """Arguments of vLLM that decide how many sequences an engine can hold."""
 
 

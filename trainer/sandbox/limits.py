@@ -11,6 +11,8 @@ PLAIN_BATCH = 64
 """Calls of plain functions that a process gets in one message."""
 ASYNC_ROUNDS = 4
 """Times `concurrency` of `async` calls in one message: a process need not wait for the slowest call of each round."""
+SENT_AHEAD, SMALL_MESSAGE = 8, 4096
+"""Messages, and the bytes of each, that a process gets before it has begun the last one. They fit in its pipe."""
 MAX_ASYNC_SESSIONS = 256
 """Sessions of one process whose `async` calls may be under way at the same time."""
 CANCEL_S = 5.0

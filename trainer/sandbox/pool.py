@@ -21,7 +21,7 @@ from typing import Any, Self
 from trainer.errors import WorkerError
 from trainer.process.failure_log import record_replaced_process
 from trainer.sandbox import limits
-from trainer.sandbox.process import OutputCapture, ProcessDied, SandboxedProcess, end_all
+from trainer.sandbox.process import OutputCapture, ProcessDied, SandboxedProcess, encode, end_all
 from trainer.sandbox.tasks import Round, Task
 from trainer.seeding import HASH_SEED
 
@@ -41,6 +41,8 @@ class _Batch:
         self.since = time.monotonic()
         """When it was sent or begun; of plain calls, when the last one was answered."""
         self.is_begun = False
+        self.is_small = False
+        """Its message fits in the pipe beside others that the process has not read."""
 
 
 class _Worker(SandboxedProcess):
@@ -61,15 +63,21 @@ class _Worker(SandboxedProcess):
     def can_take(self, task: Task) -> bool:
         """Return whether the next call of the task can be sent now.
 
-        Where sessions have `async` calls, the next one can be sent when the last one has begun: the pipe never fills.
+        Where sessions have `async` calls, the next one can be sent when the last one has begun, or ahead of that if the
+        messages are small: the pipe never fills.
         """
         if not self.is_ready or task.is_urgent:
             return self.is_ready
         if not self.is_concurrent or task.run_isolated:
             return not self.batches
         alone = any(other.run_isolated for other in self.tasks())
-        has_begun = all(batch.is_begun for batch in self.batches.values())
-        return has_begun and not alone and len(self.batches) < limits.MAX_ASYNC_SESSIONS
+        waiting = self.waiting()
+        may_follow = len(waiting) < limits.SENT_AHEAD and all(batch.is_small for batch in waiting)
+        return may_follow and not alone and len(self.batches) < limits.MAX_ASYNC_SESSIONS
+
+    def waiting(self) -> list[_Batch]:
+        """Return the batches that it has not begun."""
+        return [batch for batch in self.batches.values() if not batch.is_begun]
 
     def deadline(self, limit_s: float) -> float:
         """Return when to check the process, unless it sends a message before.
@@ -285,9 +293,14 @@ class WorkerPool:
             tasks = self._next_tasks(waiting)
             batch = _Batch(tasks, (tasks[0].limit or self._limit)[1], self._concurrency)
             number = next(self._numbers)
+            message = encode([number, [task.next_call() for task in tasks]])
+            batch.is_small = len(message) <= limits.SMALL_MESSAGE
+            if not batch.is_small and not tasks[0].is_urgent and worker.waiting():
+                waiting.extendleft(reversed(tasks))
+                return
             worker.batches[number] = batch
             try:
-                worker.send([number, [task.next_call() for task in batch.tasks]])
+                worker.send(message)
             except ProcessDied:
                 self._handle_worker_death(worker)
                 return
@@ -298,7 +311,9 @@ class WorkerPool:
         tasks = [first]
         most = limits.ASYNC_ROUNDS * self._concurrency if first.is_async else limits.PLAIN_BATCH
         share = -(-(1 + len(waiting)) // self._num_processes)
-        size = 1 if first.is_session or first.run_isolated else min(most, share)
+        size = min(most, 1 + len(waiting) if first.is_session else share)
+        if first.run_isolated or first.is_session and first.is_async:
+            size = 1
         while len(tasks) < size and waiting[0].kind is first.kind and not waiting[0].run_isolated:
             tasks.append(waiting.popleft())
         return tasks
@@ -327,7 +342,8 @@ class WorkerPool:
             match worker.receive(self._largest_message):
                 case {"begun": int(number)} if number in worker.batches:
                     worker.batches[number].is_begun = True
-                    worker.batches[number].since = time.monotonic()
+                    for batch in (worker.batches[number], *worker.waiting()):  # they come after it
+                        batch.since = time.monotonic()
                 case {"number": int(number), "results": [_, *_] as results, "last": bool(is_last)} if (
                     number in worker.batches and len(results) <= len(worker.batches[number].tasks)
                 ):

@@ -61,14 +61,14 @@ class SandboxedProcess:
         worker_end.close()
         os.close(output)
 
-    def send(self, message: Any) -> None:
-        """Send a message, as JSON; what JSON does not have becomes text.
+    def send(self, message: bytes) -> None:
+        """Send a message (see `encode`).
 
         Raises:
             ProcessDied: the process does not take it.
         """
         try:
-            self.pipe.send_bytes(json.dumps(message, default=str).encode())  # Parquet rows may hold dates
+            self.pipe.send_bytes(message)
         except OSError as error:
             raise ProcessDied from error
 
@@ -118,6 +118,11 @@ class SandboxedProcess:
     def close(self) -> None:
         """Close the output of the process, which has ended."""
         os.close(self.output)
+
+
+def encode(message: Any) -> bytes:
+    """Return a message as JSON; what JSON does not have becomes text."""
+    return json.dumps(message, default=str).encode()  # Parquet rows may hold dates
 
 
 def preamble(python: str | None) -> str:

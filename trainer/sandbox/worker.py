@@ -20,6 +20,8 @@ class Handler:
 
     is_concurrent = False
     """`async` calls of different messages may be under way at the same time."""
+    in_turn = False
+    """`async` calls of one message are made one after another, and each is answered at once."""
     restores_process = False
     """After each call the process is what it was before, and a call that leaves a process running has failed."""
 
@@ -51,11 +53,11 @@ def send(pipe: Connection, message: Any) -> None:
 def serve(pipe: Connection, handler: str, arguments: Sequence[Any], concurrency: int) -> NoReturn:
     """Answer messages `[number, calls]` until the pipe closes.
 
-    Where calls of several messages may be under way, the first answer is `{"begun": number}`; it comes again while a
-    call waits for something that does not count as its time (see `trainer.sandbox.call_clock`). Then follows `{"number":
-    number, "results": [of the next calls], "last": whether this process answers no more}`, for each plain call, or for
-    all `async` calls together, which run at the same time. `{"left": a process}` stands for the latter if one of
-    several has left that process running.
+    Where calls of several messages may be under way, the first answer is `{"begun": number}`. It comes again while a
+    call waits for something that does not count as its time (see `trainer.sandbox.call_clock`). Then follows
+    `{"number": number, "results": [of the next calls], "last": whether this process answers no more}`, for each plain
+    call, or for all `async` calls together, which run at the same time. `{"left": a process}` stands for the latter if
+    one of several has left that process running.
 
     Args:
         handler: import path of a `Handler`.
@@ -92,7 +94,8 @@ class _Server:
             if self._handler.is_concurrent:
                 send(self._pipe, {"begun": number})
             if self._handler.is_async(calls[0]):
-                task = self._loop.create_task(self._answer_together(number, calls))
+                answer = self._answer_in_turn if self._handler.in_turn else self._answer_together
+                task = self._loop.create_task(answer(number, calls))
                 self._under_way.add(task)  # the loop itself holds no strong reference
                 task.add_done_callback(self._under_way.discard)
             else:
@@ -116,6 +119,13 @@ class _Server:
 
     async def _answer_together(self, number: int, calls: list[list[Any]]) -> None:
         results = await asyncio.gather(*(self._compute_async(number, call) for call in calls))
+        self._answer_or_end(number, results)
+
+    async def _answer_in_turn(self, number: int, calls: list[list[Any]]) -> None:
+        for call in calls:
+            self._answer_or_end(number, [await self._compute_async(number, call)])
+
+    def _answer_or_end(self, number: int, results: list[dict[str, Any]]) -> None:
         try:
             self._answer(number, results)
         except OSError:  # user code has closed the pipe

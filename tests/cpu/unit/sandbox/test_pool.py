@@ -13,8 +13,9 @@ import psutil
 import pytest
 
 from tests.support.jobs import wait_until
-from trainer.sandbox.limits import MAX_ATTEMPTS
+from trainer.sandbox.limits import MAX_ATTEMPTS, SENT_AHEAD, SMALL_MESSAGE
 from trainer.sandbox.pool import WorkerPool
+from trainer.sandbox.process import SandboxedProcess
 from trainer.sandbox.tasks import Task
 from trainer.sandbox.worker import Handler
 
@@ -48,6 +49,8 @@ class Doing(Handler):
             case "add" | "meet":
                 self.total += argument
                 return [os.getpid(), self.total]
+            case "echo":
+                return argument
             case "die once" if Path(argument).exists():
                 return [os.getpid(), 0]
             case "die once":
@@ -117,6 +120,28 @@ def test_a_session_stays_in_its_process_and_begins_again_when_that_dies(pool, tm
         assert len({process for process, _ in session.values}) == 1
         assert [total for _, total in session.values][:2] == [session.values[0][1], session.values[0][1] + 2]
         assert session.failures == 1 and not session.failure
+
+
+def test_a_process_gets_small_messages_ahead_and_large_ones_alone(monkeypatch):
+    """A pipe that is full in both directions would stop both ends."""
+    waiting: list[tuple[int, int]] = []
+    send = SandboxedProcess.send
+
+    def noted(process: Any, message: bytes) -> None:
+        waiting.append((len(process.waiting()), len(message)))
+        send(process, message)
+
+    monkeypatch.setattr(SandboxedProcess, "send", noted)
+    large = "x" * 100_000
+    sessions = [
+        Calls(*[["async echo", large if i % 3 == 0 and j % 2 else "small"] for j in range(5)], session=True)
+        for i in range(60)
+    ]
+    with pool_of(1, is_concurrent=True) as pool:
+        do(pool, *sessions)
+    assert all(session.values == [argument for _, argument in session.calls] for session in sessions)
+    assert max(count for count, _ in waiting) in range(2, SENT_AHEAD + 1)
+    assert {count for count, size in waiting if size > SMALL_MESSAGE} == {1}, "but itself"
 
 
 def test_the_call_that_ends_its_process_is_to_blame_and_no_other(pool):

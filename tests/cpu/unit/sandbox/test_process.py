@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 import psutil
 import pytest
 
-from trainer.sandbox.process import OutputCapture, ProcessDied, SandboxedProcess, end_all
+from trainer.sandbox.process import OutputCapture, ProcessDied, SandboxedProcess, encode, end_all
 from trainer.sandbox.worker import send
 
 SERVE = f"{__name__}:echo"
@@ -49,34 +49,34 @@ def process():
 
 
 def test_messages_go_both_ways(process):
-    process.send({"text": "ä", "number": 0.1})
+    process.send(encode({"text": "ä", "number": 0.1}))
     assert process.receive() == {"text": "ä", "number": 0.1}
-    process.send("x" * 100_000)
+    process.send(encode("x" * 100_000))
     assert process.receive(largest=1 << 20) == "x" * 100_000
 
 
 def test_a_message_that_is_too_long_means_that_the_process_died(process):
-    process.send("x" * 100_000)
+    process.send(encode("x" * 100_000))
     with pytest.raises(ProcessDied):
         process.receive(largest=1 << 16)
 
 
 @pytest.mark.parametrize("text", ["[" * 60_000, "9" * 5000, "{"])
 def test_a_message_that_cannot_be_read_means_that_the_process_died(process, text):
-    process.send(["raw", text])
+    process.send(encode(["raw", text]))
     with pytest.raises(ProcessDied):
         process.receive()
 
 
 def test_when_memory_runs_out_the_kernel_takes_user_code_first(process):
-    process.send(["memory"])
+    process.send(encode(["memory"]))
     assert process.receive() == 1000
     with open("/proc/self/oom_score_adj") as file:
         assert int(file.read()) < 1000, "the driver is worth more"
 
 
 def test_the_end_of_a_process_says_how_it_ended(process):
-    process.send(["exit", 3])
+    process.send(encode(["exit", 3]))
     with pytest.raises(ProcessDied):
         process.receive()
     assert process.end(died=True) == "exit status 3"
@@ -85,7 +85,7 @@ def test_the_end_of_a_process_says_how_it_ended(process):
 def test_what_a_process_prints_is_kept_up_to_a_limit(process):
     printed = OutputCapture("echo")
     for text in ("one\x1b", "y" * 5000):
-        process.send(["print", text])
+        process.send(encode(["print", text]))
         assert process.receive() == "printed"
         printed.read(process)
     assert printed.last_line().startswith("yyy")
@@ -96,7 +96,7 @@ def test_what_a_process_prints_is_kept_up_to_a_limit(process):
 
 
 def test_processes_that_user_code_started_end_with_it(process):
-    process.send(["daemon"])
+    process.send(encode(["daemon"]))
     (daemon,) = [psutil.Process(pid) for pid in process.receive()]
     process.end()
     psutil.wait_procs([daemon], timeout=10)

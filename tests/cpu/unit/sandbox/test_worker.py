@@ -18,8 +18,9 @@ from trainer.sandbox.worker import Handler, serve
 class Letters(Handler):
     """Plain calls `["text", word]`, and `async` calls `["wait", word]` that all wait for each other."""
 
-    def __init__(self, is_concurrent: bool = False):
+    def __init__(self, is_concurrent: bool = False, in_turn: bool = False):
         self.is_concurrent = is_concurrent
+        self.in_turn = in_turn
         self._arrived = 0
 
     def is_async(self, call: list[Any]) -> bool:
@@ -95,6 +96,15 @@ def test_async_calls_of_a_message_run_together_and_are_answered_together():
         answer(pipe)
         ask(pipe, 1, ["wait", "a"], ["wait", "b"], ["hang", "c"])
         assert answer(pipe)["results"] == [{"value": "a"}, {"value": "b"}, {"timeout": True}]
+
+
+def test_async_calls_of_a_message_run_in_turn_where_the_handler_wants_it():
+    with served("Letters", False, True) as pipe:
+        assert answer(pipe) == {"ready": False}
+        ask(pipe, 5, ["queue", "a"], ["hang", "b"], ["queue", "c"])
+        found = [one for one in (answer(pipe) for _ in range(7)) if "number" in one]
+        results = [{"value": "a"}, {"timeout": True}, {"value": "c"}]
+        assert found == [{"number": 5, "results": [result], "last": False} for result in results]
 
 
 def test_calls_of_several_messages_run_together_where_the_handler_allows_it():
