@@ -64,13 +64,14 @@ class FakeRank:
 
 
 class FakeEngine:
-    """Answers each request with the same completion."""
+    """Answers each request with a completion of `tokens` tokens."""
 
     def __init__(self, tokens: int):
-        self.completion = Completion(np.zeros(tokens, np.int32), np.zeros(tokens, np.float32), "stop", (1, 1))
+        self.tokens = tokens
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        return [self.completion] * len(requests)
+        ids, logprobs = np.zeros(self.tokens, np.int32), np.zeros(self.tokens, np.float32)
+        return [Completion(ids.copy(), logprobs.copy(), "stop", (1, 1)) for _ in requests]
 
     def set_version(self, version: int) -> None:
         pass

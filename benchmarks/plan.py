@@ -26,13 +26,15 @@ from trainer.config import Config
 from trainer.plan.hardware import parse_cluster
 from trainer.plan.plan import make_plan
 
-SHAPE = Shape(8192, 512, 1536, 8, 8, 4)
-PROMPT, RESPONSE, GROUPS, N = 64, 192, 8, 8
+SHAPE = Shape(8192, 384, 1152, 6, 6, 2)
+PROMPT, RESPONSE, GROUPS, N = 64, 128, 4, 4
+TOKENS = 2 * (PROMPT + N * RESPONSE)
+"""Of a micro-batch: two groups fill it."""
 CONFIGS: dict[str, dict[str, Any]] = {
     "grpo": {"num_workers": 1},
     "sharded": {"num_workers": 2},
     "tp": {"num_workers": 2, "tensor_parallel_size": 2},
-    "cp": {"num_workers": 2, "context_parallel_size": 2, "max_tokens_per_micro_batch": 1024},
+    "cp": {"num_workers": 2, "context_parallel_size": 2, "max_tokens_per_micro_batch": TOKENS // 2},
     "recompute": {"num_workers": 2, "recompute": "full"},
     "selective": {"num_workers": 1, "recompute": "selective"},
     "ppo": {"num_workers": 2, "ppo": True},
@@ -55,7 +57,7 @@ def config_of(path: str, name: str) -> Config:
     for fsdp in (cfg.trainer.policy.fsdp, cfg.trainer.critic.fsdp):
         fsdp.activation_checkpointing, fsdp.param_dtype = mode, dtype
     cfg.trainer.reference.fsdp.param_dtype = dtype
-    settings = {"max_tokens_per_micro_batch": 2048, **settings}
+    settings = {"max_tokens_per_micro_batch": TOKENS, **settings}
     cfg.trainer = dataclasses.replace(cfg.trainer, train_batch_size=GROUPS, mini_batch_size=GROUPS, **settings)
     return cfg
 
@@ -63,9 +65,7 @@ def config_of(path: str, name: str) -> Config:
 def measure(cfg: Config, path: str) -> dict[str, float]:
     """Return what `PlannedRank.run` returns, the largest of all ranks."""
     with ProcessCluster(cfg, "cpu") as cluster:
-        group = cluster.launch_ranks(
-            "rank", functools.partial(PlannedRank, cfg), {"OMP_NUM_THREADS": "1", **GIVES_BACK}
-        )
+        group = cluster.launch_ranks("rank", functools.partial(PlannedRank, cfg), {"OMP_NUM_THREADS": "1"})
         batch = make_batch(np.full(GROUPS * N, PROMPT + RESPONSE), SHAPE.vocabulary, completion=RESPONSE)
         batch |= {name: np.zeros_like(batch["advantages"]) for name in ("values", "returns", "ref_logprobs")}
         results = group.call("run", cluster.rendezvous_address(group), path, cluster.put(batch))
@@ -92,6 +92,7 @@ def main() -> None:
         "error",
     )
     print(f"| {' | '.join(head)} |\n" + "|---" * len(head) + "|", flush=True)
+    os.environ.update(GIVES_BACK)  # for the processes that this one starts
     with tempfile.TemporaryDirectory() as directory:
         path = os.path.join(directory, "model")
         make_model(SHAPE, args.data, path)

@@ -14,7 +14,8 @@ from trainer.plan.plan import Plan, make_plan
 
 Change = dict[str, Any]
 """New values of keys."""
-_LOWEST_UTILIZATION = 0.3
+_MOST = 0.92
+"""Largest share of a GPU that vLLM can take."""
 _FEWEST_TOKENS = 1024
 
 
@@ -36,30 +37,65 @@ def find_changes(cfg: Config, cluster: Cluster) -> Change | None:
     """Return changes with which the run fits the cluster, of which none can be left out or weakened; None: none do.
 
     The changes that cost least are tried first: memory of engines, then what moves to the host, then work that is done
-    again, then smaller micro-batches, then more ranks.
+    again, then smaller micro-batches, then more GPUs for an engine, then more ranks.
     """
-    ladder = [step for step in _ladder(cfg, cluster) if _plan(cfg, cluster, step) is not None]
-    chosen: list[Change] = []
-    for step in ladder:
-        chosen = [*(one for one in chosen if one.keys() != step.keys()), step]
-        plan = _plan(cfg, cluster, _joined(chosen))
-        if plan is not None and plan.fits:
-            return _joined(_weakened(cfg, cluster, chosen, ladder))
-    return None
+    if (changes := _settled(cfg, cluster, {})) is not None:
+        return changes
+    ladder = [step for step in _ladder(cfg, cluster) if _is_valid(cfg, step)]
+    if _settled(cfg, cluster, _joined(ladder)) is None:
+        return None
+    first, last = 0, len(ladder)  # the run fits with the first `last` steps, and not with the first `first`
+    while last - first > 1:
+        middle = (first + last) // 2
+        fits = _settled(cfg, cluster, _joined(ladder[:middle])) is not None
+        first, last = (first, middle) if fits else (middle, last)
+    chosen = [
+        step for i, step in enumerate(ladder[:last]) if all(step.keys() != s.keys() for s in ladder[i + 1 : last])
+    ]
+    return _weakened(cfg, cluster, chosen, ladder)
 
 
-def _weakened(cfg: Config, cluster: Cluster, chosen: Sequence[Change], ladder: Sequence[Change]) -> list[Change]:
+def _weakened(cfg: Config, cluster: Cluster, chosen: Sequence[Change], ladder: Sequence[Change]) -> Change | None:
     """Return the changes without those that are not needed, and each of the others as weak as possible."""
     kept = list(chosen)
     for change in reversed(chosen):
         others = [one for one in kept if one is not change]
         weaker = [one for one in ladder if one.keys() == change.keys()]
-        for instead in ({}, *weaker[: weaker.index(change) + 1]):
-            plan = _plan(cfg, cluster, _joined([*others, instead]))
-            if plan is not None and plan.fits:
+        for instead in ({}, *weaker[: weaker.index(change)]):
+            if _settled(cfg, cluster, _joined([*others, instead])) is not None:
                 kept = [*others, instead] if instead else others
                 break
-    return kept
+    return _settled(cfg, cluster, _joined(kept))
+
+
+def _settled(cfg: Config, cluster: Cluster, changes: Change) -> Change | None:
+    """Return the changes with which the run fits: these, and the share of GPUs for engines if it must change."""
+    plan = _plan(cfg, cluster, changes)
+    if plan is None or plan.fits:
+        return None if plan is None else changes
+    of_engines = "rollout.gpu_memory_utilization"
+    if plan.engine is None or any(phase.total > m.capacity for m in plan.members for phase in m.phases[1:]):
+        return None  # what the engines leave is not enough in any case
+    for share in _shares(cfg):
+        plan = _plan(cfg, cluster, {**changes, of_engines: share})
+        if plan is not None and plan.fits:
+            return {**changes, of_engines: share}
+    return None
+
+
+def _shares(cfg: Config) -> list[float]:
+    """Return other values of `rollout.gpu_memory_utilization`, the best first."""
+    now, colocated = cfg.rollout.gpu_memory_utilization, cfg.rollout.colocate
+    lower = [percent / 100 for percent in range(90, 25, -5) if percent / 100 < now]
+    return lower if colocated else [share for share in (_MOST,) if share > now]
+
+
+def _is_valid(cfg: Config, changes: Change) -> bool:
+    try:
+        with_changes(cfg, changes)
+    except UserError:
+        return False
+    return True
 
 
 def _joined(changes: Sequence[Change]) -> Change:
@@ -77,19 +113,8 @@ def _ladder(cfg: Config, cluster: Cluster) -> Iterator[Change]:
     """Yield single changes, the cheapest first. A later one of a key replaces the earlier ones."""
     t, r = cfg.trainer, cfg.rollout
     trained = [role for role in cfg.roles if role.trained and role.section]
-    if cfg.num_engines and not cluster.device.is_cpu:
-        lower = round(r.gpu_memory_utilization - 0.05, 2)
-        while r.colocate and lower >= _LOWEST_UTILIZATION:
-            yield {"rollout.gpu_memory_utilization": lower}
-            lower = round(lower - 0.05, 2)
-        if not r.colocate and r.gpu_memory_utilization < 0.92:
-            yield {"rollout.gpu_memory_utilization": 0.92}
-        if r.colocate:
-            yield from ({"trainer.offload": value} for value in _above(t.offload, ("none", "optimizer", "all")))
-        for size in (2, 4, 8):
-            if r.tensor_parallel_size < size <= cluster.per_node and r.num_engines * r.tensor_parallel_size % size == 0:
-                engines = r.num_engines * r.tensor_parallel_size // size
-                yield {"rollout.tensor_parallel_size": size, "rollout.num_engines": engines}
+    if cfg.num_engines and r.colocate:
+        yield from ({"trainer.offload": value} for value in _above(t.offload, ("none", "optimizer", "all")))
     if trained:
         modes = ("none", "selective", "full")
         for mode in _above(trained[0].sharding.activation_checkpointing, modes):  # type: ignore[attr-defined]
@@ -98,6 +123,11 @@ def _ladder(cfg: Config, cluster: Cluster) -> Iterator[Change]:
     while fewer >= max(_FEWEST_TOKENS, cfg.longest_sequence // t.context_parallel_size):
         yield {"trainer.max_tokens_per_micro_batch": fewer}
         fewer //= 2
+    if cfg.num_engines and not cluster.device.is_cpu:
+        for size in (2, 4, 8):
+            if r.tensor_parallel_size < size <= cluster.per_node and r.num_engines * r.tensor_parallel_size % size == 0:
+                engines = r.num_engines * r.tensor_parallel_size // size
+                yield {"rollout.tensor_parallel_size": size, "rollout.num_engines": engines}
     ranks = 2 * t.num_workers
     while ranks <= cluster.gpus and not cluster.device.is_cpu:
         yield {"trainer.num_workers": ranks}
@@ -111,15 +141,20 @@ def _above(value: str, values: Sequence[str]) -> Sequence[str]:
 
 
 def larger_cluster(cfg: Config, cluster: Cluster) -> tuple[Cluster, Change] | None:
-    """Return the smallest number of such nodes, of up to 64 times as many, on which the run fits; None: none is."""
+    """Return the smallest cluster of such nodes, up to 64 times as many, on which the run fits; None: it fits none.
+
+    Ranks and engines are as many times more. With the cluster come the further changes that the run needs.
+    """
     if cluster.device.is_cpu:
         return None
-    factor = 2
-    while factor <= 64:
+    for factor in (2, 4, 8, 16, 32, 64):
         larger = Cluster(cluster.nodes * factor, cluster.per_node, cluster.device)
-        changes: Change = {"trainer.num_workers": cfg.trainer.num_workers * factor}
-        plan = _plan(cfg, larger, changes)
-        if plan is not None and plan.fits:
-            return larger, changes
-        factor *= 2
+        more: Change = {"trainer.num_workers": cfg.trainer.num_workers * factor}
+        if cfg.num_engines:
+            more["rollout.num_engines"] = cfg.rollout.num_engines * factor
+        if not _is_valid(cfg, more):
+            return None
+        scaled = with_changes(cfg, more)
+        if (changes := find_changes(scaled, larger)) is not None:
+            return larger, {**more, **changes}
     return None

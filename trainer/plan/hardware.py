@@ -17,7 +17,6 @@ import torch
 
 from trainer.errors import UserError
 from trainer.metrics.throughput import peak_flops
-from trainer.parallel.measure_flops import measure_peak
 
 GB, GIB = 10**9, 2**30
 CPU = "cpu"
@@ -156,14 +155,26 @@ def this_machine() -> Device:
     return Device(
         CPU,
         memory,
-        measure_peak(torch.float32, CPU),
-        measure_peak(torch.bfloat16, CPU),
+        _product_speed(torch.float32),
+        _product_speed(torch.bfloat16),
         copying,
         copying / 4,  # gloo copies through sockets
         copying / 4,
         copying,
         memory,
     )
+
+
+def _product_speed(dtype: torch.dtype, size: int = 1024) -> float:
+    """Return the FLOP/s of matrix products on one core, in processor time, which other programs change little."""
+    matrix = torch.ones(size, size, dtype=dtype)
+    product = matrix @ matrix  # the first product loads the library
+    times, end = [], time.perf_counter() + 0.3
+    while not times or time.perf_counter() < end:
+        begin = time.process_time()
+        torch.mm(matrix, matrix, out=product)
+        times.append(time.process_time() - begin)
+    return 2 * size**3 / statistics.median(times)
 
 
 def _copy_speed(size: int = 2**26) -> float:
