@@ -21,6 +21,9 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 UV = VENV / "bin" / "uv"
 
+IMAGE = ["--no-default-groups", "--group=build", "--extra=gcs", "--extra=s3"]
+"""What the image has: what it is built with, and the object stores."""
+
 FROM_PIP = {  # pip's option: uv's option, and the variables by which a user may have told uv already
     "index-url": ("--index-url", ("UV_DEFAULT_INDEX", "UV_INDEX_URL")),
     "extra-index-url": ("--extra-index-url", ("UV_INDEX", "UV_EXTRA_INDEX_URL")),
@@ -83,9 +86,13 @@ def uv_options(settings: dict[str, list[str]]) -> tuple[list[str], dict[str, str
     return options, environment
 
 
-def install(extra: str, options: list[str], environment: dict[str, str]) -> None:
-    """Install the locked set, then this project as an editable package."""
-    export = [UV, "export", "--quiet", "--frozen", f"--extra={extra}", "--no-emit-project", "--no-annotate"]
+def install(extra: str, groups: list[str], options: list[str], environment: dict[str, str]) -> None:
+    """Install the locked set.
+
+    Args:
+        groups: options of `uv export` that choose further extras, and groups of packages for development.
+    """
+    export = [UV, "export", "--quiet", "--frozen", f"--extra={extra}", *groups, "--no-emit-project", "--no-annotate"]
     if extra == "gpu" and "--no-index" not in options:
         # A directory of files may hold torch's CPU build, and uv would prefer 2.13.0+cpu to 2.13.0.
         options = [option for option in options if not option.startswith("--find-links")]
@@ -100,14 +107,15 @@ def install(extra: str, options: list[str], environment: dict[str, str]) -> None
         # An index without torch's CPU build gives the CUDA build, which loads only with its libraries.
         constraints = run(*export, "--no-hashes")
         run(*pip_install, torch, "--constraints", "-", input=constraints, env=environment)
-    run(*pip_install, "--no-deps", "--no-build-isolation", "--editable", ".", env=environment)
 
 
 def main() -> None:
-    """Install one of the two sets, and prove that what matters can be imported."""
+    """Install one of the two sets and this project, editable, and prove that what matters can be imported."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("extra", choices=["cpu", "gpu"])
-    extra = parser.parse_args().extra
+    parser.add_argument("--image", action="store_true", help="the packages that an image needs, without this project")
+    given = parser.parse_args()
+    extra = given.extra
     here = f"{platform.python_version()} on {sys.platform} {platform.machine()}"
     if sys.version_info[:2] not in ((3, 11), (3, 12)) or not here.endswith(" on linux x86_64"):
         sys.exit(f"trainer needs Python 3.11 or 3.12 on linux x86_64, not {here}; try PYTHON=python3.12")
@@ -117,7 +125,12 @@ def main() -> None:
         shutil.rmtree(VENV)
     pip = make_venv()
     run(*pip, "install", "--quiet", f"uv=={locked()['uv']}")
-    install(extra, *uv_options(pip_settings(pip)))
+    options, environment = uv_options(pip_settings(pip))
+    if given.image:
+        return install(extra, IMAGE, options, environment)
+    install(extra, [], options, environment)
+    editable = ["--no-deps", "--no-build-isolation", "--editable", "."]
+    run(UV, "pip", "install", "--python", PYTHON, *options, *editable, env=environment)
     check = "import datasets, hydra, math_verify, ray, torch, transformers, vllm, wandb, trainer"
     run(PYTHON, "-c", check, env=dict(os.environ, VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1"))
     (VENV / f".installed-{extra}").touch()

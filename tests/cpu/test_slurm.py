@@ -13,9 +13,9 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[2] / "examples/slurm/train.sbatch"
 
 
-def start(tmp_path: Path, job: str, **env: str) -> subprocess.Popen:
+def start(tmp_path: Path, job: str, scontrol: str = "", **env: str) -> subprocess.Popen:
     """The script, where `python` is the bash code `job` and `scontrol` writes its arguments to `requeued`."""
-    for name, code in (("python", job), ("scontrol", f'echo "$@" >> {tmp_path}/requeued')):
+    for name, code in (("python", job), ("scontrol", scontrol or f'echo "$@" >> {tmp_path}/requeued')):
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{code}\n")
         (tmp_path / name).chmod(0o755)
     return subprocess.Popen(
@@ -67,3 +67,49 @@ def test_a_signal_reaches_the_job_and_the_script_waits_for_it(number, handled, t
 def test_requeueing_has_an_end(tmp_path):
     assert start(tmp_path, "kill -KILL $$", SLURM_RESTART_COUNT="100").wait(60) == 128 + signal.SIGKILL
     assert not requeued(tmp_path)
+
+
+NODES = r"""#!/usr/bin/env bash
+# Stands in for srun: runs the command once for each of two nodes, with the variables that Slurm gives.
+while [[ "$1" == --* ]]; do shift; done
+for node in 0 1; do SLURM_NODEID=$node "$@" & done
+wait
+"""
+
+
+def start_on_two_nodes(tmp_path: Path, job: str, ray: str) -> subprocess.Popen:
+    """The script in a job of two nodes, where `ray` is this bash code."""
+    for name, code in (("srun", NODES), ("ray", f"#!/usr/bin/env bash\n{ray}")):
+        (tmp_path / name).write_text(code)
+        (tmp_path / name).chmod(0o755)
+    scheduler = f'[ "$1" = show ] && printf "one\\ntwo\\n" || echo "$@" >> {tmp_path}/requeued'
+    job = f'if [ "$1" = -c ]; then echo secret; exit; fi; {job}'
+    env = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "nodes[1-2]"}
+    return start(tmp_path, job, scontrol=scheduler, **env)
+
+
+def test_several_nodes_form_a_cluster_that_the_job_joins(tmp_path):
+    ray = f"""[ "$1" = status ] && {{ [ -e {tmp_path}/up ]; exit; }}
+echo "$SLURM_NODEID $* $RAY_AUTH_MODE $RAY_AUTH_TOKEN" >> {tmp_path}/calls
+[ "$3" = --head ] && touch {tmp_path}/up
+exec sleep 1"""
+    both = f'until [ "$(wc -l < {tmp_path}/calls)" -ge 2 ]; do sleep 0.05; done'
+    job = f'[ -e {tmp_path}/up ] || exit 9; {both}; echo "$@" > {tmp_path}/args; exit 75'
+    assert start_on_two_nodes(tmp_path, job, ray).wait(120) == 75
+    assert requeued(tmp_path), "on other nodes"
+    head, worker = sorted((tmp_path / "calls").read_text().splitlines())
+    assert head == "0 start --block --head --port=6379 token secret"
+    assert worker == "1 start --block --address=one:6379 token secret"
+    joined = "trainer.ray_address=one:6379 trainer.placement_timeout_s=600 trainer.run_name=mine"
+    assert (tmp_path / "args").read_text() == f"-m trainer train trainer.resume_mode=latest {joined}\n"
+
+
+def test_a_signal_while_the_cluster_starts_requeues_the_job(tmp_path):
+    ray = f"touch {tmp_path}/asked; [ $1 != status ]"
+    script = start_on_two_nodes(tmp_path, f"touch {tmp_path}/trained", ray)
+    while not (tmp_path / "asked").exists():
+        assert script.poll() is None
+        time.sleep(0.02)
+    script.send_signal(signal.SIGUSR1)
+    assert script.wait(120) == 75
+    assert requeued(tmp_path) and not (tmp_path / "trained").exists()

@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.buckets import make_bucket, use_s3
 from tests.support.evaluations import evaluate, validation_of
 from tests.support.inference import Server, free_port
 from tests.support.jobs import SMALL, command, comparable, environment, metrics, run_forked_job
 from tests.support.nodes import Nodes
+from tests.support.recipes import compose_words
 from trainer.config.inference import TOKEN
 
 SETTINGS = ["rollout.max_num_seqs=20", "trainer.total_steps=4"]
@@ -152,3 +154,19 @@ def test_two_jobs_of_the_example_end_as_one_job_with_its_own_engine_does(tmp_pat
     assert first == second and len(first) > 20
     weights = [(run / "exports/global_step_20/policy/model.safetensors").read_bytes() for run in runs]
     assert weights[0] == weights[1]
+
+
+def test_the_services_of_compose_continue_a_run_on_an_empty_machine(servers, tmp_path, monkeypatch, s3_url):
+    """The words of the Compose file; its store and its server have the addresses of this test."""
+    use_s3(monkeypatch, s3_url)
+    make_bucket("runs")
+    reports = []
+    for machine, steps in (("one", 2), ("two", 3)):
+        (tmp_path / machine).mkdir()
+        words = compose_words("trainer", RUN="composed", OVERRIDES=f"trainer.total_steps={steps}")
+        words = [word.replace("http://inference:8000", servers[0].url) for word in words[1:]]
+        done = run_forked_job(*words, "rollout=server", "rollout.max_num_seqs=20", cwd=tmp_path / machine)
+        assert done.returncode == 0, done.stdout + done.stderr
+        reports.append(done.stdout + done.stderr)
+    assert "resumed from s3://runs/composed/global_step_2" in reports[1]
+    assert [row["step"] for row in metrics(tmp_path / "two/outputs/composed")] == [0, 1, 2, 3]

@@ -1,0 +1,220 @@
+"""The image and the recipes of deploy/: linted, and every command of the trainer in them composed."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from yamllint import linter
+from yamllint.config import YamlLintConfig
+
+from tests.cpu.test_docs import check
+from tests.support.recipes import COMPOSE, KUBERAY, ROOT, SKYPILOT, compose_words, expand, read_yaml
+from trainer.config.inference import TOKEN
+
+IMAGE = ROOT / "Dockerfile"
+SCRIPTS = [
+    path.relative_to(ROOT)
+    for pattern in ("examples/**/*.sh", "examples/**/*.bash", "examples/**/*.sbatch", ".ci/run")
+    for path in sorted(ROOT.glob(pattern))
+]
+BIN = Path(sys.executable).parent
+
+
+def run_tool(name: str, *arguments: object) -> str:
+    """Run a linter; return what it has to say."""
+    program = shutil.which(name, path=f"{BIN}{os.pathsep}{os.environ['PATH']}")
+    assert program, f"no {name}; `make setup` installs it"
+    words = [program, *map(str, arguments)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return done.stdout + done.stderr if done.returncode else ""
+
+
+# The image
+
+
+def stages() -> dict[str, tuple[str, list[tuple[str, str]]]]:
+    """By name of a stage: what it builds on, and its instructions."""
+    found: dict[str, tuple[str, list[tuple[str, str]]]] = {}
+    lines = [line for line in IMAGE.read_text().splitlines() if not line.startswith("#")]
+    for line in "\n".join(lines).replace("\\\n", " ").splitlines():
+        word, _, rest = line.partition(" ")
+        if word == "FROM":
+            base, _, name = rest.partition(" AS ")
+            found[name] = (base, [])
+        elif word and found:
+            found[name][1].append((word, rest.strip()))
+    return found
+
+
+def test_the_image_has_no_lint():
+    assert run_tool("hadolint", "--no-color", IMAGE) == ""
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_a_target_runs_the_command_without_root_and_without_tools_of_the_build(target):
+    base, instructions = stages()[target]
+    assert base == "base"
+    last = dict(instructions)
+    assert last["USER"] == "1000:1000" and last["ENTRYPOINT"] == '["tini", "--", "trainer"]'
+    assert {word for word, _ in instructions} <= {"COPY", "RUN", "USER", "WORKDIR", "ENTRYPOINT", "CMD", "ENV"}
+    assert all(f"--from=build-{target} " in rest for word, rest in instructions if word == "COPY")
+
+
+def test_a_target_installs_the_locked_packages_alone():
+    for extra, name in (("cpu", "build-cpu"), ("gpu", "build-cuda")):
+        commands = [rest for word, rest in stages()[name][1] if word == "RUN"]
+        assert len(commands) == 2
+        assert re.search(rf"\bpython tools/install.py {extra} --image$", commands[0])
+        assert {"--offline", "--no-deps", "--no-build-isolation"} <= set(commands[1].split())
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    assert {re.split(r"\W", requirement)[0] for requirement in groups["build"]} == {"editables", "hatchling"}
+
+
+def test_what_the_image_copies_is_sent_to_the_build():
+    rules = (ROOT / ".dockerignore").read_text().split()
+    assert rules[0] == "*", "nothing is sent that is not named"
+    sent = {rule.removeprefix("!") for rule in rules if rule.startswith("!")}
+    assert all((ROOT / name).exists() for name in sent)
+    copied = [shlex.split(rest)[:-1] for word, rest in stages()["build"][1] if word == "COPY"]
+    assert {name.split("/")[0] for names in copied for name in names} <= sent
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    needed = {wheel["project"]["readme"], *wheel["project"]["license-files"], "conf", "tools", "trainer"}
+    assert needed <= sent
+
+
+# All files
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=str)
+def test_a_script_has_no_lint(script):
+    assert run_tool("shellcheck", "--external-sources", "--source-path=SCRIPTDIR", "--severity=warning", script) == ""
+
+
+@pytest.mark.parametrize("path", [COMPOSE, KUBERAY, SKYPILOT, ROOT / "mkdocs.yml"], ids=lambda path: path.name)
+def test_a_yaml_file_has_no_lint(path):
+    rules = {"document-start": "disable", "line-length": {"max": 130}, "comments": {"min-spaces-from-content": 1}}
+    config = YamlLintConfig(yaml.safe_dump({"extends": "default", "rules": rules}))
+    assert [str(problem) for problem in linter.run(path.read_text(), config)] == []
+
+
+# Compose
+
+
+def test_the_compose_file_fits_the_schema():
+    assert run_tool("check-jsonschema", "--builtin-schema", "vendor.compose-spec", COMPOSE) == ""
+
+
+def test_the_services_of_compose_give_commands_that_compose(monkeypatch):
+    check(["trainer", *compose_words("trainer", OVERRIDES="trainer.total_steps=5 rollout.n=4")], monkeypatch)
+    check(["trainer", *compose_words("inference")], monkeypatch)
+
+
+def test_the_services_of_compose_find_one_another():
+    file = read_yaml(COMPOSE)
+    services = file["services"]
+    text = COMPOSE.read_text()
+    assert set(re.findall(r"(?:http://|@)(\w+):\d+", text)) <= {*services, "127"}
+    trainer, inference = services["trainer"], services["inference"]
+    assert trainer["image"] == inference["image"] and trainer["build"]["target"] in ("${TARGET:-cpu}",)
+    assert expand(trainer["build"]["target"], {}) in stages()
+    assert (COMPOSE.parent / trainer["build"]["context"]).resolve() == ROOT
+    assert trainer["environment"][TOKEN] == inference["environment"][TOKEN]
+    assert f"${TOKEN}" in inference["healthcheck"]["test"][1]
+    assert {name for service in services.values() for name in service.get("depends_on", {})} <= set(services)
+    bucket = services["bucket"]["entrypoint"][-1].partition("/")[2]
+    assert any(word.startswith(f"trainer.ckpt_path=s3://{bucket}/") for word in compose_words("trainer"))
+
+
+# KubeRay
+
+
+def containers(group: dict[str, Any]) -> list[dict[str, Any]]:
+    return group["template"]["spec"]["containers"]
+
+
+def test_the_job_of_kuberay_composes_and_fits_its_cluster(monkeypatch):
+    spec = read_yaml(KUBERAY)["spec"]
+    words = shlex.split(spec["entrypoint"])
+    check(words, monkeypatch)
+    given = dict(word.split("=", 1) for word in words if "=" in word)
+    assert given["trainer.resume_mode"] == "latest" and given["trainer.ckpt_path"].startswith("s3://")
+    assert spec["backoffLimit"] > 0, "a run whose head is lost would end"
+    cluster = spec["rayClusterSpec"]
+    (workers,) = cluster["workerGroupSpecs"]
+    gpus = int(containers(workers)[0]["resources"]["limits"]["nvidia.com/gpu"]) * workers["replicas"]
+    assert int(given["trainer.num_workers"]) + int(given["rollout.num_engines"]) == gpus
+    assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
+
+
+def test_the_cluster_of_kuberay_fits_the_image_and_is_closed():
+    job = read_yaml(KUBERAY)
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    cluster = job["spec"]["rayClusterSpec"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    lock = tomllib.loads((ROOT / "uv.lock").read_text())["package"]
+    assert cluster["rayVersion"] == next(package["version"] for package in lock if package["name"] == "ray")
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+        pod = group["template"]["spec"]
+        assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] == 1000
+        for container in pod["containers"]:
+            assert container["image"].endswith("trainer:cuda")
+            assert {mount["name"] for mount in container["volumeMounts"]} <= {
+                volume["name"] for volume in pod["volumes"]
+            }
+            assert container["workingDir"] == dict(stages()["cuda"][1])["WORKDIR"]
+
+
+# SkyPilot
+
+# Writes its name and words, and the variables that matter, to a file of its node.
+STUB = r"""#!/usr/bin/env bash
+echo "${0##*/} $* [$RAY_AUTH_MODE $RAY_AUTH_TOKEN]" >> "$HOME/calls"
+"""
+
+
+def test_the_nodes_of_skypilot_form_a_cluster_and_the_first_one_trains(tmp_path, monkeypatch):
+    task = read_yaml(SKYPILOT)
+    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
+    (tmp_path / "bin").mkdir()
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/activate").write_text("")
+    for name in ("ray", "trainer", "tail"):
+        (tmp_path / "bin" / name).write_text(STUB)
+        (tmp_path / "bin" / name).chmod(0o755)
+    shared = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
+    calls = []
+    for rank in ("0", "1"):
+        home = tmp_path / rank
+        home.mkdir()
+        env = {**os.environ, **task["envs"], **shared, "SKYPILOT_NODE_RANK": rank, "RAY_AUTH_TOKEN": "t"}
+        env |= {"HOME": str(home), "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+        subprocess.run(["bash", "-c", task["run"]], cwd=tmp_path, env=env, check=True, timeout=60)
+        calls.append((home / "calls").read_text().splitlines())
+    start, train = calls[0]
+    assert start == "ray start --head --port=6379 --node-ip-address=10.0.0.1 [token t]"
+    assert calls[1][0] == "ray start --address=10.0.0.1:6379 --node-ip-address=10.0.0.2 [token t]"
+    words = shlex.split(train.removesuffix(" [token t]"))
+    check(words, monkeypatch)
+    given = dict(word.split("=", 1) for word in words if "=" in word)
+    assert given["trainer.num_workers"] == given["rollout.num_engines"] == "16"
+    assert given["trainer.ckpt_path"] == "s3://BUCKET/runs/one" and given["trainer.resume_mode"] == "latest"
+
+
+def test_the_scripts_of_skypilot_have_no_lint(tmp_path):
+    task = read_yaml(SKYPILOT)
+    script = tmp_path / "run.sh"
+    script.write_text(f"#!/usr/bin/env bash\n{task['setup']}\n{task['run']}")
+    assert run_tool("shellcheck", "--severity=warning", script) == ""
+    assert not fnmatch.filter(task["envs"], "*TOKEN*"), "secrets are no plain variables"
