@@ -6,11 +6,16 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+
+import trainer
+from trainer.__main__ import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -117,6 +122,15 @@ def test_every_dependency_has_a_job(requirement):
     assert any(using.search(source) for source in sources), f"nothing in trainer/ imports or runs {name}"
 
 
+def test_the_changelog_has_the_version_and_the_dates_fall():
+    version = PYPROJECT["project"]["version"]
+    assert version == trainer.__version__
+    heads = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert [name for name, _ in heads][:2] == ["Unreleased", version]
+    dates = [date for _, date in heads[1:]]
+    assert all(dates) and dates == sorted(dates, reverse=True)
+
+
 # The wheel
 
 
@@ -149,34 +163,62 @@ def test_editable_install_holds_no_copy_of_the_configuration(tmp_path):
 
 
 @needs_hatchling
-def test_installed_package_runs_from_any_directory(wheel, tmp_path):
-    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
-    zipfile.ZipFile(wheel).extractall(site)
-    elsewhere.mkdir()
-    show = "import trainer; print(trainer.__file__)"
-    found = run(sys.executable, "-c", show, cwd=elsewhere, PYTHONPATH=str(site))
-    assert found.stdout.strip() == str(site / "trainer" / "__init__.py")
-    command = [sys.executable, "-m", "trainer.main", "--cfg", "job"]
-    result = run(*command, cwd=elsewhere, PYTHONPATH=str(site))
-    assert result.returncode == 0, result.stderr
-    assert "ckpt_interval: 10" in result.stdout
+def test_wheel_holds_every_file_of_the_package(wheel):
+    """Also templates, styles and what else is not Python."""
+    ours = {path.relative_to(ROOT) for path in (ROOT / "trainer").rglob("*") if path.is_file()}
+    ours = {str(path) for path in ours if "__pycache__" not in path.parts}
+    assert ours == {name for name in zipfile.ZipFile(wheel).namelist() if re.match("trainer/(?!conf/)", name)}
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Path:
+    """The directory of programs of an empty environment into which pip has installed the wheel.
+
+    The packages that it needs are those of this environment, and the project of the checkout is not among them.
+    """
+    directory = tmp_path_factory.mktemp("environment")
+    venv.create(directory, with_pip=False)
+    site = next(directory.glob("lib/python*/site-packages"))
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        if path.suffix == ".dist-info" and not path.name.startswith("trainer-"):  # uv follows no links to directories
+            (site / path.name).mkdir(exist_ok=True)
+            for file in path.glob("[A-Z]*"):
+                (site / path.name / file.name).symlink_to(file)
+        elif path.name != "trainer" and path.suffix not in (".pth", ".dist-info") and not (site / path.name).exists():
+            (site / path.name).symlink_to(path)
+    command = [UV, "pip", "install", "--offline", "--no-index", "--python", directory / "bin/python", wheel]
+    done = run(*command, cwd=directory, UV_CACHE_DIR=str(directory / "cache"), UV_NO_CONFIG="1")
+    assert done.returncode == 0, done.stderr
+    return directory / "bin"
 
 
 @needs_uv
 @needs_hatchling
-def test_installed_package_has_the_command(wheel, tmp_path):
-    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    install = [UV, "pip", "install", "--offline", "--no-deps", "--python", sys.executable, "--target", site, wheel]
-    installed = run(*install, cwd=elsewhere, UV_CACHE_DIR=str(tmp_path / "cache"))
-    assert installed.returncode == 0, installed.stderr
-    trainer = site / "bin/trainer"
-    version = run(trainer, "--version", cwd=elsewhere, PYTHONPATH=str(site))
+def test_installed_package_is_the_wheel(installed, tmp_path):
+    show = "import trainer; from trainer.config import conf_dir; print(trainer.__file__, conf_dir())"
+    found = run(installed / "python", "-c", show, cwd=tmp_path)
+    assert all(path.startswith(str(installed.parent)) for path in found.stdout.split()), found.stdout + found.stderr
+    version = run(installed / "trainer", "--version", cwd=tmp_path)
     assert version.stdout == f"trainer {PYPROJECT['project']['version']}\n", version.stderr
-    (elsewhere / "my_rewards.py").write_text("def score(completion): return 0.0\n")
-    words = ["train", "--cfg", "job", "-p", "reward.name", "reward.name=my_rewards:score"]
-    printed = run(trainer, *words, cwd=elsewhere, PYTHONPATH=str(site))
-    assert printed.stdout == "my_rewards:score\n", printed.stdout + printed.stderr
+
+
+@needs_uv
+@needs_hatchling
+@pytest.mark.parametrize("command", COMMANDS)
+def test_installed_package_has_the_command(installed, tmp_path, command):
+    done = run(installed / "trainer", command, "--help", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"trainer {command}" in done.stdout
+
+
+@needs_uv
+@needs_hatchling
+def test_installed_package_finds_its_groups_and_modules_of_the_directory(installed, tmp_path):
+    (tmp_path / "my_rewards.py").write_text("def score(completion): return 0.0\n")
+    words = ["train", "--cfg", "job", "data=arithmetic", "reward.name=my_rewards:score"]
+    printed = run(installed / "trainer", *words, cwd=tmp_path)
+    assert printed.returncode == 0, printed.stderr
+    assert "name: my_rewards:score" in printed.stdout and "synthetic: arithmetic" in printed.stdout
 
 
 # Set-up: uv is told where pip would look
