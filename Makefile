@@ -9,7 +9,7 @@ STAMP := .venv/.installed-$(EXTRA)
 # Some images set it; then every process would compile torch, vLLM and Ray anew, and take twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo check test test-gpu bench lint lock docs
+.PHONY: setup demo check test test-gpu bench lint lock docs site
 
 setup: $(STAMP)  ## .venv with the locked packages; EXTRA=gpu for the GPU set
 
@@ -43,3 +43,6 @@ docs: setup  ## docs/config.md from the schema, the table of docs/metrics.md fro
 	$(BIN)/python -m trainer config > .venv/config.md && mv .venv/config.md docs/config.md
 	$(BIN)/python -m trainer.metrics.names < docs/metrics.md > .venv/metrics.md && mv .venv/metrics.md docs/metrics.md
 	$(BIN)/python -m tools.algorithms_doc > .venv/algorithms.md && mv .venv/algorithms.md docs/algorithms.md
+
+site: setup  ## the documentation as a site in build/site
+	$(BIN)/python -m tools.docs_site

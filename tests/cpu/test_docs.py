@@ -29,7 +29,7 @@ from trainer.evaluate.task import PATH as EVALUATION_TASK
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 DOCUMENTS = [README, *(ROOT / name for name in ("CONTRIBUTING.md", "examples/README.md", "benchmarks/RESULTS.md"))]
-DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
+DOCUMENTS += sorted((ROOT / "docs").rglob("*.md"))
 SCRIPTS = sorted((ROOT / "examples").rglob("*.sh"))
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf/experiment").glob("*.yaml"))
 
@@ -50,7 +50,8 @@ done
 
 
 def code_blocks(text: str) -> str:
-    return "\n".join(re.findall(r"^```bash\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL))
+    blocks = "\n".join(re.findall(r"^```bash\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL))
+    return re.sub(r" &$", "", blocks, flags=re.MULTILINE)
 
 
 def commands(document: Path) -> list[str]:
@@ -251,8 +252,8 @@ def test_the_architecture_page_lists_every_room_from_top_to_bottom():
 
 
 def test_the_readme_links_to_every_page():
-    linked = set(re.findall(r"\]\(docs/([\w.]+)\)", README.read_text()))
-    assert linked >= {path.name for path in (ROOT / "docs").glob("*.md")}
+    linked = set(re.findall(r"\]\((docs/[\w./-]+)\)", README.read_text()))
+    assert linked >= {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")}
 
 
 def test_every_example_is_listed():

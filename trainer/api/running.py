@@ -72,12 +72,15 @@ def train(
     Works in scripts, with or without a `__main__` guard, and in notebooks. SIGTERM, SIGUSR1 and Ctrl-C let the run
     finish its step, save and stop. If this process is killed, the run ends with it.
 
+    A function of a module is imported where it is used. Any other function is copied, with all that it refers to.
+
     Args:
         overrides: `KEY=VALUE` or `GROUP=CHOICE`, as on the command line.
-        reward, advantage_estimator, policy_loss, curriculum, environment: a function (for `environment` a class) for
-            `reward.name`, `algorithm.advantage_estimator`, `algorithm.policy_loss`, `data.curriculum` or
-            `environment.name`, or its name. `reward` may be a list, as `reward.name` may. A function of a module is
-            imported where it is used. Any other function is copied, with all that it refers to.
+        reward: a function for `reward.name`, or its name, or a list of them.
+        advantage_estimator: a function for `algorithm.advantage_estimator`, or its name.
+        policy_loss: a function for `algorithm.policy_loss`, or its name.
+        curriculum: a function for `data.curriculum`, or its name.
+        environment: a class for `environment.name`, or its name.
         task: for `trainer.task`: `rl`, `sft`, an import path, or a `trainer.tasks.TaskSpec`.
         supervised: train on examples, as `trainer sft` does: the same as `task="sft"`.
 

@@ -117,7 +117,8 @@ class TaskSpec:
         """Return the metric that steps are compared by, and its mode (`max` or `min`).
 
         Args:
-            metric, mode: `trainer.best_metric` and `trainer.best_mode`.
+            metric: `trainer.best_metric`.
+            mode: `trainer.best_mode`.
         """
         return (self.best, self.metrics[self.best].better) if self.best and metric == ACCURACY else (metric, mode)
 

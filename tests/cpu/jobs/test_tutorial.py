@@ -1,0 +1,89 @@
+"""The tutorial, as a newcomer would follow it: every command of parts 1 to 3, and the first of part 4."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.forks import fork_server
+from tests.support.jobs import SMALL, comparable, environment, left_running, metrics, wait_until
+from tests.support.pages import ROOT, files_of_page
+
+PARTS = sorted((ROOT / "docs/tutorial").glob("[1-4]-*.md"))
+QUICK = ["rollout=transformers", "trainer.ray_address=processes", "logger.plot=false"]
+SMALLER = [word for word in SMALL if not word.startswith(("trainer.total_steps", "trainer.ckpt_interval"))]
+
+pytestmark = [pytest.mark.slow, pytest.mark.early]
+
+
+def blocks(part: Path) -> list[str]:
+    """The commands of a part, smaller and without Ray and vLLM. What the page says of a key wins."""
+    found = re.findall(r"^```bash\n(.*?)^```", part.read_text(), flags=re.MULTILINE | re.DOTALL)
+    quick = " ".join(["trainer train", *SMALLER, *QUICK])
+    return [
+        block.replace("trainer train", quick).replace("python rows.py", f"{sys.executable} rows.py") for block in found
+    ]
+
+
+@pytest.fixture(scope="module")
+def lesson(tmp_path_factory):
+    """Run blocks of commands in one directory, as a reader does; returns their output."""
+    directory, programs = tmp_path_factory.mktemp("tutorial"), tmp_path_factory.mktemp("programs")
+    fork_server().write_python(programs)
+    env = {**environment(), "PATH": f"{programs}:{os.environ['PATH']}", "TRAINER_TEST_MARKER": str(directory)}
+
+    def run(*commands: str) -> str:
+        output = ""
+        for block in commands:
+            done = subprocess.run(
+                ["bash", "-euc", block], cwd=directory, env=env, capture_output=True, text=True, timeout=500
+            )
+            output += done.stdout + done.stderr
+            assert done.returncode == 0, output
+            wait_until(lambda: not left_running(str(directory)))  # of a job that a block has killed
+        return output
+
+    run.directory = directory
+    return run
+
+
+def test_the_first_run(lesson):
+    train, look, another = blocks(PARTS[0])
+    lesson(train)
+    written = {path.name for path in (lesson.directory / "outputs/first").iterdir()}
+    named = re.findall(r"^\| `([\w.]+)/?` \|", PARTS[0].read_text(), flags=re.MULTILINE)
+    assert len(named) == 7 and set(named) - {"report.png"} <= written
+    assert "global_step_20" in lesson(look)
+    assert "second" in lesson(another)
+
+
+def test_the_readers_own_task_and_environment(lesson):
+    assert files_of_page("docs/tutorial/2-own-task.md", lesson.directory) == [
+        *("rows.py", "my_rewards.py", "second_chance.py")
+    ]
+    lesson(*blocks(PARTS[1]))
+    rows = metrics(lesson.directory / "outputs/second_chance")
+    assert len(rows) == 21 and "episode/second_tries/mean" in rows[-1]
+    validation = lesson.directory / "outputs/second_chance/validation/step_20.jsonl"
+    assert any('"again"' in json.dumps(json.loads(line)) for line in validation.read_text().splitlines())
+    assert 0 < metrics(lesson.directory / "outputs/sorted")[-1]["reward/mean"] < 1
+
+
+def test_a_killed_run_continues_and_ends_as_one_that_was_not_killed(lesson):
+    killed, continued, whole = blocks(PARTS[2])
+    output = lesson(killed, continued, whole)
+    assert "resume verified: " in output
+    runs = [comparable(metrics(lesson.directory / f"outputs/{name}")) for name in ("mine", "whole")]
+    assert runs[0] == runs[1] and runs[0][-1]["step"] == 20
+
+    # Part 4 goes on from here.
+    lesson(blocks(PARTS[3])[0])
+    rows = metrics(lesson.directory / "outputs/mine")
+    assert rows[-1]["step"] == 25 and comparable(rows)[:21] == runs[0]
+    assert "2 rank(s)" in (lesson.directory / "outputs/mine/log.txt").read_text()
