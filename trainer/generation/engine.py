@@ -1,13 +1,18 @@
-"""The protocol of an inference engine: what goes in, what comes out, and what it must do."""
+"""The protocol of an inference engine: what goes in, what comes out, and what it must do.
+
+Nothing here imports torch: the process that speaks for an inference server starts in a moment.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
+from trainer.config.engines import EngineSpec
 from trainer.process import time_limits
 
 if TYPE_CHECKING:
@@ -75,6 +80,22 @@ class Completion:
         object.__setattr__(self, "logprobs", np.asarray(self.logprobs, np.float32))
         if isinstance(self.weight_versions, int):
             object.__setattr__(self, "weight_versions", (self.weight_versions, self.weight_versions))
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """Weights as safetensors files."""
+
+    path: str
+    """Directory on the engines' node."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """peft's two files. The engine adds the adapter to the weights that it was started with."""
+
+    config: str
+    weights: bytes
 
 
 class Engine(Protocol):
@@ -165,3 +186,16 @@ def join_interval_s(running: int) -> float:
         running: requests that it generates.
     """
     return time_limits.JOIN_S * max(0.25, running / 16)
+
+
+def build_engine(
+    spec: EngineSpec, variables: Mapping[str, str], deterministic: bool, model_path: str, number: int, **kwargs: Any
+) -> Engine:
+    """Return an engine. It runs in the engine's process, so that the driver need not import engines."""
+    for name, value in variables.items():  # here, because Ray shows the environment of an actor to everybody
+        os.environ.setdefault(name, value)
+    if deterministic:
+        from trainer.parallel.determinism import use_deterministic_kernels
+
+        use_deterministic_kernels(warn_only=True)  # `top_p` adds up probabilities, which has no such kernel
+    return spec(model_path, **kwargs, **({"index": number} if spec.numbered else {}))

@@ -27,8 +27,8 @@ from trainer.errors import (
 from trainer.generation.colocation import GpuAssignment, assign_gpus, colocated_ranks, gpus_of
 from trainer.generation.config_check import describe_model
 from trainer.generation.dispatcher import Dispatcher
-from trainer.generation.engine import Completion, Request, RunningRequests
-from trainer.generation.engines import Engines, build_engine
+from trainer.generation.engine import Completion, Request, RunningRequests, build_engine
+from trainer.generation.engines import Engines
 from trainer.generation.lifecycle import GpuMemory, State
 from trainer.generation.pauses import Pauses
 from trainer.generation.request_stream import RequestStream, StreamAborted

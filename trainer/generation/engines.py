@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from trainer.cluster.worker_groups import CallFutures, WorkerGroup
-from trainer.config.engines import EngineSpec
 from trainer.errors import (
     RESTART_HINT,
     FailureSource,
@@ -21,7 +19,6 @@ from trainer.errors import (
     failure_source_of,
     set_failure_source,
 )
-from trainer.generation.engine import Engine
 from trainer.generation.lifecycle import GpuMemory, Lifecycle, State
 from trainer.generation.transport import wait_for_all
 from trainer.process import time_limits
@@ -285,16 +282,3 @@ def _ending(error: Exception, decision: Decision) -> Exception:
     ending = WorkerError(error.message, RESTART_HINT, "restart_limit")
     set_failure_source(ending, failure_source_of(error) or FailureSource("engine"))
     return ending
-
-
-def build_engine(
-    spec: EngineSpec, variables: Mapping[str, str], deterministic: bool, model_path: str, number: int, **kwargs: Any
-) -> Engine:
-    """Runs in the engine's process, so that the driver need not import engines, which takes seconds."""
-    for name, value in variables.items():  # here, because Ray shows the environment of an actor to everybody
-        os.environ.setdefault(name, value)
-    if deterministic:
-        from trainer.parallel.determinism import use_deterministic_kernels
-
-        use_deterministic_kernels(warn_only=True)  # `top_p` adds up probabilities, which has no such kernel
-    return spec(model_path, **kwargs, **({"index": number} if spec.numbered else {}))

@@ -18,6 +18,7 @@ from trainer.generation.engine import Completion, Request, RunningRequests, gene
 from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
 from trainer.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.process import time_limits
+from trainer.process.startup import importing
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -64,7 +65,8 @@ class VLLMEngine:
         if device == "cuda":  # on CPU, nothing is compiled
             use_own_cache()
         try:
-            from vllm import LLM
+            with importing():
+                from vllm import LLM
         except ModuleNotFoundError as error:
             if error.name != "vllm":
                 raise

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.generation.engine import Adapter, SharedMemory
 from trainer.generation.gpu_ipc import accept, collect, connect, export_buffer, import_buffer
 from trainer.parallel.mesh import open_store
 
@@ -32,14 +33,6 @@ Weights = Iterator[tuple[str, Tensor]]
 """Pairs of a Hugging Face name and a full tensor."""
 _BUFFERS = 2  # one travels while the other is filled
 _ALIGNMENT = 16  # bytes; tensors of any type begin at a multiple of it
-
-
-@dataclass(frozen=True)
-class SharedMemory:
-    """Weights as safetensors files."""
-
-    path: str
-    """Directory on the engines' node."""
 
 
 @dataclass(frozen=True)
@@ -134,14 +127,6 @@ class Ipc:
             buffers.clear()
             collect(self.device)
             link.send(None)  # only now can the sender free them
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """peft's two files. The engine adds the adapter to the weights that it was started with."""
-
-    config: str
-    weights: bytes
 
 
 WeightSource = SharedMemory | Broadcast | Ipc | Adapter

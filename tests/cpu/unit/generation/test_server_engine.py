@@ -8,6 +8,8 @@ import itertools
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -400,3 +402,18 @@ def test_a_server_that_refuses_ends_the_run_in_one_sentence(start, server):
         )
         with pytest.raises(UserError, match=f"{server.url} is in use by run a 1; choose another server, or end that"):
             pool.start(0, False)
+
+
+def test_the_process_that_speaks_for_a_server_imports_no_torch():
+    """Every start of a job would wait for that import once more."""
+    code = (
+        "import pickle, sys\n"
+        "from functools import partial\n"
+        "from trainer.config import ENGINES\n"
+        "from trainer.generation.engine import SharedMemory, build_engine\n"
+        "spec = ENGINES['server']\n"
+        "pickle.loads(pickle.dumps([partial(build_engine, spec), SharedMemory('weights')]))\n"
+        "import trainer.cluster.fork_server, trainer.generation.server_engine\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
