@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shlex
 import socket
 import subprocess
@@ -34,6 +35,7 @@ HOLDS_A_RUN = "already holds a run"
 """In the sentence about a start that was refused because the directory is not empty."""
 
 
+_FIELD = re.compile(r"^(Name|Version): *(.*?) *$", re.MULTILINE)
 _early: set[str] = set()
 
 
@@ -98,9 +100,16 @@ def describe_task(cfg: Config) -> dict[str, Any]:
 @functools.cache
 def versions() -> dict[str, str]:
     """Return the versions of Python and of all packages that are installed."""
-    packages = {one.name: one.version for one in importlib.metadata.distributions()}
+    packages = dict(_name_and_version(one) for one in importlib.metadata.distributions())
     ordered = sorted(packages.items(), key=lambda item: item[0].lower())
     return {"python": platform.python_version(), "trainer": __version__, **dict(ordered)}
+
+
+def _name_and_version(package: importlib.metadata.Distribution) -> tuple[str, str]:
+    """Return what `name` and `version` do. Each of them parses the whole file, with its description."""
+    head = (package.read_text("METADATA") or "").partition("\n\n")[0]
+    fields = dict(reversed(_FIELD.findall(head)))
+    return (fields["Name"], fields["Version"]) if len(fields) == 2 else (package.name, package.version)
 
 
 def git_states(directories: list[str]) -> list[dict[str, Any]]:

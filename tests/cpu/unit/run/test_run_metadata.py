@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import platform
 import subprocess
 import sys
 
 import torch
 import yaml
 
+import trainer
 from trainer.config import Config
 from trainer.run.run_metadata import git_states, record_start, versions
 
@@ -83,3 +86,8 @@ def test_the_versions_are_of_all_packages():
     known = {name.lower(): version for name, version in versions().items()}
     assert known["torch"].partition("+")[0] == torch.__version__.partition("+")[0]  # some builds have "+cpu" here
     assert {"python", "trainer", "pytest", "pyyaml"} <= set(known)
+
+
+def test_the_names_and_versions_of_packages_are_those_of_the_library():
+    packages = {one.name: one.version for one in importlib.metadata.distributions()}
+    assert versions() == {**packages, "python": platform.python_version(), "trainer": trainer.__version__}
