@@ -52,6 +52,7 @@ _TEXTS = ("group", "uid", "answer", "status", "failure")
 _PLAIN = (*_TEXTS, "turns", "reward", "baseline")
 _JSON = ("messages", "rewards", "metrics")
 _ESCAPE = "\0json "
+_encode_message = json.JSONEncoder(default=str).encode  # as text: times and decimals of Parquet files
 
 
 def encode_groups(step: int, groups: Mapping[str, Sequence[Episode]], about: Mapping[str, str]) -> bytes:
@@ -174,7 +175,7 @@ def _messages_column(episodes: Sequence[Episode]) -> list[str]:
     for episode in episodes:
         for message in episode.messages:
             if id(message) not in texts:
-                texts[id(message)] = json.dumps(message, default=str)  # times and decimals of Parquet files
+                texts[id(message)] = _encode_message(message)
     return [f"[{', '.join([texts[id(message)] for message in episode.messages])}]" for episode in episodes]
 
 

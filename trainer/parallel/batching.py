@@ -38,6 +38,23 @@ class MicroBatch:
         return name in self.arrays
 
 
+@dataclass(frozen=True)
+class RankUpdate:
+    """The result of the update of a role in one step, on one rank. It is here because the driver reads it, too."""
+
+    metrics: dict[str, float]
+    """Means over the mini-batches (see `TrainedWorker.train`)."""
+    rows: np.ndarray
+    """`(n,)`: the rows of the batch whose old log-probs this rank computed; empty if the loss needed none."""
+    logprobs: np.ndarray
+    """`(n, T)`: the old log-probs of these rows, zero-padded."""
+    tokens: int
+    """Number of tokens that this rank computed; those that rows share count once in a micro-batch."""
+    entropy: tuple[np.ndarray, np.ndarray] | None = None
+    """With `logger.save_rollouts`: rows of the batch `(n,)`, and the entropy of their tokens `(n, T)`. Without rows,
+    or None: it was not computed."""
+
+
 def mini_batches(group_ids: np.ndarray, config: TrainerConfig, step: int) -> list[np.ndarray]:
     """Return the rows of each mini-batch of a step: whole groups, in an order that is keyed by (step, epoch).
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.agents.runner import AgentRunner
 from trainer.config import Config
 from trainer.config.fields import resume_rules
 from trainer.config.schema import is_open
@@ -83,5 +82,7 @@ def episode_runner(cfg: Config, tokenizer: Any) -> EpisodeRunner:
     if not cfg.environment.name:
         return SingleTurnRunner(cfg, tokenizer)
     if cfg.environment.is_agent:
+        from trainer.agents.runner import AgentRunner  # imports a web server
+
         return AgentRunner(cfg, tokenizer)
     return (StreamRunner if cfg.environment.schedule == "stream" else EnvironmentRunner)(cfg, tokenizer)

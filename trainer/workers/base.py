@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,7 +25,7 @@ from trainer.errors import NonFiniteError, UserError
 from trainer.files.documents import is_count, parse_object
 from trainer.models.attention import can_pack, can_share_prefixes, quadratic_cost
 from trainer.objectives.base import GROUP, ROW, Objective, Outputs
-from trainer.parallel.batching import Batch, MicroBatch, count_shared_tokens, select, take_rows
+from trainer.parallel.batching import Batch, MicroBatch, RankUpdate, count_shared_tokens, select, take_rows
 from trainer.parallel.layout import Layout
 from trainer.parallel.load_balancing import Rows, plan_micro_batches
 from trainer.parallel.rng import capture_rng, restore_rng
@@ -189,23 +188,6 @@ def stack_rows(results: list[tuple[list[int], np.ndarray]], width: int) -> tuple
     padded = [np.pad(values, ((0, 0), (0, width - values.shape[1]))) for _, values in results]
     stacked = np.concatenate(padded) if padded else np.zeros((0, width), np.float32)
     return np.asarray(rows, dtype=np.int64), stacked
-
-
-@dataclass(frozen=True)
-class RankUpdate:
-    """The result of the update of a role in one step, on one rank."""
-
-    metrics: dict[str, float]
-    """Means over the mini-batches (see `TrainedWorker.train`)."""
-    rows: np.ndarray
-    """`(n,)`: the rows of the batch whose old log-probs this rank computed; empty if the loss needed none."""
-    logprobs: np.ndarray
-    """`(n, T)`: the old log-probs of these rows, zero-padded."""
-    tokens: int
-    """Number of tokens that this rank computed; those that rows share count once in a micro-batch."""
-    entropy: tuple[np.ndarray, np.ndarray] | None = None
-    """With `logger.save_rollouts`: rows of the batch `(n,)`, and the entropy of their tokens `(n, T)`. Without rows,
-    or None: it was not computed."""
 
 
 class TrainedWorker(ModelWorker):

@@ -20,10 +20,10 @@ from trainer.models.export_sharded import export_tensors, merged_tensors, plan_l
 from trainer.models.logprobs import logprobs_and_entropy, token_logprobs
 from trainer.models.lora import adapted_modules, adapter_config, adapter_tensors, disabled_adapters
 from trainer.objectives.base import Objective, Outputs
-from trainer.parallel.batching import Batch, MicroBatch
+from trainer.parallel.batching import Batch, MicroBatch, RankUpdate
 from trainer.parallel.layout import Layout
 from trainer.parallel.shard import param_dtype
-from trainer.workers.base import ModelWorker, RankUpdate, TrainedWorker, stack_rows
+from trainer.workers.base import ModelWorker, TrainedWorker, stack_rows
 
 _COLD = 2.0**-20
 """At this temperature the likeliest token has all of the probability. A power of two rounds no logit."""

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import pickle
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 
 from tests.support.ranks import local_cluster
@@ -11,6 +15,7 @@ from trainer.cluster.fork_server import HOST
 from trainer.config import Config
 from trainer.errors import FailureSource
 from trainer.learner.train_workers import TrainWorkers
+from trainer.parallel.batching import RankUpdate
 
 
 def test_each_rank_measures_its_own_speed_and_the_ranks_describe_their_axes():
@@ -47,3 +52,14 @@ def test_rank_processes_are_asked_by_their_number_over_all_groups():
         ranks.release()
         with pytest.raises(OSError, match="the ranks have ended"):
             ranks.ask(None, Asked(), "say", "x")
+
+
+def test_the_driver_reads_the_result_of_an_update_without_the_model_classes():
+    update = RankUpdate({"loss": 1.0}, np.arange(2), np.zeros((2, 3), np.float32), 6)
+    code = (
+        "import pickle, sys\n"
+        "import trainer.learner.learner\n"
+        f"assert pickle.loads({pickle.dumps(update)!r}).tokens == 6\n"
+        "sys.exit('transformers' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
