@@ -203,9 +203,8 @@ def test_a_rank_that_is_stopped_while_it_starts_is_named(cluster, monkeypatch):
     assert not is_running(stopped)
 
 
+@pytest.mark.parametrize("cluster", [RayCluster], ids=["ray"], indirect=True)  # the other waits for no capacity
 def test_a_rank_that_is_not_scheduled_yet_misses_no_heartbeats(cluster):
-    if isinstance(cluster, ProcessCluster):
-        pytest.skip("it starts every process immediately")
     group = cluster._launch("rank", Host, [()], lambda rank: {"num_cpus": 1000}, {})
     time.sleep(1)
     assert group.workers[0].heartbeat_age_s() < 1
