@@ -18,6 +18,7 @@ from typing import Any
 
 from trainer.errors import UserError, describe_error, describe_with_place, did_you_mean
 from trainer.process import signals
+from trainer.process.startup import importing
 
 
 def import_function(path: str, key: str, known: Iterable[str] = ()) -> Callable[..., Any]:
@@ -48,7 +49,7 @@ def import_function(path: str, key: str, known: Iterable[str] = ()) -> Callable[
     if os.getcwd() not in sys.path:  # for a file in the directory in which the command was given
         sys.path.insert(0, os.getcwd())
     try:
-        with user_code(f"{key}={path}: cannot be imported ({{}})"):
+        with importing(), user_code(f"{key}={path}: cannot be imported ({{}})"):
             module = importlib.import_module(module_name)
             names = [name for name in dir(module) if not name.startswith("_") and callable(getattr(module, name, None))]
             function = getattr(module, function_name, None)

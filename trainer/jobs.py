@@ -9,6 +9,9 @@ from trainer.checkpoint.components import Restore
 from trainer.checkpoint.exports import is_exported
 from trainer.checkpoint.manifest import Checkpoint, read_object
 from trainer.checkpoint.start_weights import read_revisions, start_weights_part
+from trainer.cluster.early_start import Early
+from trainer.cluster.fork_server import ForkServer
+from trainer.cluster.ray_head import RayHead
 from trainer.cluster.watchdog import Watchdog
 from trainer.cluster.worker_groups import Cluster
 from trainer.config import Config
@@ -18,7 +21,7 @@ from trainer.files.hf_hub import pin
 from trainer.files.shared_memory import clear_abandoned
 from trainer.models.export import export_target
 from trainer.models.files import resolve_model_path
-from trainer.process.startup import stage
+from trainer.process.startup import importing, stage
 from trainer.reports.report import final_report
 from trainer.run.compatibility import ConfigRefused
 from trainer.run.directory import RunDirectory
@@ -30,11 +33,12 @@ from trainer.trainer import Trainer
 LOG = logging.getLogger(__name__)
 
 
-def run_task(task: Task, device: str) -> None:
+def run_task(task: Task, device: str, early: Early = None) -> None:
     """Run a task to its end.
 
     Args:
         device: `cuda` or `cpu`.
+        early: what of the cluster has been started.
     """
     cfg, t = task.cfg, task.cfg.trainer
     stop = StopRequest(t.deadline)
@@ -47,7 +51,7 @@ def run_task(task: Task, device: str) -> None:
             return
         with contextlib.ExitStack() as ends:
             ends.callback(clear_abandoned)  # the ranks, which are killed, may keep weights for engines in shared memory
-            cluster = ends.enter_context(cluster_of(cfg, device))
+            cluster = ends.enter_context(cluster_of(cfg, device, early))
             ends.enter_context(directory.settling())
             ends.enter_context(Watchdog(t, cluster))
             trainer = make_trainer(task, cluster, directory, task.initial_weights(cluster, stop), stop)
@@ -115,15 +119,16 @@ def _refused_inputs(task: Task, checkpoint: Checkpoint, restore: Restore) -> lis
     return refused
 
 
-def cluster_of(cfg: Config, device: str) -> Cluster:
+def cluster_of(cfg: Config, device: str, early: Early = None) -> Cluster:
     """Return the cluster on which the processes of a job run, not yet started. `device`: `cuda` or `cpu`."""
     if cfg.trainer.ray_address == PROCESSES:
         from trainer.cluster.process_cluster import ProcessCluster
 
-        return ProcessCluster(cfg, device)
-    from trainer.cluster.ray_cluster import RayCluster  # imports Ray
+        return ProcessCluster(cfg, device, rank_server=early if isinstance(early, ForkServer) else None)
+    with importing():
+        from trainer.cluster.ray_cluster import RayCluster  # imports Ray
 
-    return RayCluster(cfg, device)
+    return RayCluster(cfg, device, early if isinstance(early, RayHead) else None)
 
 
 def _is_finished(directory: RunDirectory, steps: int, exported: bool) -> bool:

@@ -23,8 +23,11 @@ from trainer.metrics.estimates import attempts_of
 from trainer.metrics.names import is_metric, pass_at, set_of_metric
 from trainer.metrics.startup import StartUp
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
-from trainer.process.startup import stage
+from trainer.process.startup import importing, stage
 from trainer.run.run_metadata import recorded_early
+
+_RANK_MODULES = ("trainer.workers.rank", "torch._dynamo")
+"""What every rank imports. The first optimizer of a process imports the second one."""
 
 
 def prepare(cfg: Config) -> str:
@@ -82,9 +85,9 @@ def _listed(verb: str, names: Iterable[str]) -> str:
 
 def _check_machine(cfg: Config) -> str:
     """Check what needs torch, and return the device."""
-    with SIGNALS.blocked():
+    with SIGNALS.blocked(), importing():
         import numpy  # noqa: F401 - its threads, which torch would start, must block signals while Ray starts
-    with stage("importing torch"):
+    with stage("importing torch"), importing():
         from trainer.objectives.base import make_objective  # the first import of torch: the config has passed
         from trainer.objectives.trial import try_objective
         from trainer.parallel.mesh import pick_device
@@ -151,12 +154,15 @@ def train(cfg: Config) -> float | None:
     """Do what `trainer.task` names; returns `best_value`."""
     with StartUp(cfg.logger.progress):
         refuse_unread(words_given(), cfg)
-        device = prepare(cfg)
-        with stage("importing transformers"):
-            from trainer.jobs import run_task
+        from trainer.cluster.early_start import early_start  # takes a moment, which a refused config need not wait
 
-            task = cfg.task(cfg)
-        run_task(task, device)
+        with early_start(cfg, _RANK_MODULES) as early:
+            device = prepare(cfg)
+            with stage("importing transformers"):
+                with importing():
+                    from trainer.jobs import run_task
+                task = cfg.task(cfg)
+            run_task(task, device, early)
     return best_value(cfg)
 
 

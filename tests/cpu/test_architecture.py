@@ -45,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "jobs": {"tasks", "reports", "trainer", "run", "checkpoint", "models", "cluster"},
     "sweeps": {"reports", "metrics"},
     "plan": {"workers", "cluster", "models", "parallel", "metrics"},
-    "main": {"jobs", "run", "metrics", "objectives", "parallel"},
+    "main": {"jobs", "run", "metrics", "objectives", "parallel", "cluster"},
     "sft": {"main"},
     "evaluate": {"jobs", "tasks", "sources", "journal", "generation", "environments", "rewards", "run", "checkpoint",
                  "data", "metrics", "models", "parallel"},

@@ -23,7 +23,7 @@ _MEMBERS = ("engine ", "rank ", "policy rank")
 class DetachedForkServer(InheritingForkServer):
     """A fork server that is a fork of this process in its own session, like the fork server of a real job."""
 
-    def _start(self, remote, preload: Sequence[str]) -> psutil.Process:
+    def _start(self, remote, preload: Sequence[str], env) -> psutil.Process:
         sys.stdout.flush()
         sys.stderr.flush()
         child = os.fork()

@@ -159,11 +159,16 @@ def _imported(path: str) -> Any:
 @functools.cache
 def fork_clusters() -> None:
     """Let the ranks and engines of this process be forks of it. Call it while this process has no threads."""
-    from trainer.cluster import process_cluster
+    from trainer.cluster import early_start, process_cluster
     from trainer.cluster.fork_server import InheritingForkServer
+    from trainer.config.trainer import PROCESSES
 
     process_cluster.ProcessCluster = functools.partial(
         process_cluster.ProcessCluster, fork_server=InheritingForkServer()
+    )
+    started = early_start.early_start
+    early_start.early_start = lambda cfg, modules: (
+        contextlib.nullcontext() if cfg.trainer.ray_address == PROCESSES else started(cfg, modules)
     )
 
 

@@ -24,6 +24,7 @@ from trainer.cluster.worker_groups import WorkerGroup
 from trainer.cluster.worker_setup import failure_of, prepare_process
 from trainer.errors import RESTART_HINT, WorkerError, one_line
 from trainer.process import time_limits
+from trainer.process.startup import importing
 
 _NODE_STACKS_S = 2 * PY_SPY_S  # a node starts a process of Ray for py-spy first
 
@@ -42,7 +43,8 @@ class _Host:
     def build(self, message: bytes) -> None:
         """Build the object. Must be the first call."""
         try:
-            factory, args = pickle.loads(message)  # imports the modules of the factory
+            with importing():
+                factory, args = pickle.loads(message)
             self._building.set_result(factory(*args))
         except Exception as error:  # each call raises it
             self._building.set_exception(error)

@@ -8,6 +8,7 @@ exits when its fork server exits.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import pickle
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, NoReturn
@@ -31,6 +32,7 @@ from trainer.cluster.worker_setup import prepare_process
 from trainer.errors import describe_error
 from trainer.process import time_limits
 from trainer.process.signals import HANDLED
+from trainer.process.startup import importing
 
 HOST = "127.0.0.1"
 BUILD = 0
@@ -45,21 +47,27 @@ class ForkServer:
     Args:
         preload: modules to import before the first fork. A worker imports all other modules itself, with its own
             environment.
+        env: environment variables that the imports of `preload` read, to add to those of this process.
     """
 
-    def __init__(self, preload: Sequence[str] = ()):
+    def __init__(self, preload: Sequence[str] = (), env: Mapping[str, str] | None = None):
         self._lock = threading.Lock()  # a thread may replace an engine while another one starts ranks
+        self._has_workers = False
         self._connection, remote = _pair()
         with remote:
-            self._process = self._start(remote, preload)
+            self._process = self._start(remote, preload, {**os.environ, **(env or {})})
 
-    def _start(self, remote: Connection, preload: Sequence[str]) -> psutil.Process:
+    def _start(self, remote: Connection, preload: Sequence[str], env: Mapping[str, str]) -> psutil.Process:
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; from trainer.cluster.fork_server import run_fork_server; "
             f"run_fork_server({remote.fileno()}, {list(preload)!r})"
         )
         return psutil.Popen(
-            [sys.executable, "-c", code], pass_fds=[remote.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+            [sys.executable, "-c", code],
+            pass_fds=[remote.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env=env,
         )
 
     def start(self, name: str, env: dict[str, str]) -> Connection:
@@ -71,7 +79,8 @@ class ForkServer:
         """
         connection, remote = _pair()
         with remote, self._lock, contextlib.suppress(OSError):  # if the fork server has died, the connection closes
-            self._connection.send(("start", name, {**os.environ, **env}, os.getcwd()))
+            self._has_workers = True
+            self._connection.send(("start", name, {**os.environ, **env}, os.getcwd(), sys.path))
             send_handle(self._connection, remote.fileno(), self._process.pid)
         return connection
 
@@ -95,6 +104,9 @@ class ForkServer:
     def close(self) -> None:
         """Kill the fork server, all workers and all processes that they have started. Wait until they have exited."""
         self._connection.close()
+        if not self._has_workers:  # it may still import, and not read the connection
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._process.terminate()
         try:
             self._process.wait(time_limits.PROCESS_EXIT_S)
         except psutil.TimeoutExpired:
@@ -115,7 +127,7 @@ class InheritingForkServer(ForkServer):
     start many jobs and kill each job with one signal.
     """
 
-    def _start(self, remote: Connection, preload: Sequence[str]) -> psutil.Process:
+    def _start(self, remote: Connection, preload: Sequence[str], env: Mapping[str, str]) -> psutil.Process:
         sys.stdout.flush()
         sys.stderr.flush()
         child = os.fork()
@@ -140,12 +152,13 @@ def run_fork_server(descriptor: int, preload: Sequence[str]) -> NoReturn:
 
     adopt_orphans()
     for number in HANDLED:
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, end)
+        signal.signal(number, end if number == signal.SIGTERM else signal.SIG_IGN)
     signal_on_death_of_parent(signal.SIGTERM)
     try:
-        for module in preload:
-            importlib.import_module(module)
+        with importing():
+            for module in preload:
+                importlib.import_module(module)
+        gc.freeze()  # collections of the workers leave the shared memory of the modules alone
         _serve_driver(Connection(descriptor))
     except BaseException:
         traceback.print_exc()
@@ -159,11 +172,12 @@ def _serve_driver(driver: Connection) -> None:
     while True:
         try:
             match driver.recv():
-                case "start", name, environment, directory:
+                case "start", name, environment, directory, path:
                     descriptor = recv_handle(driver)
                     workers[name] = os.fork()
                     if workers[name] == 0:
                         driver.close()
+                        sys.path[:] = path  # the fork server may be older than what the driver has added
                         _run_worker(Connection(descriptor), fork_server, name, environment, directory)
                     os.close(descriptor)
                 case "end", name:
@@ -225,7 +239,8 @@ class _Host:
         threading.Thread(target=self._read, daemon=True).start()
         threading.Thread(target=self._serve, args=("heartbeat",), daemon=True).start()
         try:
-            factory, args = pickle.loads(message)  # imports the modules of the factory
+            with importing():
+                factory, args = pickle.loads(message)
             prepare_process(HOST)
             sys.stdout.reconfigure(line_buffering=True)  # this process exits without a flush
             self._object = factory(*args)

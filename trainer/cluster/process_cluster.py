@@ -39,14 +39,23 @@ class ProcessCluster:
     Args:
         device: `cuda` or `cpu`.
         fork_server: a fork server that outlives the cluster. None: the cluster starts its own.
+        rank_server: the same for ranks on CPUs (see `early_start`). None: `fork_server` starts them, too.
     """
 
     object_store_bytes = 0
 
-    def __init__(self, cfg: Config, device: str, fork_server: ForkServer | None = None):
+    def __init__(
+        self,
+        cfg: Config,
+        device: str,
+        fork_server: ForkServer | None = None,
+        rank_server: ForkServer | None = None,
+    ):
         self.cfg = cfg
         self.device = device
         self._outer_fork_server = fork_server
+        self._rank_server = rank_server if device == "cpu" else None
+        self._own_fork_server: ForkServer | None = None
         self._groups: list[tuple[WorkerGroup, list[str]]] = []  # each group with the GPUs that only it uses
         self._timeouts = timeouts_of(cfg.trainer, self._failed_process)
         self.examine = GpuHealthCheck(lambda seconds: {HOST: gpu_lines(seconds)}, lambda node, cause: None).examine
@@ -57,19 +66,28 @@ class ProcessCluster:
             check_gpus(self.cfg, len(self._gpus))
         SIGNALS.check()
         self._directory = PrivateDirectory(tempfile.gettempdir(), "trainer-local-", 4)
-        self._fork_server = self._outer_fork_server or ForkServer()
         return self
 
     def __exit__(self, *_: object) -> None:
         with SIGNALS.deferred():
             for group, _ in list(self._groups):
                 self.release(group)
-            if self._outer_fork_server is None:
-                self._fork_server.close()
+            if self._own_fork_server is not None:
+                self._own_fork_server.close()
             self._directory.close()
 
+    @property
+    def _fork_server(self) -> ForkServer:
+        if self._outer_fork_server is not None:
+            return self._outer_fork_server
+        if self._own_fork_server is None:
+            self._own_fork_server = ForkServer()
+        return self._own_fork_server
+
     def _failed_process(self) -> str | None:
-        return None if self._fork_server.is_running else "the fork server of the job"
+        servers = [self._outer_fork_server, self._rank_server, self._own_fork_server]
+        are_running = all(server.is_running for server in servers if server is not None)
+        return None if are_running else "the fork server of the job"
 
     def count_ranks(self) -> int:
         """Return `trainer.num_workers`."""
@@ -80,7 +98,8 @@ class ProcessCluster:
         count = count or self.cfg.trainer.num_workers
         args = [(rank, count, self.device) for rank in range(count)]
         gpus = self._allocate_gpus(count)
-        return self._launch(name, factory, args, env, lambda rank: gpus[rank : rank + 1], gpus)
+        server = self._rank_server or self._fork_server
+        return self._launch(server, name, factory, args, env, lambda rank: gpus[rank : rank + 1], gpus)
 
     def launch_engines(
         self, factory: Any, args: Sequence[tuple], env: dict[str, str], find_gpus: FindGpus | None = None
@@ -88,9 +107,13 @@ class ProcessCluster:
         """Start a process for each of `args`, which hosts `factory(*args)` (see `worker_groups.Cluster`)."""
         size = gpus_per_engine(self.cfg, self.device)
         if find_gpus is not None:
-            return self._launch("engine", factory, args, env, lambda engine: _gpus_of(find_gpus(engine)), [])
+            return self._launch(
+                self._fork_server, "engine", factory, args, env, lambda engine: _gpus_of(find_gpus(engine)), []
+            )
         gpus = self._allocate_gpus(size * len(args))
-        return self._launch("engine", factory, args, env, lambda i: gpus[i * size : (i + 1) * size], gpus)
+        return self._launch(
+            self._fork_server, "engine", factory, args, env, lambda i: gpus[i * size : (i + 1) * size], gpus
+        )
 
     def has_capacity(self, group: WorkerGroup) -> bool:
         """Return True: processes of one machine keep their resources."""
@@ -123,6 +146,7 @@ class ProcessCluster:
 
     def _launch(
         self,
+        server: ForkServer,
         name: str,
         factory: Any,
         args: Sequence[tuple],
@@ -136,7 +160,7 @@ class ProcessCluster:
             ids = gpus(worker)
             visible = {"CUDA_VISIBLE_DEVICES": ",".join(ids)} if self.device == "cuda" else {}
             placement = {"host": HOST, "node": "this", "gpus": ids}
-            return _Process(self._fork_server, f"{name} {worker}", {**env, **visible}, factory, args[worker], placement)
+            return _Process(server, f"{name} {worker}", {**env, **visible}, factory, args[worker], placement)
 
         group = WorkerGroup(name, len(args), launch, _Processes(), self._timeouts)
         self._groups.append((group, group_gpus))

@@ -25,15 +25,14 @@ from trainer.cluster import placement
 from trainer.cluster.actors import launch_actors
 from trainer.cluster.gpu_health import GpuHealthCheck
 from trainer.cluster.node_health import Node, NodeHealth
-from trainer.cluster.ray_head import RayHead
-from trainer.cluster.ray_tmpdir import check_tmpdir
+from trainer.cluster.ray_head import CPU_OBJECT_STORE_BYTES, RayHead
 from trainer.cluster.resources import (
     FindGpus,
     check_gpus,
     forwarded_variables,
     gpus_per_engine,
     max_world_size,
-    rank_groups,
+    slots_needed,
 )
 from trainer.cluster.timeouts import timeouts_of
 from trainer.cluster.worker_groups import WorkerGroup, stacks_of
@@ -51,7 +50,6 @@ _MAX_FAILURES = 2  # a node that has failed this often is not used again
 _DRAINED = "trainer.excluded_nodes contains it"
 RAY_LOGS = "ray_logs"
 """Directory below the run directory with Ray's logs of a job that failed."""
-CPU_OBJECT_STORE_BYTES = 512 * 2**20  # batches on CPU are small, and Ray's default is a third of the memory
 
 
 class RayCluster:
@@ -59,16 +57,17 @@ class RayCluster:
 
     Args:
         device: `cuda` or `cpu`.
+        head: Ray for a job on CPUs, which has begun to start. None: the cluster starts its own, or joins one.
     """
 
     object_store_bytes = CPU_OBJECT_STORE_BYTES
 
-    def __init__(self, cfg: Config, device: str):
+    def __init__(self, cfg: Config, device: str, head: RayHead | None = None):
         self.cfg = cfg
         self.device = device
         self._groups: list[tuple[WorkerGroup, list[PlacementGroup]]] = []
         self._reported: set[str] = set()  # ids of excluded nodes that have been logged
-        self._head: RayHead | None = None  # None: the job uses an existing cluster
+        self._head = head if device == "cpu" else None  # None: the job uses an existing cluster
         self._node_health: NodeHealth | None = None  # None: Ray runs on this machine only
         self._drained: dict[str, str] = dict.fromkeys(cfg.trainer.excluded_nodes, _DRAINED)  # addresses, with reasons
         self._timeouts = timeouts_of(cfg.trainer, self._failed_process, self._failed_nodes)
@@ -78,11 +77,9 @@ class RayCluster:
         address = self.cfg.trainer.ray_address
         try:
             if address is None:
-                slots = max(os.cpu_count() or 1, self._slots_needed())
-                directory = check_tmpdir(CPU_OBJECT_STORE_BYTES)
-                store = CPU_OBJECT_STORE_BYTES if self.device == "cpu" else None
-                with SIGNALS.deferred():  # `__exit__` needs `_head` to end Ray
-                    self._head = RayHead(directory, slots, store)
+                if self._head is None:
+                    with SIGNALS.deferred():  # `__exit__` needs `_head` to end Ray
+                        self._head = RayHead.of_job(self.cfg, self.device)
                 with stage("starting Ray"):
                     address = self._head.connect()
             else:
@@ -393,9 +390,6 @@ class RayCluster:
     def _placement_timeout_s(self) -> float:
         return self.cfg.trainer.placement_timeout_s or time_limits.PLACEMENT_S
 
-    def _slots_needed(self) -> int:
-        return self.cfg.trainer.num_workers * rank_groups(self.cfg) + self.cfg.num_engines
-
     def _check_resources(self) -> None:
         t = self.cfg.trainer
         if self._node_health is not None and (t.min_world_size is not None or t.placement_timeout_s is not None):
@@ -403,7 +397,7 @@ class RayCluster:
         if self.device == "cuda":
             check_gpus(self.cfg, int(ray.cluster_resources().get("GPU", 0)))
             return
-        slots, cpus = self._slots_needed(), int(ray.cluster_resources().get("CPU", 0))
+        slots, cpus = slots_needed(self.cfg), int(ray.cluster_resources().get("CPU", 0))
         if slots > cpus:
             raise UserError(
                 f"trainer.num_workers={t.num_workers}: ranks and engines need {slots} CPUs, and the "

@@ -25,12 +25,16 @@ from typing import Any
 import psutil
 
 from trainer.cluster import supervisor
+from trainer.cluster.ray_tmpdir import check_tmpdir
+from trainer.cluster.resources import slots_needed
 from trainer.cluster.supervisor import end_all, is_running
+from trainer.config import Config
 from trainer.errors import WorkerError
 from trainer.files.shared_memory import PrivateDirectory
 from trainer.process import time_limits
 from trainer.process.signals import SIGNALS
 
+CPU_OBJECT_STORE_BYTES = 512 * 2**20  # batches on CPU are small, and Ray's default is a third of the memory
 _LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": Ray uses the loopback address for this node
 
 
@@ -47,8 +51,6 @@ class RayHead:
         self._private = PrivateDirectory(tmpdir, "trainer-ray-", 4)
         self.directory = self._private.path
         self._environment = _set_environment()
-        _reload_environment(True)
-        _silence_ray_errors()
         options = {"num_cpus": num_cpus, "directory": self.directory}
         if object_store_bytes is not None:
             options["object_store_memory"] = object_store_bytes
@@ -59,7 +61,20 @@ class RayHead:
             start_new_session=True,
         )
         self._daemons: dict[str, psutil.Process] = {}
-        self._is_closing = False
+        self._is_closing = self._is_closed = False
+
+    @classmethod
+    def of_job(cls, cfg: Config, device: str) -> RayHead:
+        """Begin to start the cluster of a job.
+
+        Args:
+            device: `cuda` or `cpu`.
+
+        Raises:
+            UserError: Ray cannot start on this machine.
+        """
+        slots = max(os.cpu_count() or 1, slots_needed(cfg))
+        return cls(check_tmpdir(CPU_OBJECT_STORE_BYTES), slots, CPU_OBJECT_STORE_BYTES if device == "cpu" else None)
 
     def connect(self) -> str:
         """Wait until Ray runs. Return the address at which the driver connects to it.
@@ -67,6 +82,8 @@ class RayHead:
         Raises:
             WorkerError: Ray does not start. The message contains Ray's reason.
         """
+        _reload_environment(True)
+        _silence_ray_errors()
         answer = self._answer()
         if "error" in answer:
             raise WorkerError(f"Ray does not start on this machine: {answer['error']}")
@@ -98,6 +115,8 @@ class RayHead:
     def close(self) -> None:
         """Kill Ray and all processes that it has started, and wait until they have exited."""
         assert self._supervisor.stdin is not None
+        if self._is_closed:
+            return
         self._is_closing = True
         with contextlib.suppress(OSError):
             self._supervisor.stdin.write(supervisor.END)
@@ -116,7 +135,9 @@ class RayHead:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        _reload_environment(False)
+        if "ray" in sys.modules:
+            _reload_environment(False)
+        self._is_closed = True
 
     def save_logs(self, target: str) -> None:
         """Copy Ray's logs, which `close` removes, to the directory `target`. Replaces earlier logs."""
@@ -157,7 +178,7 @@ def _set_environment() -> dict[str, str | None]:
 
 
 def _reload_environment(local: bool) -> None:
-    """Make the Ray module, which this process has already imported, read the environment again."""
+    """Make the Ray module, which this process may have imported before, read the environment again."""
     from ray._private import ray_constants
     from ray._raylet import AuthenticationTokenLoader, Config
 

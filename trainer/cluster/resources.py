@@ -25,6 +25,11 @@ def gpus_per_engine(cfg: Config, device: str) -> int:
     return cfg.rollout.tensor_parallel_size if device == "cuda" and cfg.engine.gpus else 0
 
 
+def slots_needed(cfg: Config) -> int:
+    """Return how many ranks and engines a job has, each of which needs a GPU or a logical CPU."""
+    return cfg.trainer.num_workers * rank_groups(cfg) + cfg.num_engines
+
+
 def check_gpus(cfg: Config, available: int) -> None:
     """Check that there are enough GPUs for ranks and engines.
 

@@ -17,11 +17,12 @@ from trainer.config.axes import axis_sizes
 from trainer.errors import FailureSource
 from trainer.metrics.throughput import peak_flops
 from trainer.models.files import resolve_model_path
+from trainer.process.startup import importing
 
 
 def _build_rank(cfg: Config, rank: int, world_size: int, device: str) -> Any:
-    # Imported where it is used: the driver is up seconds earlier without FSDP and the model classes.
-    from trainer.workers.rank import Rank
+    with importing():  # where it is used: the driver is up seconds earlier without FSDP and the model classes
+        from trainer.workers.rank import Rank
 
     return Rank(cfg, rank, world_size, device)
 

@@ -13,6 +13,7 @@ from trainer.errors import UserError
 from trainer.files.hf_hub import first_line, is_connection_error, pinned, with_retries
 from trainer.models.given import MODEL_FILES
 from trainer.models.untrusted import check_model_files
+from trainer.process.startup import importing
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -66,7 +67,8 @@ def resolve_model_path(path: str, key: str = POLICY_KEY) -> str:
 
 def load_config(model: ModelConfig, path: str, key: str = POLICY_KEY) -> PretrainedConfig:
     """Return the architecture config of the model at `path`, which messages call `key`."""
-    from transformers import AutoConfig
+    with importing():
+        from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)

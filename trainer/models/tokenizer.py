@@ -12,6 +12,7 @@ from trainer.errors import UserError
 from trainer.files.atomic_io import open_regular
 from trainer.files.documents import is_count, mismatch, parse_object
 from trainer.files.hf_hub import first_line
+from trainer.process.startup import importing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,7 +61,8 @@ def load_tokenizer(
     Raises:
         UserError: there is no tokenizer, chat template or end token.
     """
-    from transformers import AutoTokenizer  # late, because the import takes seconds
+    with importing():
+        from transformers import AutoTokenizer  # late, because the import takes seconds
 
     if not os.path.isdir(path):
         raise UserError(f"model.path={path}: no such directory; name a directory with a Hugging Face model")

@@ -76,6 +76,15 @@ class Host:
     def environment(self, name: str) -> str | None:
         return os.environ.get(name)
 
+    def import_path(self) -> list[str]:
+        return sys.path
+
+    def has_imported(self, module: str) -> bool:
+        return module in sys.modules
+
+    def parent(self) -> int:
+        return os.getppid()
+
     def child(self) -> int:
         """Start a process of its own; returns its id."""
         return subprocess.Popen(["sleep", "600"]).pid

@@ -17,6 +17,7 @@ from tests.cpu.unit.cluster.hosted import FailsToLoad, Host
 from tests.support.jobs import left_running, wait_until
 from trainer.cluster.fork_server import BUILD, ForkServer
 from trainer.cluster.supervisor import is_running
+from trainer.process import time_limits
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,13 @@ def test_a_worker_has_the_environment_and_directory_at_its_start(server, monkeyp
         assert call(connection, "environment", "WORD") == "of now"
         assert call(connection, "environment", "OTHER") == "own"
         assert os.readlink(f"/proc/{call(connection, 'pid')}/cwd") == str(tmp_path)
+
+
+def test_a_worker_imports_from_where_the_driver_imports_at_its_start(server, monkeypatch, tmp_path):
+    """The driver adds the directory of a user's file when it imports it."""
+    monkeypatch.syspath_prepend(tmp_path)
+    with host(server, "one") as connection:
+        assert call(connection, "import_path") == sys.path
 
 
 def test_heartbeats_are_answered_during_a_call_and_say_that_the_object_is_built(server):
@@ -105,6 +113,30 @@ def test_closing_ends_all_workers():
         assert server.is_running
         server.close()
         assert ended(*pids) and not server.is_running
+
+
+ENDLESS = "tests.cpu.unit.cluster.endless"
+
+
+def test_closing_ends_imports_that_last(tmp_path, monkeypatch):
+    monkeypatch.setattr(time_limits, "PROCESS_EXIT_S", 3600)
+    with ForkServer([ENDLESS], {"IMPORTING": f"{tmp_path}/begun"}) as server:
+        wait_until((tmp_path / "begun").exists)
+    assert not server.is_running
+
+
+def test_a_driver_that_dies_while_modules_are_imported_leaves_no_process(tmp_path, marker):
+    code = (
+        "import time\n"
+        "from trainer.cluster.fork_server import ForkServer\n"
+        f"server = ForkServer(['{ENDLESS}'], {{'IMPORTING': '{tmp_path}/begun'}})\n"
+        "time.sleep(600)\n"
+    )
+    driver = subprocess.Popen([sys.executable, "-c", code])
+    wait_until((tmp_path / "begun").exists)
+    driver.kill()
+    driver.wait()
+    wait_until(lambda: left_running(marker) == [])
 
 
 DRIVER = """

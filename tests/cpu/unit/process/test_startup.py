@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import time
 
 import pytest
 
 from trainer.process.signals import SIGNALS, Stopped
-from trainer.process.startup import running_stage, stage
+from trainer.process.startup import importing, running_stage, stage
 
 
 def test_the_innermost_stage_runs_and_has_its_own_clock():
@@ -37,3 +38,20 @@ def test_a_stage_is_a_safe_point_for_signals():
                 signal.raise_signal(signal.SIGTERM)
                 reached = True
         assert reached and running_stage() is None
+
+
+def test_imports_need_no_garbage_collection_and_leave_it_as_it_was():
+    assert gc.isenabled()
+    with pytest.raises(ImportError), importing():
+        with importing():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+        raise ImportError
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with importing():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
