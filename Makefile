@@ -39,9 +39,10 @@ lint: setup
 lock: setup  ## re-resolve; ARGS=--upgrade to move every pin
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tools/lock.py $(ARGS)
 
-docs: setup  ## docs/config.md from the schema, the table of docs/metrics.md from the names, docs/algorithms.md from docstrings
+docs: setup  ## docs/config.md from the schema, the tables of docs/metrics.md from names and advice, docs/algorithms.md from docstrings
 	$(BIN)/python -m trainer config > .venv/config.md && mv .venv/config.md docs/config.md
 	$(BIN)/python -m trainer.metrics.names < docs/metrics.md > .venv/metrics.md && mv .venv/metrics.md docs/metrics.md
+	$(BIN)/python -m trainer.metrics.advice < docs/metrics.md > .venv/metrics.md && mv .venv/metrics.md docs/metrics.md
 	$(BIN)/python -m tools.algorithms_doc > .venv/algorithms.md && mv .venv/algorithms.md docs/algorithms.md
 
 site: setup  ## the documentation as a site in build/site

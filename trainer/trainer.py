@@ -29,7 +29,7 @@ from trainer.journal.history import first_history, history_at
 from trainer.journal.journal import Journal
 from trainer.learner.learner import Learner
 from trainer.metrics.best import better, compared_metric
-from trainer.metrics.health import DivergenceCheck, TrainingWarnings
+from trainer.metrics.health import MetricChecks
 from trainer.metrics.progress import Progress
 from trainer.metrics.timing import Timer
 from trainer.metrics.tracker import Tracker, read_metrics
@@ -454,12 +454,10 @@ class Trainer:
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         self.state.best = better(self.state.best, *self.cfg.compared_by, step, metrics)
+        metrics |= self.recovery.end_step(metrics, self.learner.ranks.speeds)
         self.tracker.log(step, metrics, self.transcripts.pop(step))
         self.progress.update(step, metrics)
-        self.recovery.end_step(metrics, self.learner.ranks.speeds)
-        for sentence in self.health.update(step, metrics):
-            LOG.warning("%s", sentence)
-        if (divergence := self.divergence.update(step, metrics)) is not None:
+        if (divergence := self.checks.update(step, metrics)) is not None:
             raise self.recovery.diverged(divergence, self.checkpoints.store.steps())
 
     @contextmanager
@@ -487,9 +485,8 @@ class Trainer:
 
     def _begin_checks(self) -> None:
         """Let the checks of the metrics begin with the steps that are logged."""
-        t, history = self.cfg.trainer, read_metrics(self.directory.metrics_file)
-        self.health = TrainingWarnings(self.learner.compares_completions, history)
-        self.divergence = DivergenceCheck(t.divergence_limits, t.divergence_patience, history)
+        history = read_metrics(self.directory.metrics_file)
+        self.checks = MetricChecks(self.cfg, self.learner.compares_completions, history)
 
     def _announce(self) -> None:
         t, resume, size = self.cfg.trainer, self.directory.resume, self.learner.ranks.size()

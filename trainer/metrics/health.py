@@ -1,112 +1,40 @@
-"""What the metrics say about the health of a run: it has diverged, or it trains but learns little.
+"""Checks of the metrics of a run while it trains: its advisories, and whether it has diverged.
 
 Only metrics are used, so a resumed run gives the same answers.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping
+import dataclasses
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_ROUNDING = 1e-12
-"""Largest standard deviation of equal rewards, relative to their mean."""
+from trainer.config import Config
+from trainer.metrics.advice import Advisor
+
+LOG = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Symptom:
-    """A reason for a warning."""
-
-    is_present: Callable[[Mapping[str, float]], bool]
-    metrics: tuple[str, ...]
-    """The metrics that `is_present` reads."""
-    steps: int
-    """Number of consecutive steps with the symptom before the warning, and without it before the next warning."""
-    message: str
-    """The warning, without its beginning `since step N, `."""
-
-
-_EQUAL_IN_GROUPS = _Symptom(
-    lambda m: m["reward/zero_std_frac"] == 1,
-    ("reward/zero_std_frac",),
-    3,
-    "all completions of each prompt have had the same reward (reward/zero_std_frac is 1), so nothing is learnt from "
-    "rewards; try a larger rollout.n or rollout.temperature, easier or harder prompts, or a reward with finer grades",
-)
-_EQUAL = _Symptom(
-    lambda m: m["reward/std"] <= _ROUNDING * max(1.0, abs(m["reward/mean"])),
-    ("reward/std", "reward/mean"),
-    3,
-    "all completions have had the same reward (reward/std is 0), so nothing is learnt from rewards; try a larger "
-    "rollout.temperature, easier or harder prompts, or a reward with finer grades",
-)
-_USELESS_CRITIC = _Symptom(
-    lambda m: m["critic/explained_variance"] <= 0,
-    ("critic/explained_variance",),
-    10,
-    "the critic has explained nothing of the returns (critic/explained_variance is at most 0); try another "
-    "trainer.critic.optimizer.lr, or more trainer.critic.warmup_steps in a new run",
-)
-_TRUNCATED = _Symptom(
-    lambda m: m["response_length/clip_ratio"] > 0.5,
-    ("response_length/clip_ratio",),
-    3,
-    "more than half of the completions have been cut off (response_length/clip_ratio is above 0.5); try a larger "
-    "rollout.max_response_tokens, or algorithm.overlong_buffer, which makes long completions cost reward",
-)
-
-
-@dataclass
-class _Counter:
-    """How often a symptom has been present."""
-
-    since: int = 0
-    present: int = 0
-    """Consecutive steps with the symptom."""
-    absent: int = 0
-    """Consecutive steps without it."""
-    has_warned: bool = False
-
-    def update(self, step: int, is_present: bool, steps: int) -> bool:
-        """Count a step. Return whether to warn now."""
-        if not is_present:
-            self.present, self.absent = 0, self.absent + 1
-            self.has_warned &= self.absent < steps
-            return False
-        self.since = self.since if self.present else step
-        self.present, self.absent = self.present + 1, 0
-        warn = self.present >= steps and not self.has_warned
-        self.has_warned |= warn
-        return warn
-
-
-class TrainingWarnings:
-    """Warns once about each symptom, and again only after the symptom was absent.
+class MetricChecks:
+    """Logs each advisory once, and finds metrics that have diverged.
 
     Args:
-        compares_completions: the advantages compare the completions of a prompt. In this case, different rewards of
-            different prompts teach nothing.
+        compares_completions: see `Advisor`.
         history: the lines of `metrics.jsonl` before the first `update`.
     """
 
-    def __init__(self, compares_completions: bool, history: Iterable[Mapping[str, Any]] = ()) -> None:
-        equal = _EQUAL_IN_GROUPS if compares_completions else _EQUAL
-        self._counters = [(symptom, _Counter()) for symptom in (equal, _USELESS_CRITIC, _TRUNCATED)]
-        for row in history:
-            self.update(row["step"], row)
+    def __init__(self, cfg: Config, compares_completions: bool, history: Sequence[Mapping[str, Any]] = ()) -> None:
+        t = cfg.trainer
+        self._advisor = Advisor(dataclasses.asdict(cfg), compares_completions, history)
+        self._divergence = DivergenceCheck(t.divergence_limits, t.divergence_patience, history)
 
-    def update(self, step: int, metrics: Mapping[str, Any]) -> list[str]:
-        """Return the warnings about the metrics of a finished step."""
-        warnings = []
-        for symptom, counter in self._counters:
-            if any(name not in metrics for name in symptom.metrics):
-                continue  # a validation before training, or a run without a critic
-            # `metrics.jsonl` has null for a number that is not finite.
-            is_finite = all(metrics[name] is not None and math.isfinite(metrics[name]) for name in symptom.metrics)
-            if counter.update(step, is_finite and symptom.is_present(metrics), symptom.steps):
-                warnings.append(f"since step {counter.since}, {symptom.message}")
-        return warnings
+    def update(self, step: int, metrics: Mapping[str, Any]) -> Divergence | None:
+        """Check the metrics of a finished step. Return the first metric that has diverged, or None."""
+        for advice in self._advisor.update(step, metrics):
+            LOG.info("NOTE: %s", advice)
+        return self._divergence.update(step, metrics)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from collections.abc import Collection
@@ -178,6 +179,11 @@ METRICS: dict[str, Metric] = {
     "perf/tokens_per_s": Metric("Prompt and completion tokens trained on, divided by `time/step`.", "tokens/s"),
     "perf/samples_per_s": Metric("Completions trained on, divided by `time/step`.", "completions/s"),
     "perf/sync_gb_per_s": Metric("Size of the weights or adapters that engines got, divided by `time/sync`.", "GB/s"),
+    "perf/slowest_rank": Metric(
+        "Speed of the slowest rank, divided by that of the fastest. Each computes by itself for half a second. "
+        "Measured after 20 steps, and when the ranks have become slower.",
+        "share",
+    ),
     "perf/prefix_reuse_frac": Metric(
         "Share of the prompt and completion tokens that the last update of the policy did not compute again, because "
         "completions of one prompt share them (`trainer.share_prefixes`).",
@@ -198,13 +204,27 @@ METRICS: dict[str, Metric] = {
 `val/…` is only in the lines of steps that validated."""
 
 
+COUNTERS = ("progress/prompts", "progress/samples", "progress/tokens", "data/<name>/prompts")
+"""The metrics that only grow."""
+
+
 def is_metric(name: str, declared: Collection[str] = ()) -> bool:
     """Return whether runs log a metric of this name.
 
     Args:
         declared: the metrics of the run's own task.
     """
-    return name in declared or any(re.fullmatch(_pattern(known), name) for known in METRICS)
+    return name in declared or any(_matches(name, known) for known in METRICS)
+
+
+def declared_as(name: str) -> Metric | None:
+    """Return what a metric of this name is; None: it is one of a task."""
+    return METRICS.get(name) or next((metric for known, metric in METRICS.items() if _matches(name, known)), None)
+
+
+def is_counter(name: str) -> bool:
+    """Return whether a metric only grows: it counts over the life of the run."""
+    return any(_matches(name, known) for known in COUNTERS)
 
 
 def pass_at(k: int | str) -> str:
@@ -223,15 +243,20 @@ def set_of_metric(metric: str) -> tuple[str, str] | None:
     return (match[1], match[2]) if match else None
 
 
-def _pattern(known: str) -> str:
+def _matches(name: str, known: str) -> bool:
+    return _pattern(known).fullmatch(name) is not None
+
+
+@functools.cache
+def _pattern(known: str) -> re.Pattern[str]:
     """Return the expression that matches the names for which a key of `METRICS` stands."""
-    return re.sub("<[a-z]+>", ".+", re.escape(known).replace("<k>", "[1-9][0-9]*"))
+    return re.compile(re.sub("<[a-z]+>", ".+", re.escape(known).replace("<k>", "[1-9][0-9]*")))
 
 
 def with_reference(page: str) -> str:
     """Return the text of `docs/metrics.md` with a fresh table of every metric, its unit and its meaning."""
     rows = [f"| `{name}` | {metric.unit} | {metric.meaning} |\n" for name, metric in METRICS.items()]
-    return re.sub(r"(?<=\|---\|---\|---\|\n)(\|.*\n)+", lambda _: "".join(rows), page)
+    return re.sub(r"(?<=\n\|---\|---\|---\|\n)(\|.*\n)+", lambda _: "".join(rows), page, count=1)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import statistics
+import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from itertools import cycle
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config import Metric
 from trainer.errors import UserError
+from trainer.metrics.advice import Advisor
 from trainer.metrics.names import PHASES, pass_at, set_of_metric
 from trainer.metrics.tracker import METRICS_FILE, PARENT_FILE, read_metrics
 from trainer.process.failure_log import INFRASTRUCTURE, JOB, Incident, read_incidents
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 _COLUMNS = 3
+_LETTERS, _LINE_INCHES = 70, 0.17
+"""Letters of the text below the panels that fit below one of them, and the height of a line."""
 _PHASE_COLOURS = dict(zip(PHASES, (BLUE, YELLOW, ORANGE, SKY, GREEN, PURPLE, RED), strict=True))
 _INCIDENT_COLOURS = {JOB: RED, INFRASTRUCTURE: "black"}
 
@@ -37,7 +41,7 @@ def write_report(run_dir: str, out: str | None = None) -> str:
     """Draw the metrics of `{run_dir}/metrics.jsonl`, and return the path of the picture.
 
     A panel is left out if the run has not logged its metric. The report of a fork shows its parent, too, in lighter
-    colours.
+    colours. Below the panels stand the advisories that hold at the end.
 
     Args:
         out: the PNG file; None: `{run_dir}/report.png`.
@@ -50,13 +54,15 @@ def write_report(run_dir: str, out: str | None = None) -> str:
         raise UserError(f"{source} does not exist; give the directory of a run")
     rows, parent = read_metrics(source), read_metrics(os.path.join(run_dir, PARENT_FILE))
     incidents = read_incidents(run_dir)
-    task = recorded_task(last_start(run_dir) or {"config": {}}, rows)
+    start = last_start(run_dir) or {"config": {}}
+    task = recorded_task(start, rows)
     panels = _panels(rows, task.metrics)
     if not panels:
         raise UserError(f"{source} has nothing to draw yet")
     path = out or os.path.join(run_dir, "report.png")
     height, columns = math.ceil(len(panels) / _COLUMNS), min(_COLUMNS, len(panels))
-    with drawing.picture(path, 5.2 * columns, 3.3 * height + 0.4) as figure:
+    notes = _notes(rows, start["config"], columns)
+    with drawing.picture(path, 5.2 * columns, 3.3 * height + 0.4 + _LINE_INCHES * len(notes)) as figure:
         grid = figure.add_gridspec(height, columns)
         for i, panel in enumerate(panels):
             row, column = divmod(i, columns)
@@ -70,6 +76,8 @@ def write_report(run_dir: str, out: str | None = None) -> str:
         name = os.path.basename(os.path.abspath(run_dir)).encode(errors="backslashreplace").decode()
         origin = f", forked after step {parent[-1]['step']} (lighter: its parent)" if parent else ""
         marks = f", {len(incidents)} incident(s) (dotted; red: the job's own)" if incidents else ""
+        if notes:
+            figure.supxlabel("\n".join(notes), x=0.01, ha="left", fontsize=9)
         figure.suptitle(f"{name} after step {rows[-1]['step']}{origin}{marks}", fontweight="bold")
     return path
 
@@ -80,6 +88,12 @@ def final_report(run_dir: str) -> None:
         LOG.info("report: %s", write_report(run_dir))
     except (OSError, UserError) as error:
         LOG.warning("no report was drawn (%s); `trainer report %s` draws it", error, shlex.quote(run_dir))
+
+
+def _notes(rows: Rows, config: Mapping[str, Any], columns: int) -> list[str]:
+    """Return lines that say which advisories hold after the last step, as wide as that many panels."""
+    notes = [f"NOTE: {advice}" for advice in Advisor(config, history=rows).current]
+    return [line for note in notes for line in textwrap.wrap(note, _LETTERS * columns)]
 
 
 def _draw_incidents(axes: Axes, incidents: Sequence[Incident]) -> None:

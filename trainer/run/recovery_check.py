@@ -1,9 +1,10 @@
-"""Whether a run is as good and as fast after a recovery as it was before."""
+"""Whether a run is as good and as fast as before: after a recovery, and while it goes on."""
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -67,7 +68,7 @@ def _range(values: Sequence[float]) -> str:
     return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
 
-_OWN_SPEED = 0.75
+OWN_SPEED = 0.75
 """A rank below this share of the fastest rank's speed counts as slow. GPUs of one kind differ by less."""
 
 
@@ -77,13 +78,53 @@ def name_slow_ranks(speeds: Mapping[FailureSource, float]) -> str:
     Args:
         speeds: of each rank, in FLOP/s, without waiting for another one. NaN: not known.
     """
-    measured = {origin: speed for origin, speed in speeds.items() if math.isfinite(speed)}
+    measured = _known(speeds)
     fastest = max(measured.values(), default=0.0)
-    slow = sorted((speed / fastest, origin) for origin, speed in measured.items() if speed < _OWN_SPEED * fastest)
+    slow = sorted((speed / fastest, origin) for origin, speed in measured.items() if speed < OWN_SPEED * fastest)
     if not slow:
         return "no rank computes more slowly than the others, so look at the network, the storage and the engines"
     named = [f"{origin.name} on {origin.node} ({share:.0%})" for share, origin in slow]
     return f"slower than the fastest rank, each measured by itself: {', '.join(named)}"
+
+
+def slowest_share(speeds: Mapping[FailureSource, float]) -> float | None:
+    """Return the speed of the slowest rank, divided by that of the fastest; None: there are not two to compare."""
+    known = _known(speeds).values()
+    return min(known) / max(known) if len(known) > 1 and max(known) > 0 else None
+
+
+def _known(speeds: Mapping[FailureSource, float]) -> dict[FailureSource, float]:
+    return {origin: speed for origin, speed in speeds.items() if math.isfinite(speed)}
+
+
+class SlowdownCheck:
+    """Says when the speed of each rank should be measured, which takes half a second.
+
+    That is once the usual speed of the ranks is known, and again when they have been slower for a while.
+    """
+
+    def __init__(self) -> None:
+        self._usual: deque[float] = deque(maxlen=_HISTORY)
+        self._slow = 0
+        self._since = 0
+        """Steps since the last measurement."""
+
+    def update(self, metrics: Mapping[str, float]) -> bool:
+        """Add a step. Return whether to measure now."""
+        seconds = sum(metrics.get(f"time/{phase}", 0.0) for phase in ("logprob", "update"))
+        tokens = metrics.get("perf/tokens_per_s", 0.0) * metrics.get("time/step", 0.0)
+        if not (seconds > 0 and tokens > 0):
+            return False
+        speed, was_known = tokens / seconds, len(self._usual) == _HISTORY
+        is_slow = was_known and _SLOWER * speed < statistics.median(self._usual)
+        self._usual.append(speed)
+        self._slow = self._slow + 1 if is_slow else 0
+        self._since += 1
+        is_first = not was_known and len(self._usual) == _HISTORY
+        if not is_first and (self._slow < STEPS or self._since < _HISTORY):
+            return False
+        self._since = 0
+        return True
 
 
 class RecoveryCheck:

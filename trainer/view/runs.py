@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.checkpoint.inspection import find_store
-from trainer.config import Config, Metric
+from trainer.config import Metric
 from trainer.errors import UserError
-from trainer.metrics.health import TrainingWarnings
+from trainer.metrics.advice import advise
 from trainer.metrics.names import METRICS
 from trainer.metrics.tracker import PARENT_FILE, read_metrics
 from trainer.process.failure_log import read_incidents
@@ -79,15 +79,8 @@ def describe_metrics(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 
 def advice(run: Run) -> list[dict[str, Any]]:
-    """Return what the metrics say about the health of a run: the step of each sentence, and the sentence."""
-    warnings = TrainingWarnings(_compares_completions(run.config))
-    return [{"step": row["step"], "text": text} for row in run.rows for text in warnings.update(row["step"], row)]
-
-
-def _compares_completions(config: Mapping[str, Any]) -> bool:
-    """Return whether the advantages compare the completions of a prompt, as far as the config tells."""
-    estimator = config.get("algorithm.advantage_estimator", Config().algorithm.advantage_estimator)
-    return estimator not in ("gae", "reinforce_plus_plus", "remax")
+    """Return the advisories about a run: the first step of each, and its sentence."""
+    return [{"step": one.steps[0], "text": one.text} for one in advise(run.rows, run.config)]
 
 
 def _marks(run_dir: str) -> list[dict[str, Any]]:

@@ -113,8 +113,10 @@ def test_a_resume_reads_the_place_in_the_data_once_and_a_restart_of_ranks_again(
     assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
 
 
-def test_a_resumed_run_warns_of_what_began_before_it_and_not_again(tmp_path, model, caplog):
-    def warnings(total_steps: int) -> list[str]:
+def test_a_resumed_run_advises_about_what_began_before_it_and_not_again(tmp_path, model, caplog):
+    caplog.set_level("INFO")
+
+    def notes(total_steps: int) -> list[str]:
         caplog.clear()
         cfg = toy_config(tmp_path, total_steps=total_steps)
         with RunDirectory(cfg).open() as directory:
@@ -124,10 +126,10 @@ def test_a_resumed_run_warns_of_what_began_before_it_and_not_again(tmp_path, mod
             trainer.fit()
         return [r.getMessage() for r in caplog.records if "have been cut off" in r.getMessage()]
 
-    assert warnings(2) == []
-    (text,) = warnings(4)
-    assert text.startswith("since step 1, more than half of the completions have been cut off")
-    assert warnings(8) == []
+    assert notes(2) == []
+    (text,) = notes(4)
+    assert text.startswith("NOTE: since step 1, more than half of the completions have been cut off")
+    assert notes(8) == []
 
 
 @pytest.mark.parametrize("reason", [None, "SIGTERM"])

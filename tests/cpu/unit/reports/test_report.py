@@ -17,7 +17,7 @@ from trainer.config import Metric
 from trainer.errors import UserError
 from trainer.metrics.tracker import PARENT_FILE
 from trainer.process.failure_log import INCIDENTS, INFRASTRUCTURE, JOB, Incident
-from trainer.reports.report import _panels, write_report
+from trainer.reports.report import _notes, _panels, write_report
 
 ROOT = Path(__file__).parents[4]
 
@@ -108,6 +108,18 @@ def test_the_report_draws_what_was_generated_beside_training():
     assert axes.get_title() == "Overlap: 75% of the generation beside training"
     assert {line.get_gid() for line in axes.lines} == {*times}
     assert len(_panels(rows[:1], {})) == len(_panels(rows, {})) - 1, "without `rollout.ahead`, nothing overlaps"
+
+
+def test_the_report_says_which_advisories_hold_at_the_end(tmp_path):
+    rows = [step_metrics(step) | {"response_length/clip_ratio": 0.6} for step in range(1, 6)]
+    over = rows + [step_metrics(step) | {"response_length/clip_ratio": 0.1} for step in range(6, 12)]
+    lines = [{"step": step, **row} for step, row in enumerate(over, start=1)]
+    text = " ".join(_notes(lines[:5], {}, columns=3))
+    assert text.startswith("NOTE: since step 1, more than half of the completions") and len(_notes(lines, {}, 3)) == 0
+    assert max(map(len, _notes(lines[:5], {}, columns=1))) <= 70 < len(text)
+    plain = [row | {"response_length/clip_ratio": 0.1} for row in rows]
+    quiet, noted = report_of(tmp_path / "a" / "run", plain), report_of(tmp_path / "b" / "run", rows)
+    assert picture_size(noted)[1] > picture_size(quiet)[1] and picture_size(noted)[0] == picture_size(quiet)[0]
 
 
 def test_the_report_marks_incidents(tmp_path):

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from trainer.errors import FailureSource
-from trainer.run.recovery_check import RecoveryCheck, compare_since, name_slow_ranks
+from trainer.run.recovery_check import RecoveryCheck, SlowdownCheck, compare_since, name_slow_ranks, slowest_share
 
 
 def rows(*seconds: float, rollout: float = 0.5) -> list[dict[str, float]]:
@@ -80,3 +80,34 @@ def test_slow_ranks_are_named_with_their_nodes_the_slowest_first():
 @pytest.mark.parametrize("values", [(4e12, 3.1e12, math.nan), (4e12,), (math.nan,), ()])
 def test_ranks_of_one_speed_are_not_the_cause(values):
     assert name_slow_ranks(speeds(*values)).startswith("no rank computes more slowly than the others")
+
+
+@pytest.mark.parametrize(
+    ("values", "share"),
+    [((4e12, 3e12, 1e12), 0.25), ((4e12, math.nan, 4e12), 1.0), ((4e12, math.nan), None), ((), None)],
+)
+def test_the_slowest_rank_is_a_share_of_the_fastest(values, share):
+    assert slowest_share(speeds(*values)) == share
+
+
+def measured(*speeds: float) -> list[int]:
+    """The steps after which the ranks are measured, by the tokens per second of the ranks in each step."""
+    check = SlowdownCheck()
+    rows = [
+        {"perf/tokens_per_s": speed / 2, "time/step": 2.0, "time/logprob": 0.25, "time/update": 0.75}
+        for speed in speeds
+    ]
+    return [step for step, row in enumerate(rows, start=1) if check.update(row)]
+
+
+def test_ranks_are_measured_once_their_speed_is_known_and_when_they_have_become_slower():
+    assert measured(*[100.0] * 19) == []
+    assert measured(*[100.0] * 80) == [20]
+    assert measured(*[100.0] * 40, 70.0, 70.0, 100.0, 70.0, 70.0, *[100.0] * 20) == [20], "not for two slow steps"
+    assert measured(*[100.0] * 40, *[70.0] * 6) == [20, 43]
+    assert measured(*[100.0] * 30, *[70.0] * 30) == [20, 40], "not sooner than 20 steps after the last time"
+
+
+def test_steps_without_an_update_do_not_count():
+    check = SlowdownCheck()
+    assert not any(check.update(row) for row in [{}, {"perf/tokens_per_s": math.nan, "time/step": 1.0}] * 30)

@@ -1,0 +1,215 @@
+"""Advisories: quiet about healthy runs, one line about each kind of sick run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.algorithms.advantages import ADVANTAGES
+from trainer.algorithms.registry import needs_different_completions
+from trainer.config import Config
+from trainer.config.fields import walk_keys
+from trainer.metrics.advice import COMPARE_NOTHING, RULES, Advice, Advisor, advise, with_reference
+from trainer.metrics.names import METRICS, is_metric
+from trainer.metrics.tracker import read_metrics
+
+ROOT = Path(__file__).parents[4]
+KEYS = {key for key, *_ in walk_keys(Config())}
+HEALTHY = sorted((Path(__file__).parent / "healthy").glob("*.jsonl"))
+
+START = {
+    "reward/mean": 0.5,
+    "reward/std": 0.3,
+    "reward/zero_std_frac": 0.3,
+    "policy/entropy": 1.0,
+    "policy/clip_frac": 0.05,
+    "policy/kl": 0.1,
+    "policy/grad_norm": 1.0,
+    "response_length/mean": 100.0,
+    "response_length/clip_ratio": 0.1,
+    "rollout/k3_kl": 1e-3,
+    "rollout/ess": 0.99,
+    "critic/explained_variance": 0.4,
+    "environment/failures": 0,
+    "reward/failures": 0,
+    "perf/samples_per_s": 8.0,
+    "perf/slowest_rank": 0.97,
+    "time/step": 8.0,
+    "time/rollout": 4.0,
+    "time/wait_weights": 2.0,
+}
+"""The metrics of a step of a healthy run: 64 completions in 8 seconds."""
+STALE = {"rollout/staleness_mean": 1.0}
+# What a step of a sick run has in place of the healthy values.
+SICK: dict[str, dict[str, float]] = {
+    "no_signal": {"reward/zero_std_frac": 0.85},
+    "entropy_collapse": {"policy/entropy": 0.09},
+    "clipped_updates": {"policy/clip_frac": 0.5},
+    "long_responses": {"response_length/mean": 301.0, "reward/mean": 0.4},
+    "truncated": {"response_length/clip_ratio": 0.6},
+    "mismatch": {"rollout/k3_kl": 0.02},
+    "stale_rollouts": {"rollout/ess": 0.4} | STALE,
+    "kl_explosion": {"policy/kl": 1.1},
+    "gradient_spikes": {"policy/grad_norm": 11.0},
+    "useless_critic": {"critic/explained_variance": 0.0},
+    "failed_environments": {"environment/failures": 10},
+    "failed_rewards": {"reward/failures": 10},
+    "ranks_wait": {"time/rollout": 6.5},
+    "engines_wait": {"time/wait_weights": 6.5},
+    "slow_rank": {"perf/slowest_rank": 0.6},
+}
+
+
+def history(*parts: tuple[int, dict[str, float]]) -> list[dict]:
+    """Return the lines of a run: for each part that many steps, with these values in place of the healthy ones."""
+    rows = [START | values for count, values in parts for _ in range(count)]
+    return [{"step": step} | row for step, row in enumerate(rows, start=1)]
+
+
+def named(rows: list[dict], config: dict | None = None) -> list[tuple[str, tuple[int, int]]]:
+    return [(advice.name, advice.steps) for advice in advise(rows, config)]
+
+
+@pytest.mark.parametrize("file", HEALTHY, ids=lambda file: file.stem)
+@pytest.mark.parametrize("config", [None, {"reward": {"success_threshold": 1.0}}], ids=["unknown", "known"])
+def test_a_healthy_run_gets_no_advice(file, config):
+    """Runs that learn a task: with and without rollouts ahead, with losses that clip tokens or sequences."""
+    rows = read_metrics(str(file))
+    assert len(rows) > 10 and rows[-1]["reward/mean"] > rows[1]["reward/mean"]
+    assert named(rows, config) == []
+
+
+@pytest.mark.parametrize("rule", RULES, ids=[f"{rule.name}-{rule.steps}" for rule in RULES])
+def test_a_sick_run_gets_the_advice_once_with_a_key_that_exists(rule):
+    if "reward/std" in rule.metrics:
+        sick, config = {"reward/std": 5e-17}, {"algorithm": {"advantage_estimator": "gae"}}
+    else:
+        sick, config = SICK[rule.name], None
+    healthy = STALE if rule.name == "stale_rollouts" else {}
+    needed = 3 if rule.name == "gradient_spikes" else rule.steps  # three spikes are one finding
+    rows = history((30, healthy), (needed, sick), (5, sick))
+    assert named(rows[: 30 + needed - 1], config) == [], "the first steps may be chance"
+    (advice,) = advise(rows, config)
+    assert (advice.name, advice.steps[0]) == (rule.name, 33 if rule.name == "gradient_spikes" else 31)
+    assert advice.steps[1] == 30 + needed + 5 and advice.key == rule.key
+    assert advice.key in KEYS and advice.key.rpartition(".")[2] in advice.text, "the text names the key"
+    assert str(advice).startswith(f"since step {advice.steps[0]}, ") and "\n" not in advice.text
+    assert any(name in advice.text for name in rule.metrics), "the text names the metric"
+
+
+def test_every_rule_has_a_sick_run_and_reads_metrics_that_are_logged():
+    assert {rule.name for rule in RULES} == set(SICK)
+    assert all(is_metric(name) for rule in RULES for name in rule.metrics)
+    text = " ".join(rule.text for rule in RULES)
+    mentioned = set(re.findall(r"\b(?:algorithm|rollout|trainer|reward|environment)(?:\.[a-z_]+)+", text))
+    assert mentioned <= KEYS, "keys in the texts exist"
+
+
+@pytest.mark.parametrize(("name", "sick"), SICK.items(), ids=SICK)
+def test_a_single_bad_step_is_no_reason(name, sick):
+    if name == "slow_rank":
+        pytest.skip("it is measured seldom, and half a second long")
+    healthy = STALE if name == "stale_rollouts" else {}
+    assert named(history((30, healthy), (1, sick), (30, healthy))) == []
+
+
+@pytest.mark.parametrize(
+    "solved", [{"reward/mean": 0.96}, {"val/accuracy": 0.96}], ids=["by its rewards", "by its validation"]
+)
+@pytest.mark.parametrize("name", ["no_signal", "entropy_collapse"])
+def test_a_solved_task_explains_equal_rewards_and_a_low_entropy(name, solved):
+    rows = history((30, {}), (30, SICK[name] | solved))
+    assert named(rows, {"reward": {"success_threshold": 1.0}}) == []
+    rows = history((30, {}), (30, {"reward/zero_std_frac": 1.0} | solved))
+    assert named(rows, {"reward": {"success_threshold": 1.0}}) == [("no_signal", (31, 60))], "nothing is left to learn"
+
+
+def test_a_validation_counts_until_the_next_one():
+    measured = history((30, {}), (1, {"val/accuracy": 0.97}), (20, SICK["entropy_collapse"]))
+    assert named(measured) == []
+    measured[40]["val/accuracy"] = 0.5
+    assert named(measured) == [("entropy_collapse", (41, 51))]
+
+
+def test_responses_may_grow_while_rewards_rise():
+    assert named(history((10, {}), (20, {"response_length/mean": 900.0, "reward/mean": 0.7}))) == []
+
+
+def test_old_weights_explain_a_mismatch():
+    assert named(history((10, STALE), (20, STALE | {"rollout/k3_kl": 0.2}))) == []
+
+
+def test_groups_of_equal_rewards_teach_estimators_that_compare_nothing():
+    rows = history((20, {"reward/zero_std_frac": 1.0}))
+    assert named(rows, {"algorithm": {"advantage_estimator": "grpo"}}) == named(rows) == [("no_signal", (1, 20))]
+    assert named(rows, {"algorithm": {"advantage_estimator": "reinforce_plus_plus"}}) == []
+    assert named(rows, {"algorithm.advantage_estimator": "reinforce_plus_plus"}) == []
+    assert Advisor({"algorithm": {"advantage_estimator": "grpo"}}, compares_completions=False, history=rows).found == []
+
+
+def test_the_estimators_that_compare_nothing_are_those_of_the_algorithms():
+    assert set(COMPARE_NOTHING) == {name for name, f in ADVANTAGES.items() if not needs_different_completions(f)}
+
+
+@pytest.mark.parametrize("name", ["truncated", "useless_critic"])
+def test_an_advice_comes_again_only_after_it_did_not_hold(name):
+    (rule,) = (rule for rule in RULES if rule.name == name)
+    bad, good, steps = SICK[name], {}, rule.steps
+    rows = history((steps, bad), (1, good), (steps, bad), (1, good), (steps, bad))
+    assert named(rows) == [(name, (1, 3 * steps + 2))], "one good step is not the end of it"
+    rows = history((steps, bad), (steps, good), (steps, bad))
+    assert named(rows) == [(name, (1, steps)), (name, (2 * steps + 1, 3 * steps))]
+
+
+def test_steps_without_a_metric_do_not_count():
+    rows = [{"step": 1, "response_length/clip_ratio": 0.6}, {"step": 2, "val/accuracy": 1.0}, {"step": 3}]
+    rows += [{"step": step, "response_length/clip_ratio": 0.6} for step in (4, 5)]
+    assert named(rows) == [("truncated", (1, 5))]
+
+
+@pytest.mark.parametrize("kept", range(0, 91, 6))
+def test_a_resumed_run_advises_like_the_uninterrupted_one(kept):
+    rows = history((30, {}), (30, SICK["truncated"] | SICK["useless_critic"] | SICK["kl_explosion"]), (30, {}))
+    rows[35]["critic/explained_variance"] = float("-inf")
+    whole = Advisor()
+    expected = [(row["step"], str(advice)) for row in rows for advice in whole.update(row["step"], row)]
+    assert len(expected) == 3
+    logged = json.loads(json.dumps(rows[:kept]).replace("-Infinity", "null"))  # as the tracker writes it
+    resumed = Advisor(history=logged)
+    later = [(row["step"], str(advice)) for row in rows[kept:] for advice in resumed.update(row["step"], row)]
+    assert later == [advice for advice in expected if advice[0] > kept]
+    assert [advice.name for advice in resumed.current] == [] and resumed.found == whole.found
+
+
+names = st.sampled_from(sorted({name for rule in RULES for name in rule.metrics} | {"val/accuracy", "step", *START}))
+values = (
+    st.floats() | st.integers() | st.none() | st.booleans() | st.text(max_size=2) | st.just(10**400)
+    | st.sampled_from([0.0, -0.0, 1e308, -1e308, 5e-324, 1.0])
+)  # fmt: skip
+configs = st.none() | st.dictionaries(
+    st.sampled_from(["reward", "algorithm"]),
+    st.none() | st.dictionaries(st.sampled_from(["success_threshold", "advantage_estimator"]), values),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows=st.lists(st.dictionaries(names, values, max_size=25), max_size=45), config=configs)
+def test_advice_never_raises(rows, config):
+    assert all(isinstance(advice, Advice) and str(advice) for advice in advise(rows, config))
+
+
+def test_a_whole_config_is_read():
+    assert named(history((5, {"reward/zero_std_frac": 0.9})), dataclasses.asdict(Config())) == [("no_signal", (1, 5))]
+
+
+def test_the_docs_are_fresh():
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    assert page == with_reference(page), "run `make docs`"
+    assert all(f"\n| `{rule.name}` | {rule.condition} | " in page for rule in RULES)
+    assert "perf/slowest_rank" in METRICS

@@ -1,0 +1,456 @@
+"""Advisories: what the metrics of a run say about it, and the key to change.
+
+An advisory is a pure function of the lines of `metrics.jsonl`: the log, the report and the viewer say the same, and a
+resumed run says what the uninterrupted one says. `python -m trainer.metrics.advice` writes the table of
+`docs/metrics.md`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+from trainer.config.tasks import ACCURACY
+
+_ROUNDING = 1e-12
+"""Largest standard deviation of equal rewards, relative to their mean."""
+_SOLVED = 0.95
+"""Validation accuracy, or mean reward divided by `reward.success_threshold`, from which a task is solved: then the
+completions of most prompts agree, and the entropy is low, because all is well."""
+_START = 5
+"""First steps whose median is the start of a metric."""
+_RECENT = 20
+"""Steps before a step whose median is its recent value."""
+
+COMPARE_NOTHING = ("gae", "reward", "reinforce_plus_plus", "remax")
+"""The built-in `algorithm.advantage_estimator`s for which equal rewards of the completions of a prompt are no loss."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Something that a run says about itself."""
+
+    name: str
+    steps: tuple[int, int]
+    """The first and the last step of which it holds. Between them there may be a few steps of which it does not."""
+    text: str
+    """One line without the steps: what is the matter, and what to try."""
+    key: str
+    """The config key to change first."""
+
+    def __str__(self) -> str:
+        return f"since step {self.steps[0]}, {self.text}"
+
+
+class _Past:
+    """The finite values of each metric before a step."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, list[float]] = {}
+        self._recent: dict[str, deque[float]] = {}
+        self.accuracy = 0.0
+        """The last validation accuracy."""
+
+    def add(self, row: Mapping[str, float]) -> None:
+        for name, value in row.items():
+            first = self._first.setdefault(name, [])
+            if len(first) < _START:
+                first.append(value)
+            self._recent.setdefault(name, deque(maxlen=_RECENT)).append(value)
+        self.accuracy = row.get(ACCURACY, self.accuracy)
+
+    def start(self, name: str) -> float | None:
+        """Return the median of the first steps; None: there are too few."""
+        first = self._first.get(name, [])
+        return statistics.median(first) if len(first) == _START else None
+
+    def recent(self, name: str) -> list[float]:
+        """Return the values of the last steps, oldest first; empty: there are too few to say what is usual."""
+        values = self._recent.get(name, ())
+        return list(values) if len(values) == _RECENT else []
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step, as the rules read it."""
+
+    metrics: Mapping[str, float]
+    """The finite ones."""
+    past: _Past
+    config: Mapping[str, Any]
+    """The config; empty: not known."""
+
+    def __getitem__(self, name: str) -> float:
+        return self.metrics[name]
+
+    def above_start(self, name: str, factor: float) -> bool:
+        """Return whether a metric is above `factor` times its start."""
+        start = self.past.start(name)
+        return start is not None and self[name] > factor * start
+
+    def below_start(self, name: str, factor: float) -> bool:
+        """Return whether a metric is below `factor` times its start."""
+        start = self.past.start(name)
+        return start is not None and self[name] < factor * start
+
+    def above_recent(self, name: str, factor: float) -> bool:
+        """Return whether a metric is above `factor` times its recent value."""
+        recent = self.past.recent(name)
+        return bool(recent) and self[name] > factor * statistics.median(recent)
+
+    def spikes(self, name: str, factor: float) -> int:
+        """Return how many of the recent values, with that of this step, are above `factor` times their median."""
+        recent = self.past.recent(name)
+        return sum(value > factor * statistics.median(recent) for value in [*recent[1:], self[name]] if recent)
+
+    def share_of_step(self, name: str) -> float:
+        """Return a time as a share of the step."""
+        return self[name] / self["time/step"] if self["time/step"] > 0 else 0.0
+
+    def failed(self, name: str) -> float:
+        """Return a number of failures as a share of the completions of the step."""
+        trained = self["perf/samples_per_s"] * self["time/step"]
+        failures = self[name]
+        return failures / (failures + trained) if failures > 0 and trained >= 0 else 0.0
+
+    def is_solved(self) -> bool:
+        """Return whether nearly all completions succeed."""
+        wanted = _finite(_value(self.config, "reward", "success_threshold"))
+        succeeds = wanted is not None and wanted > 0 and self.metrics.get("reward/mean", 0.0) >= _SOLVED * wanted
+        return succeeds or self.metrics.get(ACCURACY, self.past.accuracy) >= _SOLVED
+
+
+@dataclass(frozen=True)
+class Rule:
+    """When an advisory is given."""
+
+    name: str
+    key: str
+    metrics: tuple[str, ...]
+    """The metrics that `holds` reads. A step without one of them does not count."""
+    steps: int
+    """Number of consecutive steps of which it holds before the advisory, and of which it does not before the next."""
+    holds: Callable[[_Step], bool]
+    condition: str
+    """The same for people, in Markdown."""
+    reason: str
+    """Why the threshold is what it is."""
+    text: str
+    """The advisory, without its beginning `since step N, `."""
+
+
+_NO_SIGNAL = "no_signal"
+_FINER = "easier or harder prompts, or a reward with finer grades"
+_EQUAL = Rule(
+    _NO_SIGNAL,
+    "rollout.temperature",
+    ("reward/std", "reward/mean"),
+    3,
+    lambda s: s["reward/std"] <= _ROUNDING * max(1.0, abs(s["reward/mean"])),
+    "With an estimator that does not compare the completions of a prompt: `reward/std` is 0",
+    "Without a difference between rewards every advantage is 0.",
+    "all completions have had the same reward (reward/std is 0), so nothing is learnt from rewards; try a larger "
+    f"rollout.temperature, {_FINER}",
+)
+RULES = (
+    Rule(
+        _NO_SIGNAL,
+        "rollout.n",
+        ("reward/zero_std_frac",),
+        3,
+        lambda s: s["reward/zero_std_frac"] == 1 or s["reward/zero_std_frac"] >= 0.8 and not s.is_solved(),
+        "`reward/zero_std_frac` is at least 0.8 although the task is not solved, or 1",
+        "Healthy runs stay below 0.6 until they have solved their task. Above 0.8, four of five rollouts are wasted.",
+        "the completions of most prompts have had the same reward (reward/zero_std_frac), so little is learnt from "
+        f"rewards; try a larger rollout.n or rollout.temperature, {_FINER}",
+    ),
+    _EQUAL,
+    Rule(
+        "entropy_collapse",
+        "algorithm.entropy_coef",
+        ("policy/entropy",),
+        5,
+        lambda s: s.below_start("policy/entropy", 0.1) and not s.is_solved(),
+        "`policy/entropy` is below a tenth of its start although the task is not solved",
+        "Healthy runs that solve their task keep a third. Below a tenth, the completions of a prompt hardly differ.",
+        "the entropy of the policy has been below a tenth of its start (policy/entropy), so it hardly explores; try "
+        "algorithm.entropy_coef, a larger algorithm.clip_high, or a lower learning rate",
+    ),
+    Rule(
+        "clipped_updates",
+        "trainer.policy.optimizer.lr",
+        ("policy/clip_frac",),
+        5,
+        lambda s: s["policy/clip_frac"] > 0.4,
+        "`policy/clip_frac` is above 0.4",
+        "Losses that clip tokens stay below 0.1, `gspo`, which clips whole sequences, below 0.35.",
+        "many tokens have lost their gradient to the clipping of the loss (policy/clip_frac is above 0.4): the policy "
+        "moves too far within a step; try a lower trainer.policy.optimizer.lr, or a larger trainer.mini_batch_size",
+    ),
+    Rule(
+        "long_responses",
+        "algorithm.overlong_buffer",
+        ("response_length/mean", "reward/mean"),
+        5,
+        lambda s: s.above_start("response_length/mean", 3) and s["reward/mean"] <= (s.past.start("reward/mean") or 0.0),
+        "`response_length/mean` is above three times its start, and `reward/mean` is not above its start",
+        "Responses may grow while rewards rise: that is how reasoning is learnt. Length without reward is padding.",
+        "completions have been three times as long as at the start (response_length/mean), and rewards have not risen; "
+        "try algorithm.overlong_buffer, which makes long completions cost reward",
+    ),
+    Rule(
+        "truncated",
+        "rollout.max_response_tokens",
+        ("response_length/clip_ratio",),
+        3,
+        lambda s: s["response_length/clip_ratio"] > 0.5,
+        "`response_length/clip_ratio` is above 0.5",
+        "A completion that is cut off seldom has its answer, so most rewards then say nothing of the answers.",
+        "more than half of the completions have been cut off (response_length/clip_ratio is above 0.5); try a larger "
+        "rollout.max_response_tokens, or algorithm.overlong_buffer, which makes long completions cost reward",
+    ),
+    Rule(
+        "mismatch",
+        "algorithm.rollout_correction",
+        ("rollout/k3_kl",),
+        3,
+        lambda s: s["rollout/k3_kl"] > 0.01 and not s.metrics.get("rollout/staleness_mean"),
+        "`rollout/k3_kl` is above 0.01, and the rollouts are of the newest weights",
+        "Engines and ranks with bfloat16 differ by about 0.001, with float32 by less than 1e-6.",
+        "the log-probs of engines and ranks have differed by more than rounding (rollout/k3_kl is above 0.01); try "
+        "algorithm.rollout_correction=tis, or the same type of numbers in rollout.dtype and in the ranks",
+    ),
+    Rule(
+        "stale_rollouts",
+        "rollout.ahead",
+        ("rollout/ess", "rollout/staleness_mean"),
+        5,
+        lambda s: s["rollout/ess"] < 0.5 and s["rollout/staleness_mean"] > 0,
+        "`rollout/ess` is below 0.5, and the rollouts are of older weights",
+        "Healthy runs with `rollout.ahead=1` fall below 0.5 for single steps, not for several in a row.",
+        "older weights have sampled the rollouts, and less than half of the tokens count (rollout/ess is below 0.5); "
+        "try a smaller rollout.ahead, or a lower learning rate",
+    ),
+    Rule(
+        "kl_explosion",
+        "trainer.policy.optimizer.lr",
+        ("policy/kl",),
+        3,
+        lambda s: s["policy/kl"] > 2 or s["policy/kl"] > 0.5 and s.above_recent("policy/kl", 10),
+        "`policy/kl` is above 2, or above 0.5 and ten times its recent value",
+        "Healthy runs with a reference are mostly below 0.5, with single steps up to 1.3; without one, below 0.05.",
+        "the policy has moved far away (policy/kl); try a lower trainer.policy.optimizer.lr or a larger "
+        "algorithm.kl_coef, and trainer.divergence_limits, which ends such a run",
+    ),
+    Rule(
+        "gradient_spikes",
+        "trainer.policy.optimizer.max_grad_norm",
+        ("policy/grad_norm",),
+        1,
+        lambda s: s.spikes("policy/grad_norm", 10) >= 3,
+        "`policy/grad_norm` is above ten times its recent value in three of the last 20 steps",
+        "Healthy runs stay below four times. One spike is clipped and harmless; several turn the policy around.",
+        "the gradient has had spikes of more than ten times its usual norm (policy/grad_norm); try a lower "
+        "trainer.policy.optimizer.max_grad_norm or a lower learning rate, and look for rewards far from the others",
+    ),
+    Rule(
+        "useless_critic",
+        "trainer.critic.optimizer.lr",
+        ("critic/explained_variance",),
+        20,
+        lambda s: s["critic/explained_variance"] <= 0,
+        "`critic/explained_variance` is at most 0",
+        "A healthy critic explains nothing during its first 10 steps.",
+        "the critic has explained nothing of the returns (critic/explained_variance is at most 0); try another "
+        "trainer.critic.optimizer.lr, or more trainer.critic.warmup_steps in a new run",
+    ),
+    Rule(
+        "failed_environments",
+        "environment.timeout_s",
+        ("environment/failures", "perf/samples_per_s", "time/step"),
+        3,
+        lambda s: s.failed("environment/failures") > 0.1,
+        "`environment/failures` is above a tenth of the episodes",
+        "Left out episodes change what the policy learns: it sees only what does not fail.",
+        "more than a tenth of the episodes have failed in their environment (environment/failures); log.txt has the "
+        "errors. Try a longer environment.timeout_s if they are timeouts",
+    ),
+    Rule(
+        "failed_rewards",
+        "reward.timeout_s",
+        ("reward/failures", "perf/samples_per_s", "time/step"),
+        3,
+        lambda s: s.failed("reward/failures") > 0.1,
+        "`reward/failures` is above a tenth of the completions",
+        "Left out completions change what the policy learns: it sees only what does not fail.",
+        "more than a tenth of the rewards have failed (reward/failures); log.txt has the errors. Try a longer "
+        "reward.timeout_s if they are timeouts",
+    ),
+    Rule(
+        "ranks_wait",
+        "rollout.num_engines",
+        ("time/rollout", "time/step"),
+        10,
+        lambda s: s.share_of_step("time/rollout") > 0.8,
+        "`time/rollout` is above 0.8 of `time/step`",
+        "Generation takes about half of a step in healthy runs. Above 0.8, most of the ranks' time is waiting.",
+        "the ranks have waited for rollouts for most of each step (time/rollout); try more rollout.num_engines, or "
+        "rollout.ahead=1, which generates while the ranks train",
+    ),
+    Rule(
+        "engines_wait",
+        "trainer.num_workers",
+        ("time/wait_weights", "time/step"),
+        10,
+        lambda s: s.share_of_step("time/wait_weights") > 0.8,
+        "`time/wait_weights` is above 0.8 of `time/step`",
+        "Healthy runs stay below 0.6 on average. Above 0.8, most of the engines' time is waiting.",
+        "the engines have waited for new weights for most of each step (time/wait_weights); try more "
+        "trainer.num_workers, or fewer rollout.num_engines",
+    ),
+    Rule(
+        "slow_rank",
+        "trainer.excluded_nodes",
+        ("perf/slowest_rank",),
+        1,
+        lambda s: s["perf/slowest_rank"] < 0.75,
+        "`perf/slowest_rank` is below 0.75",
+        "GPUs of one kind differ by less. All ranks wait for the slowest one.",
+        "one rank has computed more slowly than the others, which wait for it (perf/slowest_rank); log.txt names it "
+        "and its node. Replace the node, or leave it out (trainer.excluded_nodes)",
+    ),
+)
+"""The thresholds with their reasons, in the order of the docs."""
+
+
+@dataclass
+class _Counter:
+    """How often a rule has held."""
+
+    since: int = 0
+    last: int = 0
+    present: int = 0
+    """Consecutive steps of which it held."""
+    absent: int = 0
+    """Consecutive steps of which it did not."""
+    is_given: bool = False
+    found: list[tuple[int, int]] = field(default_factory=list)
+
+    def update(self, step: int, holds: bool, steps: int) -> bool:
+        """Count a step. Return whether the advisory is to be given now."""
+        if not holds:
+            self.present, self.absent = 0, self.absent + 1
+            self.is_given &= self.absent < steps
+            return False
+        self.since = self.since if self.present or self.is_given else step
+        self.present, self.absent, self.last = self.present + 1, 0, step
+        if self.is_given:
+            self.found[-1] = self.since, step
+        elif self.present >= steps:
+            self.is_given = True
+            self.found.append((self.since, step))
+            return True
+        return False
+
+
+class Advisor:
+    """Gives each advisory once, and again only after it did not hold for a while.
+
+    Args:
+        config: of the run, nested or with dotted keys; None: not known.
+        compares_completions: the advantages compare the completions of a prompt. In this case, different rewards of
+            different prompts teach nothing. None: `config` says it, and without one they do.
+        history: the lines of `metrics.jsonl` before the first `update`.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any] | None = None,
+        compares_completions: bool | None = None,
+        history: Iterable[Mapping[str, Any]] = (),
+    ) -> None:
+        self._config = config if isinstance(config, Mapping) else {}
+        compares = _compares(self._config) if compares_completions is None else compares_completions
+        left_out = _EQUAL if compares else RULES[0]
+        self._counters = [(rule, _Counter()) for rule in RULES if rule is not left_out]
+        self._past = _Past()
+        for index, row in enumerate(history):
+            step = _finite(row.get("step"))
+            self.update(index if step is None else int(step), row)
+
+    def update(self, step: int, metrics: Mapping[str, Any]) -> list[Advice]:
+        """Return the advisories that the metrics of a finished step give rise to."""
+        finite = {name: number for name, value in metrics.items() if (number := _finite(value)) is not None}
+        given = []
+        for rule, counter in self._counters:
+            if any(name not in metrics for name in rule.metrics):
+                continue  # a validation before training, or a run without that part
+            # `metrics.jsonl` has null for a number that is not finite.
+            is_known = all(name in finite for name in rule.metrics)
+            holds = is_known and rule.holds(_Step(finite, self._past, self._config))
+            if counter.update(step, holds, rule.steps):
+                given.append(_advice(rule, counter.found[-1]))
+        self._past.add(finite)
+        return given
+
+    @property
+    def found(self) -> list[Advice]:
+        """All advisories so far, by their first step."""
+        found = [_advice(rule, steps) for rule, counter in self._counters for steps in counter.found]
+        return sorted(found, key=lambda advice: advice.steps[0])
+
+    @property
+    def current(self) -> list[Advice]:
+        """The advisories that hold after the last step."""
+        counters = [(rule, counter) for rule, counter in self._counters if counter.is_given]
+        return sorted((_advice(r, c.found[-1]) for r, c in counters), key=lambda advice: advice.steps[0])
+
+
+def advise(history: Iterable[Mapping[str, Any]], config: Mapping[str, Any] | None = None) -> list[Advice]:
+    """Return all advisories about a run, by their first step. Never raises.
+
+    Args:
+        history: the lines of its `metrics.jsonl`.
+        config: of the run, nested or with dotted keys; None: not known.
+    """
+    return Advisor(config, history=history).found
+
+
+def _advice(rule: Rule, steps: tuple[int, int]) -> Advice:
+    return Advice(rule.name, steps, rule.text, rule.key)
+
+
+def _compares(config: Mapping[str, Any]) -> bool:
+    return _value(config, "algorithm", "advantage_estimator") not in COMPARE_NOTHING
+
+
+def _value(config: Mapping[str, Any], section: str, key: str) -> Any:
+    """Return the value of a key of a nested config, or of one with dotted keys; None: there is none."""
+    inner = config.get(section)
+    return inner.get(key) if isinstance(inner, Mapping) else config.get(f"{section}.{key}")
+
+
+def _finite(value: Any) -> float | None:
+    """Return a number; None: it is none, or not finite."""
+    try:
+        number = float(value) if isinstance(value, Real) else math.nan
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def with_reference(page: str) -> str:
+    """Return the text of `docs/metrics.md` with a fresh table of the rules."""
+    rows = [f"| `{r.name}` | {r.condition} | {r.steps} | `{r.key}` | {r.reason} |\n" for r in RULES]
+    return re.sub(r"(?<=\|---\|---\|---\|---\|---\|\n)(\|.*\n)+", lambda _: "".join(rows), page)
+
+
+if __name__ == "__main__":
+    print(with_reference(sys.stdin.read()), end="")
