@@ -19,6 +19,7 @@ from trainer.config.trainer import PROCESSES
 from trainer.errors import UserError, as_list, sentences_of
 from trainer.files.hf_hub import pin
 from trainer.files.shared_memory import clear_abandoned
+from trainer.metrics.prometheus import MetricsServer
 from trainer.models.export import export_target
 from trainer.models.files import resolve_model_path
 from trainer.process.startup import importing, stage
@@ -50,11 +51,16 @@ def run_task(task: Task, device: str, early: Early = None) -> None:
             LOG.info(f"finished step {total} of {total} before; nothing is left to do in {t.run_dir}")
             return
         with contextlib.ExitStack() as ends:
+            server = None
+            if (port := cfg.logger.prometheus_port) is not None:
+                server = ends.enter_context(MetricsServer(cfg.logger.prometheus_host, port, t.run_name, total))
             ends.callback(clear_abandoned)  # the ranks, which are killed, may keep weights for engines in shared memory
             cluster = ends.enter_context(cluster_of(cfg, device, early))
             ends.enter_context(directory.settling())
-            ends.enter_context(Watchdog(t, cluster))
-            trainer = make_trainer(task, cluster, directory, task.initial_weights(cluster, stop), stop)
+            watchdog = ends.enter_context(Watchdog(t, cluster))
+            if server is not None:
+                server.progress = watchdog.progress
+            trainer = make_trainer(task, cluster, directory, task.initial_weights(cluster, stop), stop, server)
             trainer.fit()
             model = f"; model: {trainer.export_last()}" if task.exports_last else ""
     LOG.info(f"finished step {trainer.state.step} of {total}{_best_of(trainer)}{model}")

@@ -31,6 +31,7 @@ from trainer.learner.learner import Learner
 from trainer.metrics.best import better, compared_metric
 from trainer.metrics.health import MetricChecks
 from trainer.metrics.progress import Progress
+from trainer.metrics.prometheus import MetricsServer
 from trainer.metrics.timing import Timer
 from trainer.metrics.tracker import Tracker, read_metrics
 from trainer.models.export import PolicyExporter, export_target
@@ -64,6 +65,7 @@ class Trainer:
         model_path: the initial weights, a local directory.
         evaluator: None: there is no validation data.
         is_enough: whether the run ends after a step, before its last one. A resumed run asks again.
+        server: serves the metrics.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Trainer:
         journal: Journal,
         evaluator: Evaluator | None = None,
         is_enough: Callable[[int], bool] = lambda step: False,
+        server: MetricsServer | None = None,
     ):
         t = cfg.trainer
         self.cfg = cfg
@@ -94,6 +97,7 @@ class Trainer:
         self.stop = stop
         self.journal = journal
         self.is_enough = is_enough
+        self.server = server
         self.audit: ReplayAudit | None = None
         self.schedule = SaveSchedule(t.ckpt_interval, t.ckpt_interval_minutes, t.mean_time_between_failures)
         self._begin()
@@ -396,7 +400,7 @@ class Trainer:
         self.saves.last_good = checkpoint.path
         self.journal.start(self.state.step, history_at(checkpoint, resume.restore))
         if resume.restore.fork:
-            self.state.wandb_run_id, self.state.best = None, {}  # those of the parent are not of this run
+            self.state.run_ids, self.state.best = {}, {}  # those of the parent are not of this run
             return
         self.checkpoints.archive(after=checkpoint.step)  # the run went back behind them, and will save them again
         same_layout = resume.same_rounding and checkpoint.manifest.get("ranks") == self.learner.ranks.count
@@ -472,7 +476,7 @@ class Trainer:
     def _open_tracker(self) -> Tracker:
         cfg = self.directory.cfg
         run_dir, config = cfg.trainer.run_dir, redact(dataclasses.asdict(cfg))
-        tracker = Tracker(run_dir, cfg.logger, config, self.state.wandb_run_id, self.directory.check)
+        tracker = Tracker(run_dir, cfg.logger, config, self.state.run_ids, self.directory.check, self.server)
         # A run that starts from scratch, or with the weights of another run, rewinds to before its first line: an
         # earlier start may have died before its first checkpoint.
         tracker.rewind(self.state.step or -1)

@@ -42,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "view": {"reports", "run", "checkpoint", "metrics", "data"},
     "tasks": {"journal", "trainer", "sources", "learner", "run", "checkpoint", "metrics", "generation", "environments",
               "data", "rewards", "models", "cluster"},
-    "jobs": {"tasks", "reports", "trainer", "run", "checkpoint", "models", "cluster"},
+    "jobs": {"tasks", "reports", "trainer", "run", "checkpoint", "metrics", "models", "cluster"},
     "sweeps": {"reports", "metrics"},
     "plan": {"workers", "cluster", "models", "parallel", "metrics"},
     "main": {"jobs", "run", "metrics", "objectives", "parallel", "cluster"},

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 from trainer.config import LoggerConfig
 from trainer.metrics.tracker import Tracker
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_python(code: str, *args: str, **kwargs) -> subprocess.CompletedProcess:
+    """Run code in a Python of its own, from the root of the repository."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *args], cwd=ROOT, capture_output=True, text=True, timeout=300, **kwargs
+    )
 
 
 def make_tracker(run_dir: Path, **logger: object) -> Tracker:

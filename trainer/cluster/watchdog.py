@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 
@@ -15,7 +16,7 @@ from trainer.config import TrainerConfig
 from trainer.process import time_limits
 from trainer.process.failure_log import INCIDENTS
 from trainer.process.log_setup import LOG_FILE
-from trainer.process.signals import CONTINUES, EXIT_STATUS, SIGNALS, killed
+from trainer.process.signals import CONTINUES, EXIT_STATUS, SIGNALS, Progress, killed
 
 _KNOWN_STEPS = 3  # number of steps after which the usual time between two safe points is known
 _HANG_FACTOR = 10.0
@@ -67,6 +68,11 @@ class StallDetector:
         return self._pause_s if self._pause_s > self.limit_s else None
 
     @property
+    def pause_s(self) -> float:
+        """Length of the current pause, in seconds."""
+        return self._pause_s
+
+    @property
     def limit_s(self) -> float:
         """Longest allowed pause at this moment, in seconds."""
         steps = 0 if self._first_step is None else self._step - self._first_step
@@ -85,6 +91,8 @@ class Watchdog:
     def __init__(self, t: TrainerConfig, cluster: Cluster):
         self._config = t
         self._cluster = cluster
+        self._detector = StallDetector(t.hang_timeout_s, t.rpc_timeout_s)
+        self._seen = (SIGNALS.safe_points, time.monotonic())  # outside of the steps: when this number was new
         self._end = threading.Event()
         self._heartbeat_lock = threading.Lock()
 
@@ -103,11 +111,23 @@ class Watchdog:
             self._end.set()
             SIGNALS.send_heartbeat(None)
 
+    def progress(self) -> Progress:
+        """Return how the job gets on. Any thread may ask. No limit holds outside of the steps."""
+        moment, (safe_points, since) = SIGNALS.moment, self._seen
+        if moment == "training":
+            pause_s, limit_s = self._detector.pause_s, self._detector.limit_s
+            return Progress("stalled" if pause_s > limit_s else moment, pause_s, limit_s)
+        now = time.monotonic()
+        if safe_points != SIGNALS.safe_points:
+            self._seen, since = (SIGNALS.safe_points, now), now
+        return Progress(moment, now - since)
+
     def _run(self) -> None:
-        hang_s, rpc_s = self._config.hang_timeout_s, self._config.rpc_timeout_s
-        detector, interval_s = StallDetector(hang_s, rpc_s), min(time_limits.STALL_CHECK_INTERVAL_S, hang_s / 4)
+        detector = self._detector
+        interval_s = min(time_limits.STALL_CHECK_INTERVAL_S, self._config.hang_timeout_s / 4)
         while not self._end.wait(interval_s):
             if not SIGNALS.in_steps:
+                self.progress()  # notes the time
                 self._send_heartbeat(None)
                 continue
             # Count intervals instead of reading the clock: the whole job may have been stopped for a while.

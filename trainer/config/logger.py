@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from trainer.config.fields import Section, choice, number, setting, subsection
+from trainer.config.fields import Section, choice, config_error, number, setting, subsection
+
+if TYPE_CHECKING:
+    from trainer.config.schema import Config
 
 
 @dataclass
@@ -26,11 +32,60 @@ class WandbConfig(Section):
 
 
 @dataclass
+class MlflowConfig(Section):
+    enabled: bool = setting(False, resume="harmless")
+    """Send the metrics to MLflow. Needs the extra `mlflow`."""
+    uri: str | None = setting(None, resume="harmless")
+    """Tracking server or database. null: the environment variable MLFLOW_TRACKING_URI, or else
+    `{run_dir}/mlflow.db`."""
+    experiment: str = setting("trainer", resume="harmless")
+    """Experiment of the run in MLflow. It is made if it is missing."""
+    name: str = setting("${trainer.run_name}${sweep_suffix:}", resume="harmless")
+    """Name of the run in MLflow. In a `-m` sweep each job's overrides are appended."""
+
+    def check(self, config: Config, name: str) -> None:
+        _check_package(config, name, self.enabled)
+
+
+@dataclass
+class TrackioConfig(Section):
+    enabled: bool = setting(False, resume="harmless")
+    """Write the metrics to the local database of Trackio, in the directory that the environment variable TRACKIO_DIR
+    names. Needs the extra `trackio`."""
+    project: str = setting("trainer", resume="harmless")
+    """Project of the run in Trackio."""
+    name: str = setting("${trainer.run_name}${sweep_suffix:}", resume="harmless")
+    """Name of the run in Trackio. In a `-m` sweep each job's overrides are appended."""
+    group: str | None = setting("${if_sweep:${trainer.run_name}}", resume="harmless")
+    """Trackio shows the runs of a group together. By default the jobs of a `-m` sweep are a group."""
+
+    def check(self, config: Config, name: str) -> None:
+        _check_package(config, name, self.enabled)
+
+
+def _check_package(config: Config, section: str, enabled: bool) -> None:
+    """Refuse a section whose package is missing. The package and the extra have the name of the section."""
+    package = section.rpartition(".")[2]
+    if enabled and importlib.util.find_spec(package) is None:
+        raise config_error(config, f"{section}.enabled", f"the package is missing; install trainer[{package}]")
+
+
+@dataclass
 class LoggerConfig(Section):
     wandb: WandbConfig = subsection(WandbConfig)
     """Weights & Biases."""
+    mlflow: MlflowConfig = subsection(MlflowConfig)
+    """MLflow."""
+    trackio: TrackioConfig = subsection(TrackioConfig)
+    """Trackio."""
     tensorboard: bool = setting(False, resume="harmless")
     """Write TensorBoard events to `{run_dir}/tensorboard`."""
+    prometheus_port: int | None = number(None, at_least=1, at_most=65535, resume="harmless")
+    """TCP port on which the run serves its metrics to Prometheus (`/metrics`), and its health (`/health`). null: no
+    server."""
+    prometheus_host: str = setting("127.0.0.1", resume="harmless")
+    """Address on which that server listens. There is no password: with another address than the loopback one, everybody
+    who reaches the machine reads the metrics."""
     progress: bool = setting(True, resume="harmless")
     """Show a live progress display on a terminal, and plain lines elsewhere."""
     plot: bool = setting(True, resume="harmless")
@@ -46,3 +101,13 @@ class LoggerConfig(Section):
     save_rollouts: bool = setting(False, resume="harmless")
     """Keep the episodes that every step has trained on, with tokens, log-probs, messages, rewards, and the trainer's
     log-probs, entropies and advantages, in `{run_dir}/rollouts/step_N.arrow`."""
+
+    def without_services(self) -> LoggerConfig:
+        """Return the section for a run within this one, whose metrics nobody follows."""
+        return dataclasses.replace(
+            self,
+            wandb=dataclasses.replace(self.wandb, mode="off"),
+            mlflow=dataclasses.replace(self.mlflow, enabled=False),
+            trackio=dataclasses.replace(self.trackio, enabled=False),
+            prometheus_port=None,
+        )

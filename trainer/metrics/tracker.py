@@ -1,7 +1,7 @@
-"""Where a run's metrics go: `metrics.jsonl`, Weights & Biases, TensorBoard.
+"""Where a run's metrics go: `metrics.jsonl`, and services such as Weights & Biases (`trainer.metrics.sinks`).
 
 `metrics.jsonl` is the record that counts. A run that is killed and resumed continues it without a duplicate, missing or
-torn line, and corrects the other two to agree with it. A file that somebody deletes or changes while the run appends to
+torn line, and corrects the others to agree with it. A file that somebody deletes or changes while the run appends to
 it is written again.
 """
 
@@ -13,25 +13,18 @@ import logging
 import math
 import numbers
 import os
-import secrets
-import sys
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import NoneType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainer.config import LoggerConfig, with_new_metrics
 from trainer.errors import UserError
 from trainer.files.appended import AppendedFile
 from trainer.files.atomic_io import write_file
 from trainer.files.documents import is_count, is_number, parse_object
-from trainer.files.redaction import redact_command, redact_text
-from trainer.metrics.samples import COLUMNS, Transcript
-
-if TYPE_CHECKING:
-    import wandb
-    from torch.utils.tensorboard import SummaryWriter
+from trainer.metrics.samples import Transcript
+from trainer.metrics.sinks import Sink, TensorBoard, WandB
 
 LOG = logging.getLogger(__name__)
 
@@ -52,18 +45,20 @@ class Tracker:
         run_dir: str,
         logger: LoggerConfig,
         config: dict[str, Any],
-        run_id: str | None = None,
+        run_ids: Mapping[str, str | None] | None = None,
         fence: Callable[[], None] = lambda: None,
+        server: Sink | None = None,
     ) -> None:
         """
         Args:
             run_dir: local directory; it is created if it is missing.
-            config: the resolved config without secrets, for W&B.
-            run_id: the W&B run to continue, from `state_dict`; None starts a new one.
+            config: the resolved config without secrets, for services.
+            run_ids: the runs of services to continue, from `state_dict`; None starts new ones.
             fence: raises when this process no longer holds the run directory.
+            server: gets the metrics, too. The caller closes it.
 
         Raises:
-            UserError: the config asks for W&B, and W&B refuses or does not answer.
+            UserError: the config asks for a service that refuses or does not answer.
         """
         os.makedirs(run_dir, exist_ok=True)
         self._run_dir = run_dir
@@ -74,13 +69,31 @@ class Tracker:
         self.first_step: int | None = None
         """The step of the first line; None: there is no line."""
         self._is_closed = False
-        self._with_tensorboard = logger.tensorboard
-        self._tensorboard: SummaryWriter | None = None
-        self._run_id = run_id
-        self._wandb: wandb.Run | None = None
+        self._run_ids = {"wandb_run_id": None, **(run_ids or {})}
+        self._server = server
+        self._sinks = self._open_sinks(run_dir, logger, config)
+
+    def _open_sinks(self, run_dir: str, logger: LoggerConfig, config: dict[str, Any]) -> list[Sink]:
+        sinks: list[Sink] = []
+        if logger.tensorboard:
+            sinks.append(TensorBoard(run_dir))
         if logger.wandb.mode != "off":
-            self._run_id = run_id or secrets.token_hex(4)
-            self._wandb = _start_wandb(run_dir, logger, config, self._run_id)
+            wandb = WandB(run_dir, logger, config, self._run_ids["wandb_run_id"])
+            self._run_ids["wandb_run_id"] = wandb.run_id
+            sinks.append(wandb)
+        if logger.mlflow.enabled:
+            from trainer.metrics.mlflow import MLflow
+
+            mlflow = MLflow(run_dir, logger.mlflow, config, self._run_ids.get("mlflow_run_id"))
+            self._run_ids["mlflow_run_id"] = mlflow.run_id
+            sinks.append(mlflow)
+        if logger.trackio.enabled:
+            from trainer.metrics.trackio import Trackio
+
+            trackio = Trackio(logger.trackio, config, self._run_ids.get("trackio_run_id"))
+            self._run_ids["trackio_run_id"] = trackio.run_id
+            sinks.append(trackio)
+        return sinks
 
     def log(
         self, step: int, metrics: Mapping[str, float], samples: Mapping[str, Sequence[Transcript]] | None = None
@@ -101,22 +114,17 @@ class Tracker:
         assert "step" not in values
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._file.append(json.dumps({"step": step, **finite}, allow_nan=False).encode() + b"\n")
-        if self._with_tensorboard and self._tensorboard is None:
-            # Not before `rewind`: events of earlier processes count up to the last kept step only.
-            self._tensorboard = _open_tensorboard(self._run_dir, purge_step=self._last_step + 1)
         self._last_step = step
         self.first_step = step if self.first_step is None else self.first_step
-        self._log_tensorboard(step, values, samples or {})
-        self._log_wandb(step, values, samples or {})
+        for sink in self._all:
+            sink.log(step, values, samples or {})
 
     def rewind(self, step: int) -> None:
         """Remove the lines after `step` (-1: all lines), before the first `log`.
 
         The file is replaced atomically, without lines of later steps and without a torn last line. Removed lines
         are kept in `metrics.cut.jsonl`, except those that differ only in times from a line that is there already.
-        TensorBoard gets a mark that hides the later events. W&B cannot remove steps: its later steps stay as they
-        are and are not sent again. Steps that W&B had not received when the run was killed are sent now, so that in
-        offline mode each `offline-run-…` directory is complete: sync the newest.
+        Services agree with the lines that are kept, as far as they can (see `Sink.begin`).
 
         Raises:
             UserError: a line other than the last is not a JSON object.
@@ -129,10 +137,12 @@ class Tracker:
         self._file.rewrite(as_lines(kept).encode())
         self._last_step = step
         self.first_step = kept[0]["step"] if kept else None
-        if self._wandb is not None and self._wandb.step > step + 1:
-            LOG.warning("W&B has this run's steps before %d; they are not sent again", self._wandb.step)
-        for row in kept:
-            self._log_wandb(row["step"], {name: value for name, value in row.items() if name != "step"}, {})
+        for sink in self._all:
+            sink.begin(kept, step)
+
+    @property
+    def _all(self) -> list[Sink]:
+        return [*self._sinks, *([] if self._server is None else [self._server])]
 
     def _keep_cut(self, cut: list[dict[str, Any]]) -> None:
         path = os.path.join(self._run_dir, CUT_FILE)
@@ -147,56 +157,24 @@ class Tracker:
         self._file.sync()
 
     def state_dict(self) -> dict[str, str | None]:
-        """Return the `run_id` for the next Tracker. It is kept while W&B is off, too."""
-        return {"wandb_run_id": self._run_id}
+        """Return the `run_ids` for the next Tracker. They are kept while a service is off, too."""
+        return dict(self._run_ids)
 
     def close(self, exit_code: int = 0) -> None:
-        """Finish W&B (as failed if `exit_code` is not 0) and TensorBoard, and end their processes."""
+        """Finish the runs of services (as failed if `exit_code` is not 0), and end their processes."""
         if not self._is_closed:
             self._is_closed = True
             with contextlib.suppress(OSError, UserError):  # the run has ended, or reports itself why it cannot write
                 self._file.check()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-            self._tensorboard = None
-        if self._wandb is not None:
-            import wandb
-
-            self._wandb.finish(exit_code=exit_code)
-            self._wandb = None
-            wandb.teardown()
+        sinks, self._sinks = self._sinks, []
+        for sink in sinks:
+            sink.close(exit_code)
 
     def __enter__(self) -> Tracker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(exit_code=0 if kind is None else 1)
-
-    def _log_wandb(
-        self, step: int, values: Mapping[str, float | None], samples: Mapping[str, Sequence[Transcript]]
-    ) -> None:
-        # `step` of a W&B run is the first step that it does not have. commit: send this step now, not together
-        # with the next one.
-        if self._wandb is not None and step >= self._wandb.step:
-            import wandb
-
-            tables = {
-                f"samples/{kind}": wandb.Table(columns=list(COLUMNS), data=[list(one.row()) for one in transcripts])
-                for kind, transcripts in samples.items()
-            }
-            self._wandb.log({**values, **tables}, step=step, commit=True)
-
-    def _log_tensorboard(
-        self, step: int, values: Mapping[str, float], samples: Mapping[str, Sequence[Transcript]]
-    ) -> None:
-        if self._tensorboard is not None:
-            for name, value in values.items():
-                self._tensorboard.add_scalar(name, value, step)
-            for kind, transcripts in samples.items():
-                blocks = "\n\n".join(f"{one.name}\n{one.block()}" for one in transcripts)
-                # TensorBoard renders Markdown: indented text is shown as it is.
-                self._tensorboard.add_text(f"samples/{kind}", textwrap.indent(blocks, "    "), step)
-            self._tensorboard.flush()  # it would keep events for two minutes, and a kill would lose them
 
 
 def read_metrics(path: str) -> list[dict[str, Any]]:
@@ -287,39 +265,3 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 def _plain(value: float) -> float:
     """Return a number of NumPy or torch as a number of Python. Integers stay integers."""
     return int(value) if isinstance(value, numbers.Integral) else float(value)
-
-
-def _open_tensorboard(run_dir: str, purge_step: int) -> SummaryWriter:
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(os.path.join(run_dir, "tensorboard"), purge_step=purge_step)
-
-
-def _start_wandb(run_dir: str, logger: LoggerConfig, config: dict[str, Any], run_id: str) -> wandb.Run:
-    if logger.wandb.mode == "offline":
-        # W&B reports its own errors in offline mode, too. Without a network that takes ten seconds at each start.
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    import wandb
-
-    command = sys.argv  # W&B saves it
-    try:
-        sys.argv = redact_command(command)
-        return wandb.init(
-            **vars(logger.wandb),
-            id=run_id,
-            # Offline there is no server that knows the run's steps: each process writes all of them (see `rewind`).
-            resume="allow" if logger.wandb.mode == "online" else None,
-            dir=run_dir,
-            config=config,
-            settings=wandb.Settings(
-                console="off",  # capturing stdout would disturb the progress display
-                quiet=True,  # no table of all metrics at the end
-            ),
-        )
-    except wandb.Error as error:
-        mode = logger.wandb.mode
-        raise UserError(
-            f"logger.wandb.mode={mode}: {redact_text(str(error))}; correct that, or choose offline or off"
-        ) from error
-    finally:
-        sys.argv = command

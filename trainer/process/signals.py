@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from trainer.errors import WorkerError
 from trainer.process import time_limits
@@ -49,6 +50,17 @@ class Stopped(BaseException):
 
     Not an `Exception`: it can be raised inside library code that handles every `Exception`.
     """
+
+
+class Progress(NamedTuple):
+    """How a job gets on."""
+
+    status: str
+    """`starting`, `training`, `restarting`, `ending`, or `stalled`: then the job is about to end itself."""
+    age_s: float
+    """Seconds since the driver last made progress."""
+    limit_s: float | None = None
+    """The age from which the job counts as stalled; None: no limit holds now."""
 
 
 class Signals:
@@ -159,6 +171,11 @@ class Signals:
         finally:
             self.is_waiting = outer
             self.safe_points += 1
+
+    @property
+    def moment(self) -> str:
+        """What the job does: `starting`, `training`, `restarting` or `ending`."""
+        return {"before": "starting", "inside": "training", "interrupted": "restarting", "after": "ending"}[self._steps]
 
     @property
     def in_steps(self) -> bool:

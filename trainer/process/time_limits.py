@@ -104,6 +104,13 @@ SERVER_POLL_S = 2.0
 SERVER_STOP_S = 10.0
 """Longest wait until the processes of an engine have ended by themselves."""
 
+# Services for metrics
+SCRAPE_S = 10.0
+"""Longest wait for the next bytes of a request, and until an answer is taken."""
+
+TRACKING_END_S = 60.0
+"""Longest wait at the end until a service has taken the metrics."""
+
 # Programs and files
 GIT_S = 10.0
 """Longest time for a command of git about the state of the sources."""

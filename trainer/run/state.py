@@ -13,7 +13,7 @@ _SHAPE: dict[Any, Shape] = {
     "counters": {"prompts": is_count, "samples": is_count, "tokens": is_count},
     "kl_controller": {"kind": str, "coef": is_number},
     "best": {str: is_number},
-    "tracker": {"wandb_run_id": (str, NoneType)},
+    "tracker": {"wandb_run_id": (str, NoneType), str: (str, NoneType)},
     "rng": {str: str},
 }
 
@@ -36,12 +36,13 @@ class TrainerState:
     tokens: int = 0
     best: dict[str, float] = field(default_factory=dict)
     """The best value so far of the metric that is compared (see `trainer.metrics.best`), and its step."""
-    wandb_run_id: str | None = None
+    run_ids: dict[str, str | None] = field(default_factory=dict)
+    """The runs of services such as W&B (see `Tracker.state_dict`)."""
     exported: int | None = None
     """The step that this process has exported last."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what of it a checkpoint holds. The tracker saves `wandb_run_id`."""
+        """Return what of it a checkpoint holds. The tracker saves `run_ids`."""
         return {
             "step": self.step,
             "counters": {"prompts": self.prompts, "samples": self.samples, "tokens": self.tokens},
@@ -54,4 +55,4 @@ class TrainerState:
         counters = state.get("counters", {})
         self.step, self.best = state["step"], state.get("best", {})
         self.prompts, self.samples, self.tokens = (counters.get(name, 0) for name in ("prompts", "samples", "tokens"))
-        self.wandb_run_id = state["tracker"]["wandb_run_id"]
+        self.run_ids = dict(state["tracker"])

@@ -18,6 +18,7 @@ from trainer.errors import WorkerError
 from trainer.journal.history import identity
 from trainer.journal.journal import Journal
 from trainer.learner.learner import Learner
+from trainer.metrics.prometheus import MetricsServer
 from trainer.metrics.timing import Timer
 from trainer.models.files import resolve_model_path
 from trainer.models.parallel_checks import check_axes
@@ -123,13 +124,21 @@ def tokenizer_of(cfg: Config, path: str) -> Any:
     return load_tokenizer(path, model.chat_template, model.trust_remote_code, model.chat_template_kwargs)
 
 
-def make_trainer(task: Task, cluster: Cluster, directory: RunDirectory, model_path: str, stop: StopRequest) -> Trainer:
+def make_trainer(
+    task: Task,
+    cluster: Cluster,
+    directory: RunDirectory,
+    model_path: str,
+    stop: StopRequest,
+    server: MetricsServer | None = None,
+) -> Trainer:
     """Start the processes of a task, and return its trainer.
 
     Args:
         cluster: started.
         directory: of the run, open.
         model_path: the initial weights.
+        server: gets the metrics of each step.
     """
     timer, path = Timer(), resolve_model_path(model_path)
     check_axes(task.cfg, path)
@@ -154,6 +163,7 @@ def make_trainer(task: Task, cluster: Cluster, directory: RunDirectory, model_pa
             journal,
             evaluator,
             is_enough,
+            server,
         )
         trainer.load_data()
     if ingredients.waits:

@@ -115,7 +115,7 @@ def _config(cfg: Config, run_dir: str) -> Config:
         device=cfg.trainer.device,
         master_port=cfg.trainer.master_port,
     )
-    logger = dataclasses.replace(cfg.logger, wandb=dataclasses.replace(cfg.logger.wandb, mode="off"))
+    logger = cfg.logger.without_services()
     return dataclasses.replace(cfg, trainer=trainer, logger=logger)
 
 

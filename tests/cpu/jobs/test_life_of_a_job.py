@@ -4,39 +4,59 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
+import socket
+import urllib.request
 from datetime import datetime, timedelta
 
 import pytest
 
 from tests.support.jobs import comparable, metrics, run_forked_job, start_forked_job
+from tests.support.ports import reserved_port
 from trainer.checkpoint.lock import RunLock
 
 pytestmark = pytest.mark.early
 
 
+def read_page(port: int, name: str) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/{name}", timeout=60) as answer:
+        return answer.read().decode()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_job_stops_on_request_and_checks_what_it_resumes_from(tmp_path):
-    """One run through its life: SIGTERM, a deadline, a changed config, a mismatch, a damaged checkpoint, more steps."""
+    """One run through its life: SIGTERM, a deadline, a changed config, a mismatch, a damaged checkpoint, more steps.
+
+    Its first start serves its metrics over HTTP.
+    """
     base = [
         "trainer.resume_mode=latest",
         "trainer.val_interval=-1",
         "logger.plot=false",
     ]
     run = tmp_path / "outputs/default"
-    job = start_forked_job(*base, "trainer.ckpt_interval=100000", "trainer.total_steps=100000", cwd=tmp_path)
     output = ""
-    for line in job.stdout:
-        output += line
-        if " ".join(line.split()).startswith("step 1/100000 "):
-            job.send_signal(signal.SIGTERM)
-            break
-    output += job.communicate(timeout=300)[0]
+    with reserved_port() as port:
+        endless = ["trainer.ckpt_interval=100000", "trainer.total_steps=100000", f"logger.prometheus_port={port}"]
+        job = start_forked_job(*base, *endless, cwd=tmp_path)
+        for line in job.stdout:
+            output += line
+            if " ".join(line.split()).startswith("step 1/100000 "):
+                pages = [read_page(port, page) for page in ("health", "metrics")]
+                job.send_signal(signal.SIGTERM)
+                break
+        output += job.communicate(timeout=300)[0]
     assert job.returncode == 75, output
     assert "SIGTERM: finishing this step" in output and "stopped after step" in output
     done = metrics(run)[-1]["step"]
+    health = json.loads(pages[0])
+    assert health["status"] == "training" and health["step"] >= 1 and health["limit_s"] > health["progress_age_s"]
+    first = metrics(run)[0]
+    served = set(re.findall(r'metric="([^"]+)",run="default"', pages[1]))
+    assert served >= first.keys() - {"step"}, "each metric of a line is served"
     steps = done + 6
     base.append(f"trainer.total_steps={steps}")
     assert (run / f"checkpoints/global_step_{done}/manifest.json").exists()
@@ -45,6 +65,12 @@ def test_a_job_stops_on_request_and_checks_what_it_resumes_from(tmp_path):
         lock.acquire()
         second = run_forked_job(*base, cwd=tmp_path)
         assert second.returncode == 2 and f"in use by process {os.getpid()}" in second.stderr, second.stderr
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        second = run_forked_job(*base, f"logger.prometheus_port={port}", cwd=tmp_path)
+    sentence = f"logger.prometheus_host=127.0.0.1 logger.prometheus_port={port}: cannot listen there"
+    assert second.returncode == 2 and second.stderr.splitlines()[-1].startswith(f"error: {sentence}"), second.stderr
 
     soon = (datetime.now() + timedelta(seconds=1)).isoformat()
     stopped = run_forked_job(*base, f"trainer.deadline={soon}", "trainer.val_interval=-1", cwd=tmp_path)

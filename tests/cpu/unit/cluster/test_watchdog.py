@@ -6,7 +6,11 @@ import signal
 import subprocess
 import sys
 
-from trainer.cluster.watchdog import StallDetector
+import pytest
+
+from trainer.cluster.watchdog import StallDetector, Watchdog
+from trainer.config import TrainerConfig
+from trainer.process.signals import SIGNALS
 
 HANG_S, RPC_S = 60.0, 1000.0
 
@@ -51,6 +55,33 @@ def test_a_pause_that_contains_a_wait_has_the_long_limit_to_its_end():
     assert pause(detector, 30, step=8, safe_points=8, is_waiting=True) is None
     assert pause(detector, 300, step=8, safe_points=8) is None
     assert pause(detector, 2000, step=9, safe_points=9) == HANG_S + 1, "the next pause has its own limit"
+
+
+def test_progress_is_stalled_when_the_limit_of_the_driver_is_exceeded(monkeypatch):
+    watchdog = Watchdog(TrainerConfig(hang_timeout_s=HANG_S, rpc_timeout_s=RPC_S), None)
+    monkeypatch.setattr(SIGNALS, "_steps", "inside")
+    for step in (5, 6, 7, 8):
+        pause(watchdog._detector, 1, step, safe_points=step)
+    assert watchdog.progress() == ("training", 1.0, HANG_S)
+    for _ in range(59):
+        watchdog._detector.update(1.0, 8, 8, False)
+    assert watchdog.progress() == ("training", HANG_S, HANG_S)
+    watchdog._detector.update(1.0, 8, 8, False)
+    assert watchdog.progress() == ("stalled", HANG_S + 1, HANG_S)
+
+
+@pytest.mark.parametrize(
+    ("steps", "status"), [("before", "starting"), ("interrupted", "restarting"), ("after", "ending")]
+)
+def test_outside_of_the_steps_progress_has_an_age_and_no_limit(monkeypatch, steps, status):
+    watchdog = Watchdog(TrainerConfig(), None)
+    monkeypatch.setattr(SIGNALS, "_steps", steps)
+    monkeypatch.setattr(SIGNALS, "safe_points", SIGNALS.safe_points)
+    first = watchdog.progress()
+    second = watchdog.progress()
+    assert first.status == status and first.limit_s is None and second.age_s >= first.age_s
+    SIGNALS.safe_points += 1
+    assert watchdog.progress().age_s == 0
 
 
 def test_the_usual_pause_is_known_three_steps_after_the_start():

@@ -43,7 +43,7 @@ def without_torch(*overrides: str, cwd) -> subprocess.CompletedProcess[str]:
         (["total_steps=10"], r"total_steps: no such key; did you mean trainer.total_steps\?$"),
         (["rollout.total_steps=10"], r"rollout.total_steps: no such key; did you mean trainer.total_steps\?$"),
         (["algoritm=ppo"], r"algoritm: no such key; did you mean algorithm\?$"),
-        (["experment=smoke"], r"experment: no such key; did you mean experiment\?$"),
+        (["experment=smoke"], r"experment: no such key; did you mean experiment, or logger.mlflow.experiment\?$"),
         (["trainer.total_steps"], "trainer.total_steps: has no value; write KEY=VALUE or GROUP=CHOICE$"),
         (["--cfg", "job", "-p", "algorthm"], r"algorthm: no such key; did you mean algorithm\?$"),
         (["--cfg", "job", "rollout.m=2"], "rollout.m: no such key; docs/config.md lists the keys of rollout$"),

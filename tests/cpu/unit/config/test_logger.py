@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+
+import pytest
+
 from trainer.config import LoggerConfig, compose
 from trainer.config.fields import walk_keys
+from trainer.errors import UserError
 
 
 def test_a_run_has_its_name_in_wandb_and_no_group_outside_of_a_sweep():
@@ -12,6 +17,26 @@ def test_a_run_has_its_name_in_wandb_and_no_group_outside_of_a_sweep():
     assert compose(["trainer.run_name=mine", "logger.wandb.name=other"]).logger.wandb.name == "other"
 
 
+@pytest.mark.parametrize("section", ["mlflow", "trackio"])
+def test_a_service_whose_package_is_missing_is_refused_with_the_extra_that_has_it(section, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError) as refused:
+        compose([f"logger={section}"])
+    assert str(refused.value) == (f"logger.{section}.enabled=True: the package is missing; install trainer[{section}]")
+
+
+@pytest.mark.parametrize("port", [0, 65536, -1])
+def test_a_port_that_is_none_is_refused(port):
+    with pytest.raises(UserError, match=rf"logger.prometheus_port={port}: must be at "):
+        compose([f"logger.prometheus_port={port}"])
+
+
+def test_a_run_within_a_run_has_no_service():
+    logger = LoggerConfig(prometheus_port=9000)
+    logger.wandb.mode, logger.mlflow.enabled, logger.trackio.enabled = "online", True, True
+    assert logger.without_services() == LoggerConfig()
+
+
 def test_a_resume_may_change_what_is_shown():
     keys = [key for key, *_ in walk_keys(LoggerConfig())]
-    assert len(keys) == 14, "each key of the section"
+    assert len(keys) == 24, "each key of the section"

@@ -56,7 +56,28 @@ print(sorted({"torch", "ray", "vllm", "wandb", "matplotlib", "tensorboard", "num
     assert done.stdout.strip() == "[]", done.stderr
 
 
-@pytest.mark.parametrize(("group", "mode"), [("default", "off"), ("wandb", "online")])
-def test_the_logger_groups_fit_the_schema(group, mode):
+@pytest.mark.parametrize("group", ["default", "wandb", "mlflow", "trackio"])
+def test_the_logger_groups_fit_the_schema(group):
     loaded = OmegaConf.load(os.path.join(conf_dir(), "logger", f"{group}.yaml"))
-    assert OmegaConf.merge(OmegaConf.structured(LoggerConfig), loaded).wandb.mode == mode
+    logger = OmegaConf.merge(OmegaConf.structured(LoggerConfig), loaded)
+    assert (logger.wandb.mode, logger.mlflow.enabled, logger.trackio.enabled) == (
+        "online" if group == "wandb" else "off",
+        group == "mlflow",
+        group == "trackio",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("policy/kl", "KL to the"), ("val/pass@4", "Validation prompts for"), ("reward/length/mean", "Mean of one term")],
+)
+def test_a_metric_is_what_the_table_says(name, expected):
+    assert names.declared_as(name).meaning.startswith(expected)
+
+
+def test_what_only_grows_is_a_counter():
+    assert names.declared_as("mine/own") is None and not names.is_counter("mine/own")
+    assert [name for name in names.METRICS if names.is_counter(name)] == [
+        "data/<name>/prompts", "progress/prompts", "progress/samples", "progress/tokens"
+    ]  # fmt: skip
+    assert names.is_counter("data/math/prompts") and not names.is_counter("progress/epoch")

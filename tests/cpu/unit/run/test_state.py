@@ -17,7 +17,9 @@ def test_a_state_comes_back_as_it_was_saved():
     assert mismatch(saved, shape_of_state(saved)) is None
     loaded = TrainerState(exported=3)
     loaded.load_state_dict(saved)
-    assert loaded == TrainerState(7, 28, 112, 4000, {"val/accuracy": 0.5, "step": 4}, "abc", exported=3)
+    assert loaded == TrainerState(
+        7, 28, 112, 4000, {"val/accuracy": 0.5, "step": 4}, {"wandb_run_id": "abc"}, exported=3
+    )
 
 
 def test_the_short_state_of_earlier_supervised_runs_is_taken():
@@ -25,7 +27,7 @@ def test_the_short_state_of_earlier_supervised_runs_is_taken():
     assert mismatch(saved, shape_of_state(saved)) is None
     loaded = TrainerState()
     loaded.load_state_dict(saved)
-    assert loaded == TrainerState(7, wandb_run_id="abc")
+    assert loaded == TrainerState(7, run_ids={"wandb_run_id": "abc"})
 
 
 @pytest.mark.parametrize("name", ["counters", "kl_controller", "best", "rng", "step", "tracker"])

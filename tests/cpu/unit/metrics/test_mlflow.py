@@ -1,0 +1,115 @@
+"""MLflow runs of a run that is killed and resumed, in a database of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.support.metrics import run_python
+from trainer.metrics.mlflow import legal_name
+
+RUN = """
+import json, os, signal, sys
+from trainer.config import LoggerConfig, MlflowConfig
+from trainer.metrics.tracker import Tracker
+
+run_dir, uri, run_id, rewind, first, last, end = *sys.argv[1:4], *map(int, sys.argv[4:7]), sys.argv[7]
+logger = LoggerConfig(mlflow=MlflowConfig(enabled=True, uri=uri or None, experiment="mine", name="a name"))
+config = {"trainer": {"seed": 1}, "reward": {"name": ["gsm8k"]}, "data": {str(i): "x" * 1000 for i in range(150)}}
+tracker = Tracker(run_dir, logger, config, {"mlflow_run_id": run_id} if run_id else None)
+if rewind >= 0:
+    tracker.rewind(rewind)
+for step in range(first, last + 1):
+    odd = {"policy/kl": float("nan"), "policy/loss": float("inf")}
+    tracker.log(step, {"reward/mean": step / 8, "val/pass@4": 0.5} | odd)
+print(json.dumps(tracker.state_dict()), flush=True)
+if end == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+tracker.close(1 if end == "fail" else 0)
+"""
+READ = """
+import json, sys
+from mlflow.tracking import MlflowClient
+
+client = MlflowClient(tracking_uri=sys.argv[1])
+found = {}
+(experiment,) = [one for one in client.search_experiments() if one.name == "mine"]
+for run in client.search_runs([experiment.experiment_id]):
+    history = {name: [[m.step, m.value] for m in client.get_metric_history(run.info.run_id, name)]
+               for name in run.data.metrics}
+    found[run.info.run_id] = [run.info.run_name, run.info.status, history, run.data.params]
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture
+def environment(tmp_path) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}
+    return kept | {"HOME": str(tmp_path)}
+
+
+def stored(run_dir: Path, environment: dict[str, str]) -> dict:
+    done = run_python(READ, f"sqlite:///{run_dir}/mlflow.db", env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("metric", "name"),
+    [("policy/kl", "policy/kl"), ("val/pass@4", "val/pass_4"), ("reward/é:b/mean", "reward/__b/mean")],
+)
+def test_names_have_the_characters_that_mlflow_takes(metric, name):
+    assert legal_name(metric) == name
+
+
+def test_a_killed_run_is_continued_and_has_each_step_once(tmp_path, environment):
+    run_dir = tmp_path / "run"
+    killed = run_python(RUN, str(run_dir), "", "", "-1", "0", "5", "kill", env=environment)
+    run_id = json.loads(killed.stdout)["mlflow_run_id"]
+    resumed = run_python(RUN, str(run_dir), "", run_id, "3", "4", "6", "end", env=environment)
+    assert resumed.returncode == 0, resumed.stderr
+    assert json.loads(resumed.stdout) == {"wandb_run_id": None, "mlflow_run_id": run_id}
+    found = stored(run_dir, environment)
+    name, status, history, params = found.pop(run_id)
+    assert (name, status, found) == ("a name", "FINISHED", {})
+    assert history == {
+        "step": [[step, step] for step in range(7)],
+        "reward/mean": [[step, step / 8] for step in range(7)],
+        "val/pass_4": [[step, 0.5] for step in range(7)],
+    }
+    assert params["trainer.seed"] == "1" and params["reward.name"] == "['gsm8k']" and len(params) == 152
+    assert resumed.stdout.count("\n") == 1, "MLflow prints nothing"
+
+
+def test_a_run_that_failed_is_marked_and_an_unknown_run_starts_anew(tmp_path, environment):
+    run_dir = tmp_path / "run"
+    failed = run_python(RUN, str(run_dir), "", "0" * 32, "-1", "0", "1", "fail", env=environment)
+    assert failed.returncode == 0, failed.stderr
+    ((run_id, (_, status, history, _)),) = stored(run_dir, environment).items()
+    assert run_id == json.loads(failed.stdout)["mlflow_run_id"] != "0" * 32
+    assert status == "FAILED" and [step for step, _ in history["step"]] == [0, 1]
+
+
+def test_a_store_that_fails_costs_the_run_nothing(tmp_path, environment):
+    run_dir = tmp_path / "run"
+    damage = 'open(run_dir + "/mlflow.db", "r+b").write(b"x" * 8192)'
+    code = RUN.replace("for step in range", f"{damage}\nfor step in range", 1)
+    done = run_python(code, str(run_dir), "", "", "-1", "0", "3", "end", env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("MLflow lacks steps of this run: ") == 1
+    assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_server_that_does_not_answer_is_refused_with_the_key(tmp_path, environment):
+    with socket.socket() as unused:  # bound, and nobody listens
+        unused.bind(("127.0.0.1", 0))
+        uri = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        environment |= {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+        done = run_python(RUN, str(tmp_path / "run"), uri, "", "-1", "0", "1", "end", env=environment)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert f"UserError: logger.mlflow.uri={uri}: " in last and last.endswith("choose logger.mlflow.enabled=false")

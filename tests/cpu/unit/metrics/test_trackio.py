@@ -1,0 +1,87 @@
+"""Trackio runs of a run that is killed and resumed, in a database of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from tests.support.metrics import run_python
+
+RUN = """
+import json, os, signal, sys
+from trainer.config import LoggerConfig, TrackioConfig
+from trainer.metrics.tracker import Tracker
+
+run_dir, run_id, rewind, first, last, end = *sys.argv[1:3], *map(int, sys.argv[3:6]), sys.argv[6]
+logger = LoggerConfig(trackio=TrackioConfig(enabled=True, project="mine", name="a name", group="a group"))
+tracker = Tracker(run_dir, logger, {"trainer": {"seed": 1}}, {"trackio_run_id": run_id} if run_id else None)
+if rewind >= 0:
+    tracker.rewind(rewind)
+for step in range(first, last + 1):
+    tracker.log(step, {"reward/mean": step / 8 + (end == "end"), "policy/kl": float("nan")})
+print(json.dumps(tracker.state_dict()), flush=True)
+if end == "kill":
+    while not os.path.exists(os.environ["TRACKIO_DIR"] + "/mine.db"):  # some steps are in the database
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
+tracker.close()
+"""
+READ = """
+import json, trackio
+found = []
+for run in trackio.Api().runs("mine"):
+    logs = trackio.sqlite_storage.SQLiteStorage.get_logs("mine", run.name, run_id=run.id)
+    found.append([run.name, [[row["step"], row.get("reward/mean"), "policy/kl" in row] for row in logs], run.config])
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture
+def environment(tmp_path) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TRACKIO_", "HF_"))}
+    return kept | {"HOME": str(tmp_path), "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
+
+
+def stored(environment: dict[str, str]) -> list:
+    done = run_python(READ, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_killed_run_is_written_again_and_has_each_step_once(tmp_path, environment):
+    run_dir = str(tmp_path / "run")
+    killed = run_python(RUN, run_dir, "", "-1", "0", "5", "kill", env=environment)
+    run_id = json.loads(killed.stdout)["trackio_run_id"]
+    resumed = run_python(RUN, run_dir, run_id, "3", "4", "6", "end", env=environment)
+    assert resumed.returncode == 0, resumed.stderr
+    state = json.loads(resumed.stdout)  # Trackio prints nothing
+    assert state.keys() == {"wandb_run_id", "trackio_run_id"}
+    ((name, rows, config),) = stored(environment)
+    assert name == "a name" and config["_Group"] == "a group" and config["trainer"] == {"seed": 1}
+    assert rows == [[step, step / 8 + (step > 3), False] for step in range(7)]
+
+
+def test_a_second_run_of_the_same_name_leaves_the_first_alone(tmp_path, environment):
+    for number in (1, 2):
+        done = run_python(RUN, str(tmp_path / str(number)), "", "-1", "0", str(number), "end", env=environment)
+        assert done.returncode == 0, done.stderr
+    found = stored(environment)
+    assert sorted(len(rows) for _, rows, _ in found) == [2, 3]
+    assert len({name for name, _, _ in found}) == 2 and "a name" in {name for name, _, _ in found}
+
+
+def test_a_damaged_database_is_named_with_its_key(tmp_path, environment):
+    (tmp_path / "trackio").mkdir()
+    (tmp_path / "trackio" / "mine.db").write_bytes(b"x" * 8192)
+    done = run_python(RUN, str(tmp_path / "run"), "", "-1", "0", "1", "end", env=environment)
+    assert done.returncode == 1
+    assert "UserError: logger.trackio.project=mine: " in done.stderr.strip().splitlines()[-1]
+
+
+def test_a_database_that_cannot_be_written_costs_the_run_nothing(tmp_path, environment):
+    (tmp_path / "trackio").write_text("no directory")
+    done = run_python(RUN, str(tmp_path / "run"), "", "-1", "0", "3", "end", env=environment)
+    assert done.returncode == 0 and "could not be persisted" in done.stderr, done.stderr
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4

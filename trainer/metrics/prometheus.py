@@ -1,0 +1,213 @@
+"""The HTTP server of a run for Prometheus (`/metrics`) and for whoever watches over it (`/health`).
+
+A scrape reads the last values, which the training loop replaces as a whole. So it never waits for the loop, nor the
+loop for a scrape, and an error of a request ends that request alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socket import socket
+from typing import TYPE_CHECKING, Any
+
+from trainer.errors import UserError
+from trainer.metrics.names import declared_as, is_counter
+from trainer.metrics.sinks import Samples
+from trainer.process import time_limits
+from trainer.process.network import listen
+from trainer.process.signals import SIGNALS, Progress
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
+_KEYS = "logger.prometheus_"
+_PREFIX = "trainer_"
+_MOST_REQUESTS = 16
+"""Requests that are answered at the same time. Further ones are refused, so that they cannot exhaust the threads."""
+
+
+def legal_name(metric: str) -> str:
+    """Return the name of a metric in Prometheus: `policy/kl` is `trainer_policy_kl`, counters end in `_total`."""
+    name = _PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
+    return f"{name}_total" if is_counter(metric) else name
+
+
+class MetricsServer:
+    """Serves the metrics of a run, and its health. A context manager; it listens from its construction on.
+
+    Args:
+        run_name: label of every metric.
+        total_steps: of the run.
+
+    Raises:
+        UserError: the port is taken, or the host is none of this machine.
+    """
+
+    def __init__(self, host: str, port: int, run_name: str, total_steps: int) -> None:
+        import prometheus_client  # not at the first scrape, which would wait for it
+
+        self.progress: Callable[[], Progress] = _since_now()
+        """Returns how the run gets on. It may be replaced at any time."""
+        self._run = _encodable(run_name)
+        self._total_steps = total_steps
+        self._values: dict[str, float] = {}
+        self._step: tuple[int, float] | None = None  # the last step, and when it was logged
+        self._registry = prometheus_client.CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        listener = listen(host, port, _KEYS)
+        try:
+            self._server = _Server(listener, self._answer)
+        except OSError as error:
+            listener.close()
+            raise UserError(f"{_KEYS}host={host} {_KEYS}port={port}: cannot listen there ({error.strerror})") from error
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port on which it listens."""
+        return self._server.socket.getsockname()[:2]
+
+    def __enter__(self) -> MetricsServer:
+        with SIGNALS.blocked():
+            threading.Thread(target=self._server.serve_forever, args=[0.1], name="prometheus", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def begin(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Take over the lines of `metrics.jsonl` that a resumed run has, in place of all values so far."""
+        values = {name: _number(value) for row in rows for name, value in row.items() if name != "step"}
+        self._values = values
+        self._step = (rows[-1]["step"], time.monotonic()) if rows else None
+
+    def log(self, step: int, values: Mapping[str, float | None], samples: Samples) -> None:
+        """Serve the metrics of a finished step. What it did not measure keeps its last value."""
+        self._values = self._values | {name: _number(value) for name, value in values.items()}
+        self._step = step, time.monotonic()
+
+    def close(self, exit_code: int) -> None:
+        """Do nothing: the end of the block closes the server, and until then the run has a health."""
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metrics. `prometheus_client` calls this at each scrape."""
+        from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+
+        progress, step, families = self.progress(), self._step, {}
+        own = {
+            "last_step": ("Last finished step.", math.nan if step is None else step[0]),
+            "total_steps": ("Steps of the run.", self._total_steps),
+            "progress_age_seconds": ("Seconds since the driver last made progress.", progress.age_s),
+            "healthy": ("1, or 0 if the run is stalled.", float(progress.status != "stalled")),
+        }
+        for name, (meaning, value) in own.items():
+            family = GaugeMetricFamily(_PREFIX + name, meaning, labels=["run"])
+            family.add_metric([self._run], value)
+            yield family
+        for name, value in sorted(self._values.items()):
+            legal = legal_name(name)
+            if legal not in families:
+                metric = declared_as(name)
+                meaning = f"{metric.meaning} Unit: {metric.unit}." if metric else "A metric of the task."
+                kind = CounterMetricFamily if is_counter(name) else GaugeMetricFamily
+                families[legal] = kind(legal, meaning, labels=["run", "metric"])
+            families[legal].add_metric([self._run, _encodable(name)], value)
+        yield from families.values()
+
+    def health(self) -> dict[str, Any]:
+        """Return what `/health` answers."""
+        progress, step = self.progress(), self._step
+        return {
+            "status": progress.status,
+            "run": self._run,
+            "step": None if step is None else step[0],
+            "total_steps": self._total_steps,
+            "progress_age_s": round(progress.age_s, 3),
+            "limit_s": progress.limit_s,
+            "step_age_s": None if step is None else round(time.monotonic() - step[1], 3),
+        }
+
+    def _answer(self, path: str, accept: str) -> tuple[int, str, bytes]:
+        """Return status, content type and body of the answer to a request."""
+        from prometheus_client.exposition import choose_encoder
+
+        path = path.partition("?")[0]
+        if path == "/metrics":
+            encode, content_type = choose_encoder(accept)
+            return 200, content_type, encode(self._registry)
+        if path == "/health":
+            health = self.health()
+            status = 503 if health["status"] == "stalled" else 200
+            return status, "application/json", json.dumps(health).encode() + b"\n"
+        return 404, "text/plain; charset=utf-8", b"this server has /metrics and /health\n"
+
+
+class _Server(ThreadingHTTPServer):
+    """A server on a socket that is bound already."""
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 64
+
+    def __init__(self, listener: socket, answer: Callable[[str, str], tuple[int, str, bytes]]) -> None:
+        super().__init__(listener.getsockname()[:2], _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+        self.answer = answer
+        self._free = threading.BoundedSemaphore(_MOST_REQUESTS)
+        self.server_activate()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: a client that goes away is no matter of the run."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = time_limits.SCRAPE_S
+    server: _Server
+
+    def do_GET(self) -> None:
+        status, content_type, body = self.server.answer(self.path, self.headers.get("Accept", ""))
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log no request."""
+
+
+def _since_now() -> Callable[[], Progress]:
+    """Return the progress of a run that has just begun to start."""
+    began = time.monotonic()
+    return lambda: Progress("starting", time.monotonic() - began)
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _encodable(name: str) -> str:
+    """Return a name without the half surrogates that user code may give, which no answer can hold."""
+    return name.encode(errors="backslashreplace").decode()
