@@ -132,8 +132,10 @@ def test_a_job_that_is_killed_and_loses_a_rank_and_its_engine_ends_as_if_never_d
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_job_with_adapters_that_is_killed_ends_as_if_never_killed(tmp_path):
-    """They are served by vLLM, beside a critic that is trained whole."""
-    settings = ("algorithm=ppo", "trainer.policy.lora.rank=4", "rollout=vllm", "rollout.ahead=1")
+    """They are served by vLLM, beside a critic that is trained whole. One rank trains, and episodes are streamed."""
+    settings = ("algorithm=ppo", "trainer.policy.lora.rank=4", "rollout=vllm", "rollout.ahead=1",
+                "environment.name=tests.support.environments:Dawdling", "environment.schedule=stream",
+                "environment.max_turns=3", "environment.max_tokens=96")  # fmt: skip
     _, job = whole_and_killed(*settings, cwd=tmp_path)
     killed_fork(job, tmp_path, "save:shards_written,3")
     last = run_forked_job(*job, cwd=tmp_path)
