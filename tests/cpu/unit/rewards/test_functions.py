@@ -168,6 +168,23 @@ def test_math_refuses(completion, answer):
 # arithmetic, reverse_text
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "The answer is {}",
+        "answer: 1+({})",
+        "\\boxed{{{}}}",
+        "$\\text{{{}}}+1$",
+        '$\\operatorname{{exec}}("{}")$',
+        "\\boxed{{\\{{1, \\text{{{}}}\\}}}}",
+    ],
+)
+def test_math_runs_no_code_of_an_answer(tmp_path, answer):
+    code = f"__import__('os').mkdir('{tmp_path}/made')"
+    assert math(answer.format(code), "5") == 0.0
+    assert not (tmp_path / "made").exists()
+
+
 @pytest.mark.parametrize(("completion", "reward"), [("7", 1.0), (" 7\n", 1.0), ("7.", 0.0), ("17", 0.0), ("", 0.0)])
 def test_arithmetic_wants_the_number_alone(completion, reward):
     assert REWARDS["arithmetic"](completion, "7") == reward
