@@ -207,6 +207,14 @@ def test_ranks_and_engines_meet_at_the_port_after_those_of_the_ranks(start):
     assert pool._transport.transfer.total_bytes == 1000, "a receiver that writes files looks for room"
 
 
+@pytest.mark.parametrize("joins", [False, True])
+def test_engines_may_generate_as_those_whose_requests_join_others_do(start, monkeypatch, joins):
+    """So an evaluation has the last bits of a run in which they do."""
+    monkeypatch.setitem(ENGINES, "plain", dataclasses.replace(streaming(), joins_exactly=True))
+    pool, _ = start(joins=joins)
+    assert pool._build.keywords.get("joins", False) == joins and pool.repeats
+
+
 def test_engines_of_a_resumed_run_get_its_weights_at_the_start(start):
     pool, ranks = start()
     ranks.call("policy", "train")
