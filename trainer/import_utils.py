@@ -14,11 +14,13 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from trainer.errors import UserError, describe_error, describe_with_place, did_you_mean
 from trainer.process import signals
 from trainer.process.startup import importing
+
+Spec = TypeVar("Spec")
 
 
 def import_function(path: str, key: str, known: Iterable[str] = ()) -> Callable[..., Any]:
@@ -48,6 +50,7 @@ def import_function(path: str, key: str, known: Iterable[str] = ()) -> Callable[
         )
     if os.getcwd() not in sys.path:  # for a file in the directory in which the command was given
         sys.path.insert(0, os.getcwd())
+    import_numpy()
     try:
         with importing(), user_code(f"{key}={path}: cannot be imported ({{}})"):
             module = importlib.import_module(module_name)
@@ -66,6 +69,29 @@ def import_function(path: str, key: str, known: Iterable[str] = ()) -> Callable[
             kind = ""  # a value, such as a task or the spec of an engine
         raise UserError(f"{key}={path}: {module_name} has no {kind}{function_name}{meant and f'; {meant}'}")
     return function
+
+
+def import_numpy() -> None:
+    """Import numpy if it is there, before the user's modules do: its threads must block signals while Ray starts."""
+    with signals.SIGNALS.blocked(), contextlib.suppress(ImportError):
+        import numpy  # noqa: F401
+
+
+def import_spec(path: str, key: str, kind: type[Spec], known: Iterable[str], usual: str) -> Spec:
+    """Return the value of class `kind` at an import path, or for a class of the user the `kind` with that path.
+
+    Args:
+        usual: what the path must name, for the error. The others are those of `import_function`.
+
+    Raises:
+        UserError: it is neither.
+    """
+    found: Any = import_function(path, key, known)
+    if isinstance(found, kind):
+        return found
+    if not isinstance(found, type):
+        raise UserError(f"{key}={path}: is a {type(found).__name__}; it must be {usual}")
+    return kind(path)  # type: ignore[call-arg]
 
 
 def is_agent(kind: Any) -> bool:

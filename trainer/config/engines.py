@@ -12,9 +12,7 @@ from typing import Any
 
 from trainer.config.inference import TOKEN
 from trainer.config.transports import TransportSpec
-from trainer.errors import UserError
-from trainer.import_utils import import_function
-from trainer.process.signals import SIGNALS
+from trainer.import_utils import import_function, import_spec
 
 KEY = "rollout.engine"
 
@@ -167,15 +165,8 @@ def find_engine(name: str) -> EngineSpec:
 
 @functools.cache
 def _import_engine(path: str) -> EngineSpec:
-    with SIGNALS.blocked():
-        import numpy  # noqa: F401 - its threads, which the module may start, must block signals while Ray starts
-    found: Any = import_function(path, KEY, known=ENGINES)
-    if isinstance(found, EngineSpec):
-        return found
-    if not isinstance(found, type):
-        problem = "it must be an EngineSpec (trainer.config), or a class like Engine (trainer.generation.engine)"
-        raise UserError(f"{KEY}={path}: is a {type(found).__name__}; {problem}")
-    return EngineSpec(path)
+    usual = "an EngineSpec (trainer.config), or a class like Engine (trainer.generation.engine)"
+    return import_spec(path, KEY, EngineSpec, ENGINES, usual)
 
 
 def engines_with(feature: str) -> str:

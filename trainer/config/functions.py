@@ -8,7 +8,6 @@ import os
 from typing import Any
 
 from trainer.import_utils import import_function, is_import_path, parameter_names
-from trainer.process.signals import SIGNALS
 
 _FILES = {"advantage_estimator": "advantages.py", "policy_loss": "losses.py"}
 _ALGORITHMS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "algorithms")
@@ -48,8 +47,6 @@ def inputs_of(key: str, name: str) -> frozenset[str]:
         function = _functions(key).get(name)
         names = {p.arg for p in (*function.args.args, *function.args.kwonlyargs)} if function is not None else set()
     else:
-        with SIGNALS.blocked():
-            import numpy  # noqa: F401 - its threads, which the user's module may start, must block signals
         names = set(parameter_names(import_function(name, f"algorithm.{key}")))
     return frozenset(names.intersection(INPUTS[key]))
 

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trainer.config.fields import value_of
 from trainer.config.role_specs import RoleSpec, check_roles, policy_gradient_roles, policy_role, supervised_roles
 from trainer.errors import UserError, did_you_mean
-from trainer.import_utils import import_function, user_code
-from trainer.process.signals import SIGNALS
+from trainer.import_utils import import_function, import_numpy, user_code
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -207,9 +206,8 @@ def find_task(name: str) -> TaskSpec:
     """
     if name in TASKS:
         return TASKS[name]
-    with SIGNALS.blocked():
-        import numpy  # noqa: F401 - its threads, which the module may start, must block signals while Ray starts
     if name in _added:
+        import_numpy()
         with user_code(f"{KEY}={name}: cannot be imported ({{}})"):
             spec: Any = _added[name]()
     else:

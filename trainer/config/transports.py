@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.errors import UserError
-from trainer.import_utils import import_function
+from trainer.import_utils import import_function, import_spec
 
 KEY = "rollout.weight_sync"
 
@@ -92,10 +91,5 @@ def find_transport(name: str | TransportSpec) -> TransportSpec:
 
 @functools.cache
 def _import_transport(path: str) -> TransportSpec:
-    found: Any = import_function(path, KEY, known=("auto", *TRANSPORTS))
-    if isinstance(found, TransportSpec):
-        return found
-    if not isinstance(found, type):
-        kinds = "a TransportSpec (trainer.config), or a class like Transport (trainer.generation.transport)"
-        raise UserError(f"{KEY}={path}: is a {type(found).__name__}; it must be {kinds}")
-    return TransportSpec(path)
+    usual = "a TransportSpec (trainer.config), or a class like Transport (trainer.generation.transport)"
+    return import_spec(path, KEY, TransportSpec, ("auto", *TRANSPORTS), usual)

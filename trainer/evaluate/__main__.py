@@ -11,6 +11,7 @@ import sys
 
 from trainer.config import Config
 from trainer.config.command_line import run_app
+from trainer.import_utils import import_numpy
 from trainer.process.log_setup import guard_output, show
 
 _HELP = """usage: trainer evaluate RUN|CHECKPOINT|MODEL [--best | --step N] [KEY=VALUE ...]
@@ -65,8 +66,7 @@ def _evaluate(cfg: Config) -> None:
 
     with StartUp(cfg.logger.progress):
         refuse_unread(words_given(), cfg)
-        with SIGNALS.blocked():
-            import numpy  # noqa: F401 - its threads, which torch would start, must block signals while Ray starts
+        import_numpy()  # before torch does
         with stage("importing torch and transformers"):
             from trainer.evaluate.job import run_evaluation
             from trainer.evaluate.results import print_results

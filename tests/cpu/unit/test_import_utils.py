@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +16,8 @@ from trainer.errors import UserError
 from trainer.import_utils import digest_code, import_function
 from trainer.process.signals import SIGNALS, Stopped
 from trainer.rewards import resolve as resolve_reward
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(
@@ -126,3 +130,29 @@ def test_what_names_no_file_has_no_digest(tmp_path, monkeypatch, path):
 
 def test_an_installed_function_stands_for_its_file_and_version():
     assert digest_code("numpy:mean") != digest_code("numpy.linalg:norm") and digest_code("numpy:mean")
+
+
+THREADS = """
+import os, signal
+from trainer.import_utils import import_function
+import_function("with_numpy:mine", "data.curriculum")
+masks = {}
+for thread in os.listdir("/proc/self/task"):
+    with open(f"/proc/self/task/{thread}/status") as file:
+        blocked = next(int(line.split()[1], 16) for line in file if line.startswith("SigBlk"))
+    masks[int(thread)] = bool(blocked >> signal.SIGTERM - 1 & 1)
+assert not masks.pop(os.getpid()) and all(masks.values()), masks
+"""
+
+
+def test_the_threads_of_a_library_that_a_module_imports_get_no_signals(tmp_path):
+    """They are older than Ray, whose handler would end the process while Ray starts."""
+    (tmp_path / "with_numpy.py").write_text("import numpy\ndef mine(): ...\n")
+    environment = {
+        **os.environ,
+        "OPENBLAS_NUM_THREADS": "2",
+        "OMP_NUM_THREADS": "2",
+        "PYTHONPATH": f"{tmp_path}:{ROOT}",
+    }
+    done = subprocess.run([sys.executable, "-c", THREADS], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
