@@ -1,6 +1,5 @@
 // One episode: what is known of it, and its conversation, with the policy's tokens in colours.
 
-const NOTHING = -32768;
 const MOST_TOKENS = 3000;
 const SHADES = 8;
 const COLOURINGS = {
@@ -42,6 +41,7 @@ async function showEpisode(node, row, open) {
   const asStream = samples.length > 0 && (STATE.stream || colouring === "mask" || !isAligned || !messages.length);
   const conversation = asStream ? streamOf(shown, samples) : messagesOf(shown, messages, row.turns, replies, isAligned);
   const scroll = node.scrollTop;
+  hideTip();
   fill(node, aboutOf(row, open), samples.length ? colourBar(tokens, colouring, again) : el("p", { class: "note" },
     "Without tokens: the files of a validation have texts alone."),
     el("div", { class: `conversation${firstReply ? "" : " free"}`, id: "conversation", mouseover: (event) => tip(event, shown),
@@ -180,9 +180,9 @@ function tokenSpan(shown, k, text) {
 function shadeOf({ tokens, colouring }, k) {
   const { needs, hue, shade } = colouring;
   if (!needs || !tokens.mask[k]) return "";
-  const value = tokens.scores[needs][k];
-  if (value === NOTHING) return "missing";
-  const level = Math.round(SHADES * Math.max(-1, Math.min(1, shade(value / 1000))));
+  const value = scoreOf(tokens, needs, k);
+  if (value === null) return "missing";
+  const level = Math.round(SHADES * Math.max(-1, Math.min(1, shade(value))));
   if (hue === "sign") return level < 0 ? `minus${-level}` : level > 0 ? `plus${level}` : "";
   return level > 0 ? `${hue}${level}` : "";
 }
@@ -229,17 +229,14 @@ function tip(event, shown) {
   const span = event.target.closest(".t"), box = document.getElementById("tip");
   if (!span || span.token === undefined) return hideTip();
   const { tokens, vocabulary } = shown, k = span.token, id = tokens.ids[k], text = vocabulary.texts.get(id);
-  const value = (name) => {
-    const scores = tokens.scores[name];
-    return scores && tokens.mask[k] && scores[k] !== NOTHING ? scores[k] / 1000 : null;
-  };
+  const value = (name) => scoreOf(tokens, name, k);
   const logprob = value("logprob"), difference = value("difference");
   const name = text === undefined ? "?" : JSON.stringify(Array.isArray(text) ? `bytes ${text.join(" ")}` : text);
   const facts = [
     ["token", `${name} (${id})`],
     ["by", tokens.mask[k] ? "the policy" : "context"],
     logprob === null ? null : ["log-prob", `${logprob.toFixed(3)} (${(100 * Math.exp(logprob)).toPrecision(3)} %)`],
-    difference === null ? null : ["trainer", `${(logprob - difference).toFixed(3)} (difference ${difference.toFixed(3)})`],
+    difference === null ? null : ["trainer", `${(logprob - difference).toFixed(3)} (difference ${figure(difference)})`],
     value("entropy") === null ? null : ["entropy", value("entropy").toFixed(3)],
     value("advantage") === null ? null : ["advantage", value("advantage").toFixed(3)],
   ].filter(Boolean);

@@ -21,8 +21,8 @@ from trainer.metrics.samples import VALIDATION_FOLDER
 TRAINING, VALIDATION = "training", "validation"
 _PREVIEW = 160
 """Characters of the last reply that the table shows."""
-_UNIT = 1000
-"""Numbers of tokens are whole thousandths of a nat, of 16 bits."""
+_FINEST = {"logprob": 1000, "entropy": 1000}
+"""The parts of a nat in which numbers are kept; others are kept as finely as 16 bits allow."""
 _LIMIT, _NOTHING = 32767, -32768
 _VALIDATION_UID = "val:"
 
@@ -261,8 +261,8 @@ def pack_tokens(scored: Sequence[Scored]) -> tuple[bytes, frozenset[int], int]:
 
     The bytes are the length of a header (uint32, little endian), the header as JSON, spaces up to a multiple of four,
     and then one array after another, each with all tokens: `ids` (uint32), those that the header names in `scores`
-    (int16, thousandths of a nat; -32768: unknown), and `mask` (uint8, 1: the policy sampled it). The header's `samples`
-    has a pair for each sample: the index of its episode, and its number of tokens.
+    (int16, parts of a nat, so many as the header says; -32768: unknown), and `mask` (uint8, 1: the policy sampled it).
+    The header's `samples` has a pair for each sample: the index of its episode, and its number of tokens.
     """
     samples = [sample for episode, _ in scored for sample in episode.samples]
     if not samples:
@@ -278,12 +278,13 @@ def pack_tokens(scored: Sequence[Scored]) -> tuple[bytes, frozenset[int], int]:
         "entropy": [one.entropy for one in of_trainer],
         "advantage": [one.advantages for one in of_trainer],
     }
-    arrays = {
-        name: np.where(mask > 0, np.concatenate([_thousandths(*one) for one in zip(column, lengths, strict=True)]), 0)
-        for name, column in columns.items()
-        if any(one is not None for one in column)
-    }
-    header = json.dumps({"samples": [*zip(owners, lengths, strict=True)], "scores": [*arrays]})
+    arrays, factors = {}, {}
+    for name, column in columns.items():
+        if any(one is not None for one in column):
+            blank = [np.full(n, np.nan) if one is None else one for one, n in zip(column, lengths, strict=True)]
+            values = np.where(mask > 0, np.concatenate(blank).astype(np.float64), 0.0)
+            arrays[name], factors[name] = _as_parts(values, _FINEST.get(name, 1_000_000))
+    header = json.dumps({"samples": [*zip(owners, lengths, strict=True)], "scores": factors})
     head = header.encode() + b" " * (-len(header) % 4)
     body = b"".join(array.astype("<i2").tobytes() for array in arrays.values())
     data = len(head).to_bytes(4, "little") + head + ids.tobytes() + body + mask.tobytes()
@@ -297,10 +298,12 @@ def _difference(sample: Sample, scores: TokenScores) -> np.ndarray | None:
     return np.asarray(sample.logprobs, np.float64) - scores.logprobs
 
 
-def _thousandths(values: np.ndarray | None, length: int) -> np.ndarray:
-    """Return numbers as whole thousandths."""
-    if values is None:
-        return np.full(length, _NOTHING, np.int32)
-    array = np.asarray(values, np.float64)
-    scaled = np.clip(np.nan_to_num(array * _UNIT, nan=0.0, posinf=_LIMIT, neginf=-_LIMIT), -_LIMIT, _LIMIT)
-    return np.where(np.isnan(array), _NOTHING, np.rint(scaled)).astype(np.int32)
+def _as_parts(values: np.ndarray, finest: int) -> tuple[np.ndarray, int]:
+    """Return numbers in whole parts of 1, and in how many: a power of ten up to `finest`, so that they fit 16 bits."""
+    finite = np.abs(values[np.isfinite(values)])
+    largest = float(finite.max()) if len(finite) else 0.0
+    factor = min(finest, 1000) if np.isinf(values).any() else finest  # what is infinite must look large
+    while factor > 1 and largest * factor > _LIMIT:
+        factor //= 10
+    scaled = np.clip(np.nan_to_num(values * factor, nan=0.0, posinf=_LIMIT, neginf=-_LIMIT), -_LIMIT, _LIMIT)
+    return np.where(np.isnan(values), _NOTHING, np.rint(scaled)), factor

@@ -116,8 +116,8 @@ const unpackTokens = (id) => unpack(id, (bytes) => {
   const ids = new Uint32Array(bytes.buffer, at, total);
   at += 4 * total;
   const scores = {};
-  for (const name of header.scores) {
-    scores[name] = new Int16Array(bytes.buffer, at, total);
+  for (const [name, factor] of Object.entries(header.scores)) {
+    scores[name] = { parts: new Int16Array(bytes.buffer, at, total), factor };
     at += 2 * total;
   }
   const mask = new Uint8Array(bytes.buffer, at, total), samples = new Map();
@@ -129,6 +129,13 @@ const unpackTokens = (id) => unpack(id, (bytes) => {
   }
   return { ids, scores, mask, samples };
 });
+
+/** Return what a score of a token is; null: it is not known. */
+function scoreOf(tokens, name, k) {
+  const score = tokens.scores[name];
+  return score && tokens.mask[k] && score.parts[k] !== NOTHING ? score.parts[k] / score.factor : null;
+}
+const NOTHING = -32768;
 
 /** Return the texts of a run's tokens by id; an array is the bytes of a token that is no whole character. */
 async function vocabularyOf(run) {

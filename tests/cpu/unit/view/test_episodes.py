@@ -27,8 +27,10 @@ def unpacked(data: bytes) -> dict[str, Any]:
     assert at % 4 == 0
     arrays = {}
     for name, kind in [("ids", "<u4"), *((name, "<i2") for name in header["scores"]), ("mask", "u1")]:
-        arrays[name] = np.frombuffer(data, kind, total, at)
-        at += arrays[name].nbytes
+        array = np.frombuffer(data, kind, total, at)
+        at += array.nbytes
+        known = np.where(array == -32768, np.nan, array / header["scores"].get(name, 1))
+        arrays[name] = known if name in header["scores"] else array
     assert at == len(data)
     return {**arrays, "samples": header["samples"]}
 
@@ -56,10 +58,10 @@ def test_tokens_have_the_numbers_of_engine_and_trainer(tmp_path):
     tokens = unpacked(pack_tokens([(episode, [scores])])[0])
     (sample,) = episode.samples
     assert tokens["ids"].tolist() == sample.token_ids.tolist() and tokens["mask"].tolist() == sample.mask.tolist()
-    np.testing.assert_allclose(tokens["logprob"] / 1000, sample.logprobs, atol=5.1e-4)
-    np.testing.assert_allclose(tokens["difference"] / 1000, sample.logprobs - scores.logprobs, atol=5.1e-4)
-    np.testing.assert_allclose(tokens["entropy"] / 1000, scores.entropy, atol=5.1e-4)
-    np.testing.assert_allclose(tokens["advantage"] / 1000, scores.advantages, atol=5.1e-4)
+    np.testing.assert_allclose(tokens["logprob"], sample.logprobs, atol=5.1e-4)
+    np.testing.assert_allclose(tokens["difference"], sample.logprobs - scores.logprobs, atol=5.1e-6)
+    np.testing.assert_allclose(tokens["entropy"], scores.entropy, atol=5.1e-4)
+    np.testing.assert_allclose(tokens["advantage"], scores.advantages, atol=5.1e-6)
     alone = unpacked(pack_tokens([(episode, [])])[0])
     assert {*alone} == {"ids", "mask", "samples", "logprob"}, "what was not recorded is not there"
 
@@ -68,9 +70,20 @@ def test_tokens_have_the_numbers_of_engine_and_trainer(tmp_path):
 def test_any_number_is_packed(values):
     array = np.asarray(values, np.float32)
     sample = Sample(np.arange(len(values), dtype=np.int32), np.ones(len(values), np.float32), array)
-    packed = unpacked(pack_tokens([(Episode("0:0:0", "0:0", [sample]), [TokenScores(entropy=array)])])[0])["logprob"]
-    for value, got in zip(values, packed.tolist(), strict=True):
-        assert got == (-32768 if np.isnan(value) else int(np.clip(np.rint(np.float64(value) * 1000), -32767, 32767)))
+    scores = TokenScores(advantages=array)
+    packed = unpacked(pack_tokens([(Episode("0:0:0", "0:0", [sample]), [scores])])[0])
+    finite = np.abs(array[np.isfinite(array)])
+    largest = float(finite.max()) if len(finite) else 0.0
+    for name, finest in (("logprob", 1e3), ("advantage", 1e3 if np.isinf(array).any() else 1e6)):
+        for value, got in zip(array.astype(float), packed[name], strict=True):
+            if np.isnan(value):
+                assert np.isnan(got)
+            elif abs(value) > 32767:
+                assert np.sign(got) == np.sign(value) and abs(got) >= 32.767
+            else:
+                assert got == pytest.approx(
+                    value, abs=max(0.51 / finest, largest * 1.6e-4) if largest < 32767 else 0.51
+                )
 
 
 def test_the_journal_serves_where_no_rollouts_are_kept(tmp_path):
