@@ -56,12 +56,15 @@ class Browser:
 
     def until(self, condition: Callable[[], Any]) -> Any:
         """Wait until a condition holds, and return its value. Elements may be replaced meanwhile."""
-        from selenium.common.exceptions import StaleElementReferenceException
+        from selenium.common import exceptions
         from selenium.webdriver.support.ui import WebDriverWait
 
-        wait = WebDriverWait(
-            self.driver, WAIT_S, poll_frequency=0.05, ignored_exceptions=[StaleElementReferenceException]
-        )
+        ignored = [
+            exceptions.StaleElementReferenceException,
+            exceptions.ElementNotInteractableException,
+            exceptions.ElementClickInterceptedException,
+        ]
+        wait = WebDriverWait(self.driver, WAIT_S, poll_frequency=0.05, ignored_exceptions=ignored)
         return wait.until(lambda _: condition())
 
     def click(self, selector: str) -> None:
@@ -71,9 +74,8 @@ class Browser:
 
     def type(self, selector: str, text: str) -> None:
         """Replace the text of a field."""
-        field = self.one(selector)
-        field.clear()
-        field.send_keys(text)
+        self.until(lambda: self.one(selector).clear() is None)
+        self.one(selector).send_keys(text)
 
     def choose(self, selector: str, value: str) -> None:
         from selenium.webdriver.support.ui import Select
@@ -91,6 +93,20 @@ def is_installed() -> bool:
     return None not in programs and importlib.util.find_spec("selenium") is not None
 
 
+def _start(options: Any) -> Any:
+    """Start Chromium. Skip the test where it cannot start: some containers do not let it."""
+    from selenium import webdriver
+    from selenium.common.exceptions import WebDriverException
+
+    problem = None
+    for _ in range(3):  # another program may take the port that the driver has chosen
+        try:
+            return webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
+        except WebDriverException as error:
+            problem = error
+    pytest.skip(f"Chromium does not start here ({problem})")
+
+
 @contextlib.contextmanager
 def open_browser(profile: Path) -> Iterator[Browser]:
     """Yield a browser with an empty profile. Skip the test where there is none."""
@@ -103,7 +119,7 @@ def open_browser(profile: Path) -> Iterator[Browser]:
     for switch in (*_SWITCHES, f"--user-data-dir={profile}"):
         options.add_argument(switch)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    running = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
+    running = _start(options)
     try:
         running.set_script_timeout(WAIT_S)
         running.set_page_load_timeout(WAIT_S)

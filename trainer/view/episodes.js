@@ -56,6 +56,9 @@ class Table {
     });
     this.draw = this.draw.bind(this);
     this.search = later(() => this.filter(), 150);
+    this.statuses = el("span");
+    this.ungroup = el("span");
+    this.filters();
     parts.scroll.addEventListener("scroll", () => requestAnimationFrame(this.draw));
     parts.scroll.addEventListener("keydown", (event) => this.key(event));
     new ResizeObserver(() => this.draw()).observe(parts.scroll);
@@ -80,7 +83,7 @@ class Table {
     this.groups = groupsOf(this.rows);
     this.isOfGroups = STATE.view === "groups";
     this.columns = this.isOfGroups ? groupColumns() : episodeColumns(this.rows);
-    this.filters();
+    this.offer();
     this.summarise(chosen);
     await this.filter();
     const row = STATE.uid && this.rows.find((one) => one.uid === STATE.uid && (!STATE.all || one.step === STATE.step));
@@ -100,26 +103,32 @@ class Table {
       `${agree.length} of ${several.length} groups agree in their rewards`)] : [], origin);
   }
 
+  /** Make the fields that stay while somebody moves over the steps. */
   filters() {
-    const statuses = [...new Set(this.rows.map((row) => row.status))].sort();
     const input = (name, type, title, width) => {
       const field = el("input", { id: name, type, placeholder: title, value: STATE[name], size: width, "aria-label": title,
         input: () => { change({ [name]: field.value }); this.search(); } });
       return field;
     };
-    if (STATE.status && !statuses.includes(STATE.status)) STATE.status = "";
-    fill(this.parts.filters, input("search", "search", "search in texts", 24),
-      choice("status", "", [["", "every status"], ...statuses.map((one) => [one, one])], STATE.status,
-        (value) => change({ status: value }, this.search)),
+    fill(this.parts.filters, input("search", "search", "search in texts", 24), this.statuses,
       el("span", {}, "reward ", input("low", "text", "from", 5), " – ", input("high", "text", "to", 5)),
       tick("agree", "only groups that agree", STATE.agree, (on) => change({ agree: on }, this.search)),
-      STATE.group ? el("button", { id: "ungroup", click: () => { change({ group: "" }); this.load(); } },
-        "show all groups") : null, this.parts.count);
+      this.ungroup, this.parts.count);
+  }
+
+  /** Offer what the episodes of the chosen steps have. */
+  offer() {
+    const statuses = [...new Set(this.rows.map((row) => row.status))].sort();
+    if (STATE.status && !statuses.includes(STATE.status)) STATE.status = "";
+    fill(this.statuses, choice("status", "", [["", "every status"], ...statuses.map((one) => [one, one])], STATE.status,
+      (value) => change({ status: value }, this.search)));
+    fill(this.ungroup, STATE.group ? el("button", { id: "ungroup", click: () => { change({ group: "" }); this.load(); } },
+      "show all groups") : null);
   }
 
   /** Choose the rows to show, and sort them. */
   async filter() {
-    const turn = this.turn, words = STATE.search.trim().toLowerCase();
+    const turn = this.turn, words = STATE.search.trim() ? STATE.search.toLowerCase() : "";
     const holds = words ? await this.holders(words) : null;
     if (turn !== this.turn) return;
     const low = STATE.low.trim() === "" ? -Infinity : Number(STATE.low);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,32 @@ def test_an_episode_is_a_conversation_with_coloured_tokens(browser, page):
     assert all(word in tip for word in ('"e"', "the policy", "log-prob", "trainer", "entropy", "advantage"))
     browser.all(".siblings button")[3].click()
     browser.until(lambda: "0:13:3" in browser.texts("#detail h2")[0])
+
+
+def test_long_episodes_and_those_of_several_turns_or_samples_are_shown(browser, tmp_path):
+    run = make_run(tmp_path / "run", steps=1)
+    long = make_episode("0:0:0", [("first", "one"), ("second", "x" * 7000)], 1.0)
+    whole, _ = make_episode("0:0:1", [("first", "one"), ("second", "two")], 0.0)
+    parts = [make_episode("0:0:1", [turn], 0.0)[0].samples[0] for turn in (("first", "one"), ("second", "two"))]
+    unknown, _ = make_episode("0:0:2", [("first", "one")], 0.5, group="0:0")
+    several = [long[0], replace(whole, samples=parts), replace(unknown, turns=3)]
+    write_rollouts(str(run), 1, several)
+    show_episodes(browser, write(tmp_path / "view.html", run), "&uid=0:0:0")
+    replies = "#conversation .policy .content"
+    browser.until(lambda: len(browser.all(replies)) == 2)
+    assert browser.texts(replies)[0] == "one<|end|>" and len(browser.all(f"{replies} .t")) == 3000 + 4
+    for left in (4001, 1001):
+        assert f"of {left:,} tokens" in browser.texts(f"{replies} button")[0]
+        browser.click(f"{replies} button")
+    browser.until(lambda: browser.texts(replies)[1] == "x" * 7000 + "<|end|>")
+    browser.click(".row[data-uid='0:0:1']")
+    browser.until(lambda: browser.texts(replies) == ["one<|end|>", "two<|end|>"])
+    browser.click("#stream")
+    browser.until(lambda: len(browser.all("#conversation .stream")) == 2)
+    assert browser.texts("#conversation .role") == ["sample 1 of 2", "sample 2 of 2"]
+    browser.click("#stream")
+    browser.click(".row[data-uid='0:0:2']")  # its turns do not agree with its tokens
+    browser.until(lambda: browser.texts("#conversation .role") == ["all tokens"])
 
 
 def test_the_keyboard_moves_through_the_table(browser, page):
