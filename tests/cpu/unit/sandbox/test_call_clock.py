@@ -56,16 +56,16 @@ async def test_what_follows_a_wait_counts():
         return "done"
 
     result, signs = await timed(call)
-    assert result == "over" and signs == 2  # at the beginning and the end of the wait
+    assert result == "over" and signs >= 2, "at the beginning and the end of the wait"
 
 
 @awaited
 async def test_waits_may_overlap():
     async def call() -> str:
-        await asyncio.gather(wait(0.2), wait(0.3))
+        await asyncio.gather(wait(1.6), wait(1.8))
         return "done"
 
-    assert (await timed(call))[0] == "done"
+    assert (await timed(call, limit_s=1.5))[0] == "done"
 
 
 @awaited

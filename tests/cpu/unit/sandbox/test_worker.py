@@ -81,6 +81,14 @@ def answer(pipe: Connection) -> Any:
     return json.loads(pipe.recv_bytes())
 
 
+def answers(pipe: Connection, numbers: int) -> list[Any]:
+    """Return all messages up to the results of so many calls."""
+    found: list[Any] = []
+    while sum("number" in one for one in found) < numbers:
+        found.append(answer(pipe))
+    return found
+
+
 def test_plain_calls_are_answered_one_by_one_and_a_failure_costs_its_call_alone():
     with served("Letters") as pipe:
         assert answer(pipe) == {"ready": False}
@@ -102,7 +110,7 @@ def test_async_calls_of_a_message_run_in_turn_where_the_handler_wants_it():
     with served("Letters", False, True) as pipe:
         assert answer(pipe) == {"ready": False}
         ask(pipe, 5, ["queue", "a"], ["hang", "b"], ["queue", "c"])
-        found = [one for one in (answer(pipe) for _ in range(7)) if "number" in one]
+        found = [one for one in answers(pipe, 3) if "number" in one]
         results = [{"value": "a"}, {"timeout": True}, {"value": "c"}]
         assert found == [{"number": 5, "results": [result], "last": False} for result in results]
 
@@ -122,10 +130,9 @@ def test_a_wait_for_ones_turn_does_not_count_and_the_driver_hears_of_it():
     with served("Letters", True) as pipe:
         assert answer(pipe) == {"ready": True}
         ask(pipe, 3, ["queue", "a"])
-        assert [answer(pipe) for _ in range(4)] == [
-            *[{"begun": 3}] * 3,
-            {"number": 3, "results": [{"value": "a"}], "last": False},
-        ]
+        *signs, last = answers(pipe, 1)
+        assert len(signs) >= 3 and all(sign == {"begun": 3} for sign in signs)
+        assert last == {"number": 3, "results": [{"value": "a"}], "last": False}
 
 
 def test_a_process_that_user_code_has_forked_does_not_answer():
