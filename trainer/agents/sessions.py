@@ -75,6 +75,10 @@ class AgentSession(Task):
         self._is_over = False
         self.restart()
 
+    @property
+    def label(self) -> str:
+        return "agent"
+
     def next_call(self) -> list[Any] | None:
         if self._is_over:
             return None

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from trainer.checkpoint.checkpoint_files import files_at
 from trainer.checkpoint.storage import for_each
+from trainer.process.tracing import TRACER
 
 _LAST = ("config.json", "adapter_config.json")
 """No model can be loaded without one of these files. They are put last, so an export is whole where one is there."""
@@ -35,6 +36,12 @@ def export_directory(target: str, scratch: str | None = None) -> Iterator[str]:
     Args:
         scratch: the parent of that directory, which all ranks see; None: that of temporary files.
     """
+    with TRACER.span("export"), _directory(target, scratch) as path:
+        yield path
+
+
+@contextlib.contextmanager
+def _directory(target: str, scratch: str | None) -> Iterator[str]:
     files = files_at(target)
     if files.storage.disk is not None:
         yield target

@@ -31,9 +31,12 @@ from trainer.errors import UserError, as_list
 from trainer.process import time_limits
 from trainer.process.failpoints import failpoint
 from trainer.process.signals import SIGNALS, Stopped
+from trainer.process.tracing import TRACER
 
 LOG = logging.getLogger(__name__)
 
+SAVES = "saves"
+"""The row of saves in the timeline."""
 _TEST_BYTES = 64 << 20
 
 
@@ -140,14 +143,17 @@ class CheckpointManager:
 
         def run() -> None:
             try:
-                files = _finish(finishers, failure)
+                with TRACER.span("write", SAVES):
+                    files = _finish(finishers, failure)
                 assert staging is not None
-                total = self._commit(step, names, staging, files, description)
+                with TRACER.span("commit", SAVES):
+                    total = self._commit(step, names, staging, files, description)
                 result = SaveResult(step, self.store.path(step), time.monotonic() - started, total)
                 LOG.info("saved %s (%.1f MB in %.1f s)", result.path, result.bytes / 1e6, result.seconds)
             except BaseException as error:  # the caller of `results` decides about failures of any kind
                 result = SaveResult(step, "", time.monotonic() - started, error=f"{error}" or repr(error))
                 self._abort(staging)
+            TRACER.add(f"save {step}", started, time.monotonic(), SAVES, bytes=result.bytes)
             self._results.append(result)
 
         self._saving = threading.Thread(target=run, name=f"save-{step}", daemon=True)

@@ -24,6 +24,7 @@ from trainer.checkpoint.storage import for_each
 from trainer.checkpoint.store import CheckpointStore, LocalStore
 from trainer.process import time_limits
 from trainer.process.failpoints import failpoint
+from trainer.process.tracing import TRACER
 
 LOG = logging.getLogger(__name__)
 
@@ -196,7 +197,8 @@ class UploadQueue:
                 if self._ending.is_set() and newest not in self.not_yet_uploaded():
                     return
                 try:
-                    self._upload(newest)
+                    with TRACER.span(f"upload {newest}", "uploads"):
+                        self._upload(newest)
                 except Exception as error:
                     if newest not in self._local.steps():
                         continue  # it was archived meanwhile

@@ -25,6 +25,7 @@ from trainer.cluster.worker_setup import failure_of, prepare_process
 from trainer.errors import RESTART_HINT, WorkerError, one_line
 from trainer.process import time_limits
 from trainer.process.startup import importing
+from trainer.process.tracing import MAIN, answer_call
 
 _NODE_STACKS_S = 2 * PY_SPY_S  # a node starts a process of Ray for py-spy first
 
@@ -50,12 +51,12 @@ class _Host:
             self._building.set_exception(error)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._building.result(), method)(*args, **kwargs)
+        return answer_call(getattr(self._building.result(), method), MAIN, args, kwargs, method)
 
     @ray.method(concurrency_group="background")
     def background(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call `method` while other calls run."""
-        return getattr(self._building.result(), method)(*args, **kwargs)
+        return answer_call(getattr(self._building.result(), method), "background", args, kwargs, method)
 
     @ray.method(concurrency_group="heartbeat")
     def heartbeat(self, _: str) -> tuple[int, str, bool]:

@@ -33,6 +33,7 @@ from trainer.errors import describe_error
 from trainer.process import time_limits
 from trainer.process.signals import HANDLED
 from trainer.process.startup import importing
+from trainer.process.tracing import MAIN, answer_call
 
 HOST = "127.0.0.1"
 BUILD = 0
@@ -260,12 +261,16 @@ class _Host:
             os._exit(0)
 
     def _serve(self, channel: str) -> NoReturn:
+        row = MAIN if channel == "call" else channel
         while True:
             number, payload = self._calls[channel].get()
             try:
                 method, args, kwargs = pickle.loads(payload)
-                target = self if channel == "heartbeat" else self._object
-                answer, has_failed = pickle.dumps(getattr(target, method)(*args, **kwargs)), False
+                if channel == "heartbeat":
+                    result = getattr(self, method)(*args, **kwargs)
+                else:
+                    result = answer_call(getattr(self._object, method), row, args, kwargs, method)
+                answer, has_failed = pickle.dumps(result), False
             except BaseException as error:
                 answer, has_failed = _packed(error), True
             self._answer(number, has_failed, answer)

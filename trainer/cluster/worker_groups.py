@@ -18,6 +18,7 @@ from trainer.cluster.timeouts import Timeouts
 from trainer.errors import RESTART_HINT, FailureSource, UserError, WorkerError, set_failure_source
 from trainer.process import time_limits
 from trainer.process.signals import CONTINUES, SIGNALS, Stopped
+from trainer.process.tracing import TRACER, WANTED
 
 LOG = logging.getLogger(__name__)
 
@@ -353,10 +354,12 @@ class CallFutures:
         """Begin to call `method` on one worker."""
         group, target = self._group, self._group.workers[worker]
         group.timeouts.check_cluster()
+        spans = {WANTED: True} if TRACER.is_on and self._channel in ("call", "background") else {}
+        started_at = time.monotonic()
         with SIGNALS.deferred():
-            ticket = group.backend.begin(target.process, self._channel, method, args, kwargs)
+            ticket = group.backend.begin(target.process, self._channel, method, args, kwargs | spans)
         method_key = " ".join([self._channel, method, *(name for name in args[:2] if isinstance(name, str))])
-        self._calls[ticket] = _Call(worker, target, time.monotonic(), method_key)
+        self._calls[ticket] = _Call(worker, target, started_at, method_key)
 
     @property
     def is_running(self) -> bool:
@@ -427,7 +430,8 @@ class CallFutures:
             call = self._calls.pop(ticket)
             try:
                 with SIGNALS.deferred():
-                    value = self._group.backend.get(ticket, call.worker.name)
+                    answer = self._group.backend.get(ticket, call.worker.name)
+                    value = TRACER.receive(call.worker.name, call.started_at, answer)
             except Exception as error:
                 set_failure_source(error, call.worker.source)
                 outcomes.append((call.index, None, error))

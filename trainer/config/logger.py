@@ -86,6 +86,12 @@ class LoggerConfig(Section):
     prometheus_host: str = setting("127.0.0.1", resume="harmless")
     """Address on which that server listens. There is no password: with another address than the loopback one, everybody
     who reaches the machine reads the metrics."""
+    trace: bool = setting(False, resume="harmless")
+    """Write a timeline of what all processes of the job do to `{run_dir}/trace.json`, for Perfetto
+    (https://ui.perfetto.dev). The report then shows the last step of it."""
+    trace_mb: int = number(256, at_least=1, resume="harmless")
+    """Size in MiB at which `trace.json` becomes `trace.1.json`, the older part. What was there is deleted, so both
+    together have at most twice this size."""
     progress: bool = setting(True, resume="harmless")
     """Show a live progress display on a terminal, and plain lines elsewhere."""
     plot: bool = setting(True, resume="harmless")

@@ -65,6 +65,10 @@ class Session(Task):
             return ""
         return "step" if self.answered else "reset"
 
+    @property
+    def label(self) -> str:
+        return self.method or super().label
+
     def next_call(self) -> list[Any] | None:
         given = {"reset": [self.row, self.seed], "step": self.replies[self.answered - 1 : self.answered]}
         return [self._number, self.method, *given.get(self.method, [])] if self.method else None

@@ -20,6 +20,7 @@ from trainer.errors import UserError, one_line
 from trainer.journal.history import Identity, after, digest
 from trainer.journal.pieces import Pieces, Upkeep
 from trainer.process import time_limits
+from trainer.process.tracing import TRACER
 
 LOG = logging.getLogger(__name__)
 
@@ -454,7 +455,8 @@ class _Writer:
         if self._is_stopped:
             return
         try:
-            self._written(self._pieces.write(step, encode_groups(step, groups, about)))
+            with TRACER.span("write rollouts", "journal", groups=len(groups)):
+                self._written(self._pieces.write(step, encode_groups(step, groups, about)))
         except UserError as error:  # another job has taken the run
             with self._condition:
                 self._lost, self._is_stopped = error, True

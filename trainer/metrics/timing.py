@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from trainer.metrics.names import METRICS, PHASES
+from trainer.process.tracing import TRACER
 
 
 class Timer:
@@ -26,8 +28,8 @@ class Timer:
         self._running: tuple[tuple[str, float], ...] = ()  # phases and their start times, outermost first
 
     @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        """Time the block as `time/{phase}`, even if it raises."""
+    def __call__(self, phase: str, **details: Any) -> Iterator[None]:
+        """Time the block as `time/{phase}`, even if it raises. It is also a span of the timeline, with `details`."""
         name = _metric(phase)
         assert phase not in dict(self._running), f"{name} is running already: its seconds would count twice"
         outer, start = self._running, time.monotonic()
@@ -35,8 +37,9 @@ class Timer:
         try:
             yield
         finally:
-            self._running = outer
-            self.add(phase, time.monotonic() - start)
+            self._running, end = outer, time.monotonic()
+            self.add(phase, end - start)
+            TRACER.add(phase, start, end, **details)
 
     def add(self, phase: str, seconds: float) -> None:
         """Add seconds that were measured elsewhere to `time/{phase}`."""

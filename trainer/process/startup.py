@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from trainer.process.signals import SIGNALS
+from trainer.process.tracing import TRACER
 
 _running: tuple[tuple[str, float], ...] = ()  # names and start times, outermost first
 
@@ -27,7 +28,8 @@ def stage(name: str) -> Iterator[None]:
     SIGNALS.check()
     outer, _running = _running, (*_running, (name, time.monotonic()))
     try:
-        yield
+        with TRACER.span(name):
+            yield
     finally:
         _running = outer
     SIGNALS.check()

@@ -22,7 +22,7 @@ from trainer.metrics.names import PHASES, pass_at, set_of_metric
 from trainer.metrics.tracker import METRICS_FILE, PARENT_FILE, read_metrics
 from trainer.process.failure_log import INFRASTRUCTURE, JOB, Incident, read_incidents
 from trainer.process.log_setup import run_tool, show
-from trainer.reports import drawing
+from trainer.reports import drawing, timeline
 from trainer.reports.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, YELLOW, Panel, Rows, curve, number
 from trainer.run.recorded_task import last_start, recorded_task
 
@@ -41,7 +41,8 @@ def write_report(run_dir: str, out: str | None = None) -> str:
     """Draw the metrics of `{run_dir}/metrics.jsonl`, and return the path of the picture.
 
     A panel is left out if the run has not logged its metric. The report of a fork shows its parent, too, in lighter
-    colours. Below the panels stand the advisories that hold at the end.
+    colours. If the run has a timeline (`logger.trace`), the last step of it is drawn below. At the end stand the
+    advisories that hold then.
 
     Args:
         out: the PNG file; None: `{run_dir}/report.png`.
@@ -62,8 +63,13 @@ def write_report(run_dir: str, out: str | None = None) -> str:
     path = out or os.path.join(run_dir, "report.png")
     height, columns = math.ceil(len(panels) / _COLUMNS), min(_COLUMNS, len(panels))
     notes = _notes(rows, start["config"], columns)
-    with drawing.picture(path, 5.2 * columns, 3.3 * height + 0.4 + _LINE_INCHES * len(notes)) as figure:
-        grid = figure.add_gridspec(height, columns)
+    step = timeline.last_step(run_dir)
+    lanes = [] if step is None else [1.2 + 0.3 * len(step.lanes)]
+    inches = 3.3 * height + sum(lanes) + 0.4 + _LINE_INCHES * len(notes)
+    with drawing.picture(path, 5.2 * columns, inches) as figure:
+        grid = figure.add_gridspec(height + len(lanes), columns, height_ratios=[3.3] * height + lanes)
+        if step is not None:
+            timeline.draw(figure.add_subplot(grid[height, :]), step)
         for i, panel in enumerate(panels):
             row, column = divmod(i, columns)
             # The last panel fills the rest of its row.

@@ -210,9 +210,14 @@ class _RewardTask(Task):
         self.is_async = function.signature.is_async
         self.limit = function.limit
         self.calls = calls
+        self._function = function
         self.results: list[Result] = []
         """For each call; empty until there is a result."""
         self._index = index
+
+    @property
+    def label(self) -> str:
+        return self._function.label
 
     def next_call(self) -> list[Any] | None:
         return None if self.results else [self._index, [call.given for call in self.calls]]

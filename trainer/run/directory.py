@@ -22,6 +22,7 @@ from trainer.errors import UserError
 from trainer.files.appended import AppendedFile, repair_last_line
 from trainer.files.hf_hub import is_data, pin
 from trainer.metrics.best import instead_of
+from trainer.metrics.trace_file import Timeline
 from trainer.metrics.tracker import CUT_FILE, METRICS_FILE, check_lines, first_step, read_metrics
 from trainer.process.failure_log import INCIDENTS, INFRASTRUCTURE, Incident
 from trainer.process.log_setup import LOG_FILE
@@ -58,6 +59,7 @@ class RunDirectory:
             committed=self._record_commit,
         )
         self._incidents: AppendedFile | None = None  # the file of an outer run
+        self._timeline = Timeline(t.run_dir, cfg.logger, self.check)
         self._revisions: dict[str, str] | None = None  # those that were pinned before
         self._checked = False  # that ranks can write checkpoints
         self.on_commit: Callable[[], None] = lambda: None
@@ -70,6 +72,7 @@ class RunDirectory:
 
     def _record_commit(self, step: int) -> None:
         record.write(self.cfg.trainer.run_dir, step, self.cfg.trainer.ckpt_path)
+        self._timeline.flush()
         self.on_commit()
 
     def oldest_start(self) -> int:
@@ -105,6 +108,7 @@ class RunDirectory:
                 if (uploads := self.checkpoints.store.uploads) is not None:
                     uploads.start(self.locks.check)
                 self._incidents = INCIDENTS.open(self.cfg.trainer.run_dir, self.check)
+                self._timeline.open()
                 self.resume = find_resume(self.cfg, self.checkpoints)
                 self._revisions = pin(self._revisions_of_parent())
                 if self.resume is None and self.cfg.trainer.resume_mode == "latest" and not wait:
@@ -289,6 +293,7 @@ class RunDirectory:
     def close(self) -> None:
         """Wait for uploads, and release the locks."""
         self._finish_uploads(of_ranks=False)
+        self._timeline.close()
         INCIDENTS.close(self._incidents)
         if self._revisions is not None:
             pin(self._revisions)

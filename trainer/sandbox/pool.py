@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from trainer.errors import WorkerError
 from trainer.process.failure_log import record_replaced_process
+from trainer.process.tracing import OVERLAPPING, TRACER
 from trainer.sandbox import limits
 from trainer.sandbox.process import OutputCapture, ProcessDied, SandboxedProcess, encode, end_all
 from trainer.sandbox.tasks import Round, Task
@@ -38,11 +39,12 @@ class _Batch:
         self.tasks = deque(tasks)
         self.is_async = tasks[0].is_async
         self.limit_s = limit_s * -(-len(tasks) // concurrency) + limits.ASYNC_GRACE_S if self.is_async else limit_s
-        self.since = time.monotonic()
-        """When it was sent or begun; of plain calls, when the last one was answered."""
+        self.since = self.began_at = time.monotonic()
+        """When it was sent or begun; of plain calls, `since` is when the last one was answered."""
         self.is_begun = False
         self.is_small = False
         """Its message fits in the pipe beside others that the process has not read."""
+        self.label, self.size = tasks[0].label, len(tasks)
 
 
 class _Worker(SandboxedProcess):
@@ -343,7 +345,7 @@ class WorkerPool:
                 case {"begun": int(number)} if number in worker.batches:
                     worker.batches[number].is_begun = True
                     for batch in (worker.batches[number], *worker.waiting()):  # they come after it
-                        batch.since = time.monotonic()
+                        batch.since = batch.began_at = time.monotonic()
                 case {"number": int(number), "results": [_, *_] as results, "last": bool(is_last)} if (
                     number in worker.batches and len(results) <= len(worker.batches[number].tasks)
                 ):
@@ -377,6 +379,7 @@ class WorkerPool:
         batch.since = now
         if not batch.tasks:
             del worker.batches[number]
+            self._trace(worker, batch, batch.label)
         if is_last:
             self._replace(worker, because_of=failed)
 
@@ -435,6 +438,8 @@ class WorkerPool:
         """
         suspects = worker.suspects() if status else []
         _charge(suspects, worker.busy_s())
+        for batch in worker.batches.values():
+            self._trace(worker, batch, f"{batch.label} ended")
         ending = worker.end(died=bool(status) and not reason)
         self._printed.read(worker)
         worker.close()
@@ -452,6 +457,11 @@ class WorkerPool:
         for task in [*worker.tasks(), *worker.queue]:
             self._queue(task)
         return ending
+
+    def _trace(self, worker: _Worker, batch: _Batch, name: str) -> None:
+        if TRACER.is_on:
+            process = f"{self._role} {self._workers.index(worker)}"
+            TRACER.add(name, batch.began_at, time.monotonic(), OVERLAPPING, process, calls=batch.size)
 
 
 def _charge(tasks: Sequence[Task], seconds: float) -> None:

@@ -42,6 +42,11 @@ class Task:
         """Return the next call, for `Handler.compute`; None: there is nothing to do."""
         raise NotImplementedError
 
+    @property
+    def label(self) -> str:
+        """What the next call is called in the timeline."""
+        return "call"
+
     def take(self, value: Any) -> bool:
         """Take what the call has returned. Return whether that counts as a failure.
 

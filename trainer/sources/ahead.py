@@ -19,6 +19,7 @@ from trainer.journal.journal import Journal
 from trainer.process import time_limits
 from trainer.process.failpoints import failpoint
 from trainer.process.signals import SIGNALS
+from trainer.process.tracing import TRACER
 from trainer.sources.batches import StepBatch
 from trainer.sources.recorded import RecordedGroups
 
@@ -155,7 +156,8 @@ class BatchThread(BatchProgress):
             self._before = None
             self.began_at = time.monotonic()
             failpoint("ahead:begun")
-            self._batch = self._make(self)
+            with TRACER.span(f"rollouts of step {self.step}", "batches*"):
+                self._batch = self._make(self)
             self.mark_generated()
         except BaseException as error:  # the thread that trains raises it
             self._error = error

@@ -19,11 +19,15 @@ from trainer.generation.engine import Sampling
 from trainer.metrics.names import of_val_set, pass_at
 from trainer.metrics.row_values import means_of, row_values
 from trainer.metrics.tracker import METRICS_FILE, read_metrics, values_of
+from trainer.process.tracing import TRACER
 from trainer.sources.base import Evaluation
 from trainer.sources.episode_metrics import means, reward_terms
 from trainer.sources.rollout_runner import RolloutRunner
 
 LOG = logging.getLogger(__name__)
+
+VALIDATION = "validation"
+"""The name of an evaluation in the timeline."""
 
 
 class LossEvaluator:
@@ -38,7 +42,8 @@ class LossEvaluator:
         self._loss = loss
 
     def evaluate(self, step: int) -> Evaluation:
-        return Evaluation({"val/loss": self._loss(self._examples)})
+        with TRACER.span(VALIDATION):
+            return Evaluation({"val/loss": self._loss(self._examples)})
 
 
 class RolloutEvaluator:
@@ -66,7 +71,8 @@ class RolloutEvaluator:
         """Evaluate what is due at `step`, all of it with the weights that the engines have now."""
         cfg, due = self.cfg, lambda interval: is_due(interval, step, self.cfg.total_steps)
         names = [name for name in self._sets if due(cfg.data.val_sets[name].interval_in(cfg))]
-        return self.evaluate_sets(step, names, with_default=due(cfg.trainer.val_interval))
+        with TRACER.span(VALIDATION):
+            return self.evaluate_sets(step, names, with_default=due(cfg.trainer.val_interval))
 
     def evaluate_sets(self, step: int, names: Sequence[str], with_default: bool) -> Evaluation:
         """Evaluate the named sets, and the prompts that belong to none if `with_default`.

@@ -13,9 +13,12 @@ import torch
 
 from trainer.parallel.mesh import SideGroup
 from trainer.process.failpoints import failpoint
+from trainer.process.tracing import TRACER
 from trainer.workers.host_memory import HostCopy, HostMemory, copy_bytes, storages_of
 
 LOG = logging.getLogger(__name__)
+
+_SAVES = "saves"  # the row of the timeline
 
 
 class StateFiles(Protocol):
@@ -90,7 +93,8 @@ class AsyncSaver:
         """Wait until the tensors given to `begin` are copied."""
         if not self._staged.is_set():
             started = time.monotonic()
-            self._staged.wait()
+            with TRACER.span("wait for the copy of the save"):
+                self._staged.wait()
             self._blocked += time.monotonic() - started
 
     def finish(self) -> list[dict]:
@@ -157,7 +161,8 @@ class AsyncSaver:
         try:
             try:
                 failpoint("save:staging")
-                copies = self._stage(states, memory, ready)
+                with TRACER.span("copy", _SAVES):
+                    copies = self._stage(states, memory, ready)
                 staged = {name: copy.state(states[name]) for name, copy in copies.items()}
             except Exception as error:
                 self._agree(f"rank {self._group.rank} could not copy its state: {error}")
@@ -170,7 +175,8 @@ class AsyncSaver:
                     return
                 failpoint("save:staged")
                 try:
-                    self._entries += files.write(name, staged[name], extras[name], self._group.handle)
+                    with TRACER.span(f"write {name}", _SAVES):
+                        self._entries += files.write(name, staged[name], extras[name], self._group.handle)
                 except Exception as error:
                     self._agree(str(error) or repr(error))
                 else:

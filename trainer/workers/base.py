@@ -30,6 +30,7 @@ from trainer.parallel.layout import Layout
 from trainer.parallel.load_balancing import Rows, plan_micro_batches
 from trainer.parallel.rng import capture_rng, restore_rng
 from trainer.parallel.shard import reshard
+from trainer.process.tracing import TRACER
 from trainer.workers.async_saver import StateFiles
 
 LossFunction = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
@@ -262,7 +263,8 @@ class TrainedWorker(ModelWorker):
         for rows in self.objective.mini_batches(batch, step):
             mini_batch = select(batch, rows)
             tokens.append(float(mini_batch["mask"].sum()))
-            metrics.append(optimizer_step(mini_batch))
+            with TRACER.span("mini-batch", rows=len(rows)):
+                metrics.append(optimizer_step(mini_batch))
         means = {name: float(np.mean([m[name] for m in metrics])) for name in metrics[0]}
         if "kl" in means:  # a controller reads the KL, so tokens that the losses leave out must not count as 0
             means.pop("kl")
@@ -302,8 +304,9 @@ class TrainedWorker(ModelWorker):
                 raise NonFiniteError(f"the {self.role}'s {name} is {value}")
         lr = self._configure_optimizer()
         self.before_weights_change()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        with TRACER.span("optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         self.optimizer_steps += 1
         return {**totals, "grad_norm": grad_norm, "lr": lr}
 

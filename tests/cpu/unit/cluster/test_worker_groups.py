@@ -24,6 +24,7 @@ from trainer.cluster.worker_groups import CallFutures, WorkerGroup
 from trainer.config import Config
 from trainer.errors import UserError, WorkerError, failure_source_of
 from trainer.process import time_limits
+from trainer.process.tracing import TRACER
 
 
 def settings() -> Config:
@@ -64,6 +65,22 @@ def test_results_are_in_the_order_of_the_workers(shared_group):
     assert shared_group.call_one(1, "rank") == 1
     assert shared_group.call("built_with") == [(0, 2, "cpu"), (1, 2, "cpu")]
     assert shared_group.call("environment", "WORD") == ["set", "set"]
+
+
+def test_calls_bring_the_spans_of_their_workers(shared_group, monkeypatch):
+    monkeypatch.setattr(TRACER, "is_on", True)
+    began = time.monotonic()
+    assert shared_group.call("echo", 1, b=2) == [((1,), {"b": 2})] * 2
+    assert shared_group.start_background("rank", workers=[1]).result() == [1]
+    with pytest.raises(UserError, match="choose another"):
+        shared_group.call_one(0, "raise_user_error")
+    monkeypatch.setattr(TRACER, "is_on", False)
+    spans = TRACER.take()
+    assert {span[:3] for span in spans} == {
+        *(("rank 0", "main", "echo"), ("rank 1", "main", "echo"), ("rank 1", "background", "rank")),
+    }
+    assert all(began <= span.start <= span.end <= time.monotonic() for span in spans)
+    assert shared_group.call("rank") == [0, 1] and TRACER.take() == []
 
 
 def test_a_worker_can_start_its_next_call_while_others_run(shared_group):

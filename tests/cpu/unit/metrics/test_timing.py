@@ -7,6 +7,7 @@ import time
 import pytest
 
 from trainer.metrics.timing import Timer
+from trainer.process.tracing import MAIN, TRACER
 
 
 def test_timer_adds_up_phases_until_pop():
@@ -24,6 +25,18 @@ def test_timer_adds_up_phases_until_pop():
     assert seconds["time/update"] >= 0.02
     assert seconds["time/step"] >= seconds["time/rollout"] + seconds["time/update"]
     assert timer.pop() == {}
+
+
+def test_a_phase_is_a_span_of_exactly_its_seconds(monkeypatch):
+    monkeypatch.setattr(TRACER, "is_on", True)
+    timer = Timer()
+    with timer("step", step=4), timer("rollout"):
+        time.sleep(0.01)
+    rollout, step = TRACER.take()
+    seconds = timer.pop()
+    assert (step.name, step.row, step.details, rollout.name) == ("step", MAIN, {"step": 4}, "rollout")
+    assert rollout.end - rollout.start == seconds["time/rollout"] and step.end - step.start == seconds["time/step"]
+    assert step.start <= rollout.start <= rollout.end <= step.end
 
 
 def test_timer_refuses_an_unknown_phase_and_counting_twice():

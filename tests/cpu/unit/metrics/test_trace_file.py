@@ -1,0 +1,160 @@
+"""The file of the timeline, through kills and restarts."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.timelines import assert_nested, spans_of
+from trainer.config import LoggerConfig
+from trainer.errors import UserError
+from trainer.metrics.trace_file import OLDER_FILE, TRACE_FILE, Timeline, TraceFile, clock_error_s, read_spans
+from trainer.process.tracing import DRIVER, MAIN, OVERLAPPING, TRACER, ClockOffset, Span
+
+PLENTY = 1 << 30
+
+
+def span(name: str, start: float = 1.0, end: float = 2.0, process: str = "", row: str = MAIN, **details) -> Span:
+    return Span(process, row, name, start, end, details)
+
+
+def names(run_dir) -> list[str]:
+    return [span.name for span in spans_of(run_dir)]
+
+
+@pytest.fixture
+def off():
+    """Tracing is off again after the test."""
+    yield
+    TRACER.is_on, TRACER.owner = False, None
+    TRACER.take()
+
+
+def test_the_file_is_json_after_every_write_and_every_start(tmp_path):
+    for start in range(3):
+        file = TraceFile(str(tmp_path), PLENTY)
+        for number in range(2):
+            file.write([span(f"{start} {number}", process="rank 1", step=number)])
+            events = json.loads((tmp_path / TRACE_FILE).read_bytes())
+    assert names(tmp_path) == [f"{start} {number}" for start in range(3) for number in range(2)]
+    assert sum(event["ph"] == "i" for event in events) == 3, "each start is marked"
+    found = spans_of(tmp_path)
+    assert {one.process for one in found} == {"rank 1"} and found[1].details == {"step": 1}
+    assert found[0].end - found[0].start == pytest.approx(1.0)
+
+
+@given(data=st.data())
+def test_a_write_that_a_kill_has_cut_anywhere_costs_its_own_spans_alone(data, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("run")
+    TraceFile(str(run_dir), PLENTY).write([span("kept", process="rank 0"), span('a "quoted\n]\n{ name')])
+    before = (run_dir / TRACE_FILE).read_bytes()
+    TraceFile(str(run_dir), PLENTY).write([span("torn"), span("torn", process="engine 0")])
+    after = (run_dir / TRACE_FILE).read_bytes()
+    cut = data.draw(st.integers(len(before) - 3, len(after)))
+    (run_dir / TRACE_FILE).write_bytes(after[:cut])
+    assert "kept" in [one.name for one in read_spans(str(run_dir))], "a viewer sees the spans before the repair, too"
+    TraceFile(str(run_dir), PLENTY).write([span("next")])
+    found = names(run_dir)
+    assert found[:2] == ["kept", 'a "quoted\n]\n{ name'] and found[-1] == "next"
+    assert found[2:-1] in ([], ["torn"], ["torn", "torn"])
+
+
+def test_a_file_that_somebody_deletes_begins_again(tmp_path):
+    file = TraceFile(str(tmp_path), PLENTY)
+    for _ in range(2):
+        file.write([span("a", process="rank 0")])
+        assert [(one.process, one.row) for one in spans_of(tmp_path)] == [("rank 0", MAIN)]
+        (tmp_path / TRACE_FILE).unlink()
+
+
+@pytest.mark.parametrize("content", [b"", b"[\n", b"[", b"[\n]\n", b"not a timeline\n", b"\0" * 5000])
+def test_whatever_else_is_there_is_kept_aside(tmp_path, content):
+    (tmp_path / TRACE_FILE).write_bytes(content)
+    TraceFile(str(tmp_path), PLENTY).write([span("a")])
+    assert names(tmp_path) == ["a"]
+    if len(content) > 4:
+        assert (tmp_path / OLDER_FILE).read_bytes() == content
+
+
+def test_the_size_is_bounded_and_both_parts_have_their_names(tmp_path):
+    file = TraceFile(str(tmp_path), 4000)
+    for number in range(200):
+        file.write([span(f"span {number}", process=f"rank {number % 2}")])
+        assert os.path.getsize(tmp_path / TRACE_FILE) <= 4000
+    found = spans_of(tmp_path)
+    json.loads((tmp_path / OLDER_FILE).read_bytes())
+    assert [one.name for one in found] == [f"span {number}" for number in range(200 - len(found), 200)]
+    assert {one.process for one in found} == {"rank 0", "rank 1"} and len(found) > 20
+    newest = read_spans(str(tmp_path), 500)
+    assert newest == found[-len(newest) :] and 0 < len(newest) < 6, "names are found, however far ahead they stand"
+
+
+@given(times=st.lists(st.tuples(st.floats(0, 100), st.floats(0, 10)), min_size=1, max_size=30))
+def test_spans_that_overlap_get_rows_in_which_they_do_not(tmp_path_factory, times):
+    run_dir = tmp_path_factory.mktemp("run")
+    spans = sorted((span("call", a, a + b, "environment 0", OVERLAPPING) for a, b in times), key=lambda one: one.end)
+    TraceFile(str(run_dir), PLENTY).write(spans)
+    found = spans_of(run_dir)
+    assert len(found) == len(spans) and {one.row.partition(" ")[0] for one in found} == {"calls"}
+    for row in {one.row for one in found}:
+        ends = sorted((one.start, one.end) for one in found if one.row == row)
+        assert all(end <= start + 2e-6 for (_, end), (start, _) in zip(ends, ends[1:], strict=False))
+
+
+def test_how_well_a_clock_is_known_is_told(tmp_path, monkeypatch):
+    clock = ClockOffset()
+    clock.update(0.0, 100.1, 100.2, 0.3)
+    monkeypatch.setattr(TRACER, "offsets", {"boot": clock})
+    monkeypatch.setattr(TRACER, "clocks", {"rank 1": "boot"})
+    file = TraceFile(str(tmp_path), PLENTY)
+    file.write([span("a", process="rank 0"), span("a", process="rank 1")])
+    assert clock_error_s(str(tmp_path)) == pytest.approx(0.1)
+    clock.update(1.0, 101.001, 101.002, 1.003)
+    file.write([span("a", process="rank 1")])
+    assert clock_error_s(str(tmp_path)) == pytest.approx(0.001)
+
+
+def test_a_timeline_records_what_happens_while_it_is_open(tmp_path, off):
+    with TRACER.span("before"):
+        pass
+    for name in ("outer", "inner", "untraced"):
+        (tmp_path / name).mkdir()
+    outer = Timeline(str(tmp_path / "outer"), LoggerConfig(trace=True)).open()
+    with TRACER.span("first"):
+        inner = Timeline(str(tmp_path / "inner"), LoggerConfig(trace=True)).open()
+        with TRACER.span("nested run"):
+            pass
+        inner.close()
+        untraced = Timeline(str(tmp_path / "untraced"), LoggerConfig()).open()
+        with TRACER.span("second"):
+            pass
+        untraced.close()
+    outer.close()
+    with TRACER.span("after"):
+        pass
+    assert names(tmp_path / "outer") == ["second", "first"] and names(tmp_path / "inner") == ["nested run"]
+    assert os.listdir(tmp_path / "untraced") == [] and not TRACER.is_on
+    assert_nested(spans_of(tmp_path / "outer"))
+    assert {one.process for one in spans_of(tmp_path / "outer")} == {DRIVER}
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), UserError("another job has taken it")])
+def test_a_file_that_cannot_be_written_ends_the_timeline_and_nothing_else(tmp_path, off, caplog, error):
+    def fail() -> None:
+        raise error
+
+    timeline = Timeline(str(tmp_path), LoggerConfig(trace=True), fail).open()
+    with TRACER.span("a"):
+        pass
+    timeline.flush()
+    assert not TRACER.is_on
+    with TRACER.span("b"):
+        pass
+    timeline.close()
+    assert not list(tmp_path.iterdir()) and threading.active_count() >= 1
+    assert ("the timeline ends here" in caplog.text) == isinstance(error, OSError)

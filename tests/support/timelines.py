@@ -1,0 +1,58 @@
+"""What must be true of every timeline (`logger.trace`)."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.metrics.trace_file import TRACE_FILE, read_spans
+from trainer.process.tracing import DRIVER, MAIN, Span
+
+MICROSECOND = 2e-6  # spans are rounded to it
+
+
+def spans_of(run: Path) -> list[Span]:
+    """The spans of a run, whose file is JSON."""
+    events = json.loads((run / TRACE_FILE).read_bytes())
+    assert all(event["ph"] in "MXi" for event in events)
+    return read_spans(str(run))
+
+
+def assert_nested(spans: Iterable[Span]) -> None:
+    """Spans of a row follow one another or nest."""
+    rows = defaultdict(list)
+    for span in spans:
+        assert span.process and span.row and span.end >= span.start, span
+        rows[span.process, span.row].append(span)
+    for found in rows.values():
+        open_spans: list[Span] = []
+        for span in sorted(found, key=lambda span: (span.start, -span.end)):
+            while open_spans and open_spans[-1].end <= span.start + MICROSECOND:
+                open_spans.pop()
+            assert not open_spans or span.end <= open_spans[-1].end + MICROSECOND, (span, open_spans[-1])
+            open_spans.append(span)
+
+
+def assert_fits_metrics(spans: list[Span], rows: Iterable[Mapping[str, Any]]) -> None:
+    """The phases of each step take as long as its metrics say, and no process is busier than the step is long."""
+    steps = {span.details["step"]: span for span in spans if span[:3] == (DRIVER, MAIN, "step")}
+    trained = [row for row in rows if row["step"] > 0]
+    assert {row["step"] for row in trained} <= steps.keys()
+    for row in trained:
+        step = steps[row["step"]]
+        inside = [span for span in spans if step.start <= span.start and span.end <= step.end]
+        assert abs(step.end - step.start - row["time/step"]) < 1e-4
+        for phase in ("rollout", "environment", "logprob", "update", "sync"):
+            spent = sum(span.end - span.start for span in inside if span[:3] == (DRIVER, MAIN, phase))
+            assert abs(spent - row.get(f"time/{phase}", 0.0)) < 1e-3, phase
+        for process in {span.process for span in inside} - {DRIVER}:
+            calls = [span for span in inside if (span.process, span.row) == (process, MAIN)]
+            outermost = [
+                span
+                for span in calls
+                if not any(o is not span and o.start <= span.start and span.end <= o.end for o in calls)
+            ]
+            assert sum(span.end - span.start for span in outermost) <= step.end - step.start + MICROSECOND

@@ -1,0 +1,287 @@
+"""The timeline of a run: `{run_dir}/trace.json`, which Perfetto (ui.perfetto.dev) and chrome://tracing show.
+
+It is a JSON array of Chrome trace events, one a line. Every start of the run adds to it. The closing bracket is written
+over by the next events, so the file is complete JSON whenever no write is under way. A kill within a write can leave an
+incomplete last line and no bracket, which Perfetto accepts, and which the next start repairs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+
+from trainer.config import LoggerConfig
+from trainer.errors import UserError
+from trainer.files.atomic_io import naming
+from trainer.files.documents import is_number, parse_object
+from trainer.process.signals import SIGNALS
+from trainer.process.tracing import DRIVER, MAIN, TRACER, Span
+
+LOG = logging.getLogger(__name__)
+
+TRACE_FILE, OLDER_FILE = "trace.json", "trace.1.json"
+"""The newer and the older part of the timeline, in the run directory."""
+_FLUSH_S = 1.0
+_NAMES = (b'{"name": "process_', b'{"name": "thread_')
+_END = b"\n]\n"
+_TAIL_BYTES = 1 << 20
+_ORDER = (DRIVER, "rank", "engine", "environment", "reward")
+"""Processes from the top to the bottom, by the last word of their names before the number."""
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Timeline:
+    """Writes the spans of a run. It never disturbs training: if it cannot write, it says so once and ends.
+
+    Runs may nest: the spans of an inner run go to its own file, if it has one.
+
+    Args:
+        fence: raises when this process no longer holds the run directory.
+    """
+
+    def __init__(self, run_dir: str, config: LoggerConfig, fence: Callable[[], None] = lambda: None):
+        self._file = TraceFile(run_dir, config.trace_mb << 20)
+        self._is_wanted = config.trace
+        self._fence = fence
+        self._outer: Timeline | None = None
+        self._ending = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def open(self) -> Timeline:
+        """Record spans from now on, if the config says so."""
+        if self._is_wanted:
+            self._outer = TRACER.owner
+            if self._outer is not None:
+                self._outer.flush()
+            TRACER.owner, TRACER.is_on = self, True
+            self._thread = threading.Thread(target=self._run, name="timeline", daemon=True)
+            with SIGNALS.blocked():
+                self._thread.start()
+        return self
+
+    def flush(self) -> None:
+        """Write the spans that have been recorded."""
+        with self._lock:
+            if TRACER.owner is not self or not (spans := TRACER.take()):
+                return
+            try:
+                self._fence()
+                self._file.write(spans)
+            except UserError:  # another job has taken the run, as other code reports
+                self._stop()
+            except OSError as error:
+                self._stop()
+                LOG.warning("logger.trace: %s; the timeline ends here, and training continues", error)
+
+    def close(self) -> None:
+        """Write the last spans. Those that follow belong to the outer run, if there is one."""
+        if self._thread is not None:
+            self._ending.set()
+            self._thread.join()
+            self.flush()
+            self._thread = None
+            TRACER.owner, TRACER.is_on = self._outer, self._outer is not None
+
+    def _stop(self) -> None:
+        TRACER.is_on = False
+        self._ending.set()
+
+    def _run(self) -> None:
+        while not self._ending.wait(_FLUSH_S):
+            self.flush()
+
+
+class TraceFile:
+    """Appends spans to the timeline in a directory.
+
+    Args:
+        most_bytes: size at which the file becomes the older part. What was the older part is deleted.
+    """
+
+    def __init__(self, run_dir: str, most_bytes: int):
+        self._path, self._older = os.path.join(run_dir, TRACE_FILE), os.path.join(run_dir, OLDER_FILE)
+        self._most_bytes = most_bytes
+        self._epoch = time.time() - time.monotonic()
+        self._named: set[tuple[str, str]] = set()  # processes and rows that the file has names for
+        self._errors: dict[str, float] = {}  # the accuracies of clocks that the file has
+        self._free_from: dict[tuple[str, str], list[float]] = {}  # of rows whose spans may overlap
+        self._is_begun = False
+
+    def write(self, spans: Sequence[Span]) -> None:
+        """Append spans.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        rows = [self._row_of(span) for span in spans]
+        with naming(self._path):
+            if not os.path.exists(self._path):  # somebody may have deleted it
+                self._forget_names()
+            if not self._append(self._lines(spans, rows)):
+                os.replace(self._path, self._older)
+                self._forget_names()
+                self._append(self._lines(spans, rows))
+            self._is_begun = True
+
+    def _forget_names(self) -> None:
+        self._named.clear()
+        self._errors.clear()
+
+    def _append(self, data: bytes) -> bool:
+        """Append events. Return False if the file is full, or no timeline."""
+        handle = os.open(self._path, _FLAGS, 0o666)
+        try:
+            end = _end_of_events(handle)
+            if end is None or end and end + len(data) > self._most_bytes:
+                return False
+            _write_at(handle, end, (b",\n" if end else b"[\n") + data + _END)
+            return True
+        finally:
+            os.close(handle)
+
+    def _row_of(self, span: Span) -> str:
+        """Return the row of a span. Of a row whose spans may overlap, the first one where the span has room."""
+        if not span.row.endswith("*"):
+            return span.row
+        name, free_from = span.row[:-1], self._free_from.setdefault((span.process, span.row), [])
+        number = next((i for i, end in enumerate(free_from) if end <= span.start), len(free_from))
+        free_from[number:] = [span.end, *free_from[number + 1 :]]
+        return f"{name} {number + 1}" if number else name
+
+    def _lines(self, spans: Sequence[Span], rows: Sequence[str]) -> bytes:
+        events: list[dict[str, object]] = []
+        if not self._is_begun:
+            mark = {"name": f"start on {socket.gethostname()}", "ph": "i", "s": "g"}
+            place = {"pid": _number(DRIVER), "tid": _number(DRIVER, MAIN)}
+            events.append({**mark, "ts": self._microseconds(min(span.start for span in spans)), **place})
+        for span, row in zip(spans, rows, strict=True):
+            process = span.process or DRIVER
+            self._name(events, process, row)
+            start, end = self._microseconds(span.start), self._microseconds(span.end)
+            place = {"pid": _number(process), "tid": _number(process, row)}
+            details = {"args": dict(span.details)} if span.details else {}
+            events.append({"name": span.name, "ph": "X", "ts": start, "dur": end - start, **place, **details})
+        return b",\n".join(json.dumps(event).encode() for event in events)
+
+    def _name(self, events: list[dict[str, object]], process: str, row: str) -> None:
+        """Add the events that name a process and a row, and say how well the clock of the process is known."""
+        place = {"ph": "M", "pid": _number(process), "tid": _number(process, row)}
+        if (process, "") not in self._named:
+            self._named.add((process, ""))
+            events.append({"name": "process_name", **place, "args": {"name": process}})
+            events.append({"name": "process_sort_index", **place, "args": {"sort_index": _sort_index(process)}})
+        if (process, row) not in self._named:
+            self._named.add((process, row))
+            events.append({"name": "thread_name", **place, "args": {"name": row}})
+            events.append({"name": "thread_sort_index", **place, "args": {"sort_index": int(row != MAIN)}})
+        error = TRACER.clock_error_s(process)
+        if error and error < self._errors.get(process, float("inf")) / 2:
+            self._errors[process] = error
+            text = f"times within {1000 * error:.3g} ms of those of the driver"
+            events.append({"name": "process_labels", **place, "args": {"labels": text, "clock_error_s": error}})
+
+    def _microseconds(self, seconds: float) -> int:
+        return int(1e6 * (seconds + self._epoch))
+
+
+def read_spans(run_dir: str, newest_bytes: int | None = None) -> list[Span]:
+    """Return the spans of a run in file order, in seconds since 1970. Lines that cannot be read are left out.
+
+    Args:
+        newest_bytes: read the spans in this many bytes at the end of the newer file. None: all.
+    """
+    names: dict[tuple[object, object], str] = {}
+    spans = []
+    for event in _events(run_dir, newest_bytes):
+        process, row = (event.get("pid"), None), (event.get("pid"), event.get("tid"))
+        match event:
+            case {"name": "process_name", "args": {"name": str(name)}}:
+                names[process] = name
+            case {"name": "thread_name", "args": {"name": str(name)}}:
+                names[row] = name
+            case {"ph": "X", "name": str(name), "ts": ts, "dur": dur} if is_number(ts) and is_number(dur):
+                details = event["args"] if isinstance(event.get("args"), dict) else {}
+                start, end = float(ts) / 1e6, float(ts + dur) / 1e6  # type: ignore[arg-type]
+                spans.append(Span(names.get(process, ""), names.get(row, ""), name, start, end, details))  # type: ignore
+    return spans
+
+
+def clock_error_s(run_dir: str) -> float:
+    """Return by how much times of different machines in the timeline of a run may differ; 0 if there is one machine."""
+    errors: dict[object, float] = {}
+    for event in _events(run_dir, 0):
+        match event:
+            case {"name": "process_labels", "pid": pid, "args": {"clock_error_s": float(error)}}:
+                errors[pid] = error
+    return max(errors.values(), default=0.0)
+
+
+def _events(run_dir: str, newest_bytes: int | None = None) -> Iterator[dict[str, object]]:
+    """Yield the events that name processes and rows, and the others at the end of the newer file."""
+    for name in (OLDER_FILE, TRACE_FILE) if newest_bytes is None else (TRACE_FILE,):
+        path, left = os.path.join(run_dir, name), 0
+        if not os.path.isfile(path):
+            continue
+        with open(path, "rb") as file:
+            if newest_bytes is not None:
+                left = os.path.getsize(path) - newest_bytes
+            for line in file:
+                left -= len(line)
+                if left <= 0 or line.startswith(_NAMES):
+                    with contextlib.suppress(ValueError):
+                        yield parse_object(line.rstrip(b",\n"))
+
+
+def _number(*names: str) -> int:
+    """Return the number of a process or a row, which is the same in every start of the run."""
+    return zlib.crc32("\0".join(names).encode()) & 0x7FFFFFFF
+
+
+def _sort_index(process: str) -> int:
+    name, _, number = process.rpartition(" ")
+    kind = (name or process).rpartition(" ")[2]
+    first = _ORDER.index(kind) if kind in _ORDER else len(_ORDER)
+    return first * 100_000 + (int(number) if number.isdigit() else 0)
+
+
+def _end_of_events(handle: int) -> int | None:
+    """Return the size of the file without its end, or without what a kill has left of a write. 0: it has no events.
+
+    None: it is no timeline.
+    """
+    size = os.fstat(handle).st_size
+    start = max(0, size - _TAIL_BYTES)
+    tail = os.pread(handle, size - start, start)
+    if size == 0 or tail.endswith(b"}" + _END):
+        return max(0, size - len(_END))
+    end = len(tail)
+    while end > 0:
+        begin = tail.rfind(b"\n", 0, end) + 1
+        line = tail[begin:end]
+        if line.startswith(b"{"):
+            try:
+                parse_object(line.rstrip(b","))
+            except ValueError:
+                pass
+            else:
+                return start + begin + len(line.rstrip(b","))
+        if begin == 0:
+            break
+        end = begin - 1
+    return 0 if tail.startswith(b"[\n") and start == 0 else None
+
+
+def _write_at(handle: int, offset: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(handle, view, offset)
+        offset, view = offset + written, view[written:]
+    os.ftruncate(handle, offset)
