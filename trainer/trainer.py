@@ -165,7 +165,7 @@ class Trainer:
                 while self.state.step < self.cfg.total_steps and not self.is_enough(self.state.step):
                     step = self.state.step + 1
                     self.recovery.begin_step(step)
-                    with self.timer("step"):
+                    with self.learner.profiled(step), self.timer("step", step=step):
                         episodes = self.source.next(step)
                         experience = self.learner.score(episodes, step)
                         metrics = self._update(experience, step)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,6 +96,9 @@ class ToyLearner:
 
     def restart(self, model_path: str) -> None:
         self.ranks.number = 0.0
+
+    def profiled(self, step: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def score(self, episodes: Any, step: int) -> Experience:
         drawn = np.asarray([float(episode.samples[0].token_ids[0]) for episode in episodes])

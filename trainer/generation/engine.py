@@ -6,7 +6,7 @@ Nothing here imports torch: the process that speaks for an inference server star
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -189,13 +189,33 @@ def join_interval_s(running: int) -> float:
 
 
 def build_engine(
-    spec: EngineSpec, variables: Mapping[str, str], deterministic: bool, model_path: str, number: int, **kwargs: Any
+    spec: EngineSpec,
+    variables: Mapping[str, str],
+    deterministic: bool,
+    model_path: str,
+    number: int,
+    profiled: tuple[Collection[int], str] = ((), ""),
+    **kwargs: Any,
 ) -> Engine:
-    """Return an engine. It runs in the engine's process, so that the driver need not import engines."""
+    """Return an engine. It runs in the engine's process, so that the driver need not import engines.
+
+    Args:
+        profiled: the steps to profile, and the run directory.
+    """
     for name, value in variables.items():  # here, because Ray shows the environment of an actor to everybody
         os.environ.setdefault(name, value)
     if deterministic:
         from trainer.parallel.determinism import use_deterministic_kernels
 
         use_deterministic_kernels(warn_only=True)  # `top_p` adds up probabilities, which has no such kernel
-    return spec(model_path, **kwargs, **({"index": number} if spec.numbered else {}))
+    steps, run_dir = profiled
+    is_profiled = bool(steps) and not spec.served
+    profiles_itself = is_profiled and spec.profiles and kwargs["rollout"].tensor_parallel_size > 1
+    if profiles_itself:
+        kwargs["profile_dir"] = os.path.abspath(run_dir)
+    engine = spec(model_path, **kwargs, **({"index": number} if spec.numbered else {}))
+    if not is_profiled:
+        return engine
+    from trainer.generation.profiled_engine import profile_engine  # imports torch
+
+    return profile_engine(engine, profiles_itself, steps, run_dir, number, kwargs["device"])

@@ -133,6 +133,7 @@ class EnginePool:
             rollout=cfg.rollout_of_engines,
             device=self._device,
             trust_remote_code=cfg.model.trust_remote_code,
+            profiled=(tuple(cfg.trainer.profile), os.path.abspath(cfg.trainer.run_dir)),
             **({"lora_rank": cfg.trainer.policy.lora.rank} if cfg.syncs_adapter else {}),
             **(
                 {"job": Job.of_run(cfg.trainer.run_dir, describe_model(cfg.model, self._model_path))}

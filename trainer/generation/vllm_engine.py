@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
+import io
 import os
 import threading
 import time
@@ -42,6 +45,7 @@ class VLLMEngine:
         device: `cpu` or `cuda`.
         lora_rank: rank of the adapters that `sync_weights` will bring; None: it will bring weights.
         joins: requests join at any time those that are generated (see `EngineSpec.joins_exactly`).
+        profile_dir: directory for files of vLLM's profiler; None: no step is profiled.
 
     Raises:
         UserError: vLLM is not installed, or refuses the model or the settings.
@@ -59,6 +63,7 @@ class VLLMEngine:
         trust_remote_code: bool = False,
         lora_rank: int | None = None,
         joins: bool = False,
+        profile_dir: str | None = None,
     ):
         for name, value in ENGINES["vllm"].environment_on(device).items():
             os.environ.setdefault(name, value)
@@ -90,6 +95,7 @@ class VLLMEngine:
         self._accompanies = joins and device == "cpu" and rollout.max_num_seqs > 1
         self._source: Broadcast | Ipc | None = None
         self._adapter: LoRARequest | None = None
+        self._profile_dir, self._profile_name = profile_dir, ""
         options = {
             "model": model_path,
             "trust_remote_code": trust_remote_code,
@@ -97,6 +103,7 @@ class VLLMEngine:
             "seed": seed,
             **device_options(rollout, device),
             **_lora_options(lora_rank),
+            **({"profiler_config": {"profiler": "torch", "torch_profiler_dir": profile_dir}} if profile_dir else {}),
             **rollout.engine_args,
         }
         try:
@@ -254,6 +261,19 @@ class VLLMEngine:
         if self._can_sleep and self._asleep:
             self._llm.wake_up()
         self._asleep = False
+
+    def start_profile(self, name: str) -> None:
+        """Begin a profile of all processes of this engine (see `EngineSpec.profiles`)."""
+        self._profile_name = name
+        self._llm.start_profile(name)
+
+    def stop_profile(self, directory: str) -> None:
+        """End the profile, and write it to `directory`."""
+        assert self._profile_dir is not None
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints a table
+            self._llm.stop_profile()
+        for path in glob.glob(os.path.join(glob.escape(self._profile_dir), f"{self._profile_name}_*")):
+            os.replace(path, os.path.join(directory, os.path.basename(path)))
 
     def shutdown(self) -> None:
         """End vLLM's worker processes. The engine is of no use afterwards."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -16,6 +19,9 @@ from trainer.metrics.timing import Timer
 from trainer.objectives.base import Experience, make_objective
 from trainer.objectives.batches import build_batch
 from trainer.parallel.batching import Batch, select
+from trainer.parallel.profiling import step_directory
+
+LOG = logging.getLogger(__name__)
 
 
 class Learner:
@@ -57,6 +63,19 @@ class Learner:
 
     # ---------------------------------------------------------------------------------------------------
     # The steps of the loop
+
+    @contextmanager
+    def profiled(self, step: int) -> Iterator[None]:
+        """Profile the ranks while the block runs, if `trainer.profile` has the step."""
+        t = self.cfg.trainer
+        if step not in t.profile:
+            yield
+            return
+        directory = step_directory(os.path.abspath(t.run_dir), step)
+        self.ranks.start_profile(directory)
+        yield
+        self.ranks.stop_profile()
+        LOG.info("step %d is profiled: %s", step, directory)
 
     def score(self, episodes: Sequence[Episode], step: int) -> Experience:
         """Compute what the objective reads of a step's episodes: log-probs, values, advantages."""

@@ -206,6 +206,16 @@ class TrainWorkers:
         """Seconds that the slowest rank has waited for a save since this was last asked."""
         return max(seconds for group, _ in self._hosts() for seconds in group.call("pop_stall_seconds"))
 
+    def start_profile(self, directory: str) -> None:
+        """Profile all ranks until `stop_profile`, which writes the files to `directory`."""
+        for group, _ in self._hosts():
+            group.call("start_profile", directory, group.name.replace(" ", "_"))
+
+    def stop_profile(self) -> None:
+        """End the profiles."""
+        for group, _ in self._hosts():
+            group.call("stop_profile")
+
     def peak_flops(self) -> float:
         """FLOP/s of the policy's ranks together: by the data sheet, or else as measured now."""
         known = peak_flops(self.policy.call_one(0, "device_name"))

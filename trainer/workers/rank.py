@@ -6,6 +6,7 @@ import glob
 import math
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from trainer.parallel.determinism import use_deterministic_kernels
 from trainer.parallel.layout import Layout
 from trainer.parallel.measure_flops import measure_peak, measure_speed
 from trainer.parallel.mesh import SideGroup, init_process_group, listen
+from trainer.parallel.profiling import TorchProfiler, memory_snapshots, record_allocations, snapshot_path
 from trainer.parallel.rng import seed_rng
 from trainer.parallel.shard import param_dtype
 from trainer.seeding import derive_seed
@@ -61,6 +63,7 @@ class Rank:
         self.saver: AsyncSaver | None = None
         self._parking: dict[str, OffloadBuffer] = {}
         self._engine_has_fit = False  # beside this rank at its full size
+        self._profiler = TorchProfiler(device)
 
     def find_address(self, host: str, port: int = 0) -> str:
         """Reserve a port of this rank for a store (0: a free one); returns `host:port`. Not a collective."""
@@ -79,6 +82,7 @@ class Rank:
         """
         if self.device == "cuda":
             torch.cuda.set_device(local_rank)
+            record_allocations()
         init_process_group(self.rank, self.world_size, address, self.device, self.cfg.trainer.collective_timeout_s)
         t = self.cfg.trainer
         self.layout = Layout(self.device, axis_sizes(t, self.world_size))
@@ -95,8 +99,9 @@ class Rank:
         assert self.layout is not None and self.saver is not None, "connect first"
         path = resolve_model_path(model_path)
         self.objective = make_objective(self.cfg)
-        for spec in roles:
-            self.roles[spec.name] = self._load(spec, resolve_model_path(spec.path, spec.key) if spec.path else path)
+        with self._memory_snapshots("_".join(spec.name for spec in roles)):
+            for spec in roles:
+                self.roles[spec.name] = self._load(spec, resolve_model_path(spec.path, spec.key) if spec.path else path)
 
     def _load(self, spec: RoleSpec, path: str) -> ModelWorker:
         cfg, layout = self.cfg, self.layout
@@ -114,8 +119,25 @@ class Rank:
 
     def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call `method` of the worker of `role`."""
-        self._restore(optimizer=method in _WITH_OPTIMIZER)
-        return getattr(self.roles[role], method)(*args, **kwargs)
+        with self._memory_snapshots(role):
+            self._restore(optimizer=method in _WITH_OPTIMIZER)
+            return getattr(self.roles[role], method)(*args, **kwargs)
+
+    def _memory_snapshots(self, role: str) -> AbstractContextManager[None]:
+        dump = torch.cuda.memory._dump_snapshot if self.device == "cuda" else None
+        return memory_snapshots(snapshot_path(self.cfg.trainer.run_dir, f"{role}_rank_{self.rank}"), dump)
+
+    def start_profile(self, directory: str, name: str) -> None:
+        """Profile this rank until `stop_profile`. Not a collective.
+
+        Args:
+            name: of the files, before the number of the rank.
+        """
+        self._profiler.start(directory, f"{name}_{self.rank}")
+
+    def stop_profile(self) -> None:
+        """Write the profile to its directory. Not a collective."""
+        self._profiler.stop()
 
     def prepare_saves(self, roles: list[str]) -> None:
         """Begin to take the host memory that saves of `roles` need. Only GPUs need it pinned, which takes long."""

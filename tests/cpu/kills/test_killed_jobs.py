@@ -28,9 +28,11 @@ from tests.support.jobs import (
     start_job,
     wait_until,
 )
+from tests.support.timelines import assert_fits_metrics, assert_nested, spans_of
 from trainer.checkpoint.__main__ import main as checkpoint_tool
 from trainer.process.failure_log import read_incidents
 from trainer.reports.compare import read_run
+from trainer.reports.timeline import last_step
 from trainer.view.runs import describe_run
 
 pytestmark = pytest.mark.early
@@ -105,16 +107,33 @@ def assert_as_if_never_killed(cwd: Path, output: str) -> None:
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def assert_traced_and_profiled(run: Path) -> None:
+    """The timeline has the processes of both starts, and fits the metrics. Ranks and engine have profiled two steps."""
+    spans = spans_of(run)
+    processes = {"driver", "rank 0", "rank 1", "engine 0", "environment 0"}
+    assert processes <= {span.process for span in spans}, "reward processes have no work here"
+    assert {f"save {STEPS}", "loading the checkpoint", "validation", "export"} <= {span.name for span in spans}
+    assert_nested(spans)
+    assert_fits_metrics(spans, metrics(run))
+    step = last_step(str(run))
+    assert step is not None and step.step == STEPS and any("ranks idle" in sentence for sentence in step.sentences)
+    for number in (1, 5):
+        names = {path.name for path in (run / f"profile/step_{number}").iterdir()}
+        assert names == {"rank_0.json.gz", "rank_1.json.gz", "engine_0.json.gz"}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_a_job_that_is_killed_and_loses_a_rank_and_its_engine_ends_as_if_never_disturbed(tmp_path, marker):
     """With Ray and vLLM, and a stream of episodes whose environments take times that differ from start to start. The
-    first start is killed with all of its processes; the second one outlives a rank and the engine."""
+    first start is killed with all of its processes; the second one outlives a rank and the engine. The timeline and the
+    profiles of the killed run change no number."""
     settings = ("rollout=vllm", "trainer.num_workers=2", "environment.name=tests.support.environments:Dawdling",
                 "environment.schedule=stream", "environment.max_turns=3", "environment.max_tokens=96")  # fmt: skip
     rows, job = whole_and_killed(*settings, cwd=tmp_path)
     assert any(row.get("episode/turns/mean", 1) > 1 for row in rows)
     assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in rows[1:])
+    job += ["logger.trace=true", "trainer.profile=[1,5]"]
     killed(job, tmp_path, "save:manifest_written,2", marker)
     output = run_bereaved(job, tmp_path, "logged,2")
     run = tmp_path / "outputs/killed"
@@ -123,6 +142,7 @@ def test_a_job_that_is_killed_and_loses_a_rank_and_its_engine_ends_as_if_never_d
     }
     assert len((run / "starts.jsonl").read_text().splitlines()) == 2, "the driver stays"
     assert_as_if_never_killed(tmp_path, output)
+    assert_traced_and_profiled(run)
     assert left_running(marker) == []
     # The shards of two ranks, evaluated alone: by two engines, and to the last bit.
     found = evaluate(run, "trainer.ray_address=processes", "rollout.num_engines=2", cwd=tmp_path)

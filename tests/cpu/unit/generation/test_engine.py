@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gzip
+import json
 import random
 import shutil
 from collections.abc import Iterator
@@ -241,6 +243,21 @@ def test_an_interrupted_engine_returns_before_a_request_is_complete(model_paths,
     assert results[0] == {} and {one.weight_versions for one in completions.values()} <= {(1, 2), (2, 2)}
     vllm_engine.sync_weights(SharedMemory(model_paths[True]), 1)
     assert tokens_of([completions[i] for i in range(4)]) == tokens_of(vllm_engine.generate(endless))
+
+
+@pytest.mark.processes
+def test_vllm_profiles_itself_and_generates_the_same(model_paths, vllm_engine, tmp_path, profile_dir):
+    vllm_engine.sync_weights(SharedMemory(model_paths[True]), 0)
+    requests = with_sampling(make_requests(1), dataclasses.replace(SAMPLED, max_tokens=3))
+    plain = vllm_engine.generate(requests)
+    for number in range(2):
+        vllm_engine.start_profile(f"engine_{number}")
+        assert contents(vllm_engine.generate(requests)) == contents(plain)
+        vllm_engine.stop_profile(str(tmp_path))
+        (trace,) = tmp_path.glob(f"engine_{number}_*.json.gz")
+        with gzip.open(trace) as file:
+            assert any(event["name"].startswith("aten::") for event in json.load(file)["traceEvents"])
+    assert list(profile_dir.iterdir()) == []
 
 
 def test_requests_that_join_at_any_time_get_the_same_bits(cluster, tmp_path):

@@ -1,0 +1,91 @@
+"""An engine that is profiled while it has the weights of some steps."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from trainer.config import RolloutConfig
+from trainer.config.engines import EngineSpec
+from trainer.generation.engine import build_engine
+from trainer.generation.profiled_engine import ProfiledEngine
+
+
+class Engine:
+    """Notes its calls, and profiles itself."""
+
+    def __init__(self, model_path: str = "", *, profile_dir: str | None = None, **_: Any):
+        self.calls: list[Any] = []
+        self.profile_dir = profile_dir
+
+    def sync_weights(self, source: Any, version: int, running: str = "abort") -> None:
+        self.calls.append((source, version, running))
+
+    def set_version(self, version: int) -> None:
+        self.calls.append(version)
+
+    def generate(self, requests: list[int]) -> list[int]:
+        return requests
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+
+    def start_profile(self, name: str) -> None:
+        self.calls.append(f"start {name}")
+
+    def stop_profile(self, directory: str) -> None:
+        self.calls.append(f"stop {directory}")
+
+
+def profiled(steps: tuple[int, ...]) -> tuple[Engine, Any]:
+    engine = Engine()
+    profiler = SimpleNamespace(
+        start=lambda directory, name: engine.calls.append(f"start {directory} {name}"),
+        stop=lambda: engine.calls.append("stop"),
+    )
+    return engine, ProfiledEngine(engine, profiler, steps, "step_{}".format, "engine_0")
+
+
+def test_the_profile_begins_and_ends_with_the_weights_of_a_step():
+    inner, engine = profiled((2, 3, 5))
+    engine.set_version(-1)
+    engine.set_version(1)
+    for version in range(2, 6):
+        engine.sync_weights("source", version, "keep")
+        assert engine.generate([version]) == [version]
+    engine.set_version(5)
+    engine.shutdown()
+    synced = [("source", version, "keep") for version in range(2, 6)]
+    assert inner.calls == [
+        *(-1, 1, synced[0], "start step_2 engine_0"),
+        *("stop", synced[1], "start step_3 engine_0"),
+        *("stop", synced[2]),
+        *(synced[3], "start step_5 engine_0", 5, "stop", "shutdown"),
+    ]
+
+
+def test_an_engine_profiles_itself_if_it_can(tmp_path):
+    spec = EngineSpec(f"{__name__}:Engine", profiles=True)
+    rollout = RolloutConfig(tensor_parallel_size=2)
+    engine: Any = build_engine(spec, {}, False, "", 1, ((4,), str(tmp_path)), device="cpu", rollout=rollout)
+    assert engine.profile_dir == str(tmp_path)
+    engine.set_version(4)
+    engine.sync_weights("source", 5)
+    directory = tmp_path / "profile/step_4"
+    assert engine.calls == [4, "start engine_1", f"stop {directory}", ("source", 5, "abort")] and directory.is_dir()
+
+
+def test_torch_profiles_an_engine_in_one_process(tmp_path):
+    spec = EngineSpec(f"{__name__}:Engine", profiles=True)
+    engine: Any = build_engine(spec, {}, False, "", 0, ((4,), str(tmp_path)), device="cpu", rollout=RolloutConfig())
+    engine.set_version(4)
+    engine.set_version(5)
+    assert engine.profile_dir is None and engine.calls == [4, 5]
+    assert (tmp_path / "profile/step_4/engine_0.json.gz").stat().st_size > 0
+
+
+def test_an_engine_is_as_it_is_if_no_step_is_profiled(tmp_path):
+    spec = EngineSpec(f"{__name__}:Engine", profiles=True)
+    assert type(build_engine(spec, {}, False, "", 0, ((), str(tmp_path)), device="cpu")) is Engine
+    served = EngineSpec(f"{__name__}:Engine", served=True)
+    assert type(build_engine(served, {}, False, "", 0, ((1,), str(tmp_path)), device="cpu")) is Engine

@@ -1,0 +1,110 @@
+"""Profiles of a process by torch, and snapshots of its GPU memory (`trainer.profile`)."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from trainer.errors import one_line
+
+LOG = logging.getLogger(__name__)
+
+DIRECTORY = "profile"
+"""Directory below the run directory."""
+OUT_OF_MEMORY = "out_of_memory"
+_MOST_EVENTS = 100_000  # allocations in the history of a profiled step; each takes some KB in the file
+
+
+def step_directory(run_dir: str, step: int) -> str:
+    """Return the directory of the profiles of a step."""
+    return os.path.join(run_dir, DIRECTORY, f"step_{step}")
+
+
+class TorchProfiler:
+    """Profiles what the thread that starts it does, with the kernels on its GPU.
+
+    Args:
+        device: `cuda` or `cpu`.
+    """
+
+    def __init__(self, device: str):
+        self._device = device
+        self._profile: profile | None = None
+        self._path = ""
+
+    def start(self, directory: str, name: str) -> None:
+        """Begin a profile, which `stop` writes to `{directory}/{name}.json.gz`.
+
+        On a GPU, `stop` also writes the allocations and what is then in memory, to `{name}.memory.pickle`.
+        """
+        assert self._profile is None, "stop the profile before starting another"
+        os.makedirs(directory, exist_ok=True)
+        self._path = os.path.join(directory, name)
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device == "cuda" else [])]
+        if self._device == "cuda":
+            _record(enabled="all", context="all", max_entries=_MOST_EVENTS)
+        self._profile = profile(activities=activities, record_shapes=True, profile_memory=True)
+        self._profile.start()
+
+    def stop(self) -> None:
+        """End the profile, if there is one, and write it. A disk that cannot take it does not end the run."""
+        if self._profile is None:
+            return
+        running, self._profile = self._profile, None
+        running.stop()
+        try:
+            running.export_chrome_trace(self._path + ".json.gz")
+            if self._device == "cuda":
+                torch.cuda.memory._dump_snapshot(self._path + ".memory.pickle")
+        except (OSError, RuntimeError) as error:
+            LOG.warning("trainer.profile: %s is not written (%s)", self._path, one_line(str(error)))
+        if self._device == "cuda":
+            record_allocations()
+
+
+def record_allocations() -> None:
+    """Let torch keep the stack of each allocation on the GPU that is not freed, for `memory_snapshots`."""
+    _record(enabled="state", context="state")
+
+
+def _record(**options: Any) -> None:
+    try:
+        torch.cuda.memory._record_memory_history(stacks="python", **options)  # it costs 2 us an allocation
+    except RuntimeError as error:  # some allocators cannot, such as cudaMallocAsync
+        LOG.info("the allocations of the GPU's memory are not recorded: %s", one_line(str(error)))
+
+
+@contextmanager
+def memory_snapshots(path: str, dump: Callable[[str], None] | None) -> Iterator[None]:
+    """If the GPU's memory runs out in the block, write what is in it to `path`, and name that file in the error.
+
+    https://pytorch.org/memory_viz shows the file. A later one replaces it.
+
+    Args:
+        dump: writes the file. None: the process has no GPU.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        if dump is None:
+            raise
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            dump(path)
+        except (OSError, RuntimeError) as problem:
+            LOG.warning("no snapshot of the GPU's memory is written: %s", one_line(str(problem)))
+            raise error from None
+        LOG.warning("a snapshot of the GPU's memory is in %s; https://pytorch.org/memory_viz shows it", path)
+        needed, *rest = str(error).partition(" GPU ")  # the first sentences say how much was asked for
+        raise torch.OutOfMemoryError(f"{needed} See {path}.{''.join(rest)}") from error
+
+
+def snapshot_path(run_dir: str, name: str) -> str:
+    """Return the file for the memory of a process that has run out of it."""
+    return os.path.join(run_dir, DIRECTORY, OUT_OF_MEMORY, f"{name}.pickle")
