@@ -4,7 +4,8 @@ Trains one run for each workload and place, in which one step of each pair, draw
 other does not. The workloads are the demo, and a model with random weights whose completions have up to 512 tokens.
 
 Prints for a step the seconds that the driver waited for the journal (`time/journal`), the CPU seconds of the journal's
-threads, and what steps with it took longer than those without: in CPU seconds of the driver, and on the clock. Medians,
+threads, and what steps with it took longer than those without: in CPU seconds of the driver, in which those of the
+journal's threads are contained, and on the clock. Medians,
 and half the range between the quartiles; a busy machine shows in the last column, but hardly in the others.
 """
 
