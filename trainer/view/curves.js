@@ -63,7 +63,7 @@ function adviceBox() {
   if (!lines.length && !notes.length) return null;
   return el("div", { class: "advice", id: "advice" }, el("ul", {},
     lines.map(([run, i, one]) => el("li", { class: "warning" }, RUNS.length > 1 ? swatch(i) : null,
-      RUNS.length > 1 ? `${run.name}: ` : "", `step ${one.step}: ${one.text}`)), notes));
+      RUNS.length > 1 ? `${run.name}: ` : "", `steps ${one.steps[0]} to ${one.steps[1]}: ${one.text}`)), notes));
 }
 
 /** Return panels below a title. A closed section draws them when it is opened. */

@@ -30,7 +30,8 @@ function runCard(run, i) {
     el("dl", {}, [["path", run.path], ["task", run.task], ["steps", `${run.step} of ${run.total_steps}`], ["best", best],
       ["checkpoints", marks("checkpoint").map((mark) => mark.step).join(", ") || "none"]].map(([name, value]) =>
       [el("dt", {}, name), el("dd", {}, value)])),
-    table("Advice", ["step", ""], run.advice.map((one) => [one.step, one.text])),
+    table("Advice", ["steps", "key", ""], run.advice.map((one) =>
+      [one.steps.join(" to "), one.key, one.text])),
     table("Restarts", ["time", "step", ""], marks("restart").map((one) => [one.time, one.step, one.text])),
     table("Incidents", ["time", "step", "class", "", ""], marks("incident").map((one) =>
       [one.time, one.step, one.class, one.who, one.text])),

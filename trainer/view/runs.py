@@ -79,8 +79,8 @@ def describe_metrics(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 
 def advice(run: Run) -> list[dict[str, Any]]:
-    """Return the advisories about a run: the first step of each, and its sentence."""
-    return [{"step": one.steps[0], "text": one.text} for one in advise(run.rows, run.config)]
+    """Return the advisories about a run: the first and the last step of each, its sentence, and the key to change."""
+    return [{"steps": list(one.steps), "text": one.text, "key": one.key} for one in advise(run.rows, run.config)]
 
 
 def _marks(run_dir: str) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.browser import Browser, open_browser
+from tests.support.metrics import make_tracker
 from tests.support.viewed_runs import HOSTILE, make_episode, make_run
 from trainer.data.rollout_io import write_rollouts
 from trainer.view.build import Builder, Limits
@@ -302,6 +303,21 @@ def test_a_followed_page_shows_what_is_new(browser, tmp_path):
     browser.until(lambda: browser.run("return document.getElementById('slider')?.max") == "3")
     browser.until(lambda: browser.texts("#step") == ["step 1"])
     assert not browser.all("#follow")
+
+
+def test_advice_and_what_was_left_out_are_above_the_curves(browser, tmp_path):
+    with make_tracker(tmp_path / "run") as tracker:
+        for step in range(1, 8):
+            tracker.log(step, {"reward/mean": 0.0, "reward/std": 0.0, "reward/zero_std_frac": 1.0})
+    path = tmp_path / "run/rollouts/step_1.arrow"
+    path.parent.mkdir()
+    path.write_bytes(b"damaged")
+    browser.open(write(tmp_path / "view.html", tmp_path / "run"))
+    advice, note = browser.texts("#advice li")
+    assert advice.startswith("steps 1 to 7: ") and "rollout.n" in advice
+    assert note.startswith("the episodes of step 1 cannot be read")
+    browser.click("[data-tab='runs']")
+    assert any("rollout.n" in row for row in browser.texts(".card tbody tr"))
 
 
 def test_a_run_without_episodes_says_how_to_keep_them(browser, tmp_path):

@@ -54,4 +54,4 @@ def test_advice_is_that_of_the_metrics(tmp_path):
     for step in range(1, 8):
         tracker.log(step, {"reward/mean": 0.0, "reward/std": 0.0, "reward/zero_std_frac": 1.0})
     (advice,) = describe_run(read_run(str(tmp_path)), "run")["advice"]
-    assert "reward" in advice["text"] and "rollout.n" in advice["text"]
+    assert advice["steps"] == [1, 7] and advice["key"] in advice["text"] and "rollout.n" in advice["text"]
