@@ -73,8 +73,8 @@ class MLflow:
             self._thread.start()
 
     def begin(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        if later := sum(sent > step for sent in self._sent):
-            LOG.warning("MLflow has %d steps of this run after step %d; they are not sent again", later, step)
+        if any(sent > step for sent in self._sent):
+            LOG.warning("MLflow has steps of this run after step %d; they are not sent again", step)
         for row in rows:
             self.log(row["step"], {name: value for name, value in row.items() if name != "step"}, {})
 

@@ -149,3 +149,54 @@ def test_wandb_online_without_an_account_names_the_key(tmp_path, listener):
     )  # fmt: skip
     assert result.returncode == 1
     assert "UserError: logger.wandb.mode=online: No API key configured" in result.stderr
+
+
+# ------------------------------------------------------------------------------------------------------
+# All services of a trainer
+
+TRAINER_RUN = """
+import json, shutil, sys
+from pathlib import Path
+from tests.support.toy import toy_config, toy_run
+from trainer.metrics.tracker import read_metrics
+
+root = Path(sys.argv[1])
+
+def config():
+    cfg = toy_config(root / "run", total_steps=6, ckpt_interval=2)
+    cfg.logger.mlflow.enabled = cfg.logger.trackio.enabled = True
+    cfg.logger.mlflow.name = cfg.logger.trackio.name = "mine"
+    return cfg
+
+toy_run(config(), root / "model", stop_after=3)
+shutil.rmtree(root / "run" / "checkpoints" / "global_step_3")  # step 3 is trained again, as after a kill
+ids = toy_run(config(), root / "model").state.run_ids
+rows = read_metrics(str(root / "run" / "metrics.jsonl"))
+
+from mlflow.tracking import MlflowClient
+client = MlflowClient(tracking_uri=f"sqlite:///{root}/run/mlflow.db")
+history = {name: [[m.step, m.value] for m in client.get_metric_history(ids["mlflow_run_id"], name)]
+           for name in ("step", "policy/loss", "sft/loss") if any(name in row or name == "step" for row in rows)}
+experiment = client.get_experiment_by_name("trainer").experiment_id
+runs = [run.info.status for run in client.search_runs([experiment])]
+
+import trackio
+from trackio.sqlite_storage import SQLiteStorage
+logs = {run.name: SQLiteStorage.get_logs("trainer", run.name, run_id=run.id) for run in trackio.Api().runs("trainer")}
+print(json.dumps([rows, runs, history, logs]))
+"""
+
+
+def test_a_trainer_that_is_killed_and_resumed_continues_its_runs_of_services(tmp_path):
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_", "TRACKIO_", "HF_"))}
+    own = {"HOME": str(tmp_path), "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
+    done = run_python(TRAINER_RUN, str(tmp_path), env=kept | own)
+    assert done.returncode == 0, done.stderr
+    assert "MLflow has steps of this run after step 2; they are not sent again" in done.stderr
+    rows, runs, history, logs = json.loads(done.stdout.splitlines()[-1])
+    assert [row["step"] for row in rows] == list(range(1, 7))
+    assert runs == ["FINISHED"], "one run of MLflow"
+    for name, values in history.items():
+        assert values == [[row["step"], row["step"] if name == "step" else row[name]] for row in rows], name
+    assert list(logs) == ["mine"] and len(history) > 1
+    assert [{name: log[name] for name in row} for row, log in zip(rows, logs["mine"], strict=True)] == rows
