@@ -59,7 +59,7 @@ def test_the_first_run(lesson):
     written = {path.name for path in (lesson.directory / "outputs/first").iterdir()}
     named = re.findall(r"^\| `([\w.]+)/?` \|", PARTS[0].read_text(), flags=re.MULTILINE)
     assert len(named) == 7 and set(named) - {"report.png"} <= written
-    assert "global_step_20" in lesson(look)
+    assert "global_step_10" in lesson(look)
     assert "second" in lesson(another)
 
 
@@ -69,8 +69,8 @@ def test_the_readers_own_task_and_environment(lesson):
     ]
     lesson(*blocks(PARTS[1]))
     rows = metrics(lesson.directory / "outputs/second_chance")
-    assert len(rows) == 21 and "episode/second_tries/mean" in rows[-1]
-    validation = lesson.directory / "outputs/second_chance/validation/step_20.jsonl"
+    assert len(rows) == 11 and "episode/second_tries/mean" in rows[-1]
+    validation = lesson.directory / "outputs/second_chance/validation/step_10.jsonl"
     assert any('"again"' in json.dumps(json.loads(line)) for line in validation.read_text().splitlines())
     assert 0 < metrics(lesson.directory / "outputs/sorted")[-1]["reward/mean"] < 1
 
@@ -80,10 +80,10 @@ def test_a_killed_run_continues_and_ends_as_one_that_was_not_killed(lesson):
     output = lesson(killed, continued, whole)
     assert "resume verified: " in output
     runs = [comparable(metrics(lesson.directory / f"outputs/{name}")) for name in ("mine", "whole")]
-    assert runs[0] == runs[1] and runs[0][-1]["step"] == 20
+    assert runs[0] == runs[1] and runs[0][-1]["step"] == 12
 
     # Part 4 goes on from here.
     lesson(blocks(PARTS[3])[0])
     rows = metrics(lesson.directory / "outputs/mine")
-    assert rows[-1]["step"] == 25 and comparable(rows)[:21] == runs[0]
+    assert rows[-1]["step"] == 15 and comparable(rows)[:13] == runs[0]
     assert "2 rank(s)" in (lesson.directory / "outputs/mine/log.txt").read_text()
