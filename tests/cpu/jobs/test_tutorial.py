@@ -38,11 +38,16 @@ def lesson(tmp_path_factory):
     fork_server().write_python(programs)
     env = {**environment(), "PATH": f"{programs}:{os.environ['PATH']}", "TRAINER_TEST_MARKER": str(directory)}
 
-    def run(*commands: str) -> str:
+    def run(*commands: str, **more: str) -> str:
         output = ""
         for block in commands:
             done = subprocess.run(
-                ["bash", "-euc", block], cwd=directory, env=env, capture_output=True, text=True, timeout=500
+                ["bash", "-euc", block],
+                cwd=directory,
+                env=env | more,
+                capture_output=True,
+                text=True,
+                timeout=500,
             )
             output += done.stdout + done.stderr
             assert done.returncode == 0, output
@@ -77,7 +82,9 @@ def test_the_readers_own_task_and_environment(lesson):
 
 def test_a_killed_run_continues_and_ends_as_one_that_was_not_killed(lesson):
     killed, continued, whole = blocks(PARTS[2])
-    output = lesson(killed, continued, whole)
+    # The job waits behind its seventh line: a busy machine may look there late.
+    lesson(killed, TRAINER_FAILPOINT=f"logged,7,{lesson.directory}/reached")
+    output = lesson(continued, whole)
     assert "resume verified: " in output
     runs = [comparable(metrics(lesson.directory / f"outputs/{name}")) for name in ("mine", "whole")]
     assert runs[0] == runs[1] and runs[0][-1]["step"] == 12
