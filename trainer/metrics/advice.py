@@ -108,7 +108,8 @@ class _Step:
     def spikes(self, name: str, factor: float) -> int:
         """Return how many of the recent values, with that of this step, are above `factor` times their median."""
         recent = self.past.recent(name)
-        return sum(value > factor * statistics.median(recent) for value in [*recent[1:], self[name]] if recent)
+        limit = factor * statistics.median(recent) if recent else math.inf
+        return sum(value > limit for value in [*recent[1:], self[name]])
 
     def share_of_step(self, name: str) -> float:
         """Return a time as a share of the step."""
