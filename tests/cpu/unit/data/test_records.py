@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.feather
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trainer.data.records import decode_groups, decode_scores, encode, encode_groups
@@ -85,7 +85,7 @@ def test_episodes_come_back_bit_for_bit(groups):
 
 
 @given(st.lists(episodes, max_size=4), st.data())
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_scores_come_back_bit_for_bit(some, data):
     def array(length: int) -> np.ndarray | None:
         numbers = st.lists(st.floats(width=32), min_size=length, max_size=length)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.viewed_runs import HOSTILE, encode, make_episode, make_run
@@ -66,6 +66,7 @@ def test_tokens_have_the_numbers_of_engine_and_trainer(tmp_path):
     assert {*alone} == {"ids", "mask", "samples", "logprob"}, "what was not recorded is not there"
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(width=32, allow_nan=True, allow_infinity=True), min_size=1, max_size=8))
 def test_any_number_is_packed(values):
     array = np.asarray(values, np.float32)

@@ -10,7 +10,7 @@ import zlib
 from html.parser import HTMLParser
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.viewed_runs import HOSTILE
@@ -46,7 +46,7 @@ class Elements(HTMLParser):
 dangerous = st.sampled_from([HOSTILE, "</script>", "<!--", "<script>", "]]>", "{{SCRIPT}}", "\u2028", "\x00", "\ud800"])
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.text() | dangerous, st.text() | dangerous | st.floats(allow_nan=False, allow_infinity=False)))
 def test_any_data_comes_back_and_breaks_nothing(data):
     page = render(data, {"c0": pack(data)})
