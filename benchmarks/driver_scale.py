@@ -30,6 +30,8 @@ from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.engine_pool import EnginePool
 from trainer.learner.learner import Learner
 from trainer.metrics.timing import Timer
+from trainer.parallel.batching import Batch, count_shared_tokens, select
+from trainer.parallel.load_balancing import Plan, Rows, plan_micro_batches
 from trainer.workers.base import RankUpdate
 
 SPEC = EngineSpec("benchmarks.driver_scale:FakeEngine", gpus=False)
@@ -184,6 +186,13 @@ def episodes_of(prompts: int, n: int, tokens: int) -> list[Episode]:
     ]
 
 
+def plan_of(batch: Batch, ranks: int) -> Plan:
+    """Return the micro-batches of half of the batch, which every rank plans for all."""
+    half = select(batch, np.flatnonzero(batch["group_ids"] < batch["group_ids"].max() / 2))
+    rows = Rows(half["lengths"], 1e-5, half["group_ids"], count_shared_tokens(half))
+    return plan_micro_batches(rows, ranks, 16384)
+
+
 def timed(name: str, function: Callable[[], Any], backend: Threads) -> Any:
     """Print what `function` takes, and return its result."""
     received, begin, cpu = backend.received, time.perf_counter(), time.thread_time()
@@ -218,6 +227,7 @@ def main() -> None:
     episodes = episodes_of(args.prompts, args.n, args.tokens)
     experience = timed("scores of two roles, advantages", lambda: learner.score(episodes, 1), backend)
     timed("update", lambda: learner.update(experience, 1), backend)
+    timed("micro-batches of an optimizer step (each rank)", lambda: plan_of(experience.batch, args.ranks), backend)
     timed("begin and end of a save", lambda: learner.ranks.begin_save(None)(), backend)
     print(f"\nlargest memory of the process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.1f} GB")
 

@@ -13,7 +13,7 @@ from trainer.plan.checkpoints import PlannedSaves, plan_saves
 from trainer.plan.engines import PlannedEngine, engine_problem, plan_engine
 from trainer.plan.hardware import CONTEXT_BYTES, GB, Cluster
 from trainer.plan.model_shape import shape_of
-from trainer.plan.ranks import Phase, PlannedRole, host_bytes_of_rank, plan_role, rank_phases
+from trainer.plan.ranks import Phase, PlannedRole, host_bytes_of_rank, plan_role, rank_phases, writes_shared_memory
 from trainer.plan.timing import StepTime, plan_time
 from trainer.plan.workload import Workload, workload_of
 
@@ -186,7 +186,7 @@ def _host(
     ranks = min(cfg.trainer.num_workers, cluster.per_node) if not device.is_cpu else cfg.trainer.num_workers
     processes = min(sum(member.count for member in members), cluster.per_node)
     shared = 0
-    if engine is not None and _writes_shared_memory(cfg, cluster):
+    if engine is not None and writes_shared_memory(cfg, device.kind):
         shared = engine.weights * max(1, engine.gpus)
     host = _DRIVER_BYTES + ranks * of_ranks + shared
     if device.is_cpu:
@@ -197,10 +197,3 @@ def _host(
     if engine is not None and cfg.rollout.colocate:  # sleeping engines keep their weights there
         host += engine.weights * min(cfg.num_engines * engine.gpus, cluster.per_node)
     return host + 2 * processes * _PROCESS_BYTES["cuda"], shared
-
-
-def _writes_shared_memory(cfg: Config, cluster: Cluster) -> bool:
-    way = cfg.rollout.weight_sync
-    if way != "auto":
-        return way == "shared_memory"
-    return cluster.device.is_cpu

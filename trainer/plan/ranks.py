@@ -207,10 +207,21 @@ def _on_device(role: PlannedRole, moment: dict[str, int]) -> dict[str, int]:
 
 
 def sync_buffers(cfg: Config, roles: Sequence[PlannedRole]) -> int:
-    """Return the bytes that a rank holds while weights go to the engines: a gathered tensor, and two buckets."""
+    """Return the bytes that a rank holds while weights go to the engines: a gathered tensor, and two buckets.
+
+    Into shared memory each rank writes its own rows, one tensor after the other.
+    """
     policy = next(role for role in roles if role.spec.name == "policy")
     largest = max(parameter.numel for parameter in policy.model.parameters)
+    if writes_shared_memory(cfg, policy.device):
+        return largest * policy.itemsize // policy.shards
     return 2 * largest * policy.itemsize + 2 * cfg.rollout.weight_sync_bucket_mb * 2**20
+
+
+def writes_shared_memory(cfg: Config, device: str) -> bool:
+    """Return whether weights go to the engines through shared memory. `device` is `cpu` or `cuda`."""
+    way = cfg.rollout.weight_sync
+    return device == "cpu" if way == "auto" else way == "shared_memory"
 
 
 def host_bytes_of_rank(cfg: Config, roles: Sequence[PlannedRole]) -> int:

@@ -11,7 +11,7 @@ import torch
 from trainer.config import Config, FSDPConfig
 from trainer.config.axes import axis_sizes
 from trainer.plan.engines import PlannedEngine
-from trainer.plan.hardware import LATENCY_S, REACHED, REACHED_BANDWIDTH, Cluster
+from trainer.plan.hardware import LATENCY_S, REACHED_BANDWIDTH, Cluster
 from trainer.plan.model_shape import ModelShape
 from trainer.plan.ranks import PlannedRole
 from trainer.plan.workload import Workload
@@ -98,9 +98,8 @@ class _Passes:
     def __init__(self, cfg: Config, cluster: Cluster, role: PlannedRole, workload: Workload):
         self.role, self.cluster, self.workload = role, cluster, workload
         self.sizes = axis_sizes(cfg.trainer, cfg.trainer.num_workers)
-        device = cluster.device
         dtype = torch.bfloat16 if role.itemsize == 2 else torch.float32
-        self.speed = REACHED[device.kind] * device.flops(dtype)
+        self.speed = cluster.device.reached(dtype)
         self.stride = self.sizes["tp"]
         self.ring = cluster.bandwidth_between(role.shards, self.stride) * REACHED_BANDWIDTH
 
@@ -203,9 +202,8 @@ def rollout_seconds(
     together = max(1.0, min(rows, cfg.rollout.max_num_seqs, engine.sequences(context)))
     steps = max(rows * w.response / together, w.response)
     bandwidth = REACHED_BANDWIDTH * device.bandwidth
-    speed = REACHED[device.kind] * device.flops(
-        torch.float32 if engine.weights * gpus >= 4 * policy.total else torch.bfloat16
-    )
+    is_float32 = engine.weights * gpus >= 4 * policy.total
+    speed = device.reached(torch.float32 if is_float32 else torch.bfloat16)
     computed = policy.total - (0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size)
     read = (engine.weights + together * context * engine.kv_token) / bandwidth
     products = 2 * computed * together / gpus / speed
