@@ -109,7 +109,8 @@ def main() -> None:
                 cells += [f"{measured / 1e6:.0f} MB", f"{planned.total / measured - 1:+.1%}"]
             for phase in ("scores", "update"):
                 seconds = plan.time.phases.get(phase, 0.0) / crowd
-                cells += [f"{seconds:.2f} s", f"{found[phase]:.2f} s", f"{seconds / max(found[phase], 1e-9) - 1:+.0%}"]
+                error = f"{seconds / found[phase] - 1:+.0%}" if seconds else ""
+                cells += [f"{seconds:.2f} s", f"{found[phase]:.2f} s", error]
             print(f"| {' | '.join(cells)} |", flush=True)
 
 

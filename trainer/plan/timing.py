@@ -20,9 +20,12 @@ _RECOMPUTED = {"none": 0.0, "selective": 0.1, "full": 1.0}
 """Share of a forward pass that a backward pass computes again."""
 _OPTIMIZER_BYTES = 28
 """Bytes that AdamW reads and writes for each number: weight, gradient and two moments."""
-_DECODE_STEP_S = {"cpu": (5e-3, 1.2e-4), "cuda": (3e-3, 1e-5)}
+_DECODE_STEP_S = {"cpu": (5e-3, 7e-5), "cuda": (3e-3, 1e-5)}
 """Seconds of a decoding step of vLLM beside the model, and of each sequence in it. CPU: measured with the smallest
 model. GPU: an estimate, with CUDA graphs."""
+_CALL_S = 0.05
+"""Seconds of a call of all ranks beside their work: the batch on its way, and what the ranks plan. Chosen so that plans
+agree with the demo's recorded steps."""
 _OTHER = 0.03
 """Share of a step in which the driver works: rows, advantages, logs. Measured with the demo (benchmarks/RESULTS.md)."""
 
@@ -72,9 +75,10 @@ def plan_time(
         passes = _Passes(cfg, cluster, role, workload)
         if role.spec.scores or role.spec.name == "policy" and cfg.task.generates:
             share = 1 - 1 / workload.optimizer_steps if role.spec.name == "policy" and _first_is_free(cfg) else 1.0
-            phases["scores"] += share * crowd * passes.scores(workload.computed_tokens)
+            phases["scores"] += share * crowd * passes.scores(workload.computed_tokens) + _CALL_S * (share > 0)
         if role.spec.trained:
-            phases["update"] += crowd * workload.optimizer_steps * passes.optimizer_step(workload.computed_in_update)
+            updates = workload.optimizer_steps * passes.optimizer_step(workload.computed_in_update)
+            phases["update"] += crowd * updates + _CALL_S
     if engine is not None:
         phases["sync"] = sync_seconds(cfg, cluster, whole, engine)
     phases["other"] = _OTHER * sum(phases.values())

@@ -32,7 +32,7 @@ def test_twice_the_ranks_take_half_the_time(cfg, node):
 def test_recomputation_takes_a_third_more(cfg, node):
     before = seconds(cfg, node)
     cfg.trainer.policy.fsdp.activation_checkpointing = "full"
-    assert seconds(cfg, node) / before == pytest.approx(4 / 3, rel=0.05)
+    assert 1.2 < seconds(cfg, node) / before < 4 / 3  # what a call takes stays the same
 
 
 def test_a_slow_network_is_seen_between_nodes(cfg, node):

@@ -1,0 +1,24 @@
+"""The tables of docs/scale.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.scale import CASES, HEADS, plan_of, row_of
+
+PAGE = (Path(__file__).parents[4] / "docs/scale.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["0.6B-1", "8B-8"])
+def test_the_rows_are_those_of_the_plans(name):
+    plan = plan_of(name)
+    for table in HEADS:
+        assert f"\n{row_of(table, name, plan)}\n" in PAGE, "`python -m benchmarks.scale` makes the tables"
+
+
+def test_every_case_has_its_rows():
+    for name in CASES:
+        model, gpus = name.split("-")
+        assert PAGE.count(f"\n| {model} on {int(gpus):,} GPU") == len(HEADS)
