@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -76,8 +76,9 @@ class Tracer:
     def take(self) -> list[Span]:
         """Return the spans since the last call."""
         spans = []
-        while self._spans:
-            spans.append(self._spans.popleft())
+        with suppress(IndexError):  # there is no other; threads that take at the same time share them
+            while True:
+                spans.append(self._spans.popleft())
         return spans
 
     def receive(self, process: str, sent_at: float, answer: Any) -> Any:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -66,6 +67,22 @@ def test_a_call_answers_with_its_spans_if_it_is_asked_for_them(tracer):
     assert driver.receive("rank 0", 0.0, answer) == "1 a"
     assert [span.process for span in driver.take()] == ["rank 0"] * 2 and driver.clock_error_s("rank 0") == 0
     assert driver.receive("rank 0", 0.0, "without spans") == "without spans"
+
+
+def test_two_threads_may_take_the_spans_at_the_same_time(tracer):
+    class Shared(deque):
+        """Of which another thread takes the last span just before this one does."""
+
+        def popleft(self) -> Span:
+            if len(self) == 1:
+                self.clear()
+            return super().popleft()
+
+    tracer._spans = Shared()
+    with tracer.span("first"):
+        pass
+    answer = answer_call(lambda: "done", MAIN, (), {WANTED: True}, "update")
+    assert answer.result == "done" and [span.name for span in answer.spans] == ["first"]
 
 
 def test_calls_have_names_for_people():
