@@ -26,6 +26,8 @@ _SWITCHES = (
     "--force-device-scale-factor=1",
     "--window-size=1500,950",
 )
+_INTERRUPTED = ("navigation", "document unloaded", "execution context")
+"""What Chromium's driver says of them."""
 
 
 class Browser:
@@ -55,7 +57,7 @@ class Browser:
         return self.run("return [...document.querySelectorAll(arguments[0])].map((one) => one.textContent)", selector)
 
     def until(self, condition: Callable[[], Any]) -> Any:
-        """Wait until a condition holds, and return its value. Elements may be replaced meanwhile."""
+        """Wait until a condition holds, and return its value. Elements or the page may be replaced meanwhile."""
         from selenium.common import exceptions
         from selenium.webdriver.support.ui import WebDriverWait
 
@@ -64,8 +66,16 @@ class Browser:
             exceptions.ElementNotInteractableException,
             exceptions.ElementClickInterceptedException,
         ]
-        wait = WebDriverWait(self.driver, WAIT_S, poll_frequency=0.05, ignored_exceptions=ignored)
-        return wait.until(lambda _: condition())
+
+        def poll(_: Any) -> Any:
+            try:
+                return condition()
+            except exceptions.WebDriverException as error:  # a script that a load of the page interrupts
+                if any(words in str(error) for words in _INTERRUPTED):
+                    return None
+                raise
+
+        return WebDriverWait(self.driver, WAIT_S, poll_frequency=0.05, ignored_exceptions=ignored).until(poll)
 
     def click(self, selector: str) -> None:
         """Click an element when it is there."""

@@ -296,7 +296,7 @@ def test_a_reload_keeps_what_is_shown(browser, page):
 
 def test_a_followed_page_shows_what_is_new(browser, tmp_path):
     run = make_run(tmp_path / "run", steps=2)
-    out = write(tmp_path / "view.html", run, refresh_s=0.5)
+    out = write(tmp_path / "view.html", run, refresh_s=5)
     show_episodes(browser, out, "&step=1")
     make_run(tmp_path / "other", steps=4)
     write(out, tmp_path / "other")
