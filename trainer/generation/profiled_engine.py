@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from trainer.generation.engine import Engine
-from trainer.parallel.profiling import TorchProfiler, step_directory
+from trainer.parallel.profiling import TorchProfiler, step_directory, warn_not_written
 from trainer.process.tracing import TRACER
 
 
@@ -82,16 +82,30 @@ def profile_engine(
 
 
 class OwnProfiler:
-    """The profiler of an engine with `EngineSpec.profiles`."""
+    """The profiler of an engine with `EngineSpec.profiles`. Its failure costs the profile alone.
+
+    Its exceptions are of any type. If the engine has died, its next call says so.
+    """
 
     def __init__(self, engine: Any):
         self._engine = engine
-        self._directory = ""
+        self._directory = ""  # empty: there is no profile
+        self._name = ""
 
     def start(self, directory: str, name: str) -> None:
-        os.makedirs(directory, exist_ok=True)
-        self._directory = directory
-        self._engine.start_profile(name)
+        self._directory, self._name = "", name
+        try:
+            os.makedirs(directory, exist_ok=True)
+            self._engine.start_profile(name)
+        except Exception as error:
+            warn_not_written(os.path.join(directory, name), error)
+        else:
+            self._directory = directory
 
     def stop(self) -> None:
-        self._engine.stop_profile(self._directory)
+        if not self._directory:
+            return
+        try:
+            self._engine.stop_profile(self._directory)
+        except Exception as error:
+            warn_not_written(os.path.join(self._directory, self._name), error)

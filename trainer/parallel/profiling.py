@@ -41,31 +41,44 @@ class TorchProfiler:
     def start(self, directory: str, name: str) -> None:
         """Begin a profile, which `stop` writes to `{directory}/{name}.json.gz`.
 
-        On a GPU, `stop` also writes the allocations and what is then in memory, to `{name}.memory.pickle`.
+        On a GPU, `stop` also writes the allocations and what is then in memory, to `{name}.memory.pickle`. If there can
+        be no profile, a warning says why.
         """
         assert self._profile is None, "stop the profile before starting another"
-        os.makedirs(directory, exist_ok=True)
         self._path = os.path.join(directory, name)
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device == "cuda" else [])]
-        if self._device == "cuda":
-            _record(enabled="all", context="all", max_entries=_MOST_EVENTS)
-        self._profile = profile(activities=activities, record_shapes=True, profile_memory=True)
-        self._profile.start()
+        try:
+            os.makedirs(directory, exist_ok=True)
+            if self._device == "cuda":
+                _record(enabled="all", context="all", max_entries=_MOST_EVENTS)
+            started = profile(activities=activities, record_shapes=True, profile_memory=True)
+            started.start()
+        except (OSError, RuntimeError) as error:
+            warn_not_written(self._path, error)
+            if self._device == "cuda":
+                record_allocations()
+        else:
+            self._profile = started
 
     def stop(self) -> None:
-        """End the profile, if there is one, and write it. A disk that cannot take it does not end the run."""
+        """End the profile, if there is one, and write it. If that fails, a warning says why."""
         if self._profile is None:
             return
         running, self._profile = self._profile, None
-        running.stop()
         try:
+            running.stop()
             running.export_chrome_trace(self._path + ".json.gz")
             if self._device == "cuda":
                 torch.cuda.memory._dump_snapshot(self._path + ".memory.pickle")
         except (OSError, RuntimeError) as error:
-            LOG.warning("trainer.profile: %s is not written (%s)", self._path, one_line(str(error)))
+            warn_not_written(self._path, error)
         if self._device == "cuda":
             record_allocations()
+
+
+def warn_not_written(path: str, error: Exception) -> None:
+    """Log that a profile is missing. It does not end the run."""
+    LOG.warning("trainer.profile: %s is not written (%s)", path, one_line(str(error)))
 
 
 def record_allocations() -> None:

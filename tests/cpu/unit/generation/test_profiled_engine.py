@@ -8,7 +8,7 @@ from typing import Any
 from trainer.config import RolloutConfig
 from trainer.config.engines import EngineSpec
 from trainer.generation.engine import build_engine
-from trainer.generation.profiled_engine import ProfiledEngine
+from trainer.generation.profiled_engine import OwnProfiler, ProfiledEngine
 
 
 class Engine:
@@ -73,6 +73,24 @@ def test_an_engine_profiles_itself_if_it_can(tmp_path):
     engine.sync_weights("source", 5)
     directory = tmp_path / "profile/step_4"
     assert engine.calls == [4, "start engine_1", f"stop {directory}", ("source", 5, "abort")] and directory.is_dir()
+
+
+def test_an_engine_whose_own_profiler_fails_goes_on_without_a_profile(tmp_path, caplog):
+    class Failing(Engine):
+        """Whose profiler raises what vLLM raises for a failure in one of its processes."""
+
+        def stop_profile(self, directory: str) -> None:
+            raise Exception("Call to profile method failed")
+
+    inner = Failing()
+    engine = ProfiledEngine(inner, OwnProfiler(inner), (4, 5), str(tmp_path / "step_{}").format, "engine_1")
+    (tmp_path / "step_4").touch()
+    for version in (4, 5, 6):
+        engine.set_version(version)
+    assert inner.calls == [4, 5, "start engine_1", 6], "a profile that did not begin does not end"
+    begun, ended = caplog.messages
+    assert begun.startswith(f"trainer.profile: {tmp_path}/step_4/engine_1 is not written ([Errno 17]")
+    assert ended == f"trainer.profile: {tmp_path}/step_5/engine_1 is not written (Call to profile method failed)"
 
 
 def test_torch_profiles_an_engine_in_one_process(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from trainer.cluster.worker_setup import failure_of
+from trainer.parallel import profiling
 from trainer.parallel.profiling import TorchProfiler, memory_snapshots, snapshot_path, step_directory
 
 MESSAGE = (
@@ -37,6 +38,27 @@ def test_a_profile_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
     (tmp_path / "rank_0.json.gz").mkdir()
     profiler.stop()
     assert "trainer.profile" in caplog.text
+
+
+def test_a_profile_that_cannot_begin_or_end_costs_a_warning(tmp_path, monkeypatch, caplog):
+    class Failing(torch.profiler.profile):
+        def stop(self) -> None:
+            super().stop()
+            raise RuntimeError("CUPTI_ERROR_UNKNOWN")
+
+    profiler = TorchProfiler("cpu")
+    (tmp_path / "file").touch()
+    profiler.start(str(tmp_path / "file"), "rank_0")
+    assert f"trainer.profile: {tmp_path}/file/rank_0 is not written ([Errno 17]" in caplog.text
+    profiler.stop()  # there is none
+    with monkeypatch.context() as patched:
+        patched.setattr(profiling, "profile", Failing)
+        profiler.start(str(tmp_path), "rank_1")
+    profiler.stop()
+    assert f"trainer.profile: {tmp_path}/rank_1 is not written (CUPTI_ERROR_UNKNOWN)" in caplog.text
+    profiler.start(str(tmp_path), "rank_2")
+    profiler.stop()
+    assert (tmp_path / "rank_2.json.gz").exists() and len(caplog.records) == 2
 
 
 def test_the_memory_is_written_when_it_runs_out_and_the_message_names_the_file(tmp_path):
