@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -178,38 +180,69 @@ def test_the_cluster_of_kuberay_fits_the_image_and_is_closed():
 
 # SkyPilot
 
-# Writes its name and words, and the variables that matter, to a file of its node.
+# Writes its name and words, and the variables that matter, to a file of its node. Ray lives until it is
+# ended, and the trainer until both nodes are there.
 STUB = r"""#!/usr/bin/env bash
 echo "${0##*/} $* [$RAY_AUTH_MODE $RAY_AUTH_TOKEN]" >> "$HOME/calls"
+case "${0##*/} $*" in
+  "ray start --head "*)
+    trap 'rm ../head; kill $!; echo ended >> "$HOME/calls"; exit 1' TERM
+    sleep 600 & touch ../head; wait ;;
+  "ray start "*) while [ -e ../head ]; do sleep 0.1; done; exit 1 ;;
+  "ray health-check "*) [ -e ../head ]; exit ;;
+  "trainer "*) until grep -q "ray start" ../1/calls; do sleep 0.1; done 2> /dev/null ;;
+esac
+exit "${STATUS:-0}"
 """
+
+
+def run_nodes(task: dict[str, Any], directory: Path, status: int = 0) -> tuple[list[int], list[list[str]]]:
+    """Run a task on two nodes, whose trainer ends with a status; return what the nodes end with, and their calls."""
+    (directory / "bin").mkdir(parents=True)
+    for name in ("ray", "trainer"):
+        (directory / "bin" / name).write_text(STUB)
+        (directory / "bin" / name).chmod(0o755)
+    shared = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
+    env = {**os.environ, **task["envs"], **shared, "RAY_AUTH_TOKEN": "t", "STATUS": str(status)}
+    env["PATH"] = f"{directory}/bin:{os.environ['PATH']}"
+    nodes = []
+    for rank in ("0", "1"):
+        home = directory / rank
+        (home / ".venv/bin").mkdir(parents=True)
+        (home / ".venv/bin/activate").write_text("")
+        own = {"HOME": str(home), "SKYPILOT_NODE_RANK": rank}
+        nodes.append(subprocess.Popen(["bash", "-c", task["run"]], cwd=home, env=env | own, start_new_session=True))
+    try:
+        statuses = [node.wait(timeout=120) for node in nodes]
+    finally:
+        for node in nodes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(node.pid, signal.SIGKILL)
+    calls = [(directory / rank / "calls").read_text().splitlines() for rank in ("0", "1")]
+    return statuses, [[call for call in node if "health-check" not in call] for node in calls]
 
 
 def test_the_nodes_of_skypilot_form_a_cluster_and_the_first_one_trains(tmp_path, monkeypatch):
     task = read_yaml(SKYPILOT)
     assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
-    (tmp_path / "bin").mkdir()
-    (tmp_path / ".venv/bin").mkdir(parents=True)
-    (tmp_path / ".venv/bin/activate").write_text("")
-    for name in ("ray", "trainer", "tail"):
-        (tmp_path / "bin" / name).write_text(STUB)
-        (tmp_path / "bin" / name).chmod(0o755)
-    shared = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
-    calls = []
-    for rank in ("0", "1"):
-        home = tmp_path / rank
-        home.mkdir()
-        env = {**os.environ, **task["envs"], **shared, "SKYPILOT_NODE_RANK": rank, "RAY_AUTH_TOKEN": "t"}
-        env |= {"HOME": str(home), "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
-        subprocess.run(["bash", "-c", task["run"]], cwd=tmp_path, env=env, check=True, timeout=60)
-        calls.append((home / "calls").read_text().splitlines())
-    start, train = calls[0]
-    assert start == "ray start --head --port=6379 --node-ip-address=10.0.0.1 [token t]"
-    assert calls[1][0] == "ray start --address=10.0.0.1:6379 --node-ip-address=10.0.0.2 [token t]"
+    _, calls = run_nodes(task, tmp_path / "nodes")
+    start, train, _ = calls[0]
+    assert start == "ray start --head --port=6379 --node-ip-address=10.0.0.1 --block [token t]"
+    assert calls[1] == ["ray start --address=10.0.0.1:6379 --node-ip-address=10.0.0.2 --block [token t]"]
     words = shlex.split(train.removesuffix(" [token t]"))
     check(words, monkeypatch)
     given = dict(word.split("=", 1) for word in words if "=" in word)
     assert given["trainer.num_workers"] == given["rollout.num_engines"] == "16"
     assert given["trainer.ckpt_path"] == "s3://BUCKET/runs/one" and given["trainer.resume_mode"] == "latest"
+
+
+@pytest.mark.parametrize("status", [0, 75])
+def test_all_nodes_of_skypilot_end_with_the_run(tmp_path, status):
+    """Also after status 0: a job whose nodes do not all end keeps its machines."""
+    statuses, calls = run_nodes(read_yaml(SKYPILOT), tmp_path / "nodes", status)
+    assert statuses == [status, 0]
+    assert calls[0][-1] == "ended", "the Ray of the first node"
+    assert not [call for node in calls for call in node if call.startswith("ray stop")], "it would end SkyPilot's Ray"
 
 
 def test_the_scripts_of_skypilot_have_no_lint(tmp_path):
