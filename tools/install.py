@@ -21,8 +21,8 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 UV = VENV / "bin" / "uv"
 
-IMAGE = ["--no-default-groups", "--group=build", "--extra=gcs", "--extra=s3"]
-"""What the image has: what it is built with, and the object stores."""
+IMAGE = ["--no-default-groups", "--group=build", "--extra=gcs", "--extra=kuberay", "--extra=s3"]
+"""What the image has: what it is built with, the object stores, and the parts of Ray that KubeRay asks."""
 
 FROM_PIP = {  # pip's option: uv's option, and the variables by which a user may have told uv already
     "index-url": ("--index-url", ("UV_DEFAULT_INDEX", "UV_INDEX_URL")),

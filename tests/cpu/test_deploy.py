@@ -22,6 +22,7 @@ from yamllint.config import YamlLintConfig
 
 from tests.cpu.test_docs import check
 from tests.support.recipes import COMPOSE, KUBERAY, ROOT, SKYPILOT, compose_words, expand, read_yaml
+from tools import install
 from trainer.config.inference import TOKEN
 
 IMAGE = ROOT / "Dockerfile"
@@ -176,6 +177,18 @@ def test_the_cluster_of_kuberay_fits_the_image_and_is_closed():
                 volume["name"] for volume in pod["volumes"]
             }
             assert container["workingDir"] == dict(stages()["cuda"][1])["WORKDIR"]
+
+
+def test_the_image_has_the_job_server_and_the_agents_that_kuberay_asks(tmp_path):
+    """Without these packages Ray's dashboard takes no jobs, and its agents do not answer the probes of pods."""
+    environment = {**os.environ, "UV_CACHE_DIR": str(tmp_path)}
+    for extra in ("cpu", "gpu"):
+        command = [BIN / "uv", "export", "--quiet", "--offline", "--frozen", f"--extra={extra}", *install.IMAGE]
+        words = [*map(str, command), "--no-emit-project", "--no-hashes", "--no-annotate", "--no-header"]
+        done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        packages = {line.split("==")[0] for line in done.stdout.splitlines()}
+        assert {"aiohttp-cors", "colorful", "opencensus", "opentelemetry-exporter-prometheus", "ray"} <= packages
 
 
 # SkyPilot
