@@ -133,9 +133,10 @@ class TrainerConfig(Section):
     a prompt that several share (`share_prefixes`) counts once. A longer sequence is processed alone. Ranks along the
     axis of `context_parallel_size` take so many together for each of them."""
     profile: list[int] = numbers(at_least=1, resume="harmless")
-    """Steps that torch's profiler records, such as `[5,20]`: ranks while they compute the step, and engines while they
-    have its weights. The files are in `{run_dir}/profile/step_N`, on the machine of the process. On GPUs there is also
-    a snapshot of each rank's memory. It slows these steps down; numbers stay the same."""
+    """Steps that torch's profiler records, such as `[5,20]`: ranks while they compute the step, and engines in
+    the first seconds that they generate with its weights. The files are in `{run_dir}/profile/step_N`, on the machine
+    of the process. On GPUs there is also a snapshot of each rank's memory. It slows these steps down; numbers stay the
+    same."""
     share_prefixes: bool = setting(True, resume="rounding")
     """Completions of one prompt in the same micro-batch compute the tokens with which all of them begin only once.
     The result is the same but for rounding. It has no effect on models whose attention is not that of

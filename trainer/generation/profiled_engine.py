@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from trainer.generation.engine import Engine
 from trainer.parallel.profiling import TorchProfiler, step_directory, warn_not_written
 from trainer.process.tracing import TRACER
+
+PROFILED_S = 10.0
+"""How long a profiled engine generates before its profile ends."""
 
 
 class Profiler(Protocol):
@@ -22,7 +26,8 @@ class Profiler(Protocol):
 class ProfiledEngine:
     """Passes all calls to an engine, and profiles it while it has the weights that some steps begin with.
 
-    With `rollout.ahead` the engine may generate for later steps meanwhile.
+    With `rollout.ahead` the engine may generate for later steps meanwhile. A profile ends with the first call after
+    `PROFILED_S` of generating: a whole rollout could need more memory than there is, and take long to write.
 
     Args:
         steps: the steps to profile. Version N of the weights is what step N begins with.
@@ -33,16 +38,25 @@ class ProfiledEngine:
     def __init__(
         self, engine: Engine, profiler: Profiler, steps: Collection[int], directory: Callable[[int], str], name: str
     ):
-        self._engine = engine
+        self._engine: Any = engine
         self._profiler = profiler
         self._steps = steps
         self._directory = directory
         self._name = name
         self._version: int | None = None
         """That is profiled."""
+        self._left_s = 0.0  # of generating until the profile ends
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
+
+    def generate(self, *arguments: Any) -> Any:
+        """Generate (see `Engine`)."""
+        return self._count(self._engine.generate, *arguments)
+
+    def step(self, *arguments: Any) -> Any:
+        """Generate until some requests are complete (see `StreamingEngine`)."""
+        return self._count(self._engine.step, *arguments)
 
     def sync_weights(self, source: Any, version: int, *arguments: Any) -> None:
         """Load weights (see `Engine`)."""
@@ -64,13 +78,26 @@ class ProfiledEngine:
     def _begin(self, version: int) -> None:
         if version in self._steps and self._version is None:
             self._profiler.start(self._directory(version), self._name)
-            self._version = version
+            self._version, self._left_s = version, PROFILED_S
+
+    def _count(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        began = time.monotonic()
+        result = call(*arguments)
+        if self._left_s > 0:
+            self._left_s -= time.monotonic() - began
+            if self._left_s <= 0:
+                self._write()
+        return result
 
     def _end(self, version: int | None) -> None:
         if self._version is not None and self._version != version:
-            with TRACER.span("write the profile"):
-                self._profiler.stop()
-            self._version = None
+            if self._left_s > 0:
+                self._write()
+            self._version, self._left_s = None, 0.0
+
+    def _write(self) -> None:
+        with TRACER.span("write the profile"):
+            self._profiler.stop()
 
 
 def profile_engine(

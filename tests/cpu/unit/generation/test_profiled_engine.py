@@ -5,8 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from trainer.config import RolloutConfig
 from trainer.config.engines import EngineSpec
+from trainer.generation import profiled_engine
 from trainer.generation.engine import build_engine
 from trainer.generation.profiled_engine import OwnProfiler, ProfiledEngine
 
@@ -61,6 +64,33 @@ def test_the_profile_begins_and_ends_with_the_weights_of_a_step():
         *("stop", synced[1], "start step_3 engine_0"),
         *("stop", synced[2]),
         *(synced[3], "start step_5 engine_0", 5, "stop", "shutdown"),
+    ]
+
+
+@pytest.mark.parametrize("method", ["generate", "step"])
+def test_the_profile_ends_when_the_engine_has_generated_for_a_while(monkeypatch, method):
+    inner, engine = profiled((4, 5))
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(profiled_engine, "time", clock)
+
+    def generate(seconds: float) -> str:
+        clock.now += seconds
+        inner.calls.append(method)
+        return "completions"
+
+    monkeypatch.setattr(inner, method, generate, raising=False)
+    for version in (3, 4):
+        engine.set_version(version)
+        clock.now += 1000  # it waits
+        for _ in range(3):
+            assert getattr(engine, method)(0.6 * profiled_engine.PROFILED_S) == "completions"
+    engine.set_version(4)  # the profile does not begin again
+    engine.set_version(5)
+    engine.shutdown()
+    assert inner.calls == [
+        *(3, method, method, method),
+        *(4, "start step_4 engine_0", method, method, "stop", method, 4),
+        *(5, "start step_5 engine_0", "stop", "shutdown"),
     ]
 
 
