@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from trainer.checkpoint.inspection import find_store
+from trainer.errors import UserError
 
 _ASSETS = "policy/huggingface"
 """Where a checkpoint has the files of the tokenizer."""
@@ -90,8 +92,10 @@ def find_tokenizer(run_dir: str, model_path: object) -> str | None:
     Args:
         model_path: the run's `model.path`.
     """
-    store = find_store(run_dir)
-    paths = [] if store is None else [os.path.join(store.path(step), _ASSETS) for step in reversed(store.steps())]
+    paths: list[str] = []
+    with contextlib.suppress(OSError, UserError):  # checkpoints in an object store that cannot be reached
+        store = find_store(run_dir)
+        paths = [] if store is None else [os.path.join(store.path(step), _ASSETS) for step in reversed(store.steps())]
     paths += [model_path] if isinstance(model_path, str) else []
     return next((file for path in paths if os.path.isfile(file := os.path.join(path, _FILE))), None)
 

@@ -18,6 +18,7 @@ import pytest
 
 from tests.support.metrics import make_tracker, step_metrics
 from tests.support.viewed_runs import make_run
+from trainer.checkpoint.inspection import find_store
 from trainer.checkpoint.lock import RunLock
 from trainer.errors import UserError
 from trainer.view.__main__ import _follow, main
@@ -104,6 +105,17 @@ def test_what_cannot_be_read_is_said(tmp_path, capsys):
     shutil.rmtree(run / "model")
     assert main([str(run)]) == 0
     assert "tokens are shown by their numbers" in capsys.readouterr().err
+
+
+def test_a_store_that_cannot_be_reached_leaves_the_page_whole(tmp_path):
+    run = make_run(tmp_path / "run")
+    shutil.rmtree(run / "checkpoints")
+    (run / "committed.json").write_text('{"step": 3, "ckpt_path": "s3://"}')
+    with pytest.raises(UserError, match="object store fails"):
+        find_store(str(run))
+    assert main([str(run)]) == 0
+    (described,) = data_of((run / "view.html").read_text())["runs"]
+    assert described["vocabulary"] is not None and "checkpoint" not in {mark["kind"] for mark in described["marks"]}
 
 
 @pytest.mark.parametrize(
