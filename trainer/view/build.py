@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -54,7 +55,8 @@ class Builder:
         self.paths = find_runs(list(paths))
         self.limits = limits
         self._packed: dict[StepFiles, tuple[Any, _Packed]] = {}
-        self._vocabularies: dict[str | None, Vocabulary] = {}
+        self._vocabularies: dict[str, Vocabulary] = {}  # of the last page, by the digests of their files
+        self._vocabularies_before: dict[str, Vocabulary] = {}
         self.notes: list[str] = []
         """What the last page lacks, and why, for people."""
 
@@ -85,12 +87,14 @@ class Builder:
     def page(self, refresh_s: float | None = None) -> str:
         """Return the page (see `write`)."""
         self.notes = []
+        self._vocabularies_before, self._vocabularies = self._vocabularies, {}
         runs = [read_run(path) for path in self.paths]
         chunks: dict[str, str] = {}
         described = []
         for number, (run, name) in enumerate(zip(runs, _names(self.paths), strict=True)):
             steps, vocabulary = self._episodes(run, number, name, chunks)
             described.append(describe_run(run, name) | {"steps": steps, "vocabulary": vocabulary})
+        self._vocabularies_before = {}
         data = {
             "runs": described,
             "metrics": describe_metrics(runs),
@@ -171,19 +175,27 @@ class Builder:
         self, run: Run, number: int, name: str, ids: Sequence[int], chunks: dict[str, str]
     ) -> str | None:
         path = find_tokenizer(run.path, run.config.get("model.path"))
-        if path not in self._vocabularies:
-            try:
-                self._vocabularies[path] = Vocabulary(path)
-            except ValueError as error:
-                self.notes.append(f"{name}: its tokenizer cannot be read ({error})")
-                self._vocabularies[path] = Vocabulary(None)
+        vocabulary = Vocabulary(None)
         if path is None:
             self.notes.append(f"{name}: no tokenizer is on this machine, so tokens are shown by their numbers")
-        texts = self._vocabularies[path].texts(ids)
+        else:
+            try:
+                vocabulary = self._vocabulary(path)
+            except (ValueError, OSError) as error:
+                self.notes.append(f"{name}: its tokenizer cannot be read ({error})")
+        texts = vocabulary.texts(ids)
         if not texts["ids"]:
             return None
         chunks[f"v{number}"] = pack(texts)
         return f"v{number}"
+
+    def _vocabulary(self, path: str) -> Vocabulary:
+        """Return the vocabulary in a file. The one of the last page is kept: each checkpoint has the same."""
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest not in self._vocabularies:
+            self._vocabularies[digest] = self._vocabularies_before.get(digest) or Vocabulary(path)
+        return self._vocabularies[digest]
 
 
 def _spread(steps: Sequence[StepFiles]) -> Iterator[StepFiles]:

@@ -162,6 +162,24 @@ def test_only_what_has_changed_is_read_again(tmp_path):
     assert builder.stamp() != stamp and builder.page() != first and "step 2 cannot be read" in builder.notes[0]
 
 
+def test_one_tokenizer_is_kept_however_many_checkpoints_have_it(tmp_path):
+    run = make_run(tmp_path / "run", steps=3)
+    builder, content = Builder([str(run)], Limits()), (run / "model/tokenizer.json").read_text()
+    kept = []
+    for step in range(1, 4):
+        assets = run / f"checkpoints/global_step_{step}/policy/huggingface"
+        assets.mkdir(parents=True)
+        (assets / "tokenizer.json").write_text(content if step < 3 else content + " ")
+        builder.page()
+        kept += builder._vocabularies.values()
+    first, second, changed = kept
+    assert first is second and changed is not second
+    (assets / "tokenizer.json").write_text("{")
+    for _ in range(2):
+        builder.page()
+        assert "its tokenizer cannot be read" in builder.notes[0] and not builder._vocabularies
+
+
 def test_following_ends_with_the_run(tmp_path, capsys):
     run = make_run(tmp_path / "run")
     assert main([str(run), "--follow"]) == 0
