@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from trainer.api.running import train as train
     from trainer.errors import UserError as UserError
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 _HOMES = {
     "RunFailed": "trainer.api.running",

@@ -19,6 +19,7 @@ from trainer.__main__ import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
 UV = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 
 needs_uv = pytest.mark.skipif(UV is None, reason="no uv; `make setup` installs it")
@@ -125,8 +126,13 @@ def test_every_dependency_has_a_job(requirement):
 def test_the_changelog_has_the_version_and_the_dates_fall():
     version = PYPROJECT["project"]["version"]
     assert version == trainer.__version__
-    heads = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert [name for name, _ in heads][:2] == ["Unreleased", version]
+    heads = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", CHANGELOG, re.MULTILINE)
+    names = [name for name, _ in heads]
+    assert names[0] == "Unreleased"
+    changed = bool(re.search(r"^## \[Unreleased\]\n+(?!## )", CHANGELOG, re.MULTILINE))
+    assert (version != names[1]) == changed, "a build with other code than a release must not take its number"
+    released, number = [tuple(map(int, name.split(".")[:3])) for name in (names[1], version)]
+    assert number > released and version.endswith(".dev0") if changed else number == released
     dates = [date for _, date in heads[1:]]
     assert all(dates) and dates == sorted(dates, reverse=True)
 
