@@ -474,9 +474,9 @@ class Trainer:
             raise
 
     def _open_tracker(self) -> Tracker:
-        cfg = self.directory.cfg
+        cfg, run_ids, restarted = self.directory.cfg, self.state.run_ids, self.recovery.restarted
         run_dir, config = cfg.trainer.run_dir, redact(dataclasses.asdict(cfg))
-        tracker = Tracker(run_dir, cfg.logger, config, self.state.run_ids, self.directory.check, self.server)
+        tracker = Tracker(run_dir, cfg.logger, config, run_ids, self.directory.check, self.server, restarted)
         # A run that starts from scratch, or with the weights of another run, rewinds to before its first line: an
         # earlier start may have died before its first checkpoint.
         tracker.rewind(self.state.step or -1)

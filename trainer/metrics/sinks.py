@@ -42,6 +42,12 @@ class Sink(Protocol):
         """Send what is left, and end. 0: the run has succeeded so far."""
 
 
+class Service(Sink, Protocol):
+    """A sink outside of the run directory, with runs of its own."""
+
+    run_id: str
+
+
 def reason_of(error: Exception) -> str:
     """Return why a service failed, in one line without secrets."""
     lines = str(error).strip().splitlines()

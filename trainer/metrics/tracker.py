@@ -14,7 +14,8 @@ import math
 import numbers
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import NoneType
 from typing import Any
 
@@ -24,7 +25,7 @@ from trainer.files.appended import AppendedFile
 from trainer.files.atomic_io import write_file
 from trainer.files.documents import is_count, is_number, parse_object
 from trainer.metrics.samples import Transcript
-from trainer.metrics.sinks import Sink, TensorBoard, WandB
+from trainer.metrics.sinks import Service, Sink, TensorBoard, WandB
 
 LOG = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class Tracker:
         run_ids: Mapping[str, str | None] | None = None,
         fence: Callable[[], None] = lambda: None,
         server: Sink | None = None,
+        restarted: bool = False,
     ) -> None:
         """
         Args:
@@ -56,9 +58,10 @@ class Tracker:
             run_ids: the runs of services to continue, from `state_dict`; None starts new ones.
             fence: raises when this process no longer holds the run directory.
             server: gets the metrics, too. The caller closes it.
+            restarted: whether the run has begun in this process, perhaps without a line.
 
         Raises:
-            UserError: the config asks for a service that refuses or does not answer.
+            UserError: the run begins, and the config asks for a service that refuses or does not answer.
         """
         os.makedirs(run_dir, exist_ok=True)
         self._run_dir = run_dir
@@ -66,6 +69,7 @@ class Tracker:
         self._file = AppendedFile(self._path, fence)
         is_new = not os.path.exists(self._path) or os.path.getsize(self._path) == 0
         self._last_step: int | None = -1 if is_new else None
+        self._is_first_start = is_new and not restarted
         self.first_step: int | None = None
         """The step of the first line; None: there is no line."""
         self._is_closed = False
@@ -77,23 +81,36 @@ class Tracker:
         sinks: list[Sink] = []
         if logger.tensorboard:
             sinks.append(TensorBoard(run_dir))
+        services: dict[str, Callable[[str | None], Service]] = {}
         if logger.wandb.mode != "off":
-            wandb = WandB(run_dir, logger, config, self._run_ids["wandb_run_id"])
-            self._run_ids["wandb_run_id"] = wandb.run_id
-            sinks.append(wandb)
+            services["wandb_run_id"] = partial(WandB, run_dir, logger, config)
         if logger.mlflow.enabled:
             from trainer.metrics.mlflow import MLflow
 
-            mlflow = MLflow(run_dir, logger.mlflow, config, self._run_ids.get("mlflow_run_id"))
-            self._run_ids["mlflow_run_id"] = mlflow.run_id
-            sinks.append(mlflow)
+            services["mlflow_run_id"] = partial(MLflow, run_dir, logger.mlflow, config)
         if logger.trackio.enabled:
             from trainer.metrics.trackio import Trackio
 
-            trackio = Trackio(logger.trackio, config, self._run_ids.get("trackio_run_id"))
-            self._run_ids["trackio_run_id"] = trackio.run_id
-            sinks.append(trackio)
+            services["trackio_run_id"] = partial(Trackio, logger.trackio, config)
+        for name, open_service in services.items():
+            with self._left_out_if_it_fails():
+                service = open_service(self._run_ids.get(name))
+                self._run_ids[name] = service.run_id
+                sinks.append(service)
         return sinks
+
+    @contextlib.contextmanager
+    def _left_out_if_it_fails(self) -> Iterator[None]:
+        """Return a block in which a service that fails ends a run at its first start alone.
+
+        A run that has begun goes on without the service: its metrics are in `metrics.jsonl`.
+        """
+        try:
+            yield
+        except UserError as problem:
+            if self._is_first_start:
+                raise
+            LOG.warning("%s. The run goes on without; its next start sends the steps", problem)
 
     def log(
         self, step: int, metrics: Mapping[str, float], samples: Mapping[str, Sequence[Transcript]] | None = None
@@ -137,8 +154,13 @@ class Tracker:
         self._file.rewrite(as_lines(kept).encode())
         self._last_step = step
         self.first_step = kept[0]["step"] if kept else None
-        for sink in self._all:
-            sink.begin(kept, step)
+        sinks, self._sinks = self._sinks, []
+        for sink in sinks:
+            with self._left_out_if_it_fails():
+                sink.begin(kept, step)
+                self._sinks.append(sink)
+        if self._server is not None:
+            self._server.begin(kept, step)
 
     @property
     def _all(self) -> list[Sink]:

@@ -104,12 +104,22 @@ def test_a_store_that_fails_costs_the_run_nothing(tmp_path, environment):
     assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 4
 
 
-def test_a_server_that_does_not_answer_is_refused_with_the_key(tmp_path, environment):
+def test_a_server_that_does_not_answer_is_refused_at_the_first_start_alone(tmp_path, environment):
+    run_dir = tmp_path / "run"
     with socket.socket() as unused:  # bound, and nobody listens
         unused.bind(("127.0.0.1", 0))
         uri = f"http://127.0.0.1:{unused.getsockname()[1]}"
         environment |= {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
-        done = run_python(RUN, str(tmp_path / "run"), uri, "", "-1", "0", "1", "end", env=environment)
-    assert done.returncode == 1
-    last = done.stderr.strip().splitlines()[-1]
+        refused = run_python(RUN, str(run_dir), uri, "", "-1", "0", "1", "end", env=environment)
+        (run_dir / "metrics.jsonl").write_text('{"step": 0, "reward/mean": 0}\n{"step": 1, "reward/mean": 0.125}\n')
+        resumed = run_python(RUN, str(run_dir), uri, "0" * 32, "1", "2", "3", "end", env=environment)
+    assert refused.returncode == 1
+    last = refused.stderr.strip().splitlines()[-1]
     assert f"UserError: logger.mlflow.uri={uri}: " in last and last.endswith("choose logger.mlflow.enabled=false")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "The run goes on without; its next start sends the steps" in resumed.stderr
+    assert json.loads(resumed.stdout)["mlflow_run_id"] == "0" * 32, "the next start continues the run"
+    later = run_python(RUN, str(run_dir), "", "", "3", "4", "4", "end", env=environment)
+    assert later.returncode == 0, later.stderr
+    ((_, _, history, _),) = stored(run_dir, environment).values()
+    assert history["reward/mean"] == [[step, step / 8] for step in range(5)]

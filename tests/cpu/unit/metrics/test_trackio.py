@@ -80,6 +80,18 @@ def test_a_damaged_database_is_named_with_its_key(tmp_path, environment):
     assert "UserError: logger.trackio.project=mine: " in done.stderr.strip().splitlines()[-1]
 
 
+@pytest.mark.parametrize("place", ["tracker =", "if rewind >= 0:"])
+def test_a_database_that_is_damaged_later_costs_the_run_nothing(tmp_path, environment, place):
+    """Before a new tracker of a run that has begun, and before the tracker goes back."""
+    (tmp_path / "trackio").mkdir()
+    damage = 'open(os.environ["TRACKIO_DIR"] + "/mine.db", "wb").write(b"x" * 8192)'
+    code = RUN.replace(place, f"{damage}\n{place}", 1).replace("else None)", "else None, restarted=True)", 1)
+    done = run_python(code, str(tmp_path / "run"), "", "0", "1", "3", "end", env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("The run goes on without; its next start sends the steps") == 1, done.stderr
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+
+
 def test_a_database_that_cannot_be_written_costs_the_run_nothing(tmp_path, environment):
     (tmp_path / "trackio").write_text("no directory")
     done = run_python(RUN, str(tmp_path / "run"), "", "-1", "0", "3", "end", env=environment)
