@@ -52,7 +52,6 @@ class MLflow:
     def __init__(self, run_dir: str, cfg: MlflowConfig, config: Mapping[str, Any], run_id: str | None) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # 7 take minutes, while nothing is sent
-        from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
         logging.getLogger("mlflow").setLevel(logging.WARNING)
@@ -61,7 +60,7 @@ class MLflow:
             self._client = MlflowClient(tracking_uri=uri)
             self.run_id = self._continue(run_id) or self._create(cfg, config)
             self._sent = {metric.step for metric in self._client.get_metric_history(self.run_id, STEP)}
-        except (MlflowException, OSError, ImportError) as error:
+        except Exception as error:  # a database fails with errors of its driver
             raise UserError(
                 f"logger.mlflow.uri={redact_text(uri)}: {reason_of(error)}; correct that, or choose "
                 "logger.mlflow.enabled=false"

@@ -104,6 +104,18 @@ def test_a_store_that_fails_costs_the_run_nothing(tmp_path, environment):
     assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 4
 
 
+@pytest.mark.parametrize("damaged", [True, False])
+def test_a_database_that_fails_is_refused_with_the_key(tmp_path, environment, damaged):
+    database, run_dir = tmp_path / "a.db", tmp_path / "run"
+    database.write_bytes(b"x" * 8192)
+    uri = f"sqlite:///{database}" if damaged else "postgresql://host:port/database"
+    code = f"import mlflow.store.db.utils\nmlflow.store.db.utils.MAX_RETRY_COUNT = 1\n{RUN}"  # ten take 101 seconds
+    done = run_python(code, str(run_dir), uri, "", "-1", "0", "1", "end", env=environment)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert f"UserError: logger.mlflow.uri={uri}: " in last and last.endswith("choose logger.mlflow.enabled=false")
+
+
 def test_a_server_that_does_not_answer_is_refused_at_the_first_start_alone(tmp_path, environment):
     run_dir = tmp_path / "run"
     with socket.socket() as unused:  # bound, and nobody listens
