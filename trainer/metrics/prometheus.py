@@ -6,6 +6,7 @@ loop for a scrape, and an error of a request ends that request alone.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -183,6 +184,11 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = time_limits.SCRAPE_S
     server: _Server
 
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self.rfile = io.BufferedReader(_Request(self.connection, self.timeout))
+
     def do_GET(self) -> None:
         status, content_type, body = self.server.answer(self.path, self.headers.get("Accept", ""))
         self.send_response(status)
@@ -196,6 +202,28 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log no request."""
+
+
+class _Request(io.RawIOBase):
+    """The bytes of a request, with one limit for all: with one for each read, a client could drip them for hours."""
+
+    def __init__(self, connection: socket, limit_s: float) -> None:
+        self._connection = connection
+        self._limit_s = limit_s
+        self._end = time.monotonic() + limit_s
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._connection.settimeout(left)
+        try:
+            return self._connection.recv_into(buffer)
+        finally:
+            self._connection.settimeout(self._limit_s)  # of the answer
 
 
 def _since_now() -> Callable[[], Progress]:

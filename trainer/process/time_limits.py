@@ -106,7 +106,7 @@ SERVER_STOP_S = 10.0
 
 # Services for metrics
 SCRAPE_S = 10.0
-"""Longest wait for the next bytes of a request, and until an answer is taken."""
+"""Longest wait until a request is there, and until an answer is taken."""
 
 TRACKING_END_S = 60.0
 """Longest wait at the end until a service has taken the metrics."""

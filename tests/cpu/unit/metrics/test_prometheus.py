@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.ports import reserved_port
 from trainer.config import LoggerConfig
 from trainer.errors import UserError
+from trainer.metrics import prometheus
 from trainer.metrics.names import METRICS
 from trainer.metrics.prometheus import MetricsServer, legal_name
 from trainer.metrics.tracker import Tracker
@@ -153,8 +154,27 @@ def test_other_requests_are_answered_and_end_nothing(server):
     assert get(server, "/health")[0] == 200
 
 
-def test_clients_that_say_nothing_keep_nobody_waiting(server):
-    """The loop never waits for a client; more clients than the server takes are refused."""
+def test_a_client_that_drips_a_request_loses_its_place(server, monkeypatch):
+    monkeypatch.setattr(prometheus._Handler, "timeout", 0.5)
+    with socket.create_connection(server.address, timeout=0.05) as client:
+        for _ in range(1200):
+            try:
+                client.send(b"G")
+                assert client.recv(1) == b""
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                pass
+            break
+        else:
+            pytest.fail("the server waits as long as bytes come")
+    monkeypatch.undo()
+    assert get(server, "/health")[0] == 200
+
+
+def test_clients_that_say_nothing_keep_nobody_waiting(server, monkeypatch):
+    """The loop never waits for a client; more clients than the server takes are refused at once."""
+    monkeypatch.setattr(prometheus._Handler, "timeout", 3600.0)  # until then silent clients stay
     host, port = server.address
     silent = [socket.create_connection((host, port), timeout=60) for _ in range(40)]
     try:
