@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from trainer.config.logger import TrackioConfig
 from trainer.errors import UserError
 from trainer.metrics.sinks import Samples, reason_of
 
+_ELSEWHERE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
 _ID = "tracking_id"
 """The entry of the config by which the run is found again."""
 
@@ -27,7 +29,7 @@ class Trackio:
         run_id: the run to write again; None starts a new one. Its name gets the id if another run has the name.
 
     Raises:
-        UserError: Trackio refuses.
+        UserError: Trackio refuses, or the environment makes it write elsewhere than to this machine.
     """
 
     def __init__(self, cfg: TrackioConfig, config: Mapping[str, Any], run_id: str | None) -> None:
@@ -35,6 +37,13 @@ class Trackio:
         self._cfg = cfg
         self._config = {**config, _ID: self.run_id}
         self._run: Any = None
+        for name in _ELSEWHERE:
+            if os.environ.get(name):
+                raise UserError(
+                    f"{name} is set: Trackio would send the metrics there, where each start of the run would add all "
+                    "steps again; unset it (`trackio sync` copies a project to a Space), or choose "
+                    "logger.trackio.enabled=false"
+                )
         self._start()
 
     def begin(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:

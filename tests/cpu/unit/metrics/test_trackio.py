@@ -8,6 +8,9 @@ import os
 import pytest
 
 from tests.support.metrics import run_python
+from trainer.config import TrackioConfig
+from trainer.errors import UserError
+from trainer.metrics.trackio import Trackio
 
 RUN = """
 import json, os, signal, sys
@@ -78,6 +81,13 @@ def test_a_damaged_database_is_named_with_its_key(tmp_path, environment):
     done = run_python(RUN, str(tmp_path / "run"), "", "-1", "0", "1", "end", env=environment)
     assert done.returncode == 1
     assert "UserError: logger.trackio.project=mine: " in done.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"])
+def test_a_database_elsewhere_is_refused(monkeypatch, name):
+    monkeypatch.setenv(name, "http://127.0.0.1:1")
+    with pytest.raises(UserError, match=f"^{name} is set: .* or choose logger.trackio.enabled=false$"):
+        Trackio(TrackioConfig(enabled=True), {}, None)
 
 
 @pytest.mark.parametrize("place", ["tracker =", "if rewind >= 0:"])
