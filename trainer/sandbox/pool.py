@@ -248,6 +248,7 @@ class WorkerPool:
 
     def _end(self, tasks: Round, error: BaseException | None = None) -> None:
         """End a round. A process that is still busy with it must not answer later."""
+        tasks.error = error
         try:
             self._abandon(tasks, NOT_TRIED)
             for worker in self._workers:

@@ -91,6 +91,8 @@ class Round:
         self.is_cancelled = False
         self.ended: Future[None] = Future()
         """Done when the pool does nothing more for the round."""
+        self.error: BaseException | None = None
+        """What ends the round; known before the tasks that are left rest, so that nobody takes them for failed."""
         self.since = time.monotonic()
         self.lost_s = 0.0
         """Seconds that the processes have spent on its failed calls."""
@@ -113,6 +115,8 @@ class Round:
         Raises:
             WorkerError: the processes cannot start.
         """
+        if self.error is not None:
+            raise self.error
         if self.ended.done():
             self.ended.result()
 
