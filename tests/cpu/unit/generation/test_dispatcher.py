@@ -167,7 +167,8 @@ def test_a_failure_ends_the_streams_of_all_threads(start, monkeypatch, incidents
         fault(incidents, "kill 25")
         readers = [threads.submit(answers, pool, range(first, first + 10)) for first in (20, 40, 60)]
         for reader in readers:
-            with pytest.raises(WorkerError, match="engine 0 died"):
+            # The second sentence is that of a thread which asked only after the engine had died.
+            with pytest.raises(WorkerError, match="engine 0 died|no engine is left that has the weights"):
                 reader.result()
 
 

@@ -39,7 +39,9 @@ def test_another_machine_trains_on_the_records_of_the_lost_one(storage, tmp_path
 
 
 def test_a_job_that_lost_the_store_neither_copies_nor_deletes(storage, tmp_path):
-    train(opened(tmp_path / "owner", storage=storage), range(1, 2))
+    owner = opened(tmp_path / "owner", storage=storage)
+    train(owner, range(1, 2))
+    assert owner.settled(60)
 
     def fence() -> None:
         raise UserError("lost the checkpoints")
