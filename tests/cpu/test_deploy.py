@@ -139,6 +139,15 @@ def test_the_services_of_compose_find_one_another():
     assert any(word.startswith(f"trainer.ckpt_path=s3://{bucket}/") for word in compose_words("trainer"))
 
 
+def test_trainer_and_server_of_compose_have_a_gpu_each(tmp_path):
+    text = re.sub(r"# (deploy: )", r"\1", COMPOSE.read_text())
+    (tmp_path / "compose.yaml").write_text(text)
+    assert run_tool("check-jsonschema", "--builtin-schema", "vendor.compose-spec", tmp_path / "compose.yaml") == ""
+    services = yaml.safe_load(text)["services"]
+    chosen = [services[name]["deploy"]["resources"]["reservations"]["devices"] for name in ("inference", "trainer")]
+    assert [[device["device_ids"] for device in devices] for devices in chosen] == [[["0"]], [["1"]]]
+
+
 # KubeRay
 
 
