@@ -188,6 +188,26 @@ def test_the_cluster_of_kuberay_fits_the_image_and_is_closed():
             assert container["workingDir"] == dict(stages()["cuda"][1])["WORKDIR"]
 
 
+def model_path(words: list[str]) -> str:
+    """The Hub id of the model that overrides choose."""
+    (name,) = [word.removeprefix("model=") for word in words if word.startswith("model=")]
+    return read_yaml(ROOT / f"conf/model/{name}.yaml")["path"]
+
+
+def test_every_pod_of_kuberay_has_the_model_at_the_same_path():
+    spec = read_yaml(KUBERAY)["spec"]
+    wanted = model_path(shlex.split(spec["entrypoint"]))
+    cluster = spec["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        (download,) = pod["initContainers"]
+        assert download["command"] == ["hf", "download", wanted]
+        (hub,) = [one["value"] for one in download["env"] if one["name"] == "HF_HOME"]
+        for container in (download, *containers(group)):
+            assert {"name": "HF_HOME", "value": hub} in container["env"]
+            assert hub in [mount["mountPath"] for mount in container["volumeMounts"]], "it would be lost"
+
+
 def test_the_image_has_the_job_server_and_the_agents_that_kuberay_asks(tmp_path):
     """Without these packages Ray's dashboard takes no jobs, and its agents do not answer the probes of pods."""
     environment = {**os.environ, "UV_CACHE_DIR": str(tmp_path)}
@@ -265,6 +285,23 @@ def test_all_nodes_of_skypilot_end_with_the_run(tmp_path, status):
     assert statuses == [status, 0]
     assert calls[0][-1] == "ended", "the Ray of the first node"
     assert not [call for node in calls for call in node if call.startswith("ray stop")], "it would end SkyPilot's Ray"
+
+
+def test_every_node_of_skypilot_gets_a_python_of_the_project_and_the_model(tmp_path):
+    """The Python of its images may be too old. Ranks look for the model where the first node has it."""
+    task = read_yaml(SKYPILOT)
+    assert task["envs"]["MODEL"] == model_path(task["envs"]["OVERRIDES"].split())
+    for path in ("bin/uv", "bin/make", ".venv/bin/hf"):
+        program = tmp_path / path
+        program.parent.mkdir(parents=True, exist_ok=True)
+        find = '[ "$1 $2" != "python find" ] || echo /the/python'
+        program.write_text(f'#!/bin/bash\n{find}\necho "${{0##*/}} $* [$EXTRA $PYTHON]" >> "$HOME/calls"\n')
+        program.chmod(0o755)
+    env = {**os.environ, **task["envs"], "HOME": str(tmp_path), "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    env |= {"EXTRA": "", "PYTHON": ""}
+    subprocess.run(["bash", "-c", task["setup"]], cwd=tmp_path, env=env, check=True, timeout=120)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls[-2:] == ["make setup [gpu /the/python]", "hf download Qwen/Qwen3-0.6B [ ]"]
 
 
 def test_the_scripts_of_skypilot_have_no_lint(tmp_path):
