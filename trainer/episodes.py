@@ -36,7 +36,8 @@ class TokenScores:
     logprobs: np.ndarray | None = None
     """Under the policy before the step."""
     entropy: np.ndarray | None = None
-    """Of the distribution that the token was chosen from, in nats, when the sample was first trained on."""
+    """Of the distribution that the token was chosen from, in nats, when the sample was first trained on. NaN: the
+    step left the sample out."""
     advantages: np.ndarray | None = None
     """As the loss reads them."""
 

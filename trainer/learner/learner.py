@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -81,7 +82,8 @@ class Learner:
         """Compute what the objective reads of a step's episodes: log-probs, values, advantages."""
         rows = [(episode.group, sample) for episode in episodes for sample in episode.samples]
         batch = build_batch([sample for _, sample in rows], [group for group, _ in rows], step)
-        return self.objective.experience(episodes, self._add_scores(batch, step))
+        experience = self.objective.experience(episodes, self._add_scores(batch, step))
+        return dataclasses.replace(experience, sampled=batch["mask"])
 
     def _add_scores(self, batch: Batch, step: int) -> Batch:
         """Return `batch` with what the roles compute before the update (see `Objective.scores`)."""
@@ -130,17 +132,23 @@ class Learner:
             self.ranks.prepare_saves()
         metrics |= objective.end_step(batch, metrics, logprobs)
         if self.cfg.logger.save_rollouts:
-            self.token_scores = self._token_scores(batch, logprobs, entropy)
+            self.token_scores = self._token_scores(experience, logprobs, entropy)
         for role, spec in objective.roles.items():
             if spec.sync_interval is not None and step % spec.sync_interval == 0:
                 self.ranks.call(role, "sync_from_policy")
         return metrics
 
-    def _token_scores(self, batch: Batch, logprobs: np.ndarray | None, entropy: np.ndarray | None) -> list[TokenScores]:
+    def _token_scores(
+        self, experience: Experience, logprobs: np.ndarray | None, entropy: np.ndarray | None
+    ) -> list[TokenScores]:
         """Return what was computed for the tokens of each sample."""
-        arrays = self.objective.token_scores(batch, logprobs) | ({} if entropy is None else {"entropy": entropy})
-        is_scored = batch.get("sampled", batch["mask"]) > 0
-        arrays = {name: np.where(is_scored, array, 0).astype(np.float32) for name, array in arrays.items()}
+        batch = experience.batch
+        arrays = self.objective.token_scores(batch, logprobs)
+        computed = batch.get("sampled", batch["mask"]) > 0
+        if entropy is not None:
+            arrays["entropy"] = np.where(computed, entropy, np.nan)
+        is_sampled = computed if experience.sampled is None else experience.sampled > 0
+        arrays = {name: np.where(is_sampled, array, 0).astype(np.float32) for name, array in arrays.items()}
         return [
             TokenScores(**{name: array[row, :length] for name, array in arrays.items()})
             for row, length in enumerate(batch["lengths"])

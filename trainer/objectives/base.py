@@ -39,6 +39,8 @@ class Experience:
     batch: Batch
     metrics: dict[str, float]
     """Of its rewards, lengths, log-probs and values."""
+    sampled: np.ndarray | None = None
+    """`(B, T)`, the masks of the samples. Those of `batch` may leave rows out. None: they do not."""
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,14 @@ def test_a_step_of_one_optimizer_step_needs_no_pass_for_old_log_probs(model):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"ranks": 2, "mini_batch": 1}, {"update_epochs": 2}, {"old_logprobs": "rollout"}, {"equal_rewards": True}],
+    [
+        {},
+        {"ranks": 2, "mini_batch": 1},
+        {"update_epochs": 2},
+        {"old_logprobs": "rollout"},
+        {"equal_rewards": True},
+        {"equal_rewards": True, "update_epochs": 2},
+    ],
     ids=str,
 )
 def test_what_was_computed_for_tokens_is_kept_with_rollouts(model, settings):
@@ -150,6 +157,8 @@ def test_what_was_computed_for_tokens_is_kept_with_rollouts(model, settings):
             assert of_tokens([one.entropy for one in kept]).mean() == pytest.approx(metrics["policy/entropy"], abs=1e-5)
     else:
         assert not any(one.advantages.any() for one in kept)
+        is_unknown = np.isnan(of_tokens([one.entropy for one in kept]))
+        assert is_unknown.all() if "update_epochs" in settings else not is_unknown.any(), "0 would mean: sure"
     if "old_logprobs" in settings:
         assert all(one.logprobs is None for one in kept), "nobody has computed them"
         return
