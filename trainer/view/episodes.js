@@ -48,7 +48,7 @@ function episodesTab() {
 
 class Table {
   constructor(parts, steps) {
-    Object.assign(this, { parts, steps, rows: [], shown: [], columns: [], turn: 0 });
+    Object.assign(this, { parts, steps, rows: [], shown: [], columns: [], turn: 0, filtered: 0 });
     this.index = 0;
     if (STATE.step === null) this.index = steps.length - 1;
     else steps.forEach((one, i) => {
@@ -128,9 +128,9 @@ class Table {
 
   /** Choose the rows to show, and sort them. */
   async filter() {
-    const turn = this.turn, words = STATE.search.trim() ? STATE.search.toLowerCase() : "";
+    const turn = this.turn, time = ++this.filtered, words = STATE.search.trim() ? STATE.search.toLowerCase() : "";
     const holds = words ? await this.holders(words) : null;
-    if (turn !== this.turn) return;
+    if (turn !== this.turn || time !== this.filtered) return;  // somebody has chosen other rows
     const low = STATE.low.trim() === "" ? -Infinity : Number(STATE.low);
     const high = STATE.high.trim() === "" ? Infinity : Number(STATE.high);
     const bounded = low > -Infinity || high < Infinity;

@@ -6,8 +6,8 @@ const RUNS = DATA.runs;
 const COLOURS = 8;
 
 // Characters that control a terminal, change the direction of text, or cannot be seen.
-const HIDDEN = /[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Cn}\p{Zl}\p{Zp}]/u;
-const HIDDEN_RUNS = /[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Cn}\p{Zl}\p{Zp}]+/gu;
+const HIDDEN = /[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Cn}\p{Zl}\p{Zp}\p{Default_Ignorable_Code_Point}]/u;
+const HIDDEN_RUNS = /[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Cn}\p{Zl}\p{Zp}\p{Default_Ignorable_Code_Point}]+/gu;
 
 /** Return an element. Attributes that are functions are listeners; children that are strings are text. */
 function el(tag, attributes = {}, ...children) {
@@ -40,7 +40,8 @@ function put(node, text) {
     for (const c of match[0]) {
       const before = plain || (match.index > 0 ? text[match.index - 1] : "");
       const joins = (c === "\u200c" || c === "\u200d") && before > "\u007f" && !/[\ud800-\udbff]$/.test(before);
-      if (c === "\n" || c === "\t" || joins) {
+      const colours = c === "\ufe0f" && !plain && /\p{Emoji}$/u.test(text.slice(Math.max(0, match.index - 2), match.index));
+      if (c === "\n" || c === "\t" || joins || colours) {
         plain += c;
         continue;
       }

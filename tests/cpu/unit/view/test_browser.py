@@ -146,6 +146,24 @@ def test_filters_and_search_leave_what_they_say(browser, page):
     shown(browser, 0)
 
 
+def test_a_search_that_ends_late_does_not_undo_a_newer_one(browser, page):
+    show_episodes(browser, page)
+    browser.run(
+        "window.held = []; const real = bytesOf;"
+        "bytesOf = (id) => new Promise((go) => window.held.push(go)).then(() => real(id))"
+    )
+    browser.type("#search", "answer 3")
+    browser.until(lambda: browser.run("return window.held.length"))
+    browser.type("#search", " ")
+    browser.choose("#status", "length")
+    shown(browser, 4)
+    browser.run(
+        "window.held.forEach((go) => go());"
+        "return Promise.all(unpacked.values()).then(() => new Promise((go) => setTimeout(go, 200)))"
+    )
+    assert browser.texts("#count") == ["4 shown"]
+
+
 def test_groups_are_listed_and_opened(browser, page):
     show_episodes(browser, page)
     browser.choose("#view", "groups")
@@ -245,6 +263,17 @@ def test_hostile_text_is_shown_and_harms_nothing(browser, page):
     assert "\\ud83d" in browser.texts("#detail dl")[0] and len(browser.all("#conversation .given .hidden")) >= 7
     assert browser.run("return performance.getEntriesByType('resource').length") == 0
     assert "{{" not in browser.driver.title
+
+
+def test_characters_that_cannot_be_seen_are_named(browser, page):
+    browser.open(page)
+    script = "const node = document.createElement('p'); put(node, arguments[0]); return node.innerHTML"
+    for hidden in "\u034f\u115f\u3164\ufe0f\U000e0101\U000e0041":
+        name = hidden.encode("unicode_escape").decode()
+        for before in ("", "a", "\u6f22", "\u2764\ufe0f"):
+            assert browser.run(script, f"{before}{hidden}b") == f'{before}<span class="hidden">{name}</span>b'
+    for seen in ("\u2764\ufe0f", "1\ufe0f\u20e3", "\U0001f441\ufe0f\u200d\U0001f5e8\ufe0f", "e\u0301 \u0939\u093f"):
+        assert browser.run(script, seen) == seen
 
 
 def test_several_runs_are_beside_one_another(browser, tmp_path):
