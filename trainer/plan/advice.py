@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from trainer.cluster.resources import check_gpus
 from trainer.config import Config, validate
 from trainer.config.fields import value_of
 from trainer.errors import UserError
@@ -37,10 +38,17 @@ def find_changes(cfg: Config, cluster: Cluster) -> Change | None:
     """Return changes with which the run fits the cluster, of which none can be left out or weakened; None: none do.
 
     The changes that cost least are tried first: memory of engines, then what moves to the host, then work that is done
-    again, then smaller micro-batches, then more GPUs for an engine, then more ranks.
+    again, then smaller micro-batches, then more GPUs for an engine, then more ranks. If there are too few GPUs, ranks
+    and engines share them in any case.
     """
     if (changes := _settled(cfg, cluster, {})) is not None:
         return changes
+    if not _has_gpus(cfg, cluster):
+        shared: Change = {"rollout.colocate": True}
+        if cfg.rollout.colocate or not _is_valid(cfg, shared):
+            return None
+        others = find_changes(with_changes(cfg, shared), cluster)
+        return None if others is None else {**shared, **others}
     ladder = [step for step in _ladder(cfg, cluster) if _is_valid(cfg, step)]
     if _settled(cfg, cluster, _joined(ladder)) is None:
         return None
@@ -140,18 +148,35 @@ def _above(value: str, values: Sequence[str]) -> Sequence[str]:
     return values[values.index(value) + 1 :]
 
 
+def _has_gpus(cfg: Config, cluster: Cluster) -> bool:
+    """Return whether the cluster has a GPU for each rank and engine that needs one."""
+    try:
+        if not cluster.device.is_cpu:
+            check_gpus(cfg, cluster.gpus)
+    except UserError:
+        return False
+    return True
+
+
 def larger_cluster(cfg: Config, cluster: Cluster) -> tuple[Cluster, Change] | None:
     """Return the smallest cluster of such nodes, up to 64 times as many, on which the run fits; None: it fits none.
 
-    Ranks and engines are as many times more. With the cluster come the further changes that the run needs.
+    The first cluster with enough GPUs is for the ranks and engines of the config. On larger ones they are as many times
+    more. With the cluster come the further changes that the run needs.
     """
     if cluster.device.is_cpu:
         return None
+    enough = 1 if _has_gpus(cfg, cluster) else None
     for factor in (2, 4, 8, 16, 32, 64):
         larger = Cluster(cluster.nodes * factor, cluster.per_node, cluster.device)
-        more: Change = {"trainer.num_workers": cfg.trainer.num_workers * factor}
-        if cfg.num_engines:
-            more["rollout.num_engines"] = cfg.rollout.num_engines * factor
+        if enough is None:
+            if not _has_gpus(cfg, larger):
+                continue
+            enough = factor
+        times = factor // enough
+        more: Change = {"trainer.num_workers": cfg.trainer.num_workers * times} if times > 1 else {}
+        if times > 1 and cfg.num_engines:
+            more["rollout.num_engines"] = cfg.rollout.num_engines * times
         if not _is_valid(cfg, more):
             return None
         scaled = with_changes(cfg, more)

@@ -32,7 +32,7 @@ def verdict(plan: Plan, changes: Mapping[str, Any] | None, larger: tuple[Cluster
     if changes:
         return f"{sentence}; it fits with {words(changes)}."
     if larger is not None:
-        return f"{sentence}; it fits {larger[0]} with {words(larger[1])}."
+        return f"{sentence}; it fits {larger[0]} {f'with {words(larger[1])}' if larger[1] else 'as it is'}."
     return f"{sentence}; no change of the config alone makes it fit."
 
 

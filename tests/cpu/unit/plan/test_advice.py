@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from trainer.errors import UserError
@@ -31,14 +33,25 @@ def test_an_engine_that_is_too_large_gets_more_gpus(cfg, node):
     assert changes is not None and changes["rollout.tensor_parallel_size"] == 2
 
 
+def test_too_few_gpus_are_shared(cfg, node):
+    one = Cluster(1, 1, node.device)
+    cfg.rollout.colocate, cfg.trainer.offload = False, "none"
+    for cluster, count in ((one, 1), (node, 8)):
+        cfg.trainer.num_workers = cfg.rollout.num_engines = count
+        assert find_changes(cfg, cluster) == {"rollout.colocate": True}
+    cfg.rollout.ahead = 1  # which needs GPUs of its own
+    assert find_changes(cfg, node) is None
+    assert larger_cluster(cfg, node) == (Cluster(2, 8, node.device), {})
+
+
 def test_what_no_change_makes_fit_needs_a_larger_cluster(cfg, node):
     cfg.model.path = "Qwen/Qwen3-8B"
     cfg.trainer.num_workers = cfg.rollout.num_engines = 1
     cfg.trainer.offload = "none"
-    one = Cluster(1, 1, node.device)
-    if find_changes(cfg, one) is None:
-        larger = larger_cluster(cfg, one)
-        assert larger is not None and larger[0].gpus > 1
+    one = Cluster(1, 1, replace(node.device, host_memory=100 * 10**9))
+    assert find_changes(cfg, one) is None
+    larger = larger_cluster(cfg, one)
+    assert larger is not None and larger[0].gpus > 1 and larger[1]["trainer.num_workers"] == larger[0].gpus
 
 
 def test_changes_obey_the_schema(cfg):
