@@ -119,5 +119,5 @@ def memory_snapshots(path: str, dump: Callable[[str], None] | None) -> Iterator[
 
 
 def snapshot_path(run_dir: str, name: str) -> str:
-    """Return the file for the memory of a process that has run out of it."""
-    return os.path.join(run_dir, DIRECTORY, OUT_OF_MEMORY, f"{name}.pickle")
+    """Return the file for the memory of a process that has run out of it: absolute, for people in another directory."""
+    return os.path.join(os.path.abspath(run_dir), DIRECTORY, OUT_OF_MEMORY, f"{name}.pickle")

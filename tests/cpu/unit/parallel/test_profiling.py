@@ -61,8 +61,10 @@ def test_a_profile_that_cannot_begin_or_end_costs_a_warning(tmp_path, monkeypatc
     assert (tmp_path / "rank_2.json.gz").exists() and len(caplog.records) == 2
 
 
-def test_the_memory_is_written_when_it_runs_out_and_the_message_names_the_file(tmp_path):
-    path = snapshot_path(str(tmp_path), "policy_rank_0")
+def test_the_memory_is_written_when_it_runs_out_and_the_message_names_the_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path.parent)
+    path = snapshot_path(tmp_path.name, "policy_rank_0")
+    assert path == str(tmp_path / "profile/out_of_memory/policy_rank_0.pickle"), "wherever the message is read"
     with pytest.raises(torch.OutOfMemoryError) as failed, memory_snapshots(path, lambda to: open(to, "w").close()):
         raise torch.OutOfMemoryError(MESSAGE)
     assert (tmp_path / "profile/out_of_memory/policy_rank_0.pickle").exists()
