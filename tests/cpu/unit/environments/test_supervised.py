@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cpu.unit.environments.test_conversation import own, tokenizer, with_template  # noqa: F401 - fixtures
+from tests.cpu.unit.environments.test_conversation import tokenizer, with_template  # noqa: F401 - fixture
 from tests.cpu.unit.environments.test_tools import Calculator
 from tests.support.chat_templates import TEMPLATES
 from trainer.config import SFTConfig, compose

@@ -111,10 +111,11 @@ def test_every_rule_has_a_sick_run_and_reads_metrics_that_are_logged():
     assert mentioned <= KEYS, "keys in the texts exist"
 
 
-@pytest.mark.parametrize(("name", "sick"), SICK.items(), ids=SICK)
-def test_a_single_bad_step_is_no_reason(name, sick):
-    if name == "slow_rank":
-        pytest.skip("it is measured seldom, and half a second long")
+@pytest.mark.parametrize(
+    "name", sorted(SICK.keys() - {"slow_rank"})
+)  # that is measured seldom, for half a second each time
+def test_a_single_bad_step_is_no_reason(name):
+    sick = SICK[name]
     healthy = STALE if name == "stale_rollouts" else {}
     assert named(history((30, healthy), (1, sick), (30, healthy))) == []
 

@@ -77,8 +77,8 @@ def test_a_buffer_that_the_machine_has_no_memory_for_is_refused(monkeypatch):
     assert memory.size == 0
 
 
-def test_the_readme_says_how_much_host_memory_is_needed():
-    with open("README.md") as file:
+def test_the_pages_say_how_much_host_memory_is_needed():
+    with open("docs/clusters.md") as file:
         text = " ".join(file.read().split())
     policy, reference = 4_022_468_096, 4_022_468_096  # Qwen3-4B, its embeddings tied
     alone, both = (f"{host_bytes(policy, reference, offload) / 1e9:.0f} GB" for offload in ("none", "all"))
