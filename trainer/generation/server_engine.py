@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -70,7 +70,7 @@ class ServerEngine:
         self._error: Exception | None = None
         self._shared: SharedDirectory | None = None
         needs = {"tokens": rollout.max_prompt_tokens + rollout.max_response_tokens}
-        self._claim = {"job": asdict(self._job), "needs": needs}
+        self._claim = {"job": self._job.as_message(), "needs": needs}
         self._lease = self._wait_for_lease(rollout.server_timeout_s)
         self._headers = {protocol.OWNER: self._job.owner, protocol.START: self._lease["start"]}
         self._ended = threading.Event()

@@ -69,6 +69,10 @@ class Job:
         """Return whether `other` is this start or an earlier one in the same directory, whose lock this start took."""
         return other.start in self.starts and (other.start == self.start or other.directory == self.directory)
 
+    def as_message(self) -> dict[str, Any]:
+        """Return what a claim says of the job. Servers of an older build read the directory by the name `place`."""
+        return {**asdict(self), "place": self.directory}
+
     @staticmethod
     def of_run(run_dir: str, architecture: Mapping[str, Any]) -> Job:
         """Return the current start of the run in `run_dir`, whose lock this process holds."""

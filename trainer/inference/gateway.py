@@ -318,7 +318,8 @@ def _job(message: Any) -> Job:
     starts = tuple(map(str, message["starts"]))
     if not starts:
         raise ValueError("a job without a start")
-    return Job(starts, str(message["directory"]), str(message["name"]), int(message["engine"]), str(message["owner"]))
+    directory = message["directory"] if "directory" in message else message["place"]  # of a job of an older build
+    return Job(starts, str(directory), str(message["name"]), int(message["engine"]), str(message["owner"]))
 
 
 def _sizes(directory: str) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import http.server
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -259,6 +260,28 @@ def test_another_program_at_the_address_is_no_inference_server():
         with pytest.raises(WorkerError, match="HTTP 501"):
             with engine(f"http://127.0.0.1:{listener.server_port}", server_timeout_s=1):
                 pass
+    finally:
+        listener.shutdown()
+        listener.server_close()
+
+
+def test_the_claim_of_a_job_is_read_by_servers_of_older_builds():
+    claims = []
+
+    class OlderServer(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            claims.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            answer = b'{"start": "1", "lease_s": 3600}' if "place" in claims[0]["job"] else b""
+            self.send_response(200 if answer else 400)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+    listener = http.server.ThreadingHTTPServer(("127.0.0.1", 0), OlderServer)
+    threading.Thread(target=listener.serve_forever, daemon=True).start()
+    try:
+        with engine(f"http://127.0.0.1:{listener.server_port}", user := job()):
+            assert claims[0]["job"]["place"] == claims[0]["job"]["directory"] == user.directory
     finally:
         listener.shutdown()
         listener.server_close()

@@ -105,6 +105,23 @@ def test_a_disk_that_fills_while_weights_arrive_is_named(monkeypatch):
     assert answer["error"].startswith(f"has no space for the weights of this job in {directory}/")
 
 
+def test_jobs_and_servers_of_builds_with_the_older_name_of_the_directory_understand_each_other():
+    one = job("a", 2, owner="1")
+    message = one.as_message()
+    assert message["place"] == message["directory"] == one.directory, "an older server reads `place`"
+    for name in ("place", "directory"):
+        assert gateway._job({key: value for key, value in message.items() if key != name}) == one
+
+    async def claim() -> int:
+        front = gateway.Gateway(None, 60.0, {"max_tokens": 1}, {})
+        front.backend = SimpleNamespace(start_id="1", is_ready=True)  # type: ignore[assignment]
+        async with TestClient(TestServer(front.application())) as client:
+            older = {key: value for key, value in message.items() if key != "directory"}
+            return (await client.post(protocol.LEASE, json={"job": older, "needs": {"tokens": 1}})).status
+
+    assert asyncio.run(claim()) == 200
+
+
 def test_the_token_is_in_no_command_and_no_file_of_the_server(server):
     for process in server.family():
         assert not any(TOKEN in word for word in process.cmdline())
