@@ -377,7 +377,7 @@ class EnginePool:
                 get `StreamAborted`.
         """
         assert threading.get_ident() == self._thread, "another thread uses the ranks"
-        with self._dispatcher.turn():
+        with self._dispatcher.turn(), self.pauses.count():
             if self._deferred is None:
                 self._sync(version, running)
             else:

@@ -119,7 +119,9 @@ def test_engines_load_while_the_ranks_train_if_nobody_needs_completions_yet(star
     assert pool.pauses.seconds > before, "nothing could be generated meanwhile"
     assert answers(pool, 1) == [[0, 7, 1]]
     ranks.call("policy", "compute")
+    before = pool.pauses.seconds
     pool.sync_weights(6)
+    assert pool.pauses.seconds > before, "no engine generates while it gets weights"
     assert [one.weight_versions for one in pool.generate([Request([0], 7, SAMPLED)])] == [(6, 6)]
 
 
