@@ -29,13 +29,15 @@ def early_start(cfg: Config, modules: Sequence[str]) -> Iterator[Early]:
     if may_use_gpus or t.ray_address not in (None, PROCESSES):
         yield None
         return
-    with SIGNALS.deferred():  # else an exception could come before what is to be ended is known
-        if t.ray_address is None:
-            early: ForkServer | RayHead = RayHead.of_job(cfg, "cpu")
-        else:
-            early = ForkServer(modules, rank_environment("cpu", os.environ, t.deterministic))
+    early: Early = None
     try:
+        with SIGNALS.deferred():  # its end raises, so what is to be ended is known
+            if t.ray_address is None:
+                early = RayHead.of_job(cfg, "cpu")
+            else:
+                early = ForkServer(modules, rank_environment("cpu", os.environ, t.deterministic))
         yield early
     finally:
-        with SIGNALS.deferred():
-            early.close()
+        if early is not None:
+            with SIGNALS.deferred():
+                early.close()

@@ -14,8 +14,10 @@ from trainer.cluster.early_start import early_start
 from trainer.cluster.fork_server import ForkServer
 from trainer.cluster.process_cluster import ProcessCluster
 from trainer.cluster.ray_head import RayHead
+from trainer.cluster.resources import rank_environment
 from trainer.config import Config
 from trainer.errors import UserError, WorkerError
+from trainer.process.signals import SIGNALS, Stopped
 
 HOSTED = "tests.cpu.unit.cluster.hosted"
 
@@ -64,3 +66,16 @@ def test_a_job_that_is_refused_leaves_nothing_of_an_early_start(address, kind, m
         raise UserError("data.train_files: no such file")
     assert left_running(marker) == []
     assert not (isinstance(early, RayHead) and os.path.exists(early.directory))
+
+
+@pytest.mark.processes
+def test_a_signal_during_an_early_start_ends_what_was_started(marker, monkeypatch):
+    def signalled(*arguments):
+        signal.raise_signal(signal.SIGTERM)
+        return environment(*arguments)
+
+    environment = rank_environment
+    monkeypatch.setattr("trainer.cluster.early_start.rank_environment", signalled)
+    with SIGNALS.listening(), pytest.raises(Stopped), early_start(settings(), [HOSTED]):
+        raise AssertionError("the block ran")
+    assert left_running(marker) == []
