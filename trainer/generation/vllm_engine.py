@@ -84,7 +84,6 @@ class VLLMEngine:
         self._can_sleep = device == "cuda" and rollout.colocate
         self._running: dict[str, int] = {}
         """The numbers of the requests in vLLM, by their names there."""
-        """What was completed before a change of the weights, for the next `step`."""
         self._interrupted = threading.Event()
         self._joins = joins
         self._has_old_keys = False
