@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import threading
 import time
@@ -180,8 +181,8 @@ class EnvironmentRunner(EpisodeRunner):
         self._limit = max_characters(tokenizer, self._longest)
         self._renderer = find_renderer(cfg.model, tokenizer, self._limit)
         self._pool = EnvironmentPool(cfg.environment, self._limit)
-        self._begun: tuple[Sequence[Message], Conversation] | None = None
-        """The first messages that were written last, and their tokens."""
+        self._begun: tuple[str, Conversation] | None = None
+        """The first messages that were written last, as JSON, and their tokens."""
 
     def __enter__(self) -> Self:
         self._pool.__enter__()
@@ -291,8 +292,9 @@ class EnvironmentRunner(EpisodeRunner):
 
     def _conversation(self, messages: Sequence[Message]) -> Conversation:
         """Return a new conversation. Episodes of one prompt mostly begin with the same messages, written once."""
-        if self._begun is None or self._begun[0] != messages:
-            self._begun = messages, Conversation(self._tokenizer, messages, self._limit, self._renderer)
+        text = json.dumps(messages)  # what is rendered differs for 1 and True, and with the order of keys
+        if self._begun is None or self._begun[0] != text:
+            self._begun = text, Conversation(self._tokenizer, messages, self._limit, self._renderer)
         return self._begun[1].fork()
 
     def _add_answer(self, episode: RunningEpisode, conversation: Conversation) -> None:

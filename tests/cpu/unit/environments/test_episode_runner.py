@@ -335,3 +335,13 @@ def test_messages_that_the_chat_template_refuses_fail_their_episode(tokenizer, s
         bad, fine = run(runner, Policy(tokenizer, "a", "b"), requests_of(row, good))
     assert (bad.status, fine.status) == ("failed", "stop")
     assert "cannot render a chat of" in bad.failure and "no judges" in bad.failure
+
+
+@pytest.mark.parametrize("values", [(1, True, 1.0), ({"a": 1, "b": 2}, {"b": 2, "a": 1})])
+def test_first_messages_that_are_equal_but_written_differently_have_their_own_tokens(tokenizer, values):
+    shows = copy.deepcopy(tokenizer)
+    shows.chat_template = "{% for m in messages %}{{ m.shown }}{% endfor %}" + tokenizer.chat_template
+    runner = runner_of(shows)
+    for value in values:
+        conversation = runner._conversation([{"role": "user", "content": "x", "shown": value}])
+        assert shows.decode(conversation.token_ids).startswith(f"{value}<|user|>")
