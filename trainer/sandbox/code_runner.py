@@ -28,6 +28,9 @@ _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 _AT_ONCE = 8
 _START_S = 120.0
 """Seconds that the server may take to start, with its imports."""
+_SPARE_S, _OVERHEAD_S = 60.0, 1.0
+"""Seconds that the start of a program may take, besides the programs before it; and those of each of them, besides its
+own."""
 _ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
     "LC_ALL": "C.UTF-8",
@@ -165,7 +168,8 @@ class CodeRunner:
 
         Raises:
             UserError: see `start`.
-            RuntimeError: the server was lost, or the program could not be closed in and has not run.
+            RuntimeError: the server was lost or does not begin the program, or the program could not be closed in and
+                has not run.
         """
         if len(code) > MAX_CODE:
             return CodeResult("", 0, "size")
@@ -175,7 +179,7 @@ class CodeRunner:
         try:
             self._send({"number": number, "code": code})
             with uncounted():
-                await program.begun.wait()
+                await self._turn_of(program)
             return await program.result
         except BrokenPipeError as error:
             raise RuntimeError("the server that runs code has ended") from error
@@ -183,6 +187,15 @@ class CodeRunner:
             del self._awaited[number]
             if not program.result.done() or program.result.cancelled():
                 self._cancel(number)
+
+    async def _turn_of(self, program: _Program) -> None:
+        """Wait until the programs before this one have ended, but not longer than they may take."""
+        rounds = len(self._awaited) / self._settings["at_once"] + 1
+        limit_s = rounds * (self._settings["limits"]["time_s"] + _OVERHEAD_S) + _SPARE_S
+        try:
+            await asyncio.wait_for(program.begun.wait(), limit_s)
+        except TimeoutError as error:
+            raise RuntimeError(f"the server that runs code has not begun a program within {limit_s:g} s") from error
 
     def _send(self, message: dict[str, Any]) -> None:
         assert self._server is not None and self._server.stdin is not None

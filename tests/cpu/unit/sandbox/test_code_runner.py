@@ -286,6 +286,27 @@ def test_programs_that_nobody_waits_for_end_or_never_begin():
         runner.close()
 
 
+def test_a_program_that_a_stopped_server_does_not_begin_has_failed(monkeypatch):
+    """Although the wait does not count as time of the call."""
+    monkeypatch.setattr(code_runner, "_SPARE_S", 0.1)
+    monkeypatch.setattr(code_runner, "_OVERHEAD_S", 0.0)
+    runner = CodeRunner(CodeLimits(time_s=0.1), at_once=1)
+
+    async def call() -> None:
+        async with CallClock(3600.0, lambda: None):
+            await runner.run("1")
+
+    try:
+        runner.start()
+        assert runner._server is not None
+        (server,) = psutil.Process(runner._server.pid).children()
+        server.suspend()
+        with pytest.raises(RuntimeError, match=r"has not begun a program within 0\.3 s"):
+            asyncio.run(call())
+    finally:
+        runner.close()
+
+
 def test_nothing_runs_on_after_the_server(runner):
     """The end of the server is the end of all its processes, also if it is killed."""
     runner = CodeRunner(LIMITS, runner._settings["isolation"])
