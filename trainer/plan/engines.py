@@ -28,6 +28,8 @@ class PlannedEngine:
     """What the engine may take of a GPU. On CPU: what it takes."""
     gpus: int
     """Of an engine. 0: it has none of the job."""
+    graphs: int = 0
+    """Of `workspace`, what the engine keeps while it sleeps."""
 
     @property
     def total(self) -> int:
@@ -79,7 +81,7 @@ def plan_engine(cfg: Config, policy: ModelShape, device: Device) -> PlannedEngin
     budget = int(r.gpu_memory_utilization * device.memory)
     graphs = 0 if r.enforce_eager else _GRAPHS_BYTES
     cache = budget - weights - workspace - graphs - CONTEXT_BYTES
-    return PlannedEngine(weights, cache, workspace + graphs, token, budget, tp)
+    return PlannedEngine(weights, cache, workspace + graphs, token, budget, tp, graphs)
 
 
 def engine_problem(cfg: Config, engine: PlannedEngine, workload: Workload) -> str | None:

@@ -120,14 +120,19 @@ class Cluster:
             return f"this machine, {self.per_node} cores"
         return f"{f'{self.nodes} nodes of ' if self.nodes > 1 else ''}{self.per_node} {self.device.name}"
 
-    def bandwidth_between(self, ranks: int, stride: int = 1) -> float:
-        """Return the bytes per second that each of `ranks` ranks sends to the next one of a ring.
+    def bandwidth_between(self, ranks: int, stride: int = 1, ring: bool = True) -> float:
+        """Return the bytes per second that each of `ranks` ranks sends to others.
 
         Args:
             stride: distance of their numbers.
+            ring: they send to the next one only. NCCL has a ring for each NIC, so that each node of the ranks sends
+                through those of all its ranks at once.
         """
         inside = 1 + (ranks - 1) * stride <= self.per_node
-        return self.device.link if inside or self.nodes == 1 else self.device.network
+        if inside or self.nodes == 1:
+            return self.device.link
+        of_node = max(1, self.per_node // stride) if ring else 1
+        return min(self.device.link, self.device.network * of_node)
 
 
 def parse_cluster(text: str, host_memory_gb: float | None = None) -> Cluster:

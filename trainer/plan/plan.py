@@ -164,13 +164,13 @@ def _members(
 
 
 def _beside_engine(phase: Phase, engine: PlannedEngine | None) -> Phase:
-    """Return a phase of a rank that shares its GPU with an engine, which sleeps in all phases but the rollouts."""
+    """Return a phase of a rank that shares its GPU with an engine.
+
+    The engine sleeps in all phases but the rollouts. It wakes its weights for new ones.
+    """
     assert engine is not None
-    return (
-        Phase(phase.name, {**phase.sizes, "engine": engine.waking + engine.workspace})
-        if phase.name == "rollout"
-        else phase
-    )
+    awake = {"rollout": engine.waking + engine.workspace, "weights to engines": engine.weights + engine.graphs}
+    return Phase(phase.name, {**phase.sizes, "engine": awake.get(phase.name, engine.graphs)})
 
 
 def _host(

@@ -191,8 +191,9 @@ def rank_phases(cfg: Config, roles: Sequence[PlannedRole], workload: Workload, d
             phases.append(Phase(f"scores of the {role.spec.name}", {**held, **role.moment_of_scores()}))
     for role in roles:
         if role.spec.trained:
-            carried = workload.micro_batches(workload.computed_in_update) > 1
-            moments = [Phase("", _on_device(role, moment)) for moment in role.moments_of_update(carried)]
+            moments = [
+                Phase("", _on_device(role, moment)) for moment in role.moments_of_update(workload.may_accumulate)
+            ]
             largest = max(moments, key=lambda moment: moment.total)
             phases.append(Phase(f"update of the {role.spec.name}", {**held, **largest.sizes}))
     if cfg.task.generates and any(role.spec.name == "policy" for role in roles):

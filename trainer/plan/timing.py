@@ -173,9 +173,10 @@ class _Passes:
         text, w = self.role.model.config.get_text_config(), self.workload
         row = tokens / w.dp / w.cp * text.hidden_size * self.role.itemsize
         seconds = 0.0
-        for size, factor, stride in ((self.sizes["tp"], 2 * 2.0, 1), (self.sizes["cp"], 4.0, self.sizes["tp"])):
+        sums, exchanges = (self.sizes["tp"], 2 * 2.0, 1, True), (self.sizes["cp"], 4.0, self.sizes["tp"], False)
+        for size, factor, stride, ring in (sums, exchanges):
             if size > 1:
-                link = self.cluster.bandwidth_between(size, stride) * REACHED_BANDWIDTH
+                link = self.cluster.bandwidth_between(size, stride, ring) * REACHED_BANDWIDTH
                 traffic = factor * row * (size - 1) / size / link
                 seconds += passes * text.num_hidden_layers * traffic
         return seconds
@@ -196,7 +197,7 @@ def rollout_seconds(
     """Return the seconds in which the engines generate the completions of a step.
 
     A decoding step reads the weights and the keys and values of all sequences. It lasts as long as that or as its
-    products, whichever takes longer. At least the longest completion is decoded token by token.
+    products, whichever takes longer. There are at least as many as the longest completion may have tokens.
     """
     device, w = cluster.device, workload
     gpus = max(1, engine.gpus)
@@ -204,18 +205,19 @@ def rollout_seconds(
     rows = math.ceil(w.rows / cfg.num_engines)
     context = w.prompt + w.response / 2
     together = max(1.0, min(rows, cfg.rollout.max_num_seqs, engine.sequences(context)))
-    steps = max(rows * w.response / together, w.response)
+    steps = max(rows * w.response / together, float(cfg.rollout.max_response_tokens))
+    running = rows * w.response / steps  # sequences in a step, on average
     bandwidth = REACHED_BANDWIDTH * device.bandwidth
     is_float32 = engine.weights * gpus >= 4 * policy.total
     speed = device.reached(torch.float32 if is_float32 else torch.bfloat16)
     computed = policy.total - (0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size)
-    read = (engine.weights + together * context * engine.kv_token) / bandwidth
-    products = 2 * computed * together / gpus / speed
+    read = (engine.weights + running * context * engine.kv_token) / bandwidth
+    products = 2 * computed * running / gpus / speed
     base, each = _DECODE_STEP_S[device.kind]
     prompts = math.ceil(rows / w.n) * w.prompt
     prefill = 2 * computed * prompts / gpus / speed
     crowd = max(1.0, cfg.num_engines / cluster.per_node) if device.is_cpu else 1.0
-    return crowd * (steps * (max(read, products) + base + each * together) + prefill)
+    return crowd * (steps * (max(read, products) + base + each * running) + prefill)
 
 
 def sync_seconds(cfg: Config, cluster: Cluster, policy: ModelShape, engine: PlannedEngine) -> float:

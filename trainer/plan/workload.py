@@ -34,6 +34,8 @@ class Workload:
     row_tokens: int
     """Most tokens of a micro-batch, of all ranks along `cp` together."""
     shares_prompts: bool
+    fixed_tokens: bool = False
+    """A step has as many rows as fill its tokens, so long rows are fewer."""
 
     @property
     def rows(self) -> int:
@@ -59,17 +61,35 @@ class Workload:
         """Return the micro-batches of a data-parallel rank for `tokens` tokens of all ranks."""
         return max(1, math.ceil(tokens / self.dp / self.row_tokens))
 
+    @property
+    def _groups_in_update(self) -> float:
+        return self.groups * self.epochs / self.optimizer_steps
+
+    @property
+    def may_accumulate(self) -> bool:
+        """Whether the rows of an optimizer step can need several micro-batches of a rank, when they are long."""
+        if self.fixed_tokens or self.micro_batches(self.computed_in_update) > 1:
+            return self.micro_batches(self.computed_in_update) > 1
+        shared = self.prompt * (self.n - 1) if self.shares_prompts else 0
+        return self._groups_of_rank(self._groups_in_update) * (self.n * self.longest - shared) > self.row_tokens
+
+    def _groups_of_rank(self, total: float) -> int:
+        return max(1, math.ceil(total / self.dp))
+
     def row_of_update(self) -> Row:
-        """Return a full micro-batch of an update."""
-        return self._row(self.groups * self.epochs / self.optimizer_steps)
+        """Return the largest micro-batch of an update."""
+        return self._row(self._groups_in_update)
 
     def row_of_scores(self) -> Row:
-        """Return a full micro-batch of a pass without gradients."""
+        """Return the largest micro-batch of a pass without gradients."""
         return self._row(self.groups)
 
     def _row(self, total: float) -> Row:
-        """Return a full micro-batch, or all rows of a data-parallel rank, of `total` groups, if they are fewer."""
-        groups = max(1, math.ceil(total / self.dp))
+        """Return the largest micro-batch of a step with `total` groups.
+
+        If the rows of a data-parallel rank do not fill one with their mean lengths, some are longer.
+        """
+        groups = self._groups_of_rank(total)
         lengths: list[int] = []
         prefixes: list[int] = []
         used = targets = 0
@@ -84,6 +104,11 @@ class Workload:
                 prefixes.append(prefix)
                 used += length - prefix
                 targets += length - self.prompt
+        for i, length in enumerate(lengths):
+            more = 0 if self.fixed_tokens else max(0, min(self.longest - length, self.row_tokens - used))
+            lengths[i] += more
+            used += more
+            targets += more
         if not lengths:
             lengths, prefixes, targets = [self.row_tokens], [0], self.row_tokens - 1
         return Row(tuple(lengths), tuple(prefixes) if self.shares_prompts else None, targets)
@@ -107,7 +132,7 @@ def workload_of(cfg: Config, sizes: Mapping[str, int]) -> Workload:
         prompt = p.prompt_tokens or max(1, length // 2)
         response = p.response_tokens or max(1, length - prompt)
         rows = max(1, cfg.sft.batch_size * length // (prompt + response))
-        return Workload(rows, 1, prompt, response, length, 1, 1, dp, sizes["cp"], max(micro, length), False)
+        return Workload(rows, 1, prompt, response, length, 1, 1, dp, sizes["cp"], max(micro, length), False, True)
     prompt = p.prompt_tokens or max(1, r.max_prompt_tokens // 2)
     response = p.response_tokens or max(1, r.max_response_tokens // 2)
     policy = next(role for role in cfg.roles if role.name == "policy")

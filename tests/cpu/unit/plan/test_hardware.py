@@ -45,7 +45,12 @@ def test_constants_are_plausible():
 def test_traffic_between_nodes_takes_the_network():
     cluster = parse_cluster("2x8xH100")
     assert cluster.bandwidth_between(8) == cluster.device.link
-    assert cluster.bandwidth_between(16) == cluster.bandwidth_between(2, stride=8) == cluster.device.network
+    assert cluster.bandwidth_between(2, stride=8) == cluster.device.network
+    assert cluster.bandwidth_between(16) == 8 * cluster.device.network  # a ring through each NIC
+    assert cluster.bandwidth_between(8, stride=2) == 4 * cluster.device.network
+    assert cluster.bandwidth_between(16, ring=False) == cluster.device.network
+    slow = parse_cluster("2x8xL40S")
+    assert slow.bandwidth_between(16) == slow.device.link  # inside the nodes
 
 
 def test_a_host_may_have_another_memory():

@@ -13,6 +13,9 @@ def test_a_small_model_fits_a_node(cfg, node):
     assert (member.name, member.count) == ("rank and engine", 8)
     assert {phase.name for phase in member.phases} >= {"rollout", "update of the policy"}
     assert member.peak.total < member.capacity == node.device.memory
+    engine = {phase.name: phase.sizes["engine"] for phase in member.phases}
+    assert engine["update of the policy"] == plan.engine.graphs > 0
+    assert engine["weights to engines"] == plan.engine.weights + plan.engine.graphs < engine["rollout"]
 
 
 def test_a_large_model_does_not_fit_one_gpu(cfg, node):

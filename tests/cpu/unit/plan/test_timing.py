@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from trainer.plan.hardware import DEVICES, Cluster
+from trainer.plan.hardware import Cluster
 from trainer.plan.plan import make_plan
 
 
@@ -39,16 +41,25 @@ def test_a_slow_network_is_seen_between_nodes(cfg, node):
     cfg.model.path = "Qwen/Qwen3-32B"
     cfg.trainer.num_workers = cfg.rollout.num_engines = 16
     cfg.trainer.max_tokens_per_micro_batch = 2048
+    cfg.trainer.policy.fsdp.reduce_gradients = "mini_batch"  # gathers count
     two = Cluster(2, 8, node.device)
-    slow = Cluster(2, 8, DEVICES["l40s"])
-    assert seconds(cfg, slow) > 2.5 * seconds(cfg, two)
-    inside = seconds(cfg, two)
+    slow = Cluster(2, 8, replace(node.device, network=node.device.network / 8))
+    between = seconds(cfg, slow)
+    assert between > 2.5 * seconds(cfg, two)
     cfg.trainer.dp_replicate = 2  # each node holds a copy
-    assert seconds(cfg, two) < inside
+    assert seconds(cfg, slow) < between
+
+
+def test_a_few_completions_take_as_long_as_the_longest(cfg, node):
+    cfg.plan.response_tokens = 100
+    short = seconds(cfg, node, "rollout")
+    cfg.rollout.max_response_tokens = 2048
+    assert 3.5 < seconds(cfg, node, "rollout") / short < 4.1
 
 
 def test_longer_completions_take_longer(cfg, node):
     cfg.plan.response_tokens = 100
+    cfg.trainer.train_batch_size, cfg.trainer.mini_batch_size = 2048, 1024  # many for each engine
     short = seconds(cfg, node, "rollout")
     cfg.plan.response_tokens = 400
     assert 3.5 < seconds(cfg, node, "rollout") / short < 6

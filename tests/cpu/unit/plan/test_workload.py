@@ -37,9 +37,16 @@ def test_a_full_micro_batch_has_as_many_tokens_as_it_may(tokens, shares):
         assert 0 < row.targets <= row.tokens and (row.prefix_lengths is not None) == shares
 
 
-def test_a_rank_with_fewer_rows_has_a_smaller_micro_batch():
-    row = workload_of(config(n=2, train_batch_size=4, mini_batch_size=2), {**ALONE, "dp_shard": 2}).row_of_update()
-    assert (row.lengths, row.prefix_lengths, row.targets) == ((400, 400), (0, 100), 600)
+def test_a_rank_with_few_rows_may_have_the_longest():
+    sizes = {**ALONE, "dp_shard": 2}
+    few = workload_of(config(n=2, train_batch_size=4, mini_batch_size=2, max_tokens_per_micro_batch=4096), sizes)
+    row = few.row_of_update()
+    assert (row.lengths, row.prefix_lengths, row.targets) == ((1024, 1024), (0, 100), 1848)
+    assert not few.may_accumulate
+    less = workload_of(config(n=2, train_batch_size=4, mini_batch_size=2, max_tokens_per_micro_batch=1500), sizes)
+    row = less.row_of_update()
+    assert (row.lengths, row.tokens, row.targets) == ((1024, 576), 1500, 1400)
+    assert less.may_accumulate and less.micro_batches(less.computed_in_update) == 1
 
 
 def test_ranks_along_cp_share_a_longer_row():
@@ -62,3 +69,6 @@ def test_supervised_training_has_examples():
     cfg.trainer.task = "sft"
     w = workload_of(cfg, ALONE)
     assert w.tokens == 8 * 256 and w.optimizer_steps == 1 and not w.shares_prompts
+    cfg.plan.prompt_tokens, cfg.plan.response_tokens = 32, 96
+    w = workload_of(cfg, {**ALONE, "dp_shard": 2})
+    assert w.row_of_update().lengths == (128,) * 8  # shorter examples are more examples
