@@ -15,7 +15,7 @@ from trainer.plan.hardware import GB, Cluster
 from trainer.plan.plan import Plan
 from trainer.plan.ranks import KINDS
 
-_WIDTH = 150
+_WIDTH = 160
 
 
 def verdict(plan: Plan, changes: Mapping[str, Any] | None, larger: tuple[Cluster, Mapping[str, Any]] | None) -> str:
