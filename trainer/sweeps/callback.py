@@ -6,6 +6,7 @@ import glob
 import logging
 import os
 import sys
+import tempfile
 from typing import TYPE_CHECKING, Any
 
 from hydra.experimental.callback import Callback
@@ -65,7 +66,8 @@ class SweepCallback(Callback):
             )
             if not str(config.hydra.launcher.get("_target_")).endswith(".BasicLauncher"):
                 prepare_notes(config.hydra.sweep.dir)
-                _make_private(str(config.hydra.launcher.get("submitit_folder", "")))
+                if folder := str(config.hydra.launcher.get("submitit_folder", "")):
+                    config.hydra.launcher.submitit_folder = _launcher_directory(folder)
             if str(config.hydra.sweeper.get("_target_")).endswith(".OptunaSweeper"):
                 _check_direction(config)
                 os.makedirs(config.hydra.sweep.dir, exist_ok=True)
@@ -85,11 +87,19 @@ class SweepCallback(Callback):
                 LOG.warning("the jobs were not compared (%s); `trainer compare RUN…` compares them", error)
 
 
-def _make_private(folder: str) -> None:
-    """Make the directory of a launcher's files accessible only to its user: the files contain the jobs' commands."""
-    if parent := folder.partition("%")[0].rstrip("/"):  # each job has a directory below it
-        os.makedirs(parent, exist_ok=True)
-        os.chmod(parent, 0o700)
+def _launcher_directory(folder: str) -> str:
+    """Make a directory below `folder` for the files of all jobs of this sweep, and return its absolute path.
+
+    Only the user can read `folder`, because the files contain the jobs' commands. It has no directory of each job
+    (`%j`): submitit makes that after the start of the job, which fails if it is faster. The files of a sweep before,
+    whose jobs may have had the same process ids, are in another directory.
+    """
+    from submitit.core.utils import JobPaths
+
+    parent = JobPaths.get_first_id_independent_folder(folder)
+    os.makedirs(parent, exist_ok=True)
+    os.chmod(parent, 0o700)
+    return tempfile.mkdtemp(dir=parent)
 
 
 def _check_shown(key: str, values: list[str]) -> None:

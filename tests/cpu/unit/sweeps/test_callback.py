@@ -83,6 +83,8 @@ def test_the_files_of_a_launcher_can_be_read_by_its_user_alone(tmp_path, monkeyp
         config.hydra.launcher.submitit_folder = f"{tmp_path}/.submitit/%j"
     SweepCallback().on_multirun_start(config)
     assert stat.S_IMODE((tmp_path / ".submitit").stat().st_mode) == 0o700
+    (directory,) = (tmp_path / ".submitit").iterdir()
+    assert config.hydra.launcher.submitit_folder == str(directory) and directory.is_dir()
 
 
 def study(directory: Path, *states: str) -> optuna.Study:

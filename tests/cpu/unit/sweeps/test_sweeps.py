@@ -54,6 +54,19 @@ def job(cfg):
 
 run_app(job)
 """
+SLOW = """
+import psutil, time
+from submitit.local import local
+
+def start_controller(start=local.start_controller, **arguments):
+    controller = start(**arguments)
+    while controller.poll() is None and not psutil.Process(controller.pid).children():
+        time.sleep(0.01)
+    return controller
+
+local.start_controller = start_controller
+"""
+"""The start of a script whose sweep always continues later than the process that it has started for a job."""
 SUPERVISED_JOB = """
 import contextlib, json, os
 import trainer.jobs
@@ -231,15 +244,19 @@ def test_a_directory_name_is_cut_to_what_a_file_system_takes(tmp_path):
 
 def test_a_signal_to_a_sweep_of_submitit_stops_its_jobs_which_write_logs_and_say_how_they_ended(tmp_path):
     """Seed 2 is refused; seed 8 waits for a signal."""
-    (tmp_path / "job.py").write_text(JOB)
+    (tmp_path / "job.py").write_text(SLOW + JOB)
     command = [sys.executable, "job.py", "-m", "hydra/launcher=submitit_local", "trainer.seed=2,8"]
     log = tmp_path / "outputs/default/trainer.seed=8/log.txt"
     pipe = subprocess.PIPE
+
+    def has_ended() -> bool:
+        return any(tmp_path.glob("outputs/default/.ends/*/000000.json"))
+
     sweep = subprocess.Popen(
         command, cwd=tmp_path, text=True, env=environment(), stdout=pipe, stderr=pipe, start_new_session=True
     )
     try:
-        wait_until(lambda: sweep.poll() is not None or log.exists() and "waiting" in log.read_text())
+        wait_until(lambda: sweep.poll() is not None or has_ended() and log.exists() and "waiting" in log.read_text())
         sweep.terminate()
         output, errors = sweep.communicate(timeout=120)
     finally:
