@@ -143,7 +143,12 @@ class PolicyGradient(Objective):
         return further
 
     def token_scores(self, batch: Batch, logprobs: np.ndarray | None) -> dict[str, np.ndarray]:
-        scores = {"advantages": np.where(batch["mask"] > 0, batch["advantages"], 0)}
+        advantages = batch["advantages"]
+        if logprobs is not None:  # the ranks have corrected the rows whose log-probs these are
+            were_given = batch.get("has_old_logprobs", np.full(len(advantages), "old_logprobs" in batch))
+            update = {**batch, "old_logprobs": logprobs, "has_old_logprobs": ~were_given}
+            advantages = correct_advantages(update, self.cfg.algorithm, self._correction(batch))
+        scores = {"advantages": np.where(batch["mask"] > 0, advantages, 0)}
         if not self._uses_rollout_logprobs and (logprobs is not None or "old_logprobs" in batch):
             scores["logprobs"] = batch.get("old_logprobs", 0) + (0 if logprobs is None else logprobs)
         return scores

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.ranks import local_cluster
-from trainer.algorithms import ADVANTAGES, aggregate
+from trainer.algorithms import ADVANTAGES, aggregate, correction_weights
 from trainer.config import Config, TinyConfig
 from trainer.episodes import Episode, Sample, TokenScores
 from trainer.learner.learner import Learner
@@ -165,6 +165,26 @@ def test_what_was_computed_for_tokens_is_kept_with_rollouts(model, settings):
     difference = of_tokens([one.logprobs for one in kept]) - of_tokens([sample.logprobs for sample in samples])
     assert np.abs(difference).mean() == pytest.approx(metrics["rollout/logprob_diff_mean"], abs=1e-6)
     assert np.abs(difference).max() == pytest.approx(metrics["rollout/logprob_diff_max"], abs=1e-6)
+
+
+@pytest.mark.parametrize("mini_batch", [1, 2])
+def test_kept_advantages_are_those_of_the_loss_whoever_has_corrected_them(model, mini_batch):
+    """The ranks correct the rows of the first mini-batch, the driver corrects the others."""
+    correction = {"rollout_correction": "mis", "rollout_correction_low": 0.5, "rollout_correction_high": 0.6}
+    plain: list[TokenScores] = []
+    kept: list[TokenScores] = []
+    a_step(model, kept=plain, mini_batch=mini_batch)
+    a_step(model, kept=kept, mini_batch=mini_batch, **correction)
+    weights = []
+    samples = [sample for episode in episodes() for sample in episode.samples]
+    for sample, before, one in zip(samples, plain, kept, strict=True):
+        arrays = (torch.from_numpy(array)[None] for array in (one.logprobs, sample.logprobs, sample.mask))
+        weight = correction_weights(*arrays, kind="mis", low=0.5, high=0.6)[0][0].numpy()
+        np.testing.assert_allclose(one.advantages, before.advantages * weight, rtol=1e-6)
+        weights.append(weight[sample.mask > 0])
+    for part in (weights[:4], weights[4:]):
+        dropped = np.concatenate(part) == 0
+        assert dropped.any() and not dropped.all(), "the bounds of the test tell nothing"
 
 
 def test_a_step_whose_rows_are_all_left_out_is_measured_all_the_same(model):
