@@ -39,6 +39,7 @@ async function showEpisode(node, row, open) {
   const firstReply = messages.length - countBack(messages, row.turns);
   const isAligned = replies.length === row.turns && row.turns > 0;
   const asStream = samples.length > 0 && (STATE.stream || colouring === "mask" || !isAligned || !messages.length);
+  shown.name = `${row.step} ${row.uid} ${asStream}`;
   const conversation = asStream ? streamOf(shown, samples) : messagesOf(shown, messages, row.turns, replies, isAligned);
   const scroll = node.scrollTop;
   hideTip();
@@ -47,6 +48,7 @@ async function showEpisode(node, row, open) {
     el("div", { class: `conversation${firstReply ? "" : " free"}`, id: "conversation", mouseover: (event) => tip(event, shown),
       mouseleave: hideTip }, conversation));
   node.scrollTop = scroll;
+  scrollBack(node, `episode ${shown.name}`);
 }
 
 function countBack(messages, turns) {
@@ -119,9 +121,13 @@ function messagesOf(shown, messages, turns, replies, isAligned) {
   const own = new Map((turns ? policy.slice(-turns) : []).map(([, i], k) => [i, k]));
   return messages.map(([role, content, others], i) => {
     const body = el("div", { class: "content", dir: "auto" });
-    if (own.has(i) && isAligned) addTokens(body, shown, ...replies[own.get(i)]);
-    else addText(body, content);
-    if (others) body.append(el("details", { class: "others" }, el("summary", {}, "more"), el("pre", {}, others)));
+    if (own.has(i) && isAligned) addAllTokens(body, shown, ...replies[own.get(i)]);
+    else addText(body, content, keep(body, `text ${i} of ${shown.name}`).parts);
+    if (others) {
+      const details = el("details", { class: "others" }, el("summary", {}, "more"), el("pre", {}, others));
+      details.open = keep(details, `others ${i} of ${shown.name}`).open;
+      body.append(details);
+    }
     return el("article", { class: `message ${own.has(i) ? "policy" : "given"}` },
       el("div", { class: "role" }, own.has(i) ? `${role} (policy)` : role), body);
   });
@@ -129,11 +135,15 @@ function messagesOf(shown, messages, turns, replies, isAligned) {
 
 const MOST_CHARACTERS = 60000;
 
-function addText(body, text) {
-  put(body, text.slice(0, MOST_CHARACTERS));
-  if (text.length <= MOST_CHARACTERS) return;
-  const more = el("button", { click: () => { more.remove(); put(body, text.slice(MOST_CHARACTERS)); } },
-    `show ${(text.length - MOST_CHARACTERS).toLocaleString("en")} more characters`);
+/** Append a text: its beginning, and all of it when somebody asks for it, or with `parts`. */
+function addText(body, text, parts) {
+  const first = parts ? text.length : MOST_CHARACTERS;
+  put(body, text.slice(0, first));
+  body.parts = parts;
+  if (text.length <= first) return;
+  const more = el("button", { click: () => { body.parts = 1; more.replaceWith(rest()); } },
+    `show ${(text.length - first).toLocaleString("en")} more characters`);
+  const rest = () => fill(document.createDocumentFragment(), text.slice(first));
   body.append(more);
 }
 
@@ -141,20 +151,29 @@ function addText(body, text) {
 function streamOf(shown, samples) {
   return samples.map(([start, end], i) => {
     const body = el("div", { class: "content", dir: "auto" });
-    addTokens(body, shown, start, end);
+    addAllTokens(body, shown, start, end);
     const title = samples.length > 1 ? `sample ${i + 1} of ${samples.length}` : "all tokens";
     return el("article", { class: "message stream" }, el("div", { class: "role" }, title), body);
   });
 }
 
-/** Append the tokens of a range: some thousand, and the others when somebody asks for them. */
+/** Append the tokens of a range: as many parts as were there before, the others when somebody asks for them. */
+function addAllTokens(body, shown, start, end) {
+  const parts = keep(body, `tokens from ${start} of ${shown.name}`).parts || 0;
+  body.parts = 0;
+  addTokens(body, shown, start, end);
+  while (body.parts < parts && body.querySelector("button.more")) body.querySelector("button.more").click();
+}
+
+/** Append some thousand tokens of a range, and a button for the others. */
 function addTokens(body, shown, start, end) {
   const last = Math.min(end, start + MOST_TOKENS), fragment = document.createDocumentFragment();
   const texts = textsOf(shown, start, last);
   for (let k = start; k < last; k++) fragment.append(tokenSpan(shown, k, texts[k - start]));
   body.append(fragment);
   if (last < end) {
-    const more = el("button", { click: () => { more.remove(); addTokens(body, shown, last, end); } },
+    const showMore = () => { more.remove(); body.parts++; addTokens(body, shown, last, end); };
+    const more = el("button", { class: "more", click: showMore },
       `show ${Math.min(MOST_TOKENS, end - last).toLocaleString("en")} more of ${(end - last).toLocaleString("en")} tokens`);
     body.append(more);
   }

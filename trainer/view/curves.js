@@ -68,10 +68,13 @@ function adviceBox() {
 
 /** Return panels below a title. A closed section draws them when it is opened. */
 function section(title, names, runs, marks, open) {
-  const grid = el("div", { class: "grid" });
+  const details = el("details"), grid = el("div", { class: "grid" });
   const draw = () => { if (!grid.firstChild) grid.append(...names.map((name) => panel(name, runs, marks))); };
-  if (open) draw();
-  return el("details", { open, toggle: draw }, el("summary", {}, title), grid);
+  details.open = keep(details, `section ${title.split(" (")[0]}`).open ?? open;
+  if (details.open) draw();
+  details.addEventListener("toggle", draw);
+  details.append(el("summary", {}, title), grid);
+  return details;
 }
 
 /** Return the panel of a metric: its curves, axes and marks, and what the pointer is at. */

@@ -149,6 +149,7 @@ class Table {
     fill(this.parts.count, `${rows.length.toLocaleString("en")} shown`);
     this.header();
     this.parts.body.style.height = `${rows.length * ROW}px`;
+    scrollBack(this.parts.scroll, `table of ${STATE.view} ${STATE.all ? "" : this.steps[this.index].step}`);
     this.drawn = null;
     this.draw();
   }
@@ -223,7 +224,7 @@ class Table {
 
   open(row) {
     this.openStep = row.step;
-    change(STATE.all ? { uid: row.uid, step: row.step } : { uid: row.uid });
+    change({ uid: row.uid, step: row.step });  // the step too: the page may soon have a newer one
     this.draw();
     showEpisode(this.parts.detail, row, (other) => this.open(other));
   }

@@ -1,4 +1,4 @@
-// The frame of the page: its tabs, the tab about the runs themselves, and the reload while a run goes on.
+// The frame of the page: its tabs, and the tab about the runs themselves.
 
 const TABS = { curves: ["Curves", curvesTab], episodes: ["Episodes", episodesTab], runs: ["Runs", runsTab] };
 
@@ -16,11 +16,16 @@ function runCard(run, i) {
   const values = curve ? curve[1].filter((value) => value !== null) : [];
   const best = values.length ? `${metric} ${figure(values.reduce((a, b) => better(a, b)))}` : "–";
   const config = el("table", { class: "config" });
-  const search = el("input", { type: "search", placeholder: "config keys", input: () => draw(search.value) });
+  const search = el("input", { id: `config-${i}`, type: "search", placeholder: "config keys",
+    input: () => draw(search.value) });
   const draw = (words) => fill(config, Object.entries(run.config).filter(([key, value]) =>
     `${key} ${value}`.toLowerCase().includes(words.toLowerCase())).map(([key, value]) =>
     el("tr", {}, el("td", {}, key), el("td", {}, value))));
-  draw("");
+  search.value = keep(search, `search of ${run.path}`).text || "";
+  draw(search.value);
+  const details = el("details", {}, el("summary", {}, `Config (${Object.keys(run.config).length} keys)`), search,
+    el("div", { class: "wide" }, config));
+  details.open = keep(details, `config of ${run.path}`).open;
   const marks = (kind) => run.marks.filter((mark) => mark.kind === kind);
   const table = (title, heads, rows) => !rows.length ? null : [el("h3", {}, title), el("div", { class: "wide" },
     el("table", {}, el("thead", {}, el("tr", {}, heads.map((head) => el("th", {}, head)))),
@@ -37,8 +42,7 @@ function runCard(run, i) {
       [one.time, one.step, one.class, one.who, one.text])),
     table("Starts", ["time", "host", "commit", "command"], run.starts.map((one) =>
       [one.time, one.host, one.git.join(" "), one.command])),
-    el("details", {}, el("summary", {}, `Config (${Object.keys(run.config).length} keys)`), search,
-      el("div", { class: "wide" }, config)));
+    details);
 }
 
 function showTab() {
@@ -47,11 +51,15 @@ function showTab() {
   for (const button of document.querySelectorAll("nav button")) {
     button.setAttribute("aria-selected", String(button.dataset.tab === STATE.tab));
   }
-  fill(document.getElementById("main"), TABS[STATE.tab][1]());
+  const main = document.getElementById("main");
+  fill(main, TABS[STATE.tab][1]());
+  main.querySelectorAll(".wide, #advice").forEach((node, i) => scrollBack(node, `${STATE.tab} ${i}`));
+  scrollBack(main, STATE.tab);
 }
 
 function start() {
   loadState();
+  loadPlaces();
   const names = RUNS.map((run) => run.name).join(", ");
   document.title = `${names.replace(HIDDEN_RUNS, "?").slice(0, 80)} – trainer`;
   const first = RUNS[0], where = RUNS.length > 1 ? `${RUNS.length} runs` : `step ${first.step} of ${first.total_steps}`;
@@ -62,16 +70,7 @@ function start() {
     el("main", { id: "main" }), el("div", { id: "tip", hidden: true }));
   showTab();
   addEventListener("hashchange", () => { loadState(); showTab(); });
-}
-
-/** Return the switch that loads the page again every few seconds. */
-function following() {
-  let on = true;
-  setTimeout(function again() {
-    if (on) location.reload();
-    else setTimeout(again, 1000 * DATA.refresh_s);
-  }, 1000 * DATA.refresh_s);
-  return tick("follow", "follow the run", true, (value) => { on = value; });
+  addEventListener("pagehide", savePlaces);
 }
 
 start();

@@ -334,6 +334,66 @@ def test_a_followed_page_shows_what_is_new(browser, tmp_path):
     assert not browser.all("#follow")
 
 
+def test_a_followed_page_keeps_the_place_of_the_reader(browser, tmp_path):
+    run, name = make_run(tmp_path / "run", steps=1), "0:15:5"
+    made = [make_episode(f"0:{i // 8}:{i % 8}", [("q", f"r{i}" * 2000)], i / 200, seed=i) for i in range(200)]
+    write_rollouts(str(run), 1, [episode for episode, _ in made])
+    out = write(tmp_path / "view.html", run, refresh_s=1e6)
+    show_episodes(browser, out)
+    browser.run("change({ uid: arguments[0] }, showTab)", name)  # its row is further down
+    browser.click("#detail button.more")
+    browser.until(lambda: len(browser.all("#conversation .t")) == 6000)
+    browser.type("#search", "r1")
+    shown(browser, 111)
+    browser.run("table.scrollTop = 260; detail.scrollTop = 700; search.setSelectionRange(1, 1)")
+    write_rollouts(str(run), 2, [episode for episode, _ in made[:8]])
+    write(out, run, refresh_s=1e6)
+    browser.driver.refresh()
+    browser.until(lambda: browser.run("return document.getElementById('slider')?.max") == "1")
+    browser.until(lambda: len(browser.all("#conversation .t")) == 6000)
+    assert name in browser.texts("#detail h2")[0]
+    browser.until(lambda: browser.run("return [table.scrollTop, detail.scrollTop]") == [260, 700])
+    assert browser.run("return [document.activeElement.id, search.selectionStart]") == ["search", 1]
+    browser.run("document.querySelector('.row').click()")  # another episode begins at its beginning
+    browser.until(lambda: name not in browser.texts("#detail h2")[0])
+    assert len(browser.all("#conversation .t")) == 3000
+
+
+def test_a_followed_page_keeps_open_what_was_open(browser, tmp_path):
+    run = make_run(tmp_path / "run", steps=1)
+    out = write(tmp_path / "view.html", run, refresh_s=1e6)
+    browser.open(out, "#tab=runs")
+    browser.click(".card summary")
+    browser.type("#config-0", "kl_co")
+    browser.driver.refresh()
+    browser.until(lambda: browser.texts(".config tr") == ["algorithm.kl_coef0.1"])
+    assert browser.run("return [document.querySelector('.card details').open, document.activeElement.id]") == [
+        True,
+        "config-0",
+    ]
+    browser.click("[data-tab='curves']")
+    (section,) = [one for one in browser.all("details summary") if one.text.startswith("time ")]
+    section.click()
+    browser.until(lambda: browser.all("figure[data-metric='time/update']"))
+    browser.run("main.scrollTop = 100")
+    browser.driver.refresh()
+    browser.until(lambda: browser.all("figure[data-metric='time/update']"))
+    assert browser.run("return main.scrollTop") == 100
+
+
+def test_a_followed_page_waits_while_somebody_types_chooses_or_selects(browser, tmp_path):
+    browser.open(write(tmp_path / "view.html", make_run(tmp_path / "run", steps=1), refresh_s=1e6))
+
+    def is_busy_after(seconds: float) -> bool:
+        return browser.run("Date.now = () => busySince + 1000 * arguments[0]; return isBusy()", seconds)
+
+    browser.type("#find", "reward")
+    assert is_busy_after(2) and not is_busy_after(4)
+    browser.run("getSelection().selectAllChildren(document.querySelector('figcaption'))")
+    browser.until(lambda: is_busy_after(50))
+    assert not is_busy_after(70)
+
+
 def test_advice_and_what_was_left_out_are_above_the_curves(browser, tmp_path):
     with make_tracker(tmp_path / "run") as tracker:
         for step in range(1, 8):
