@@ -94,7 +94,7 @@ def client_of(scheme: str) -> ObjectStoreClient:
             importlib.import_module(drawing).random = _JITTER  # type: ignore[attr-defined]
         return client()
     except ImportError as error:
-        remedy = f"; install the extra `{spec.extra}`: pip install 'trainer[{spec.extra}]'" if spec.extra else ""
+        remedy = f"; install the extra `{spec.extra}` (docs/install.md)" if spec.extra else ""
         raise UserError(
             f"{scheme}:// needs a package that is not installed ({one_line(str(error))}){remedy}"
         ) from error

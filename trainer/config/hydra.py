@@ -116,7 +116,8 @@ def register_plugins(arguments: list[str]) -> None:
     for group, plugin in _PLUGINS.items():
         chosen = next((argument for argument in arguments if argument.startswith(group)), None)
         if chosen and importlib.util.find_spec(f"hydra_plugins.{plugin}") is None:
-            raise UserError(f"{chosen}: needs the package {plugin.replace('_', '-')}; install the extra `sweeps`")
+            package = plugin.replace("_", "-")
+            raise UserError(f"{chosen}: needs the package {package}; install the extra `sweeps` (docs/install.md)")
         if chosen == "hydra/sweeper=optuna":
             from hydra.core.config_store import ConfigStore
             from hydra.core.plugins import Plugins

@@ -67,7 +67,9 @@ def _check_package(config: Config, section: str, enabled: bool) -> None:
     """Refuse a section whose package is missing. The package and the extra have the name of the section."""
     package = section.rpartition(".")[2]
     if enabled and importlib.util.find_spec(package) is None:
-        raise config_error(config, f"{section}.enabled", f"the package is missing; install trainer[{package}]")
+        raise config_error(
+            config, f"{section}.enabled", f"the package is missing; install the extra `{package}` (docs/install.md)"
+        )
 
 
 @dataclass

@@ -122,7 +122,7 @@ def known_tasks() -> Mapping[str, Any]:
     except ImportError as error:
         raise UserError(
             f"data.synthetic={NAME}: the package reasoning-gym cannot be imported ({describe_error(error)}); install "
-            "the extra `environments`: pip install 'trainer[environments]'"
+            "the extra `environments` (docs/install.md)"
         ) from error
     return DATASETS
 

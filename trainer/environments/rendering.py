@@ -184,7 +184,7 @@ def find_renderer(model: ModelConfig, tokenizer: Any, limit: float) -> ChatRende
             return None
         raise UserError(
             f"{key}: the package renderers cannot be imported ({describe_error(error)}); install the extra "
-            "`environments`: pip install 'trainer[environments]'"
+            "`environments` (docs/install.md)"
         ) from error
     names = sorted(set(MODEL_RENDERER_MAP.values()))
     name = MODEL_RENDERER_MAP.get(str(model.path)) if model.renderer == AUTO else model.renderer

@@ -22,7 +22,8 @@ def test_a_service_whose_package_is_missing_is_refused_with_the_extra_that_has_i
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError) as refused:
         compose([f"logger={section}"])
-    assert str(refused.value) == (f"logger.{section}.enabled=True: the package is missing; install trainer[{section}]")
+    problem = f"the package is missing; install the extra `{section}` (docs/install.md)"
+    assert str(refused.value) == f"logger.{section}.enabled=True: {problem}"
 
 
 @pytest.mark.parametrize("port", [0, 65536, -1])
