@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import glob
 import itertools
@@ -119,7 +118,7 @@ class CodeRunner:
         self._server: subprocess.Popen[bytes] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._awaited: dict[int, _Program] = {}
-        self._unread = b""
+        self._unread, self._unsent = b"", bytearray()
 
     def start(self) -> None:
         """Start the server, unless it runs.
@@ -159,6 +158,8 @@ class CodeRunner:
             self.close()
             isolation = self._settings["isolation"]
             raise UserError(f"code of the policy cannot run with isolation={isolation}: {answer['refused']}")
+        assert self._server.stdin is not None
+        os.set_blocking(self._server.stdin.fileno(), False)
 
     async def run(self, code: str) -> CodeResult:
         """Run code as a program, in an empty directory, and return what it has printed.
@@ -181,8 +182,6 @@ class CodeRunner:
             with uncounted():
                 await self._turn_of(program)
             return await program.result
-        except BrokenPipeError as error:
-            raise RuntimeError("the server that runs code has ended") from error
         finally:
             del self._awaited[number]
             if not program.result.done() or program.result.cancelled():
@@ -198,16 +197,25 @@ class CodeRunner:
             raise RuntimeError(f"the server that runs code has not begun a program within {limit_s:g} s") from error
 
     def _send(self, message: dict[str, Any]) -> None:
-        assert self._server is not None and self._server.stdin is not None
-        data = json.dumps(message).encode() + b"\n"
-        while data:
-            data = data[self._server.stdin.write(data) :]
+        self._unsent += json.dumps(message).encode() + b"\n"
+        self._write()
+
+    def _write(self) -> None:
+        """Send what the server takes now. It may first wait until its own answers are read."""
+        assert self._loop is not None and self._server is not None and self._server.stdin is not None
+        try:
+            del self._unsent[: self._server.stdin.write(self._unsent) or 0]
+        except BrokenPipeError:  # it has ended; `_read` learns that too
+            self._unsent.clear()
+        if self._unsent:
+            self._loop.add_writer(self._server.stdin.fileno(), self._write)
+        else:
+            self._loop.remove_writer(self._server.stdin.fileno())
 
     def _cancel(self, number: int) -> None:
         """End a program that nobody waits for any more. It may not have begun."""
         if self._server is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._send({"cancel": number})
+            self._send({"cancel": number})
 
     def _listen(self) -> None:
         """Let the event loop that runs now read the answers."""
@@ -239,12 +247,13 @@ class CodeRunner:
 
     def close(self) -> None:
         """End the server, and the code that it runs."""
-        server, self._server, self._unread = self._server, None, b""
+        server, self._server, self._unread, self._unsent = self._server, None, b"", bytearray()
         if server is None:
             return
         assert server.stdin is not None and server.stdout is not None
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(server.stdout.fileno())
+            self._loop.remove_writer(server.stdin.fileno())
         self._loop = None
         server.kill()
         server.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import select
 import signal
 import time
 from collections.abc import Iterator
@@ -282,6 +283,27 @@ def test_programs_that_nobody_waits_for_end_or_never_begin():
 
     try:
         assert asyncio.run(abandoned()) == "1\n"
+    finally:
+        runner.close()
+
+
+def test_a_server_that_waits_until_its_answer_is_read_gets_the_next_programs():
+    """Both pipes are full."""
+    runner = CodeRunner(CodeLimits(output=500_000), at_once=1)
+
+    async def together() -> list[str]:
+        first = asyncio.create_task(runner.run("print('é' * 400_000)"))
+        while not runner._awaited or not runner._awaited[0].begun.is_set():
+            await asyncio.sleep(0.01)
+        assert runner._server is not None and runner._server.stdout is not None
+        answers = select.poll()
+        answers.register(runner._server.stdout, select.POLLIN)
+        answers.poll()  # the server writes, and nobody reads
+        long = f"print(1)  # {'x' * (MAX_CODE - 100)}"
+        return [one.output for one in await asyncio.gather(first, runner.run(long), runner.run(long))]
+
+    try:
+        assert asyncio.run(together()) == ["é" * 400_000 + "\n", "1\n", "1\n"]
     finally:
         runner.close()
 
