@@ -46,11 +46,14 @@ def _begin(words: list[str]) -> list[str]:
 def _plan(cfg: Config) -> None:
     import json
 
+    from trainer.config.hydra import words_given
+    from trainer.config.overrides import refuse_unread
     from trainer.plan.advice import find_changes, larger_cluster
     from trainer.plan.hardware import parse_cluster
     from trainer.plan.plan import make_plan
     from trainer.plan.report import as_json, as_text, verdict
 
+    refuse_unread([word for word in words_given() if not word.lstrip("+").startswith("plan.")], cfg)
     cluster = parse_cluster(cfg.plan.gpus, cfg.plan.host_memory_gb)
     plan = make_plan(cfg, cluster)
     changes = None if plan.fits else find_changes(cfg, cluster)

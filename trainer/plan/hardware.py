@@ -7,16 +7,16 @@ them is `Device.reached`.
 from __future__ import annotations
 
 import functools
-import os
 import re
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from trainer.errors import UserError
 from trainer.metrics.throughput import peak_flops
+from trainer.plan.machine_limits import usable_cores, usable_memory
 
 GB, GIB = 10**9, 2**30
 CPU = "cpu"
@@ -142,7 +142,7 @@ def parse_cluster(text: str, host_memory_gb: float | None = None) -> Cluster:
         UserError: it names none.
     """
     if text.casefold() == CPU:
-        return Cluster(1, os.cpu_count() or 1, this_machine())
+        return _with_host_memory(Cluster(1, usable_cores(), this_machine()), host_memory_gb)
     found = re.fullmatch(r"(?:(\d{1,6})x)?(?:(\d{1,6})x)?([A-Za-z][\w-]*)", text.strip())
     nodes, per_node = (int(found[1] or 1), int(found[2] or 1)) if found else (0, 0)
     if found and not found[2]:
@@ -153,15 +153,19 @@ def parse_cluster(text: str, host_memory_gb: float | None = None) -> Cluster:
     if device is None:
         known = ", ".join(one.name for one in DEVICES.values())
         raise UserError(f"plan.gpus={text}: the GPU {found[3]} is not known; choose one of {known}, or cpu")
-    if host_memory_gb is not None:
-        device = Device(**{**vars(device), "host_memory": int(host_memory_gb * GB)})
-    return Cluster(nodes, per_node, device)
+    return _with_host_memory(Cluster(nodes, per_node, device), host_memory_gb)
+
+
+def _with_host_memory(cluster: Cluster, host_memory_gb: float | None) -> Cluster:
+    if host_memory_gb is None:
+        return cluster
+    return replace(cluster, device=replace(cluster.device, host_memory=int(host_memory_gb * GB)))
 
 
 @functools.cache
 def this_machine() -> Device:
     """Return a core of this machine, by a measurement of a second."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = usable_memory()
     copying = _copy_speed()
     return Device(
         CPU,

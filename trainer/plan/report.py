@@ -73,8 +73,13 @@ def notes(cfg: Config, plan: Plan) -> list[str]:
         together = min(cfg.rollout.max_num_seqs, plan.workload.rows / cfg.num_engines)
         if (most := plan.engine.sequences(plan.workload.prompt + plan.workload.response / 2)) < together:
             found.append(f"the KV cache holds {most:.0f} sequences of {together:.0f} that an engine could run together")
-    if cfg.environment.name or cfg.data.mix:
+    if cfg.task.generates:
         found.append("time of environments, tools and rewards is not known and counts as 0")
+        if plan.engine is None and cfg.num_engines:
+            servers = f"rollout.engine={cfg.rollout.engine} generates outside of this cluster"
+            found.append(f"{servers}: the time of rollouts, and of weights on their way there, counts as 0")
+    if any(map(cfg.validates, range(1, cfg.total_steps + 1))):
+        found.append("hours are without validation")
     return found
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.memory import allocator_peak
 from tests.support.fsdp import in_order, prefetches
-from tests.support.memory import peak_bytes
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
 from tests.support.training import GROUPS, config, make_batch, update
@@ -34,7 +34,7 @@ def train_a_step(rank: Rank, path: str) -> dict[str, Any]:
     rank.build(roles(rank.cfg, ["policy", "critic"]), path)
     metrics = [update(rank, role, make_batch(), 1) for role in ("policy", "critic")]
     weights = [p.full_tensor() for worker in rank.roles.values() for p in worker.module.parameters()]
-    peak = min(peak_bytes(lambda step=step: update(rank, "policy", make_batch(), step)) for step in (2, 3, 4))
+    peak = min(allocator_peak(lambda step=step: update(rank, "policy", make_batch(), step)) for step in (2, 3, 4))
     return {"metrics": metrics, "weights": weights, "peak": peak}
 
 

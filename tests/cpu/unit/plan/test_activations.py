@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from tests.support.memory import peak_bytes
+from benchmarks.memory import allocator_peak
 from trainer.config import Config, TinyConfig, policy_role
 from trainer.config.axes import AXES
 from trainer.models.chunked_logprobs import Head, Targets, _ChunkedScores
@@ -90,7 +90,7 @@ def test_the_output_layer_takes_what_is_computed(rows, dtype):
 
     row = Row((targets + 1,), None, targets)
     _, planned = head_bytes(rows, width, row, dtype.itemsize, "cpu", True)
-    assert peak_bytes(work) == pytest.approx(planned, rel=0.15)
+    assert allocator_peak(work) == pytest.approx(planned, rel=0.15)
 
 
 def test_a_value_head_takes_next_to_nothing():

@@ -23,6 +23,12 @@ def test_a_plan_is_printed_as_text_and_json():
     assert json.loads(done.stdout)["gpus"] == 8
 
 
+def test_overrides_that_training_refuses_are_refused():
+    done = plan("trainer.task=sft", "rollout.n=4", "plan.gpus=8xH100")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: rollout.n: trainer.task=sft does not read it, so leave it out")
+
+
 def test_a_cluster_that_is_not_known_is_one_sentence():
     done = plan("plan.gpus=8xV100")
     assert (done.returncode, done.stdout) == (2, "")

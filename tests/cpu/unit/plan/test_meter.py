@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.support.memory import peak_bytes
+from benchmarks.memory import allocator_peak
 from trainer.plan.meter import MemoryMeter
 
 
@@ -39,4 +39,4 @@ def test_fake_tensors_count_like_real_ones():
     with FakeTensorMode(), MemoryMeter() as fake:
         work()
     assert fake.peak == real.peak
-    assert abs(peak_bytes(work) - real.peak) < 0.02 * real.peak
+    assert abs(allocator_peak(work) - real.peak) < 0.02 * real.peak

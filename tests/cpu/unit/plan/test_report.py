@@ -6,7 +6,7 @@ import json
 
 from trainer.plan.hardware import Cluster
 from trainer.plan.plan import make_plan
-from trainer.plan.report import as_json, as_text, verdict, words
+from trainer.plan.report import as_json, as_text, notes, verdict, words
 
 
 def test_the_verdict_comes_first(cfg, node):
@@ -45,3 +45,16 @@ def test_json_has_the_same_numbers(cfg, node):
     )
     assert found["seconds"]["step"] == plan.time.total
     assert found["checkpoint"] == 12 * 596_049_920
+
+
+def test_notes_name_what_counts_as_nothing(cfg, node):
+    def text() -> str:
+        return "\n".join(notes(cfg, make_plan(cfg, node)))
+
+    cfg.trainer.val_interval = -1
+    assert "rewards is not known and counts as 0" in text()
+    assert "validation" not in text() and "outside of this cluster" not in text()
+    cfg.trainer.val_interval = 5
+    assert "hours are without validation" in text()
+    cfg.rollout.engine, cfg.rollout.urls, cfg.rollout.colocate = "server", ["http://host:8000"] * 8, False
+    assert "rollout.engine=server generates outside of this cluster: the time of rollouts" in text()

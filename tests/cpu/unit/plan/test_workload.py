@@ -6,6 +6,7 @@ import pytest
 
 from trainer.config import Config
 from trainer.config.axes import AXES
+from trainer.errors import UserError
 from trainer.plan.workload import workload_of
 
 ALONE = dict.fromkeys(AXES, 1)
@@ -72,3 +73,15 @@ def test_supervised_training_has_examples():
     cfg.plan.prompt_tokens, cfg.plan.response_tokens = 32, 96
     w = workload_of(cfg, {**ALONE, "dp_shard": 2})
     assert w.row_of_update().lengths == (128,) * 8  # shorter examples are more examples
+
+
+def test_mean_lengths_are_at_most_the_longest_that_the_task_has():
+    cfg = Config()
+    cfg.plan.response_tokens = 2000
+    with pytest.raises(UserError, match=r"plan\.response_tokens=2000: .*rollout\.max_response_tokens=512"):
+        cfg.plan.check(cfg, "plan")
+    cfg.trainer.task, cfg.sft.max_length = "sft", 4096
+    cfg.plan.check(cfg, "plan")  # supervised training reads no rollout limit
+    cfg.plan.prompt_tokens = 2100
+    with pytest.raises(UserError, match=r"plan\.response_tokens=2000: .*longer than sft\.max_length=4096"):
+        cfg.plan.check(cfg, "plan")
