@@ -4,33 +4,33 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
+from pathlib import Path
 
+from tests.support.forks import run_forked
 from tests.support.jobs import environment
 
 
-def plan(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "trainer", "plan", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment(), check=False)
+def plan(cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return run_forked("trainer", ["plan", *words], cwd, environment(), 300)
 
 
-def test_a_plan_is_printed_as_text_and_json():
+def test_a_plan_is_printed_as_text_and_json(tmp_path):
     shared = ["model=qwen3_0.6b", "plan.gpus=8xH100", "trainer.num_workers=4", "rollout.num_engines=4"]
-    done = plan(*shared)
+    done = plan(tmp_path, *shared)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("It fits 8 H100, takes 8 of 8 GPUs: ")
-    done = plan(*shared, "--json")
+    done = plan(tmp_path, *shared, "--json")
     assert json.loads(done.stdout)["gpus"] == 8
 
 
-def test_overrides_that_training_refuses_are_refused():
-    done = plan("trainer.task=sft", "rollout.n=4", "plan.gpus=8xH100")
+def test_overrides_that_training_refuses_are_refused(tmp_path):
+    done = plan(tmp_path, "trainer.task=sft", "rollout.n=4", "plan.gpus=8xH100")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: rollout.n: trainer.task=sft does not read it, so leave it out")
 
 
-def test_a_cluster_that_is_not_known_is_one_sentence():
-    done = plan("plan.gpus=8xV100")
+def test_a_cluster_that_is_not_known_is_one_sentence(tmp_path):
+    done = plan(tmp_path, "plan.gpus=8xV100")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: plan.gpus=8xV100: the GPU V100 is not known; choose one of ")
     assert done.stderr.count("\n") == 1
