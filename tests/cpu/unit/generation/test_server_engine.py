@@ -22,8 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.fault_proxy import CUT, LOST, PASS, Faults, fault_proxy
 from tests.support.generation import GREEDY, ROLLOUT, contents, make_requests, with_sampling
-from tests.support.inference import ROLLOUT as WORDS
-from tests.support.inference import TOKEN, Server, copied, engine, free_port, job
+from tests.support.inference import TOKEN, copied, engine, free_port, job
 from tests.support.namespaces import small_disk
 from trainer.errors import UserError, WorkerError
 from trainer.files.shared_memory import SharedDirectory
@@ -379,28 +378,6 @@ def test_a_server_that_hangs_is_lost(server, weights, monkeypatch):
 def config(model_paths, tmp_path) -> None:
     """The model of the pools that `start` makes."""
     shutil.copy(f"{model_paths[True]}/config.json", tmp_path)
-
-
-@pytest.mark.usefixtures("config")
-def test_a_pool_waits_for_servers_that_fail_and_counts_no_restart(start, tmp_path, weights, expected):
-    log, words = tmp_path / "log", ["inference.engine=transformers", "inference.hang_timeout_s=2", *WORDS]
-    with Server(log, *words) as server:
-        server.wait()
-        rollout = {"engine": "server", "urls": [server.url], "server_timeout_s": 120.0}
-        sizes = {"max_prompt_tokens": 300, "max_response_tokens": 64, "max_num_seqs": 64}
-        pool, ranks = start(waits=False, **rollout, **sizes)  # trainer.max_restarts=0
-        ranks.share_weights, ranks.drop_shared = lambda dtype: weights.path, lambda: None
-        pool.start(3, False)
-        assert contents(pool.generate(REQUESTS)) == expected
-        for fail in (
-            lambda: (server.kill(), server.start()),
-            lambda: server.engine()[-1].kill(),
-            lambda: server.engine()[-1].suspend(),
-        ):
-            server.wait()
-            fail()
-            assert contents(pool.generate(REQUESTS)) == expected
-        pool.shutdown()
 
 
 @pytest.mark.usefixtures("config")

@@ -16,7 +16,6 @@ from tests.support.engines import start_vllm, vllm_launcher
 from tests.support.generation import GREEDY, ROLLOUT, contents, make_requests, tokens_of, with_sampling
 from tests.support.inference import ROLLOUT as WORDS
 from tests.support.inference import Server, engine
-from tests.support.jobs import comparable, metrics, run_forked_job
 from trainer.cluster.process_cluster import ProcessCluster
 from trainer.config import Config, TinyConfig
 from trainer.errors import UserError
@@ -113,18 +112,6 @@ def test_requests_that_are_kept_continue_with_the_new_weights(server, weights, m
         for one in completions.values():
             spans = dict(one.version_spans) or {one.weight_versions[0]: len(one.token_ids)}
             assert set(spans) <= {1, 2} and sum(spans.values()) == len(one.token_ids)
-
-
-@pytest.mark.slow
-def test_a_job_on_the_server_has_the_numbers_of_one_with_its_own_engine(server, model, tmp_path):
-    words = [f"model.path={model}", "rollout.kv_cache_mb=64", *WORDS, "trainer.val_interval=-1"]
-    for name, engine_words in (
-        ("own", ["rollout=vllm"]),
-        ("served", ["rollout=server", f"rollout.urls=[{server.url}]"]),
-    ):
-        done = run_forked_job(f"trainer.run_dir={name}", *words, *engine_words, cwd=tmp_path)
-        assert done.returncode == 0, done.stdout + done.stderr
-    assert comparable(metrics(tmp_path / "served")) == comparable(metrics(tmp_path / "own"))
 
 
 def test_nothing_is_left_when_the_api_server_is_killed(server, weights):

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.jobs import command, environment, metrics
+from tests.support.jobs import environment, metrics, start_forked_job
 from trainer.metrics.tracker import METRICS_FILE
 from trainer.process import log_setup
 from trainer.process.log_setup import LogFile, escape, messages_to
@@ -209,23 +209,14 @@ def test_a_job_completes_although_nothing_can_be_printed(tmp_path):
     """With a reward and a loss that print too."""
     (tmp_path / "own.py").write_text(LOSS)
     overrides = [
-        "rollout=transformers",
-        "trainer.ray_address=processes",
         "algorithm.policy_loss=own:loss",
         "reward.name=tests.cpu.unit.process.test_log_setup:chatty",
         "logger.save_rollouts=true",
     ]
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            command(*overrides),
-            cwd=tmp_path,
-            stdout=full,
-            stderr=full,
-            timeout=500,
-            env=environment() | {"PYTHONIOENCODING": "ascii"},
-        )
+    job = start_forked_job(*overrides, cwd=tmp_path, log=Path("/dev/full"))
+    assert job.wait(500) == 0
     rows = metrics(tmp_path / "outputs/default")
-    assert done.returncode == 0 and [row["step"] for row in rows] == [0, 1, 2]
+    assert [row["step"] for row in rows] == [0, 1, 2]
     assert rows[2]["reward/failures"] == 0 and rows[2]["val/accuracy"] == 1
 
 
