@@ -38,7 +38,7 @@ def tool(name: str):
 def run(*command: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
     words = [str(word) for word in command]
     env = {**os.environ, **environment}
-    return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
 
 
 def locked_packages() -> list[dict]:

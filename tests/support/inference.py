@@ -52,7 +52,7 @@ class Server:
             )  # fmt: skip
 
     def status(self) -> dict[str, Any]:
-        return httpx.get(f"{self.url}/trainer/status", headers=self.headers, timeout=5).json()
+        return httpx.get(f"{self.url}/trainer/status", headers=self.headers, timeout=60).json()
 
     @property
     def headers(self) -> dict[str, str]:
@@ -93,7 +93,7 @@ class Server:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(60)
         self.process.kill()
-        assert not psutil.wait_procs(family, 30)[1], "processes are left"
+        assert not psutil.wait_procs(family, 120)[1], "processes are left"
 
 
 def job(run: str = "a", start: int = 1, owner: str = "", engine: int = 0) -> Job:
@@ -113,7 +113,7 @@ def copied(one: Job, directory: str = "elsewhere") -> Job:
 @contextlib.contextmanager
 def engine(url: str, user: Job | None = None, **options: Any) -> Iterator[ServerEngine]:
     """An engine of a job that uses the server at `url`."""
-    settings = {"max_prompt_tokens": 300, "max_response_tokens": 64, "max_num_seqs": 64, "server_timeout_s": 60.0}
+    settings = {"max_prompt_tokens": 300, "max_response_tokens": 64, "max_num_seqs": 64, "server_timeout_s": 300.0}
     rollout = RolloutConfig(engine="server", urls=[url], **(settings | options))
     one = ServerEngine("", dtype="auto", seed=1, rollout=rollout, device="cpu", index=0, job=user or job())
     try:

@@ -11,7 +11,7 @@ from tests.support.jobs import environment
 
 def refused(command: list[str], cwd: Path, **env: str) -> str:
     """Run `command`; returns the one sentence with which it ends. Stages that took long may be named before it."""
-    done = subprocess.run(command, cwd=cwd, env=environment() | env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=cwd, env=environment() | env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2, done.stdout + done.stderr
     lines = (done.stdout + done.stderr).splitlines(keepends=True)
     (sentence,) = [line for line in lines if not line.endswith(" …\n")]

@@ -69,7 +69,7 @@ def make_venv(root: Path) -> str:
     """Make a virtual environment with verifiers and the taskset `guess`; return its interpreter."""
     if UV is None:
         pytest.skip("no uv; `make setup` installs it")
-    subprocess.run([UV, "venv", "--quiet", "--python", sys.executable, root], check=True, timeout=60)
+    subprocess.run([UV, "venv", "--quiet", "--python", sys.executable, root], check=True, timeout=300)
     set_up = tool("install")
     options, environment = set_up.uv_options(set_up.pip_settings([sys.executable, "-m", "pip"]))
     install = [UV, "pip", "install", "--quiet", "--no-deps", *options, "--python", root / "bin/python"]

@@ -137,7 +137,7 @@ def test_a_job_is_closed_to_strangers_and_a_signal_to_its_process_group_stops_it
             intrude(port, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0" * 64),
         ]
         for intruder in intruders:
-            text, _ = intruder.communicate(timeout=120)
+            text, _ = intruder.communicate(timeout=300)
             assert intruder.returncode == 7 and "InvalidAuthToken" in text, text
         assert ray_directory(job).stat().st_mode & 0o077 == 0, "other users can enter it"
         connections = disturb([port for _, port in found], tmp_path / "executed")
@@ -161,7 +161,7 @@ def test_an_engine_that_stands_still_ends_a_job_without_restarts(tmp_path, marke
     output = reach(job, "step 1/500")
     _, engine = members(job.pid)
     engine.send_signal(signal.SIGSTOP)
-    status, output = end(job, output, timeout=120)
+    status, output = end(job, output, timeout=300)
     assert status == 1, output
     sentence = output.strip().splitlines()[-1]
     assert f"process {engine.pid} on" in sentence and "trainer.heartbeat_timeout_s" in sentence, output
@@ -175,7 +175,7 @@ def test_a_request_to_stop_is_heard_while_a_rank_stands_still(tmp_path, marker):
     rank, *_ = members(job.pid)
     rank.send_signal(signal.SIGSTOP)
     job.send_signal(signal.SIGTERM)
-    status, output = end(job, output, timeout=120)
+    status, output = end(job, output, timeout=300)
     assert status == 75, output
     assert "did not answer" in output.strip().splitlines()[-1] and f"process {rank.pid} on" in output
     assert left_running(marker) == []
@@ -186,7 +186,7 @@ def test_a_killed_rank_ends_a_job_without_restarts_and_leaves_nothing(tmp_path, 
     output = reach(job, "step 2/500")
     rank, *_ = members(job.pid)
     rank.kill()
-    status, output = end(job, output, timeout=120)
+    status, output = end(job, output, timeout=300)
     assert status == 1 and "died" in output, output
     assert left_running(marker) == []
 

@@ -18,7 +18,7 @@ from tests.support.verifiers import make_venv
 from trainer.config import TinyConfig
 from trainer.models.tiny import build_tiny
 
-pytestmark = [pytest.mark.early, pytest.mark.slow]
+pytestmark = [pytest.mark.early, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 PAGE = "docs/environments.md"
 QUICK = "rollout=transformers trainer.ray_address=processes logger.plot=false trainer.ckpt_interval=-1"
@@ -33,7 +33,7 @@ def test_the_environment_of_the_page_is_learnt_with_its_tool(tmp_path: Path, mar
     script = commands_of_page(PAGE, "rows.py").replace("python rows.py", f"{sys.executable} rows.py")
     script = script.replace("trainer.run_name=shop", f"trainer.run_name=shop {QUICK}")
     env = environment() | {"PATH": f"{programs}:{os.environ['PATH']}", "TRAINER_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(["bash", "-euc", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(["bash", "-euc", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert left_running(marker) == []
     rows = [row for row in metrics(tmp_path / "outputs/shop") if "val/accuracy" in row]

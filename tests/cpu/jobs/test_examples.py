@@ -83,6 +83,6 @@ def test_a_smoke_run_of_an_example_has_different_rewards_and_a_separate_director
 @pytest.mark.parametrize("command", ON_GPUS, ids=lambda command: command.split()[-2])
 def test_without_a_gpu_a_preset_for_gpus_is_refused(command, tmp_path):
     arguments = [sys.executable, "-m", *command.split()]
-    done = subprocess.run(arguments, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(arguments, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 2, done.stdout + done.stderr
     assert re.fullmatch(r"error: .*more ranks than CUDA devices, this machine has 0.*\n", done.stderr)

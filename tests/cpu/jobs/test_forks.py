@@ -28,7 +28,7 @@ def test_a_module_gets_its_arguments_directory_and_environment_and_its_status_co
     (tmp_path / "own.py").write_text(
         "import os, sys\nprint(sys.argv[1:], os.getcwd(), os.environ['OWN'])\nsys.exit('refused')\n"
     )
-    done = run_forked("own", ["a=1"], tmp_path, environment() | {"OWN": "value"}, timeout=60)
+    done = run_forked("own", ["a=1"], tmp_path, environment() | {"OWN": "value"}, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (1, f"['a=1'] {tmp_path} value\n", "refused\n")
 
 

@@ -212,7 +212,7 @@ def test_an_export_is_the_trained_policy(tmp_path):
 
 def tool(*args: str, status: int = 0):
     """What `trainer checkpoint` prints, as JSON with `--json`."""
-    done = run_forked("trainer.checkpoint", args, Path(__file__).parent, environment(), timeout=120)
+    done = run_forked("trainer.checkpoint", args, Path(__file__).parent, environment(), timeout=300)
     assert done.returncode == status, done.stdout + done.stderr
     return json.loads(done.stdout) if "--json" in args else done.stdout
 
@@ -310,7 +310,7 @@ def test_supervised_training_is_a_run_with_checkpoints_and_learns_from_the_rollo
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("module", ["trainer.main", "trainer.sft"])
 def test_a_job_that_cannot_save_its_last_step_exits_with_1(tmp_path, module):
     """What a save writes has longer names than what tries the directory before: no save succeeds."""

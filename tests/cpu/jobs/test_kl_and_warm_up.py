@@ -12,7 +12,7 @@ def nothing(completion: str, answer: str) -> float:
     return 0.0
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_the_adapted_kl_coefficient_is_used_and_the_critic_warms_up(tmp_path):
     done = run_forked_job(
         "algorithm=ppo",

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.early
 
 
 def read_page(port: int, name: str) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/{name}", timeout=60) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/{name}", timeout=300) as answer:
         return answer.read().decode()
 
 

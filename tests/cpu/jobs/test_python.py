@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.jobs import SMALL, comparable, environment, left_running, metrics, shared_memory, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 NOTEBOOK = Path(__file__).parents[3] / "examples/notebook.ipynb"
 
 MODEL = ["model.cache_dir=null", *(word for word in SMALL if word.startswith(("sft.", "data.")))]
@@ -68,7 +68,7 @@ def test_a_killed_script_continues_its_run_exactly_and_leaves_its_process_as_it_
         process.wait()
     wait_until(lambda: left_running(marker) == [])
     assert not (run / "checkpoints/global_step_3").exists(), (tmp_path / "log").read_text()
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resumed from" in done.stdout and done.stdout.endswith("both agree after 3 steps\n")
     assert comparable(metrics(run)) == comparable(metrics(tmp_path / "outputs/whole"))

@@ -81,7 +81,7 @@ def test_no_port_of_a_job_answers_another_machine(tmp_path, marker):
             control.wait()
             job.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                output += job.communicate(timeout=60)[0]
+                output += job.communicate(timeout=300)[0]
             if job.poll() is None:
                 kill_all(family(job.pid))
         assert job.returncode == 75, output

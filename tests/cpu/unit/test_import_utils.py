@@ -154,5 +154,5 @@ def test_the_threads_of_a_library_that_a_module_imports_get_no_signals(tmp_path)
         "OMP_NUM_THREADS": "2",
         "PYTHONPATH": f"{tmp_path}:{ROOT}",
     }
-    done = subprocess.run([sys.executable, "-c", THREADS], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", THREADS], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

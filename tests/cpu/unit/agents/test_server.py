@@ -63,7 +63,7 @@ class Served:
         self.server.post(*self.held.get())
 
     def post(self, path: str = "/chat/completions", **options: Any) -> httpx.Response:
-        return httpx.post(self.url + path, timeout=60, trust_env=False, **options)
+        return httpx.post(self.url + path, timeout=300, trust_env=False, **options)
 
     def trained(self) -> list[str]:
         runs = [run for sample in self.episode.tree.samples() for run in runs_of(sample)]

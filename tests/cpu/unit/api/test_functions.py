@@ -67,7 +67,7 @@ def test_another_process_imports_a_pickled_function_with_what_it_refers_to(tmp_p
         f"from trainer.import_utils import import_function; print(import_function({path!r}, 'reward.name')('eel', ''))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environment()
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment()
     )
     assert done.stdout == "4.5\n", done.stderr
 

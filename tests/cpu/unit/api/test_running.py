@@ -165,7 +165,7 @@ def test_a_signal_to_the_script_stops_the_run(tmp_path):
     """SIGTERM arrives while the process of the run imports the reward, which would take ten minutes."""
     (tmp_path / "script.py").write_text(STOPPED)
     done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environment()
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment()
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "stopped: stopped by SIGTERM" in done.stdout and done.stdout.endswith("stopped run\n")
@@ -180,7 +180,7 @@ def test_names_are_imported_lazily():
         "from trainer import train, load_checkpoint, read_metrics\n"
         "assert not {'torch', 'hydra', 'ray', 'pandas'} & set(sys.modules)\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
     assert {"train", "load_checkpoint", "RunStopped"} <= set(dir(trainer))
     assert issubclass(RunFailed, RuntimeError) and issubclass(RunStopped, Exception)
     with pytest.raises(AttributeError, match="module trainer has no attribute nothing"):

@@ -58,7 +58,7 @@ class Owner:
             process.send_signal(number)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("offset_s", [0, -3600, 3600])
 def test_the_lock_holds_across_nodes(tmp_path, tmp_path_factory, offset_s):
     clock = wrong_clock(tmp_path_factory.mktemp("clock"), offset_s)

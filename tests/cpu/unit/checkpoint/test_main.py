@@ -214,7 +214,7 @@ def test_what_another_user_may_not_read_is_said_in_one_sentence(tmp_path):
 
         def asked(*arguments: str) -> subprocess.CompletedProcess:
             command = [*as_nobody, "trainer.checkpoint", *arguments]
-            return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+            return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
         rows = json.loads(asked("ls", f"{folder}/run", "--json").stdout)["checkpoints"]
         denied = f"user 65534 may not enter {folder}/run/checkpoints/global_step_2"

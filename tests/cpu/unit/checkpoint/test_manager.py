@@ -50,7 +50,7 @@ def test_a_save_takes_the_state_of_its_call_and_one_save_is_under_way_at_a_time(
 
     def begin(staging: CheckpointFiles):
         begun.append(staging)
-        return lambda: [] if may_write.wait(10) else []
+        return lambda: [] if may_write.wait(60) else []
 
     parts = [*parts_of(state), Component("slow", begin)]
     checkpoints.save(1, parts, {})
@@ -61,7 +61,7 @@ def test_a_save_takes_the_state_of_its_call_and_one_save_is_under_way_at_a_time(
     second.join(0.2)
     assert len(begun) == 1, "the second save began beside the first"
     may_write.set()
-    second.join(10)
+    second.join(60)
     checkpoints.wait()
     assert [outcome.step for outcome in checkpoints.results()] == [1, 2]
     counters = [json.loads((tmp_path / f"global_step_{n}/counters.json").read_text()) for n in (1, 2)]

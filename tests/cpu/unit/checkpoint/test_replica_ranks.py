@@ -29,7 +29,7 @@ from trainer.learner.train_workers import TrainWorkers
 from trainer.models.tiny import build_tiny
 from trainer.process.failure_log import read_incidents
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")

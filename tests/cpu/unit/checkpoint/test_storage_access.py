@@ -16,7 +16,7 @@ from trainer.checkpoint.storage_access import check_access, give_access
 from trainer.errors import UserError
 from trainer.learner.train_workers import TrainWorkers
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture

@@ -116,7 +116,7 @@ def listen(node) -> subprocess.Popen:
     return listener
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(900)
 def test_a_node_that_is_cut_off_or_loses_its_raylet_is_lost():
     with Nodes() as nodes:
         driver, first, second = (nodes.add() for _ in range(3))
@@ -204,7 +204,7 @@ def test_if_several_other_nodes_stop_answering_this_machine_is_cut_off():
         watch.close()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_an_engine_of_a_failed_node_starts_on_another_node_before_ray_notices(monkeypatch):
     monkeypatch.setenv("RAY_health_check_failure_threshold", "100")  # or Ray ends a node that is cut off for long
     with Nodes() as nodes:

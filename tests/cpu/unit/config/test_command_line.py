@@ -33,7 +33,7 @@ run_app(train)
 def without_torch(*overrides: str, cwd) -> subprocess.CompletedProcess[str]:
     """The command line of `trainer.main` in a process that cannot import torch."""
     command = [sys.executable, "-c", TORCHLESS, *overrides]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, env=environment())
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, env=environment())
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def without_torch(*overrides: str, cwd) -> subprocess.CompletedProcess[str]:
 )
 def test_wrong_input_is_refused_with_status_2(overrides, sentence, tmp_path):
     (tmp_path / "deep").mkdir()
-    done = run_forked("trainer.main", overrides, tmp_path / "deep", environment(), timeout=60)
+    done = run_forked("trainer.main", overrides, tmp_path / "deep", environment(), timeout=300)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     line = done.stderr.strip().splitlines()[-1]
@@ -180,7 +180,7 @@ def test_the_exit_status_says_how_the_job_ended(ending, status, text, tmp_path):
         "run_app(job)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environment()
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment()
     )
     assert done.returncode == status and text in done.stderr, done.stderr
     assert bool(done.stderr) == bool(text)
@@ -194,7 +194,7 @@ def test_each_job_of_a_sweep_names_its_directory(tmp_path):
         "run_app(job)\n"
     )
     command = [sys.executable, "-c", code, "-m", "trainer.seed=1,2", "rollout.n=4"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environment())
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment())
     assert done.returncode == 0, done.stderr
     assert "outputs/default/trainer.seed=1\nseed 1 in outputs/default/trainer.seed=1\n" in done.stdout
     assert "outputs/default/trainer.seed=2\nseed 2 in outputs/default/trainer.seed=2\n" in done.stdout
@@ -215,7 +215,7 @@ def test_what_libraries_log_is_not_shown_unless_it_is_a_warning(tmp_path):
         "run_app(job)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environment()
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment()
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "a font is missing\n")
 
@@ -250,7 +250,7 @@ def test_a_full_disk_of_the_run_directory_is_one_sentence_with_status_1(step, fi
     with small_disk("1m") as disk:
         overrides = [f"trainer.run_dir={disk}", f"trainer.total_steps={step}"]
         command = [sys.executable, "-c", WRITING, *overrides]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environment())
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment())
     assert done.returncode == 1, done.stderr
     assert done.stderr == (
         f"error: {disk}/{file}: cannot be written (No space left on device); free space on the disk, or repair it, "

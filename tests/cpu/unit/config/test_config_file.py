@@ -38,7 +38,7 @@ def file(tmp_path) -> Path:
 
 
 def command(*words: object, cwd: Path, module: str = "trainer.main") -> subprocess.CompletedProcess[str]:
-    return run_forked(module, list(map(str, words)), cwd, environment(), timeout=60)
+    return run_forked(module, list(map(str, words)), cwd, environment(), timeout=300)
 
 
 def test_the_file_has_the_meaning_of_its_overrides(file):
@@ -182,7 +182,7 @@ def test_a_sweep_of_a_file(file):
     )
     words = ["--config", "own.yaml", "algorithm=mine,dapo", "-m"]
     done = subprocess.run(
-        [sys.executable, "-c", code, *words], cwd=file.parent, capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", code, *words], cwd=file.parent, capture_output=True, text=True, timeout=300,
         env=environment(), check=False,
     )  # fmt: skip
     assert "outputs/own/algorithm=mine 33 0.33\n" in done.stdout, done.stderr

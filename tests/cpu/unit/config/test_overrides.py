@@ -112,7 +112,7 @@ def test_multirun_works_anywhere(flag, position, tmp_path):
     words = ["trainer.seed=1,2", "rollout.n=4"]
     words.insert(position, flag)
     done = subprocess.run(
-        [sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300,
         env=environment(), check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -46,7 +46,7 @@ pytestmark = pytest.mark.processes
 def python(tmp_path_factory) -> str:
     """The interpreter of another virtual environment: with psutil and one package, and nothing of ours."""
     root = tmp_path_factory.mktemp("venv")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", root], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", root], check=True, timeout=300)
     (packages,) = root.glob("lib/python*/site-packages")
     (packages / "psutil").symlink_to(Path(psutil.__file__).parent)
     (packages / "clashing.py").write_text("VERSION = 'theirs'\n")

@@ -19,7 +19,7 @@ from trainer.evaluate.subject import Subject
 from trainer.models.tiny import build_tiny
 from trainer.run.run_metadata import record_start
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 ROWS = 12
 

@@ -7,7 +7,7 @@ import pytest
 
 
 def post(server, path: str, **body) -> dict:
-    answer = httpx.post(server.url + path, headers=server.headers, json=body, timeout=60)
+    answer = httpx.post(server.url + path, headers=server.headers, json=body, timeout=300)
     assert answer.status_code == 200, answer.text
     return answer.json()
 

@@ -75,7 +75,7 @@ def test_completions_are_those_of_an_engine_of_the_job_to_the_last_bit(server, m
 
 def test_people_use_the_openai_api_beside_the_job(server):
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "model": _name(server)}
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=chat, timeout=60)
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=chat, timeout=300)
     assert answer.status_code == 200 and answer.json()["choices"][0]["message"]["role"] == "assistant"
     with httpx.stream("POST", f"{server.url}/v1/chat/completions", json={**chat, "stream": True}) as stream:
         assert [line for line in stream.iter_lines() if line][-1] == "data: [DONE]"
@@ -119,7 +119,7 @@ def test_nothing_is_left_when_the_api_server_is_killed(server, weights):
     old = server.engine()
     api = old[1]
     api.send_signal(signal.SIGKILL)
-    assert not psutil.wait_procs(old, 30)[1]
+    assert not psutil.wait_procs(old, 120)[1]
     with engine(server.url, server_timeout_s=300.0) as one:
         one.sync_weights(weights, 3)
         assert len(one.generate(REQUESTS)) == len(REQUESTS)
@@ -131,7 +131,7 @@ def test_nothing_is_left_when_the_front_is_killed(server):
     segments = _mapped_segments(server.process.pid)
     family = server.family()
     server.kill()
-    assert not psutil.wait_procs(family, 30)[1]
+    assert not psutil.wait_procs(family, 120)[1]
     assert segments and not any(map(os.path.exists, segments))
 
 

@@ -52,7 +52,7 @@ from trainer.metrics import names, progress, timing, tracker
 from trainer.reports import compare, diagnose, drawing, report
 print(sorted({"torch", "ray", "vllm", "wandb", "matplotlib", "tensorboard", "numpy"} & set(sys.modules)))
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "[]", done.stderr
 
 

@@ -32,7 +32,7 @@ with startup.StartUp():
 
 
 def test_outside_a_terminal_a_long_stage_is_logged_in_one_line():
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     shown = done.stdout.splitlines()
     assert [line for line in shown if not line.startswith("step")] == ["joining it …", "a message", "drawing …"]

@@ -77,7 +77,7 @@ def test_ranks_meet_and_compute_over_loopback(kind, tmp_path):
     for rank in ranks:
         rank.start()
     for _ in ranks:
-        total, hosts = results.get(timeout=120)
+        total, hosts = results.get(timeout=300)
         assert total == 3.0
         assert set(hosts) == {"127.0.0.1"}
     for rank in ranks:

@@ -31,7 +31,7 @@ def test_a_process_waits_at_the_nth_call_until_the_file_is_deleted(tmp_path):
     assert [process.stdout.readline() for _ in range(2)] == ["a\n", "b\n"]
     assert process.poll() is None, "it waits"
     file.unlink()
-    assert process.communicate(timeout=60)[0] == "a\na\n"
+    assert process.communicate(timeout=300)[0] == "a\na\n"
 
 
 def test_other_failpoints_are_passed(tmp_path, monkeypatch):

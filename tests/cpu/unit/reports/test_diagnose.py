@@ -226,7 +226,7 @@ def test_the_next_command_works_as_it_is_printed(run, capsys):
         cwd="/",
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert "run_name: a b" in done.stdout and "resume_mode: latest" in done.stdout

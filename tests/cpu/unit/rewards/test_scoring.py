@@ -197,7 +197,7 @@ def test_processes_end_with_a_killed_driver(custom):
         assert len(children) >= 2
         driver.kill()
         driver.wait()
-        _, alive = psutil.wait_procs(children, timeout=10)
+        _, alive = psutil.wait_procs(children, timeout=120)
         try:
             assert [process.pid for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
         finally:

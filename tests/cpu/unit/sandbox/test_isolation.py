@@ -272,7 +272,7 @@ def test_where_namespaces_are_not_allowed_that_is_said(tmp_path):
         "try:\n    CodeRunner().start()\nexcept UserError as error:\n    print(error)\n"
         "runner = CodeRunner(kind='landlock')\nrunner.start()\nrunner.close()\nprint('landlock runs')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     refused, other = done.stdout.splitlines()
     assert "isolation=namespaces: this kernel or container allows no namespaces (unshare: " in refused, done.stderr
     assert "or choose isolation=landlock" in refused and other == "landlock runs"

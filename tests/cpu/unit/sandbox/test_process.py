@@ -99,5 +99,5 @@ def test_processes_that_user_code_started_end_with_it(process):
     process.send(encode(["daemon"]))
     (daemon,) = [psutil.Process(pid) for pid in process.receive()]
     process.end()
-    psutil.wait_procs([daemon], timeout=10)
+    psutil.wait_procs([daemon], timeout=120)
     assert not daemon.is_running()

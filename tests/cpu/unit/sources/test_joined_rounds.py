@@ -153,14 +153,14 @@ def test_the_error_of_one_runner_ends_all(fails_after):
     slow, failing = Turns(), Turns(fails_after=fails_after)
     with pytest.raises(UserError, match="too many have failed"):
         together(Engines(), part(slow, {0: 50}), part(failing, {1: 3}))
-    assert slow.was_closed.wait(5) and failing.was_closed.wait(5)
+    assert slow.was_closed.wait(60) and failing.was_closed.wait(60)
 
 
 def test_an_error_of_the_engines_ends_all_runners():
     runners = Turns(), Turns()
     with pytest.raises(RuntimeError, match="all engines are lost"):
         together(Engines(breaks_in=1), part(runners[0], {0: 3}), part(runners[1], {1: 3}))
-    assert all(runner.was_closed.wait(5) for runner in runners)
+    assert all(runner.was_closed.wait(60) for runner in runners)
 
 
 def test_a_batch_that_is_not_needed_any_more_ends_while_runners_are_busy():
@@ -174,7 +174,7 @@ def test_a_batch_that_is_not_needed_any_more_ends_while_runners_are_busy():
 
     with pytest.raises(NotNeeded):
         together(Engines(), part(runners[0], {0: 3}), part(runners[1], {1: 3}), check=check)
-    assert all(runner.was_closed.wait(5) for runner in runners)
+    assert all(runner.was_closed.wait(60) for runner in runners)
 
 
 def test_runners_end_if_nobody_reads_on():
@@ -187,7 +187,7 @@ def test_runners_end_if_nobody_reads_on():
     )
     next(chunks)
     chunks.close()
-    assert all(runner.was_closed.wait(5) for runner in runners)
+    assert all(runner.was_closed.wait(60) for runner in runners)
 
 
 def test_a_runner_with_a_stream_takes_part_in_no_round():
@@ -203,4 +203,4 @@ def test_a_runner_that_reads_a_stream_ends_with_the_others():
     streaming, failing = Streaming(is_endless=True), Turns(pause_s=0.1, fails_after=1)
     with pytest.raises(UserError, match="too many have failed"):
         together(Engines(), part(streaming, {0: 1}), part(failing, {1: 3}))
-    assert streaming.has_ended.wait(5)
+    assert streaming.has_ended.wait(60)

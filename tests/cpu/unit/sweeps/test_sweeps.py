@@ -93,7 +93,7 @@ def sweep(directory: Path, *overrides: str, script: str = JOB) -> subprocess.Com
     directory.mkdir(exist_ok=True)
     (directory / "job.py").write_text(script)
     command = [sys.executable, "job.py", "-m", *overrides]
-    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=120, env=environment())
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=300, env=environment())
 
 
 def jobs(directory: Path) -> list[list]:
@@ -258,7 +258,7 @@ def test_a_signal_to_a_sweep_of_submitit_stops_its_jobs_which_write_logs_and_say
     try:
         wait_until(lambda: sweep.poll() is not None or has_ended() and log.exists() and "waiting" in log.read_text())
         sweep.terminate()
-        output, errors = sweep.communicate(timeout=120)
+        output, errors = sweep.communicate(timeout=300)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(sweep.pid, signal.SIGKILL)
