@@ -474,11 +474,11 @@ class Trainer:
             raise
 
     def _open_tracker(self) -> Tracker:
-        cfg, run_ids, restarted = self.directory.cfg, self.state.run_ids, self.recovery.restarted
-        run_dir, config = cfg.trainer.run_dir, redact(dataclasses.asdict(cfg))
-        tracker = Tracker(run_dir, cfg.logger, config, run_ids, self.directory.check, self.server, restarted)
-        # A run that starts from scratch, or with the weights of another run, rewinds to before its first line: an
-        # earlier start may have died before its first checkpoint.
+        cfg, run_ids, resume = self.directory.cfg, self.state.run_ids, self.directory.resume
+        run_dir, config, check = cfg.trainer.run_dir, redact(dataclasses.asdict(cfg)), self.directory.check
+        begins = self.journal.beginning if resume is None or resume.restore.fork else None
+        tracker = Tracker(run_dir, cfg.logger, config, run_ids, check, self.server, self.recovery.restarted, begins)
+        # Without a checkpoint of its own, the run rewinds to before its first line: an earlier start may have died.
         tracker.rewind(self.state.step or -1)
         self.transcripts.rewind(self.state.step)
         return tracker

@@ -139,7 +139,7 @@ def toy_trainer(cfg: Config, directory: RunDirectory, model: Path, stop: StopReq
     examples = [Sample(np.full(4, i), np.ones(4, np.float32)) for i in range(10)]
     source = SupervisedSource(SFTConfig(batch_size=1, max_length=12), [examples], cfg.trainer.seed)
     learner: Any = ToyLearner()
-    journal = Journal(cfg.trainer.run_dir, Identity("", ""), directory.check)
+    journal = Journal(cfg.trainer.run_dir, Identity("", str(cfg.trainer.seed)), directory.check)
     return Trainer(cfg, directory, source, learner, str(model), tokenizer, Timer(), stop or StopRequest(None), journal)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -44,12 +45,20 @@ class MLflow:
     Args:
         config: the resolved config without secrets: the parameters of a new run.
         run_id: the run to continue; None, or one that MLflow does not have, starts a new one.
+        abandoned: a run that a kill has left, and that nothing continues. It is ended.
 
     Raises:
         UserError: MLflow refuses, or does not answer.
     """
 
-    def __init__(self, run_dir: str, cfg: MlflowConfig, config: Mapping[str, Any], run_id: str | None) -> None:
+    def __init__(
+        self,
+        run_dir: str,
+        cfg: MlflowConfig,
+        config: Mapping[str, Any],
+        run_id: str | None,
+        abandoned: str | None = None,
+    ) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # 7 take minutes, while nothing is sent
         from mlflow.tracking import MlflowClient
@@ -65,6 +74,9 @@ class MLflow:
                 f"logger.mlflow.uri={redact_text(uri)}: {reason_of(error)}; correct that, or choose "
                 "logger.mlflow.enabled=false"
             ) from error
+        if abandoned is not None:
+            with contextlib.suppress(Exception):  # somebody may have deleted it
+                self._client.set_terminated(abandoned, "KILLED")
         self._queue: Queue[list[Any] | None] = Queue()
         self._has_warned = False
         self._thread = threading.Thread(target=self._send_all, name="mlflow", daemon=True)

@@ -25,6 +25,7 @@ from trainer.files.appended import AppendedFile
 from trainer.files.atomic_io import write_file
 from trainer.files.documents import is_count, is_number, parse_object
 from trainer.metrics.samples import Transcript
+from trainer.metrics.service_runs import ServiceRuns
 from trainer.metrics.sinks import Service, Sink, TensorBoard, WandB
 
 LOG = logging.getLogger(__name__)
@@ -50,15 +51,17 @@ class Tracker:
         fence: Callable[[], None] = lambda: None,
         server: Sink | None = None,
         restarted: bool = False,
+        begins: str | None = None,
     ) -> None:
         """
         Args:
             run_dir: local directory; it is created if it is missing.
             config: the resolved config without secrets, for services.
-            run_ids: the runs of services to continue, from `state_dict`; None starts new ones.
+            run_ids: the runs of services to continue, from `state_dict` of this run's checkpoint.
             fence: raises when this process no longer holds the run directory.
             server: gets the metrics, too. The caller closes it.
             restarted: whether the run has begun in this process, perhaps without a line.
+            begins: what the run begins with, if it has no checkpoint of its own (see `ServiceRuns`).
 
         Raises:
             UserError: the run begins, and the config asks for a service that refuses or does not answer.
@@ -73,7 +76,7 @@ class Tracker:
         self.first_step: int | None = None
         """The step of the first line; None: there is no line."""
         self._is_closed = False
-        self._run_ids = {"wandb_run_id": None, **(run_ids or {})}
+        self._runs = ServiceRuns(run_dir, {"wandb_run_id": None, **(run_ids or {})}, begins)
         self._server = server
         self._sinks = self._open_sinks(run_dir, logger, config)
 
@@ -87,15 +90,16 @@ class Tracker:
         if logger.mlflow.enabled:
             from trainer.metrics.mlflow import MLflow
 
-            services["mlflow_run_id"] = partial(MLflow, run_dir, logger.mlflow, config)
+            abandoned = self._runs.abandoned("mlflow_run_id")
+            services["mlflow_run_id"] = partial(MLflow, run_dir, logger.mlflow, config, abandoned=abandoned)
         if logger.trackio.enabled:
             from trainer.metrics.trackio import Trackio
 
             services["trackio_run_id"] = partial(Trackio, logger.trackio, config)
         for name, open_service in services.items():
             with self._left_out_if_it_fails():
-                service = open_service(self._run_ids.get(name))
-                self._run_ids[name] = service.run_id
+                service = open_service(self._runs.get(name))
+                self._runs.keep(name, service.run_id)
                 sinks.append(service)
         return sinks
 
@@ -180,7 +184,7 @@ class Tracker:
 
     def state_dict(self) -> dict[str, str | None]:
         """Return the `run_ids` for the next Tracker. They are kept while a service is off, too."""
-        return dict(self._run_ids)
+        return self._runs.all()
 
     def close(self, exit_code: int = 0) -> None:
         """Finish the runs of services (as failed if `exit_code` is not 0), and end their processes."""

@@ -162,23 +162,41 @@ from trainer.metrics.tracker import read_metrics
 
 root = Path(sys.argv[1])
 
-def config():
-    cfg = toy_config(root / "run", total_steps=6, ckpt_interval=2)
+def config(name="run", seed=0):
+    cfg = toy_config(root / name, total_steps=6, ckpt_interval=2)
     cfg.logger.mlflow.enabled = cfg.logger.trackio.enabled = True
     cfg.logger.mlflow.name = cfg.logger.trackio.name = "mine"
+    cfg.logger.mlflow.uri = f"sqlite:///{root}/mlflow.db"
+    cfg.trainer.seed += seed
+    if name == "fork":
+        cfg.trainer.resume_mode = "from_path"
+        cfg.trainer.resume_path = str(root / "run" / "checkpoints" / "global_step_4")
     return cfg
 
+def lose_checkpoints(name):  # as a kill before the first one does
+    for step in (root / name / "checkpoints").glob("global_step_*"):
+        shutil.rmtree(step)
+    (root / name / "committed.json").unlink()
+
+toy_run(config(seed=1), root / "model", stop_after=1)
+lose_checkpoints("run")
+for _ in range(2):
+    toy_run(config(), root / "model", stop_after=1)
+    lose_checkpoints("run")
 toy_run(config(), root / "model", stop_after=3)
 shutil.rmtree(root / "run" / "checkpoints" / "global_step_3")  # step 3 is trained again, as after a kill
 ids = toy_run(config(), root / "model").state.run_ids
+for _ in range(2):
+    toy_run(config("fork"), root / "model", stop_after=5)
+    lose_checkpoints("fork")
 rows = read_metrics(str(root / "run" / "metrics.jsonl"))
 
 from mlflow.tracking import MlflowClient
-client = MlflowClient(tracking_uri=f"sqlite:///{root}/run/mlflow.db")
+client = MlflowClient(tracking_uri=config().logger.mlflow.uri)
 history = {name: [[m.step, m.value] for m in client.get_metric_history(ids["mlflow_run_id"], name)]
            for name in ("step", "policy/loss", "sft/loss") if any(name in row or name == "step" for row in rows)}
 experiment = client.get_experiment_by_name("trainer").experiment_id
-runs = [run.info.status for run in client.search_runs([experiment])]
+runs = [[run.info.run_id == ids["mlflow_run_id"], run.info.status] for run in client.search_runs([experiment])]
 
 import trackio
 from trackio.sqlite_storage import SQLiteStorage
@@ -188,6 +206,7 @@ print(json.dumps([rows, runs, history, logs]))
 
 
 def test_a_trainer_that_is_killed_and_resumed_continues_its_runs_of_services(tmp_path):
+    """Before its first checkpoint too. A fork and a start with another seed have runs of their own."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_", "TRACKIO_", "HF_"))}
     own = {"HOME": str(tmp_path), "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
     done = run_python(TRAINER_RUN, str(tmp_path), env=kept | own)
@@ -195,8 +214,9 @@ def test_a_trainer_that_is_killed_and_resumed_continues_its_runs_of_services(tmp
     assert "MLflow has steps of this run after step 2; they are not sent again" in done.stderr
     rows, runs, history, logs = json.loads(done.stdout.splitlines()[-1])
     assert [row["step"] for row in rows] == list(range(1, 7))
-    assert runs == ["FINISHED"], "one run of MLflow"
+    assert sorted(runs) == [[False, "FINISHED"], [False, "KILLED"], [True, "FINISHED"]], "of fork, other seed, run"
     for name, values in history.items():
         assert values == [[row["step"], row["step"] if name == "step" else row[name]] for row in rows], name
-    assert list(logs) == ["mine"] and len(history) > 1
-    assert [{name: log[name] for name in row} for row, log in zip(rows, logs["mine"], strict=True)] == rows
+    logged = [one for one in logs.values() if len(one) > 2]
+    assert len(logs) == 3 and "mine" in logs and len(logged) == 1 and len(history) > 1
+    assert [{name: log[name] for name in row} for row, log in zip(rows, logged[0], strict=True)] == rows
