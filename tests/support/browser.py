@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -104,7 +105,7 @@ def is_installed() -> bool:
 
 
 def _start(options: Any) -> Any:
-    """Start Chromium. Skip the test where it cannot start: some containers do not let it."""
+    """Start Chromium. Where it cannot start, as in some containers, skip the test, or fail it (`_lacking`)."""
     from selenium import webdriver
     from selenium.common.exceptions import WebDriverException
 
@@ -114,14 +115,21 @@ def _start(options: Any) -> Any:
             return webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
         except WebDriverException as error:
             problem = error
-    pytest.skip(f"Chromium does not start here ({problem})")
+    _lacking(f"Chromium does not start here ({problem})")
+
+
+def _lacking(reason: str) -> NoReturn:
+    """Skip the test; with TESTS_NEED_BROWSER, fail it: somebody has seen to the browser."""
+    if os.environ.get("TESTS_NEED_BROWSER"):
+        pytest.fail(reason)
+    pytest.skip(reason)
 
 
 @contextlib.contextmanager
 def open_browser(profile: Path) -> Iterator[Browser]:
-    """Yield a browser with an empty profile. Skip the test where there is none."""
+    """Yield a browser with an empty profile. Skip the test where there is none (`_lacking`)."""
     if not is_installed():
-        pytest.skip("Chromium is not installed (Debian's packages chromium and chromium-driver), or selenium is not")
+        _lacking("Chromium is not installed (Debian's packages chromium and chromium-driver), or selenium is not")
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
