@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import time
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
@@ -21,13 +22,15 @@ class Profiler(Protocol):
 
     def start(self, directory: str, name: str) -> None: ...
     def stop(self) -> None: ...
+    def wait(self) -> None: ...
 
 
 class ProfiledEngine:
     """Passes all calls to an engine, and profiles it while it has the weights that some steps begin with.
 
-    With `rollout.ahead` the engine may generate for later steps meanwhile. A profile ends with the first call after
-    `PROFILED_S` of generating: a whole rollout could need more memory than there is, and take long to write.
+    With `rollout.ahead` the engine may generate for later steps meanwhile. A profile ends after `PROFILED_S` of
+    generating: a whole rollout could need more memory than there is, and take long to write. An engine that can be
+    interrupted returns from its call then; with another one the profile lasts until the call ends.
 
     Args:
         steps: the steps to profile. Version N of the weights is what step N begins with.
@@ -46,6 +49,7 @@ class ProfiledEngine:
         self._version: int | None = None
         """That is profiled."""
         self._left_s = 0.0  # of generating until the profile ends
+        self._interrupt: Callable[[], None] | None = getattr(engine, "interrupt", None)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -73,6 +77,7 @@ class ProfiledEngine:
     def shutdown(self) -> None:
         """End the profile and the engine."""
         self._end(None)
+        self._profiler.wait()
         self._engine.shutdown()
 
     def _begin(self, version: int) -> None:
@@ -81,30 +86,35 @@ class ProfiledEngine:
             self._version, self._left_s = version, PROFILED_S
 
     def _count(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        began = time.monotonic()
-        result = call(*arguments)
-        if self._left_s > 0:
-            self._left_s -= time.monotonic() - began
-            if self._left_s <= 0:
-                self._write()
+        if self._left_s <= 0:
+            return call(*arguments)
+        began, timer = time.monotonic(), None
+        if self._interrupt is not None:
+            timer = threading.Timer(self._left_s, self._interrupt)
+            timer.daemon = True
+            timer.start()
+        try:
+            result = call(*arguments)
+        finally:
+            if timer is not None:
+                timer.cancel()
+        self._left_s -= time.monotonic() - began
+        if self._left_s <= 0:
+            self._profiler.stop()
         return result
 
     def _end(self, version: int | None) -> None:
         if self._version is not None and self._version != version:
             if self._left_s > 0:
-                self._write()
+                self._profiler.stop()
             self._version, self._left_s = None, 0.0
-
-    def _write(self) -> None:
-        with TRACER.span("write the profile"):
-            self._profiler.stop()
 
 
 def profile_engine(
     engine: Engine, profiles_itself: bool, steps: Collection[int], run_dir: str, number: int, device: str
 ) -> ProfiledEngine:
     """Return the engine so that it is profiled while it has the weights of `steps`."""
-    profiler = OwnProfiler(engine) if profiles_itself else TorchProfiler(device)
+    profiler = OwnProfiler(engine) if profiles_itself else TorchProfiler(device, in_background=True)
     return ProfiledEngine(engine, profiler, steps, functools.partial(step_directory, run_dir), f"engine_{number}")
 
 
@@ -133,6 +143,10 @@ class OwnProfiler:
         if not self._directory:
             return
         try:
-            self._engine.stop_profile(self._directory)
+            with TRACER.span("write the profile"):
+                self._engine.stop_profile(self._directory)
         except Exception as error:
             warn_not_written(os.path.join(self._directory, self._name), error)
+
+    def wait(self) -> None:
+        """Return: `stop` has written the files."""

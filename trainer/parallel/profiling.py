@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from trainer.errors import one_line
+from trainer.process.tracing import TRACER
 
 LOG = logging.getLogger(__name__)
 
@@ -31,12 +34,15 @@ class TorchProfiler:
 
     Args:
         device: `cuda` or `cpu`.
+        in_background: a thread writes the files, so that `stop` returns at once.
     """
 
-    def __init__(self, device: str):
+    def __init__(self, device: str, in_background: bool = False):
         self._device = device
+        self._in_background = in_background
         self._profile: profile | None = None
         self._path = ""
+        self._writing: threading.Thread | None = None
 
     def start(self, directory: str, name: str) -> None:
         """Begin a profile, which `stop` writes to `{directory}/{name}.json.gz`.
@@ -45,6 +51,7 @@ class TorchProfiler:
         be no profile, a warning says why.
         """
         assert self._profile is None, "stop the profile before starting another"
+        self.wait()  # torch has one profile at a time
         self._path = os.path.join(directory, name)
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device == "cuda" else [])]
         try:
@@ -67,13 +74,33 @@ class TorchProfiler:
         running, self._profile = self._profile, None
         try:
             running.stop()
-            running.export_chrome_trace(self._path + ".json.gz")
-            if self._device == "cuda":
-                torch.cuda.memory._dump_snapshot(self._path + ".memory.pickle")
+            memory = torch.cuda.memory._snapshot() if self._device == "cuda" else None
         except (OSError, RuntimeError) as error:
             warn_not_written(self._path, error)
+        else:
+            self._writing = threading.Thread(target=_write, args=(running, memory, self._path), name="profile")
+            self._writing.start()
+            if not self._in_background:
+                self.wait()
         if self._device == "cuda":
             record_allocations()
+
+    def wait(self) -> None:
+        """Wait until the files are written."""
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
+
+
+def _write(ended: profile, memory: Any, path: str) -> None:
+    try:
+        with TRACER.span("write the profile", "profile"):
+            ended.export_chrome_trace(path + ".json.gz")
+            if memory is not None:
+                with open(path + ".memory.pickle", "wb") as file:
+                    pickle.dump(memory, file)
+    except (OSError, RuntimeError) as error:
+        warn_not_written(path, error)
 
 
 def warn_not_written(path: str, error: Exception) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from trainer.config import RolloutConfig
 from trainer.config.engines import EngineSpec
@@ -45,6 +48,7 @@ def profiled(steps: tuple[int, ...]) -> tuple[Engine, Any]:
     profiler = SimpleNamespace(
         start=lambda directory, name: engine.calls.append(f"start {directory} {name}"),
         stop=lambda: engine.calls.append("stop"),
+        wait=lambda: None,
     )
     return engine, ProfiledEngine(engine, profiler, steps, "step_{}".format, "engine_0")
 
@@ -94,6 +98,41 @@ def test_the_profile_ends_when_the_engine_has_generated_for_a_while(monkeypatch,
     ]
 
 
+def test_a_call_that_would_last_longer_is_interrupted(monkeypatch):
+    """A call may generate for minutes before its first completion."""
+    monkeypatch.setattr(profiled_engine, "PROFILED_S", 0.2)
+    interrupted = threading.Event()
+    inner = Engine()
+    inner.interrupt = interrupted.set
+    inner.step = lambda _: inner.calls.append(interrupted.wait(60))
+    profiler = SimpleNamespace(start=lambda *_: None, stop=lambda: inner.calls.append("stop"), wait=lambda: None)
+    engine: Any = ProfiledEngine(inner, profiler, (4,), str, "engine_0")
+    engine.set_version(4)
+    engine.step({})
+    interrupted.clear()
+    inner.step = lambda _: inner.calls.append(interrupted.is_set())
+    engine.step({})
+    assert inner.calls == [4, True, "stop", False]
+
+
+def test_weights_do_not_wait_for_the_files(tmp_path, monkeypatch):
+    may_write = threading.Event()
+
+    def export(ended: Any, path: str) -> None:
+        assert may_write.wait(60)
+        Path(path).touch()
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export)
+    spec = EngineSpec(f"{__name__}:Engine", profiles=True)
+    engine: Any = build_engine(spec, {}, False, "", 0, ((4,), str(tmp_path)), device="cpu", rollout=RolloutConfig())
+    engine.set_version(4)
+    engine.sync_weights("source", 5)
+    assert engine.calls == [4, ("source", 5, "abort")] and not [*tmp_path.rglob("*.gz")]
+    may_write.set()
+    engine.shutdown()
+    assert (tmp_path / "profile/step_4/engine_0.json.gz").exists()
+
+
 def test_an_engine_profiles_itself_if_it_can(tmp_path):
     spec = EngineSpec(f"{__name__}:Engine", profiles=True)
     rollout = RolloutConfig(tensor_parallel_size=2)
@@ -128,7 +167,8 @@ def test_torch_profiles_an_engine_in_one_process(tmp_path):
     engine: Any = build_engine(spec, {}, False, "", 0, ((4,), str(tmp_path)), device="cpu", rollout=RolloutConfig())
     engine.set_version(4)
     engine.set_version(5)
-    assert engine.profile_dir is None and engine.calls == [4, 5]
+    engine.shutdown()
+    assert engine.profile_dir is None and engine.calls == [4, 5, "shutdown"]
     assert (tmp_path / "profile/step_4/engine_0.json.gz").stat().st_size > 0
 
 
