@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
@@ -200,7 +201,7 @@ def build_engine(
     """Return an engine. It runs in the engine's process, so that the driver need not import engines.
 
     Args:
-        profiled: the steps to profile, and the run directory.
+        profiled: the steps to profile, and the run directory, which also gets snapshots of the memory of a GPU.
     """
     for name, value in variables.items():  # here, because Ray shows the environment of an actor to everybody
         os.environ.setdefault(name, value)
@@ -213,7 +214,13 @@ def build_engine(
     profiles_itself = is_profiled and spec.profiles and kwargs["rollout"].tensor_parallel_size > 1
     if profiles_itself:
         kwargs["profile_dir"] = os.path.abspath(run_dir)
-    engine = spec(model_path, **kwargs, **({"index": number} if spec.numbered else {}))
+    numbered = {"index": number} if spec.numbered else {}
+    if kwargs["device"] == "cuda" and not spec.served:
+        from trainer.generation.memory_watch import MemoryWatch
+
+        engine = MemoryWatch.build(partial(spec, model_path, **kwargs, **numbered), run_dir, number)
+    else:
+        engine = spec(model_path, **kwargs, **numbered)
     if not is_profiled:
         return engine
     from trainer.generation.profiled_engine import profile_engine  # imports torch

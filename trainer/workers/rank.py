@@ -148,18 +148,20 @@ class Rank:
     def begin_save(self, roles: list[str], files: StateFiles) -> None:
         """Take a snapshot of the state of `roles`, and write it through `files` on a thread."""
         assert self.saver is not None, "connect first"
-        self._restore(optimizer=True)
-        workers = {role: self.roles[role] for role in roles}
-        self.saver.begin(
-            {role: worker.state() for role, worker in workers.items()},
-            {role: {SHARDING_FILE: worker.sharding()} for role, worker in workers.items()},
-            files,
-        )
+        with self._memory_snapshots("save"):
+            self._restore(optimizer=True)
+            workers = {role: self.roles[role] for role in roles}
+            self.saver.begin(
+                {role: worker.state() for role, worker in workers.items()},
+                {role: {SHARDING_FILE: worker.sharding()} for role, worker in workers.items()},
+                files,
+            )
 
     def finish_save(self) -> list[dict]:
         """Wait for the save to end; returns the files that this rank wrote. Other methods may run meanwhile."""
         assert self.saver is not None, "connect first"
-        return self.saver.finish()
+        with self._memory_snapshots("save"):
+            return self.saver.finish()
 
     def ask(self, value: Any, method: str, *args: Any) -> Any:
         """Call `method` of `value` in this process. Not a collective. Other methods may run meanwhile."""
@@ -193,16 +195,17 @@ class Rank:
             UserError: there will not be so much room beside this rank.
             WorkerError: there is not, but there has been.
         """
-        if self.roles and self.cfg.trainer.offload != "none":
-            assert self.saver is not None, "connect first"
-            self.saver.wait_until_staged()
-            for role, worker in self.roles.items():
-                weights = worker.weight_tensors() if self.cfg.trainer.offload == "all" else []
-                states = worker.optimizer_tensors() if isinstance(worker, TrainedWorker) else []
-                self._park(role, weights, states)
-        torch.cuda.empty_cache()
-        if needed and self.rank in beside:
-            self._check_engine(needed)
+        with self._memory_snapshots("offload"):
+            if self.roles and self.cfg.trainer.offload != "none":
+                assert self.saver is not None, "connect first"
+                self.saver.wait_until_staged()
+                for role, worker in self.roles.items():
+                    weights = worker.weight_tensors() if self.cfg.trainer.offload == "all" else []
+                    states = worker.optimizer_tensors() if isinstance(worker, TrainedWorker) else []
+                    self._park(role, weights, states)
+            torch.cuda.empty_cache()
+            if needed and self.rank in beside:
+                self._check_engine(needed)
 
     def parked_bytes(self, optimizer: bool = True) -> int:
         """Return the bytes that this rank has moved from its GPU to host memory. Not a collective.
