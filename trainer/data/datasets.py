@@ -256,8 +256,16 @@ def render(
     return encode(tokenizer, render_text(tokenizer, messages, add_generation_prompt), limit)
 
 
-def render_text(tokenizer: Any, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+def render_text(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool,
+    tools: Sequence[Any] | None = None,
+) -> str:
     """Render a chat as the text whose tokens the model sees.
+
+    Args:
+        tools: schemas that the template describes in its own way.
 
     Raises:
         UserError: the chat template refuses it (some support no system message, others require alternating roles).
@@ -265,7 +273,9 @@ def render_text(tokenizer: Any, messages: list[dict[str, str]], add_generation_p
     try:
         # transformers renders in Jinja's sandbox: a template has access to the messages and nothing else.
         with deadline(time_limits.RENDER_S):
-            return tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=False)
+            return tokenizer.apply_chat_template(
+                list(messages), tools=tools or None, add_generation_prompt=add_generation_prompt, tokenize=False
+            )
     except Exception as error:  # a template is a program and can raise anything
         raise UserError(
             f"model.chat_template: the chat template in use (that of {tokenizer.name_or_path}, if the key is not set) "

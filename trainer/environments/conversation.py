@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from trainer.data.limits import TextTooLong, encode
 from trainer.environments.base import Message
 from trainer.environments.rendering import ChatRenderer
 from trainer.episodes import Sample
+from trainer.errors import UserError
 from trainer.generation.engine import Completion
 
 _REPLY = "Reply-7f3a91c4"
@@ -33,7 +35,7 @@ class Conversation:
         renderer: writes and reads in place of the chat template.
 
     Raises:
-        UserError: the chat template refuses the messages.
+        UserError: the chat template refuses the messages, or drops them.
         TextTooLong: the first messages are too long.
     """
 
@@ -51,7 +53,21 @@ class Conversation:
         self.messages: list[Message] = list(messages)
         self._outline: list[Message] = list(messages)  # with `_REPLY` in place of what the policy said
         self._earlier: list[Sample] = []
+        self._check_roles(messages)
         self._begin(self._whole())
+
+    def _check_roles(self, messages: Sequence[Message]) -> None:
+        """Check that the template writes what messages of these roles say.
+
+        Raises:
+            UserError: it drops them.
+        """
+        for role in {message["role"] for message in messages} if self._renderer is None else ():
+            if _drops(self._tokenizer, self._tokenizer.chat_template, role):
+                raise UserError(
+                    f"model.chat_template: the chat template in use (that of {self._tokenizer.name_or_path}, if the "
+                    f"key is not set) drops messages of the role {role}, which the policy would not see"
+                )
 
     def _whole(self) -> list[int]:
         """Return the tokens of all messages, up to where the next reply begins."""
@@ -100,6 +116,7 @@ class Conversation:
         Returns whether the prompt of that reply has at most `max_tokens` tokens; if not, no tokens are added.
         """
         self.messages += messages
+        self._check_roles(messages)
         try:
             return self._add_tokens(messages, max_tokens)
         except TextTooLong:
@@ -142,6 +159,24 @@ class Conversation:
     def samples(self) -> list[Sample]:
         """Return the training data: one sample, unless the history had to be rendered again."""
         return [*self._earlier, sample_of(self.token_ids, self._replies)]
+
+
+@functools.lru_cache(maxsize=64)
+def _drops(tokenizer: Any, template: str, role: str) -> bool:
+    """Return whether a chat template writes nothing of what a message of a role says.
+
+    Args:
+        template: that of the tokenizer.
+    """
+    before = {"user": [], "system": []}.get(role, [{"role": "user", "content": "x"}])
+    if role == "tool":
+        before = [*before, {"role": "assistant", "content": "y"}]
+    after = [{"role": "user", "content": "x"}] if role in ("system", "assistant") else []
+    try:
+        text = render_text(tokenizer, [*before, {"role": role, "content": _REPLY}, *after], add_generation_prompt=True)
+    except UserError:  # in this place: the conversation itself is what counts
+        return False
+    return _REPLY not in text
 
 
 def sample_of(token_ids: Sequence[int] | np.ndarray, replies: Sequence[tuple[int, Completion]]) -> Sample:

@@ -7,14 +7,16 @@ For other models, and where the library is not installed, the model's own chat t
 from __future__ import annotations
 
 import logging
+import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
 from trainer.config import ModelConfig
-from trainer.data.datasets import render
-from trainer.data.limits import TextTooLong
+from trainer.data.datasets import render_text
+from trainer.data.limits import TextTooLong, encode
 from trainer.environments.base import Message
-from trainer.environments.tools import CALL
+from trainer.environments.tools import CALL, with_tools
 from trainer.errors import UserError, describe_error, did_you_mean
 from trainer.files.documents import nests_deeply
 
@@ -30,12 +32,29 @@ _TOOL = {
     },
 }
 _USER, _REPLY = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4."}
+_SAID = "Reply-7f3a91c4"
 _PROBES: tuple[tuple[list[Message], list[Any]], ...] = (
     ([_USER], []),
     ([{"role": "system", "content": "Be brief."}, _USER, _REPLY, {"role": "user", "content": "And 3?"}], []),
     ([{"role": "system", "content": "Be brief."}, _USER], [_TOOL]),
 )
 """Conversations and tools that a renderer must write as the model's template does."""
+_CALLS: list[Message] = [
+    {"id": f"call_{i}", "type": "function", "function": {"name": "add", "arguments": {"a": 70413 + i}}}
+    for i in range(2)
+]
+_ANSWERS: list[Message] = [
+    {"role": "tool", "tool_call_id": f"call_{i}", "name": "add", "content": content}
+    for i, content in enumerate(["é 7\n", ""])
+]
+_FOLLOWED: tuple[tuple[list[Message], list[Message]], ...] = (
+    ([], [_USER]),
+    ([], [{"role": "user", "content": " é\n{}"}]),
+    (_CALLS[:1], _ANSWERS[:1]),
+    (_CALLS[:1], _ANSWERS[1:]),
+    (_CALLS, _ANSWERS),
+)
+"""Calls of a reply, and the messages that follow it, which a renderer must read and write as the template does."""
 
 
 class ChatRenderer:
@@ -45,31 +64,33 @@ class ChatRenderer:
     which describes them for other models (see `trainer.environments.tools`).
 
     Args:
-        renderer: of the library.
+        renderer: of the library. It reads replies, and writes what follows them.
+        tokenizer: its chat template writes all else.
         limit: messages with more characters are too long, and not encoded.
     """
 
-    def __init__(self, renderer: Any, limit: float):
+    def __init__(self, renderer: Any, tokenizer: Any, limit: float):
         self._renderer = renderer
+        self._tokenizer = tokenizer
         self._limit = limit
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens of a conversation, up to where the next reply begins.
+        """Return the tokens of a conversation, up to where the next reply begins, as the model's template writes it.
+
+        The renderer writes some histories in another way than the template of its model, so it writes none.
 
         Raises:
-            UserError: the renderer refuses the messages.
+            UserError: the template refuses the messages.
             TextTooLong: they are too long.
         """
         self._check_length(messages)
         messages, tools = _split_tools(messages)
-        try:
-            return list(self._renderer.render_ids(messages, tools=tools, add_generation_prompt=True))
-        except Exception as error:
-            roles = ", ".join(message["role"] for message in messages)
-            raise UserError(
-                f"model.renderer: {type(self._renderer).__name__} cannot write a chat of {roles} "
-                f"({describe_error(error)})"
-            ) from error
+        text = render_text(self._tokenizer, messages, add_generation_prompt=True, tools=tools)
+        return encode(self._tokenizer, text, math.inf)
+
+    def stops(self) -> set[int]:
+        """Return the tokens that end a reply."""
+        return set(self._renderer.get_stop_token_ids())
 
     def bridge(
         self, prompt: Sequence[int], reply: Sequence[int], new: Sequence[Message], history: Sequence[Message]
@@ -199,6 +220,8 @@ def find_renderer(model: ModelConfig, tokenizer: Any, limit: float) -> ChatRende
             settings = type(settings)(**settings.model_dump(exclude_unset=True), thinking_retention="all")
         renderer = create_renderer(tokenizer, settings)
         differs = any(not _agrees(renderer, tokenizer, *probe) for probe in _PROBES)
+        found = ChatRenderer(renderer, tokenizer, limit)
+        differs = differs or any(not _continues(found, tokenizer, *followed) for followed in _FOLLOWED)
     except Exception as error:
         if model.renderer == AUTO:
             LOG.info("model.renderer=auto: the model's own chat template is used (%s)", describe_error(error))
@@ -211,13 +234,46 @@ def find_renderer(model: ModelConfig, tokenizer: Any, limit: float) -> ChatRende
         raise UserError(
             f"{key}: writes conversations in another way than the model's chat template; choose another one"
         )
-    return ChatRenderer(renderer, limit)
+    return found
 
 
 def _agrees(renderer: Any, tokenizer: Any, messages: list[Message], tools: list[Any]) -> bool:
     """Return whether the renderer writes a conversation as the model's template does."""
     ours = renderer.render_ids(messages, tools=tools or None, add_generation_prompt=True)
-    if not tools:
-        return list(ours) == render(tokenizer, messages, add_generation_prompt=True)
-    text = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+    text = render_text(tokenizer, messages, add_generation_prompt=True, tools=tools)
     return list(ours) == tokenizer.encode(text, add_special_tokens=False)
+
+
+def _continues(found: ChatRenderer, tokenizer: Any, calls: list[Message], new: list[Message]) -> bool:
+    """Return whether a renderer reads the calls that the model's template writes, and writes what follows them.
+
+    The reply ends with the first stop token behind what it says. A renderer may leave what follows to the template.
+    """
+    first = with_tools([_USER], [_TOOL])
+    reply: Message = {"role": "assistant", "content": _SAID}
+    if calls:
+        reply |= {"content": "", "tool_calls": calls}
+    try:
+        whole = render_text(tokenizer, [_USER, reply, *new], add_generation_prompt=True, tools=[_TOOL])
+    except UserError:
+        if len(calls) > 1:  # the format of Llama 3 has one
+            return True
+        raise
+    last = str(calls[-1]["function"]["arguments"]["a"]) if calls else _SAID
+    said, _, rest = whole.rpartition(last)
+    prompt = found.prompt(first)
+    begin = tokenizer.decode(prompt)
+    after = tokenizer.encode(rest, add_special_tokens=False)
+    stops = found.stops()
+    end = next((index for index, token in enumerate(after) if token in stops), None)
+    if end is None or not said:
+        return False
+    start = os.path.commonprefix([said, begin])
+    says = said[len(start) :] + last
+    if begin.rstrip().endswith("<think>") and "</think>" not in says:  # templates drop thoughts of earlier replies
+        says = f"Hm.\n</think>\n\n{says}"
+    sampled = tokenizer.encode(says, add_special_tokens=False) + after[: end + 1]
+    message = found.reply(sampled, prompt, tokenizer.decode(sampled, skip_special_tokens=True), first)
+    if [call["function"] for call in message.get("tool_calls", [])] != [call["function"] for call in calls]:
+        return False
+    return found.bridge(prompt, sampled, new, first) in (None, after[end + 1 :])

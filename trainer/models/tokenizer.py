@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 
 _MAX_TEMPLATE_BYTES = 1 << 20
+_DATE = {"%Y": "2024", "%y": "24", "%m": "07", "%d": "26", "%b": "Jul", "%B": "July", "%a": "Fri", "%A": "Friday"}
+"""The day that a template gets if it asks for today (Llama 3.2, gpt-oss), so that a run has the same prompts tomorrow.
+The template of Llama 3.2 writes this day where it cannot ask."""
 
 
 def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -88,6 +91,7 @@ def load_tokenizer(
         raise UserError(
             f"model.path={path}: its tokenizer has no chat template; name a Jinja file in model.chat_template"
         )
+    tokenizer.chat_template = _with_fixed_date(tokenizer.chat_template)
     if chat_template_kwargs:
         tokenizer.chat_template = _with_variables(tokenizer.chat_template, chat_template_kwargs)
     if tokenizer.eos_token_id is None:
@@ -100,3 +104,10 @@ def load_tokenizer(
 def _with_variables(template: str, variables: Mapping[str, Any]) -> str:
     literals = {name: "none" if value is None else json.dumps(value) for name, value in variables.items()}
     return "".join(f"{{%- set {name} = {literal} %}}" for name, literal in literals.items()) + template
+
+
+def _with_fixed_date(template: Any) -> Any:
+    if not isinstance(template, str) or "strftime_now" not in template or "macro strftime_now(" in template:
+        return template
+    replacements = "".join(f" | replace({code!r}, {text!r})" for code, text in _DATE.items())
+    return f"{{%- macro strftime_now(format) %}}{{{{ format{replacements} }}}}{{%- endmacro %}}{template}"

@@ -229,7 +229,7 @@ def test_a_reply_without_its_stop_token_or_messages_that_are_too_long(tokenizer,
     first, second = conversation.samples()
     assert first.mask.any() and not second.mask.any()
     with pytest.raises(TextTooLong):
-        ChatRenderer(None, 3).prompt([{"role": "user", "content": "long"}])
+        ChatRenderer(None, None, 3).prompt([{"role": "user", "content": "long"}])
 
 
 def chosen(tokenizer: Any, template: str, **model: Any) -> ChatRenderer | None:

@@ -90,3 +90,20 @@ def test_variables_of_the_chat_template_are_set_and_saved(tmp_path, model):
     shutil.copytree(model, saved)
     tokenizer.save_pretrained(saved)
     assert load_tokenizer(str(saved)).apply_chat_template(chat, tokenize=False) == '<think></think>so "so" hi'
+
+
+def test_a_template_that_asks_for_the_date_always_gets_the_same(tmp_path, model):
+    """As those of Llama 3.2 and gpt-oss. A run that is resumed on another day has the same prompts."""
+    template = tmp_path / "t.jinja"
+    template.write_text(
+        "{%- if not date_string is defined %}{%- if strftime_now is defined %}"
+        '{%- set date_string = strftime_now("%d %b %Y") %}{%- endif %}{%- endif %}'
+        'Today: {{ date_string }}, {{ strftime_now("%Y-%m-%d") }} {{ messages[0].content }}'
+    )
+    chat = [{"role": "user", "content": "hi"}]
+    tokenizer = load_tokenizer(str(model), str(template))
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "Today: 26 Jul 2024, 2024-07-26 hi"
+    template.write_text(tokenizer.chat_template)
+    assert load_tokenizer(str(model), str(template)).chat_template == tokenizer.chat_template
+    own = load_tokenizer(str(model), str(template), chat_template_kwargs={"date_string": "1 May 2026"})
+    assert own.apply_chat_template(chat, tokenize=False) == "Today: 1 May 2026, 2024-07-26 hi"

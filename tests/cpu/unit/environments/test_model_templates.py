@@ -1,0 +1,182 @@
+"""Conversations under the templates that models are published with, by the library `renderers` and without it."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.cpu.unit.environments.test_rendering import LONG, TEXT, TOOLS, USER_ASKS, make_tokenizer, sampled
+from trainer.config import ModelConfig
+from trainer.data.datasets import render_text
+from trainer.environments.conversation import Conversation
+from trainer.environments.rendering import find_renderer
+from trainer.environments.tools import with_tools
+from trainer.errors import UserError
+from trainer.generation.engine import Completion
+
+TEMPLATES = Path(__file__).resolve().parents[3] / "support" / "model_templates"
+RENDERED = {
+    "qwen3": "Qwen/Qwen3-0.6B",
+    "qwen3_instruct_2507": "Qwen/Qwen3-4B-Instruct-2507",
+    "qwen3_5_think": "Qwen/Qwen3.5-4B",
+    "glm4moe": "zai-org/GLM-4.5-Air",
+}
+"""Templates of models whose format the library knows."""
+MORE = ["[gMASK]", "<sop>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+END = "zq7"
+"""The last thing that a reply says."""
+ARGUMENT = TEXT | st.integers(-3, 99) | st.booleans() | st.lists(st.integers(0, 3), max_size=2)
+TEXTS = TEXT | st.just("日本 ñ🙂")
+
+
+def tokenizer_of(name: str) -> Any:
+    """A small tokenizer with the template of a model and the special tokens that it writes."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text()
+    special = re.findall(r"<\|\w+\|>|<｜[^｜<>]+｜>|</?arg_\w+>", tokenizer.chat_template)
+    tokenizer.add_tokens(sorted({*special, *MORE}), special_tokens=True)
+    return tokenizer
+
+
+@pytest.fixture(scope="module", params=RENDERED)
+def known(request) -> tuple[Any, Any]:
+    """A tokenizer, and the renderer of its model."""
+    tokenizer = tokenizer_of(request.param)
+    renderer = find_renderer(ModelConfig(path=RENDERED[request.param]), tokenizer, LONG)
+    assert renderer is not None
+    return tokenizer, renderer
+
+
+def call(number: int, name: str, x: Any) -> dict[str, Any]:
+    return {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": {"x": x}}}
+
+
+@st.composite
+def rounds(draw: Any, ends: bool = True) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A reply, whose last word is `END`, and the messages that follow it."""
+    content, thought = draw(TEXTS), draw(TEXTS)
+    values = draw(st.lists(st.tuples(st.sampled_from(["search", "add"]), TEXTS if ends else ARGUMENT), max_size=2))
+    if ends and values:
+        values[-1] = (values[-1][0], draw(TEXTS) + END)
+    reply: dict[str, Any] = {"role": "assistant", "content": content + END if ends and not values else content}
+    calls = [call(number, *one) for number, one in enumerate(values)]
+    if thought.strip():
+        reply["reasoning_content"] = thought
+    if not calls:
+        return reply, [{"role": "user", "content": draw(TEXTS)}]
+    answers = [
+        {"role": "tool", "tool_call_id": one["id"], "name": one["function"]["name"], "content": draw(TEXTS)}
+        for one in calls
+    ]
+    return {**reply, "tool_calls": calls}, answers
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    system=TEXTS | st.none(),
+    first=TEXTS,
+    turns=st.lists(rounds(ends=False), max_size=3),
+    has_tools=st.booleans(),
+)
+def test_a_prompt_has_the_tokens_that_the_template_gives(known, system, first, turns, has_tools):
+    """Calls, answers and thoughts of its history included."""
+    tokenizer, renderer = known
+    begin = [{"role": "system", "content": system}] if system else []
+    messages = [*begin, {"role": "user", "content": first}, *(one for reply, new in turns for one in (reply, *new))]
+    text = render_text(tokenizer, messages, add_generation_prompt=True, tools=TOOLS if has_tools else None)
+    prompt = Conversation(tokenizer, with_tools(messages, TOOLS) if has_tools else messages, renderer=renderer)
+    assert prompt.token_ids == tokenizer.encode(text, add_special_tokens=False)
+
+
+def written(tokenizer: Any, renderer: Any, reply: Any, new: Any) -> tuple[Completion, list[int]]:
+    """Return a reply as the policy samples it in the template's format, and the tokens that the template adds."""
+    prompt = render_text(tokenizer, [USER_ASKS], add_generation_prompt=True, tools=TOOLS)
+    whole = render_text(tokenizer, [USER_ASKS, reply, *new], add_generation_prompt=True, tools=TOOLS)
+    said, end, rest = whole.rpartition(END)
+    says = said[len(os.path.commonprefix([said, prompt])) :] + end
+    if prompt.endswith("<think>\n") and "</think>" not in says:
+        says = f"hm\n</think>\n\n{says}"
+    after = tokenizer.encode(rest, add_special_tokens=False)
+    stop = next(index for index, token in enumerate(after) if token in renderer.stops())
+    return sampled(tokenizer, says + tokenizer.decode(after[: stop + 1])), after[stop + 1 :]
+
+
+def calls_of(message: Any, tokenizer: Any) -> list[Any]:
+    """Return the names and arguments of calls; formats without JSON lose the blanks around an argument."""
+    calls = [(one["function"]["name"], one["function"]["arguments"]) for one in message.get("tool_calls", [])]
+    if '"arguments": ' in tokenizer.chat_template:
+        return calls
+    return [(name, {key: value.strip() for key, value in arguments.items()}) for name, arguments in calls]
+
+
+@settings(max_examples=60, deadline=None)
+@given(turns=st.lists(rounds(), min_size=1, max_size=4))
+def test_what_was_sampled_stays_and_is_followed_by_what_the_template_writes(known, turns):
+    tokenizer, renderer = known
+    conversation = Conversation(tokenizer, with_tools([USER_ASKS], TOOLS), renderer=renderer)
+    total = 0
+    for reply, new in turns:
+        completion, following = written(tokenizer, renderer, reply, new)
+        before = conversation.token_ids.copy()
+        said = conversation.add_reply(completion)
+        assert calls_of(said, tokenizer) == calls_of(reply, tokenizer)
+        assert conversation.add_messages(new, LONG)
+        assert conversation.token_ids == [*before, *completion.token_ids.tolist(), *following]
+        total += len(completion.token_ids)
+    (sample,) = conversation.samples()
+    assert sample.mask.sum() == total
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("gptoss", "openai/gpt-oss-20b"),
+        ("deepseek_r1_distill", "deepseek-ai/DeepSeek-R1"),
+        ("glm4moe", "Qwen/Qwen3-0.6B"),
+        ("qwen3_5_think", "Qwen/Qwen3.5-0.8B"),
+    ],
+    ids=["writes the next turn's channel", "drops calls", "of another model", "of another size"],
+)
+def test_a_renderer_that_writes_or_reads_otherwise_is_not_used(name, path):
+    tokenizer = tokenizer_of(name)
+    tokenizer.name_or_path = path
+    assert find_renderer(ModelConfig(path=path), tokenizer, LONG) is None
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_instruct_2507", "qwen3_5_think", "gptoss"])
+def test_without_a_renderer_sampled_tokens_stay_too(name):
+    """Thoughts that the template would drop from earlier turns, between text of its own."""
+    tokenizer = tokenizer_of(name)
+    conversation = Conversation(tokenizer, [USER_ASKS])
+    prompt = list(conversation.token_ids)
+    stop = "<|return|>" if name == "gptoss" else "<|im_end|>"
+    reply = sampled(tokenizer, f"hm\n</think>\n\n4 {stop}")
+    conversation.add_reply(reply)
+    assert conversation.add_messages([{"role": "user", "content": "and 3?"}], LONG)
+    first, *more = conversation.samples()
+    assert first.token_ids[: len(prompt) + len(reply.token_ids)].tolist() == [*prompt, *reply.token_ids.tolist()]
+    assert first.mask.sum() == len(reply.token_ids) and not any(sample.mask.any() for sample in more)
+
+
+DROPS = (
+    "{%- for m in messages %}{%- if m.role != 'ROLE' %}{{ '[' + m.role + ']' + m.content }}{%- endif %}{%- endfor %}"
+)
+
+
+@pytest.mark.parametrize("role", ["tool", "system"])
+def test_a_template_that_drops_messages_is_refused(role):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = DROPS.replace("ROLE", role)
+    message = {"role": role, "content": "7"}
+    with pytest.raises(UserError, match=f"drops messages of the role {role}, which the policy would not see"):
+        Conversation(tokenizer, [message, USER_ASKS])
+    conversation = Conversation(tokenizer, [USER_ASKS])
+    conversation.add_reply(sampled(tokenizer, "call<|im_end|>"))
+    with pytest.raises(UserError, match=f"drops messages of the role {role}"):
+        conversation.add_messages([message], LONG)
