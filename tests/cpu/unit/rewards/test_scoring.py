@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.jobs import wait_until
 from tests.support.rewards import reward_pool, score
+from trainer.cluster.supervisor import end_all, is_running
 from trainer.errors import UserError, WorkerError
 from trainer.process.failure_log import INCIDENTS, INFRASTRUCTURE, read_incidents
 
@@ -197,12 +198,10 @@ def test_processes_end_with_a_killed_driver(custom):
         assert len(children) >= 2
         driver.kill()
         driver.wait()
-        _, alive = psutil.wait_procs(children, timeout=120)
         try:
-            assert [process.pid for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+            wait_until(lambda: not any(map(is_running, children)))
         finally:
-            for process in alive:
-                process.kill()
+            end_all(children)
     finally:
         driver.kill()
 
