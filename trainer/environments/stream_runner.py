@@ -52,7 +52,8 @@ class StreamRunner(EnvironmentRunner):
                 if ended:
                     left -= len(ended)
                     calls.submit(ended)  # closes the environments
-                    self._check_failures(episodes, known)
+                    if any(episode.failure for episode in ended):
+                        self._check_failures(episodes, known)
                     yield from self._newly_ended(ended)
             with timer("environment"):
                 calls.wait(check)
