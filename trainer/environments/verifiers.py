@@ -59,9 +59,11 @@ class Verifiers:
 
     @classmethod
     def check_options(cls, id: str, **options: Any) -> None:
-        """Check that the taskset is installed, and takes its settings."""
-        taskset_class(id)
-        resolve_env_config(cls(id, **options)._settings)
+        """Check that the taskset is installed, takes its settings, and has no tools."""
+        taskset = taskset_class(id)
+        settings = resolve_env_config(cls(id, **options)._settings).taskset
+        if taskset.toolsets(settings) or taskset.task_type().toolsets(settings.task):
+            raise ValueError(f"the tasks of {id} have tools, which only an agent can call (docs/agents.md)")
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> list[Message]:
         """Begin the task, and return the messages of its first request."""

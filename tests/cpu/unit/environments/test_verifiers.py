@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.support.verifiers import make_venv
@@ -13,6 +15,28 @@ from trainer.errors import UserError
 pytestmark = pytest.mark.processes
 
 NAME = "trainer.environments.verifiers:Verifiers"
+TOOLS = """
+import verifiers.v1 as vf
+
+class Data(vf.TaskData):
+    pass
+
+class Lookup(vf.Toolset[vf.ToolsetConfig]):
+    @vf.tool
+    async def look(self) -> str:
+        return "1"
+
+class ToolTask(vf.Task[Data, vf.State, vf.TaskConfig]):
+    #ToolTask
+    pass
+
+class Tools(vf.Taskset[ToolTask, vf.TasksetConfig]):
+    #Tools
+    def load(self):
+        yield ToolTask(Data(prompt="Look."), self.config.task)
+
+__all__ = ["Tools"]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +80,18 @@ def test_a_start_that_fails_is_tried_again_in_the_same_process(python, tmp_path,
         pool.step_all([session])
         assert pool._workers[0].process.pid == process
     assert (tmp_path / "first").exists() and session.failures == 1 and not session.failure
+
+
+@pytest.mark.parametrize("owner", ["ToolTask", "Tools"])
+def test_a_taskset_with_tools_is_refused_before_the_run(python, owner):
+    """Tools of each task, or shared by all tasks."""
+    name = f"tools_{owner.lower()}"
+    (packages,) = Path(python).parents[1].glob("lib/python*/site-packages")
+    lookup = "[Lookup(vf.ToolsetConfig())]"
+    source = TOOLS.replace(f"#{owner}", f"toolsets = classmethod(lambda cls, config: {lookup})")
+    (packages / f"{name}.py").write_text(source)
+    with pytest.raises(UserError, match=f"the tasks of {name} have tools, which only an agent can call"):
+        check_environment(config(python, id=name))
 
 
 def test_a_taskset_that_is_not_installed_is_refused(python):
