@@ -1,4 +1,4 @@
-"""What the timeline costs a step: `python -m benchmarks.trace [--pairs N] [OVERRIDES]`.
+"""What the timeline costs a step: `python -m benchmarks.trace [--pairs N | --spans N] [OVERRIDES]`.
 
 Trains one run in which one step of each pair, drawn by chance, records spans in all processes (`logger.trace`), and the
 other does not.
@@ -6,6 +6,8 @@ other does not.
 Prints the spans of a step, and for a step the CPU seconds of the thread that writes them, and what steps with spans
 took longer than those without: in CPU seconds of all processes of the job, and on the clock. Medians, and half the
 range between the quartiles; a busy machine shows in the last column, but hardly in the others.
+
+With `--spans`, prints the CPU time of a span in the process that records it instead: this does not depend on the run.
 """
 
 from __future__ import annotations
@@ -105,11 +107,35 @@ def report(run_dir: str, steps: int) -> None:
     print(f"| {len(values)} | {whole:.2f} s | {median(counts.values()):.0f} | {columns} |", flush=True)
 
 
+def span_ns(spans: int) -> float:
+    """Return the CPU time of a span of this process, without that of the loop around it, in ns."""
+    begin = time.process_time()
+    for _ in range(spans):
+        with TRACER.span("a span", groups=1):
+            pass
+    middle = time.process_time()
+    for _ in range(spans):
+        pass
+    return 1e9 * (2 * middle - begin - time.process_time()) / spans
+
+
+def report_spans(spans: int) -> None:
+    found = []
+    for TRACER.is_on in (False, True):
+        found.append(median(span_ns(spans) for _ in range(15)))
+        TRACER.take()
+    print("| spans | tracing off | tracing on |\n|---|---|---|")
+    print(f"| {spans:,} | {found[0]:,.0f} ns a span | {found[1]:,.0f} ns a span |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=20, help="pairs of steps (default: 20)")
+    parser.add_argument("--spans", type=int, help="measure so many spans alone, without a run")
     parser.add_argument("overrides", nargs="*", help="further settings, such as rollout=transformers")
     args = parser.parse_args()
+    if args.spans:
+        return report_spans(args.spans)
     steps = 2 * args.pairs + WARM_UP - 1
     with tempfile.TemporaryDirectory() as directory:
         run_dir = os.path.join(directory, "run")
