@@ -70,12 +70,15 @@ def measure(cfg: Config, path: str) -> dict[str, float]:
 
 
 def _run(cfg: Config, path: str, variables: dict[str, str]) -> dict[str, float]:
+    os.environ.update(variables)  # an allocator reads them as its process starts
     with ProcessCluster(cfg, "cpu") as cluster:
-        group = cluster.launch_ranks("rank", functools.partial(PlannedRank, cfg), {"OMP_NUM_THREADS": "1", **variables})
+        group = cluster.launch_ranks("rank", functools.partial(PlannedRank, cfg), {"OMP_NUM_THREADS": "1"})
         lengths = np.full(GROUPS * N, PROMPT + RESPONSE)
         batch = make_batch(lengths, SHAPE.vocabulary, completion=RESPONSE, group=N)
         batch |= {name: np.zeros_like(batch["advantages"]) for name in ("values", "returns", "ref_logprobs")}
         results = group.call("run", cluster.rendezvous_address(group), path, cluster.put(batch))
+    for name in variables:
+        del os.environ[name]
     return {name: max(result[name] for result in results) for name in results[0]}
 
 

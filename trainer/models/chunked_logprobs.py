@@ -258,7 +258,7 @@ class OnlineSoftmax:
         if not with_dot:
             return cls(maximum, z.exp_().sum(dim=-1), None, of_targets)
         p = z.exp()
-        return cls(maximum, p.sum(dim=-1), torch.linalg.vecdot(p, z), of_targets)
+        return cls(maximum, p.sum(dim=-1), z.mul_(p).sum(dim=-1), of_targets)
 
     def merged(self, other: OnlineSoftmax) -> OnlineSoftmax:
         """Return the sums over both slices."""

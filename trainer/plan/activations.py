@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,6 +67,10 @@ class Activations:
     """Left at the end of a forward pass, for the backward pass."""
     peak: int
     """The most at a time in forward and backward pass."""
+    moved_forward: int = 0
+    """Read and written in a pass without gradients, beside products and attention."""
+    moved: int = 0
+    """The same in forward and backward pass."""
 
 
 def trace(
@@ -98,7 +102,7 @@ def _extrapolate(
         first, last = getattr(few, name), getattr(many, name)
         return int(first + (last - first) / (_MANY - _FEW) * (layers - _FEW))
 
-    return Activations(*(extrapolated(name) for name in ("forward", "saved", "peak")))
+    return Activations(*(extrapolated(name) for name in (field.name for field in fields(Activations))))
 
 
 def head_bytes(
@@ -153,9 +157,9 @@ def _trace(
         arguments = _arguments(body, packing)
         with MemoryMeter() as meter, torch.no_grad():
             body(inputs_embeds=torch.empty(shape, dtype=dtype), use_cache=False, **arguments)
-        forward = meter.peak
+        forward, moved_forward = meter.peak, meter.moved
         if not role.trained:
-            return Activations(forward, 0, 0)
+            return Activations(forward, 0, 0, moved_forward)
         with MemoryMeter() as meter:
             # The embeddings have no part in it: their gradient is that of an FSDP unit.
             inputs = torch.empty(shape, dtype=dtype).requires_grad_()
@@ -163,7 +167,7 @@ def _trace(
             hidden = body(inputs_embeds=inputs, use_cache=False, **arguments).last_hidden_state
             saved = meter.now
             hidden.backward(torch.empty_like(hidden))
-        return Activations(forward, saved, meter.peak)
+        return Activations(forward, saved, meter.peak, moved_forward, meter.moved)
 
 
 def _use_fake_tensors(module: nn.Module, dtype: torch.dtype) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from typing import Any
 
@@ -10,17 +11,24 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+_COMPUTES = re.compile(r"mm$|mm_$|attention|::empty|::new_empty|exchange")
+"""Operators that move no bytes, or whose time is not that of the bytes that they move."""
+
 
 class MemoryMeter(TorchDispatchMode):
     """Counts the bytes of all tensors that operators return in the block, while they live.
 
     A view shares the memory of its tensor, which counts once. Tensors from before the block do not count.
+
+    Attributes:
+        moved: bytes that operators have read and written, but for products of matrices, attention and views.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0
         self.peak = 0
+        self.moved = 0
         self._known: set[int] = set()
 
     def reset_peak(self) -> None:
@@ -29,11 +37,17 @@ class MemoryMeter(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        before = {_number(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
+        given = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
+        before = {_number(tensor) for tensor in given}
         result = function(*args, **kwargs)
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and (number := _number(tensor)) not in self._known | before:
+        returned = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
+        for tensor in returned:
+            if (number := _number(tensor)) not in self._known | before:
                 self._count(tensor.untyped_storage(), number)
+        name = function._schema.name
+        is_view = not function._schema.is_mutable and all(_number(tensor) in before for tensor in returned)
+        if not is_view and not _COMPUTES.search(name):
+            self.moved += sum(tensor.nbytes for tensor in (*given, *returned))
         return result
 
     def _count(self, storage: torch.UntypedStorage, number: int) -> None:

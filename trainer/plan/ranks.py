@@ -112,6 +112,9 @@ class PlannedRole:
         reduced = 2 if fsdp.reduce_dtype == "bfloat16" else 4
         kept = self.gradients if fsdp.reduce_gradients == "micro_batch" else reduced * model.numel(trained=True)
         before = kept if carried else 0
+        # FSDP2 keeps what it has reduced last, the rest of the model, until the next reduction of the same update.
+        reduces_each = fsdp.reduce_gradients == "micro_batch" and self.shards > 1
+        held = reduced * model.numel(-1, trained=True) if carried and reduces_each else 0
         width = model.config.get_text_config().hidden_size
         forward, backward = head_bytes(
             model.head_rows,
@@ -128,13 +131,13 @@ class PlannedRole:
         tied = 2 if model.head_rows and model.config.get_text_config().tie_word_embeddings else 1
         return [
             {
-                "gradients": before,
+                "gradients": before + held,
                 "gathered": self.gathered(self.ahead()),
                 "activations": self.update.saved,
                 "head": max(forward, backward),
             },
             {
-                "gradients": before + of_head + (self.itemsize + reduced * in_flight) * of_block,
+                "gradients": before + of_head + self.itemsize * of_block + max(held, reduced * in_flight * of_block),
                 "gathered": self.gathered(1 + self.ahead()),
                 "activations": self.update.peak,
             },

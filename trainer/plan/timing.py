@@ -11,7 +11,7 @@ import torch
 from trainer.config import Config, FSDPConfig
 from trainer.config.axes import axis_sizes
 from trainer.plan.engines import PlannedEngine
-from trainer.plan.hardware import LATENCY_S, REACHED_BANDWIDTH, Cluster
+from trainer.plan.hardware import CPU_ATTENTION, CPU_BLOCK_S, LATENCY_S, REACHED_BANDWIDTH, Cluster
 from trainer.plan.model_shape import ModelShape
 from trainer.plan.ranks import PlannedRole
 from trainer.plan.workload import Workload
@@ -20,6 +20,9 @@ _RECOMPUTED = {"none": 0.0, "selective": 0.1, "full": 1.0}
 """Share of a forward pass that a backward pass computes again."""
 _OPTIMIZER_BYTES = 28
 """Bytes that AdamW reads and writes for each number: weight, gradient and two moments."""
+_LOGIT_BYTES = {"scores": 44, "update": 84}
+"""Bytes that the output layer reads and writes on CPU for each logit, beside products: by the passes over a chunk of
+logits in `trainer.models.chunked_logprobs`."""
 _DECODE_STEP_S = {"cpu": (5e-3, 7e-5), "cuda": (3e-3, 1e-5)}
 """Seconds of a decoding step of vLLM beside the model, and of each sequence in it. CPU: measured with the smallest
 model. GPU: an estimate, with CUDA graphs."""
@@ -103,12 +106,16 @@ class _Passes:
         self.role, self.cluster, self.workload = role, cluster, workload
         self.sizes = axis_sizes(cfg.trainer, cfg.trainer.num_workers)
         dtype = torch.bfloat16 if role.itemsize == 2 else torch.float32
-        self.speed = cluster.device.reached(dtype)
+        self.dtype, self.speed = dtype, cluster.device.reached(dtype)
         self.stride = self.sizes["tp"]
         self.ring = cluster.bandwidth_between(role.shards, self.stride) * REACHED_BANDWIDTH
 
-    def forward_flops(self, tokens: float) -> float:
-        """Return the FLOPs of a rank for `tokens` tokens of all data-parallel ranks."""
+    def forward_flops(self, tokens: float) -> tuple[float, float, float]:
+        """Return the FLOPs of a rank in blocks, attention and output layer.
+
+        Args:
+            tokens: of all data-parallel ranks.
+        """
         model, w = self.role.model, self.workload
         text = model.config.get_text_config()
         tokens_of_rank = tokens / w.dp / w.cp
@@ -120,14 +127,34 @@ class _Passes:
         length = w.prompt + w.response
         squares = length**2 - (w.prompt**2 * (w.n - 1) / w.n if w.shares_prompts else 0.0)
         attention = 2 * text.num_hidden_layers * width * squares / tokens_per_row(w)
-        return tokens_of_rank * (2 * (body + head) + attention)
+        return tokens_of_rank * 2 * body, tokens_of_rank * attention, tokens_of_rank * 2 * head
+
+    def _computation(self, tokens: float, passes: float, trained: bool) -> float:
+        """Return the seconds of the computation in `passes` times the FLOPs of a forward pass.
+
+        On GPUs, the share of the peak that passes reach holds what is beside the products.
+        """
+        blocks, attention, head = self.forward_flops(tokens)
+        if not self.cluster.device.is_cpu:
+            return passes * (blocks + attention + head) / self.speed
+        device, role, row = self.cluster.device, self.role, self.role.rows[0 if trained else 1]
+        products = passes * (blocks + head) + trained * head  # a backward pass computes logits again
+        traced = role.update if trained else role.scores
+        assert traced is not None
+        moved = (traced.moved if trained else traced.moved_forward) * tokens / self.workload.dp / row.tokens
+        width = role.model.config.get_text_config().hidden_size
+        moved += _LOGIT_BYTES["update" if trained else "scores"] * head / 2 / width
+        slow = passes * attention / (CPU_ATTENTION[self.dtype] * device.flops(torch.float32))
+        block = CPU_BLOCK_S["alone"]
+        block += CPU_BLOCK_S["shards"] * (role.shards > 1) + CPU_BLOCK_S["tp"] * (self.sizes["tp"] > 1)
+        calls = self.workload.micro_batches(tokens) * role.model.blocks * passes / 3 * block
+        return products / self.speed + slow + moved / (REACHED_BANDWIDTH * device.bandwidth) + calls
 
     def scores(self, tokens: float) -> float:
         """Return the seconds of a pass without gradients over `tokens` tokens."""
         count = self.workload.micro_batches(tokens)
-        return self._overlapped(self.forward_flops(tokens) / self.speed, count * self._gather(1)) + self._joined(
-            tokens, 1
-        )
+        compute = self._computation(tokens, 1, trained=False)
+        return self._overlapped(compute, count * self._gather(1)) + self._joined(tokens, 1)
 
     def optimizer_step(self, tokens: float) -> float:
         """Return the seconds of an optimizer step on `tokens` tokens."""
@@ -135,7 +162,7 @@ class _Passes:
         assert isinstance(role.spec.sharding, FSDPConfig)
         again = _RECOMPUTED[role.spec.sharding.activation_checkpointing]
         passes = 2 + again + role.model.trained / role.model.total
-        compute = passes * self.forward_flops(tokens) / self.speed
+        compute = self._computation(tokens, passes, trained=True)
         gathers = 2 if role.spec.sharding.reshard_after_forward else 1
         reduced = count if role.spec.sharding.reduce_gradients == "micro_batch" else 1
         traffic = count * self._gather(gathers) + reduced * self._reduce()

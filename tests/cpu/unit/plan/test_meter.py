@@ -40,3 +40,18 @@ def test_fake_tensors_count_like_real_ones():
         work()
     assert fake.peak == real.peak
     assert abs(allocator_peak(work) - real.peak) < 0.02 * real.peak
+
+
+def test_bytes_that_operators_move_count_beside_products_and_views():
+    a, b = torch.zeros(100, 10), torch.zeros(10, 50)
+    with MemoryMeter() as meter:
+        product = a @ b
+        product.T.view(50, 100)
+        torch.empty(7)
+    assert meter.moved == 0
+    with MemoryMeter() as meter:
+        product.add_(1)
+    assert meter.moved == 2 * product.nbytes
+    with MemoryMeter() as meter:
+        _ = product * product
+    assert meter.moved == 3 * product.nbytes

@@ -173,3 +173,13 @@ def test_a_gpu_has_less_room_than_its_memory():
     reserved = phase.with_reserve(DEVICES["h100"]).sizes["reserved"]
     assert reserved > 2**29
     assert phase.with_reserve(DEVICES["h100"], 2).sizes["reserved"] > reserved
+
+
+def test_what_was_reduced_last_stays_between_micro_batches():
+    (planned,), _ = plan_of(config(), "cpu", dp_shard=2)
+    rest = 4 * planned.model.numel(-1, trained=True)
+    before, after = (planned.moments_of_update(carried)[0]["gradients"] for carried in (False, True))
+    assert after - before == planned.gradients + rest
+    (planned,), _ = plan_of(config(), "cpu")  # nothing is reduced
+    before, after = (planned.moments_of_update(carried)[0]["gradients"] for carried in (False, True))
+    assert after - before == planned.gradients

@@ -92,3 +92,18 @@ def test_weights_take_time_to_the_engines(cfg, node, colocate):
     small = seconds(cfg, node, "sync")
     cfg.model.path = "Qwen/Qwen3-8B"
     assert 3 < seconds(cfg, node, "sync") / small < 20
+
+
+def test_a_slow_memory_is_seen_on_cpu(cfg, cpu):
+    cfg.model.path, cfg.rollout.colocate, cfg.trainer.offload = None, False, "none"
+    cfg.trainer.num_workers, cfg.rollout.num_engines = 1, 1
+    slow = replace(cpu, device=replace(cpu.device, bandwidth=cpu.device.bandwidth / 8))
+    assert seconds(cfg, slow) > 2 * seconds(cfg, cpu)
+
+
+def test_hooks_of_ranks_that_compute_together_count_on_cpu(cfg, cpu):
+    cfg.model.path, cfg.rollout.colocate, cfg.trainer.offload = None, False, "none"
+    cfg.trainer.num_workers, cfg.rollout.num_engines = 2, 1
+    sharded = seconds(cfg, cpu)
+    cfg.trainer.tensor_parallel_size = 2
+    assert seconds(cfg, cpu) > sharded
