@@ -214,8 +214,10 @@ def describe_rewards(
 
 
 def logprob_mismatch(batch: Batch) -> dict[str, float]:
-    """Return metrics of the difference between the engine's and the trainer's log-probs."""
+    """Return metrics of the difference between the engine's and the trainer's log-probs; none without a token."""
     mask = batch["mask"] > 0
+    if not mask.any():  # no agent of the step has asked the policy
+        return {}
     difference = np.abs(batch["old_logprobs"] - batch["rollout_logprobs"])[mask]
     metrics = {"rollout/logprob_diff_mean": difference.mean(), "rollout/logprob_diff_max": difference.max()}
     shown = train_inference_mismatch(

@@ -47,6 +47,12 @@ def test_metrics_of_a_step_by_hand():
     assert {name: found[name] for name in expected} == pytest.approx(expected)
 
 
+def test_a_step_whose_agents_have_not_asked_has_no_mismatch():
+    given = batch()
+    given["mask"] = np.zeros_like(given["mask"])
+    assert logprob_mismatch(given) == {}
+
+
 def test_the_reward_comes_at_the_last_completion_token_and_values_reach_over_tool_output():
     values = np.full((4, 5), 0.5, dtype=np.float32)
     values[0, [2, 4]] = 100.0  # of tool output: no state that an action was taken in
