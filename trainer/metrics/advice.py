@@ -259,7 +259,8 @@ RULES = (
         "`policy/grad_norm` is above ten times its recent value in three of the last 20 steps",
         "Healthy runs stay below four times. One spike is clipped and harmless; several turn the policy around.",
         "the gradient has had spikes of more than ten times its usual norm (policy/grad_norm); try a lower "
-        "trainer.policy.optimizer.max_grad_norm or a lower learning rate, and look for rewards far from the others",
+        "trainer.policy.optimizer.max_grad_norm or learning rate (in supervised training: those of sft.optimizer), and "
+        "look for rewards or examples far from the others",
     ),
     Rule(
         "useless_critic",
