@@ -161,7 +161,7 @@ def test_a_task_is_checked_with_the_files():
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
-    with pytest.raises(UserError, match="trainer.environments."):
+    with pytest.raises(UserError, match="install the extra `environments`"):
         check_task("chain_sum", {})
 
 
