@@ -13,13 +13,10 @@ import numpy as np
 from trainer.data.datasets import render, render_text
 from trainer.data.limits import TextTooLong, encode
 from trainer.environments.base import Message
-from trainer.environments.rendering import ChatRenderer
+from trainer.environments.rendering import REPLY_MARK, ChatRenderer
 from trainer.episodes import Sample
 from trainer.errors import UserError
 from trainer.generation.engine import Completion
-
-_REPLY = "Reply-7f3a91c4"
-"""Stands for a reply where only the text around it matters."""
 
 
 class Conversation:
@@ -51,7 +48,7 @@ class Conversation:
         self._renderer = renderer
         self._reply_length = 0  # tokens of the last reply
         self.messages: list[Message] = list(messages)
-        self._outline: list[Message] = list(messages)  # with `_REPLY` in place of what the policy said
+        self._outline: list[Message] = list(messages)  # with `REPLY_MARK` in place of what the policy said
         self._earlier: list[Sample] = []
         self._check_roles(messages)
         self._begin(self._whole())
@@ -124,7 +121,7 @@ class Conversation:
 
     def _add_tokens(self, messages: Sequence[Message], max_tokens: int) -> bool:
         added = self._bridge(messages)
-        self._outline += [{"role": "assistant", "content": _REPLY}, *messages]
+        self._outline += [{"role": "assistant", "content": REPLY_MARK}, *messages]
         if added is not None:
             if len(self.token_ids) + len(added) > max_tokens:
                 return False
@@ -148,11 +145,11 @@ class Conversation:
             end = len(self.token_ids) - self._reply_length
             return self._renderer.bridge(self.token_ids[:end], self.token_ids[end:], messages, self.messages)
         before = render_text(self._tokenizer, self._outline, add_generation_prompt=False)
-        reply = {"role": "assistant", "content": _REPLY}
+        reply = {"role": "assistant", "content": REPLY_MARK}
         after = render_text(self._tokenizer, [*self._outline, reply, *messages], add_generation_prompt=True)
         if not after.startswith(before):
             return None
-        _, found, rest = after[len(before) :].partition(_REPLY)
+        _, found, rest = after[len(before) :].partition(REPLY_MARK)
         tokens = encode(self._tokenizer, rest, self._limit)
         return tokens[1:] if found and tokens[:1] == self.token_ids[-1:] else None
 
@@ -173,10 +170,12 @@ def _drops(tokenizer: Any, template: str, role: str) -> bool:
         before = [*before, {"role": "assistant", "content": "y"}]
     after = [{"role": "user", "content": "x"}] if role in ("system", "assistant") else []
     try:
-        text = render_text(tokenizer, [*before, {"role": role, "content": _REPLY}, *after], add_generation_prompt=True)
+        text = render_text(
+            tokenizer, [*before, {"role": role, "content": REPLY_MARK}, *after], add_generation_prompt=True
+        )
     except UserError:  # in this place: the conversation itself is what counts
         return False
-    return _REPLY not in text
+    return REPLY_MARK not in text
 
 
 def sample_of(token_ids: Sequence[int] | np.ndarray, replies: Sequence[tuple[int, Completion]]) -> Sample:

@@ -32,7 +32,8 @@ _TOOL = {
     },
 }
 _USER, _REPLY = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4."}
-_SAID = "Reply-7f3a91c4"
+REPLY_MARK = "Reply-7f3a91c4"
+"""Stands for a reply where only the text around it matters."""
 _PROBES: tuple[tuple[list[Message], list[Any]], ...] = (
     ([_USER], []),
     ([{"role": "system", "content": "Be brief."}, _USER, _REPLY, {"role": "user", "content": "And 3?"}], []),
@@ -250,7 +251,7 @@ def _continues(found: ChatRenderer, tokenizer: Any, calls: list[Message], new: l
     The reply ends with the first stop token behind what it says. A renderer may leave what follows to the template.
     """
     first = with_tools([_USER], [_TOOL])
-    reply: Message = {"role": "assistant", "content": _SAID}
+    reply: Message = {"role": "assistant", "content": REPLY_MARK}
     if calls:
         reply |= {"content": "", "tool_calls": calls}
     try:
@@ -259,7 +260,7 @@ def _continues(found: ChatRenderer, tokenizer: Any, calls: list[Message], new: l
         if len(calls) > 1:  # the format of Llama 3 has one
             return True
         raise
-    last = str(calls[-1]["function"]["arguments"]["a"]) if calls else _SAID
+    last = str(calls[-1]["function"]["arguments"]["a"]) if calls else REPLY_MARK
     said, _, rest = whole.rpartition(last)
     prompt = found.prompt(first)
     begin = tokenizer.decode(prompt)

@@ -69,7 +69,7 @@ def test_names_have_the_characters_that_mlflow_takes(metric, name):
 
 
 def test_a_killed_run_is_continued_and_has_each_step_once(tmp_path, environment):
-    """It starts anew, as MLflow does not know the run that it is told to continue. In the end it fails."""
+    """MLflow does not know the run that is to be continued, so there is a new one. At the end the job fails."""
     run_dir = tmp_path / "run"
     killed = run_python(RUN, str(run_dir), "", "0" * 32, "-1", "0", "5", "kill", env=environment)
     run_id = json.loads(killed.stdout)["mlflow_run_id"]
