@@ -83,8 +83,9 @@ def test_each_command_of_the_pages_works_on_a_run_that_was_killed(tmp_path, shel
         stdout=log.open("w"),
         stderr=subprocess.STDOUT,
     )
-    wait_until(lambda: reached.exists() or killed.poll() is not None)
-    assert reached.exists(), log.read_text()
+    saved = tmp_path / "outputs/mine/checkpoints/global_step_10"
+    wait_until(lambda: (reached.exists() and saved.exists()) or killed.poll() is not None)
+    assert reached.exists() and saved.exists(), log.read_text()
     killed.kill()
     killed.wait()
     wait_until(lambda: left_running(marker) == [])

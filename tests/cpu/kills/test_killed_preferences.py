@@ -29,11 +29,12 @@ def build(path: Path, seed: int = 0) -> None:
     build_tiny(TinyConfig(**size, num_kv_heads=1, seed=seed), str(path))
 
 
-def kill_at_step_4(log: Path, *overrides: str) -> None:
-    """Start a job, and kill it when step 4 is logged. Step 2 is saved."""
-    reached = log.with_name("reached")
+def kill_at_step_4(run: Path, *overrides: str) -> None:
+    """Start a job in the directory `run`, and kill it when step 4 is logged and step 2 is saved."""
+    reached, saved = run.with_name("reached"), run / "checkpoints/global_step_2"
     env = {"TRAINER_FAILPOINT": f"logged,4,{reached}"}
-    assert not run_until(log, *overrides, env=env, kill_when=lambda _: reached.exists())
+    log = run.with_suffix(".log")
+    assert not run_until(log, *overrides, env=env, kill_when=lambda _: reached.exists() and saved.exists())
 
 
 def assert_same_run(killed: Path, whole: Path) -> None:
@@ -61,7 +62,7 @@ def test_preferences_over_pairs_end_as_if_never_killed(tmp_path, capsys):
     assert first["second/loss"] == first["policy/loss"] and last["second/loss"] > last["policy/loss"], "it is slower"
 
     killed = (f"trainer.run_dir={tmp_path}/killed", *base)
-    kill_at_step_4(tmp_path / "killed.log", *killed)
+    kill_at_step_4(tmp_path / "killed", *killed)
     described = "\n".join(diagnose(str(tmp_path / "killed")))
     assert f"of {STEPS} is logged" in described and "trainer.task=" not in described
     assert run_until(tmp_path / "killed.log", *killed)
@@ -85,7 +86,7 @@ def test_a_loss_that_reads_a_teacher_ends_as_if_never_killed(tmp_path):
     assert distances[0] > distances[-1] > 0
 
     log, killed = tmp_path / "killed.log", (f"trainer.run_dir={tmp_path}/killed", *base)
-    kill_at_step_4(log, *killed)
+    kill_at_step_4(tmp_path / "killed", *killed)
     weights = tmp_path / "teacher/model.safetensors"
     weights.rename(tmp_path / "kept")
     shutil.copy(tmp_path / "model/model.safetensors", weights)
