@@ -274,6 +274,17 @@ RULES = (
         "trainer.critic.optimizer.lr, or more trainer.critic.warmup_steps in a new run",
     ),
     Rule(
+        "silent_agents",
+        "environment.name",
+        ("episode/turns/mean",),
+        1,
+        lambda s: s["episode/turns/mean"] == 0 and not s.metrics.get("environment/failures"),
+        "`episode/turns/mean` is 0, and no episode has failed",
+        "An environment always has a reply. Agents that have asked for none may ask elsewhere.",
+        "no agent has asked the policy (episode/turns/mean is 0), so nothing is learnt; let the agent of "
+        "environment.name send its calls to endpoint.base_url",
+    ),
+    Rule(
         "failed_environments",
         "environment.timeout_s",
         ("environment/failures", "perf/samples_per_s", "time/step"),

@@ -36,6 +36,7 @@ START = {
     "rollout/k3_kl": 1e-3,
     "rollout/ess": 0.99,
     "critic/explained_variance": 0.4,
+    "episode/turns/mean": 2.0,
     "environment/failures": 0,
     "reward/failures": 0,
     "perf/samples_per_s": 8.0,
@@ -58,6 +59,7 @@ SICK: dict[str, dict[str, float]] = {
     "kl_explosion": {"policy/kl": 1.1},
     "gradient_spikes": {"policy/grad_norm": 11.0},
     "useless_critic": {"critic/explained_variance": 0.0},
+    "silent_agents": {"episode/turns/mean": 0.0},
     "failed_environments": {"environment/failures": 10},
     "failed_rewards": {"reward/failures": 10},
     "ranks_wait": {"time/rollout": 6.5},
@@ -111,9 +113,8 @@ def test_every_rule_has_a_sick_run_and_reads_metrics_that_are_logged():
     assert mentioned <= KEYS, "keys in the texts exist"
 
 
-@pytest.mark.parametrize(
-    "name", sorted(SICK.keys() - {"slow_rank"})
-)  # that is measured seldom, for half a second each time
+# Left out: what is measured seldom, for half a second each time, and a count that no chance makes 0.
+@pytest.mark.parametrize("name", sorted(SICK.keys() - {"slow_rank", "silent_agents"}))
 def test_a_single_bad_step_is_no_reason(name):
     sick = SICK[name]
     healthy = STALE if name == "stale_rollouts" else {}
@@ -129,6 +130,11 @@ def test_a_solved_task_explains_equal_rewards_and_a_low_entropy(name, solved):
     assert named(rows, {"reward": {"success_threshold": 1.0}}) == []
     rows = history((30, {}), (30, {"reward/zero_std_frac": 1.0} | solved))
     assert named(rows, {"reward": {"success_threshold": 1.0}}) == [("no_signal", (31, 60))], "nothing is left to learn"
+
+
+def test_agents_whose_episodes_failed_may_have_had_no_time_to_ask():
+    silent = SICK["silent_agents"] | {"environment/failures": 1}
+    assert named(history((5, silent))) == []
 
 
 def test_a_validation_counts_until_the_next_one():
