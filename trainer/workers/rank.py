@@ -143,7 +143,8 @@ class Rank:
         """Begin to take the host memory that saves of `roles` need. Only GPUs need it pinned, which takes long."""
         assert self.saver is not None, "connect first"
         if self.device == "cuda":
-            self.saver.reserve({role: self.roles[role].state() for role in roles})
+            with self._memory_snapshots("save"):
+                self.saver.reserve({role: self.roles[role].state() for role in roles})
 
     def begin_save(self, roles: list[str], files: StateFiles) -> None:
         """Take a snapshot of the state of `roles`, and write it through `files` on a thread."""

@@ -292,7 +292,7 @@ def test_mini_batches_are_whole_groups_ordered_by_step_and_epoch(tmp_path):
     assert run_ranks(1, mini_batches, str(tmp_path), [2], cfg=cfg)[0] != resumed
 
 
-@pytest.mark.parametrize("method", ["begin_save", "finish_save", "release_memory"])
+@pytest.mark.parametrize("method", ["prepare_saves", "begin_save", "finish_save", "release_memory"])
 def test_a_rank_that_runs_out_of_memory_outside_of_its_workers_names_the_snapshot(tmp_path, monkeypatch, method):
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -302,9 +302,9 @@ def test_a_rank_that_runs_out_of_memory_outside_of_its_workers_names_the_snapsho
     cfg.trainer.run_dir, cfg.trainer.offload = str(tmp_path), "all"
     rank: Any = Rank(cfg, 0, 1, "cpu")
     rank.device, rank.roles["policy"] = "cuda", SimpleNamespace()
-    rank.saver = SimpleNamespace(begin=fail, finish=fail, wait_until_staged=fail)
+    rank.saver = SimpleNamespace(reserve=fail, begin=fail, finish=fail, wait_until_staged=fail)
     monkeypatch.setattr(rank, "_restore", lambda optimizer: None)
-    arguments = {"begin_save": ([], None)}.get(method, ())
+    arguments = {"prepare_saves": ([],), "begin_save": ([], None)}.get(method, ())
     with pytest.raises(torch.OutOfMemoryError, match="See .*/profile/out_of_memory/[a-z]*_rank_0.pickle"):
         getattr(rank, method)(*arguments)
     assert len([*(tmp_path / "profile/out_of_memory").iterdir()]) == 1
