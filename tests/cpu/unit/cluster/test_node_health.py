@@ -185,7 +185,7 @@ def unreachable(number: int) -> Node:
 def test_if_the_only_other_node_stops_answering_that_node_has_failed():
     with socket.create_server(("127.0.0.1", 0)) as raylet:
         own = Node("own", "127.0.0.1", raylet.getsockname()[1])
-        watch = NodeHealth(limit_s=0.5, local="127.0.0.1")
+        watch = NodeHealth(limit_s=3.0, local="127.0.0.1")
         watch.watch([own, unreachable(1)])
         wait_until(lambda: watch.failed())
         assert set(watch.check()) == {unreachable(1)} and watch.failures("224.0.0.1") == 1
@@ -196,7 +196,7 @@ def test_if_several_other_nodes_stop_answering_this_machine_is_cut_off():
     """The failures of the other nodes are not counted."""
     with socket.create_server(("127.0.0.1", 0)) as raylet:
         own = Node("own", "127.0.0.1", raylet.getsockname()[1])
-        watch = NodeHealth(limit_s=0.5, local="127.0.0.1")
+        watch = NodeHealth(limit_s=3.0, local="127.0.0.1")
         watch.watch([own, unreachable(1), unreachable(2)])
         wait_until(lambda: len(watch.failed()) == 2)
         assert set(watch.check()) == {unreachable(1), unreachable(2)}

@@ -126,7 +126,7 @@ def test_a_call_that_hangs_is_a_failure_and_leaves_the_stacks_of_all(fork_server
     monkeypatch.setattr(time_limits, "POLL_INTERVAL_S", 0.1)
     cfg = settings()
     cfg.trainer.run_dir, cfg.trainer.num_workers = str(tmp_path), 2
-    cfg.trainer.hang_timeout_s, cfg.trainer.heartbeat_timeout_s = (2.0, 300.0) if hang == "waits" else (300.0, 2.0)
+    cfg.trainer.hang_timeout_s, cfg.trainer.heartbeat_timeout_s = (5.0, 300.0) if hang == "waits" else (300.0, 5.0)
     with ProcessCluster(cfg, "cpu", fork_server_process) as cluster:
         group = cluster.launch_ranks("rank", Host, {})
         for _ in range(3):

@@ -260,16 +260,16 @@ def test_the_environments_of_episodes_that_fail_together_are_closed(runner, toke
 def test_an_environment_that_hangs_costs_its_own_episode(tokenizer, schedule):
     rows = {"do": "wait", "at": 2}, {"turns": 3}, {"turns": 1}
     name = "tests.support.environments:AsyncEcho"
-    with runner_of(tokenizer, name=name, schedule=schedule, timeout_s=0.5) as runner:
+    with runner_of(tokenizer, name=name, schedule=schedule, timeout_s=3.0) as runner:
         episodes = run(runner, Policy(tokenizer, "a", "b", "c"), requests_of(*rows))
     assert [(one.status, one.turns) for one in episodes] == [("timeout", 2), ("stop", 3), ("stop", 1)]
-    assert "step took longer than environment.timeout_s=0.5" in episodes[0].failure
+    assert "step took longer than environment.timeout_s=3" in episodes[0].failure
 
 
 def test_environments_that_are_not_tried_any_more_end_their_episodes(tokenizer, schedule, monkeypatch):
     monkeypatch.setattr(limits, "FAILED_TIME_LIMITS", 1)
     rows = [{"do": "hang", "at": 1}] * 4 + [{"turns": 9}]
-    with runner_of(tokenizer, schedule=schedule, timeout_s=0.3, num_processes=1, max_error_rate=1.0) as runner:
+    with runner_of(tokenizer, schedule=schedule, timeout_s=3.0, num_processes=1, max_error_rate=1.0) as runner:
         episodes = run(runner, Policy(tokenizer, "a", "b", "c"), requests_of(*rows))
         again = run(runner, Policy(tokenizer, "a"), requests_of({"turns": 1}))
     assert {one.status for one in episodes[:4]} == {"timeout"} and any("not tried" in one.failure for one in episodes)

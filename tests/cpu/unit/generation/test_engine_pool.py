@@ -80,7 +80,7 @@ def test_a_deterministic_run_gives_requests_to_engines_by_plan(start, monkeypatc
 def test_an_engine_that_never_answers_is_named(start, monkeypatch):
     monkeypatch.setitem(ENGINES, "plain", streaming())
     monkeypatch.setattr(time_limits, "POLL_INTERVAL_S", 0.1)
-    pool, _ = start(num_engines=2, rpc_timeout_s=2.0)
+    pool, _ = start(num_engines=2, rpc_timeout_s=6.0)
     pool.start(version=1, is_initial=True)
     requests = [Request([i, 0], i, SAMPLED) for i in range(3)] + [Request([plain_engine.WAITS, 99], 0, SAMPLED)]
     with pytest.raises(WorkerError, match=r"^engine 1 \(process .*: no result after \d+ s \(trainer.rpc_timeout_s\)"):
