@@ -100,7 +100,11 @@ class ForkServer:
 
     @property
     def is_running(self) -> bool:
-        return is_running(self._process)
+        """Whether the fork server has not ended. Each call of a worker asks, so one system call has to do."""
+        try:
+            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        except ChildProcessError:  # it has been waited for, or another process has started it
+            return is_running(self._process)
 
     def close(self) -> None:
         """Kill the fork server, all workers and all processes that they have started. Wait until they have exited."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -58,6 +59,17 @@ def test_a_worker_has_the_environment_and_directory_at_its_start(server, monkeyp
         assert call(connection, "environment", "WORD") == "of now"
         assert call(connection, "environment", "OTHER") == "own"
         assert os.readlink(f"/proc/{call(connection, 'pid')}/cwd") == str(tmp_path)
+
+
+def test_a_fork_server_has_ended_before_and_after_it_is_waited_for():
+    with ForkServer(["tests.cpu.unit.cluster.hosted"]) as server:
+        with host(server, "one") as connection:
+            pid = call(connection, "parent")
+            assert server.is_running
+            os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: not server.is_running)
+        assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # to ask did not wait for it
+    assert not psutil.pid_exists(pid) and not server.is_running
 
 
 def test_a_worker_imports_from_where_the_driver_imports_at_its_start(server, monkeypatch, tmp_path):
