@@ -21,7 +21,7 @@ from trainer.files.hf_hub import pin
 from trainer.files.shared_memory import clear_abandoned
 from trainer.metrics.prometheus import MetricsServer
 from trainer.models.export import export_target
-from trainer.models.files import resolve_model_path
+from trainer.models.files import import_configs, resolve_model_path
 from trainer.process.startup import importing, stage
 from trainer.reports.report import final_report
 from trainer.run.compatibility import ConfigRefused
@@ -55,6 +55,8 @@ def run_task(task: Task, device: str, early: Early = None) -> None:
             if (port := cfg.logger.prometheus_port) is not None:
                 server = ends.enter_context(MetricsServer(cfg.logger.prometheus_host, port, t.run_name, total))
             ends.callback(clear_abandoned)  # the ranks, which are killed, may keep weights for engines in shared memory
+            with stage("importing transformers"):
+                import_configs()  # while Ray starts; the tokenizers follow while ranks do
             cluster = ends.enter_context(cluster_of(cfg, device, early))
             ends.enter_context(directory.settling())
             watchdog = ends.enter_context(Watchdog(t, cluster))

@@ -154,7 +154,8 @@ def train(cfg: Config) -> float | None:
     """Do what `trainer.task` names; returns `best_value`."""
     with StartUp(cfg.logger.progress):
         refuse_unread(words_given(), cfg)
-        from trainer.cluster.early_start import early_start  # takes a moment, which a refused config need not wait
+        # Takes a moment, which a refused config need not wait.
+        from trainer.cluster.early_start import early_for, early_start
 
         with early_start(cfg, _RANK_MODULES) as early:
             device = prepare(cfg)
@@ -162,7 +163,7 @@ def train(cfg: Config) -> float | None:
                 with importing():
                     from trainer.jobs import run_task
                 task = cfg.task(cfg)
-            run_task(task, device, early)
+            run_task(task, device, early_for(early, device))
     return best_value(cfg)
 
 

@@ -58,8 +58,13 @@ def main() -> None:
 def _start_ray(directory: str, options: dict[str, Any]) -> dict[str, Any]:
     import ray
     from ray._private import utils
+    from ray._private.node import Node
 
     utils.set_sigterm_handler = lambda _: None  # this process has its own
+    # A job uses none of these processes, and each of them imports for half a second.
+    Node.start_monitor = Node.start_log_monitor = lambda _: None
+    if os.environ.get("RAY_USAGE_STATS_ENABLED") != "1":  # it sends the reports, and Ray waits until it has started
+        Node.start_api_server = lambda *_, **__: None
     try:
         ray.init(
             address="local",

@@ -65,6 +65,12 @@ def resolve_model_path(path: str, key: str = POLICY_KEY) -> str:
     return snapshot
 
 
+def import_configs() -> None:
+    """Import the part of transformers that `load_config` needs, which takes about a second."""
+    with importing():
+        from transformers import AutoConfig  # noqa: F401
+
+
 def load_config(model: ModelConfig, path: str, key: str = POLICY_KEY) -> PretrainedConfig:
     """Return the architecture config of the model at `path`, which messages call `key`."""
     with importing():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from trainer.config import RewardConfig
 from trainer.errors import UserError
@@ -16,7 +16,9 @@ from trainer.rewards.terms import Call, RewardFunction, RewardInput
 LOG = logging.getLogger(__name__)
 
 
-def try_rewards(config: RewardConfig, inputs: Sequence[RewardInput], n: int) -> None:
+def try_rewards(
+    config: RewardConfig, inputs: Sequence[RewardInput], n: int, meanwhile: Callable[[], None] = lambda: None
+) -> None:
     """Compute each reward for some inputs, in a process of its own.
 
     A reward may fail for one of them, and a slow one may need longer than its time limit. A warning names a reward that
@@ -25,6 +27,7 @@ def try_rewards(config: RewardConfig, inputs: Sequence[RewardInput], n: int) -> 
     Args:
         inputs: plausible ones, one for each of some rows of the data.
         n: completions in a group.
+        meanwhile: called while the process starts.
 
     Raises:
         UserError: a reward fails for all of them, or takes the answer of a group for a list.
@@ -33,7 +36,7 @@ def try_rewards(config: RewardConfig, inputs: Sequence[RewardInput], n: int) -> 
     n = n if any(function.signature.grouped for function in pool.functions) else 1
     inputs = [item for item in inputs for _ in range(n)]
     with pool:
-        results = _results(pool, inputs, n)
+        results = _results(pool, inputs, n, meanwhile)
         _check_failures(config, results, len(inputs), n)
         useless = [function for function, calls in results.items() if _is_useless(function, calls)]
         if any("answer" in function.signature.names and function.signature.grouped for function in useless):
@@ -56,9 +59,12 @@ def try_rewards(config: RewardConfig, inputs: Sequence[RewardInput], n: int) -> 
         )
 
 
-def _results(pool: RewardPool, inputs: Sequence[RewardInput], n: int) -> dict[RewardFunction, dict[Call, Result]]:
+def _results(
+    pool: RewardPool, inputs: Sequence[RewardInput], n: int, meanwhile: Callable[[], None] = lambda: None
+) -> dict[RewardFunction, dict[Call, Result]]:
     with pool.scoring(n) as session:
         session.add(0, inputs)
+        meanwhile()
         return session.results()
 
 

@@ -17,7 +17,7 @@ from trainer.errors import UserError, as_list, sentences_of
 from trainer.generation.engine_pool import EnginePool
 from trainer.import_utils import import_function
 from trainer.metrics.timing import Timer
-from trainer.models.files import resolve_model_path
+from trainer.models.files import import_configs, resolve_model_path
 from trainer.models.tokenizer import stop_token_ids
 from trainer.process.startup import stage
 from trainer.rewards.functions import REMOTE
@@ -211,4 +211,4 @@ def _try_rewards(cfg: Config) -> None:
         for example in examples
         for chat in [as_messages(example["prompt"], cfg.data.system_prompt)]
     ]
-    try_rewards(cfg.reward, attempts, cfg.rollout.n)
+    try_rewards(cfg.reward, attempts, cfg.rollout.n, meanwhile=import_configs)

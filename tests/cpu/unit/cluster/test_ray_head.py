@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from trainer.cluster.ray_head import _set_environment
 
 
 def environment(tmp_path: Path) -> dict[str, str]:
-    return {**os.environ, "RAY_TMPDIR": "/tmp", "TRAINER_TEST_MARKER": str(tmp_path)}
+    return {**os.environ, "RAY_TMPDIR": "/tmp", "RAY_USAGE_STATS_ENABLED": "0", "TRAINER_TEST_MARKER": str(tmp_path)}
 
 
 def test_each_cluster_has_a_token_of_its_own_and_ignores_other_clusters(monkeypatch):
@@ -69,11 +70,17 @@ def test_a_ray_that_is_closed_while_it_starts_ends_without_a_word(marker, tmp_pa
 
 
 LOSES_SUPERVISOR = """
+import contextlib
 import time
+import psutil
 from trainer.cluster.ray_head import RayHead
 
 local = RayHead("/tmp", 2, 2**27)
 local.connect()
+for child in psutil.Process(local._supervisor.pid).children():
+    with contextlib.suppress(psutil.Error):
+        print(child.name(), *child.cmdline())
+print(flush=True)
 local._supervisor.kill()
 time.sleep(60)
 """
@@ -83,5 +90,8 @@ def test_the_death_of_the_supervisor_ends_the_job_with_one_message(marker, tmp_p
     command = [sys.executable, "-c", LOSES_SUPERVISOR]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path))
     assert done.returncode == 1
+    assert "gcs_server" in done.stdout and "raylet" in done.stdout
+    # Ray would wait for its dashboard. The arguments of the raylet name the agent of the dashboard.
+    assert not re.search(r"monitor\.py|dashboard/dashboard\.py", done.stdout), done.stdout
     assert done.stderr == "error: Ray's supervisor died, and the job with it; restart it with the same command\n"
     wait_until(lambda: left_running(marker) == [])  # workers of Ray end when they notice
