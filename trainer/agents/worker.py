@@ -12,16 +12,15 @@ from urllib.parse import urlsplit
 
 from trainer.environments.agent import AgentResult, Endpoint
 from trainer.environments.base import find_environment
-from trainer.environments.worker import RESERVED, read_numbers
+from trainer.environments.worker import RESERVED, UserObjects, read_numbers
 from trainer.rewards.parsing import read_number
 from trainer.sandbox import limits
-from trainer.sandbox.worker import Handler
 
 RESERVED_METRICS = RESERVED | {"samples", "errors"}
 """Names of metrics that no agent may have."""
 
 
-class AgentHandler(Handler):
+class AgentHandler(UserObjects):
     """Makes the calls `[number, "run", row, seed, endpoint]` of agents, and `[number, "cancel"]`, which ends one.
 
     An agent that is not `async` runs in a thread. Nothing can end a thread: after `cancel`, nobody waits for it. If an
@@ -31,9 +30,8 @@ class AgentHandler(Handler):
     is_concurrent = True
 
     def __init__(self, name: str, options: dict[str, Any]):
-        kind = find_environment(name)
+        super().__init__(find_environment(name), options)
         _reach_without_proxy("127.0.0.1", "localhost")
-        self._make = lambda: kind(**options)
         self._running: dict[int, asyncio.Task[Any]] = {}
         self._threads = ThreadPoolExecutor(limits.MAX_ASYNC_SESSIONS, "agent")
         self._left: set[Future[Any]] = set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainer.environments.base import METHODS, StepResult, find_environment
@@ -25,7 +25,30 @@ def largest_message(most_characters: int) -> int:
     return 12 * most_characters + 2 * MAX_MESSAGE_EXTRAS
 
 
-class EnvironmentHandler(Handler):
+class UserObjects(Handler):
+    """Makes an object of the user's class for each episode. A base class."""
+
+    def __init__(self, kind: Callable[..., Any], options: Mapping[str, Any]):
+        self._kind = kind
+        self._options = options
+
+    def _make(self) -> Any:
+        try:
+            return self._kind(**self._options)
+        except BaseException as error:  # whatever user code raises
+            raise _NotMadeError from error
+
+    def describe(self, error: BaseException, call: list[Any]) -> str:
+        if isinstance(error, _NotMadeError) and error.__cause__ is not None:
+            return f"was not called, because __init__ {super().describe(error.__cause__, call)}"
+        return super().describe(error, call)
+
+
+class _NotMadeError(Exception):
+    """The class of the user has raised, its cause, when it was to make an object."""
+
+
+class EnvironmentHandler(UserObjects):
     """Makes the calls `[environment, method, *arguments]` of environments, which are numbers here.
 
     Methods are `reset` (with row and seed), `step` (with a message) and `close`. The first two return the fields of a
@@ -39,7 +62,7 @@ class EnvironmentHandler(Handler):
         methods = (getattr(kind, method, None) for method in METHODS)
         self.is_concurrent = any(map(inspect.iscoroutinefunction, methods))
         self.in_turn = not self.is_concurrent
-        self._make = lambda: kind(**options)
+        super().__init__(kind, options)
         self._timeout_s = timeout_s
         self._most_characters = most_characters
         self._environments: dict[int, Any] = {}

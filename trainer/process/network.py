@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 IDLE_S = 60.0
-"""Seconds after which a server closes a connection that has sent no whole head of a request."""
+"""Seconds after which a server closes a connection: one that has sent no whole head of a request, and one that still
+sends the body of a request that has its answer."""
 
 
 def use_network_of(address: str, environment: MutableMapping[str, str]) -> None:
@@ -57,8 +58,11 @@ def app_runner(app: web.Application) -> web.AppRunner:
     """Return what serves an application.
 
     A handler is cancelled when its client is gone. Connections without a request are closed: clients that open many and
-    send nothing must not keep others away.
+    send nothing must not keep others away. The rest of a refused body is read and dropped: many clients send all of it
+    before they read the answer, and see a reset connection if the server closes earlier.
     """
     from aiohttp import web
 
-    return web.AppRunner(app, handler_cancellation=True, access_log=None, keepalive_timeout=IDLE_S)
+    return web.AppRunner(
+        app, handler_cancellation=True, access_log=None, keepalive_timeout=IDLE_S, lingering_time=IDLE_S
+    )

@@ -7,6 +7,8 @@ import json
 import queue
 import socket
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -124,6 +126,14 @@ def test_bad_requests_get_an_error_that_clients_do_not_repeat(served):
     with pytest.raises(openai.BadRequestError, match="environment.max_turns=5"):
         served.client.chat.completions.create(model="policy", messages=SAID)
     assert len(served.policy.asked) == 5
+
+
+@pytest.mark.parametrize("path, status", [("/chat/completions", 413), ("/completions", 404)])
+def test_a_client_that_sends_all_of_a_huge_body_first_gets_the_answer(served, path, status):
+    request = urllib.request.Request(served.url + path, data=b" " * 100_000_000)
+    with pytest.raises(urllib.error.HTTPError) as refusal:
+        urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=300)
+    assert refusal.value.code == status and json.load(refusal.value)["error"]["message"]
 
 
 def test_after_the_end_calls_are_refused(server, served):

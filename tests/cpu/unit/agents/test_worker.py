@@ -59,6 +59,13 @@ def test_what_is_no_result_is_refused(value, problem):
         run(value)
 
 
+def test_an_error_in_init_is_not_that_of_run():
+    handler, call = AgentHandler("tests.support.agents:Returns", {"wrong": 1}), [0, "run", {"value": 1}, 3, ENDPOINT]
+    with pytest.raises(Exception) as raised:
+        asyncio.run(handler.compute(call))
+    assert handler.describe(raised.value, call).startswith("was not called, because __init__ raised TypeError: ")
+
+
 class Async:
     cancelled = 0
 

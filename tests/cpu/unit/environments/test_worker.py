@@ -86,6 +86,15 @@ def test_environments_have_their_options_and_are_closed_once():
     assert Scripted.closed == ["two", "two"]
 
 
+def test_an_error_in_init_is_not_that_of_the_first_method():
+    ours, call = handler(wrong="x"), [0, "reset", {}, 0]
+    with pytest.raises(Exception) as raised:
+        asyncio.run(ours.compute(call))
+    said = ours.describe(raised.value, call)
+    assert said.startswith("was not called, because __init__ raised TypeError: ") and "'wrong'" in said
+    assert ours.describe(ValueError("no"), call) == "raised ValueError: no"
+
+
 @pytest.mark.parametrize(
     ("messages", "error"),
     [
