@@ -279,8 +279,9 @@ def _print_table(rows: list[dict[str, Any]], keys: list[str]) -> None:
 
     table = Table()
     lasts = [key.rpartition(".")[2] for key in keys]
-    # A long name makes a wide column: the last word stands for the key if it is the only such key.
-    short = {key: last if lasts.count(last) == 1 else key for key, last in zip(keys, lasts, strict=True)}
+    # A long name makes a wide column: the last word stands for the key if no other column has it.
+    taken = [*lasts, *rows[0]]
+    short = {key: last if taken.count(last) == 1 else key for key, last in zip(keys, lasts, strict=True)}
     texts = {"run", *keys}
     for name in rows[0]:
         title = Text(escape(short.get(name, name), lines=False))

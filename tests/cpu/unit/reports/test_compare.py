@@ -15,7 +15,7 @@ import yaml
 
 from trainer.config import compose
 from trainer.main import best_value
-from trainer.reports.compare import main
+from trainer.reports.compare import _print_table, main
 
 ROOT = Path(__file__).parents[4]
 
@@ -47,6 +47,12 @@ def test_the_table_has_differing_keys_best_and_last_values_and_steps_with_the_be
         ["worse", "0.5", "0.5", "1", "0.125", "2"],
     ]
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_key_whose_last_word_is_another_column_keeps_its_name(capsys):
+    _print_table([{"run": "one", "sft.steps": 400, "policy.lr": 0.5, "steps": 2}], ["sft.steps", "policy.lr"])
+    titles = capsys.readouterr().out.splitlines()[1]
+    assert [title.strip() for title in titles.strip("┃").split("┃")] == ["run", "sft.steps", "lr", "steps"]
 
 
 def test_a_lower_value_is_better_with_best_mode_min(tmp_path, capsys):
