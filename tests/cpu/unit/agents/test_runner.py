@@ -29,7 +29,7 @@ def runner_of(tokenizer: Any, name: str, max_prompt_tokens: int = 200, **config:
     cfg.trainer.seed = 3
     cfg.rollout.max_prompt_tokens = max_prompt_tokens
     cfg.rollout.temperature = SAMPLED.temperature
-    settings = {"timeout_s": 20.0, "max_turns": 4, "max_error_rate": 1.0, **config}
+    settings = {"timeout_s": 120.0, "max_turns": 4, "max_error_rate": 1.0, **config}
     cfg.environment = EnvironmentConfig(name=f"{AGENTS}:{name}", **settings)
     with AgentRunner(cfg, tokenizer) as runner:
         yield runner
