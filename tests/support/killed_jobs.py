@@ -121,6 +121,8 @@ def run_killed(log: Path, *overrides: str, seed: str, seconds: float) -> int:
         seconds: that the job takes uninterrupted.
     """
     kills, moments = 0, random.Random(seed)
+    run_dir = next(word.removeprefix("trainer.run_dir=") for word in overrides if word.startswith("trainer.run_dir="))
+    saved = Path(run_dir) / "checkpoints/global_step_2"  # the first kill is no resume without it
     for attempt, place in enumerate(["logged,3", "save:published,1", ""]):
         reached, moment = log.parent / f"reached{attempt}", moments.uniform(0.4, 0.8) * seconds
         env = {"TRAINER_FAILPOINT": f"{place},{reached}"} if place else {}
@@ -128,7 +130,7 @@ def run_killed(log: Path, *overrides: str, seed: str, seconds: float) -> int:
             log,
             *overrides,
             env=env,
-            kill_when=lambda passed, r=reached, m=moment, p=place: r.exists() if p else passed > m,
+            kill_when=lambda passed, r=reached, m=moment, p=place: r.exists() and saved.exists() if p else passed > m,
         )
     assert run_until(log, *overrides)
     return kills
