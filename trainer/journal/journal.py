@@ -201,6 +201,11 @@ class Journal:
         with self._replaying:
             return self._has_all.get(step, False)
 
+    def prepare(self) -> None:
+        """Begin to import what writes records, while this thread waits for others."""
+        if self.is_on:
+            self._writer.prepare()
+
     def add(
         self,
         step: int,
@@ -380,6 +385,11 @@ class _Writer:
         self._lost: UserError | None = None
         self._thread: threading.Thread | None = None
 
+    def prepare(self) -> None:
+        """Start the thread, and let it import what it writes with."""
+        with self._condition:
+            self._begin()
+
     def add(self, step: int, groups: Mapping[str, Sequence[Episode]], about: dict[str, str]) -> None:
         with self._condition:
             if self._is_stopped or self._is_closed:
@@ -441,6 +451,7 @@ class _Writer:
         self._condition.notify_all()
 
     def _run(self) -> None:
+        encode_groups(0, {}, {})  # imports the format, which takes half a second: a step need not wait for it
         while True:
             with self._condition:
                 self._condition.wait_for(lambda: self._queue or self._is_closed)

@@ -166,6 +166,7 @@ def make_trainer(
             server,
         )
         trainer.load_data()
+    journal.prepare()  # from here on, the driver waits for the ranks
     if ingredients.waits:
         with stage("starting ranks and engines, and reading the model's files"):
             for wait in ingredients.waits:

@@ -33,15 +33,12 @@ def trials(directory: Path) -> list[tuple]:
 
 
 def test_a_killed_sweep_resumes_the_interrupted_job_and_runs_no_finished_job_again(tmp_path):
-    """SIGKILL of all processes when the second of two jobs has saved its first step."""
-    directory = tmp_path / "outputs/default"
-    process = start_forked_job(*SWEEP, cwd=tmp_path, log=tmp_path / "log")
-
-    def second_has_saved() -> bool:
-        saved = list(directory.glob("trainer*/checkpoints/global_step_1"))
-        return len(saved) == 2 or process.poll() is not None
-
-    wait_until(second_has_saved)
+    """SIGKILL of all processes when the second of two jobs has saved, which then waits for its end."""
+    directory, reached = tmp_path / "outputs/default", tmp_path / "reached"
+    # The first job has saved 3 steps, and also the model of the warm start if the cache had none.
+    env = {"TRAINER_FAILPOINT": f"save:published,5,{reached}"}
+    process = start_forked_job(*SWEEP, cwd=tmp_path, env=env, log=tmp_path / "log")
+    wait_until(lambda: reached.exists() or process.poll() is not None)
     process.kill_group()
     assert process.wait() == -signal.SIGKILL, (tmp_path / "log").read_text()
     (first_line, *_), before = trials(directory), {path.name for path in directory.glob("trainer*")}
