@@ -55,8 +55,8 @@ class _Past:
     def __init__(self) -> None:
         self._first: dict[str, list[float]] = {}
         self._recent: dict[str, deque[float]] = {}
-        self.accuracy = 0.0
-        """The last validation accuracy."""
+        self.accuracy = self.best_accuracy = 0.0
+        """The last and the highest validation accuracy."""
 
     def add(self, row: Mapping[str, float]) -> None:
         for name, value in row.items():
@@ -65,6 +65,7 @@ class _Past:
                 first.append(value)
             self._recent.setdefault(name, deque(maxlen=_RECENT)).append(value)
         self.accuracy = row.get(ACCURACY, self.accuracy)
+        self.best_accuracy = max(self.accuracy, self.best_accuracy)
 
     def start(self, name: str) -> float | None:
         """Return the median of the first steps; None: there are too few."""
@@ -238,6 +239,17 @@ RULES = (
         "Healthy runs with `rollout.ahead=1` fall below 0.5 for single steps, not for several in a row.",
         "older weights have sampled the rollouts, and less than half of the tokens count (rollout/ess is below 0.5); "
         "try a smaller rollout.ahead, or a lower learning rate",
+    ),
+    Rule(
+        "falling_accuracy",
+        "trainer.policy.optimizer.lr",
+        (ACCURACY,),
+        1,
+        lambda s: s[ACCURACY] < s.past.best_accuracy / 2 and s[ACCURACY] < s.past.best_accuracy - 0.2,
+        f"`{ACCURACY}` is below half of the highest one so far, and more than 0.2 lower",
+        "Healthy runs lose at most a quarter for a while. One validation says enough: it is a mean over many prompts.",
+        f"the policy answers less than half as many validation prompts as before ({ACCURACY}); try a lower "
+        "trainer.policy.optimizer.lr or a smaller rollout.ahead, from a checkpoint before that (trainer.resume_path)",
     ),
     Rule(
         "kl_explosion",

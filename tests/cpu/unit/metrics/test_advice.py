@@ -56,6 +56,7 @@ SICK: dict[str, dict[str, float]] = {
     "truncated": {"response_length/clip_ratio": 0.6},
     "mismatch": {"rollout/k3_kl": 0.02},
     "stale_rollouts": {"rollout/ess": 0.4} | STALE,
+    "falling_accuracy": {"val/accuracy": 0.25},
     "kl_explosion": {"policy/kl": 1.1},
     "gradient_spikes": {"policy/grad_norm": 11.0},
     "useless_critic": {"critic/explained_variance": 0.0},
@@ -66,6 +67,8 @@ SICK: dict[str, dict[str, float]] = {
     "engines_wait": {"time/wait_weights": 6.5},
     "slow_rank": {"perf/slowest_rank": 0.6},
 }
+# What a step before it has beside the healthy values.
+BEFORE: dict[str, dict[str, float]] = {"stale_rollouts": STALE, "falling_accuracy": {"val/accuracy": 0.55}}
 
 
 def history(*parts: tuple[int, dict[str, float]]) -> list[dict]:
@@ -93,7 +96,7 @@ def test_a_sick_run_gets_the_advice_once_with_a_key_that_exists(rule):
         sick, config = {"reward/std": 5e-17}, {"algorithm": {"advantage_estimator": "gae"}}
     else:
         sick, config = SICK[rule.name], None
-    healthy = STALE if rule.name == "stale_rollouts" else {}
+    healthy = BEFORE.get(rule.name, {})
     needed = 3 if rule.name == "gradient_spikes" else rule.steps  # three spikes are one finding
     rows = history((30, healthy), (needed, sick), (5, sick))
     assert named(rows[: 30 + needed - 1], config) == [], "the first steps may be chance"
@@ -113,11 +116,12 @@ def test_every_rule_has_a_sick_run_and_reads_metrics_that_are_logged():
     assert mentioned <= KEYS, "keys in the texts exist"
 
 
-# Left out: what is measured seldom, for half a second each time, and a count that no chance makes 0.
-@pytest.mark.parametrize("name", sorted(SICK.keys() - {"slow_rank", "silent_agents"}))
+# Left out: what is measured seldom, for half a second each time or over many prompts, and a count that no chance
+# makes 0.
+@pytest.mark.parametrize("name", sorted(SICK.keys() - {"slow_rank", "falling_accuracy", "silent_agents"}))
 def test_a_single_bad_step_is_no_reason(name):
     sick = SICK[name]
-    healthy = STALE if name == "stale_rollouts" else {}
+    healthy = BEFORE.get(name, {})
     assert named(history((30, healthy), (1, sick), (30, healthy))) == []
 
 
@@ -142,6 +146,15 @@ def test_a_validation_counts_until_the_next_one():
     assert named(measured) == []
     measured[40]["val/accuracy"] = 0.5
     assert named(measured) == [("entropy_collapse", (41, 51))]
+
+
+def test_accuracy_is_compared_with_the_highest_one_and_steps_without_a_validation_do_not_count():
+    fallen = history(
+        (5, {"val/accuracy": 0.4}), (1, {"val/accuracy": 0.8}), (4, {}), (1, {"val/accuracy": 0.39}), (4, {})
+    )
+    assert named(fallen) == [("falling_accuracy", (11, 11))]
+    assert named(history((5, {"val/accuracy": 0.8}), (5, {"val/accuracy": 0.41}))) == [], "more than half is left"
+    assert named(history((5, {"val/accuracy": 0.2}), (5, {"val/accuracy": 0.0}))) == [], "of few prompts, by chance"
 
 
 def test_responses_may_grow_while_rewards_rise():
