@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 from collections.abc import Mapping, Sequence
+from json.encoder import encode_basestring_ascii as quote
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,7 +53,8 @@ _TEXTS = ("group", "uid", "answer", "status", "failure")
 _PLAIN = (*_TEXTS, "turns", "reward", "baseline")
 _JSON = ("messages", "rewards", "metrics")
 _ESCAPE = "\0json "
-_encode_message = json.JSONEncoder(default=str).encode  # as text: times and decimals of Parquet files
+_TEXT = {str}
+_encode_any = json.JSONEncoder(default=str).encode  # as text: times and decimals of Parquet files
 
 
 def encode_groups(step: int, groups: Mapping[str, Sequence[Episode]], about: Mapping[str, str]) -> bytes:
@@ -167,6 +169,13 @@ def unescaped(text: str) -> str:
 
 def _as_json(value: Mapping[str, Any]) -> str:
     return json.dumps(dict(value)) if value else "{}"
+
+
+def _encode_message(message: Mapping[str, Any]) -> str:
+    # Most have texts alone. These take half the time when nobody looks for other values in them.
+    if {*map(type, message), *map(type, message.values())} <= _TEXT:
+        return "{" + ", ".join([f"{quote(key)}: {quote(text)}" for key, text in message.items()]) + "}"
+    return _encode_any(message)
 
 
 def _messages_column(episodes: Sequence[Episode]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -104,4 +103,4 @@ def content_of(group: Sequence[RolloutRequest]) -> tuple[Any, ...]:
     """Return what decides the episodes of a group besides the step, the weights and the config."""
     prompt = group[0].prompt
     content = digest_rows([prompt.row], prompt.token_ids, prompt.text, prompt.answer, prompt.messages)
-    return group[0].group, [request.number for request in group], dataclasses.astuple(group[0].sampling), content
+    return group[0].group, [request.number for request in group], tuple(vars(group[0].sampling).values()), content

@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import io
 import itertools
+import json
 import struct
 from typing import Any
 
@@ -137,6 +138,13 @@ def test_values_of_messages_that_are_no_json_become_text():
     message = {"role": "user", "content": "a", "time": datetime.datetime(2026, 1, 2)}
     found, _ = decode_groups(encode_groups(1, {"g": [Episode("u", "g", [], messages=[message])]}, {}))
     assert found["g"][0].messages == [{**message, "time": "2026-01-02 00:00:00"}]
+
+
+@given(st.dictionaries(st.text(max_size=4) | st.integers(0, 9), st.text(max_size=9) | json_values, max_size=3))
+def test_messages_are_stored_as_the_json_library_writes_them(message):
+    file = encode(1, [Episode("u", "g", [], messages=[message])])
+    stored = pyarrow.feather.read_table(io.BytesIO(file)).column("messages").to_pylist()
+    assert stored == [json.dumps([message])]
 
 
 def test_a_message_with_keys_that_are_no_text_is_refused():
