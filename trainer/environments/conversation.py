@@ -18,6 +18,9 @@ from trainer.episodes import Sample
 from trainer.errors import UserError
 from trainer.generation.engine import Completion
 
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles of chats that any template may write without naming them."""
+
 
 class Conversation:
     """The messages of an episode, and their tokens.
@@ -54,16 +57,24 @@ class Conversation:
         self._begin(self._whole())
 
     def _check_roles(self, messages: Sequence[Message]) -> None:
-        """Check that the template writes what messages of these roles say.
+        """Check that the template knows the roles of messages, and writes what these say.
+
+        With a renderer, too, the template writes all that does not just follow a reply.
 
         Raises:
-            UserError: it drops them.
+            UserError: it drops them, or would write a role that neither it nor other models have.
         """
-        for role in {message["role"] for message in messages} if self._renderer is None else ():
-            if _drops(self._tokenizer, self._tokenizer.chat_template, role):
+        template = self._tokenizer.chat_template
+        for role in {message["role"] for message in messages}:
+            in_use = f"the chat template in use (that of {self._tokenizer.name_or_path}, if the key is not set)"
+            if role not in _ROLES and not any(quoted in str(template) for quoted in (f"'{role}'", f'"{role}"')):
                 raise UserError(
-                    f"model.chat_template: the chat template in use (that of {self._tokenizer.name_or_path}, if the "
-                    f"key is not set) drops messages of the role {role}, which the policy would not see"
+                    f"model.chat_template: {in_use} does not name the role {role} of a message; use one of "
+                    f"{', '.join(_ROLES)}"
+                )
+            if _drops(self._tokenizer, template, role):
+                raise UserError(
+                    f"model.chat_template: {in_use} drops messages of the role {role}, which the policy would not see"
                 )
 
     def _whole(self) -> list[int]:

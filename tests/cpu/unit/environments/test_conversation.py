@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.chat_templates import LAST_USER, SPECIAL, TEMPLATES
 from trainer.environments.conversation import Conversation
+from trainer.errors import UserError
 from trainer.generation.engine import Completion
 from trainer.models.tokenizer import load_tokenizer
 
@@ -41,6 +42,26 @@ def user(*texts: str, role: str = "user") -> list[dict[str, str]]:
 def completion(tokenizer: Any, text: str, version: int = 1) -> Completion:
     tokens = tokenizer.encode(text, add_special_tokens=False)
     return Completion(tokens, [-0.5 - i for i in range(len(tokens))], "stop", version)
+
+
+@pytest.mark.parametrize("name", ["embedded", *TEMPLATES])
+@pytest.mark.parametrize("role", ["wizard", "User"])
+def test_messages_of_an_unknown_role_are_refused(tokenizer, name, role):
+    """A template may write any role (that of the built-in model, plain ChatML), or raise, or leave the message out."""
+    stop = with_template(tokenizer, name)
+    with pytest.raises(UserError, match=rf"role {role}|refuse"):
+        Conversation(tokenizer, user("hé?", role=role))
+    conversation = Conversation(tokenizer, user("hé?"))
+    conversation.add_reply(completion(tokenizer, f"one{stop}"))
+    with pytest.raises(UserError, match=rf"role {role}|refuse"):
+        conversation.add_messages(user("And 2?", role=role), LONG)
+
+
+def test_a_role_that_the_template_names_is_known(tokenizer):
+    names = "{{ 'fn' if m.role == 'function' else m.role }}"
+    tokenizer.chat_template = f"{{% for m in messages %}}[{names}]{{{{ m.content }}}}{{% endfor %}}"
+    conversation = Conversation(tokenizer, user("hé?") + user("7", role="function"))
+    assert tokenizer.decode(conversation.token_ids) == "[user]hé?[fn]7"
 
 
 @pytest.mark.parametrize("name", ["embedded", *TEMPLATES])

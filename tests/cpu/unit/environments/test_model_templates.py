@@ -180,3 +180,16 @@ def test_a_template_that_drops_messages_is_refused(role):
     conversation.add_reply(sampled(tokenizer, "call<|im_end|>"))
     with pytest.raises(UserError, match=f"drops messages of the role {role}"):
         conversation.add_messages([message], LONG)
+
+
+@pytest.mark.parametrize("role", ["User", "function"])
+def test_a_renderer_does_not_let_messages_of_an_unknown_role_vanish(known, role):
+    """The templates of Qwen3 and GLM write nothing of them."""
+    tokenizer, renderer = known
+    message = {"role": role, "content": "7"}
+    with pytest.raises(UserError, match="role"):
+        Conversation(tokenizer, [USER_ASKS, message], LONG, renderer)
+    conversation = Conversation(tokenizer, [USER_ASKS], LONG, renderer)
+    conversation.add_reply(sampled(tokenizer, "4<|im_end|>" if "<|im_end|>" in tokenizer.get_vocab() else "4<|user|>"))
+    with pytest.raises(UserError, match="role"):
+        conversation.add_messages([message], LONG)
