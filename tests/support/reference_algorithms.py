@@ -81,8 +81,9 @@ def reinforce_plus_plus_baseline(rewards, ids):
     return whiten(grpo(rewards, ids, normalize_std=False), 1e-8)
 
 
-def remax(rewards, ids, baselines, gamma):
-    return [[g - b for g in row] for row, b in zip(to_go(rewards, gamma), baselines, strict=True)]
+def remax(rewards, ids, baselines, gamma, normalize_std=False):
+    out = [[g - b for g in row] for row, b in zip(to_go(rewards, gamma), baselines, strict=True)]
+    return whiten(out, 1e-8) if normalize_std else out
 
 
 def maxrl(rewards, ids):

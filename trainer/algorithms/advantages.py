@@ -134,18 +134,29 @@ def reinforce_plus_plus_baseline(
 
 @torch.no_grad()
 def remax(
-    rewards: Tensor, mask: Tensor, group_ids: Tensor, *, baselines: Tensor, gamma: float = 1.0
+    rewards: Tensor,
+    mask: Tensor,
+    group_ids: Tensor,
+    *,
+    baselines: Tensor,
+    gamma: float = 1.0,
+    normalize_std: bool = False,
+    eps: float = 1e-8,
 ) -> tuple[Tensor, Tensor]:
     """ReMax (Li et al., 2023): the reward to go minus the reward of the prompt's greedy completion.
 
+    A greedy completion is better than most samples. So most advantages are negative, unless they are whitened.
+
     Args:
         baselines: `(B,)`, the reward of the greedy completion of each row's prompt.
+        normalize_std: whiten the advantages over all completion tokens of the batch.
 
     Returns:
         the advantages, and the reward to go.
     """
     returns, baselines = at_least_float32(_reward_to_go(rewards, mask, gamma), baselines)
-    return masked(returns - baselines.unsqueeze(-1), mask), returns
+    advantages = masked(returns - baselines.unsqueeze(-1), mask)
+    return (_whiten(advantages, mask, eps) if normalize_std else advantages), returns
 
 
 @compares_completions

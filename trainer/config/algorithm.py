@@ -50,8 +50,8 @@ class AlgorithmConfig(Section):
     """`gae` (with a critic), `reward`, `grpo`, `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `remax`,
     `maxrl`, `opo`, `grpo_passk` (see docs/algorithms.md), or an import path `package.module:function`."""
     normalize_std: bool | None = option(ESTIMATOR)
-    """`grpo`: divide by the standard deviation of the group. `gae`: whiten over the batch. null: the function's
-    default."""
+    """`grpo`: divide by the standard deviation of the group. `gae`, `remax`: whiten over the batch. null: the
+    function's default."""
     gamma: float | None = option(ESTIMATOR, at_least=0, at_most=1)
     """`gae`, `reinforce_plus_plus`, `remax`: discount."""
     lam: float | None = option(ESTIMATOR, at_least=0, at_most=1)

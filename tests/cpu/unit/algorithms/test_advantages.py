@@ -48,6 +48,7 @@ TOKENS = torch.tensor([1, 5, 3, 2, 4, 2, 5, 1, 3])
         ("reinforce_plus_plus", {"gamma": 0.9}),
         ("reinforce_plus_plus_baseline", {}),
         ("remax", {"gamma": 0.9}),
+        ("remax", {"gamma": 0.9, "normalize_std": True}),
         ("maxrl", {}),
         ("opo", {}),
         ("grpo_passk", {"pass_k": 1}),
