@@ -31,7 +31,8 @@ class Replies:
 
     def __init__(self, tokenizer: Any, reply: Callable[[str, int, Sampling], str]):
         self._tokenizer, self._reply = tokenizer, reply
-        self.awake, self.repeats, self.pauses = contextlib.nullcontext, True, Pauses()
+        self.awake, self.pauses = contextlib.nullcontext, Pauses()
+        self.repeats, self.needs_company = True, False
         self.seeds: list[int] = []
         self._lock = threading.Lock()  # one thread at a time may use the tokenizer
         self.samplings: list[Sampling] = []

@@ -44,15 +44,15 @@ class EngineSpec:
     tensor_parallel: bool = False
     """One engine can run on several GPUs."""
     streaming: bool = False
-    """It takes more requests while it generates, and returns each completion as it is complete (`step`). false: the
-    last bits of log-probs may depend on the batch, so what is missing of a batch after a kill is generated with it."""
+    """It takes more requests while it generates, and returns each completion as it is complete (`step`)."""
     in_flight: bool = False
     """A streaming engine that takes new weights between two tokens, and keeps the requests that it generates
     (`interrupt`, and `running="keep"`)."""
     joins_exactly: bool = False
     """A streaming engine that gives a request the same tokens and log-probs, to the last bit, whichever requests join
     or leave while it is generated, if `repeats` holds. Its constructor gets `joins=True` where requests join at any
-    time. false: such a run is not compared bit for bit when it resumes."""
+    time. false: such a run is not compared bit for bit when it resumes, and what is missing of a batch after a kill is
+    generated with the whole batch."""
     joins_exactly_if: str | None = None
     """Import path of a function `(rollout, device, model)` that says whether `joins_exactly` holds for the settings of
     engines (`RolloutConfig`), their device and the config of the model. None: always."""

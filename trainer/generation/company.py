@@ -1,7 +1,8 @@
 """Whether vLLM can always generate a sequence beside another one.
 
-On CPU, vLLM computes a batch of one sequence by other kernels, which round in another way. Where requests join at any
-time, time would decide which tokens are computed alone (see `trainer.generation.vllm_engine`).
+On CPU, vLLM computes a batch of one sequence by other kernels, which round in another way. So an engine generates a
+second sequence beside one that would be alone (see `trainer.generation.vllm_engine`). Otherwise the requests that run
+together would decide the last bits: after a kill those that are missing, and time where requests join others.
 """
 
 from __future__ import annotations

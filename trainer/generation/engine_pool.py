@@ -150,6 +150,11 @@ class EnginePool:
             return False
         return self._spec.repeats and (self._cluster.device == "cpu" or self._cfg.trainer.deterministic)
 
+    @property
+    def needs_company(self) -> bool:
+        """Whether a request gets the same last bits again only beside the same requests (see `repeats`)."""
+        return self.repeats and not self._joins_exactly
+
     @functools.cached_property
     def _joins_exactly(self) -> bool:
         rule, cfg = self._spec.joins_exactly_if, self._cfg

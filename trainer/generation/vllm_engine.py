@@ -91,7 +91,7 @@ class VLLMEngine:
         self._companion: str | None = None
         """The name of a request that nobody waits for (see `_accompany`)."""
         self._longest = rollout.max_response_tokens
-        self._accompanies = joins and device == "cpu" and rollout.max_num_seqs > 1
+        self._accompanies = device == "cpu" and rollout.max_num_seqs > 1
         self._source: Broadcast | Ipc | None = None
         self._adapter: LoRARequest | None = None
         self._profile_dir, self._profile_name = profile_dir, ""
@@ -159,7 +159,7 @@ class VLLMEngine:
         """Generate something beside a request that is alone.
 
         On CPU, a batch of one token is computed by other kernels, which round in another way. Whether a request is ever
-        alone depends on time where requests join others.
+        alone depends on time where requests join others, and on what is left to generate after a kill or a lost engine.
         """
         from vllm import SamplingParams
 

@@ -72,6 +72,8 @@ class JobRoutes:
     def __init__(self, app: Any):
         self._app = app
         self._running: set[asyncio.Future[Any]] = set()
+        self._companion: asyncio.Future[Any] | None = None
+        """Of a request that nobody waits for (see `_accompany`)."""
         self._admission = asyncio.Lock()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -140,9 +142,37 @@ class JobRoutes:
                     task = asyncio.ensure_future(self._wait_for(engine, outputs))
                     tasks[task] = number
                     self._running.add(task)
-                    task.add_done_callback(self._running.discard)
+                    task.add_done_callback(self._forget)
+                await self._accompany(engine)
             finally:
                 await engine.engine_core.resume_scheduler_async()
+
+    async def _accompany(self, engine: Any) -> None:
+        """Generate something beside the requests of jobs on CPU, where one that is alone has other last bits.
+
+        It is as long as a request can be, so it outlasts all that run. Being the newest, it also leaves a cache that is
+        full before they do.
+        """
+        from vllm import SamplingParams
+
+        config = engine.vllm_config
+        if config.device_config.device_type != "cpu" or config.scheduler_config.max_num_seqs < 2:
+            return
+        self._end_companion()
+        longest = config.model_config.max_model_len - 1
+        params = SamplingParams(temperature=0.0, max_tokens=longest, ignore_eos=True, detokenize=False)
+        outputs = await engine.add_request(uuid.uuid4().hex, {"prompt_token_ids": [0]}, params)
+        self._companion = asyncio.ensure_future(self._wait_for(engine, outputs))
+
+    def _end_companion(self) -> None:
+        if self._companion is not None:
+            self._companion.cancel()
+            self._companion = None
+
+    def _forget(self, task: asyncio.Future[Any]) -> None:
+        self._running.discard(task)
+        if not self._running:
+            self._end_companion()
 
     async def _wait_for(self, engine: Any, outputs: Any) -> Any:
         """Return the last output of a request; abort the request if nobody waits for it any more."""

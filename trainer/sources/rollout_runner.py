@@ -202,12 +202,13 @@ class RolloutRunner:
     def _ended(self, recorded: RecordedGroups, progress: BatchProgress, is_last: bool) -> Iterator[dict[int, Episode]]:
         """Yield the missing episodes as they end, by their indices in `missing`."""
         is_partial = 0 < len(recorded.missing) < len(recorded.requests)
-        needs_company = is_partial and self.engines.repeats and not self.cfg.engine.streaming
+        needs_company = is_partial and self.engines.needs_company
         requests, stream = recorded.missing, self.engines.stream
         if needs_company:
             requests = recorded.requests
             turns = any(self.routes[request.prompt.source].cfg.environment.name for request in requests)
-            if not turns:  # else all run again: each turn's company depends on those before it
+            # All run again where each turn's company depends on those before it, or an engine has one batch of all.
+            if not (turns or self.cfg.engine.streaming):
                 stream = functools.partial(stream, wanted=recorded.missing_indices)
 
         generate = _Generation(self, progress, stream)

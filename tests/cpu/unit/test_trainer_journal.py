@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.support.toy import ToyLearner
 from trainer.checkpoint.__main__ import main as checkpoint_tool
 from trainer.checkpoint.storage import open_storage, records_in, remove_records
 from trainer.config import Config, DataConfig, RewardConfig, TinyConfig
+from trainer.config.engines import ENGINES
 from trainer.generation.engine import Completion, Request
 from trainer.generation.request_scheduler import by_length, with_some_of
 from trainer.generation.transformers_engine import TransformersEngine
@@ -221,7 +223,7 @@ class Batches(Chance):
 
     def __init__(self, model: str, cfg: Config):
         super().__init__(load_tokenizer(model))
-        self.repeats = True
+        self.needs_company = True
         self._engine = TransformersEngine(model, dtype="float32", seed=0, rollout=cfg.rollout, device="cpu")
 
     def stream(self, requests: Sequence[Request], wanted: Collection[int] = ()) -> Iterator[dict[int, Completion]]:
@@ -276,9 +278,12 @@ def run_batches(cfg: Config, model: str, monkeypatch: pytest.MonkeyPatch, kill_a
         return len(engines.seeds)
 
 
-@pytest.mark.parametrize("has_turns", [False, True])
-def test_what_is_missing_after_a_kill_in_the_reward_phase_has_the_same_bits(tmp_path, monkeypatch, has_turns):
-    """The log-probs of transformers depend on which requests run together."""
+@pytest.mark.parametrize(("has_turns", "is_streaming"), [(False, False), (True, False), (False, True)])
+def test_what_is_missing_after_a_kill_in_the_reward_phase_has_the_same_bits(
+    tmp_path, monkeypatch, has_turns, is_streaming
+):
+    """The log-probs of transformers depend on which requests run together, also in an inference server."""
+    monkeypatch.setitem(ENGINES, "transformers", replace(ENGINES["transformers"], streaming=is_streaming))
     model = str(tmp_path / "model")
     build_tiny(TinyConfig(hidden_size=384, intermediate_size=1024), model)
     (tmp_path / "model/generation_config.json").write_text(json.dumps({"eos_token_id": [*range(0, 256, 9)]}))
@@ -298,5 +303,5 @@ def test_what_is_missing_after_a_kill_in_the_reward_phase_has_the_same_bits(tmp_
         rows.append(comparable(metrics(tmp_path / name / "run")))
     whole = generated[0]
     assert whole > 24 if has_turns else whole == 24
-    assert generated == [whole, whole if has_turns else 6 + 12, whole]
+    assert generated == [whole, whole if has_turns or is_streaming else 6 + 12, whole]
     assert rows[1:] == [rows[0]] * 2

@@ -38,7 +38,8 @@ class Engines:
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        self.awake, self.repeats, self.pauses = contextlib.nullcontext, True, Pauses()
+        self.awake, self.pauses = contextlib.nullcontext, Pauses()
+        self.repeats, self.needs_company = True, False
 
     def stream(self, requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
         for place in range(len(requests)):

@@ -40,7 +40,8 @@ class Engines:
 
     def __init__(self, tokenizer: Any, order: Sequence[int], seen: Path, before_last: int = 0):
         self._tokenizer, self._order, self._seen, self._before_last = tokenizer, order, seen, before_last
-        self.awake, self.repeats, self.pauses = contextlib.nullcontext, True, Pauses()
+        self.awake, self.pauses = contextlib.nullcontext, Pauses()
+        self.repeats, self.needs_company = True, False
 
     def stream(self, requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
         for number, place in enumerate(self._order, start=1):
