@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from types import NoneType
 from typing import Any
@@ -82,6 +82,7 @@ def ahead_part(
     finishing: Callable[[], Mapping[int, Callable[[], StepBatch]]],
     hold: Callable[[Mapping[int, StepBatch]], None],
     works_ahead: bool = True,
+    unread: Collection[str] = (),
 ) -> Component:
     """Make the part that holds the finished batches of steps ahead: the weights that sampled them are gone.
 
@@ -92,6 +93,7 @@ def ahead_part(
         finishing: returns, for each step ahead whose weights are gone, a function that waits for its batch.
         hold: takes the batches of a checkpoint.
         works_ahead: this run makes batches ahead. False: the log does not say that a checkpoint has none.
+        unread: keys of `settings` that do not matter to this run. They are saved, but not compared.
     """
 
     def begin(staging: CheckpointFiles) -> Callable[[], list[FileEntry]]:
@@ -112,7 +114,8 @@ def ahead_part(
         for step, path in sorted(names.items()):
             with reading(checkpoint.path, path):
                 batches[step], saved = decode_batch(checkpoint.files.read(path))
-            changed |= {key for key in saved.keys() & settings.keys() if saved[key] != settings[key]}
+            compared = saved.keys() & settings.keys() - {*unread}
+            changed |= {key for key in compared if saved[key] != settings[key]}
         if batches and (changed or not restore.kinds >= _OF_WEIGHTS):
             LOG.warning(
                 "%s: its rollouts of %s are of other %s, and are generated again",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -24,6 +24,7 @@ from trainer.environments.episode_runner import RolloutRequest
 from trainer.episodes import Episode
 from trainer.generation.engine import RunningRequests, Sampling
 from trainer.import_utils import import_function
+from trainer.journal.history import digest
 from trainer.metrics.timing import Timer
 from trainer.sources.ahead import BatchesAhead, BatchProgress, steps_to_begin
 from trainer.sources.batches import StepBatch, UsedRow, ahead_part
@@ -33,6 +34,9 @@ from trainer.sources.rollout_runner import RolloutRunner
 from trainer.sources.routes import VAL_SETS
 
 LOG = logging.getLogger(__name__)
+
+_BASELINES = "baselines"
+"""Names what decides them among the settings of batches that a checkpoint holds."""
 
 
 @dataclass(frozen=True)
@@ -345,8 +349,16 @@ class SamplingSource:
 
     def parts(self) -> list[Component]:
         """Return the part with the finished batches of the steps ahead: the weights that sampled them are gone."""
-        settings, works_ahead = self.runner.journal.settings, self.cfg.rollout.works_ahead
-        return [ahead_part(settings, lambda: self._ahead.older_than(self._version), self._ahead.hold, works_ahead)]
+        a, works_ahead = self.cfg.algorithm, self.cfg.rollout.works_ahead
+        # An estimator that reads baselines cannot train on batches without them, or with baselines of other penalties.
+        penalties = (a.overlong_buffer, a.overlong_factor) if self._needs_baselines else None
+        settings = {**self.runner.journal.settings, _BASELINES: digest(penalties)}
+        unread = () if self._needs_baselines else (_BASELINES,)
+
+        def finishing() -> Mapping[int, Callable[[], StepBatch]]:
+            return self._ahead.older_than(self._version)
+
+        return [ahead_part(settings, finishing, self._ahead.hold, works_ahead, unread)]
 
     def state_dict(self) -> dict[str, Any]:
         return self.ledger.state_dict()

@@ -373,22 +373,19 @@ def test_an_edit_of_the_reward_and_a_model_that_has_moved_leave_the_held_batches
     assert outcome(tmp_path / "run", trainer) == whole(ahead)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_a_fork_trains_on_the_held_batches_unless_its_rollouts_differ(
-    tmp_path, model, whole, killed, caplog, temperature
-):
+@pytest.mark.parametrize("changed", ["", "rollout.temperature", "baselines"])
+def test_a_fork_trains_on_the_held_batches_unless_its_rollouts_differ(tmp_path, model, whole, killed, caplog, changed):
+    """An estimator that reads baselines would take those that the parent did not sample for failed ones."""
     parent = f"{killed(2)}/checkpoints/global_step_4"
     cfg = settings(tmp_path / "fork", 2, resume_path=parent)
-    cfg.trainer.resume_mode, cfg.rollout.temperature = "from_path", temperature
+    cfg.trainer.resume_mode, cfg.rollout.temperature = "from_path", 0.5 if changed == "rollout.temperature" else 1.0
     caplog.set_level("INFO")
-    trainer = run(cfg, model)
+    trainer = run(cfg, model, needs_baselines=changed == "baselines")
     told = [line for line in caplog.messages if "generated again" in line]
-    if temperature == 1.0:
+    if not changed:
         assert outcome(tmp_path / "fork", trainer)[1] == whole(2)[1] and not told
     else:
-        assert told == [
-            f"{parent}: its rollouts of steps 5 to 6 are of other rollout.temperature, and are generated again"
-        ]
+        assert told == [f"{parent}: its rollouts of steps 5 to 6 are of other {changed}, and are generated again"]
         assert [versions(tmp_path / "fork")[step] for step in (5, 6, 7)] == [5, 5, 5]
 
 
