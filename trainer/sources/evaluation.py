@@ -149,11 +149,10 @@ class RolloutEvaluator:
         return metrics | means("val/reward", reward_terms(greedy))
 
     def _pass_at_k(self, sampled: Sequence[Episode]) -> dict[str, float]:
-        """Return the share of the prompts with a success, of those with a reward that is known."""
+        """Return the share of the prompts with a success, of those whose rewards are all known."""
         n, threshold = len(sampled) // len(self._prompts), self.cfg.reward.success_threshold
-        groups = [[episode.reward for episode in sampled[i : i + n]] for i in range(0, len(sampled), n)]
-        known = [[reward for reward in group if reward is not None] for group in groups]
-        passed = [max(group) >= threshold for group in known if group]
+        known = [[reward for reward in group if reward is not None] for group in rewards_by_row(sampled, n)]
+        passed = [max(group) >= threshold for group in known if len(group) == n]
         return {pass_at(n): float(np.mean(passed))} if passed else {}
 
     def _warn_without_success(self, step: int) -> None:

@@ -11,8 +11,9 @@ import pytest
 
 from tests.support.replies import evaluator_beside, source_of
 from trainer.config import Config, RewardConfig, ValSetConfig
-from trainer.episodes import Sample
+from trainer.episodes import Episode, Sample
 from trainer.generation.engine import Sampling
+from trainer.metrics.row_values import means_of, row_values
 from trainer.models.tokenizer import load_tokenizer
 from trainer.seeding import request_seed
 from trainer.sources.evaluation import LossEvaluator
@@ -99,6 +100,24 @@ def test_named_sets_have_metrics_draws_and_rewards_of_their_own(tmp_path, model)
         cfg.trainer.val_interval = -1
         assert [step for step in range(8) if cfg.validates(step)] == [0, 2, 3, 4, 6, 7]
         assert evaluator.evaluate(2).greedy == []
+
+
+def test_a_prompt_whose_rewards_are_not_all_known_does_not_count_in_pass_at_k(tmp_path, model):
+    """As in `row_values`, from which `trainer evaluate` makes its table."""
+    with source_of(tmp_path, model, reply, validation=2) as source:
+        source.cfg.rollout.val_n = 4
+        evaluator = evaluator_beside(source, model)
+        rewards = [0.0, 0.0, None, 0.0], [1.0, 0.0, 0.0, 0.0]
+        sampled = [
+            Episode(f"val:{i}:{j}", f"val:{i}", [], reward)
+            for i, row in enumerate(rewards)
+            for j, reward in enumerate(row)
+        ]
+        assert (
+            evaluator._pass_at_k(sampled)
+            == {"val/pass@4": 1.0}
+            == {f"val/{name}": value for name, value in means_of(row_values(rewards, 1.0)).items() if name == "pass@4"}
+        )
 
 
 def test_a_record_of_a_set_is_of_its_reward(tmp_path, model):
