@@ -57,7 +57,9 @@ def compare(a: Results, b: Results) -> tuple[list[Difference], list[str]]:
             if values:
                 first, second = [x for x, _ in values], [y for _, y in values]
                 means = sum(first) / len(values), sum(second) / len(values)
-                differences.append(Difference(name, measure, *means, paired_difference(first, second)))
+                are_shares = not measure.startswith("avg@")
+                difference = paired_difference(first, second, are_shares)
+                differences.append(Difference(name, measure, *means, difference))
         if 0 < len(pairs) < _FEW_ROWS:
             notes.append(f"{name}: {len(pairs)} rows are few; the intervals are rough")
     if not differences:
@@ -96,9 +98,7 @@ def sentence(differences: list[Difference]) -> list[str]:
     for one in {one.set: one for one in reversed(differences)}.values():
         estimate, over = one.difference, f"over {one.difference.rows} rows"
         interval = f"95 % interval {estimate.low:+.3g} to {estimate.high:+.3g}, {over}"
-        if estimate.low == estimate.high == 0:
-            sentences.append(f"{one.set}: the {one.measure} is the same in each of {estimate.rows} rows")
-        elif estimate.excludes_zero:
+        if estimate.excludes_zero:
             better = "higher" if estimate.value > 0 else "lower"
             sentences.append(
                 f"{one.set}: the {one.measure} of B is {better} by {abs(estimate.value):.3g} ({interval}); chance "

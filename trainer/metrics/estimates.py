@@ -64,19 +64,27 @@ def mean_estimate(values: Sequence[float]) -> Estimate:
     return _student(values)
 
 
-def paired_difference(a: Sequence[float], b: Sequence[float]) -> Estimate:
-    """Return the mean of b - a over rows that both have measured, with the interval of Student's t.
+def paired_difference(a: Sequence[float], b: Sequence[float], are_shares: bool = False) -> Estimate:
+    """Return the mean of b - a over rows that both have measured, with its interval.
 
     A paired difference is more precise than two separate means: what makes a row hard is the same for both (Miller,
     2024, section 4.2).
 
-    Fewer than six rows that all differ by the same say nothing of the spread: their interval is infinite.
+    Shares get the interval of Agresti and Min (2005, section 3): half a row more for each of the four outcomes of a
+    pair, so that rows without any difference do not seem to exclude one. Others get the interval of Student's t. Fewer
+    than six of these that all differ by the same say nothing of the spread: their interval is infinite.
 
     Args:
         a, b: one value for each row, in the same order.
+        are_shares: the values are shares of successes, from 0 to 1.
     """
     differences = [y - x for x, y in zip(a, b, strict=True)]
     mean, rows = fmean(differences), len(differences)
+    if are_shares:
+        centre = math.fsum(differences) / (rows + 2)
+        variance = (math.fsum(d * d for d in differences) + 1) / (rows + 2) - centre**2
+        margin = NormalDist().inv_cdf((1 + LEVEL) / 2) * math.sqrt(variance / (rows + 2))
+        return Estimate(mean, max(-1.0, centre - margin), min(1.0, centre + margin), rows)
     if rows < _FEWEST_ALIKE and max(differences) - min(differences) <= 1e-9 * abs(mean) and mean:
         return Estimate(mean, -math.inf, math.inf, rows)
     return _student(differences)

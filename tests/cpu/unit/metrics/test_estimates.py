@@ -69,6 +69,25 @@ def test_the_interval_of_a_paired_difference_covers_the_truth(rows):
     assert np.mean(widths) < 2 * 2.3 * math.sqrt(2 * 0.1**2 / rows), "it does not hold the spread of the difficulty"
 
 
+@pytest.mark.parametrize(("rows", "a", "b"), [(20, 0.02, 0.02), (20, 0.3, 0.6), (200, 0.05, 0.08)])
+def test_the_interval_of_a_difference_of_shares_covers_the_truth(rows, a, b):
+    random = np.random.default_rng(4)
+
+    def estimate(_: int) -> tuple[float, float]:
+        found = paired_difference(*((random.random(rows) < share).astype(float).tolist() for share in (a, b)), True)
+        return found.low, found.high
+
+    assert coverage(estimate, b - a) >= 0.935
+
+
+def test_rows_that_nobody_solves_do_not_show_that_nothing_differs():
+    """20 rows may hide some points of difference, and 2,000 rows less than one."""
+    few, many = (paired_difference([0.0] * rows, [0.0] * rows, True) for rows in (20, 2000))
+    assert few.value == 0.0 and few.high == -few.low and 0.05 < few.high < 0.15 and 0.0 < many.high < 0.002
+    by_hand = [0.0, 1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 1.0]  # one row each way of four
+    assert paired_difference(*by_hand, True).high == pytest.approx(1.959964 * math.sqrt(3) / 6, rel=1e-6)
+
+
 def test_no_difference_is_distinguishable_in_about_one_of_twenty_comparisons():
     random = np.random.default_rng(3)
 
