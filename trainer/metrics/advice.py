@@ -117,10 +117,14 @@ class _Step:
         return self[name] / self["time/step"] if self["time/step"] > 0 else 0.0
 
     def failed(self, name: str) -> float:
-        """Return a number of failures as a share of the completions of the step."""
-        trained = self["perf/samples_per_s"] * self["time/step"]
-        failures = self[name]
-        return failures / (failures + trained) if failures > 0 and trained >= 0 else 0.0
+        """Return a number of failures as a share of the episodes of the step."""
+        keys = ("trainer", "train_batch_size"), ("rollout", "n")
+        prompts, n = (_finite(_value(self.config, *key)) for key in keys)
+        if prompts is None or n is None:  # an agent may give several samples of an episode
+            ran = self["perf/samples_per_s"] * self["time/step"]
+        else:
+            ran = prompts * n * self.metrics.get("sampling/batches", 1.0)
+        return self[name] / ran if ran > 0 else 0.0
 
     def is_solved(self) -> bool:
         """Return whether nearly all completions succeed."""

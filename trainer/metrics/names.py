@@ -177,7 +177,7 @@ METRICS: dict[str, Metric] = {
         "s",
     ),
     "perf/tokens_per_s": Metric("Prompt and completion tokens trained on, divided by `time/step`.", "tokens/s"),
-    "perf/samples_per_s": Metric("Completions trained on, divided by `time/step`.", "completions/s"),
+    "perf/samples_per_s": Metric("Completions of the step, divided by `time/step`.", "completions/s"),
     "perf/sync_gb_per_s": Metric("Size of the weights or adapters that engines got, divided by `time/sync`.", "GB/s"),
     "perf/slowest_rank": Metric(
         "Speed of the slowest rank, divided by that of the fastest. Each computes by itself for half a second. "
@@ -197,7 +197,10 @@ METRICS: dict[str, Metric] = {
     ),
     "progress/epoch": Metric("Passes over the training prompts or examples, with fractions.", "epochs"),
     "progress/prompts": Metric("Prompts trained on since the run began.", "prompts"),
-    "progress/samples": Metric("Completions trained on since the run began.", "completions"),
+    "progress/samples": Metric(
+        "Completions of the steps since the run began, those that a failure has left out of the losses included.",
+        "completions",
+    ),
     "progress/tokens": Metric("Prompt and completion tokens trained on since the run began.", "tokens"),
 }
 """Metrics by name, in the order of the docs; those of one task alone are from its `TaskSpec`.

@@ -141,6 +141,27 @@ def test_agents_whose_episodes_failed_may_have_had_no_time_to_ask():
     assert named(history((5, silent))) == []
 
 
+@pytest.mark.parametrize(
+    ("failures", "config", "is_given"),
+    [
+        (7, {}, True),  # of 64
+        (6, {}, False),
+        (7, {"trainer": {"train_batch_size": 8}, "rollout": {"n": 8}}, True),
+        (7, {"trainer": {"train_batch_size": 10}, "rollout": {"n": 8}}, False),
+        (7, {"trainer": {"train_batch_size": 4}, "rollout": {"n": 4}}, True),  # agents with four samples an episode
+    ],
+)
+def test_failures_are_a_share_of_all_episodes_of_the_step(failures, config, is_given):
+    """The failed ones are among the samples of a step, though the losses leave them out."""
+    found = named(history((5, {"environment/failures": failures})), config)
+    assert found == ([("failed_environments", (1, 5))] if is_given else [])
+
+
+def test_a_batch_that_was_drawn_three_times_may_have_more_failures():
+    rows = history((5, {"environment/failures": 15, "sampling/batches": 3.0}))
+    assert named(rows, {"trainer": {"train_batch_size": 8}, "rollout": {"n": 8}}) == []
+
+
 def test_a_validation_counts_until_the_next_one():
     measured = history((30, {}), (1, {"val/accuracy": 0.97}), (20, SICK["entropy_collapse"]))
     assert named(measured) == []
