@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -165,7 +165,7 @@ def _check_sampling(given: dict[str, Any], rules: Rules) -> None:
         if name not in given:
             continue
         value = given.pop(name)
-        if type(value) not in (int, float) or not math.isfinite(value):
+        if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:  # NaN is not, either
             raise ApiError(f"{name} must be a number", name)
         usual = getattr(rules.usual, name)
         if not rules.overrides and value not in (usual, getattr(rules.sampling, name)):

@@ -148,6 +148,10 @@ class AgentServer:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         episode = self._episode(request)
+        encoding = request.headers.get("Content-Encoding", "identity")
+        if encoding != "identity":
+            problem = f"bodies must not be compressed (Content-Encoding: {encoding[:40]})"
+            raise ApiError(problem, code="unsupported_encoding", status=415)
         call, answer = await episode.chat(await request.read(), request.headers)
         with episode.delivering(call):
             if request.transport is None or request.transport.is_closing():

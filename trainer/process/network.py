@@ -59,10 +59,16 @@ def app_runner(app: web.Application) -> web.AppRunner:
 
     A handler is cancelled when its client is gone. Connections without a request are closed: clients that open many and
     send nothing must not keep others away. The rest of a refused body is read and dropped: many clients send all of it
-    before they read the answer, and see a reset connection if the server closes earlier.
+    before they read the answer, and see a reset connection if the server closes earlier. A handler gets bodies as they
+    were sent: what is compressed is passed on, or refused.
     """
     from aiohttp import web
 
     return web.AppRunner(
-        app, handler_cancellation=True, access_log=None, keepalive_timeout=IDLE_S, lingering_time=IDLE_S
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        keepalive_timeout=IDLE_S,
+        lingering_time=IDLE_S,
+        auto_decompress=False,
     )

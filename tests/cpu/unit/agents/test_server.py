@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import queue
 import socket
@@ -126,6 +127,21 @@ def test_bad_requests_get_an_error_that_clients_do_not_repeat(served):
     with pytest.raises(openai.BadRequestError, match="environment.max_turns=5"):
         served.client.chat.completions.create(model="policy", messages=SAID)
     assert len(served.policy.asked) == 5
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "top_k"])
+@pytest.mark.parametrize("value", ["1" + "0" * 400, "NaN", "-Infinity", "1e999", "true"])
+def test_a_number_that_no_float_holds_is_refused(served, name, value):
+    body = f'{{"model": "policy", "messages": [{{"role": "user", "content": "a"}}], "{name}": {value}}}'
+    answer = served.post(content=body.encode())
+    assert answer.status_code == 400 and f"{name} must be a number" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("body", [b"{}", gzip.compress(b"{}")])
+def test_a_compressed_body_is_refused(served, caplog, body):
+    answer = served.post(content=body, headers={"Content-Encoding": "gzip"})
+    assert answer.status_code == 415 and "Content-Encoding: gzip" in answer.json()["error"]["message"]
+    assert caplog.records == [], "the job's log is no place for the mistakes of agents"
 
 
 @pytest.mark.parametrize("path, status", [("/chat/completions", 413), ("/completions", 404)])
