@@ -64,12 +64,14 @@ def write_report(run_dir: str, out: str | None = None) -> str:
     height, columns = math.ceil(len(panels) / _COLUMNS), min(_COLUMNS, len(panels))
     notes = _notes(rows, start["config"], columns)
     step = timeline.last_step(run_dir)
-    lanes = [] if step is None else [1.2 + 0.3 * len(step.lanes)]
+    letters = int(0.7 * _LETTERS * columns)  # the names of lanes and spans stand beside them
+    below = [] if step is None else timeline.lines_below(step, letters)
+    lanes = [] if step is None else [1.2 + 0.3 * len(step.lanes) + _LINE_INCHES * len(below)]
     inches = 3.3 * height + sum(lanes) + 0.4 + _LINE_INCHES * len(notes)
     with drawing.picture(path, 5.2 * columns, inches) as figure:
         grid = figure.add_gridspec(height + len(lanes), columns, height_ratios=[3.3] * height + lanes)
         if step is not None:
-            timeline.draw(figure.add_subplot(grid[height, :]), step)
+            timeline.draw(figure.add_subplot(grid[height, :]), step, letters)
         for i, panel in enumerate(panels):
             row, column = divmod(i, columns)
             # The last panel fills the rest of its row.

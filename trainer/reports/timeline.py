@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ _WAITS = {
 _OWN_PHASES = {"rank": ("logprob", "update"), "engine": ("rollout",)}
 """The phases in which a kind of processes works. If it is idle there, it waits for the driver."""
 _THE_DRIVER = "the driver"
+# The muted palette of Tol: no span has the colour of a phase, which are of Okabe and Ito.
+_MUTED = ("#332288", "#44AA99", "#882255", "#999933", "#88CCEE", "#661100", "#DDCC77", "#AA4499", "#117733", "#888888")
 _BACKGROUND = ("saves", "uploads", "journal")
 """Rows of the driver that get a lane of their own."""
 
@@ -98,10 +101,21 @@ def step_timeline(step: Span, spans: Iterable[Span], error_s: float = 0.0) -> St
     )
 
 
-def draw(axes: Axes, timeline: StepTimeline) -> None:
-    """Draw a step: a lane for each process, with what idle ranks and engines waited for."""
+def lines_below(timeline: StepTimeline, letters: int) -> list[str]:
+    """Return what stands below a step, in lines of at most that many letters: what its idle processes waited for."""
+    more = [f"{count} more {kind}" for kind, count in timeline.hidden.items()]
+    sentences = [*timeline.sentences, *([", ".join(more)] if more else [])]
+    return [line for sentence in sentences for line in textwrap.wrap(sentence, letters)]
+
+
+def draw(axes: Axes, timeline: StepTimeline, letters: int) -> None:
+    """Draw a step: a lane for each process, with what idle ranks and engines waited for.
+
+    Args:
+        letters: as many fit into a line below.
+    """
     names = list(dict.fromkeys(name for bars in timeline.lanes.values() for name, _, _ in bars))
-    free = cycle((BLUE, GREEN, PURPLE, SKY, YELLOW, RED, ORANGE))
+    free = cycle(_MUTED)
     colours = dict(zip(PHASES, (BLUE, YELLOW, ORANGE, SKY, GREEN, PURPLE, RED), strict=True))
     colours |= {name: next(free) for name in names if name not in colours}
     for number, (lane, bars) in enumerate(timeline.lanes.items()):
@@ -119,10 +133,8 @@ def draw(axes: Axes, timeline: StepTimeline) -> None:
     axes.set_xlim(0, timeline.seconds)
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))  # each name once
     axes.legend(handles.values(), handles.keys(), loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    more = [f"{count} more {kind}" for kind, count in timeline.hidden.items()]
     error = f", clocks within {1000 * timeline.clock_error_s:.2g} ms" if timeline.clock_error_s else ""
-    below = "; ".join([*timeline.sentences, *more])
-    axes.set_xlabel(f"seconds{error}" + f"\n{below}" * bool(below))
+    axes.set_xlabel("\n".join([f"seconds{error}", *lines_below(timeline, letters)]))
     axes.set_title(f"Step {timeline.step}: what each process did")
 
 

@@ -79,10 +79,35 @@ def test_many_processes_share_a_picture_and_all_count(tmp_path):
     assert found.hidden == {"ranks": 92}
     assert found.sentences == ["ranks idle 4.75 s of 10.00 s: waited for rollouts"]
     axes = Figure().add_subplot()
-    timeline.draw(axes, found)
-    assert axes.get_xlabel() == "seconds, clocks within 2.1 ms\n" + found.sentences[0] + "; 92 more ranks"
+    timeline.draw(axes, found, 30)
+    assert axes.get_xlabel().splitlines() == [
+        "seconds, clocks within 2.1 ms",
+        "ranks idle 4.75 s of 10.00 s:",
+        "waited for rollouts",
+        "92 more ranks",
+    ]
     assert [label.get_text() for label in axes.get_yticklabels()] == list(found.lanes)
     assert {text.get_text() for text in axes.get_legend().texts} == {"rollout", "policy update"}
+
+
+def test_what_idle_processes_waited_for_fits_into_the_picture(tmp_path, monkeypatch):
+    figures = []
+    tracker = make_tracker(tmp_path)
+    for number in (1, 2):
+        tracker.log(number, step_metrics(number))
+    tracker.close()
+    write(tmp_path, *step_spans(2, 50))
+    draw = timeline.draw
+    monkeypatch.setattr(timeline, "draw", lambda axes, *rest: (figures.append(axes), draw(axes, *rest)))
+    write_report(str(tmp_path))
+    (axes,) = figures
+    figure, text = axes.figure, axes.xaxis.label
+    assert "engines idle 6.50 s of 10.00 s: waited for the update" in text.get_text()
+    drawn = text.get_window_extent(figure.canvas.get_renderer())
+    assert figure.bbox.x0 < drawn.x0 and drawn.x1 < figure.bbox.x1 and drawn.y0 > figure.bbox.y0
+    assert drawn.x1 < axes.get_legend().get_window_extent().x0
+    colours = {name: handle.get_facecolor() for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)}
+    assert len({tuple(colour.ravel()) for colour in colours.values()}) == len(colours), "each name has its own colour"
 
 
 def test_the_report_has_a_picture_of_the_last_step(tmp_path):
