@@ -214,7 +214,8 @@ class ServerEngine:
         """Let the server load the weights in the directory `path`."""
         update = {"version": version, "running": running}
         with self._sending:
-            self._sending.wait_for(lambda: not self._unsent)
+            if not self._sending.wait_for(lambda: not self._unsent, _ATTEMPTS * time_limits.SERVER_SILENCE_S):
+                raise self._lost("it does not take the requests that the new weights wait for")
             try:
                 self._update({**update, "path": path, "files": protocol.fingerprint(path)})
             except _AbsentError:  # the server is on another machine

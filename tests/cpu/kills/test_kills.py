@@ -56,6 +56,10 @@ def model(tmp_path_factory) -> str:
 
 ONE_RANK = ("trainer.num_workers=1",)
 AHEAD = ("trainer.num_workers=2", "rollout.ahead=1")
+GRPO = (*AHEAD, "algorithm=grpo", "algorithm.kl_coef=0.01")
+DYNAMIC = (*AHEAD, "algorithm=dapo")
+TURNS = (*AHEAD, "algorithm=grpo", "environment.name=tests.support.environments:Hashed", "environment.max_turns=3",
+         "environment.max_tokens=72", "rollout.max_prompt_tokens=64")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +72,7 @@ def overrides(request, model) -> tuple[str, ...]:
 class Uninterrupted:
     outcome: tuple[list[dict], bytes]
     seconds: float
+    run_dir: Path
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +81,7 @@ def uninterrupted(overrides, tmp_path_factory) -> Uninterrupted:
     job = Job(tmp_path_factory.mktemp("uninterrupted"), overrides)
     started = time.monotonic()
     assert job.run()
-    return Uninterrupted(job.outcome(), time.monotonic() - started)
+    return Uninterrupted(job.outcome(), time.monotonic() - started, job.directory / "run")
 
 
 # Each start of a life is killed at a place in its first or second save, and leaves what the next one finds. Policy and
@@ -91,7 +96,10 @@ LATER_SAVES = [
 ]
 WHILE_GENERATING = [(place, 1) for place in ("ahead:begun", "ahead:generated")]  # of a step ahead, before any save
 WHILE_GENERATING += [("ahead:begun", 4), ("ahead:generated", 4)]
-LIVES = [(ONE_RANK, FIRST_SAVES), *((AHEAD, life) for life in (FIRST_SAVES, *LATER_SAVES, WHILE_GENERATING))]
+LIVES = [(ONE_RANK, FIRST_SAVES), (AHEAD, FIRST_SAVES), *((AHEAD, life) for life in LATER_SAVES[:2])]
+for job, saves in zip((GRPO, DYNAMIC, TURNS), LATER_SAVES[2:], strict=True):
+    LIVES += [(job, saves), (job, WHILE_GENERATING)]
+LIVES += [(AHEAD, WHILE_GENERATING)]
 
 
 @pytest.mark.parametrize(("overrides", "life"), LIVES, indirect=["overrides"])
@@ -105,6 +113,18 @@ def test_a_job_killed_in_every_phase_of_a_save_ends_like_an_uninterrupted_one(ov
     assert job.outcome() == uninterrupted.outcome
     left = [path.name for path in (tmp_path / "job/run/checkpoints").iterdir() if path.name.startswith(".")]
     assert left == []
+
+
+@pytest.mark.parametrize("overrides", [GRPO], indirect=True)
+def test_a_fork_of_a_job_with_rollouts_ahead_ends_like_its_parent(overrides, uninterrupted, tmp_path):
+    """Its first step trains on what the checkpoint holds: the weights that sampled that are gone."""
+    parent = uninterrupted.run_dir / "checkpoints/global_step_4"
+    job = Job(tmp_path / "fork", (*overrides, "trainer.resume_mode=from_path", f"trainer.resume_path={parent}"))
+    assert job.run()
+    fork = comparable(metrics(job.directory / "run"))
+    assert [row["step"] for row in fork] == [5, 6] and fork == uninterrupted.outcome[0][5:]
+    exported = job.directory / f"run/exports/global_step_{STEPS}/policy/model.safetensors"
+    assert exported.read_bytes() == uninterrupted.outcome[1]
 
 
 IN_FLIGHT = [("in_flight:finished", 5), ("in_flight:taken", 1), ("in_flight:published", 1), ("in_flight:finished", 9)]

@@ -319,6 +319,15 @@ def test_new_weights_wait_for_a_batch_that_is_being_sent(server, weights, expect
         assert len(bodies) == sent + 1, "an aborted batch is not sent after the new weights"
 
 
+def test_new_weights_do_not_wait_without_end_for_a_batch(server, weights, monkeypatch):
+    with engine(server.url) as one:
+        one.sync_weights(weights, 1)
+        monkeypatch.setattr(time_limits, "SERVER_SILENCE_S", 0.1)
+        one._unsent.add("a batch that its server never takes")
+        with pytest.raises(WorkerError, match="does not take the requests that the new weights wait for"):
+            one.sync_weights(weights, 2)
+
+
 def test_a_step_that_is_interrupted_returns_and_its_requests_go_on(server, weights, expected):
     with engine(server.url) as one:
         one.sync_weights(weights, 3)
