@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 from tests.cpu.unit import test_trainer_ahead as ahead
 from tests.cpu.unit.test_trainer_ahead import STEPS, kill_in_update, run, settings
@@ -95,6 +97,36 @@ def test_a_run_that_died_twice_without_a_journal_trains_every_prompt_once(tmp_pa
         cfg.rollout.journal = False
         run(cfg, model, kill_in_update(step))
     check(tmp_path / "run", 4)
+
+
+def is_even(completion: str, answer: str) -> float:
+    """Half of the groups of two have equal rewards."""
+    return float(completion[:1] in set("02468ace"))
+
+
+@hypothesis.settings(
+    max_examples=5, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
+)
+@hypothesis.given(
+    kills=st.lists(st.integers(1, STEPS), min_size=1, max_size=3), window=st.sampled_from([1, 4]), journal=st.booleans()
+)
+def test_dynamic_sampling_uses_every_row_once_whatever_is_killed(tmp_path_factory, model, kills, window, journal):
+    """A row is trained, or filtered out: it is neither lost nor used twice."""
+    root = tmp_path_factory.mktemp("runs") / "run"
+    for step in (*kills, 0):
+        cfg = in_flight(root, window)
+        cfg.rollout.journal, cfg.algorithm.dynamic_sampling, cfg.algorithm.max_gen_batches = journal, True, 20
+        cfg.reward.name = f"{__name__}:is_even"
+        run(cfg, model, kill_in_update(step))
+    uids = [uid for step in trained(root) for uid in step]
+    assert len(uids) == len(set(uids)) == 6 * STEPS
+    rows = metrics(root)[1:]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    filtered = sum(row["sampling/filtered"] for row in rows)
+    assert filtered > 0 and rows[-1]["progress/epoch"] == pytest.approx((3 * STEPS + filtered) / 10)
+    if window == 1:  # in the order of drawing: each epoch ends before the next one begins
+        groups = [tuple(map(int, uid.split(":")[:2])) for uid in uids]
+        assert [epoch for epoch, _ in groups] == sorted(epoch for epoch, _ in groups)
 
 
 PROVEN_KEYS = {"rollout.in_flight_updates", "rollout.max_staleness", "rollout.window"}
