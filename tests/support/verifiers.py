@@ -1,4 +1,4 @@
-"""A virtual environment with the package verifiers, and a taskset of it, for tests."""
+"""A virtual environment with the package verifiers, and tasksets of it, for tests."""
 
 from __future__ import annotations
 
@@ -64,9 +64,88 @@ class GuessEnv(vf.Env[GuessConfig]):
 __all__ = ["Guess", "GuessEnv"]
 '''
 
+BASKET = '''
+import verifiers.v1 as vf
+
+class Spent(vf.State):
+    total: int = 0
+
+class Basket(vf.Toolset[vf.ToolsetConfig, Spent]):
+    """A process for each episode."""
+
+    async def setup_task(self, task):
+        self.most = task.budget
+
+    @vf.tool
+    async def buy(self, price: int) -> str:
+        """Buy something at its price."""
+        if self.state.total + price > self.most:
+            raise ValueError("too expensive")
+        self.state.total += price
+        return f"spent {self.state.total}"
+
+if __name__ == "__main__":
+    Basket.run()
+'''
+PRICES = '''
+import verifiers.v1 as vf
+
+class Prices(vf.Toolset[vf.SharedToolsetConfig]):
+    """A process for all episodes."""
+
+    TOOL_PREFIX = None
+
+    @vf.tool
+    async def price(self, item: str) -> str:
+        """Return the price of an item."""
+        return {"pen": "3", "cup": "5"}[item]
+
+if __name__ == "__main__":
+    Prices.run()
+'''
+SHOP = """
+import verifiers.v1 as vf
+from shop_basket import Basket, Spent
+from shop_prices import Prices
+
+class Data(vf.TaskData):
+    budget: int
+    item: str
+
+class ShopTask(vf.Task[Data, Spent, vf.TaskConfig]):
+    @classmethod
+    def toolsets(cls, config):
+        return [Basket(vf.ToolsetConfig())]
+
+    @vf.reward
+    async def bought(self, task, trace):
+        return float(trace.state.total == {"pen": 3, "cup": 5}[self.data.item])
+
+    @vf.reward(weight=0.5)
+    async def says(self, task, trace):
+        return float(str(trace.state.total) in trace.branches[-1].messages[-1].content)
+
+    @vf.metric
+    async def replies(self, task, trace):
+        return float(trace.num_turns)
+
+class Shop(vf.Taskset[ShopTask, vf.TasksetConfig]):
+    @classmethod
+    def toolsets(cls, config):
+        return [Prices(vf.SharedToolsetConfig())]
+
+    def load(self):
+        for item in ("pen", "cup"):
+            data = Data(prompt=f"Buy a {item}.", system_prompt="You shop.", item=item, budget=9)
+            yield ShopTask(data, self.config.task)
+
+__all__ = ["Shop"]
+"""
+TASKSETS = {"guess": GUESS, "shop": SHOP, "shop_basket": BASKET, "shop_prices": PRICES}
+
 
 def make_venv(root: Path) -> str:
-    """Make a virtual environment with verifiers and the taskset `guess`; return its interpreter."""
+    """Make a virtual environment with verifiers, and the tasksets `guess` and `shop`; return its interpreter."""
     if UV is None:
         pytest.skip("no uv; `make setup` installs it")
     subprocess.run([UV, "venv", "--quiet", "--python", sys.executable, root], check=True, timeout=300)
@@ -77,5 +156,6 @@ def make_venv(root: Path) -> str:
     if done.returncode:
         pytest.skip(f"verifiers cannot be installed: {done.stderr.strip().splitlines()[-1]}")
     (packages,) = root.glob("lib/python*/site-packages")
-    (packages / "guess.py").write_text(GUESS)
+    for name, source in TASKSETS.items():
+        (packages / f"{name}.py").write_text(source)
     return str(root / "bin" / "python")

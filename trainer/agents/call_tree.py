@@ -16,9 +16,10 @@ import xxhash
 
 from trainer.agents.chat_request import ChatRequest
 from trainer.agents.errors import ApiError
-from trainer.agents.messages import ChatMessage, read_calls, read_reply
+from trainer.agents.messages import ChatMessage, read_reply
 from trainer.data.limits import TextTooLong
 from trainer.environments.base import Message
+from trainer.environments.calls import read_calls
 from trainer.environments.conversation import Conversation, sample_of
 from trainer.environments.rendering import ChatRenderer
 from trainer.environments.tools import with_tools

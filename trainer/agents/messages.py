@@ -9,8 +9,7 @@ from typing import Any
 
 from trainer.agents.errors import ApiError
 from trainer.environments.base import Message
-from trainer.environments.tools import CALL
-from trainer.files.documents import nests_deeply
+from trainer.environments.calls import ToolCall, normal_arguments, split_calls
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _FIELDS = {
@@ -19,19 +18,6 @@ _FIELDS = {
     "assistant": {"role", "content", "tool_calls", "annotations"},
     "tool": {"role", "content", "tool_call_id", "name"},
 }
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A call of a tool."""
-
-    name: str
-    arguments: str
-    """A JSON object."""
-
-    def __str__(self) -> str:
-        call = json.dumps({"name": self.name, "arguments": json.loads(self.arguments)}, ensure_ascii=False)
-        return f"<tool_call>\n{call}\n</tool_call>"
 
 
 @dataclass(frozen=True)
@@ -132,28 +118,11 @@ def _call(value: Any, where: str) -> ToolCall:
     if not isinstance(name, str) or not isinstance(arguments, str):
         raise ApiError(f"{where}.function must have name and arguments, both text", f"{where}.function")
     _check_text(name, f"{where}.function.name")
-    parsed = _arguments(arguments or "{}")
+    parsed = normal_arguments(arguments or "{}")
     if parsed is None:
         field = f"{where}.function.arguments"
         raise ApiError(f"{field} must be a JSON object", field)
     return ToolCall(name, parsed)
-
-
-def _arguments(text: str) -> str | None:
-    """Return a JSON object as text that is the same for the same object; None: it is no object."""
-    try:
-        value = json.loads(text, parse_constant=_refuse)
-        if not isinstance(value, dict) or nests_deeply(value):
-            return None
-        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        written.encode()
-    except (ValueError, RecursionError):
-        return None
-    return written
-
-
-def _refuse(text: str) -> float:
-    raise ValueError(text)
 
 
 def read_reply(text: str, reads_calls: bool) -> ChatMessage:
@@ -163,38 +132,8 @@ def read_reply(text: str, reads_calls: bool) -> ChatMessage:
     """
     if not reads_calls:
         return ChatMessage("assistant", text)
-    calls = []
-    for found in CALL.findall(text):
-        call = _written_call(found)
-        if call is None:
-            return ChatMessage("assistant", text)
-        calls.append(call)
-    return ChatMessage("assistant", CALL.sub("", text).strip() if calls else text, tuple(calls))
-
-
-def read_calls(message: Message) -> tuple[ToolCall, ...] | None:
-    """Return the calls in a reply that a renderer has read; None: an agent could not send one of them back."""
-    calls = [_checked_call(call["function"]) for call in message.get("tool_calls") or []]
-    found = tuple(call for call in calls if call is not None)
-    return found if len(found) == len(calls) else None
-
-
-def _written_call(text: str) -> ToolCall | None:
-    try:
-        return _checked_call(json.loads(text, parse_constant=_refuse))
-    except (ValueError, RecursionError):
-        return None
-
-
-def _checked_call(value: Any) -> ToolCall | None:
-    """Return a call with a name that is text and arguments that are a JSON object; None: it is no such call."""
-    try:
-        name, arguments = value["name"], value.get("arguments", {})
-        name.encode()
-        written = _arguments(json.dumps(arguments, ensure_ascii=False))
-    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
-        return None
-    return ToolCall(name, written) if isinstance(name, str) and written is not None else None
+    content, calls = split_calls(text)
+    return ChatMessage("assistant", content, calls)
 
 
 def parse_tools(value: Any) -> tuple[dict[str, Any], ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -12,7 +11,7 @@ from urllib.parse import urlsplit
 
 from trainer.environments.agent import AgentResult, Endpoint
 from trainer.environments.base import find_environment
-from trainer.environments.worker import RESERVED, UserObjects, read_numbers
+from trainer.environments.worker import RESERVED, UserObjects, reach_without_proxy, read_numbers
 from trainer.rewards.parsing import read_number
 from trainer.sandbox import limits
 
@@ -31,7 +30,7 @@ class AgentHandler(UserObjects):
 
     def __init__(self, name: str, options: dict[str, Any]):
         super().__init__(find_environment(name), options)
-        _reach_without_proxy("127.0.0.1", "localhost")
+        reach_without_proxy("127.0.0.1", "localhost")
         self._running: dict[int, asyncio.Task[Any]] = {}
         self._threads = ThreadPoolExecutor(limits.MAX_ASYNC_SESSIONS, "agent")
         self._left: set[Future[Any]] = set()
@@ -56,7 +55,7 @@ class AgentHandler(UserObjects):
             del self._running[number]
 
     async def _run(self, row: Mapping[str, Any], seed: int, endpoint: dict[str, str]) -> Any:
-        _reach_without_proxy(urlsplit(endpoint["base_url"]).hostname or "")
+        reach_without_proxy(urlsplit(endpoint["base_url"]).hostname or "")
         agent, given = self._make(), (row, seed, Endpoint(**endpoint))
         if inspect.iscoroutinefunction(agent.run):
             return await agent.run(*given)
@@ -70,13 +69,6 @@ class AgentHandler(UserObjects):
                 self.must_end |= len(self._left) >= limits.THREADS_LEFT
             raise
         return await value if inspect.isawaitable(value) else value
-
-
-def _reach_without_proxy(*hosts: str) -> None:
-    """Let clients of this process, and of those that it starts, reach hosts without the proxies of the environment."""
-    for name in ("NO_PROXY", "no_proxy"):
-        known = os.environ.get(name, "").split(",")
-        os.environ[name] = ",".join(dict.fromkeys(filter(None, [*known, *hosts])))
 
 
 def _result(value: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,6 +24,13 @@ RESERVED = frozenset(("turns", "tokens"))
 def largest_message(most_characters: int) -> int:
     """Return the number of bytes of the largest answer of a process: in JSON a character takes up to 12."""
     return 12 * most_characters + 2 * MAX_MESSAGE_EXTRAS
+
+
+def reach_without_proxy(*hosts: str) -> None:
+    """Let clients of this process, and of those that it starts, reach hosts without the proxies of the environment."""
+    for name in ("NO_PROXY", "no_proxy"):
+        known = os.environ.get(name, "").split(",")
+        os.environ[name] = ",".join(dict.fromkeys(filter(None, [*known, *hosts])))
 
 
 class UserObjects(Handler):

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.agents.errors import ApiError
-from trainer.agents.messages import ChatMessage, ToolCall, parse_messages, parse_tools, read_reply
+from trainer.agents.messages import ChatMessage, parse_messages, parse_tools, read_reply
+from trainer.environments.calls import ToolCall
 
 CALL = {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"b":1, "a": 2}'}}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,7 @@ def python(tmp_path_factory) -> str:
 
 
 def config(python: str, **kwargs: object) -> EnvironmentConfig:
-    return EnvironmentConfig(name=NAME, kwargs=kwargs, python=python, timeout_s=60.0)
+    return EnvironmentConfig(name=NAME, kwargs=kwargs, python=python, timeout_s=300.0)
 
 
 def reply(text: str) -> dict[str, str]:
@@ -82,16 +83,71 @@ def test_a_start_that_fails_is_tried_again_in_the_same_process(python, tmp_path,
     assert (tmp_path / "first").exists() and session.failures == 1 and not session.failure
 
 
+def call(name: str, **arguments: object) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def test_tools_of_tasks_and_of_a_taskset_are_called_and_rewards_are_those_of_verifiers(python):
+    """Each task has a basket of its own; the server of prices is shared. Their schemas are in the first message."""
+    first, second = sessions = [Session({"task": number}, 1) for number in (0, 1)]
+    with EnvironmentPool(config(python, id="shop"), 10_000) as pool:
+        pool.step_all(sessions)
+        system, user = first.steps[0].messages
+        assert (system["without_tools"], user) == ("You shop.", {"role": "user", "content": "Buy a pen."}), first
+        names = [tool["function"]["name"] for tool in system["tools"]]
+        assert names == ["price", "basket_buy"] and all(name in system["content"] for name in names)
+        assert system["tools"][1]["function"]["parameters"]["properties"]["price"]["type"] == "integer"
+        first.replies.append(reply("Hm. " + call("price", item="pen")))
+        second.replies.append(reply(call("price", item="cup") + call("basket_buy", price=4)))
+        pool.step_all(sessions)
+        price = {"role": "tool", "tool_call_id": "call_0", "name": "price"}
+        assert list(first.steps[-1].messages) == [price | {"content": "3"}], first.failure
+        spent = {"role": "tool", "tool_call_id": "call_1", "name": "basket_buy", "content": "spent 4"}
+        assert list(second.steps[-1].messages) == [price | {"content": "5"}, spent], second.failure
+        first.replies.append(
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [
+                    {"id": "any", "type": "function", "function": {"name": "basket_buy", "arguments": {"price": 3}}}
+                ],
+            }
+        )
+        second.replies.append(reply(call("basket_buy", price=6) + call("sell") + call("basket_buy", price="x")))
+        pool.step_all(sessions)
+        assert [one["content"] for one in first.steps[-1].messages] == ["spent 3"], first.failure
+        dear, unknown, wrong = (one["content"] for one in second.steps[-1].messages)
+        assert "too expensive" in dear and unknown == "error: unknown tool 'sell'" and "valid integer" in wrong
+        first.replies.append(reply("I spent 3."))
+        second.replies.append(reply("I spent 4. <tool_call>{broken"))
+        pool.step_all(sessions)
+        assert first.steps[-1].done and dict(first.steps[-1].rewards) == {"bought": 1.0, "says": 0.5}
+        assert second.steps[-1].done and dict(second.steps[-1].rewards) == {"bought": 0.0, "says": 0.5}
+        assert first.total("metrics") == second.total("metrics") == {"replies": 3.0}
+        for session in sessions:
+            session.ended = True
+        pool.step_all(sessions)
+
+
+def install(python: str, name: str, source: str) -> None:
+    (packages,) = Path(python).parents[1].glob("lib/python*/site-packages")
+    (packages / f"{name}.py").write_text(source)
+
+
 @pytest.mark.parametrize("owner", ["ToolTask", "Tools"])
-def test_a_taskset_with_tools_is_refused_before_the_run(python, owner):
+def test_tools_in_containers_are_refused_before_the_run(python, owner):
     """Tools of each task, or shared by all tasks."""
     name = f"tools_{owner.lower()}"
-    (packages,) = Path(python).parents[1].glob("lib/python*/site-packages")
-    lookup = "[Lookup(vf.ToolsetConfig())]"
-    source = TOOLS.replace(f"#{owner}", f"toolsets = classmethod(lambda cls, config: {lookup})")
-    (packages / f"{name}.py").write_text(source)
-    with pytest.raises(UserError, match=f"the tasks of {name} have tools, which only an agent can call"):
+    lookup = "[Lookup(vf.ToolsetConfig(runtime={'type': 'docker', 'image': 'python:3.12'}))]"
+    install(python, name, TOOLS.replace(f"#{owner}", f"toolsets = classmethod(lambda cls, config: {lookup})"))
+    with pytest.raises(UserError, match=f"the tools Lookup of {name} run in a container .runtime docker., which noth"):
         check_environment(config(python, id=name))
+
+
+def test_tasks_in_containers_are_refused_before_the_run(python):
+    install(python, "contained", TOOLS.replace("#ToolTask", "NEEDS_CONTAINER = True"))
+    with pytest.raises(UserError, match="the tasks of contained run in a container"):
+        check_environment(config(python, id="contained"))
 
 
 def test_a_taskset_that_is_not_installed_is_refused(python):
