@@ -143,7 +143,7 @@ def with_tools(
     """
     has_system = bool(messages) and messages[0]["role"] == "system"
     own = messages[0]["content"] if has_system else ""
-    text = instructions.replace("{tools}", "\n".join(map(json.dumps, schemas)))
+    text = instructions.replace("{tools}", "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas))
     system: Message = {"role": "system", "content": own + "\n\n" + text if has_system else text}
     if instructions is _SYSTEM:
         system |= {"tools": list(schemas), "without_tools": own}

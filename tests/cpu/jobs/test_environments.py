@@ -45,17 +45,18 @@ def test_the_environment_of_the_page_is_learnt_with_its_tool(tmp_path: Path, mar
 
 
 def test_environments_of_other_packages_train_in_one_run(tmp_path: Path):
-    """Tasks of reasoning-gym, and environments of skyrl-gym, textarena and verifiers, each a source of one mix."""
+    """Tasks of reasoning-gym, and environments of skyrl-gym, textarena and verifiers (with tools, too) in one mix."""
     size = TinyConfig(hidden_size=64, intermediate_size=128, num_layers=1, num_heads=2, num_kv_heads=1)
     build_tiny(size, str(tmp_path / "model"))
     rows = {
         "gym": [{"prompt": f"{i}+{i}", "reward_spec": {"ground_truth": str(2 * i)}} for i in range(4)],
         "game": [{"game": i} for i in range(4)],
         "guess": [{"task": i} for i in range(3)],
+        "shop": [{"task": i} for i in range(2)],
     }
     for name, lines in rows.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    ours = "trainer.environments"
+    ours, python = "trainer.environments", make_venv(tmp_path / "venv")
     run = run_forked_job(
         *(f"model.path={tmp_path}/model", "trainer.val_interval=-1", "data=files", "data.train_size=-1"),
         *(f"data.mix.{name}.files=[{tmp_path}/{name}.jsonl]" for name in rows),
@@ -65,8 +66,10 @@ def test_environments_of_other_packages_train_in_one_run(tmp_path: Path):
         f"data.mix.game.environment.name={ours}.textarena:TextArena",
         "data.mix.game.environment.kwargs.id=GuessTheNumber-v0",
         *(f"data.mix.guess.environment.name={ours}.verifiers:Verifiers", "data.mix.guess.environment.kwargs.id=guess"),
-        f"data.mix.guess.environment.python={make_venv(tmp_path / 'venv')}",
-        *("environment.max_turns=2", "rollout.max_prompt_tokens=1500", "rollout.max_response_tokens=8"),
+        *(f"data.mix.shop.environment.name={ours}.verifiers:Verifiers", "data.mix.shop.environment.kwargs.id=shop"),
+        *(f"data.mix.{name}.environment.python={python}" for name in ("guess", "shop")),
+        *("environment.max_turns=2", "environment.timeout_s=300"),
+        *("rollout.max_prompt_tokens=2000", "rollout.max_response_tokens=8"),
         *(*QUICK.split(), "logger.save_rollouts=true"),
         cwd=tmp_path,
         timeout=500,
@@ -75,6 +78,7 @@ def test_environments_of_other_packages_train_in_one_run(tmp_path: Path):
     episodes = [episode for step in (1, 2) for episode in rollouts_of(tmp_path / "outputs/default", step)]
     assert not [episode["failure"] for episode in episodes if episode["failure"]]
     said = {one["source"]: json.dumps(one) for one in episodes}
-    assert {*said} == {"mix.task", "mix.gym", "mix.game", "mix.guess"}
+    assert {*said} == {"mix.task", "mix.gym", "mix.game", "mix.guess", "mix.shop"}
     assert "State the final answer" in said["mix.task"] and "Guess The Number" in said["mix.game"]
     assert "Play." in said["mix.guess"]
+    assert "basket_buy" in said["mix.shop"] and "You shop." in said["mix.shop"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,38 +20,59 @@ from trainer.environments.rendering import find_renderer
 from trainer.environments.tools import with_tools
 from trainer.errors import UserError
 from trainer.generation.engine import Completion
+from trainer.models.tokenizer import _with_fixed_date, _with_variables
 
 TEMPLATES = Path(__file__).resolve().parents[3] / "support" / "model_templates"
-RENDERED = {
-    "qwen3": "Qwen/Qwen3-0.6B",
-    "qwen3_instruct_2507": "Qwen/Qwen3-4B-Instruct-2507",
-    "qwen3_5_think": "Qwen/Qwen3.5-4B",
-    "glm4moe": "zai-org/GLM-4.5-Air",
+RENDERED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", "Qwen/Qwen3-0.6B", {}),
+    "qwen3 without thoughts": ("qwen3", "Qwen/Qwen3-0.6B", {"enable_thinking": False}),  # conf/model/qwen3_0.6b.yaml
+    "qwen3_instruct_2507": ("qwen3_instruct_2507", "Qwen/Qwen3-4B-Instruct-2507", {}),
+    "qwen3_5_think": ("qwen3_5_think", "Qwen/Qwen3.5-4B", {}),
+    "qwen3_5_think without thoughts": ("qwen3_5_think", "Qwen/Qwen3.5-4B", {"enable_thinking": False}),
+    "qwen3_5_nothink": ("qwen3_5_nothink", "Qwen/Qwen3.5-0.8B", {}),
+    "glm4moe": ("glm4moe", "zai-org/GLM-4.5-Air", {}),
 }
-"""Templates of models whose format the library knows."""
-MORE = ["[gMASK]", "<sop>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+"""Templates, models whose format the library knows, and `model.chat_template_kwargs`."""
+SPECIAL = r"<\|[\w ]+\|>|<｜[^｜<>]+｜>|</?arg_\w+>|<\|[\w\"]+>|<[\w\"]+\|>"
+MORE = [
+    *("[gMASK]", "<sop>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+    *("<|end_of_text|>", "<|eom_id|>", "<|python_tag|>", "<bos>", "<eos>", "<pad>", "<|think|>"),  # Llama 3, Gemma 4
+    *("<|image>", "<|image|>", "<image|>", "<|audio>", "<|audio|>", "<audio|>", "<|video>", "<|video|>", "<video|>"),
+    *("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>"),  # gpt-oss
+    *("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),  # DeepSeek
+]
+"""Tokens of models that their templates do not name, but their renderers do."""
 END = "zq7"
 """The last thing that a reply says."""
 ARGUMENT = TEXT | st.integers(-3, 99) | st.booleans() | st.lists(st.integers(0, 3), max_size=2)
 TEXTS = TEXT | st.just("日本 ñ🙂")
 
 
-def tokenizer_of(name: str) -> Any:
-    """A small tokenizer with the template of a model and the special tokens that it writes."""
+def tokenizer_of(name: str, folder: Path = TEMPLATES, variables: Mapping[str, Any] | None = None) -> Any:
+    """A small tokenizer with the template of a model, its variables and the special tokens that it writes."""
     tokenizer = make_tokenizer()
-    tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text()
-    special = re.findall(r"<\|\w+\|>|<｜[^｜<>]+｜>|</?arg_\w+>", tokenizer.chat_template)
+    tokenizer.chat_template = (folder / f"{name}.jinja").read_text()
+    special = re.findall(SPECIAL, tokenizer.chat_template)
     tokenizer.add_tokens(sorted({*special, *MORE}), special_tokens=True)
+    if "bos_token" in tokenizer.chat_template:
+        begins = {"llama": "<|begin_of_text|>", "deeps": "<｜begin▁of▁sentence｜>"}
+        tokenizer.bos_token = begins.get(name[:5], "<bos>")
+    tokenizer.chat_template = _with_variables(_with_fixed_date(tokenizer.chat_template), variables or {})
     return tokenizer
+
+
+def known_format(name: str, path: str, variables: Mapping[str, Any], folder: Path = TEMPLATES) -> tuple[Any, Any]:
+    """A tokenizer, and the renderer of its model."""
+    tokenizer = tokenizer_of(name, folder, variables)
+    tokenizer.name_or_path = path
+    renderer = find_renderer(ModelConfig(path=path, chat_template_kwargs=dict(variables)), tokenizer, LONG)
+    assert renderer is not None
+    return tokenizer, renderer
 
 
 @pytest.fixture(scope="module", params=RENDERED)
 def known(request) -> tuple[Any, Any]:
-    """A tokenizer, and the renderer of its model."""
-    tokenizer = tokenizer_of(request.param)
-    renderer = find_renderer(ModelConfig(path=RENDERED[request.param]), tokenizer, LONG)
-    assert renderer is not None
-    return tokenizer, renderer
+    return known_format(*RENDERED[request.param])
 
 
 def call(number: int, name: str, x: Any) -> dict[str, Any]:
@@ -77,6 +99,16 @@ def rounds(draw: Any, ends: bool = True) -> tuple[dict[str, Any], list[dict[str,
     return {**reply, "tool_calls": calls}, answers
 
 
+def fitting(tokenizer: Any, reply: Any, new: Any) -> tuple[Any, Any]:
+    """Return a round as the format of a model can have it."""
+    calls = reply.get("tool_calls")
+    if calls and "<|tool_response>" in tokenizer.chat_template:  # Gemma 4 moves such a text behind the answers
+        return {**reply, "content": ""}, new
+    if calls and "single tool-calls" in tokenizer.chat_template:  # Llama 3.2 has one call, and no text beside it
+        return {**reply, "content": "", "tool_calls": calls[-1:]}, new[-1:]
+    return reply, new
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     system=TEXTS | st.none(),
@@ -88,6 +120,7 @@ def test_a_prompt_has_the_tokens_that_the_template_gives(known, system, first, t
     """Calls, answers and thoughts of its history included."""
     tokenizer, renderer = known
     begin = [{"role": "system", "content": system}] if system else []
+    turns = [fitting(tokenizer, *turn) for turn in turns]
     messages = [*begin, {"role": "user", "content": first}, *(one for reply, new in turns for one in (reply, *new))]
     text = render_text(tokenizer, messages, add_generation_prompt=True, tools=TOOLS if has_tools else None)
     prompt = Conversation(tokenizer, with_tools(messages, TOOLS) if has_tools else messages, renderer=renderer)
@@ -97,9 +130,12 @@ def test_a_prompt_has_the_tokens_that_the_template_gives(known, system, first, t
 def written(tokenizer: Any, renderer: Any, reply: Any, new: Any) -> tuple[Completion, list[int]]:
     """Return a reply as the policy samples it in the template's format, and the tokens that the template adds."""
     prompt = render_text(tokenizer, [USER_ASKS], add_generation_prompt=True, tools=TOOLS)
+    if prompt.rstrip().endswith("</think>"):  # it does not think
+        reply = {name: value for name, value in reply.items() if name != "reasoning_content"}
     whole = render_text(tokenizer, [USER_ASKS, reply, *new], add_generation_prompt=True, tools=TOOLS)
     said, end, rest = whole.rpartition(END)
-    says = said[len(os.path.commonprefix([said, prompt])) :] + end
+    begin = os.path.commonprefix([tokenizer.encode(text, add_special_tokens=False) for text in (said, prompt)])
+    says = said[len(tokenizer.decode(begin)) :] + end
     if prompt.endswith("<think>\n") and "</think>" not in says:
         says = f"hm\n</think>\n\n{says}"
     after = tokenizer.encode(rest, add_special_tokens=False)
@@ -122,6 +158,7 @@ def test_what_was_sampled_stays_and_is_followed_by_what_the_template_writes(know
     conversation = Conversation(tokenizer, with_tools([USER_ASKS], TOOLS), renderer=renderer)
     total = 0
     for reply, new in turns:
+        reply, new = fitting(tokenizer, reply, new)
         completion, following = written(tokenizer, renderer, reply, new)
         before = conversation.token_ids.copy()
         said = conversation.add_reply(completion)
@@ -162,6 +199,43 @@ def test_without_a_renderer_sampled_tokens_stay_too(name):
     first, *more = conversation.samples()
     assert first.token_ids[: len(prompt) + len(reply.token_ids)].tolist() == [*prompt, *reply.token_ids.tolist()]
     assert first.mask.sum() == len(reply.token_ids) and not any(sample.mask.any() for sample in more)
+
+
+QWEN25_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+"""What the template of Qwen2.5 writes where a conversation has no system message."""
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    system=TEXTS.filter(str.strip) | st.none(),
+    first=TEXTS,
+    described=TEXTS,
+    rounds=st.lists(st.tuples(TEXTS, TEXTS, st.booleans()), max_size=3),
+)
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3"])
+def test_without_a_renderer_tools_and_answers_are_written_as_by_the_template(name, system, first, described, rounds):
+    """The format of Hermes is that of these models: the tokens are those that their templates give with `tools`.
+
+    `conf/model/qwen2.5_1.5b.yaml` names a model that the library does not know.
+    """
+    tokenizer = tokenizer_of(name, variables={"enable_thinking": False})
+    tools = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "description": described}}, TOOLS[1]]
+    if system is None and name == "qwen2_5":
+        system = QWEN25_SYSTEM
+    begin = [{"role": "system", "content": system}] if system else []
+    messages = [*begin, {"role": "user", "content": first}]
+    conversation = Conversation(tokenizer, with_tools(messages, tools))
+    expected = tokenizer.encode(render_text(tokenizer, messages, True, tools=tools), add_special_tokens=False)
+    for text, answer, calls in rounds:
+        said = f'{text}<tool_call>\n{{"name": "add", "arguments": {{"x": "1"}}}}\n</tool_call>' if calls else text
+        reply, new = sampled(tokenizer, f"{said}<|im_end|>"), [{"role": "tool" if calls else "user", "content": answer}]
+        conversation.add_reply(reply)
+        assert conversation.add_messages(new, LONG)
+        messages += [{"role": "assistant", "content": END}, *new]
+        after = render_text(tokenizer, messages, True, tools=tools).rpartition(f"{END}<|im_end|>")[2]
+        expected += [*reply.token_ids.tolist(), *tokenizer.encode(after, add_special_tokens=False)]
+    assert len(conversation.samples()) == 1
+    assert conversation.token_ids == expected
 
 
 DROPS = (

@@ -248,13 +248,9 @@ def chosen(tokenizer: Any, template: str, **model: Any) -> ChatRenderer | None:
         (QWEN3, {"path": "mine/Qwen3-like"}),
         (QWEN3, {"path": None}),
         (QWEN25, {"path": "Qwen/Qwen3-0.6B"}),
-        (
-            "{%- set enable_thinking = false %}" + QWEN3,
-            {"path": "Qwen/Qwen3-0.6B", "chat_template_kwargs": {"enable_thinking": False}},
-        ),
         (LLAMA3, {"path": "meta-llama/Llama-3.2-1B-Instruct"}),
     ],
-    ids=["template", "own template", "unknown", "built-in", "another template", "no thoughts", "older template"],
+    ids=["template", "own template", "unknown", "built-in", "another template", "older template"],
 )
 def test_otherwise_the_template_writes_conversations(tokenizer, template, model):
     assert chosen(tokenizer, template, **model) is None

@@ -1,0 +1,56 @@
+"""Conversations under published templates that are not stored here, by the library `renderers`, as in
+`test_model_templates`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cpu.unit.environments import test_model_templates as same
+from tests.cpu.unit.environments.test_rendering import LONG
+from tests.support.published_templates import install_templates
+from trainer.config import ModelConfig
+from trainer.environments.rendering import find_renderer
+
+pytestmark = pytest.mark.processes
+
+RENDERED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen3_6": ("qwen3_6", "Qwen/Qwen3.6-35B-A3B", {}),
+    "qwen3_8": ("qwen3_8", "Qwen/Qwen3.8-27B", {}),
+    "qwen3_vl": ("qwen3_vl", "Qwen/Qwen3-VL-4B-Instruct", {}),
+    "nemotron_3_nano": ("nemotron_3_nano", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", {}),
+    "nemotron_3_super": ("nemotron_3_super", "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", {}),
+    "nemotron_3_ultra": ("nemotron_3_ultra", "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16", {}),
+    "nemotron_3_5": ("nemotron_3_5_lightning", "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16", {}),
+    "gemma4": ("gemma4", "google/gemma-4-E2B-it", {}),
+    "gemma4_v5": ("gemma4_v5", "google/gemma-4-E2B-it", {}),
+    "llama3_2": ("llama3_2", "meta-llama/Llama-3.2-1B-Instruct", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return install_templates(tmp_path_factory.mktemp("published"))
+
+
+@pytest.fixture(scope="module", params=RENDERED)
+def known(request, folder) -> tuple[Any, Any]:
+    return same.known_format(*RENDERED[request.param], folder)
+
+
+test_a_prompt = same.test_a_prompt_has_the_tokens_that_the_template_gives
+test_a_reply = same.test_what_was_sampled_stays_and_is_followed_by_what_the_template_writes
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("deepseekv3", "deepseek-ai/DeepSeek-V3"),
+        ("qwen3_6", "Qwen/Qwen3.8-27B"),
+    ],
+    ids=["opens a thought", "of another model"],
+)
+def test_a_renderer_that_writes_otherwise_is_not_used(folder, name, path):
+    assert find_renderer(ModelConfig(path=path), same.tokenizer_of(name, folder), LONG) is None
