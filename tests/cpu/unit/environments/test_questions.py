@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from pathlib import Path
 
 import pytest
 
+from tests.support.gsm8k import REASON, find_gsm8k
 from trainer.data.row_files import read_rows
 from trainer.environments.base import check_options
 from trainer.environments.python_tool import PythonTool
-from trainer.environments.questions import Questions
+from trainer.environments.questions import Questions, worked_chat
 from trainer.errors import UserError
 
-GSM8K = Path(__file__).resolve().parents[4] / "../shared/data/gsm8k"
-NOT_HERE = pytest.mark.skipif(not GSM8K.exists(), reason="the files of GSM8K are not on this machine")
+GSM8K = find_gsm8k()
+NOT_HERE = pytest.mark.skipif(GSM8K is None, reason=REASON)
 
 
 def play(environment: Questions, row: dict, *replies: str):
@@ -32,6 +32,7 @@ def call(tool: str, **arguments: str) -> str:
 
 
 def rows_of_gsm8k() -> list[dict]:
+    assert GSM8K is not None
     (file,) = sorted(GSM8K.rglob("*test*"))[:1]
     return [row for _, row in read_rows(str(file), "data.val_files")]
 
@@ -96,3 +97,44 @@ def test_the_check_leaves_no_process():
     check_options("trainer.environments.questions:Questions", {"tools": ["python"]})
     assert before.poll() is not None and PythonTool()._runner._server is not before
     PythonTool().close()
+
+
+SOLUTION = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nThat is 48+24 = $<<48+24=72>>72.00 altogether.\n#### 72"
+
+
+@pytest.mark.parametrize("with_text", [True, False])
+def test_a_solution_of_gsm8k_becomes_a_chat_that_calls_the_calculator(with_text):
+    first, told, second, told_then, last = worked_chat(SOLUTION, with_text)
+    said = [first["content"], second["content"], last["content"]]
+    texts = ["Natalia sold 48/2 =", "clips in May.\nThat is 48+24 = $", "altogether.\n#### 72"]
+    assert said == (texts if with_text else ["", "", "#### 72"])
+    calls = [json.loads(one["tool_calls"][0]["function"]["arguments"]) for one in (first, second)]
+    assert calls == [{"expression": "48/2"}, {"expression": "48+24"}]
+    assert [one["content"] for one in (told, told_then)] == ["24", "72"]
+
+
+@pytest.mark.parametrize("solution", ["No calculation.\n#### 3", "x = <<x+1=3>>3\n#### 3", "<<1/0=3>>3\n#### 3"])
+def test_a_solution_that_the_calculator_cannot_follow_gives_no_chat(solution):
+    assert worked_chat(solution) is None
+
+
+def test_calls_with_the_results_of_the_solution_get_their_own_term_of_the_reward():
+    row = {"question": "How many clips?", "answer": SOLUTION}
+
+    def terms(answer: str, *expressions: str) -> dict[str, float]:
+        calls = [call("calculator", expression=expression) for expression in expressions]
+        return dict(play(Questions(steps_reward=0.5), row, *calls, answer)[1][-1].rewards)
+
+    assert terms("72", "96/4", "9*8") == {"right": 1.0, "steps": 0.5}
+    assert terms("24", "12+12") == {"right": 0.0, "steps": 0.25}
+    assert terms("72", "24", "1", "2", "72") == {"right": 1.0, "steps": 0.25}, "half of the calls"
+    assert terms("72", "24", "24") == {"right": 1.0, "steps": 0.25}, "a result counts once"
+    assert terms("72") == {"right": 1.0, "steps": 0.0}
+    assert terms("72", "1/0") == {"right": 1.0, "steps": 0.0}
+    assert play(Questions(), row, "72")[1][-1].rewards == {}
+
+
+def test_other_instructions_take_the_place_of_the_description():
+    row = {"question": "6*7?", "answer": "42"}
+    assert play(Questions(instructions=""), row)[0] == [{"role": "user", "content": "6*7?"}]
+    assert play(Questions(instructions="Tools: {tools}"), row)[0][0]["content"].startswith('Tools: {"type": "function"')
