@@ -39,6 +39,43 @@ class Tools(vf.Taskset[ToolTask, vf.TasksetConfig]):
 __all__ = ["Tools"]
 """
 
+PHOTOS = """
+import verifiers.v1 as vf
+from mcp.server.mcpserver import Image
+
+class Photos(vf.Toolset[vf.SharedToolsetConfig]):
+    @vf.tool
+    async def photo(self, name: str):
+        \"\"\"Return a photo.\"\"\"
+        return Image(data=b"x", format="png")
+
+if __name__ == "__main__":
+    Photos.run()
+"""
+GUARDED = """
+import verifiers.v1 as vf
+from photos import Photos
+
+class Data(vf.TaskData):
+    pass
+
+class GuardedTask(vf.Task[Data, vf.State, vf.TaskConfig]):
+    @vf.intercept
+    async def refuse(self, request: vf.Request):
+        last = request.messages[-1]
+        if last.role == "tool" and last.content == "" and "secret" in request.messages[-2].tool_calls[0].arguments:
+            messages = [*request.messages[:-1], last.model_copy(update={"content": "Not that one."})]
+            return request.model_copy(update={"messages": messages})
+
+class Guarded(vf.Taskset[GuardedTask, vf.TasksetConfig]):
+    toolsets = classmethod(lambda cls, config: [Photos(vf.SharedToolsetConfig())])
+
+    def load(self):
+        yield GuardedTask(Data(prompt="Look."), self.config.task)
+
+__all__ = ["Guarded"]
+"""
+
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory) -> str:
@@ -83,7 +120,7 @@ def test_a_start_that_fails_is_tried_again_in_the_same_process(python, tmp_path,
     assert (tmp_path / "first").exists() and session.failures == 1 and not session.failure
 
 
-def call(name: str, **arguments: object) -> str:
+def call(name: str, /, **arguments: object) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
@@ -132,6 +169,20 @@ def test_tools_of_tasks_and_of_a_taskset_are_called_and_rewards_are_those_of_ver
 def install(python: str, name: str, source: str) -> None:
     (packages,) = Path(python).parents[1].glob("lib/python*/site-packages")
     (packages / f"{name}.py").write_text(source)
+
+
+def test_hooks_of_a_task_deny_calls_and_an_image_ends_the_episode(python):
+    install(python, "photos", PHOTOS)
+    install(python, "guarded", GUARDED)
+    session = Session({"task": 0}, 1)
+    with EnvironmentPool(config(python, id="guarded"), 10_000) as pool:
+        pool.step_all([session])
+        session.replies.append(reply(call("photos_photo", name="secret")))
+        pool.step_all([session])
+        assert [one["content"] for one in session.steps[-1].messages] == ["Not that one."], session.failure
+        session.replies.append(reply(call("photos_photo", name="cat")))
+        pool.step_all([session])
+    assert "a message of the role tool has image_url, and the policy reads text alone" in session.failure
 
 
 @pytest.mark.parametrize("owner", ["ToolTask", "Tools"])
