@@ -11,8 +11,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_COMPUTES = re.compile(r"mm$|mm_$|attention|::empty|::new_empty|exchange")
+_COMPUTES = re.compile(r"attention|::empty|::new_empty|exchange")
 """Operators that move no bytes, or whose time is not that of the bytes that they move."""
+_PRODUCTS = re.compile(r"mm$|mm_$")
+_COMPUTED_SIZE = 4
+"""Bytes of a number in which a CPU computes."""
 
 
 class MemoryMeter(TorchDispatchMode):
@@ -21,7 +24,8 @@ class MemoryMeter(TorchDispatchMode):
     A view shares the memory of its tensor, which counts once. Tensors from before the block do not count.
 
     Attributes:
-        moved: bytes that operators have read and written, but for products of matrices, attention and views.
+        moved: bytes that operators have read and written, but for attention and views. A number in half precision counts
+            as four bytes, because a CPU computes in float32 and converts it on the way; but not in products of matrices.
     """
 
     def __init__(self) -> None:
@@ -47,7 +51,8 @@ class MemoryMeter(TorchDispatchMode):
         name = function._schema.name
         is_view = not function._schema.is_mutable and all(_number(tensor) in before for tensor in returned)
         if not is_view and not _COMPUTES.search(name):
-            self.moved += sum(tensor.nbytes for tensor in (*given, *returned))
+            is_product = bool(_PRODUCTS.search(name))
+            self.moved += sum(tensor.nbytes if is_product else _moved(tensor) for tensor in (*given, *returned))
         return result
 
     def _count(self, storage: torch.UntypedStorage, number: int) -> None:
@@ -60,6 +65,10 @@ class MemoryMeter(TorchDispatchMode):
     def _forget(self, number: int, size: int) -> None:
         self._known.discard(number)
         self.now -= size
+
+
+def _moved(tensor: Tensor) -> int:
+    return tensor.numel() * max(_COMPUTED_SIZE, tensor.itemsize) if tensor.is_floating_point() else tensor.nbytes
 
 
 def _number(tensor: Tensor) -> int:

@@ -23,6 +23,9 @@ _OPTIMIZER_BYTES = 28
 _LOGIT_BYTES = {"scores": 44, "update": 84}
 """Bytes that the output layer reads and writes on CPU for each logit, beside products: by the passes over a chunk of
 logits in `trainer.models.chunked_logprobs`."""
+_CAST_LOGIT_BYTES = {"scores": 8, "update": 24}
+"""The same of casts, if the weights are in half precision: to float32 after a product, and back before one. As in
+`MemoryMeter.moved`, a number counts as four bytes."""
 _DECODE_STEP_S = {"cpu": (5e-3, 7e-5), "cuda": (3e-3, 1e-5)}
 """Seconds of a decoding step of vLLM beside the model, and of each sequence in it. CPU: measured with the smallest
 model. GPU: an estimate, with CUDA graphs."""
@@ -142,19 +145,44 @@ class _Passes:
         traced = role.update if trained else role.scores
         assert traced is not None
         moved = (traced.moved if trained else traced.moved_forward) * tokens / self.workload.dp / row.tokens
-        width = role.model.config.get_text_config().hidden_size
-        moved += _LOGIT_BYTES["update" if trained else "scores"] * head / 2 / width
+        moved += self._moved_by_head(head, trained)
         slow = passes * attention / (CPU_ATTENTION[self.dtype] * device.flops(torch.float32))
         block = CPU_BLOCK_S["alone"]
         block += CPU_BLOCK_S["shards"] * (role.shards > 1) + CPU_BLOCK_S["tp"] * (self.sizes["tp"] > 1)
         calls = self.workload.micro_batches(tokens) * role.model.blocks * passes / 3 * block
         return products / self.speed + slow + moved / (REACHED_BANDWIDTH * device.bandwidth) + calls
 
+    def _moved_by_head(self, flops: float, trained: bool) -> float:
+        """Return the bytes that the output layer moves on CPU, whose forward pass has so many FLOPs.
+
+        Each product moves its logits. An update computes four: logits twice, and the gradients of both factors.
+        """
+        phase, itemsize = "update" if trained else "scores", self.role.itemsize
+        of_logit = _LOGIT_BYTES[phase] + itemsize * (4 if trained else 1)
+        if itemsize < 4:
+            of_logit += _CAST_LOGIT_BYTES[phase]
+        return of_logit * flops / 2 / self.role.model.config.get_text_config().hidden_size
+
+    def _copied(self, gathers: float, reductions: float) -> float:
+        """Return the seconds in which FSDP2 copies weights and gradients on CPU, beside what it sends.
+
+        To gather, it casts its shard, and copies what has arrived into the weights. To reduce, it copies the gradients
+        together as float32, and adds the sum to that of the micro-batches before. With one rank the collectives copy.
+        """
+        if not self.cluster.device.is_cpu:
+            return 0.0
+        role, n, size = self.role, self.role.shards, self.role.itemsize
+        alone = n == 1
+        gathered = role.model.numel() * (2 * 4 / n + 2 * size + 2 * size * alone)
+        reduced = role.model.numel(trained=True) * (2 * 4 + 3 * 4 / n + 2 * 4 * alone)
+        return (gathers * gathered + reductions * reduced) / (REACHED_BANDWIDTH * self.cluster.device.bandwidth)
+
     def scores(self, tokens: float) -> float:
         """Return the seconds of a pass without gradients over `tokens` tokens."""
         count = self.workload.micro_batches(tokens)
         compute = self._computation(tokens, 1, trained=False)
-        return self._overlapped(compute, count * self._gather(1)) + self._joined(tokens, 1)
+        traffic = count * self._gather(1) + self._copied(count, 0)
+        return self._overlapped(compute, traffic) + self._joined(tokens, 1)
 
     def optimizer_step(self, tokens: float) -> float:
         """Return the seconds of an optimizer step on `tokens` tokens."""
@@ -165,7 +193,7 @@ class _Passes:
         compute = self._computation(tokens, passes, trained=True)
         gathers = 2 if role.spec.sharding.reshard_after_forward else 1
         reduced = count if role.spec.sharding.reduce_gradients == "micro_batch" else 1
-        traffic = count * self._gather(gathers) + reduced * self._reduce()
+        traffic = count * self._gather(gathers) + reduced * self._reduce() + self._copied(count * gathers, reduced)
         states = role.model.shard(role.shards, trained=True) * _OPTIMIZER_BYTES
         optimizer = states / (REACHED_BANDWIDTH * self.cluster.device.bandwidth)
         if role.is_on_host:
