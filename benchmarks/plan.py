@@ -1,4 +1,4 @@
-"""How well `trainer plan` predicts: `python -m benchmarks.plan [--configs grpo tp cp recompute ppo]`.
+"""How well `trainer plan` predicts: `python -m benchmarks.plan [--configs grpo tp cp recompute ppo] [--jobs ...]`.
 
 For configs of real ranks on CPU, the peak memory and the time of a step's log-prob pass and update, planned and
 measured. `planned`: of the fullest moment of a rank. `allocator`: the states that the rank holds, and what tensors took
@@ -6,6 +6,11 @@ beside them at most, by the events of torch's allocator. `resident`: how far the
 its models are loaded, in a run of its own with an allocator of C that gives memory back. (The pages of each tensor are
 new then, and an update takes 1.5 times as long.) Times are CPU seconds of one rank, which has one thread, so other work
 on the machine changes them little. `-`: no such pass, because the update computes the log-probs that it needs.
+
+Then, for whole jobs, the time of a step by phase, planned / measured: medians of the steps but the first. Measured are
+CPU seconds of the driver, the longest rank, the longest engine and the longest other process, one after the other;
+`step` is their sum over a whole step, rewards included. The plan gets the lengths of the job's own prompts and
+completions: the means, and that of the longest completion.
 """
 
 from __future__ import annotations
@@ -20,10 +25,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.models import Shape, add_data, make_model
+from benchmarks.models import SHAPES, Shape, add_data, make_model
+from benchmarks.phases import run_job as measure_job
 from benchmarks.ranks import PlannedRank, make_batch
 from trainer.cluster.process_cluster import ProcessCluster
-from trainer.config import Config
+from trainer.config import Config, compose
 from trainer.plan.hardware import parse_cluster
 from trainer.plan.plan import make_plan
 
@@ -41,6 +47,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "ppo": {"num_workers": 2, "ppo": True},
     "bfloat16": {"num_workers": 1, "dtype": "bfloat16"},
 }
+_DEMO = ("trainer.val_before_train=false",)
+_MODEL = (
+    *("model.path=MODEL", "rollout.max_prompt_tokens=128", "rollout.max_response_tokens=64", "rollout.n=4"),
+    *("trainer.train_batch_size=8", "trainer.mini_batch_size=8", "trainer.val_before_train=false"),
+)
+JOBS: dict[str, tuple[str, ...]] = {
+    "demo grpo transformers": (*_DEMO, "rollout=transformers"),
+    "demo grpo": (*_DEMO, "rollout=vllm"),
+    "demo grpo 2 ranks": (*_DEMO, "rollout=vllm", "trainer.num_workers=2"),
+    "demo ppo": (*_DEMO, "rollout=vllm", "algorithm=ppo"),
+    "17M grpo": (*_MODEL, "rollout=vllm"),
+    "17M grpo bfloat16": (
+        *_MODEL,
+        "rollout=vllm",
+        "trainer.policy.fsdp.param_dtype=bfloat16",
+        "rollout.dtype=bfloat16",
+    ),
+}
+"""Overrides of whole jobs. `demo`: the built-in default."""
+STEP_PHASES = ("rollout", "scores", "update", "sync")
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_TOP_PAD_": "0"}
 
 
@@ -82,9 +108,29 @@ def _run(cfg: Config, path: str, variables: dict[str, str]) -> dict[str, float]:
     return {name: max(result[name] for result in results) for name in results[0]}
 
 
+def compare_job(name: str, path: str, directory: str, steps: int) -> str:
+    """Run a job and return its row: planned and measured seconds of each phase, and the error of the step."""
+    overrides = [word.replace("MODEL", path) for word in JOBS[name]]
+    run = measure_job(os.path.join(directory, name.replace(" ", "-")), steps, overrides)
+    lengths = (
+        f"plan.prompt_tokens={round(run.tokens - run.response)}",
+        f"plan.response_tokens={round(run.response)}",
+        f"rollout.max_response_tokens={round(run.longest)}",
+    )
+    cluster = parse_cluster("cpu")
+    seconds = make_plan(compose([*overrides, *lengths, "trainer.ray_address=processes"]), cluster).time
+    cells = [f"{seconds.phases.get(phase, 0.0):.2f} / {run.phases[phase]:.2f}" for phase in STEP_PHASES]
+    whole = run.phases["whole"]
+    by_kind = ", ".join(f"{kind} {value:.2f}" for kind, value in run.kinds.items())
+    row = f"| {name} | {' | '.join(cells)} | {seconds.total:.2f} | {whole:.2f} | {seconds.total / whole - 1:+.0%} |"
+    return f"{row} <!-- {lengths}; measured by kind: {by_kind} -->"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--configs", nargs="+", choices=list(CONFIGS), default=list(CONFIGS))
+    parser.add_argument("--configs", nargs="*", choices=list(CONFIGS), default=list(CONFIGS))
+    parser.add_argument("--jobs", nargs="*", choices=list(JOBS), default=list(JOBS))
+    parser.add_argument("--steps", type=int, default=6, help="steps of a job that count (default: 6)")
     add_data(parser)
     args = parser.parse_args()
     head = (
@@ -101,10 +147,11 @@ def main() -> None:
         "measured",
         "error",
     )
-    print(f"| {' | '.join(head)} |\n" + "|---" * len(head) + "|", flush=True)
     with tempfile.TemporaryDirectory() as directory:
         path = os.path.join(directory, "model")
         make_model(SHAPE, args.data, path)
+        if args.configs:
+            print(f"| {' | '.join(head)} |\n" + "|---" * len(head) + "|", flush=True)
         for name in args.configs:
             cfg = config_of(path, name)
             begin = time.perf_counter()
@@ -123,6 +170,13 @@ def main() -> None:
                 else:
                     cells += ["-"] * 3
             print(f"| {' | '.join(cells)} |", flush=True)
+        if args.jobs:
+            model = os.path.join(directory, "17M")
+            make_model(SHAPES["17M"], args.data, model)
+            columns = ("job", *STEP_PHASES, "step, planned", "measured", "error")
+            print(f"\n| {' | '.join(columns)} |\n" + "|---" * len(columns) + "|", flush=True)
+            for name in args.jobs:
+                print(compare_job(name, model, directory, args.steps), flush=True)
 
 
 if __name__ == "__main__":

@@ -90,8 +90,9 @@ _REACHED = {(CPU, torch.float32): 1.0, (CPU, torch.bfloat16): 0.92}
 _REACHED_BY_GPUS = 0.40
 """Share of the peak FLOP/s. CPU: of products in updates of a model with 384 hidden dimensions beside those of large
 squares, without the time of the bytes of their factors and results, which counts apart like the rest of a pass;
-measured on one core with AVX-512 and its products of bfloat16, in processor time of each operator. GPU: of whole passes, what published runs
-of dense models with FSDP2 at 8k to 65k tokens reach (0.35 to 0.45); no GPU of this project has measured it yet."""
+measured on one core with AVX-512 and its products of bfloat16, in processor time of each operator. GPU: of whole
+passes, what published runs of dense models with FSDP2 at 8k to 65k tokens reach (0.35 to 0.45); no GPU of this project
+has measured it yet."""
 CPU_ATTENTION = {torch.float32: 0.42, torch.bfloat16: 0.27}
 """Share of the peak FLOP/s in float32 that attention reaches on CPU, forward and backward passes together, of the FLOPs
 that a causal mask leaves. Measured like the products: torch's kernel computes masked scores, too, and hardly gains from
@@ -101,11 +102,62 @@ REACHED_BANDWIDTH = 0.7
 CPU_BLOCK_S = {"alone": 4e-3, "shards": 5e-3, "tp": 1e-2}
 """Seconds of Python and of hooks in a block's forward and backward pass on CPU: on one rank, and more if FSDP2 shards
 the block, or with tensor parallelism. Measured with six blocks of 64 hidden dimensions, where nothing else counts."""
+CPU_AROUND_BLOCKS = 2
+"""The same of what is around the blocks (embedding, output layer, loss, clipping, optimizer), in blocks. Measured with
+2, 8 and 14 such blocks, as what is left if none were there: 7 ms in an update, 2 ms in a pass without gradients."""
+CPU_GROUP_S = 2e-4
+"""Seconds of Python in a block's forward and backward pass on CPU for each group of rows, whose attention is computed
+alone. Measured with 4 and 68 groups of two short rows, one and five blocks of 64 hidden dimensions."""
+CPU_COMPLETION_S = 7e-5
+"""Seconds of the driver and of rewards for each completion on CPU, measured with the demo."""
 _GLOO = 12
 """How many times slower than copying gloo is, which sends through sockets, before `REACHED_BANDWIDTH`. Measured between
 two ranks, in processor time: 1.0 to 2.1 GB/s that each sends, where copies read and write 38 GB/s."""
 LATENCY_S = {CPU: 1e-4, "cuda": 2e-5}
 """Seconds that a collective takes at least."""
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """Seconds of an engine beside the weights and caches that it reads and the products."""
+
+    base: float
+    """For each decoding step."""
+    block: float
+    """For each step and block of the model."""
+    sequence: float
+    """For each step and sequence in it."""
+    logit: float
+    """For each step, sequence and token of the vocabulary: to draw a token."""
+    request: float
+    """For each request."""
+
+
+_DECODE_STEPS = {
+    (CPU, True): DecodeStep(2.5e-3, 0.0, 1.5e-5, 4.5e-8, 2.5e-4),
+    (CPU, False): DecodeStep(1.1e-3, 4e-4, 2e-5, 3.1e-8, 2.5e-4),
+    ("cuda", True): DecodeStep(3e-3, 0.0, 1e-5, 0.0, 0.0),
+    ("cuda", False): DecodeStep(3e-3, 0.0, 1e-5, 0.0, 0.0),
+}
+"""By the kind of device, and by whether the engine takes more requests while it generates: vLLM does, transformers does
+not. CPU: measured with 4 to 128 sequences, vocabularies of 512 and 8,192, and two and eight blocks; for vLLM, with a
+model of two blocks and with one of 17M parameters. GPU: an estimate, with CUDA graphs."""
+
+
+def decode_step(kind: str, streaming: bool) -> DecodeStep:
+    """Return the constants of a decoding step of an engine.
+
+    Args:
+        kind: `cpu` or `cuda`.
+        streaming: it takes more requests while it generates.
+    """
+    return _DECODE_STEPS[kind, streaming]
+
+
+CALL_S = 0.01
+"""Seconds of the driver in a call of all ranks: the batch on its way. Measured with the demo, 512 rows."""
+OTHER = 0.03
+"""Share of a step in which the driver works: rows, advantages, logs. Measured with the demo (benchmarks/RESULTS.md)."""
 CONTEXT_BYTES = int(1.0 * GIB)
 """GPU memory of the CUDA context, of cuBLAS' workspaces and of NCCL's buffers: a rank's and an engine's, each."""
 FRAGMENTATION = 0.05

@@ -24,8 +24,8 @@ class MemoryMeter(TorchDispatchMode):
     A view shares the memory of its tensor, which counts once. Tensors from before the block do not count.
 
     Attributes:
-        moved: bytes that operators have read and written, but for attention and views. A number in half precision counts
-            as four bytes, because a CPU computes in float32 and converts it on the way; but not in products of matrices.
+        moved: bytes that operators have read and written, but for attention and views. A number in half precision
+            counts as four bytes, because a CPU converts it to compute; but not in products of matrices.
     """
 
     def __init__(self) -> None:

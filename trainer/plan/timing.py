@@ -11,7 +11,19 @@ import torch
 from trainer.config import Config, FSDPConfig
 from trainer.config.axes import axis_sizes
 from trainer.plan.engines import PlannedEngine
-from trainer.plan.hardware import CPU_ATTENTION, CPU_BLOCK_S, LATENCY_S, REACHED_BANDWIDTH, Cluster
+from trainer.plan.hardware import (
+    CALL_S,
+    CPU_AROUND_BLOCKS,
+    CPU_ATTENTION,
+    CPU_BLOCK_S,
+    CPU_COMPLETION_S,
+    CPU_GROUP_S,
+    LATENCY_S,
+    OTHER,
+    REACHED_BANDWIDTH,
+    Cluster,
+    decode_step,
+)
 from trainer.plan.model_shape import ModelShape
 from trainer.plan.ranks import PlannedRole
 from trainer.plan.workload import Workload
@@ -26,14 +38,6 @@ logits in `trainer.models.chunked_logprobs`."""
 _CAST_LOGIT_BYTES = {"scores": 8, "update": 24}
 """The same of casts, if the weights are in half precision: to float32 after a product, and back before one. As in
 `MemoryMeter.moved`, a number counts as four bytes."""
-_DECODE_STEP_S = {"cpu": (5e-3, 7e-5), "cuda": (3e-3, 1e-5)}
-"""Seconds of a decoding step of vLLM beside the model, and of each sequence in it. CPU: measured with the smallest
-model. GPU: an estimate, with CUDA graphs."""
-_CALL_S = 0.05
-"""Seconds of a call of all ranks beside their work: the batch on its way, and what the ranks plan. Chosen so that plans
-agree with the demo's recorded steps."""
-_OTHER = 0.03
-"""Share of a step in which the driver works: rows, advantages, logs. Measured with the demo (benchmarks/RESULTS.md)."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +85,13 @@ def plan_time(
         passes = _Passes(cfg, cluster, role, workload)
         if role.spec.scores or role.spec.name == "policy" and cfg.task.generates:
             share = 1 - 1 / workload.optimizer_steps if role.spec.name == "policy" and _first_is_free(cfg) else 1.0
-            phases["scores"] += share * crowd * passes.scores(workload.computed_tokens) + _CALL_S * (share > 0)
+            phases["scores"] += share * crowd * passes.scores(workload.computed_tokens) + CALL_S * (share > 0)
         if role.spec.trained:
             updates = workload.optimizer_steps * passes.optimizer_step(workload.computed_in_update)
-            phases["update"] += crowd * updates + _CALL_S
+            phases["update"] += crowd * updates + CALL_S
     if engine is not None:
         phases["sync"] = sync_seconds(cfg, cluster, whole, engine)
-    phases["other"] = _OTHER * sum(phases.values())
+    phases["other"] = OTHER * sum(phases.values())
     kept = {name: seconds for name, seconds in phases.items() if seconds > 0}
     return StepTime(kept, cfg.total_steps, cfg.rollout.works_ahead and engine is not None, workload.tokens)
 
@@ -149,7 +153,10 @@ class _Passes:
         slow = passes * attention / (CPU_ATTENTION[self.dtype] * device.flops(torch.float32))
         block = CPU_BLOCK_S["alone"]
         block += CPU_BLOCK_S["shards"] * (role.shards > 1) + CPU_BLOCK_S["tp"] * (self.sizes["tp"] > 1)
-        calls = self.workload.micro_batches(tokens) * role.model.blocks * passes / 3 * block
+        w = self.workload
+        groups = w.groups * tokens / w.computed_tokens / w.dp
+        calls = w.micro_batches(tokens) * block + groups * CPU_GROUP_S
+        calls *= (role.model.blocks + CPU_AROUND_BLOCKS) * passes / 3
         return products / self.speed + slow + moved / (REACHED_BANDWIDTH * device.bandwidth) + calls
 
     def _moved_by_head(self, flops: float, trained: bool) -> float:
@@ -261,6 +268,8 @@ def rollout_seconds(
     context = w.prompt + w.response / 2
     together = max(1.0, min(rows, cfg.rollout.max_num_seqs, engine.sequences(context)))
     steps = max(rows * w.response / together, float(cfg.rollout.max_response_tokens))
+    if not cfg.engine.streaming:  # the next requests wait for the longest completion of those before
+        steps = max(steps, math.ceil(rows / together) * float(cfg.rollout.max_response_tokens))
     running = rows * w.response / steps  # sequences in a step, on average
     bandwidth = REACHED_BANDWIDTH * device.bandwidth
     is_float32 = engine.weights * gpus >= 4 * policy.total
@@ -268,11 +277,14 @@ def rollout_seconds(
     computed = policy.total - (0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size)
     read = (engine.weights + running * context * engine.kv_token) / bandwidth
     products = 2 * computed * running / gpus / speed
-    base, each = _DECODE_STEP_S[device.kind]
+    beside = decode_step(device.kind, cfg.engine.streaming)
+    fixed = beside.base + beside.block * policy.blocks
+    each = beside.sequence + beside.logit * text.vocab_size
     prompts = math.ceil(rows / w.n) * w.prompt
     prefill = 2 * computed * prompts / gpus / speed
     crowd = max(1.0, cfg.num_engines / cluster.per_node) if device.is_cpu else 1.0
-    return crowd * (steps * (max(read, products) + base + each * running) + prefill)
+    seconds = steps * (max(read, products) + fixed + each * running) + prefill + rows * beside.request
+    return crowd * seconds + device.is_cpu * w.rows * CPU_COMPLETION_S
 
 
 def sync_seconds(cfg: Config, cluster: Cluster, policy: ModelShape, engine: PlannedEngine) -> float:

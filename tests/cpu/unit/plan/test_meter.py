@@ -42,16 +42,33 @@ def test_fake_tensors_count_like_real_ones():
     assert abs(allocator_peak(work) - real.peak) < 0.02 * real.peak
 
 
-def test_bytes_that_operators_move_count_beside_products_and_views():
+def test_bytes_that_operators_move_count_but_for_views():
     a, b = torch.zeros(100, 10), torch.zeros(10, 50)
     with MemoryMeter() as meter:
         product = a @ b
         product.T.view(50, 100)
         torch.empty(7)
-    assert meter.moved == 0
+    assert meter.moved == a.nbytes + b.nbytes + product.nbytes
     with MemoryMeter() as meter:
         product.add_(1)
     assert meter.moved == 2 * product.nbytes
     with MemoryMeter() as meter:
         _ = product * product
     assert meter.moved == 3 * product.nbytes
+
+
+def test_numbers_in_half_precision_count_as_float32_but_in_products():
+    a, b = torch.zeros(100, 10, dtype=torch.bfloat16), torch.zeros(10, 50, dtype=torch.bfloat16)
+    with MemoryMeter() as meter:
+        product = a @ b
+    assert meter.moved == a.nbytes + b.nbytes + product.nbytes
+    with MemoryMeter() as meter:
+        _ = product * product
+    assert meter.moved == 3 * 2 * product.nbytes
+    with MemoryMeter() as meter:
+        product.float()
+    assert meter.moved == 2 * 2 * product.nbytes
+    numbers = torch.zeros(8, dtype=torch.int8)
+    with MemoryMeter() as meter:
+        _ = numbers + numbers
+    assert meter.moved == 3 * 8
