@@ -156,6 +156,9 @@ def decode_step(kind: str, streaming: bool) -> DecodeStep:
 
 CALL_S = 0.01
 """Seconds of the driver in a call of all ranks: the batch on its way. Measured with the demo, 512 rows."""
+CALL_ROW_S = 4.3e-5
+"""Seconds of a rank in such a call for each row of the batch, also for those of other ranks: it plans the micro-batches
+of all. Measured with `benchmarks.driver_scale`, 8,192 rows."""
 OTHER = 0.03
 """Share of a step in which the driver works: rows, advantages, logs. Measured with the demo (benchmarks/RESULTS.md)."""
 CONTEXT_BYTES = int(1.0 * GIB)

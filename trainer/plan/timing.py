@@ -12,6 +12,7 @@ from trainer.config import Config, FSDPConfig
 from trainer.config.axes import axis_sizes
 from trainer.plan.engines import PlannedEngine
 from trainer.plan.hardware import (
+    CALL_ROW_S,
     CALL_S,
     CPU_AROUND_BLOCKS,
     CPU_ATTENTION,
@@ -81,14 +82,15 @@ def plan_time(
     if engine is not None:
         phases["rollout"] = rollout_seconds(cfg, cluster, whole, engine, workload)
     phases["scores"] = phases["update"] = 0.0
+    call = CALL_S + workload.rows * CALL_ROW_S
     for role in roles:
         passes = _Passes(cfg, cluster, role, workload)
         if role.spec.scores or role.spec.name == "policy" and cfg.task.generates:
             share = 1 - 1 / workload.optimizer_steps if role.spec.name == "policy" and _first_is_free(cfg) else 1.0
-            phases["scores"] += share * crowd * passes.scores(workload.computed_tokens) + CALL_S * (share > 0)
+            phases["scores"] += share * crowd * passes.scores(workload.computed_tokens) + call * (share > 0)
         if role.spec.trained:
             updates = workload.optimizer_steps * passes.optimizer_step(workload.computed_in_update)
-            phases["update"] += crowd * updates + CALL_S
+            phases["update"] += crowd * updates + call
     if engine is not None:
         phases["sync"] = sync_seconds(cfg, cluster, whole, engine)
     phases["other"] = OTHER * sum(phases.values())
