@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainer.plan.hardware import Cluster
+from trainer.plan.hardware import CALL_ROW_S, Cluster
 from trainer.plan.plan import make_plan
 
 
@@ -107,3 +107,34 @@ def test_hooks_of_ranks_that_compute_together_count_on_cpu(cfg, cpu):
     sharded = seconds(cfg, cpu)
     cfg.trainer.tensor_parallel_size = 2
     assert seconds(cfg, cpu) > sharded
+
+
+def test_half_precision_speeds_up_products_alone_on_cpu(cfg, cpu):
+    cfg.model.path, cfg.rollout.colocate, cfg.trainer.offload = None, False, "none"
+    cfg.trainer.num_workers, cfg.rollout.num_engines = 1, 1
+    fast = replace(cpu, device=replace(cpu.device, flops_float32=1e18, flops_bfloat16=1e18))
+    times = []
+    for cfg.trainer.policy.fsdp.param_dtype in ("float32", "bfloat16"):
+        times.append(seconds(cfg, fast))
+    assert 0.8 < times[1] / times[0] < 1.25  # twice as fast with two bytes for each number
+
+
+def test_an_engine_that_takes_no_more_requests_waits_for_the_longest_of_each_batch(cfg, cpu):
+    cfg.model.path, cfg.rollout.colocate, cfg.trainer.offload = None, False, "none"
+    cfg.trainer.num_workers, cfg.rollout.num_engines = 1, 1
+    cfg.plan.response_tokens, cfg.rollout.max_num_seqs = 8, 8
+    times = []
+    for cfg.rollout.engine in ("vllm", "transformers"):
+        times.append(seconds(cfg, cpu, "rollout"))
+    assert times[1] > 3 * times[0]
+
+
+def test_each_rank_plans_the_rows_of_all(cfg, node):
+    before = seconds(cfg, node, "update")
+    cfg.trainer.train_batch_size, cfg.trainer.mini_batch_size = (
+        8 * size for size in (cfg.trainer.train_batch_size, cfg.trainer.mini_batch_size)
+    )
+    cfg.trainer.num_workers = cfg.rollout.num_engines = 64
+    grown = seconds(cfg, Cluster(8, 8, node.device), "update")
+    rows = 7 / 8 * cfg.trainer.train_batch_size * cfg.rollout.n
+    assert grown - before > 0.9 * CALL_ROW_S * rows
