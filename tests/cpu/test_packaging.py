@@ -227,6 +227,19 @@ def test_installed_package_finds_its_groups_and_modules_of_the_directory(install
     assert "name: my_rewards:score" in printed.stdout and "synthetic: arithmetic" in printed.stdout
 
 
+@needs_uv
+@needs_hatchling
+def test_installed_package_trains_and_shows_the_run(installed, tmp_path):
+    """With the files of the package that no import reads: configuration, page and style of the viewer."""
+    job = ["experiment=smoke", "sft.steps=20", "rollout=transformers", "trainer.ray_address=processes"]
+    page = ["view", "run", "--out", "page.html"]
+    for words in (["train", *job, "trainer.run_dir=run"], page, ["checkpoint", "verify", "run/checkpoints"]):
+        done = run(installed / "trainer", *words, cwd=tmp_path, OMP_NUM_THREADS="1")
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) > 1
+    assert "<style>" in (tmp_path / "page.html").read_text()
+
+
 # Set-up: uv is told where pip would look
 
 
