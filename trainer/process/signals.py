@@ -318,6 +318,7 @@ class Signals:
                     (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
                 ],
                 setsid=True,  # it must not receive the signals to the process group
+                setsigmask=HANDLED,  # nor die of those that a scheduler sends to each process of the job
             )
         except (OSError, ValueError):  # no process can be started, or Python does not know its own path
             for pipe in self._watch_pipes:

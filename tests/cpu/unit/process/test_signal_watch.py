@@ -145,6 +145,16 @@ def test_the_watching_process_ends_with_its_process():
         time.sleep(0.01)
 
 
+def test_the_watching_process_survives_signals_to_every_process_of_the_job():
+    """As Slurm sends them. Python would write an error about each later signal of its process."""
+    code = (
+        f"{BEGINNING}\nimport signal, time\nfor number in signals.HANDLED: os.kill(signals.SIGNALS._watch, number)\n"
+        "time.sleep(0.5)\nos.kill(os.getpid(), signal.SIGTERM)\nprint(signals.SIGNALS.first)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert (done.stdout, done.stderr) == ("SIGTERM\n", "")
+
+
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_the_watching_process_ends_before_the_final_message(is_lost):
     lose = "os.kill(watch, 9); os.waitpid(watch, 0)" if is_lost else ""
