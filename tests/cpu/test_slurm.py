@@ -1,4 +1,4 @@
-"""The Slurm script, run by bash with stand-ins for the scheduler and for the job."""
+"""The Slurm script, run by bash with stand-ins. tests/cpu/jobs/test_slurm_jobs.py runs it in a real Slurm."""
 
 from __future__ import annotations
 
@@ -13,9 +13,17 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[2] / "examples/slurm/train.sbatch"
 
 
-def start(tmp_path: Path, job: str, scontrol: str = "", **env: str) -> subprocess.Popen:
-    """The script, where `python` is the bash code `job` and `scontrol` writes its arguments to `requeued`."""
-    for name, code in (("python", job), ("scontrol", scontrol or f'echo "$@" >> {tmp_path}/requeued')):
+RUNNING = "JobState=RUNNING Restarts=0 EndTime=Unknown PreemptTime=None"
+
+
+def start(tmp_path: Path, job: str, state: str = RUNNING, **env: str) -> subprocess.Popen:
+    """The script, where `python` is the bash code `job`, and `scontrol` shows `state` or writes to `requeued`."""
+    scheduler = f"""case "$1 $2" in
+  "show hostnames") printf "one\\ntwo\\n" ;;
+  "show job") echo "JobId=$3 {state}" ;;
+  *) echo "$@" >> {tmp_path}/requeued ;;
+esac"""
+    for name, code in (("python", job), ("scontrol", scheduler)):
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{code}\n")
         (tmp_path / name).chmod(0o755)
     return subprocess.Popen(
@@ -64,6 +72,35 @@ def test_a_signal_reaches_the_job_and_the_script_waits_for_it(number, handled, t
     assert (tmp_path / "args").read_text() == "-m trainer train trainer.resume_mode=latest trainer.run_name=mine\n"
 
 
+@pytest.mark.parametrize(
+    "state, again",
+    [
+        ("JobState=COMPLETING Restarts=1 EndTime=Unknown PreemptTime=None", False),
+        ("JobState=COMPLETING Restarts=0 EndTime=2100-01-01T00:00:00 PreemptTime=None", False),
+        ("JobState=COMPLETING Restarts=0 EndTime=2026-01-01T00:00:00 PreemptTime=None", True),
+        ("JobState=COMPLETING Restarts=0 EndTime=2100-01-01T00:00:00 PreemptTime=2026-01-01T00:00:00", True),
+    ],
+    ids=["requeued by Slurm", "cancelled", "out of time", "pre-empted"],
+)
+@pytest.mark.parametrize("job", ["exit 75", "kill -TERM $$"])
+def test_a_job_that_slurm_ends_is_requeued_unless_slurm_does_it_or_it_is_cancelled(job, state, again, tmp_path):
+    start(tmp_path, job, state).wait(60)
+    assert requeued(tmp_path) == again
+
+
+def test_the_job_learns_when_slurm_will_end_it(tmp_path):
+    """Slurm sets the variable only since 23.02."""
+    job = f'echo "$SLURM_JOB_END_TIME" > {tmp_path}/end'
+    limited = RUNNING.replace("Unknown", "2100-01-01T00:00:00")
+    for state, env, end in [
+        (limited, {"TZ": "UTC"}, "4102444800"),
+        (limited, {"SLURM_JOB_END_TIME": "5"}, "5"),
+        (RUNNING, {}, ""),
+    ]:
+        assert start(tmp_path, job, state, **env).wait(60) == 0
+        assert (tmp_path / "end").read_text() == f"{end}\n"
+
+
 def test_requeueing_has_an_end(tmp_path):
     assert start(tmp_path, "kill -KILL $$", SLURM_RESTART_COUNT="100").wait(60) == 128 + signal.SIGKILL
     assert not requeued(tmp_path)
@@ -71,6 +108,7 @@ def test_requeueing_has_an_end(tmp_path):
 
 NODES = r"""#!/usr/bin/env bash
 # Stands in for srun: runs the command once for each of two nodes, with the variables that Slurm gives.
+[ "$*" != "--nodes=1 --ntasks=1 --relative=1 getent ahostsv4 one" ] || { echo "10.0.0.1 STREAM one"; exit; }
 while [[ "$1" == --* ]]; do shift; done
 for node in 0 1; do SLURM_NODEID=$node "$@" & done
 wait
@@ -82,10 +120,9 @@ def start_on_two_nodes(tmp_path: Path, job: str, ray: str) -> subprocess.Popen:
     for name, code in (("srun", NODES), ("ray", f"#!/usr/bin/env bash\n{ray}")):
         (tmp_path / name).write_text(code)
         (tmp_path / name).chmod(0o755)
-    scheduler = f'[ "$1" = show ] && printf "one\\ntwo\\n" || echo "$@" >> {tmp_path}/requeued'
     job = f'if [ "$1" = -c ]; then echo secret; exit; fi; {job}'
     env = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "nodes[1-2]"}
-    return start(tmp_path, job, scontrol=scheduler, **env)
+    return start(tmp_path, job, **env)
 
 
 def test_several_nodes_form_a_cluster_that_the_job_joins(tmp_path):
@@ -98,9 +135,9 @@ exec sleep 1"""
     assert start_on_two_nodes(tmp_path, job, ray).wait(120) == 75
     assert requeued(tmp_path), "on other nodes"
     head, worker = sorted((tmp_path / "calls").read_text().splitlines())
-    assert head == "0 start --block --head --port=6379 token secret"
-    assert worker == "1 start --block --address=one:6379 token secret"
-    joined = "trainer.ray_address=one:6379 trainer.placement_timeout_s=600 trainer.run_name=mine"
+    assert head == "0 start --block --head --node-ip-address=10.0.0.1 --port=6379 token secret"
+    assert worker == "1 start --block --address=10.0.0.1:6379 token secret"
+    joined = "trainer.ray_address=10.0.0.1:6379 trainer.placement_timeout_s=600 trainer.run_name=mine"
     assert (tmp_path / "args").read_text() == f"-m trainer train trainer.resume_mode=latest {joined}\n"
 
 
