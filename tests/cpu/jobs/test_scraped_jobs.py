@@ -75,7 +75,6 @@ def prometheus(directory: Path, target: int) -> Iterator[str]:
             server.wait()
 
 
-@pytest.mark.slow
 def test_every_expression_of_the_dashboard_gives_data_of_a_running_job(tmp_path):
     # The server binds with SO_REUSEADDR, so the port stays reserved.
     with reserved_port() as port, prometheus(tmp_path, port) as url:
