@@ -80,7 +80,10 @@ class Pieces:
 
 
 class Upkeep:
-    """Deletes files, and copies them to a store, on a thread. What fails costs disk space or time, no more.
+    """Deletes files, and copies them to a store. What fails costs disk space or time, no more.
+
+    The disk and the store have a thread each: a store that is slow keeps no file on the disk longer than it is needed.
+    A file that is deleted before its copy begins is not copied.
 
     Args:
         storage: of the checkpoints; None: they are on a disk, and nothing is copied.
@@ -91,11 +94,7 @@ class Upkeep:
         self._pieces = pieces
         self._storage = storage
         self._fence = fence
-        self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
-        self._has_failed = False
-        self._failed_at = -math.inf
+        self._on_disk, self._in_store = _Tasks("journal-upkeep"), _Tasks("journal-copies")
 
     def fetch(self, is_wanted: Callable[[int], bool]) -> None:
         """Bring the files of some steps to the disk, as far as it lacks them."""
@@ -117,7 +116,7 @@ class Upkeep:
     def copy(self, name: str) -> None:
         """Begin to copy a file to the store. It is left out for a minute after the store has failed."""
         if self._storage is not None:
-            self._begin(partial(self._copy, self._storage, name))
+            self._in_store.begin(partial(self._copy, self._storage, name))
 
     def remove(self, is_unwanted: Callable[[int], bool]) -> None:
         """Delete the files of some steps, on the disk and in the store.
@@ -125,40 +124,43 @@ class Upkeep:
         Raises:
             OSError: the store fails.
         """
-        self._pieces.delete([name for name, step in self._pieces.names().items() if is_unwanted(step)])
-        if self._storage is not None:
-            self._fence()
-            remove_records(self._storage, is_unwanted)
+        self._remove_here(is_unwanted)
+        self._remove_there(is_unwanted)
 
     def remove_until(self, oldest: Callable[[], int]) -> None:
-        """Begin to delete the files of the steps up to `oldest()`, which is called on the thread."""
+        """Begin to delete the files of the steps up to `oldest()`, which is called on a thread."""
 
         def remove() -> None:
             last = oldest()
             if last > 0:
-                self.remove(lambda step: step <= last)
+                self._remove_here(lambda step: step <= last)
+                if self._storage is not None:
+                    self._in_store.begin(partial(self._remove_there, lambda step: step <= last))
 
-        self._begin(remove)
+        self._on_disk.begin(remove)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until all that has begun is done; return whether it is."""
-        done = threading.Event()
-        self._begin(done.set)
-        return done.wait(timeout_s)
+        end = time.monotonic() + timeout_s
+        # What is deleted on the disk is deleted in the store after it.
+        return all([tasks.wait(end - time.monotonic()) for tasks in (self._on_disk, self._in_store)])
 
     def close(self) -> None:
-        """End the thread. What has not begun after some seconds is dropped."""
-        if self._thread is not None:
-            self.wait(time_limits.JOURNAL_CLOSE_S)
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._tasks.get_nowait()
-        if self._thread is not None:
-            self._tasks.put(None)
-            self._thread = None
+        """End the threads. What has not begun after some seconds is dropped."""
+        end = time.monotonic() + time_limits.JOURNAL_CLOSE_S
+        for tasks in (self._on_disk, self._in_store):
+            tasks.close(end - time.monotonic())
+
+    def _remove_here(self, is_unwanted: Callable[[int], bool]) -> None:
+        self._pieces.delete([name for name, step in self._pieces.names().items() if is_unwanted(step)])
+
+    def _remove_there(self, is_unwanted: Callable[[int], bool]) -> None:
+        if self._storage is not None:
+            self._fence()
+            remove_records(self._storage, is_unwanted)
 
     def _copy(self, storage: Storage, name: str) -> None:
-        if time.monotonic() - self._failed_at < time_limits.UPLOAD_LONGEST_BACKOFF_S:
+        if self._in_store.has_just_failed:
             return  # each attempt takes long, and deletions wait behind it
         try:
             data = self._pieces.read(name)
@@ -167,18 +169,52 @@ class Upkeep:
         self._fence()
         storage.put(f"{JOURNAL}/{name}", data)
 
-    def _begin(self, task: Callable[[], object]) -> None:
-        self._tasks.put(task)
+
+class _Tasks:
+    """Calls functions one after another, on a thread that begins with the first one."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self._waiting: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._has_failed = False
+        self._failed_at = -math.inf
+
+    @property
+    def has_just_failed(self) -> bool:
+        return time.monotonic() - self._failed_at < time_limits.UPLOAD_LONGEST_BACKOFF_S
+
+    def begin(self, task: Callable[[], object]) -> None:
+        self._waiting.put(task)
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="journal-upkeep", daemon=True)
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
 
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until all that has begun is done; return whether it is."""
+        if self._thread is None:
+            return True
+        done = threading.Event()
+        self.begin(done.set)
+        return done.wait(timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """End the thread. What has not begun by then is dropped."""
+        self.wait(timeout_s)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._waiting.get_nowait()
+        if self._thread is not None:
+            self._waiting.put(None)
+            self._thread = None
+
     def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
+        while (task := self._waiting.get()) is not None:
             try:
                 task()
-                if time.monotonic() - self._failed_at > time_limits.UPLOAD_LONGEST_BACKOFF_S:
+                if not self.has_just_failed:
                     self._has_failed = False
             except (OSError, UserError) as error:
                 if not self._has_failed:

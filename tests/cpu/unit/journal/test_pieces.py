@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import threading
 
 import pytest
 
 from tests.cpu.unit.journal.test_journal import opened, steps_on_disk, train
 from tests.support.buckets import make_bucket, use_s3
-from trainer.checkpoint.storage import JOURNAL, open_storage, records_in
+from tests.support.fault_proxy import Faults, fault_proxy
+from tests.support.jobs import wait_until
+from trainer.checkpoint.storage import JOURNAL, open_storage, records_in, step_of_records
 from trainer.errors import UserError
 
 _names = itertools.count()
@@ -64,3 +67,20 @@ def test_a_store_out_of_service_is_one_warning(storage, tmp_path, monkeypatch, c
     warnings = [record.getMessage() for record in caplog.records if record.name.startswith("trainer.journal")]
     assert len(warnings) == 2, "one for what is fetched, one for what is copied"
     journal.close()
+
+
+def test_a_slow_store_keeps_no_file_on_the_disk_and_gets_only_what_is_still_needed(s3_url, tmp_path, monkeypatch):
+    faults, is_quick = Faults(), threading.Event()
+    with fault_proxy(s3_url, faults) as url:
+        use_s3(monkeypatch, url)
+        store = open_storage(make_bucket(f"journal-{next(_names)}") + "/run")
+        journal = opened(tmp_path, storage=store, store_fence=lambda: is_quick.wait(60))
+        for step in range(1, 11):
+            train(journal, range(step, step + 1))
+            journal.remove_until(lambda last=step - 2: last)
+        wait_until(lambda: steps_on_disk(tmp_path) == {9, 10})
+        is_quick.set()
+        assert journal.settled(60) and set(records_in(store).values()) == {9, 10} == steps_on_disk(tmp_path)
+        journal.close()
+    puts = {step_of_records(path.rpartition("/")[2]) for command, path, _ in faults.seen if command == "PUT"} - {None}
+    assert puts >= {9, 10} and len(puts) <= 3, "one copy had begun; the others were needed no more"
