@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from json.encoder import encode_basestring_ascii as quote
 from typing import TYPE_CHECKING, Any
 
@@ -103,8 +103,33 @@ def encode(
     return sink.getvalue().to_pybytes()
 
 
-def decode_groups(data: bytes) -> tuple[dict[str, list[Episode]], dict[str, str]]:
+def keys_in(path: str) -> tuple[list[str], dict[str, str]]:
+    """Return the keys of the groups of a file, and its metadata. Nothing else of the file is read.
+
+    Raises:
+        ValueError: the file is damaged, or is another one.
+        OSError: it cannot be read, or is damaged.
+    """
+    import pyarrow as pa
+
+    try:
+        with pa.OSFile(path) as file:
+            of_file = pa.ipc.open_file(file).schema
+            if "key" not in of_file.names:
+                raise ValueError("it has other columns")
+            options = pa.ipc.IpcReadOptions(included_fields=[of_file.names.index("key")])
+            keys = pa.ipc.open_file(file, options=options).read_all().column("key")
+        keys.validate(full=True)
+        return list(dict.fromkeys(keys.to_pylist())), _metadata(of_file)
+    except pa.ArrowException as error:
+        raise ValueError(str(error)) from error
+
+
+def decode_groups(data: bytes, keys: Collection[str] | None = None) -> tuple[dict[str, list[Episode]], dict[str, str]]:
     """Return the groups of a file, by key, and the metadata of the file.
+
+    Args:
+        keys: of the groups that are returned; None: all.
 
     Raises:
         ValueError: the file is damaged, or is another one.
@@ -117,6 +142,8 @@ def decode_groups(data: bytes) -> tuple[dict[str, list[Episode]], dict[str, str]
         if not table.schema.equals(schema(has_sources, has_scores)):
             raise ValueError("it has other columns")
         table.validate(full=True)
+        if keys is not None:
+            table = table.filter(pa.array([key in keys for key in table.column("key").to_pylist()], pa.bool_()))
         rows = table.select([*_PLAIN, *_JSON, "key", *(["source"] if has_sources else [])]).to_pylist()
         samples = _samples_of(table.column("samples").combine_chunks())
     except (pa.ArrowException, OSError) as error:
@@ -126,8 +153,11 @@ def decode_groups(data: bytes) -> tuple[dict[str, list[Episode]], dict[str, str]
         key = row.pop("key")
         row |= {name: json.loads(row[name]) for name in _JSON} | {name: unescaped(row[name]) for name in _TEXTS}
         groups.setdefault(key, []).append(Episode(samples=own, **row))
-    about = {name.decode(): value.decode() for name, value in (table.schema.metadata or {}).items()}
-    return groups, about
+    return groups, _metadata(table.schema)
+
+
+def _metadata(of_file: pa.Schema) -> dict[str, str]:
+    return {name.decode(): value.decode() for name, value in (of_file.metadata or {}).items()}
 
 
 def decode_scores(data: bytes) -> list[list[TokenScores]] | None:

@@ -49,10 +49,10 @@ class Pieces:
         name = f"step_{step}-{digest_bytes(data)}.arrow"
         os.makedirs(self.directory, exist_ok=True)
         try:
-            write_file(self._path(name), data, self._fence)
+            write_file(self.path(name), data, self._fence)
         except BaseException:
             with contextlib.suppress(OSError):
-                os.remove(f"{self._path(name)}.tmp")
+                os.remove(f"{self.path(name)}.tmp")
             raise
         return name
 
@@ -63,7 +63,7 @@ class Pieces:
             ValueError: the file is damaged.
             OSError: it cannot be read.
         """
-        data = read_file(self._path(name))
+        data = read_file(self.path(name))
         if not is_intact(name, data):
             raise ValueError("its content does not agree with its name")
         return data
@@ -75,7 +75,8 @@ class Pieces:
                 self._fence()
                 self._disk.delete(f"{JOURNAL}/{name}")
 
-    def _path(self, name: str) -> str:
+    def path(self, name: str) -> str:
+        """Return the path of a file."""
         return os.path.join(self.directory, name)
 
 

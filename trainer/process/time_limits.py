@@ -71,7 +71,10 @@ JOURNAL_FLUSH_S = 0.5
 JOURNAL_CLOSE_S = 5.0
 """Longest wait at the end for copies of rollouts that are under way."""
 JOURNAL_WAIT_S = 60.0
-"""Longest wait until finished rollouts are on the disk. After that they are recorded no more."""
+"""Longest wait until finished rollouts are on the disk. After that they are not recorded until a later try."""
+JOURNAL_RETRY_S = 60.0
+"""From the time rollouts cannot be recorded until the next try, at least. Each further failure doubles it, up to 16
+times."""
 STORAGE_RETRY_S = 60.0
 """No further attempt of a request to an object store begins after this time."""
 STORAGE_LONGEST_BACKOFF_S = 10.0

@@ -123,11 +123,11 @@ class GroupThread(BatchThread):
 
     def find(self, journal: Journal, key: str) -> list[Episode] | None:
         """Return a valid record of the group. Waits for the version of one that may become valid."""
-        for version, history, episodes in journal.candidates(key):
+        for version, history in journal.candidates(key):
             while not self.lineage.wait(version) and not self.is_needed:
                 self.check()
-            if self.lineage.includes(version, history):
-                return episodes
+            if self.lineage.includes(version, history) and (found := journal.take(key, version, history)) is not None:
+                return found
         return None
 
 

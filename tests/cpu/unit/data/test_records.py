@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import struct
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trainer.data.records import decode_groups, decode_scores, encode, encode_groups
+from trainer.data.records import decode_groups, decode_scores, encode, encode_groups, keys_in
 from trainer.episodes import Episode, Sample, TokenScores
 
 texts = st.text(max_size=8) | st.text("\0json \ud83d", max_size=12)
@@ -83,6 +84,8 @@ def test_episodes_come_back_bit_for_bit(groups):
     found, about = decode_groups(data)
     assert bits(found) == bits(groups) and list(found) == list(groups) and about == {"history": "h"}
     assert encode_groups(7, groups, {"history": "h"}) == data, "the same groups give the same bytes"
+    for key, group in groups.items():
+        assert bits(decode_groups(data, [key])[0]) == bits({key: group})
 
 
 @given(st.lists(episodes, max_size=4), st.data())
@@ -124,13 +127,36 @@ def test_a_file_that_is_cut_short_is_refused(length):
             decode_groups(data[:length])
 
 
-def test_a_table_of_another_kind_is_refused():
+def bytes_read() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_the_keys_of_a_file_are_read_alone(tmp_path):
+    sample = Sample(np.arange(50_000, dtype=np.int32), np.ones(50_000, np.float32), np.zeros(50_000, np.float32), (1,))
+    one, path = [Episode("0:1:0", "0:1", [sample], 0.1)] * 2, tmp_path / "file"
+    data = encode_groups(7, {"a": one, "b": one}, {"history": "h"})
+    path.write_bytes(data)
+    before = bytes_read()
+    assert keys_in(str(path)) == (["a", "b"], {"history": "h"})
+    assert len(data) > 500_000 > 100_000 > bytes_read() - before
+    for length in (0, 8, len(data) // 2, len(data) - 1):
+        path.write_bytes(data[:length])
+        with pytest.raises((ValueError, OSError)):
+            keys_in(str(path))
+    with pytest.raises(FileNotFoundError):
+        keys_in(str(tmp_path / "none"))
+
+
+def test_a_table_of_another_kind_is_refused(tmp_path):
     sink = pa.BufferOutputStream()
     table = pa.table({"a": [1]})
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
     with pytest.raises(ValueError, match="other columns"):
         decode_groups(sink.getvalue().to_pybytes())
+    (tmp_path / "file").write_bytes(sink.getvalue().to_pybytes())
+    with pytest.raises(ValueError, match="other columns"):
+        keys_in(str(tmp_path / "file"))
 
 
 def test_values_of_messages_that_are_no_json_become_text():

@@ -1,0 +1,183 @@
+"""The records that are there at a start: an index of their keys, and the groups when they are taken."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from trainer.data.records import decode_groups, keys_in
+from trainer.episodes import Episode
+from trainer.errors import one_line
+from trainer.journal.pieces import Pieces
+
+LOG = logging.getLogger(__name__)
+
+_DAMAGED = "damaged files"
+_OTHER_CONFIG, _OTHER_HISTORY = "of another config or other code", "of another history"
+_OTHER_PROMPTS = "of other prompts or samplings"
+
+
+@dataclass(frozen=True)
+class _Record:
+    """A group in a file, and what is known of it."""
+
+    name: str
+    about: Mapping[str, str]
+
+    @property
+    def sampled_by(self) -> tuple[int, str] | None:
+        """The version of a group that was sampled in flight, and its history."""
+        return (int(self.about["version"]), self.about["history"]) if "version" in self.about else None
+
+
+@dataclass
+class _Step:
+    records: dict[str, list[_Record]]
+    """By key. The newest is the last one."""
+    histories: set[str] = field(default_factory=set)
+    used: set[str] = field(default_factory=set)
+
+
+class Replay:
+    """The records that are there at a start. Only keys are held in memory: groups are read when they are taken.
+
+    Args:
+        config: digest of the settings that decide rollouts and rewards.
+        names: the steps of the files, by name.
+    """
+
+    def __init__(self, pieces: Pieces, config: str, names: Mapping[str, int]):
+        self._pieces = pieces
+        self._config = config
+        self._names: dict[int, list[str]] = {}  # of the files whose keys are not read yet
+        for name, step in names.items():
+            self._names.setdefault(step, []).append(name)
+        self._first, self._last = min(self._names), max(self._names)
+        self._open: dict[int, _Step] = {}
+        self._unusable: set[str] = set()  # files
+        self._counts: Counter[str] = Counter()
+        self.is_over = False
+        """The run is behind the last step that has records."""
+
+    def find(self, step: int, history: str, keys: Sequence[str]) -> dict[str, list[Episode]]:
+        """Return the groups of a step that have a record, by key."""
+        if step > self._last:
+            return {}
+        opened = self._opened(step)
+        opened.histories.add(history)
+        found: dict[str, list[Episode]] = {}
+        records = {key: list(opened.records.get(key, ())) for key in keys}
+        while missing := [key for key in records if key not in found and records[key]]:
+            by_file: dict[str, list[str]] = {}
+            for key in missing:  # a damaged record gives way to an older one
+                by_file.setdefault(records[key].pop().name, []).append(key)
+            for name, some in by_file.items():
+                found |= self._read(name, some)
+        opened.used |= found.keys()
+        self._counts["found"] += len(found)
+        self._counts["generated"] += len(keys) - len(found)
+        return found
+
+    def has_records(self, step: int) -> bool:
+        """Return whether there are records of a step."""
+        return step in self._open or step in self._names
+
+    def candidates(self, key: str) -> list[tuple[int, str]]:
+        """Return the records of a group that was sampled in flight, the oldest first: versions, and their histories."""
+        for step in list(self._names):
+            self._opened(step)
+        found = {record.sampled_by for opened in self._open.values() for record in opened.records.get(key, ())}
+        return sorted(one for one in found if one is not None)
+
+    def take(self, key: str, version: int, history: str) -> list[Episode] | None:
+        """Return a group that was sampled in flight. None: its record is damaged, or is needed no more."""
+        for opened in self._open.values():
+            for record in opened.records.get(key, ()):
+                if record.sampled_by == (version, history) and (found := self._read(record.name, [key])):
+                    return found[key]
+        return None
+
+    def note(self, key: str, is_found: bool) -> None:
+        """Note whether a record of a group that was sampled in flight was taken, or its episodes are generated."""
+        for opened in self._open.values():
+            if is_found and key in opened.records:
+                opened.used.add(key)
+        self._counts["found" if is_found else "generated"] += 1
+
+    def end_before(self, step: int) -> None:
+        """Forget the steps before `step`: no one asks for them again."""
+        for ended in [number for number in self._open if number < step]:
+            self._end_step(self._open.pop(ended))
+        self.is_over = step > self._last
+
+    def report(self) -> None:
+        """Log how many groups came from the journal, and why others did not."""
+        for step in self._open.values():
+            self._end_step(step)
+        counts = self._counts
+        reasons = [
+            f"{counts[name]} {name}"
+            for name in (_DAMAGED, _OTHER_CONFIG, _OTHER_HISTORY, _OTHER_PROMPTS)
+            if counts[name]
+        ]
+        LOG.info(
+            "rollout.journal: of steps %d to %d, %d groups came from the journal and %d were generated%s",
+            self._first,
+            self._last,
+            counts["found"],
+            counts["generated"],
+            f"; not used: {', '.join(reasons)}" if reasons else "",
+        )
+
+    def _opened(self, step: int) -> _Step:
+        if step not in self._open:
+            opened = self._open[step] = _Step({})
+            for name in self._names.pop(step, []):
+                try:
+                    keys, about = keys_in(self._pieces.path(name))
+                except FileNotFoundError:  # deleted since, by a commit
+                    continue
+                except (OSError, ValueError) as error:
+                    self._note_damage(name, error)
+                    continue
+                for key in keys:
+                    opened.records.setdefault(key, []).append(_Record(name, about))
+        return self._open[step]
+
+    def _read(self, name: str, keys: Sequence[str]) -> dict[str, list[Episode]]:
+        """Return groups of a file, by key: none if it is damaged, or was deleted since by a commit."""
+        if name in self._unusable:
+            return {}
+        try:
+            return decode_groups(self._pieces.read(name), keys)[0]
+        except FileNotFoundError:
+            self._unusable.add(name)
+        except (OSError, ValueError) as error:
+            self._note_damage(name, error)
+        return {}
+
+    def _note_damage(self, name: str, error: Exception) -> None:
+        LOG.warning(
+            "rollout.journal: %s in %s is damaged (%s); its groups are generated again",
+            name,
+            self._pieces.directory,
+            one_line(str(error)),
+        )
+        self._counts[_DAMAGED] += 1
+        self._unusable.add(name)
+
+    def _end_step(self, step: _Step) -> None:
+        for key in step.records.keys() - step.used:
+            records = [record for record in step.records[key] if record.name not in self._unusable]
+            if not records:
+                continue
+            about = records[-1].about
+            if about.get("config") != self._config:
+                reason = _OTHER_CONFIG
+            elif about.get("history") not in step.histories:
+                reason = _OTHER_HISTORY
+            else:
+                reason = _OTHER_PROMPTS
+            self._counts[reason] += 1

@@ -1,0 +1,183 @@
+"""The thread that writes the records."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from trainer.data.records import encode_groups
+from trainer.episodes import Episode
+from trainer.errors import UserError, describe_error, one_line
+from trainer.journal.pieces import Pieces
+from trainer.process import time_limits
+from trainer.process.tracing import TRACER
+
+LOG = logging.getLogger(__name__)
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_MOST_DOUBLINGS = 4
+
+
+class Writer:
+    """Writes groups on a thread, those of half a second in one file.
+
+    If they cannot be written, it stops, and training continues. It tries again at a later step (`retry`): not as long
+    as a write hangs, and not after the disk was full, because then checkpoints need the room more.
+
+    Args:
+        written: called with the name of each file.
+    """
+
+    def __init__(self, pieces: Pieces, written: Callable[[str], None]):
+        self._pieces = pieces
+        self._written = written
+        self._condition = threading.Condition()
+        self._queue: list[tuple[int, dict[str, str], dict[str, Sequence[Episode]]]] = []
+        self._added = 0  # batches that were ever queued
+        self._written_batches = 0
+        self._is_urgent = False
+        self._is_stopped = False
+        self._failures = 0  # in a row
+        self._retry_at = -math.inf
+        self._is_closed = False
+        self._lost: UserError | None = None
+        self._thread: threading.Thread | None = None
+
+    def prepare(self) -> None:
+        """Start the thread, and let it import what it writes with."""
+        with self._condition:
+            self._begin()
+
+    def add(self, step: int, groups: Mapping[str, Sequence[Episode]], about: dict[str, str]) -> None:
+        with self._condition:
+            if self._is_stopped or self._is_closed:
+                return
+            last = self._queue[-1] if self._queue else None
+            if last is not None and last[0] == step and last[1] == about:
+                last[2].update(groups)
+            else:
+                self._queue.append((step, about, dict(groups)))
+                self._added += 1
+            self._begin()
+
+    def flush(self) -> None:
+        """Let the thread write without waiting for more groups."""
+        with self._condition:
+            self._is_urgent = bool(self._queue)
+            self._condition.notify_all()
+
+    def retry(self, is_start: bool = False) -> None:
+        """Record again if it has stopped, some time has passed, and nothing of then is still under way.
+
+        Args:
+            is_start: the ranks have started again: try in any case, also after the disk was full.
+        """
+        with self._condition:
+            is_due = is_start or time.monotonic() >= self._retry_at
+            if self._is_stopped and self._lost is None and self._written_batches == self._added and is_due:
+                self._is_stopped = False
+
+    def is_idle(self) -> bool:
+        """Return whether nothing is to be written, and no error is to be raised."""
+        with self._condition:
+            return self._written_batches == self._added and self._lost is None
+
+    def wait(self) -> None:
+        """Wait until all groups that have been added are durable, or the journal has stopped.
+
+        Another thread may add more meanwhile.
+
+        Raises:
+            UserError: another job holds the run directory.
+        """
+        end = time.monotonic() + time_limits.JOURNAL_WAIT_S
+        with self._condition:
+            wanted = self._added
+            while self._written_batches < wanted and not self._is_stopped:
+                self.flush()
+                left = end - time.monotonic()
+                if left <= 0:
+                    self._stop(f"{self._pieces.directory}: nothing was written in {time_limits.JOURNAL_WAIT_S:g} s")
+                    break
+                self._condition.wait(left)
+            if self._lost is not None:
+                raise self._lost
+
+    def close(self) -> None:
+        with contextlib.suppress(UserError):
+            self.wait()
+        with self._condition:
+            self._is_closed = True
+            self._condition.notify_all()
+        if self._thread is not None:
+            self._thread.join(time_limits.JOURNAL_WAIT_S)
+            self._thread = None
+
+    def _begin(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+            self._thread.start()
+        self._condition.notify_all()
+
+    def _run(self) -> None:
+        with contextlib.suppress(Exception):  # the first write raises it again
+            encode_groups(0, {}, {})  # imports the format, which takes half a second: a step need not wait for it
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._queue or self._is_closed)
+                self._condition.wait_for(lambda: self._is_urgent or self._is_closed, time_limits.JOURNAL_FLUSH_S)
+                batches, self._queue, self._is_urgent = self._queue, [], False
+                if self._is_closed and not batches:
+                    return
+            try:
+                for step, about, groups in batches:
+                    self._write(step, about, groups)
+            finally:
+                with self._condition:
+                    self._written_batches += len(batches)
+                    self._condition.notify_all()
+
+    def _write(self, step: int, about: dict[str, str], groups: Mapping[str, Sequence[Episode]]) -> None:
+        if self._is_stopped:
+            return
+        try:
+            with TRACER.span("write rollouts", "journal", groups=len(groups)):
+                self._written(self._pieces.write(step, encode_groups(step, groups, about)))
+        except UserError as error:  # another job has taken the run
+            with self._condition:
+                self._lost, self._is_stopped = error, True
+        except Exception as error:  # a step must not train on groups that it takes for recorded
+            is_full = isinstance(error, OSError) and error.errno in _FULL
+            known = isinstance(error, (OSError, ValueError))
+            with self._condition:
+                self._stop(one_line(str(error)) if known else describe_error(error), is_full)
+            if is_full:  # checkpoints need the room more
+                with contextlib.suppress(OSError, UserError):
+                    self._pieces.delete(list(self._pieces.names()))
+        else:
+            with self._condition:
+                if self._failures and not self._is_stopped:
+                    self._failures = 0
+                    LOG.info("rollout.journal: rollouts are recorded again, from step %d on", step)
+
+    def _stop(self, reason: str, is_full: bool = False) -> None:
+        if self._is_stopped:  # by a wait that has ended
+            return
+        self._is_stopped, self._written_batches = True, self._written_batches + len(self._queue)
+        self._queue = []
+        delay_s = math.inf if is_full else time_limits.JOURNAL_RETRY_S * 2 ** min(self._failures, _MOST_DOUBLINGS)
+        self._retry_at = time.monotonic() + delay_s
+        self._failures += 1
+        if self._failures > 1 and not is_full:
+            return  # the first failure was said
+        LOG.warning(
+            "rollout.journal: rollouts are not recorded %s (%s); training continues, and a kill costs the rollouts "
+            "since the last checkpoint",
+            "any more" if is_full else "until a later try succeeds",
+            reason,
+        )
