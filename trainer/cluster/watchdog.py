@@ -154,7 +154,8 @@ class Watchdog:
     def _end_job(self, pause_s: float) -> None:
         limit = "rpc" if pause_s > self._config.rpc_timeout_s else "hang"
         step = INCIDENTS.step
-        text = f"the driver has made no progress for {pause_s:.0f} s in step {step} (trainer.{limit}_timeout_s)"
+        waits = f", waiting for {SIGNALS.waits_for}," if SIGNALS.waits_for else ""
+        text = f"the driver has made no progress for {pause_s:.0f} s in step {step}{waits} (trainer.{limit}_timeout_s)"
         for action in (
             lambda: LOG_FILE.write(f"{text}: {_HINT}"),
             lambda: os.write(2, f"{text}: {_HINT}\n".encode()),

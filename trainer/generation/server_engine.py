@@ -69,7 +69,8 @@ class ServerEngine:
         self._interrupted = threading.Event()
         self._error: Exception | None = None
         self._shared: SharedDirectory | None = None
-        needs = {"tokens": rollout.max_prompt_tokens + rollout.max_response_tokens}
+        tokens = rollout.max_prompt_tokens + rollout.max_response_tokens
+        needs = {"tokens": tokens, "in_flight": rollout.in_flight_updates}
         self._claim = {"job": self._job.as_message(), "needs": needs}
         self._lease = self._wait_for_lease(rollout.server_timeout_s)
         self._headers = {protocol.OWNER: self._job.owner, protocol.START: self._lease["start"]}

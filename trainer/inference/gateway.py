@@ -20,6 +20,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from trainer.config.engines import ENGINES
 from trainer.errors import UserError
 from trainer.files.shared_memory import SharedDirectory, check_owner, choose_directory
 from trainer.generation import server_protocol as protocol
@@ -132,6 +133,12 @@ class Gateway:
             raise RefusedError(
                 f"takes {self._description['max_tokens']} tokens, prompt and completion together, and this job needs "
                 f"{tokens}; start it with larger rollout.max_prompt_tokens or rollout.max_response_tokens"
+            )
+        engine = self._description["engine"]
+        if message["needs"].get("in_flight") and not ENGINES[engine].in_flight:
+            raise RefusedError(
+                f"runs inference.engine={engine}, which takes no new weights while it generates, and this job has "
+                "rollout.in_flight_updates=true; start it with inference.engine=vllm, or choose rollout.ahead"
             )
         if (difference := find_difference(self._architecture, message["job"].get("architecture") or {})) is not None:
             raise RefusedError(difference)

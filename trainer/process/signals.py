@@ -78,6 +78,8 @@ class Signals:
         self._seen: dict[int, int] = {}  # the same at the last `check_behind`
         self.is_waiting = False
         """Whether the main thread is in a `waiting` block."""
+        self.waits_for = ""
+        """What the main thread waits for on another thread, for messages (`waiting_for`). Empty: nothing."""
         self.count = 0
         """Number of signals so far."""
         self._handled = 0  # number of signals that the training loop has handled
@@ -171,6 +173,21 @@ class Signals:
         finally:
             self.is_waiting = outer
             self.safe_points += 1
+
+    @contextmanager
+    def waiting_for(self, name: str) -> Iterator[None]:
+        """Say what the main thread waits for in the block. If it hangs there, the message names that.
+
+        Does nothing on threads other than the main thread.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        outer, self.waits_for = self.waits_for, name
+        try:
+            yield
+        finally:
+            self.waits_for = outer
 
     @property
     def moment(self) -> str:

@@ -102,10 +102,15 @@ class BatchThread(BatchProgress):
         self._thread = threading.Thread(target=self._run, name=f"batch of step {step}", daemon=True)
         self._thread.start()
 
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return f"the rollouts of step {self.step}"
+
     def check(self) -> None:
         SIGNALS.check()
         if self._is_cancelled:
-            raise CancelledBatch(f"the rollouts of step {self.step} are not needed any more")
+            raise CancelledBatch(f"{self.name}: not needed any more")
 
     def mark_generated(self) -> None:
         if not self._generated.is_set():
@@ -139,8 +144,9 @@ class BatchThread(BatchProgress):
 
     def _wait(self, event: threading.Event) -> None:
         """Wait. The main thread makes progress only as far as the thread of the batch does."""
-        while not event.wait(time_limits.POLL_INTERVAL_S):
-            self.check_behind()
+        with SIGNALS.waiting_for(self.name):
+            while not event.wait(time_limits.POLL_INTERVAL_S):
+                self.check_behind()
 
     def check_behind(self) -> None:
         """Check signals on a thread that waits for this one: it makes progress only as far as this one does."""
@@ -152,7 +158,7 @@ class BatchThread(BatchProgress):
                 self.check()
             self.check()
             if self._before is not None and self._before._error is not None:
-                raise CancelledBatch(f"the rollouts of step {self._before.step} have failed")
+                raise CancelledBatch(f"{self._before.name} have failed")
             self._before = None
             self.began_at = time.monotonic()
             failpoint("ahead:begun")
@@ -246,4 +252,4 @@ def end_threads(threads: Sequence[BatchThread], abort: Callable[[], None]) -> No
         threads = [thread for thread in threads if not thread.has_ended()]
     for thread in threads:
         seconds = time_limits.BATCH_END_S
-        LOG.warning("the rollouts of step %d have not ended %g s after they were stopped", thread.step, seconds)
+        LOG.warning("%s: not ended %g s after the run needs it no more", thread.name, seconds)

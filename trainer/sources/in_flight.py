@@ -31,6 +31,7 @@ from trainer.journal.journal import Journal
 from trainer.metrics.timing import Timer
 from trainer.process import time_limits
 from trainer.process.failpoints import failpoint
+from trainer.process.signals import SIGNALS
 from trainer.rewards.scores import Failures
 from trainer.sources.ahead import BatchProgress, BatchThread, end_threads
 from trainer.sources.batches import StepBatch, UsedRow
@@ -111,6 +112,10 @@ class GroupThread(BatchThread):
         """The next step needs it: it waits for no later version."""
         self._ended = source.ended
         super().__init__(version, version, _IN_FLIGHT, source.make_group, None)
+
+    @property
+    def name(self) -> str:
+        return f"the group of row {self.row.index} of epoch {self.row.epoch}"
 
     def _run(self) -> None:
         super()._run()
@@ -298,7 +303,8 @@ class InFlightSource(SamplingSource):
             for number in self._window.waiting[:wanted]:
                 self._threads[number].is_needed = True
             running = [self._threads[number] for number in self._window.unfinished]
-            with self.ended:  # every call that a thread makes has a time limit
+            # Every call that a thread makes has a time limit.
+            with self.ended, SIGNALS.waiting_for(running[0].name):
                 self.ended.wait_for(lambda: any(thread.has_ended() for thread in running), time_limits.POLL_INTERVAL_S)
         return numbers
 

@@ -10,7 +10,7 @@ import pytest
 
 from trainer.cluster.watchdog import StallDetector, Watchdog
 from trainer.config import TrainerConfig
-from trainer.process.signals import SIGNALS
+from trainer.process.signals import EXIT_STATUS, SIGNALS
 
 HANG_S, RPC_S = 60.0, 1000.0
 
@@ -123,3 +123,26 @@ def test_a_driver_that_can_run_no_python_is_killed_and_its_stack_is_written(tmp_
     assert (tmp_path / "log.txt").read_text().endswith(f" {done.stderr}")
     (stack,) = tmp_path.glob("stacks/*/driver.txt")
     assert stack.read_text().startswith(words) and "<module>" in stack.read_text()
+
+
+WAITING = """
+import sys, time
+from trainer.cluster.watchdog import Watchdog
+from trainer.config import TrainerConfig
+from trainer.process.failure_log import INCIDENTS
+from trainer.process.signals import SIGNALS
+from trainer.sources.ahead import BatchThread
+
+SIGNALS.listen()
+with Watchdog(TrainerConfig(run_dir=sys.argv[1], hang_timeout_s=1.0, rpc_timeout_s=1.0), None):
+    INCIDENTS.step = 3
+    with SIGNALS.in_training_loop():
+        BatchThread(4, 3, "", lambda progress: time.sleep(3600), None).result()
+"""
+
+
+def test_a_driver_that_waits_for_rollouts_names_them_when_they_hang(tmp_path):
+    done = subprocess.run([sys.executable, "-c", WAITING, str(tmp_path)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == EXIT_STATUS, done.stderr
+    words = "the driver has made no progress for 1 s in step 3, waiting for the rollouts of step 4, (trainer.rpc_timeou"
+    assert words in done.stderr

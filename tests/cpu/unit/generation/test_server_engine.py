@@ -219,6 +219,14 @@ def test_a_job_that_needs_more_tokens_than_the_server_takes_is_refused(server):
             pass
 
 
+def test_a_job_in_flight_is_refused_by_an_engine_that_drains_its_calls_for_new_weights(server):
+    with pytest.raises(
+        UserError, match=f"^rollout.urls: {server.url} runs inference.engine=transformers, .*; start it"
+    ):
+        with engine(server.url, in_flight_updates=True):
+            pass
+
+
 @pytest.mark.parametrize("broken", ["", f"{TOKEN}\n", "é" * 20])
 def test_a_token_that_no_header_can_hold_is_refused_and_named_nowhere(server, monkeypatch, broken):
     monkeypatch.setenv("TRAINER_INFERENCE_TOKEN", broken)

@@ -15,6 +15,7 @@ from trainer.episodes import Episode, Sample
 from trainer.journal.history import Identity
 from trainer.journal.journal import Journal
 from trainer.process import time_limits
+from trainer.process.signals import SIGNALS
 from trainer.sources.ahead import CancelledBatch
 from trainer.sources.in_flight import GroupThread, Lineage
 
@@ -80,6 +81,17 @@ def test_a_group_that_the_next_step_needs_waits_for_no_later_weights(replayed):
     thread.is_needed = True
     with pytest.raises(AssertionError):
         thread.result()
+
+
+def test_a_thread_that_waits_for_a_group_says_for_which_one(replayed):
+    lineage, names = Lineage(), []
+    lineage.add(3, "h3")
+    thread = looking(replayed, lineage)
+    check_behind, thread.check_behind = thread.check_behind, lambda: (names.append(SIGNALS.waits_for), check_behind())
+    wakes = threading.Thread(target=lambda: (thread.has_ended(3 * time_limits.POLL_INTERVAL_S), lineage.add(4, "h4")))
+    wakes.start()
+    thread.result()
+    assert {*names} == {"the group of row 7 of epoch 0"} and not SIGNALS.waits_for
 
 
 def test_a_group_that_waits_can_be_cancelled(replayed, monkeypatch):
