@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"parallel"},
     "cluster": set(),
     "checkpoint": {"models"},
-    "journal": {"checkpoint", "data"},
+    "journal": {"checkpoint", "data", "sandbox"},
     "objectives": {"algorithms", "parallel", "sandbox"},
     "workers": {"models", "parallel", "algorithms", "objectives"},
     "generation": {"cluster", "models", "parallel"},

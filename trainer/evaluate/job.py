@@ -42,7 +42,7 @@ from trainer.files.redaction import redact
 from trainer.generation.engine_pool import EnginePool
 from trainer.generation.fixed_weights import FixedWeights
 from trainer.jobs import cluster_of
-from trainer.journal.history import code_in, digest, identity
+from trainer.journal.history import code_in, digest, identity, interpreters_of
 from trainer.journal.journal import Journal
 from trainer.metrics.row_values import row_values
 from trainer.metrics.tracker import METRICS_FILE
@@ -241,7 +241,7 @@ class _Evaluating:
 
     def _journal(self, weights: str) -> Journal:
         rollouts, _ = deciding_settings(self.cfg)
-        settings = identity(rollouts, {}, weights)
+        settings = identity(rollouts, {}, weights, interpreters_of(self.cfg))
         return Journal(self.directory, settings, self._lock.check, is_on=self.cfg.rollout.journal)
 
     def _scorer_of(self, cfg: Config) -> RewardPool | None:
@@ -319,5 +319,5 @@ def deciding(cfg: Config) -> dict[str, str]:
         if cfg.reads(key) and (key.startswith("data.") or key in rules and rules[key].change == "validation")
     }
     settings = {**rollouts, **validation}
-    code = {f"{CODE}{path}": found for path, found in code_in(settings).items()}
+    code = {f"{CODE}{path}": found for path, found in code_in(settings, interpreters_of(cfg)).items()}
     return {key: digest(value) for key, value in settings.items()} | code

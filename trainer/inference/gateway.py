@@ -134,11 +134,11 @@ class Gateway:
                 f"takes {self._description['max_tokens']} tokens, prompt and completion together, and this job needs "
                 f"{tokens}; start it with larger rollout.max_prompt_tokens or rollout.max_response_tokens"
             )
-        engine = self._description["engine"]
-        if message["needs"].get("in_flight") and not ENGINES[engine].in_flight:
+        if message["needs"].get("in_flight") and not ENGINES[self._description["engine"]].in_flight:
             raise RefusedError(
-                f"runs inference.engine={engine}, which takes no new weights while it generates, and this job has "
-                "rollout.in_flight_updates=true; start it with inference.engine=vllm, or choose rollout.ahead"
+                f"runs inference.engine={self._description['engine']}, which takes no new weights while it generates, "
+                "and this job has rollout.in_flight_updates=true; start it with inference.engine=vllm, or choose "
+                "rollout.ahead"
             )
         if (difference := find_difference(self._architecture, message["job"].get("architecture") or {})) is not None:
             raise RefusedError(difference)

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 import trainer
-from trainer.errors import one_line
+from trainer.errors import UserError, describe_error, one_line
 from trainer.sandbox import limits
 
 
@@ -140,6 +140,22 @@ def preamble(python: str | None) -> str:
         "sys.modules['trainer'] = importlib.util.module_from_spec(spec); "
         "spec.loader.exec_module(sys.modules['trainer'])"
     )
+
+
+def run_code(python: str, code: str) -> subprocess.CompletedProcess[str]:
+    """Run code in the interpreter `environment.python`, after its `preamble`; return its exit status and its output.
+
+    Raises:
+        UserError: it is no interpreter, or does not answer.
+    """
+    key = f"environment.python={python}"
+    if not os.path.isfile(python) or not os.access(python, os.X_OK):
+        raise UserError(f"{key}: is no interpreter; name a file such as .venv-other/bin/python")
+    command = [python, "-c", f"{preamble(python)}\n{code}"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=limits.START_S, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UserError(f"{key}: cannot run environments ({describe_error(error)})") from error
 
 
 def end_all(processes: Sequence[SandboxedProcess]) -> None:

@@ -15,7 +15,7 @@ from trainer.environments.episode_runner import EnvironmentRunner, EpisodeRunner
 from trainer.environments.stream_runner import StreamRunner
 from trainer.files.documents import flatten
 from trainer.files.redaction import redact
-from trainer.journal.history import identity
+from trainer.journal.history import identity, interpreters_of
 from trainer.rewards.scorer import Scorer
 
 VAL_SETS = "val_sets."
@@ -74,7 +74,8 @@ def _digest(cfg: Config) -> str:
     """Return a digest of the environment and the reward of a config that decide episodes."""
     flat = flatten(redact(dataclasses.asdict(cfg), references=False), whole=is_open)
     keys = [key for key, rule in resume_rules(cfg).items() if rule.change == "rollouts"]
-    return identity({key: flat[key] for key in keys if key.startswith(("environment.", "reward."))}, {}, "").rollouts
+    deciding = {key: flat[key] for key in keys if key.startswith(("environment.", "reward."))}
+    return identity(deciding, {}, "", interpreters_of(cfg)).rollouts
 
 
 def episode_runner(cfg: Config, tokenizer: Any) -> EpisodeRunner:

@@ -15,7 +15,7 @@ from trainer.cluster.worker_groups import Cluster
 from trainer.config import Config
 from trainer.config.fields import config_error
 from trainer.errors import WorkerError
-from trainer.journal.history import identity
+from trainer.journal.history import identity, interpreters_of
 from trainer.journal.journal import Journal
 from trainer.learner.learner import Learner
 from trainer.metrics.prometheus import MetricsServer
@@ -195,7 +195,7 @@ def open_journal(cfg: Config, path: str, directory: RunDirectory, timer: Timer) 
     rollouts, updates = deciding_settings(cfg)
     journal = Journal(
         cfg.trainer.run_dir,
-        identity(rollouts, updates, fingerprint_weights(cfg, path, begins=False)),
+        identity(rollouts, updates, fingerprint_weights(cfg, path, begins=False), interpreters_of(cfg)),
         directory.check,
         store.storage if store.keeps_record else None,
         directory.locks.check,
