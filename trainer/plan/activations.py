@@ -59,13 +59,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes on a rank while the backbone computes a micro-batch."""
+    """Bytes on a rank while the backbone computes a micro-batch. 0 for the passes that are not traced."""
 
-    forward: int
+    forward: int = 0
     """The most at a time in a pass without gradients."""
-    saved: int
+    saved: int = 0
     """Left at the end of a forward pass, for the backward pass."""
-    peak: int
+    peak: int = 0
     """The most at a time in forward and backward pass."""
     moved_forward: int = 0
     """Read and written in a pass without gradients, beside products and attention."""
@@ -74,18 +74,26 @@ class Activations:
 
 
 def trace(
-    cfg: Config, role: RoleSpec, config: PretrainedConfig, sizes: Mapping[str, int], row: Row, device: str
+    cfg: Config,
+    role: RoleSpec,
+    config: PretrainedConfig,
+    sizes: Mapping[str, int],
+    row: Row,
+    device: str,
+    backward: bool,
 ) -> Activations:
-    """Return the activations of the model of a role.
+    """Return the activations of the model of a role in a pass without gradients, or in a forward and a backward pass.
 
     Args:
         config: of the model.
         sizes: sizes of the layout's axes.
         device: that of the plan, `cpu` or `cuda`. The trace itself computes nothing.
+        backward: trace a forward and a backward pass.
     """
-    key = key_of(cfg, role, sizes, role.sharding, row, device)
+    mode = _recomputation(role) if backward else "none"
+    key = key_of(cfg, role, sizes, backward, mode, forward_dtype(role, device), row, device)
     if key not in _traces:  # the search for changes asks many times
-        _traces[key] = _extrapolate(cfg, role, config, sizes, row, device)
+        _traces[key] = _extrapolate(cfg, role, config, sizes, row, device, backward)
     return _traces[key]
 
 
@@ -93,10 +101,16 @@ _traces: dict[tuple[str, ...], Activations] = {}
 
 
 def _extrapolate(
-    cfg: Config, role: RoleSpec, config: PretrainedConfig, sizes: Mapping[str, int], row: Row, device: str
+    cfg: Config,
+    role: RoleSpec,
+    config: PretrainedConfig,
+    sizes: Mapping[str, int],
+    row: Row,
+    device: str,
+    backward: bool,
 ) -> Activations:
     layers = config.get_text_config().num_hidden_layers
-    few, many = (_trace(cfg, role, config, sizes, row, device, count) for count in (_FEW, _MANY))
+    few, many = (_trace(cfg, role, config, sizes, row, device, backward, count) for count in (_FEW, _MANY))
 
     def extrapolated(name: str) -> int:
         first, last = getattr(few, name), getattr(many, name)
@@ -138,7 +152,14 @@ def head_bytes(
 
 
 def _trace(
-    cfg: Config, role: RoleSpec, config: PretrainedConfig, sizes: Mapping[str, int], row: Row, device: str, layers: int
+    cfg: Config,
+    role: RoleSpec,
+    config: PretrainedConfig,
+    sizes: Mapping[str, int],
+    row: Row,
+    device: str,
+    backward: bool,
+    layers: int,
 ) -> Activations:
     config = _shrunk(config, layers, sizes["tp"])
     module, backbone = empty_module(cfg, role, config, {**sizes, "tp": 1, "cp": 1})
@@ -147,19 +168,17 @@ def _trace(
     if body.config._attn_implementation == PACKED:
         body.set_attn_implementation(_PLANNED if device == "cuda" else PACKED)
     for block in transformer_blocks(body):
-        mode = role.sharding.activation_checkpointing if isinstance(role.sharding, FSDPConfig) else "none"
-        block.forward = recomputed(block.forward, mode)
+        block.forward = recomputed(block.forward, _recomputation(role))
     body.train(role.trained)
     dtype, width = forward_dtype(role, device), config.get_text_config().hidden_size
     shape = (1, packing.local_slice.stop - packing.local_slice.start, width)
     with FakeTensorMode(allow_non_fake_inputs=True):
         _use_fake_tensors(body, dtype)
         arguments = _arguments(body, packing)
-        with MemoryMeter() as meter, torch.no_grad():
-            body(inputs_embeds=torch.empty(shape, dtype=dtype), use_cache=False, **arguments)
-        forward, moved_forward = meter.peak, meter.moved
-        if not role.trained:
-            return Activations(forward, 0, 0, moved_forward)
+        if not backward:
+            with MemoryMeter() as meter, torch.no_grad():
+                body(inputs_embeds=torch.empty(shape, dtype=dtype), use_cache=False, **arguments)
+            return Activations(forward=meter.peak, moved_forward=meter.moved)
         with MemoryMeter() as meter:
             # The embeddings have no part in it: their gradient is that of an FSDP unit.
             inputs = torch.empty(shape, dtype=dtype).requires_grad_()
@@ -167,7 +186,11 @@ def _trace(
             hidden = body(inputs_embeds=inputs, use_cache=False, **arguments).last_hidden_state
             saved = meter.now
             hidden.backward(torch.empty_like(hidden))
-        return Activations(forward, saved, meter.peak, moved_forward, meter.moved)
+        return Activations(saved=saved, peak=meter.peak, moved=meter.moved)
+
+
+def _recomputation(role: RoleSpec) -> str:
+    return role.sharding.activation_checkpointing if isinstance(role.sharding, FSDPConfig) else "none"
 
 
 def _use_fake_tensors(module: nn.Module, dtype: torch.dtype) -> None:

@@ -1,23 +1,29 @@
-"""The smallest changes of a config that make a run fit its cluster."""
+"""The smallest changes of a config that make a run fit its cluster, or the smallest cluster that it fits."""
 
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from trainer.cluster.resources import check_gpus
 from trainer.config import Config, validate
 from trainer.config.fields import value_of
 from trainer.errors import UserError
-from trainer.plan.hardware import Cluster
-from trainer.plan.plan import Plan, make_plan
+from trainer.plan.hardware import CONTEXT_BYTES, Cluster
+from trainer.plan.levers import Change, Lever, joined, layouts, levers
+from trainer.plan.plan import BESIDE, Plan, make_plan
 
-Change = dict[str, Any]
-"""New values of keys."""
-_MOST = 0.92
+_LARGEST_SHARE = 0.92
 """Largest share of a GPU that vLLM can take."""
-_FEWEST_TOKENS = 1024
+_SHARES = 20
+"""Shares of GPUs are multiples of 1 / 20, or the largest one."""
+LARGEST_FACTOR = 64
+"""How many times as many nodes a larger cluster may have."""
+ENGINE = Lever(({},), {})
+"""What engines take of a GPU; on CPU, their KV cache. The other changes decide of the value."""
 
 
 def with_changes(cfg: Config, changes: Mapping[str, Any]) -> Config:
@@ -26,160 +32,230 @@ def with_changes(cfg: Config, changes: Mapping[str, Any]) -> Config:
     Raises:
         UserError: they contradict each other, or the rest of the config.
     """
-    cfg = copy.deepcopy(cfg)
-    for key, value in changes.items():
-        section, _, name = key.rpartition(".")
-        setattr(value_of(cfg, section), name, value)
+    cfg = _changed(cfg, changes)
     validate(cfg)
     return cfg
 
 
+def _changed(cfg: Config, changes: Mapping[str, Any]) -> Config:
+    cfg = copy.copy(cfg)
+    for key, value in changes.items():
+        *sections, name = key.split(".")
+        section: Any = cfg
+        for one in sections:
+            setattr(section, one, copy.copy(value_of(section, one)))
+            section = getattr(section, one)
+        setattr(section, name, value)
+    return cfg
+
+
 def find_changes(cfg: Config, cluster: Cluster) -> Change | None:
-    """Return changes with which the run fits the cluster, of which none can be left out or weakened; None: none do.
+    """Return the fewest changes with which the run fits the cluster; None: none of those that are tried do.
 
-    The changes that cost least are tried first: memory of engines, then what moves to the host, then work that is done
-    again, then smaller micro-batches, then more GPUs for an engine, then more ranks. If there are too few GPUs, ranks
-    and engines share them in any case.
+    Of several that are as few, those with the shortest step. None of the changes can be left out. The keys that are
+    tried are in `trainer.plan.levers`, and what engines take of their GPUs.
     """
-    if (changes := _settled(cfg, cluster, {})) is not None:
-        return changes
-    if not _has_gpus(cfg, cluster):
-        shared: Change = {"rollout.colocate": True}
-        if cfg.rollout.colocate or not _is_valid(cfg, shared):
-            return None
-        others = find_changes(with_changes(cfg, shared), cluster)
-        return None if others is None else {**shared, **others}
-    ladder = [step for step in _ladder(cfg, cluster) if _is_valid(cfg, step)]
-    if _settled(cfg, cluster, _joined(ladder)) is None:
-        return None
-    first, last = 0, len(ladder)  # the run fits with the first `last` steps, and not with the first `first`
-    while last - first > 1:
-        middle = (first + last) // 2
-        fits = _settled(cfg, cluster, _joined(ladder[:middle])) is not None
-        first, last = (first, middle) if fits else (middle, last)
-    chosen = [
-        step for i, step in enumerate(ladder[:last]) if all(step.keys() != s.keys() for s in ladder[i + 1 : last])
-    ]
-    return _weakened(cfg, cluster, chosen, ladder)
-
-
-def _weakened(cfg: Config, cluster: Cluster, chosen: Sequence[Change], ladder: Sequence[Change]) -> Change | None:
-    """Return the changes without those that are not needed, and each of the others as weak as possible."""
-    kept = list(chosen)
-    for change in reversed(chosen):
-        others = [one for one in kept if one is not change]
-        weaker = [one for one in ladder if one.keys() == change.keys()]
-        for instead in ({}, *weaker[: weaker.index(change)]):
-            if _settled(cfg, cluster, _joined([*others, instead])) is not None:
-                kept = [*others, instead] if instead else others
-                break
-    return _settled(cfg, cluster, _joined(kept))
-
-
-def _settled(cfg: Config, cluster: Cluster, changes: Change) -> Change | None:
-    """Return the changes with which the run fits: these, and the share of GPUs for engines if it must change."""
-    plan = _plan(cfg, cluster, changes)
-    if plan is None or plan.fits:
-        return None if plan is None else changes
-    of_engines = "rollout.gpu_memory_utilization"
-    if plan.engine is None or any(phase.total > m.capacity for m in plan.members for phase in m.phases[1:]):
-        return None  # what the engines leave is not enough in any case
-    for share in _shares(cfg):
-        plan = _plan(cfg, cluster, {**changes, of_engines: share})
-        if plan is not None and plan.fits:
-            return {**changes, of_engines: share}
-    return None
-
-
-def _shares(cfg: Config) -> list[float]:
-    """Return other values of `rollout.gpu_memory_utilization`, the best first."""
-    now, colocated = cfg.rollout.gpu_memory_utilization, cfg.rollout.colocate
-    lower = [percent / 100 for percent in range(90, 25, -5) if percent / 100 < now]
-    return lower if colocated else [share for share in (_MOST,) if share > now]
-
-
-def _is_valid(cfg: Config, changes: Change) -> bool:
-    try:
-        with_changes(cfg, changes)
-    except UserError:
-        return False
-    return True
-
-
-def _joined(changes: Sequence[Change]) -> Change:
-    return {key: value for change in changes for key, value in change.items()}
-
-
-def _plan(cfg: Config, cluster: Cluster, changes: Change) -> Plan | None:
-    try:
-        return make_plan(with_changes(cfg, changes), cluster)
-    except UserError:
-        return None
-
-
-def _ladder(cfg: Config, cluster: Cluster) -> Iterator[Change]:
-    """Yield single changes, the cheapest first. A later one of a key replaces the earlier ones."""
-    t, r = cfg.trainer, cfg.rollout
-    trained = [role for role in cfg.roles if role.trained and role.section]
-    if cfg.num_engines and r.colocate:
-        yield from ({"trainer.offload": value} for value in _above(t.offload, ("none", "optimizer", "all")))
-    if trained:
-        modes = ("none", "selective", "full")
-        for mode in _above(trained[0].sharding.activation_checkpointing, modes):  # type: ignore[attr-defined]
-            yield {f"{role.section}.fsdp.activation_checkpointing": mode for role in trained}
-    fewer = t.max_tokens_per_micro_batch // 2
-    while fewer >= max(_FEWEST_TOKENS, cfg.longest_sequence // t.context_parallel_size):
-        yield {"trainer.max_tokens_per_micro_batch": fewer}
-        fewer //= 2
-    if cfg.num_engines and not cluster.device.is_cpu:
-        for size in (2, 4, 8):
-            if r.tensor_parallel_size < size <= cluster.per_node and r.num_engines * r.tensor_parallel_size % size == 0:
-                engines = r.num_engines * r.tensor_parallel_size // size
-                yield {"rollout.tensor_parallel_size": size, "rollout.num_engines": engines}
-    ranks = 2 * t.num_workers
-    while ranks <= cluster.gpus and not cluster.device.is_cpu:
-        yield {"trainer.num_workers": ranks}
-        ranks *= 2
-    if trained and not cluster.device.is_cpu:
-        yield {f"{role.section}.fsdp.cpu_offload": True for role in trained}
-
-
-def _above(value: str, values: Sequence[str]) -> Sequence[str]:
-    return values[values.index(value) + 1 :]
-
-
-def _has_gpus(cfg: Config, cluster: Cluster) -> bool:
-    """Return whether the cluster has a GPU for each rank and engine that needs one."""
-    try:
-        if not cluster.device.is_cpu:
-            check_gpus(cfg, cluster.gpus)
-    except UserError:
-        return False
-    return True
+    return _Search(cfg, cluster).find()
 
 
 def larger_cluster(cfg: Config, cluster: Cluster) -> tuple[Cluster, Change] | None:
-    """Return the smallest cluster of such nodes, up to 64 times as many, on which the run fits; None: it fits none.
+    """Return the smallest cluster of such nodes on which the run fits, and the changes that it needs there.
 
-    The first cluster with enough GPUs is for the ranks and engines of the config. On larger ones they are as many times
-    more. With the cluster come the further changes that the run needs.
+    None: it does not even fit `LARGEST_FACTOR` times as many nodes.
     """
     if cluster.device.is_cpu:
         return None
-    enough = 1 if _has_gpus(cfg, cluster) else None
-    for factor in (2, 4, 8, 16, 32, 64):
-        larger = Cluster(cluster.nodes * factor, cluster.per_node, cluster.device)
-        if enough is None:
-            if not _has_gpus(cfg, larger):
-                continue
-            enough = factor
-        times = factor // enough
-        more: Change = {"trainer.num_workers": cfg.trainer.num_workers * times} if times > 1 else {}
-        if times > 1 and cfg.num_engines:
-            more["rollout.num_engines"] = cfg.rollout.num_engines * times
-        if not _is_valid(cfg, more):
+
+    def of(nodes: int) -> Cluster:
+        return Cluster(nodes, cluster.per_node, cluster.device)
+
+    too_few, enough = cluster.nodes, 2 * cluster.nodes
+    while not _Search(cfg, of(enough)).can_fit():
+        too_few, enough = enough, 2 * enough
+        if enough > LARGEST_FACTOR * cluster.nodes:
             return None
-        scaled = with_changes(cfg, more)
-        if (changes := find_changes(scaled, larger)) is not None:
-            return larger, {**more, **changes}
-    return None
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        too_few, enough = (too_few, middle) if _Search(cfg, of(middle)).can_fit() else (middle, enough)
+    changes = find_changes(cfg, of(enough))
+    assert changes is not None
+    return of(enough), changes
+
+
+@dataclass(frozen=True)
+class _Start:
+    """A layout with which the run can fit."""
+
+    layout: Change
+    needed: tuple[Lever, ...]
+    """Levers without which it does not fit."""
+    others: tuple[Lever, ...]
+
+
+class _Search:
+    """The search for changes of a config that make it fit a cluster.
+
+    A plan is first made without activations. Most do not even fit so, and then nothing is traced.
+    """
+
+    def __init__(self, cfg: Config, cluster: Cluster):
+        self._cfg, self._cluster = cfg, cluster
+        self._plans: dict[tuple[frozenset[tuple[str, Any]], bool], Plan | None] = {}
+
+    def plan(self, changes: Change, traced: bool = True) -> Plan | None:
+        """Return the plan with these changes; None: they are not possible.
+
+        Args:
+            traced: False: activations count as nothing.
+        """
+        key = frozenset(changes.items()), traced
+        if key not in self._plans:
+            cfg = _changed(self._cfg, changes)
+            try:
+                plan: Plan | None = make_plan(cfg, self._cluster, traced)
+                if plan is not None and plan.fits:
+                    validate(cfg)
+            except UserError:
+                plan = None
+            self._plans[key] = plan
+        return self._plans[key]
+
+    def fits(self, changes: Change, except_host: bool = False) -> bool:
+        """Return whether the run fits with these changes.
+
+        Args:
+            except_host: the memory of hosts does not count.
+        """
+        for traced in (False, True):
+            plan = self.plan(changes, traced)
+            allowed = int(except_host and plan is not None and plan.host > plan.cluster.device.host_memory)
+            if plan is None or len(plan.problems) > allowed:
+                return False
+        return True
+
+    def find(self) -> Change | None:
+        """Return the changes of `find_changes`."""
+        if self.fits({}):
+            return {}
+        starts = [start for layout in layouts(self._cfg, self._cluster) if (start := self._start(layout)) is not None]
+        most = max((len(s.layout) + len(s.needed) + len(s.others) for s in starts), default=0)
+        for count in range(1, most + 1):
+            found = [(s.layout, used) for s in starts for used in self._chosen(s, count)]
+            if found:
+                return self._without_unneeded(self._fastest(found))
+        return None
+
+    def can_fit(self) -> bool:
+        """Return whether there are changes with which the run fits."""
+        known = layouts(self._cfg, self._cluster)
+        known.sort(key=lambda layout: -layout.get("trainer.num_workers", 0))
+        return any(self._is_possible(layout, self._levers(layout)) for layout in known)
+
+    def _levers(self, layout: Change) -> list[Lever]:
+        colocate = layout.get("rollout.colocate", self._cfg.rollout.colocate)
+        return [*levers(self._cfg, self._cluster, colocate), ENGINE]
+
+    def _start(self, layout: Change) -> _Start | None:
+        every = self._levers(layout)
+        if not self._is_possible(layout, every):
+            return None
+        needed = [lever for lever in every if not self._is_possible(layout, [one for one in every if one is not lever])]
+        return _Start(layout, tuple(needed), tuple(lever for lever in every if lever not in needed))
+
+    def _is_possible(self, layout: Change, usable: Sequence[Lever]) -> bool:
+        """Return whether the run fits with a layout and some of the usable levers."""
+        shares = (False, True) if ENGINE in usable else (False,)
+        lightest = joined([layout, *(lever.lightest for lever in usable)])
+        if not any(self._fits_settled(lightest, share, except_host=True) for share in shares):
+            return False
+        return any(
+            self._fits_settled({**layout, **values}, share)
+            for values in self._strongest(usable, may_leave=True)
+            for share in shares
+        )
+
+    def _fits_settled(self, changes: Change, share: bool, except_host: bool = False) -> bool:
+        settled = self._settled(changes) if share else changes
+        return settled is not None and self.fits(settled, except_host)
+
+    @staticmethod
+    def _strongest(used: Sequence[Lever], may_leave: bool) -> Iterator[Change]:
+        """Yield the values of levers that decide whether a run fits with them.
+
+        Args:
+            may_leave: levers that take memory of the host may be left.
+        """
+        of_levers = [
+            lever.options[-1:] if lever.spares_host else (*lever.options[::-1], *([{}] if may_leave else []))
+            for lever in used
+            if lever is not ENGINE
+        ]
+        yield from map(joined, itertools.product(*of_levers))
+
+    def _chosen(self, start: _Start, count: int) -> Iterator[tuple[Lever, ...]]:
+        """Yield the levers with which the run fits, so that they and the layout are `count` changes."""
+        more = count - len(start.layout) - len(start.needed)
+        if more < 0:
+            return
+        for others in itertools.combinations(start.others, more):
+            used = (*start.needed, *others)
+            if any(
+                self._fits_settled({**start.layout, **values}, ENGINE in used)
+                for values in self._strongest(used, may_leave=False)
+            ):
+                yield used
+
+    def _settled(self, changes: Change) -> Change | None:
+        """Return the changes with the best other size of engines; None: there is none.
+
+        That is the largest share of a GPU that ranks leave. On CPU it is the KV cache that the longest sequence needs.
+        """
+        plan, r = self.plan(changes, traced=False), self._cfg.rollout
+        if plan is None or plan.engine is None:
+            return None
+        device = plan.cluster.device
+        if device.is_cpu:
+            cache = math.ceil(plan.workload.longest * plan.engine.kv_token / 2**20)
+            return {**changes, "rollout.kv_cache_mb": cache} if cache > r.kv_cache_mb else None
+        rooms = [
+            member.capacity - phase.total + phase.sizes["engine"] + CONTEXT_BYTES
+            for member in plan.members
+            for phase in member.phases
+            if phase.name == "rollout" and member.name.endswith(BESIDE)
+        ]
+        left = min(rooms, default=device.memory) / device.memory
+        share = _LARGEST_SHARE if left >= _LARGEST_SHARE else math.floor(left * _SHARES) / _SHARES
+        if share <= 0 or share == r.gpu_memory_utilization:
+            return None
+        return {**changes, "rollout.gpu_memory_utilization": share}
+
+    def _fastest(self, found: Sequence[tuple[Change, Sequence[Lever]]]) -> Change:
+        """Return the values of changes with the shortest step; of those, the ones that change least."""
+        candidates = []
+        for layout, used in found:
+            options = [tuple(enumerate(lever.options)) for lever in used if lever is not ENGINE]
+            for values in itertools.product(*options):
+                changes: Change | None = joined([layout, *(change for _, change in values)])
+                if ENGINE in used:
+                    changes = self._settled(changes)
+                plan = None if changes is None else self.plan(changes, self._cluster.device.is_cpu)
+                if plan is not None and plan.fits:
+                    strength = sum(place for place, _ in values)
+                    candidates.append((self._seconds(changes, plan), plan.gpus, strength, len(candidates), changes))
+        return next(changes for *_, changes in sorted(candidates, key=lambda one: one[:-1]) if self.fits(changes))
+
+    def _seconds(self, changes: Change, plan: Plan) -> float:
+        """Return the seconds of a step with its share of a save, and with the copies of `trainer.offload`."""
+        offload = changes.get("trainer.offload", self._cfg.trainer.offload)
+        states = [role.state for role in plan.roles if not role.is_on_host]
+        moved = {"none": 0, "optimizer": sum(s[1] for s in states), "all": sum(map(sum, states))}[offload]
+        save = plan.saves.blocked_s / plan.saves.interval_steps
+        return plan.time.total + save + 2 * moved / plan.cluster.device.pcie
+
+    def _without_unneeded(self, changes: Change) -> Change:
+        """Return the fewest of the changes with which the run fits."""
+        for count in range(1, len(changes)):
+            for keys in itertools.combinations(changes, count):
+                if self.fits(fewer := {key: changes[key] for key in keys}):
+                    return fewer
+        return changes

@@ -84,8 +84,15 @@ def plan_engine(cfg: Config, policy: ModelShape, device: Device) -> PlannedEngin
     return PlannedEngine(weights, cache, workspace + graphs, token, budget, tp, graphs)
 
 
-def engine_problem(cfg: Config, engine: PlannedEngine, workload: Workload) -> str | None:
-    """Return why an engine cannot work with its memory; None: it can."""
+def engine_problem(engine: PlannedEngine, workload: Workload, policy: ModelShape) -> str | None:
+    """Return why an engine cannot work with its GPUs and their memory; None: it can.
+
+    Args:
+        policy: the complete model, without tensor parallelism.
+    """
+    heads = policy.config.get_text_config().num_attention_heads
+    if engine.gpus and heads % engine.gpus:  # vLLM refuses it
+        return f"rollout.tensor_parallel_size={engine.gpus} must divide the number of attention heads, {heads}"
     if engine.kv_cache <= 0:
         return "the weights leave no room for a KV cache"
     if engine.sequences(workload.longest) < 1:

@@ -6,6 +6,12 @@ import os
 
 _SHAPES = os.path.join(os.path.dirname(__file__), "shapes")
 _ENDINGS = ("-instruct", "-base", "-chat", "-it")
+_SAME_SHAPES = {
+    "llama-3-8b": "llama-3.1-8b",
+    "llama-3-70b": "llama-3.3-70b",
+    "llama-3.1-70b": "llama-3.3-70b",
+}
+"""Models with the matrices of another one."""
 
 
 def known_models() -> list[str]:
@@ -18,4 +24,6 @@ def known_file(path: str) -> str | None:
     name = path.rstrip("/").rpartition("/")[2].casefold()
     for ending in _ENDINGS:
         name = name.removesuffix(ending)
+    name = name.removeprefix("meta-")
+    name = _SAME_SHAPES.get(name, name)
     return os.path.join(_SHAPES, f"{name}.json") if name in known_models() else None

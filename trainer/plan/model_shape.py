@@ -5,23 +5,29 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi, constants, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from trainer.config import LM, Config, RoleSpec
+from trainer.config.axes import AXES
+from trainer.errors import UserError
+from trainer.files.hf_hub import first_line, is_connection_error, with_retries
 from trainer.models.files import load_config
 from trainer.models.loading import empty_causal_lm, empty_value_model
 from trainer.models.parallel_checks import COLWISE, ROWWISE, check_model_axes
 from trainer.models.tiny import tiny_config
 from trainer.parallel.shard import param_dtype, transformer_blocks
-from trainer.plan.known import known_file
+from trainer.plan.known import known_file, known_models
 
 
 @dataclass(frozen=True)
@@ -64,20 +70,34 @@ class ModelShape:
 
     def numel(self, block: int | None = None, trained: bool = False) -> int:
         """Return the numbers of a block, of the rest (-1), or of all (None); on a rank before FSDP2 shards them."""
-        return sum(p.numel for p in self._chosen(block, trained))
+        return self.shard(1, block, trained)
 
     def shard(self, ranks: int, block: int | None = None, trained: bool = False) -> int:
         """Return the numbers that a rank has of them after FSDP2 has sharded them over `ranks`."""
-        return sum(p.shard(ranks) for p in self._chosen(block, trained))
+        if ranks not in self._sums:  # the search for changes asks many times
+            self._sums[ranks] = self._sums_of(ranks)
+        return self._sums[ranks][block, trained]
 
-    def _chosen(self, block: int | None, trained: bool) -> Sequence[ParameterShape]:
-        return [p for p in self.parameters if (block is None or p.block == block) and p.trained >= trained]
+    @cached_property
+    def _sums(self) -> dict[int, Counter[tuple[int | None, bool]]]:
+        return {}
+
+    def _sums_of(self, ranks: int) -> Counter[tuple[int | None, bool]]:
+        """Return the numbers that a rank has of each block and of all blocks, of all parameters and of trained ones."""
+        sums: Counter[tuple[int | None, bool]] = Counter()
+        for parameter in self.parameters:
+            size = parameter.shard(ranks)
+            for block in (parameter.block, None):
+                sums[block, False] += size
+                sums[block, True] += size * parameter.trained
+        return sums
 
 
 def find_config(cfg: Config, role: RoleSpec) -> PretrainedConfig:
     """Return the architecture of the model of a role.
 
-    It is that of a directory, else one of those that come with this project, else that of the Hub.
+    It is that of a directory, else one of those that come with this project, else that of the Hub's cache, else that of
+    the Hub.
 
     Raises:
         UserError: there is none.
@@ -85,11 +105,34 @@ def find_config(cfg: Config, role: RoleSpec) -> PretrainedConfig:
     path = role.path or cfg.model.path
     if path is None:
         return tiny_config(cfg.model.tiny)
-    if not os.path.isdir(path) and (file := known_file(path)) is not None:
+    if os.path.isdir(path):
+        return load_config(cfg.model, path, role.key)
+    if (file := known_file(path)) is not None:
         with open(file) as stream:
             values = json.load(stream)
         return AutoConfig.for_model(values.pop("model_type"), **values)
+    if (cached := _cached_directory(path)) is not None:
+        return load_config(cfg.model, cached, role.key)
+    try:
+        if not constants.HF_HUB_OFFLINE:
+            # Queried first, because transformers would retry for a minute without a network, and print each attempt.
+            with_retries(lambda: HfApi().model_info(path, timeout=10))
+    except Exception as error:  # each of the libraries below has its own error classes
+        problem = "the Hub cannot be reached" if is_connection_error(error) else "the Hub has no such model"
+        raise UserError(
+            f"{role.key}={path}: no such directory, and {problem} ({first_line(error)}); name a directory with a "
+            f"config.json, or a model that needs no network: {', '.join(known_models())}"
+        ) from error
     return load_config(cfg.model, path, role.key)
+
+
+def _cached_directory(path: str) -> str | None:
+    """Return the directory of a model in the Hub's cache; None: it is not there."""
+    try:
+        file = try_to_load_from_cache(path, "config.json")
+    except HFValidationError:  # no id of the Hub
+        return None
+    return os.path.dirname(file) if isinstance(file, str) else None
 
 
 _shapes: dict[tuple[str, ...], ModelShape] = {}
@@ -112,7 +155,8 @@ def shape_of(cfg: Config, role: RoleSpec, sizes: Mapping[str, int]) -> ModelShap
 
 def key_of(cfg: Config, role: RoleSpec, sizes: Mapping[str, int], *others: object) -> tuple[str, ...]:
     """Return a text for everything that decides the shapes of a role's model, and for `others`."""
-    values = (cfg.model, role.path, role.head, role.trained, role.lora, sorted(sizes.items()), *others)
+    inside = [(name, size) for name, size in sorted(sizes.items()) if AXES[name].joins_blocks]
+    values = (cfg.model, role.path, role.head, role.trained, role.lora, inside, *others)
     return tuple(map(repr, values))
 
 

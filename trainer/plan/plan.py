@@ -24,6 +24,9 @@ _DRIVER_BYTES = int(1.5 * GB)
 _SCORED_BYTES, _TRAINED_BYTES = 8, 28
 """Bytes of a token in the batches that ranks score and train on: ids and mask; then advantages and log-probs, too."""
 
+BESIDE = " and engine"
+"""Ends the name of ranks that share their GPUs with engines."""
+
 
 @dataclass(frozen=True)
 class Member:
@@ -80,8 +83,11 @@ class Plan:
         return self.time.total * self.time.steps / 3600
 
 
-def make_plan(cfg: Config, cluster: Cluster) -> Plan:
+def make_plan(cfg: Config, cluster: Cluster, traced: bool = True) -> Plan:
     """Return the plan of the run that a config describes.
+
+    Args:
+        traced: False: activations count as nothing, which takes no time. What does not fit so does not fit.
 
     Raises:
         UserError: the model cannot be split so, or there is none.
@@ -90,7 +96,8 @@ def make_plan(cfg: Config, cluster: Cluster) -> Plan:
     problems = _problems_of_sizes(cfg, cluster)
     sizes = axis_sizes(cfg.trainer, cfg.trainer.num_workers)
     workload = workload_of(cfg, sizes)
-    roles = tuple(plan_role(cfg, role, sizes, workload, device.kind) for role in cfg.roles) if cfg.task.trains else ()
+    planned = cfg.roles if cfg.task.trains else ()
+    roles = tuple(plan_role(cfg, role, sizes, workload, device.kind, traced) for role in planned)
     whole = shape_of(cfg, cfg.roles[0], dict.fromkeys(sizes, 1))
     engine = plan_engine(cfg, whole, device)
     members = _members(cfg, cluster, roles, engine, workload)
@@ -100,7 +107,7 @@ def make_plan(cfg: Config, cluster: Cluster) -> Plan:
                 problems.append(
                     f"{member.name}, {phase.name}: {phase.total / GB:.1f} GB of {member.capacity / GB:.1f} GB"
                 )
-    if engine is not None and (problem := engine_problem(cfg, engine, workload)) is not None:
+    if engine is not None and (problem := engine_problem(engine, workload, whole)) is not None:
         problems.append(f"engine: {problem}")
     host, shared = _host(cfg, cluster, roles, engine, members)
     if host > device.host_memory:
@@ -152,9 +159,7 @@ def _members(
             phases = [_beside_engine(phase, engine) for phase in phases]
         name = "rank" if len(group) == len(roles) else f"rank of the {group[0].spec.name}"
         reserved = tuple(phase.with_reserve(device, 2 if beside else 1) for phase in phases)
-        members.append(
-            Member(f"{name} and engine" if beside else name, cfg.trainer.num_workers, reserved, device.memory)
-        )
+        members.append(Member(f"{name}{BESIDE}" if beside else name, cfg.trainer.num_workers, reserved, device.memory))
     if engine is not None and not beside:
         sizes = {"weights": engine.weights, "engine": max(0, engine.kv_cache), "buffers": engine.workspace}
         reserved = 0 if device.is_cpu else CONTEXT_BYTES

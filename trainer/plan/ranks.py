@@ -162,20 +162,27 @@ class PlannedRole:
         return max(self.model.numel(block, trained) for block in range(self.model.blocks))
 
 
-def plan_role(cfg: Config, spec: RoleSpec, sizes: Mapping[str, int], workload: Workload, device: str) -> PlannedRole:
+def plan_role(
+    cfg: Config, spec: RoleSpec, sizes: Mapping[str, int], workload: Workload, device: str, traced: bool = True
+) -> PlannedRole:
     """Return what a role's model takes on a rank.
 
     Args:
         sizes: sizes of the layout's axes.
         device: `cpu` or `cuda`.
+        traced: False: activations count as nothing.
     """
     model = shape_of(cfg, spec, sizes)
     rows = workload.row_of_update(), workload.row_of_scores()
-    traced = {row: trace(cfg, spec, model.config, sizes, row, device) for row in dict.fromkeys(rows)}
+
+    def activations(row: Row, backward: bool) -> Activations:
+        return trace(cfg, spec, model.config, sizes, row, device, backward) if traced else Activations()
+
     shards = math.prod(size for name, size in sizes.items() if AXES[name].shards_weights)
     itemsize = torch.finfo(forward_dtype(spec, device)).bits // 8
-    update = traced[rows[0]] if spec.trained else None
-    return PlannedRole(spec, model, itemsize, shards, update, traced[rows[1]], rows, device, entropy=cfg.task.generates)
+    update = activations(rows[0], True) if spec.trained else None
+    scores = activations(rows[1], False)
+    return PlannedRole(spec, model, itemsize, shards, update, scores, rows, device, entropy=cfg.task.generates)
 
 
 def rank_phases(cfg: Config, roles: Sequence[PlannedRole], workload: Workload, device: Device) -> list[Phase]:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer.config import Config
+from trainer.plan.advice import LARGEST_FACTOR
 from trainer.plan.hardware import GB, Cluster
 from trainer.plan.plan import Plan
 from trainer.plan.ranks import KINDS
@@ -33,7 +34,8 @@ def verdict(plan: Plan, changes: Mapping[str, Any] | None, larger: tuple[Cluster
         return f"{sentence}; it fits with {words(changes)}."
     if larger is not None:
         return f"{sentence}; it fits {larger[0]} {f'with {words(larger[1])}' if larger[1] else 'as it is'}."
-    return f"{sentence}; no change of the config alone makes it fit."
+    nor_nodes = "" if plan.cluster.device.is_cpu else f", nor do {LARGEST_FACTOR} times as many nodes"
+    return f"{sentence}; none of the changes that plan tries makes it fit{nor_nodes}."
 
 
 def words(changes: Mapping[str, Any]) -> str:

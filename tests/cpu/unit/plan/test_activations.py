@@ -26,7 +26,10 @@ def config(**tiny) -> Config:
 
 
 def traced(cfg: Config, row: Row = ROW, device: str = "cpu", **sizes: int):
-    return trace(cfg, policy_role(cfg), tiny_config(cfg.model.tiny), {**ALONE, **sizes}, row, device)
+    """Return the activations of both kinds of passes."""
+    arguments = cfg, policy_role(cfg), tiny_config(cfg.model.tiny), {**ALONE, **sizes}, row, device
+    scores, update = trace(*arguments, backward=False), trace(*arguments, backward=True)
+    return dataclasses.replace(update, forward=scores.forward, moved_forward=scores.moved_forward)
 
 
 def with_mode(mode: str, **tiny) -> Config:
@@ -72,7 +75,7 @@ def test_the_kernel_of_gpus_is_traced_without_one(row, sizes):
 def test_a_frozen_model_saves_nothing():
     cfg = config()
     frozen = dataclasses.replace(policy_role(cfg), trained=False)
-    found = trace(cfg, frozen, tiny_config(cfg.model.tiny), ALONE, ROW, "cpu")
+    found = trace(cfg, frozen, tiny_config(cfg.model.tiny), ALONE, ROW, "cpu", backward=False)
     assert (found.saved, found.peak) == (0, 0) and found.forward > 0
 
 

@@ -2,56 +2,162 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from trainer.config import Config, compose
 from trainer.errors import UserError
+from trainer.plan import activations
 from trainer.plan.advice import find_changes, larger_cluster, with_changes
-from trainer.plan.hardware import Cluster
+from trainer.plan.hardware import Cluster, parse_cluster
+from trainer.plan.levers import joined, layouts, levers
 from trainer.plan.plan import make_plan
 
+MOST_TRACES = 40
 
-def test_each_change_is_needed_and_together_they_suffice(cfg, node):
+
+LLAMA = ("model.path=meta-llama/Llama-3.3-70B-Instruct", "data=gsm8k")
+CONFIGS = {
+    "micro-batches": (
+        "8xH100",
+        "model=qwen3_0.6b",
+        "data=gsm8k",
+        "trainer.num_workers=4",
+        "rollout.num_engines=4",
+        "trainer.max_tokens_per_micro_batch=131072",
+    ),
+    "engines": ("64x8xH100", *LLAMA, "trainer.num_workers=64", "rollout.num_engines=64"),
+    "too few GPUs": ("8x8xH100", *LLAMA, "trainer.num_workers=64", "rollout.num_engines=64"),
+    "one engine": (
+        "5x8xH100",
+        *LLAMA,
+        "trainer.num_workers=32",
+        "rollout.num_engines=1",
+        "trainer.policy.fsdp.activation_checkpointing=full",
+    ),
+    "critic": (
+        "8xH100",
+        "model.path=Qwen/Qwen3-4B",
+        "data=gsm8k",
+        "algorithm=ppo",
+        "trainer.num_workers=8",
+        "rollout.num_engines=8",
+        "rollout.colocate=true",
+    ),
+    "supervised": ("2xH100", "trainer.task=sft", "model.path=Qwen/Qwen3-8B", "data=gsm8k", "trainer.num_workers=2"),
+}
+
+
+def config_and_cluster(name: str) -> tuple[Config, Cluster]:
+    gpus, *words = CONFIGS[name]
+    return compose(words), parse_cluster(gpus)
+
+
+def fits(cfg: Config, cluster: Cluster, changes: Mapping[str, Any]) -> bool:
+    try:
+        return make_plan(with_changes(cfg, changes), cluster).fits
+    except UserError:
+        return False
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_is_proposed_fits_and_no_part_of_it_does(name):
+    cfg, cluster = config_and_cluster(name)
+    assert not make_plan(cfg, cluster).fits
+    changes = find_changes(cfg, cluster)
+    if changes is None:
+        larger = larger_cluster(cfg, cluster)
+        assert larger is not None
+        cluster, changes = larger
+    assert fits(cfg, cluster, changes)
+    for count in range(len(changes)):
+        for keys in itertools.combinations(changes, count):
+            assert not fits(cfg, cluster, {key: changes[key] for key in keys}), keys
+
+
+def test_no_fewer_changes_fit(cfg, node):
     cfg.model.path = "Qwen/Qwen3-8B"
     cfg.trainer.offload, cfg.rollout.gpu_memory_utilization = "none", 0.9
     cfg.trainer.max_tokens_per_micro_batch = 65536
-    assert not make_plan(cfg, node).fits
     changes = find_changes(cfg, node)
-    assert changes
-    assert make_plan(with_changes(cfg, changes), node).fits
-    for key in changes:
-        fewer = {other: value for other, value in changes.items() if other != key}
-        assert not make_plan(with_changes(cfg, fewer), node).fits
+    assert changes is not None and len(changes) > 1
+    singles = [layout for layout in layouts(cfg, node) if len(layout) == 1]
+    singles += [change for lever in levers(cfg, node, True) for change in lever.options]
+    singles += [{"rollout.gpu_memory_utilization": share / 100} for share in range(5, 95, 5)]
+    for count in range(1, len(changes)):
+        for parts in itertools.combinations(singles, count):
+            assert not fits(cfg, node, joined(parts)), parts
 
 
-def test_an_engine_that_is_too_large_gets_more_gpus(cfg, node):
-    cfg.model.path = "meta-llama/Llama-3.3-70B-Instruct"
-    cfg.rollout.colocate, cfg.trainer.offload = False, "none"
-    cfg.trainer.num_workers, cfg.rollout.num_engines, cfg.rollout.gpu_memory_utilization = 32, 8, 0.92
-    changes = find_changes(cfg, Cluster(5, 8, node.device))
-    assert changes is not None and changes["rollout.tensor_parallel_size"] == 2
+def test_one_change_is_enough_for_large_micro_batches():
+    changes = find_changes(*config_and_cluster("micro-batches"))
+    assert changes is not None and len(changes) == 1
 
 
-def test_too_few_gpus_are_shared(cfg, node):
+def test_large_engines_get_more_gpus_and_no_more_than_the_cluster_has():
+    for name in ("engines", "one engine", "too few GPUs"):
+        cfg, cluster = config_and_cluster(name)
+        changes = find_changes(cfg, cluster)
+        assert changes is not None and changes["rollout.tensor_parallel_size"] > 1
+        assert make_plan(with_changes(cfg, changes), cluster).gpus <= cluster.gpus
+
+
+def test_ranks_and_engines_share_gpus_that_are_too_few(cfg, node):
     one = Cluster(1, 1, node.device)
     cfg.rollout.colocate, cfg.trainer.offload = False, "none"
-    for cluster, count in ((one, 1), (node, 8)):
-        cfg.trainer.num_workers = cfg.rollout.num_engines = count
-        assert find_changes(cfg, cluster) == {"rollout.colocate": True}
-    cfg.rollout.ahead = 1  # which needs GPUs of its own
-    assert find_changes(cfg, node) is None
-    assert larger_cluster(cfg, node) == (Cluster(2, 8, node.device), {})
+    cfg.trainer.num_workers = cfg.rollout.num_engines = 1
+    assert find_changes(cfg, one) == {"rollout.colocate": True}
 
 
-def test_what_no_change_makes_fit_needs_a_larger_cluster(cfg, node):
-    cfg.model.path = "Qwen/Qwen3-8B"
+def test_engines_that_work_ahead_keep_gpus_of_their_own(cfg, node):
+    cfg.rollout.colocate, cfg.trainer.offload, cfg.rollout.ahead = False, "none", 1
+    changes = find_changes(cfg, node)
+    assert changes is not None and changes.keys() == {"trainer.num_workers", "rollout.num_engines"}
+    cfg.trainer.num_workers = cfg.rollout.num_engines = 1
+    assert find_changes(cfg, Cluster(1, 1, node.device)) is None
+    assert larger_cluster(cfg, Cluster(1, 1, node.device)) == (Cluster(2, 1, node.device), {})
+
+
+def test_what_no_change_makes_fit_needs_the_smallest_larger_cluster(cfg, node):
+    cfg.model.path = "Qwen/Qwen3-32B"
     cfg.trainer.num_workers = cfg.rollout.num_engines = 1
     cfg.trainer.offload = "none"
     one = Cluster(1, 1, replace(node.device, host_memory=100 * 10**9))
     assert find_changes(cfg, one) is None
     larger = larger_cluster(cfg, one)
-    assert larger is not None and larger[0].gpus > 1 and larger[1]["trainer.num_workers"] == larger[0].gpus
+    assert larger is not None
+    cluster, changes = larger
+    assert fits(cfg, cluster, changes)
+    assert find_changes(cfg, Cluster(cluster.nodes - 1, 1, one.device)) is None
+
+
+def test_a_machine_without_gpus_gets_a_larger_cache(cfg, cpu):
+    cfg.model.path, cfg.rollout.colocate, cfg.trainer.offload = None, False, "none"
+    cfg.trainer.num_workers = cfg.rollout.num_engines = 1
+    cfg.rollout.kv_cache_mb, cfg.rollout.max_response_tokens = 1, 2000
+    changes = find_changes(cfg, cpu)
+    assert changes is not None and changes.keys() == {"rollout.kv_cache_mb"}
+
+
+@pytest.mark.parametrize("name", ["engines", "too few GPUs"])
+def test_a_search_for_a_large_model_traces_it_a_few_times(monkeypatch, name):
+    """A trace takes a tenth of a second, and nearly everything else of a search takes no time."""
+    cfg, cluster = config_and_cluster(name)
+    calls = []
+
+    def counted(*args: Any) -> activations.Activations:
+        calls.append(args)
+        return trace(*args)
+
+    trace = activations._trace
+    monkeypatch.setattr(activations, "_traces", {})
+    monkeypatch.setattr(activations, "_trace", counted)
+    assert find_changes(cfg, cluster) is not None
+    assert 0 < len(calls) <= MOST_TRACES
 
 
 def test_changes_obey_the_schema(cfg):

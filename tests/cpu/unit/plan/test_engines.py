@@ -17,6 +17,10 @@ def engine_of(cfg, cluster):
     return plan_engine(cfg, shape_of(cfg, policy_role(cfg), ALONE), cluster.device)
 
 
+def problem_of(cfg, cluster):
+    return engine_problem(engine_of(cfg, cluster), workload_of(cfg, ALONE), shape_of(cfg, policy_role(cfg), ALONE))
+
+
 def test_a_token_has_keys_and_values_in_each_layer(cfg):
     model = shape_of(cfg, policy_role(cfg), ALONE)
     assert kv_bytes(model, 2, 1) == 2 * 28 * 8 * 128 * 2 == 114_688
@@ -30,23 +34,30 @@ def test_the_cache_takes_what_is_left(cfg, node):
     assert engine.budget == pytest.approx(0.6 * node.device.memory, rel=1e-6)
     assert 0.8 * engine.budget < engine.total < engine.budget
     assert engine.tokens > 300_000
-    assert engine_problem(cfg, engine, workload_of(cfg, ALONE)) is None
+    assert problem_of(cfg, node) is None
 
 
 def test_weights_are_split_over_the_gpus_of_an_engine(cfg, node):
     cfg.model.path = "meta-llama/Llama-3.3-70B-Instruct"
-    assert (
-        engine_problem(cfg, engine_of(cfg, node), workload_of(cfg, ALONE)) == "the weights leave no room for a KV cache"
-    )
+    assert problem_of(cfg, node) == "the weights leave no room for a KV cache"
     cfg.rollout.num_engines, cfg.rollout.tensor_parallel_size = 1, 8
     engine = engine_of(cfg, node)
     assert engine.weights == pytest.approx(2 * 70.55e9 / 8, rel=1e-3)
-    assert engine_problem(cfg, engine, workload_of(cfg, ALONE)) is None
+    assert problem_of(cfg, node) is None
+
+
+def test_the_gpus_of_an_engine_divide_the_attention_heads(cfg, node):
+    cfg.model.path = "Qwen/Qwen2.5-7B"
+    cfg.rollout.num_engines, cfg.rollout.tensor_parallel_size = 1, 4
+    assert problem_of(cfg, node) is None
+    cfg.rollout.tensor_parallel_size = 8
+    problem = problem_of(cfg, node)
+    assert problem == "rollout.tensor_parallel_size=8 must divide the number of attention heads, 28"
 
 
 def test_the_longest_sequence_must_fit(cfg, node):
     cfg.rollout.max_response_tokens = 1_000_000
-    problem = engine_problem(cfg, engine_of(cfg, node), workload_of(cfg, ALONE))
+    problem = problem_of(cfg, node)
     assert problem is not None and "the longest sequence has 1,000,512" in problem
 
 

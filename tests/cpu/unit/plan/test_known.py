@@ -14,6 +14,11 @@ def test_a_model_is_known_by_the_end_of_its_id(path):
     assert known_file(path) is not None
 
 
+@pytest.mark.parametrize("name", ["Llama-3.1-70B", "Meta-Llama-3.1-70B-Instruct", "Meta-Llama-3-70B"])
+def test_a_model_of_the_same_shape_is_known(name):
+    assert known_file(f"meta-llama/{name}") == known_file("meta-llama/Llama-3.3-70B")
+
+
 @pytest.mark.parametrize("path", ["Qwen/Qwen3-9B", "", "Qwen3", "/models/mine"])
 def test_other_models_are_not(path):
     assert known_file(path) is None

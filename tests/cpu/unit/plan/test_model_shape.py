@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from types import SimpleNamespace
+
 import pytest
+import tenacity
+from huggingface_hub import constants
 
 from trainer.config import Config, LoraConfig, RoleSpec, critic_role, policy_role
 from trainer.config.axes import AXES
@@ -34,6 +39,44 @@ def config(path: str | None) -> Config:
 def test_known_models_have_their_published_sizes(path, parameters):
     shape = shape_of(config(path), policy_role(config(path)), ALONE)
     assert shape.total == shape.trained == shape.numel() == parameters
+
+
+@pytest.fixture
+def pauses(monkeypatch, tmp_path) -> list[float]:
+    """A Hub at an address where nothing listens, an empty cache, and the pauses between attempts, in seconds."""
+    pauses: list[float] = []
+    monkeypatch.setattr(tenacity.nap, "time", SimpleNamespace(sleep=pauses.append))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    return pauses
+
+
+def test_a_hub_that_does_not_answer_is_asked_three_times_without_a_word(pauses, caplog, capfd):
+    cfg = config("nobody/nothing")
+    with pytest.raises(UserError, match="model.path=nobody/nothing: no such directory, and the Hub cannot be reached"):
+        find_config(cfg, policy_role(cfg))
+    assert pauses == [0.5, 1.0]
+    assert not caplog.records and capfd.readouterr() == ("", "")
+
+
+def test_a_model_in_the_cache_needs_no_hub(pauses, tmp_path):
+    snapshot = tmp_path / "models--nobody--cached/snapshots" / ("a" * 40)
+    refs = tmp_path / "models--nobody--cached/refs"
+    snapshot.mkdir(parents=True)
+    refs.mkdir()
+    (refs / "main").write_text("a" * 40)
+    values = {"model_type": "qwen3", "hidden_size": 48}
+    (snapshot / "config.json").write_text(json.dumps(values))
+    cfg = config("nobody/cached")
+    assert find_config(cfg, policy_role(cfg)).hidden_size == 48
+    assert not pauses
+
+
+def test_words_that_are_no_id_are_refused(pauses):
+    cfg = config("/no/such/directory")
+    with pytest.raises(UserError, match="no such directory, and the Hub has no such model"):
+        find_config(cfg, policy_role(cfg))
 
 
 def test_a_directory_comes_before_a_known_name(tmp_path):
