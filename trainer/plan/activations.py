@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trainer.config import Config, FSDPConfig, RoleSpec
+from trainer.config import LM, Config, FSDPConfig, RoleSpec
 from trainer.models.attention import (
     PACKED,
     attend_varlen,
@@ -90,8 +90,10 @@ def trace(
         device: that of the plan, `cpu` or `cuda`. The trace itself computes nothing.
         backward: trace a forward and a backward pass.
     """
+    # The head has no part in it, nor without gradients what is trained. So roles with the same backbone share traces.
+    same = replace(role, head=LM, trained=False, optimizer=None)
     mode = _recomputation(role) if backward else "none"
-    key = key_of(cfg, role, sizes, backward, mode, forward_dtype(role, device), row, device)
+    key = key_of(cfg, same, sizes, backward, mode, forward_dtype(role, device), row, device)
     if key not in _traces:  # the search for changes asks many times
         _traces[key] = _extrapolate(cfg, role, config, sizes, row, device, backward)
     return _traces[key]

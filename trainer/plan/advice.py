@@ -137,12 +137,16 @@ class _Search:
         """Return the changes of `find_changes`."""
         if self.fits({}):
             return {}
-        starts = [start for layout in layouts(self._cfg, self._cluster) if (start := self._start(layout)) is not None]
-        most = max((len(s.layout) + len(s.needed) + len(s.others) for s in starts), default=0)
-        for count in range(1, most + 1):
+        known, starts = layouts(self._cfg, self._cluster), []
+        for count in itertools.count(1):
+            short = [layout for layout in known if len(layout) == count or count == 1 and not layout]
+            starts += [start for layout in short if (start := self._start(layout)) is not None]
             found = [(s.layout, used) for s in starts for used in self._chosen(s, count)]
             if found:
                 return self._without_unneeded(self._fastest(found))
+            most = max((len(s.layout) + len(s.needed) + len(s.others) for s in starts), default=0)
+            if count >= max((most, *map(len, known))):
+                break
         return None
 
     def can_fit(self) -> bool:

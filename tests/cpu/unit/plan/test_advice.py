@@ -17,7 +17,7 @@ from trainer.plan.hardware import Cluster, parse_cluster
 from trainer.plan.levers import joined, layouts, levers
 from trainer.plan.plan import make_plan
 
-MOST_TRACES = 40
+MOST_TRACES = 60
 
 
 LLAMA = ("model.path=meta-llama/Llama-3.3-70B-Instruct", "data=gsm8k")
@@ -48,7 +48,7 @@ CONFIGS = {
         "rollout.num_engines=8",
         "rollout.colocate=true",
     ),
-    "supervised": ("2xH100", "trainer.task=sft", "model.path=Qwen/Qwen3-8B", "data=gsm8k", "trainer.num_workers=2"),
+    "supervised": ("4xH100", "trainer.task=sft", "model.path=Qwen/Qwen3-14B", "data=gsm8k", "trainer.num_workers=1"),
 }
 
 
