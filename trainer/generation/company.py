@@ -1,4 +1,4 @@
-"""Whether vLLM can always generate a sequence beside another one.
+"""Whether the bits of a request depend on those beside it; whether vLLM can generate each sequence beside another.
 
 On CPU, vLLM computes a batch of one sequence by other kernels, which round in another way. So an engine generates a
 second sequence beside one that would be alone (see `trainer.generation.vllm_engine`). Otherwise the requests that run
@@ -11,7 +11,9 @@ import logging
 import math
 from typing import TYPE_CHECKING
 
-from trainer.config import RolloutConfig
+from trainer.config import Config, EngineSpec, RolloutConfig
+from trainer.import_utils import import_function
+from trainer.models.files import load_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -29,6 +31,18 @@ _ARGUMENTS = {
     "watermark",
 }
 """Arguments of vLLM that decide how many sequences an engine can hold."""
+
+
+def joins_exactly(spec: EngineSpec, cfg: Config, device: str, model_path: str) -> bool:
+    """Return whether an engine gives a request the same bits whichever others run with it (see `EngineSpec`).
+
+    Args:
+        device: of the engines, `cpu` or `cuda`.
+    """
+    rule = spec.joins_exactly_if
+    if rule is None or not spec.joins_exactly:
+        return spec.joins_exactly
+    return import_function(rule, "rollout.engine")(cfg.rollout_of_engines, device, load_config(cfg.model, model_path))
 
 
 def holds_two(rollout: RolloutConfig, device: str, model: PretrainedConfig) -> bool:

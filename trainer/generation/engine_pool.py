@@ -25,6 +25,7 @@ from trainer.errors import (
     set_failure_source,
 )
 from trainer.generation.colocation import GpuAssignment, assign_gpus, colocated_ranks, gpus_of
+from trainer.generation.company import joins_exactly
 from trainer.generation.config_check import describe_model
 from trainer.generation.dispatcher import Dispatcher
 from trainer.generation.engine import Completion, Request, RunningRequests, build_engine
@@ -34,8 +35,6 @@ from trainer.generation.pauses import Pauses
 from trainer.generation.request_stream import RequestStream, StreamAborted
 from trainer.generation.server_protocol import Job
 from trainer.generation.transport import Ends, PolicyRanks, Transport, choose_transport, first_failure
-from trainer.import_utils import import_function
-from trainer.models.files import load_config
 from trainer.process.signals import SIGNALS
 
 if TYPE_CHECKING:
@@ -157,11 +156,7 @@ class EnginePool:
 
     @functools.cached_property
     def _joins_exactly(self) -> bool:
-        rule, cfg = self._spec.joins_exactly_if, self._cfg
-        if rule is None or not self._spec.joins_exactly:
-            return self._spec.joins_exactly
-        model = load_config(cfg.model, self._model_path)
-        return import_function(rule, "rollout.engine")(cfg.rollout_of_engines, self._device, model)
+        return joins_exactly(self._spec, self._cfg, self._device, self._model_path)
 
     def wait_ready(self) -> None:
         """Wait until the ranks may load models on the GPUs. Once, before they do.
