@@ -110,6 +110,24 @@ def test_the_other_server_takes_the_requests_of_one_that_is_gone(servers, tmp_pa
 
 
 @pytest.mark.slow
+def test_the_api_server_of_vllm_dies_under_a_job_that_samples_ahead(tmp_path):
+    """Then its engine does. The numbers are those of vLLM in the job, also where a batch ahead was cut off."""
+    words = ["rollout.ahead=1", "trainer.ckpt_interval=2"]
+    with Server(tmp_path / "server", "rollout.kv_cache_mb=32", "rollout.max_num_seqs=20") as server:
+        server.wait()
+        faults = [lambda: server.engine()[1].kill(), lambda: server.engine()[-1].kill()]
+        threads = [at_step(tmp_path / "run", step, fail) for step, fail in enumerate(faults, start=1)]
+        done = run_served([server], tmp_path, *words, "trainer.max_restarts=0")
+    for thread in threads:
+        thread.join(60)
+    assert done.returncode == 0, done.stderr
+    assert "inference server" in (tmp_path / "run/log.txt").read_text()
+    own = run_forked_job("trainer.run_dir=own", "rollout=vllm", *SETTINGS, *words, cwd=tmp_path)
+    assert own.returncode == 0, own.stderr
+    assert comparable(metrics(tmp_path / "run")) == comparable(metrics(tmp_path / "own"))
+
+
+@pytest.mark.slow
 def test_a_server_on_another_machine_gets_the_weights_over_the_network(plain, tmp_path):
     token = {TOKEN: "a token for two machines"}
     with Nodes() as nodes:
@@ -141,13 +159,13 @@ def test_two_jobs_of_the_example_end_as_one_job_with_its_own_engine_does(tmp_pat
     words = [*SMALL, "trainer.ray_address=processes", "logger.plot=false", "trainer.hf_save_interval=20"]
     words = [word for word in words if not word.startswith(("trainer.total_steps", "trainer.val", "trainer.ckpt"))]
     apart = subprocess.run(
-        ["bash", "examples/inference_server.sh", *words, "inference.engine=transformers"], cwd=tmp_path, env=env,
+        ["bash", "examples/inference_server.sh", *words], cwd=tmp_path, env=env,
         capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert apart.returncode == 0, apart.stdout + apart.stderr
     one = run_forked_job(
-        "data=reverse_text", "trainer.run_dir=one", "trainer.hf_save_interval=20", "trainer.total_steps=20",
-        "trainer.val_interval=10", "trainer.ckpt_interval=10", cwd=tmp_path,
+        "data=reverse_text", "rollout=vllm", "trainer.run_dir=one", "trainer.hf_save_interval=20",
+        "trainer.total_steps=20", "trainer.val_interval=10", "trainer.ckpt_interval=10", cwd=tmp_path,
     )  # fmt: skip
     assert one.returncode == 0, one.stderr
     runs = [tmp_path / "outputs/inference_server", tmp_path / "one"]
