@@ -124,7 +124,7 @@ class AgentServer:
         app.router.add_get(f"{_PATH}/models", self._models)
         app.router.add_get(f"{_PATH}/models/{{model:.+}}", self._model)
         # An agent whose connection breaks may repeat its request at once: the handler must know.
-        self._runner = app_runner(app)
+        self._runner = app_runner(app, auto_decompress=False)
         await self._runner.setup()
         await web.SockSite(self._runner, listener).start()
 

@@ -67,15 +67,21 @@ class Conversation:
         template = self._tokenizer.chat_template
         for role in {message["role"] for message in messages}:
             in_use = f"the chat template in use (that of {self._tokenizer.name_or_path}, if the key is not set)"
-            if role not in _ROLES and not any(quoted in str(template) for quoted in (f"'{role}'", f'"{role}"')):
+            if role not in _ROLES and not self._names(role):
                 raise UserError(
                     f"model.chat_template: {in_use} does not name the role {role} of a message; use one of "
                     f"{', '.join(_ROLES)}"
                 )
-            if _drops(self._tokenizer, template, role):
+            if _drops(self._tokenizer, str(template), role):  # some models have several
                 raise UserError(
                     f"model.chat_template: {in_use} drops messages of the role {role}, which the policy would not see"
                 )
+
+    def _names(self, role: str) -> bool:
+        """Return whether the template names a role, or the tokenizer has a token for it."""
+        template, unknown = str(self._tokenizer.chat_template), (None, self._tokenizer.unk_token_id)
+        has_token = self._tokenizer.convert_tokens_to_ids(f"<|{role}|>") not in unknown
+        return has_token or any(quoted in template for quoted in (f"'{role}'", f'"{role}"'))
 
     def _whole(self) -> list[int]:
         """Return the tokens of all messages, up to where the next reply begins."""

@@ -22,6 +22,10 @@ LOG = logging.getLogger(__name__)
 
 CPU_BLOCK = 32
 """Tokens of a block of the KV cache on CPU: the attention wants multiples of it."""
+_ALONE = (
+    "a sequence may be alone, with other last bits: what a kill cut off is generated with its whole batch, and a run "
+    "with environment.schedule=stream is not compared bit for bit when it resumes"
+)
 _ARGUMENTS = {
     "max_num_seqs",
     "max_model_len",
@@ -57,21 +61,21 @@ def holds_two(rollout: RolloutConfig, device: str, model: PretrainedConfig) -> b
     if device != "cpu":
         return True
     if rollout.max_num_seqs < 2:
-        LOG.info("rollout.max_num_seqs=1: a resumed run is not compared bit for bit")
+        LOG.info("rollout.max_num_seqs=1: %s", _ALONE)
         return False
     given = _ARGUMENTS.intersection(rollout.engine_args)
     if given:
-        LOG.info("rollout.engine_args.%s: a resumed run is not compared bit for bit", min(given))
+        LOG.info("rollout.engine_args.%s: %s", min(given), _ALONE)
         return False
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     needed = (2 * math.ceil(longest / CPU_BLOCK) + 1) * CPU_BLOCK * _bytes_of_token(rollout, model)  # one stays empty
     if needed > rollout.kv_cache_mb << 20:
         LOG.info(
-            "rollout.kv_cache_mb=%d: two sequences of %d tokens may need %d; with less, a resumed run is not compared "
-            "bit for bit",
+            "rollout.kv_cache_mb=%d: two sequences of %d tokens may need %d; with less, %s",
             rollout.kv_cache_mb,
             longest,
             math.ceil(needed / 2**20),
+            _ALONE,
         )
         return False
     return True

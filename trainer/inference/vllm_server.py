@@ -74,6 +74,7 @@ class JobRoutes:
         self._running: set[asyncio.Future[Any]] = set()
         self._companion: asyncio.Future[Any] | None = None
         """Of a request that nobody waits for (see `_accompany`)."""
+        self._longest = 0  # of the requests that run, in tokens
         self._admission = asyncio.Lock()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -136,7 +137,9 @@ class JobRoutes:
                 await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
                 if not self._running:  # as an engine of the job does, which generates the same bits
                     await _reset_prefix_cache(engine)
+                    self._longest = 0
                 for number, request in requests.items():
+                    self._longest = max(self._longest, request.sampling.max_tokens)
                     prompt = {"prompt_token_ids": request.prompt_token_ids.tolist()}
                     outputs = await engine.add_request(uuid.uuid4().hex, prompt, sampling_params(request))
                     task = asyncio.ensure_future(self._wait_for(engine, outputs))
@@ -150,8 +153,8 @@ class JobRoutes:
     async def _accompany(self, engine: Any) -> None:
         """Generate something beside the requests of jobs on CPU, where one that is alone has other last bits.
 
-        It is as long as a request can be, so it outlasts all that run. Being the newest, it also leaves a cache that is
-        full before they do.
+        It begins last and is as long as the longest of them, so it outlasts all. If the cache is full, it leaves that
+        before they do.
         """
         from vllm import SamplingParams
 
@@ -159,8 +162,7 @@ class JobRoutes:
         if config.device_config.device_type != "cpu" or config.scheduler_config.max_num_seqs < 2:
             return
         self._end_companion()
-        longest = config.model_config.max_model_len - 1
-        params = SamplingParams(temperature=0.0, max_tokens=longest, ignore_eos=True, detokenize=False)
+        params = SamplingParams(temperature=0.0, max_tokens=self._longest, ignore_eos=True, detokenize=False)
         outputs = await engine.add_request(uuid.uuid4().hex, {"prompt_token_ids": [0]}, params)
         self._companion = asyncio.ensure_future(self._wait_for(engine, outputs))
 

@@ -68,6 +68,12 @@ class Pieces:
             raise ValueError("its content does not agree with its name")
         return data
 
+    def written_at(self, name: str) -> float:
+        """Return when a file was written, or was brought from the store; 0 if it is gone."""
+        with contextlib.suppress(OSError):
+            return os.stat(self.path(name)).st_mtime_ns
+        return 0
+
     def delete(self, names: Collection[str]) -> None:
         """Delete files. One that cannot be deleted stays."""
         for name in names:

@@ -134,9 +134,11 @@ class Replay:
     def _opened(self, step: int) -> _Step:
         if step not in self._open:
             opened = self._open[step] = _Step({})
-            for name in self._names.pop(step, []):
+            for name in sorted(self._names.pop(step, []), key=self._pieces.written_at):
                 try:
                     keys, about = keys_in(self._pieces.path(name))
+                    if "version" in about and not ("history" in about and about["version"].isdecimal()):
+                        raise ValueError("its metadata is damaged")
                 except FileNotFoundError:  # deleted since, by a commit
                     continue
                 except (OSError, ValueError) as error:

@@ -43,6 +43,7 @@ class Writer:
         self._is_urgent = False
         self._is_stopped = False
         self._failures = 0  # in a row
+        self._is_told = False  # that nothing is recorded
         self._retry_at = -math.inf
         self._is_closed = False
         self._lost: UserError | None = None
@@ -78,6 +79,7 @@ class Writer:
             is_start: the ranks have started again: try in any case, also after the disk was full.
         """
         with self._condition:
+            self._is_told = self._is_told and not is_start
             is_due = is_start or time.monotonic() >= self._retry_at
             if self._is_stopped and self._lost is None and self._written_batches == self._added and is_due:
                 self._is_stopped = False
@@ -162,19 +164,21 @@ class Writer:
         else:
             with self._condition:
                 if self._failures and not self._is_stopped:
-                    self._failures = 0
+                    self._failures, self._is_told = 0, False
                     LOG.info("rollout.journal: rollouts are recorded again, from step %d on", step)
 
     def _stop(self, reason: str, is_full: bool = False) -> None:
-        if self._is_stopped:  # by a wait that has ended
+        if not self._is_stopped:  # else by a wait that has ended
+            self._is_stopped, self._written_batches = True, self._written_batches + len(self._queue)
+            self._queue = []
+            delay_s = time_limits.JOURNAL_RETRY_S * 2 ** min(self._failures, _MOST_DOUBLINGS)
+            self._retry_at = time.monotonic() + delay_s
+            self._failures += 1
+        if is_full:
+            self._retry_at = math.inf
+        if self._is_told and not is_full:
             return
-        self._is_stopped, self._written_batches = True, self._written_batches + len(self._queue)
-        self._queue = []
-        delay_s = math.inf if is_full else time_limits.JOURNAL_RETRY_S * 2 ** min(self._failures, _MOST_DOUBLINGS)
-        self._retry_at = time.monotonic() + delay_s
-        self._failures += 1
-        if self._failures > 1 and not is_full:
-            return  # the first failure was said
+        self._is_told = True
         LOG.warning(
             "rollout.journal: rollouts are not recorded %s (%s); training continues, and a kill costs the rollouts "
             "since the last checkpoint",

@@ -54,13 +54,15 @@ def listen(host: str, port: int, keys: str) -> socket.socket:
         return listener
 
 
-def app_runner(app: web.Application) -> web.AppRunner:
+def app_runner(app: web.Application, auto_decompress: bool = True) -> web.AppRunner:
     """Return what serves an application.
 
     A handler is cancelled when its client is gone. Connections without a request are closed: clients that open many and
     send nothing must not keep others away. The rest of a refused body is read and dropped: many clients send all of it
-    before they read the answer, and see a reset connection if the server closes earlier. A handler gets bodies as they
-    were sent: what is compressed is passed on, or refused.
+    before they read the answer, and see a reset connection if the server closes earlier.
+
+    Args:
+        auto_decompress: false: handlers get bodies as they were sent, and refuse what is compressed.
     """
     from aiohttp import web
 
@@ -70,5 +72,5 @@ def app_runner(app: web.Application) -> web.AppRunner:
         access_log=None,
         keepalive_timeout=IDLE_S,
         lingering_time=IDLE_S,
-        auto_decompress=False,
+        auto_decompress=auto_decompress,
     )

@@ -57,6 +57,15 @@ def test_messages_of_an_unknown_role_are_refused(tokenizer, name, role):
         conversation.add_messages(user("And 2?", role=role), LONG)
 
 
+def test_a_tokenizer_may_have_several_templates(tokenizer):
+    with_template(tokenizer, "embedded")
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": tokenizer.chat_template}
+    conversation = Conversation(tokenizer, user("hé?"))
+    assert "hé?" in tokenizer.decode(conversation.token_ids)
+    with pytest.raises(UserError, match="role wizard"):
+        Conversation(tokenizer, user("hé?", role="wizard"))
+
+
 def test_a_role_that_the_template_names_is_known(tokenizer):
     names = "{{ 'fn' if m.role == 'function' else m.role }}"
     tokenizer.chat_template = f"{{% for m in messages %}}[{names}]{{{{ m.content }}}}{{% endfor %}}"

@@ -11,6 +11,8 @@ import pytest
 from tests.cpu.unit.journal.test_journal import group, opened
 from trainer.episodes import Episode
 from trainer.journal.journal import Journal
+from trainer.journal.pieces import Pieces
+from trainer.journal.replay import Replay
 
 
 def episodes_in_memory() -> int:
@@ -77,6 +79,28 @@ def test_a_damaged_record_gives_way_to_another_one_of_the_group(tmp_path, caplog
         journal.close()
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) <= 2 and len({*warnings}) == len(warnings), "each file is named once"
+
+
+def test_no_damage_of_the_index_ends_the_run(tmp_path):
+    """The metadata is read before the checksum is compared."""
+    path = tmp_path / ".journal" / record(tmp_path, 1, "a", version=12)
+    whole = path.read_bytes()
+    for at in range(max(0, len(whole) - 2500), len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        replay = Replay(Pieces(str(tmp_path), lambda: None), "", {path.name: 1})
+        for version, history in replay.candidates("a"):
+            assert replay.take("a", version, history) is None, at
+
+
+def test_the_newest_of_two_records_is_used(tmp_path):
+    """Whichever of their names comes first: engines may not repeat themselves."""
+    for tokens in (6, 7, 5):
+        journal = opened(tmp_path)
+        journal.add(1, {"a": group("a", tokens=tokens)}, "start")
+        journal.wait()
+        journal.close()
+        found = opened(tmp_path).find(1, ["a"])["a"]
+        assert len(found[0].samples[0].token_ids) == tokens
 
 
 def test_a_record_that_a_commit_has_deleted_is_not_used_and_not_called_damaged(tmp_path, caplog):
