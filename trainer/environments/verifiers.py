@@ -140,6 +140,7 @@ class Verifiers:
         message: Message = {"role": "assistant", "content": content}
         if reply.get("reasoning_content"):
             message["reasoning_content"] = reply["reasoning_content"]
+        calls = calls[: MAX_TOOL_CALLS + 1]  # the answer to the last one says that further ones are not made
         if calls:
             message["tool_calls"] = [_wire(call, self._calls + number) for number, call in enumerate(calls)]
             self._calls += len(calls)

@@ -60,7 +60,7 @@ RAY = """#!/bin/bash
 case "$*" in
   status*) ;;
   *--head*) exec sleep 600 ;;
-  *) sleep 5; exit 1 ;;
+  *) echo "follows on $SLURMD_NODENAME"; sleep 5; exit 1 ;;
 esac
 """
 """On nodes other than the first one, Ray ends as it does when it has lost the head."""
@@ -80,6 +80,7 @@ def test_a_job_of_several_nodes_that_loses_the_first_one_is_requeued_by_another(
     with Slurm(["one", "two", "three"], programs=tmp_path) as slurm:
         job = slurm.submit(options=["--nodes=2"])
         slurm.wait_for("trains on one")
+        slurm.wait_for("follows on (two|three)")  # from then on it notices
         slurm.lose("one")
         slurm.wait_for("trains on (two|three)")
         assert slurm.state(job, "Restarts") == "1"
