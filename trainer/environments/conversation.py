@@ -72,7 +72,7 @@ class Conversation:
                     f"model.chat_template: {in_use} does not name the role {role} of a message; use one of "
                     f"{', '.join(_ROLES)}"
                 )
-            if _drops(self._tokenizer, str(template), role):  # some models have several
+            if _drops(self._tokenizer, str(template), role, self._renderer is not None):  # some models have several
                 raise UserError(
                     f"model.chat_template: {in_use} drops messages of the role {role}, which the policy would not see"
                 )
@@ -176,20 +176,22 @@ class Conversation:
 
 
 @functools.lru_cache(maxsize=64)
-def _drops(tokenizer: Any, template: str, role: str) -> bool:
+def _drops(tokenizer: Any, template: str, role: str, has_calls: bool) -> bool:
     """Return whether a chat template writes nothing of what a message of a role says.
 
     Args:
         template: that of the tokenizer.
+        has_calls: replies name their calls. Else these are a part of their text.
     """
-    before = {"user": [], "system": []}.get(role, [{"role": "user", "content": "x"}])
+    before: list[Message] = {"user": [], "system": []}.get(role, [{"role": "user", "content": "x"}])
+    answer: Message = {"role": role, "content": REPLY_MARK}
     if role == "tool":
-        before = [*before, {"role": "assistant", "content": "y"}]
+        call = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": {}}}
+        before = [*before, {"role": "assistant", "content": "y", **({"tool_calls": [call]} if has_calls else {})}]
+        answer |= {"tool_call_id": "call_0", "name": "f"} if has_calls else {}
     after = [{"role": "user", "content": "x"}] if role in ("system", "assistant") else []
     try:
-        text = render_text(
-            tokenizer, [*before, {"role": role, "content": REPLY_MARK}, *after], add_generation_prompt=True
-        )
+        text = render_text(tokenizer, [*before, answer, *after], add_generation_prompt=True)
     except UserError:  # in this place: the conversation itself is what counts
         return False
     return REPLY_MARK not in text

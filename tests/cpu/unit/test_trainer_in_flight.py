@@ -105,7 +105,7 @@ def is_even(completion: str, answer: str) -> float:
 
 
 @hypothesis.settings(
-    max_examples=5, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
+    max_examples=3, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
 )
 @hypothesis.given(
     kills=st.lists(st.integers(1, STEPS), min_size=1, max_size=3), window=st.sampled_from([1, 4]), journal=st.booleans()

@@ -39,6 +39,7 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     "dapo": {"clip": {"clip_high": 0.28}},
     "dr_grpo": {"grpo": {"normalize_std": False}, "clip": {"aggregation": "seq_mean_token_sum_norm"}},
     "ppo": {"gae": {"normalize_std": True, "lam": 0.95}},
+    "remax": {"remax": {"normalize_std": True}},
     "rloo": {"clip": {"aggregation": "seq_mean_token_sum"}},
 }
 """The options that a preset sets, for the function that each is meant for."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from tests.support.metrics import make_tracker, step_metrics
@@ -103,7 +104,8 @@ def test_what_idle_processes_waited_for_fits_into_the_picture(tmp_path, monkeypa
     (axes,) = figures
     figure, text = axes.figure, axes.xaxis.label
     assert "engines idle 6.50 s of 10.00 s: waited for the update" in text.get_text()
-    drawn = text.get_window_extent(figure.canvas.get_renderer())
+    FigureCanvasAgg(figure).draw()
+    drawn = text.get_window_extent()
     assert figure.bbox.x0 < drawn.x0 and drawn.x1 < figure.bbox.x1 and drawn.y0 > figure.bbox.y0
     assert drawn.x1 < axes.get_legend().get_window_extent().x0
     colours = {name: handle.get_facecolor() for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)}

@@ -152,8 +152,8 @@ def test_failed_rewards_are_left_out_or_count_as_0(step, caplog, environment):
     # Held out: four prompts, of which the greedy completions at the places 1 and 3 fail.
     assert left_out.validation["val/reward/mean"] == pytest.approx(0.01) and left_out.validation["val/accuracy"] == 0
     assert zero.validation["val/reward/mean"] == pytest.approx(0.005)
-    # Two samples of each: (0, 1), (2, 3), (4, 5), (6, 7). Nothing is known of the third prompt.
-    assert left_out.validation["val/pass@2"] == pytest.approx(1 / 3) and zero.validation["val/pass@2"] == 0.25
+    # Two samples of each: (0, 1), (2, 3), (4, 5), (6, 7). Both rewards are known of the last prompt alone.
+    assert left_out.validation["val/pass@2"] == 1 and zero.validation["val/pass@2"] == 0.25
     held_out = {(line["uid"], line["number"]): line for line in left_out.held_out}
     assert held_out["val:1", 0]["reward"] is None and held_out["val:1", 0]["failure"]
     assert held_out["val:0", 0]["reward"] == 0 and held_out["val:0", 0]["failure"] is None
