@@ -75,6 +75,17 @@ def prometheus(directory: Path, target: int) -> Iterator[str]:
             server.wait()
 
 
+def expressions_without_data(url: str) -> set[str]:
+    """Return what is before the first brace of these expressions of the dashboard. All must be valid."""
+    without = set()
+    for panel in DASHBOARD["panels"]:
+        for target in panel["targets"]:
+            expression = target["expr"].replace("$run", r"(mine\\.one|other)")  # as Grafana fills it in
+            if not query(url, "query", query=expression)["result"]:
+                without.add(target["expr"].partition("{")[0])
+    return without
+
+
 def test_every_expression_of_the_dashboard_gives_data_of_a_running_job(tmp_path):
     # The server binds with SO_REUSEADDR, so the port stays reserved.
     with reserved_port() as port, prometheus(tmp_path, port) as url:
@@ -88,12 +99,9 @@ def test_every_expression_of_the_dashboard_gives_data_of_a_running_job(tmp_path)
             (variable,) = [one for one in DASHBOARD["templating"]["list"] if one["name"] == "run"]
             metric, label = re.fullmatch(r"label_values\((\w+), (\w+)\)", variable["query"]["query"]).groups()
             assert query(url, f"label/{label}/values", **{"match[]": metric}) == ["mine.one"]
-            without = set()
-            for panel in DASHBOARD["panels"]:
-                for target in panel["targets"]:
-                    expression = target["expr"].replace("$run", r"(mine\\.one|other)")  # as Grafana fills it in
-                    if not query(url, "query", query=expression)["result"]:
-                        without.add(target["expr"].partition("{")[0])
+            deadline = time.monotonic() + 60  # a rate needs two samples
+            while (without := expressions_without_data(url)) != set(LACKING) and time.monotonic() < deadline:
+                time.sleep(0.5)
         finally:
             job.send_signal(signal.SIGTERM)
             assert job.wait(300) == 75, (tmp_path / "log").read_text()
