@@ -69,12 +69,10 @@ class Slurm(contextlib.ExitStack):
     Args:
         names: names of the nodes, if they are all this machine.
         nodes: the nodes, if they are machines of their own. The first one runs the controller, too.
-        programs: a directory with programs that jobs find first.
     """
 
-    def __init__(self, names: Sequence[str] = (), nodes: Sequence[Node] = (), programs: Path | None = None):
+    def __init__(self, names: Sequence[str] = (), nodes: Sequence[Node] = ()):
         super().__init__()
-        self._programs = programs or Path(sys.executable).parent
         self._nodes = {node.name: node for node in nodes}
         self.names = [*names, *self._nodes]
         self._daemons: dict[str, subprocess.Popen] = {}
@@ -89,7 +87,7 @@ class Slurm(contextlib.ExitStack):
         self.callback(shutil.rmtree, self.directory, ignore_errors=True)
         self.callback(self._end)
         self._env = {**environment(), "SLURM_CONF": str(self.directory / "slurm.conf")}
-        self._env["PATH"] = f"{self._programs}:{path}"
+        self._env["PATH"] = f"{Path(sys.executable).parent}:{path}"
         try:
             self._start()
         except BaseException:

@@ -100,7 +100,8 @@ def describe_task(cfg: Config) -> dict[str, Any]:
 @functools.cache
 def versions() -> dict[str, str]:
     """Return the versions of Python and of all packages that are installed."""
-    packages = dict(_name_and_version(one) for one in importlib.metadata.distributions())
+    path = [entry for entry in sys.path if not entry.endswith("_vendor")]  # setuptools' own copies of packages
+    packages = dict(_name_and_version(one) for one in importlib.metadata.distributions(path=path))
     packages.pop("trainer", None)  # an editable install keeps the number that it had when it was made
     ordered = sorted(packages.items(), key=lambda item: item[0].lower())
     return {"python": platform.python_version(), "trainer": __version__, **dict(ordered)}

@@ -54,33 +54,3 @@ def test_a_job_that_is_cancelled_is_not_requeued(tmp_path):
         slurm.run("scancel", job)
         slurm.wait_for("the job ended with status 75: cancelled, so not requeued")
         assert slurm.wait_for_state(job, "CANCELLED", "PENDING") == "CANCELLED"
-
-
-RAY = """#!/bin/bash
-case "$*" in
-  status*) ;;
-  *--head*) exec sleep 600 ;;
-  *) echo "follows on $SLURMD_NODENAME"; sleep 5; exit 1 ;;
-esac
-"""
-"""On nodes other than the first one, Ray ends as it does when it has lost the head."""
-PYTHON = """#!/bin/bash
-[ "$1" = -c ] && exit
-echo "trains on $SLURMD_NODENAME"
-exec sleep 600
-"""
-
-
-@pytest.mark.slow
-def test_a_job_of_several_nodes_that_loses_the_first_one_is_requeued_by_another(tmp_path):
-    """Slurm keeps the job on the other nodes, without its script. The scheduler is real, Ray and the job are not."""
-    for name, text in (("ray", RAY), ("python", PYTHON)):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    with Slurm(["one", "two", "three"], programs=tmp_path) as slurm:
-        job = slurm.submit(options=["--nodes=2"])
-        slurm.wait_for("trains on one")
-        slurm.wait_for("follows on (two|three)")  # from then on it notices
-        slurm.lose("one")
-        slurm.wait_for("trains on (two|three)")
-        assert slurm.state(job, "Restarts") == "1"

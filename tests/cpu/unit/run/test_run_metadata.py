@@ -89,5 +89,7 @@ def test_the_versions_are_of_all_packages():
 
 
 def test_the_names_and_versions_of_packages_are_those_of_the_library():
-    packages = {one.name: one.version for one in importlib.metadata.distributions()}
+    # setuptools adds a directory with its own copies, once a test has imported it.
+    path = [entry for entry in sys.path if not entry.endswith("_vendor")]
+    packages = {one.name: one.version for one in importlib.metadata.distributions(path=path)}
     assert versions() == {**packages, "python": platform.python_version(), "trainer": trainer.__version__}
