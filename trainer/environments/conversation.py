@@ -65,8 +65,8 @@ class Conversation:
             UserError: it drops them, or would write a role that neither it nor other models have.
         """
         template = self._tokenizer.chat_template
+        in_use = f"the chat template in use (that of {self._tokenizer.name_or_path}, if the key is not set)"
         for role in {message["role"] for message in messages}:
-            in_use = f"the chat template in use (that of {self._tokenizer.name_or_path}, if the key is not set)"
             if role not in _ROLES and not self._names(role):
                 raise UserError(
                     f"model.chat_template: {in_use} does not name the role {role} of a message; use one of "
