@@ -113,7 +113,7 @@ def test_a_kill_in_a_save_leaves_the_checkpoint_before(device, tiny_path, tmp_pa
         group = start_ranks(cluster, {"TRAINER_FAILPOINT": f"{place},1,{reached}"})
         group.start("run", cluster.rendezvous_address(group), begin_second_save, (tiny_path, str(tmp_path)))
         wait_for(reached)
-        group.kill()
+        cluster.release(group)  # and its GPU is free for the next
         assert not os.path.exists(tmp_path / "2" / "policy" / "fsdp_config.json")
         group = start_ranks(cluster)
         (found,) = group.call("run", cluster.rendezvous_address(group), load_then_step, (tiny_path, f"{tmp_path}/1"))

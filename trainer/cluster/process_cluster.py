@@ -168,6 +168,7 @@ class ProcessCluster:
 
     def _allocate_gpus(self, count: int) -> list[str]:
         allocated, self._gpus = self._gpus[:count], self._gpus[count:]
+        assert self.device == "cpu" or len(allocated) == count, "release a group before another takes its GPUs"
         return allocated
 
 

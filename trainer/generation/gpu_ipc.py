@@ -125,8 +125,9 @@ def _outside_of_expandable_segments(size: int) -> Tensor:
     settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     if "expandable_segments:True" not in settings:
         return torch.empty(size, dtype=torch.uint8, device="cuda")
-    torch.cuda.memory._set_allocator_settings(settings.replace("expandable_segments:True", "expandable_segments:False"))
+    set_allocator = torch._C._accelerator_setAllocatorSettings  # torch has no public function for it
+    set_allocator(settings.replace("expandable_segments:True", "expandable_segments:False"))
     try:
         return torch.empty(size, dtype=torch.uint8, device="cuda")
     finally:
-        torch.cuda.memory._set_allocator_settings(settings)
+        set_allocator(settings)

@@ -58,7 +58,7 @@ class TorchProfiler:
             os.makedirs(directory, exist_ok=True)
             if self._device == "cuda":
                 _record(enabled="all", context="all", max_entries=_MOST_EVENTS)
-            started = profile(activities=activities, record_shapes=True, profile_memory=True)
+            started = profile(activities=activities, record_shapes=True, profile_memory=True, acc_events=True)
             started.start()
         except (OSError, RuntimeError) as error:
             warn_not_written(self._path, error)
