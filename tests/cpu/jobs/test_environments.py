@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,33 @@ def test_the_environment_of_the_page_is_learnt_with_its_tool(tmp_path: Path, mar
     right = [episode for episode in last if episode["reward"] == 1]
     called = [episode for episode in right if episode["metrics"]["tool_calls/price"]]
     assert len(called) >= 0.95 * len(right), "a price was guessed"
+
+
+def test_the_agent_of_the_page_is_trained_as_if_it_had_not_been_killed(tmp_path: Path):
+    """OpenAI's client as it is, in threads of the agents' process, with vLLM. The first job is killed behind step 2."""
+    assert files_of_page("docs/agents.md", tmp_path) == ["solver.py"]
+    _, *words = shlex.split(commands_of_page("docs/agents.md", "solver:Solver"))[1:]
+    words += ["rollout=vllm", "trainer.total_steps=4", "trainer.val_interval=2", "trainer.resume_mode=latest"]
+    words += ["rollout.max_response_tokens=12", "trainer.hf_save_interval=4", "data.val_size=8"]
+    whole = run_forked_job("trainer.run_dir=whole", *words, cwd=tmp_path)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    reached, log = tmp_path / "reached", tmp_path / "log"
+    job = start_forked_job(
+        "trainer.run_dir=killed", *words, cwd=tmp_path, env={"TRAINER_FAILPOINT": f"logged,2,{reached}"}, log=log
+    )
+    wait_until(lambda: reached.exists() or job.poll() is not None)
+    job.kill_group()
+    job.wait()
+    assert len(metrics(tmp_path / "killed")) == 3
+    resumed = run_forked_job("trainer.run_dir=killed", *words, cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    rows, others = metrics(tmp_path / "whole"), metrics(tmp_path / "killed")
+    assert comparable(others) == comparable(rows)
+    assert 1 < rows[-1]["episode/turns/mean"] == rows[-1]["episode/attempts/mean"] <= 2
+    assert rows[-1]["episode/errors/mean"] == 0
+    assert rows[-1]["episode/samples/mean"] < 1.3  # a reply of bytes that are no text begins a further one
+    model = "exports/global_step_4/policy/model.safetensors"
+    assert (tmp_path / "killed" / model).read_bytes() == (tmp_path / "whole" / model).read_bytes()
 
 
 def test_environments_of_other_packages_train_in_one_run(tmp_path: Path):

@@ -1,10 +1,14 @@
-"""The tutorial, as a newcomer would follow it: every command of parts 1 to 3, and the first of part 4."""
+"""The tutorial, as a newcomer would follow it: every command of parts 1 to 3, and the first of part 4.
+
+The other commands of part 4 need GPUs. For these, the plan is made.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +18,9 @@ import pytest
 from tests.support.forks import fork_server
 from tests.support.jobs import SMALL, comparable, environment, left_running, metrics, wait_until
 from tests.support.pages import ROOT, files_of_page
+from trainer.config import compose
+from trainer.plan.hardware import parse_cluster
+from trainer.plan.plan import make_plan
 
 PARTS = sorted((ROOT / "docs/tutorial").glob("[1-4]-*.md"))
 QUICK = ["rollout=transformers", "trainer.ray_address=processes", "logger.plot=false"]
@@ -95,3 +102,21 @@ def test_a_killed_run_continues_and_ends_as_one_that_was_not_killed(lesson):
     rows = metrics(lesson.directory / "outputs/mine")
     assert rows[-1]["step"] == 15 and comparable(rows)[:13] == runs[0]
     assert "2 rank(s)" in (lesson.directory / "outputs/mine/log.txt").read_text()
+
+
+def test_what_needs_gpus_fits_them(lesson):
+    _, gpus, nodes = blocks(PARTS[3])
+    ask, *training = gpus.strip().splitlines()
+    assert "It fits 8 H100" in lesson(ask)
+    _, *commands = nodes.replace("\\\n", "").strip().splitlines()
+    clusters = {}
+    for command in (line for line in (*training, *commands) if not line.startswith("#")):
+        words = shlex.split(command, comments=True)[2:]
+        quick = {*SMALLER, *QUICK, "trainer.ckpt_async=false"}
+        cfg = compose([word for word in words if word not in quick])
+        engines = 0 if cfg.rollout.colocate else cfg.num_engines
+        clusters[cfg.trainer.num_workers, engines] = cfg
+    assert set(clusters) == {(1, 0), (8, 0), (4, 4), (16, 8)}
+    for (ranks, engines), cfg in clusters.items():
+        count = ranks + engines
+        assert make_plan(cfg, parse_cluster(f"{-(-count // 8)}x{min(count, 8)}xH100")).problems == ()
