@@ -1,4 +1,4 @@
-"""How well `trainer plan` predicts a GPU: `python -m benchmarks.plan_gpu [--models 0.6B 1.7B] [--gpu H100]`.
+"""How well `trainer plan` predicts a GPU: `python -m benchmarks.gpu_plan [--models 0.6B 1.7B] [--gpu H100]`.
 
 For Qwen3 models with random weights on one rank, without Ray, Hydra and vLLM: the peak memory and the time of a step's
 log-prob pass and update, planned and measured. `tensors`: the most that torch's tensors take, beside the plan without
