@@ -147,16 +147,15 @@ class PlannedRole:
             },
         ]
 
-    def moment_of_scores(self) -> dict[str, int]:
-        """Return what a pass without gradients holds besides the states."""
-        model = self.model
+    def moments_of_scores(self) -> list[dict[str, int]]:
+        """Return what a pass without gradients holds besides the states: in a block, and at the output layer."""
+        model, row = self.model, self.rows[1]
         width = model.config.get_text_config().hidden_size
-        head, _ = head_bytes(model.head_rows, width, self.rows[1], self.itemsize, self.device, False)
-        return {
-            "gathered": self.gathered(1 + self.ahead()),
-            "activations": self.scores.forward,
-            "head": head,
-        }
+        head, _ = head_bytes(model.head_rows, width, row, self.itemsize, self.device, False)
+        return [
+            {"gathered": self.gathered(1 + self.ahead()), "activations": self.scores.forward},
+            {"gathered": self.gathered(self.ahead()), "activations": self.itemsize * row.tokens * width, "head": head},
+        ]
 
     def _block(self, trained: bool = False) -> int:
         return max(self.model.numel(block, trained) for block in range(self.model.blocks))
@@ -198,17 +197,19 @@ def rank_phases(cfg: Config, roles: Sequence[PlannedRole], workload: Workload, d
         phases.append(Phase("rollout", {kind: 0 if kind in parked else size for kind, size in held.items()}))
     for role in roles:
         if role.spec.scores or role.spec.name == "policy" and cfg.task.generates:
-            phases.append(Phase(f"scores of the {role.spec.name}", {**held, **role.moment_of_scores()}))
+            phases.append(_largest(f"scores of the {role.spec.name}", held, role.moments_of_scores()))
     for role in roles:
         if role.spec.trained:
-            moments = [
-                Phase("", _on_device(role, moment)) for moment in role.moments_of_update(workload.may_accumulate)
-            ]
-            largest = max(moments, key=lambda moment: moment.total)
-            phases.append(Phase(f"update of the {role.spec.name}", {**held, **largest.sizes}))
+            moments = [_on_device(role, moment) for moment in role.moments_of_update(workload.may_accumulate)]
+            phases.append(_largest(f"update of the {role.spec.name}", held, moments))
     if cfg.task.generates and any(role.spec.name == "policy" for role in roles):
         phases.append(Phase("weights to engines", {**held, "buffers": sync_buffers(cfg, roles)}))
     return phases
+
+
+def _largest(name: str, held: Mapping[str, int], moments: Sequence[Mapping[str, int]]) -> Phase:
+    """Return the phase at the largest of its moments. `held`: what the rank holds in all of them."""
+    return Phase(name, {**held, **max(moments, key=lambda moment: sum(moment.values()))})
 
 
 def _on_device(role: PlannedRole, moment: dict[str, int]) -> dict[str, int]:

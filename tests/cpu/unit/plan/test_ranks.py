@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from transformers import AutoModelForCausalLM, Qwen3Config
 
+from benchmarks.memory import allocator_peak
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
 from trainer.config import Config, TinyConfig, critic_role, policy_role, reference_role
@@ -111,6 +113,40 @@ def test_the_peak_of_an_update_is_that_of_the_tracker(model_path, ranks):
         assert count == 3 - ranks
         moments = planned.moments_of_update(count > 1)
         assert sum(planned.state) + max(sum(m.values()) for m in moments) == pytest.approx(peak, rel=0.1), (role, fsdp)
+
+
+def scored(rank: Rank, path: str) -> int:
+    """The most memory of tensors in a pass without gradients, that of the weights included."""
+    rank.build(roles(rank.cfg, ["policy"]), path)
+    rows = {name: batch()[name] for name in ("input_ids", "lengths", "group_ids")} | {"mask": batch()["mask"]}
+    rank.call("policy", "logprobs", rows)  # kernels have their workspaces
+    weights = sum(parameter.nbytes for parameter in rank.roles["policy"].module.parameters())
+    return weights + allocator_peak(lambda: rank.call("policy", "logprobs", rows))
+
+
+@pytest.mark.parametrize("vocabulary", [320, 65536])
+def test_scores_take_what_a_block_or_the_output_layer_takes(tmp_path, vocabulary):
+    """Whichever is more: a pass without gradients leaves nothing of its blocks."""
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 5, "num_attention_heads": 4}
+    shape = Qwen3Config(**sizes, num_key_value_heads=2, head_dim=64, vocab_size=vocabulary, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(shape).save_pretrained(tmp_path)
+    cfg = config(str(tmp_path))
+    (measured,) = run_ranks(1, scored, str(tmp_path), cfg=cfg)
+    (planned,), _ = plan_of(cfg, "cpu")
+    block, head = (sum(moment.values()) for moment in planned.moments_of_scores())
+    assert (head > block) == (vocabulary > 320)
+    assert planned.state[0] + max(block, head) == pytest.approx(measured, rel=0.1)
+
+
+def test_scores_of_a_gpu_take_what_an_h100_took():
+    """Qwen3-1.7B, 16,384 tokens in sequences of about 640, before the optimizer has its states: 12.5 GB."""
+    cfg = Config()
+    cfg.model.path = "Qwen/Qwen3-1.7B"
+    cfg.plan.prompt_tokens, cfg.plan.response_tokens = 160, 480
+    cfg.trainer.max_tokens_per_micro_batch, cfg.trainer.share_prefixes = 16384, False
+    (planned,), _ = plan_of(cfg)
+    taken = planned.state[0] + max(sum(moment.values()) for moment in planned.moments_of_scores())
+    assert taken == pytest.approx(12.5e9, rel=0.05)
 
 
 def plan_of(cfg: Config, device: str = "cuda", **sizes: int):
