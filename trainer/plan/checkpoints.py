@@ -7,11 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer.config import Config
+from trainer.plan.hardware import START_S
 from trainer.plan.ranks import PlannedRole
-
-_START_S = {"cpu": 20.0, "cuda": 90.0}
-"""Seconds from the command to the first step, without reading weights: imports, Ray, engines, graphs. CPU: measured
-(16 to 21 s, benchmarks/RESULTS.md). GPU: an estimate."""
 
 
 @dataclass(frozen=True)
@@ -88,5 +85,5 @@ def plan_saves(
         interval = max(1, round(60 * minutes / step_s)) if minutes > 0 else cfg.total_steps
     kept = rollout_s if cfg.rollout.journal and cfg.task.generates else 0.0
     lost = interval / 2 * (step_s - kept) + min(kept, step_s) / 2
-    restart = _START_S["cpu" if on_cpu else "cuda"] + size / storage
+    restart = START_S["cpu" if on_cpu else "cuda"] + size / storage
     return PlannedSaves(size, export_bytes(cfg, roles, on_cpu), write, blocked, interval, best, restart, lost)

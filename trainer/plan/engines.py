@@ -5,14 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainer.config import Config
-from trainer.plan.hardware import CONTEXT_BYTES, Device
+from trainer.plan.hardware import CONTEXT_BYTES, GRAPHS_BYTES, PREFILL_TOKENS, Device
 from trainer.plan.model_shape import ModelShape
 from trainer.plan.workload import Workload
-
-_PREFILL_TOKENS = 8192
-"""Tokens of a prefill batch of vLLM, whose activations it sets aside."""
-_GRAPHS_BYTES = 2**30
-"""What CUDA graphs take, which vLLM captures unless `rollout.enforce_eager` is set."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +67,14 @@ def plan_engine(cfg: Config, policy: ModelShape, device: Device) -> PlannedEngin
     text = policy.config.get_text_config()
     token = kv_bytes(policy, itemsize, tp)
     weights = itemsize * policy.total // tp
-    batch = max(_PREFILL_TOKENS, cfg.longest_sequence if device.is_cpu else 0, r.max_num_seqs)
+    batch = max(PREFILL_TOKENS, cfg.longest_sequence if device.is_cpu else 0, r.max_num_seqs)
     layer = max(getattr(text, "intermediate_size", 0) // tp * 2, 4 * text.hidden_size)
     workspace = itemsize * batch * (layer + 2 * text.hidden_size) + 3 * 4 * r.max_num_seqs * text.vocab_size // tp
     if device.is_cpu:
         cache = r.kv_cache_mb * 2**20
         return PlannedEngine(weights, cache, workspace, token, weights + cache + workspace, 0)
     budget = int(r.gpu_memory_utilization * device.memory)
-    graphs = 0 if r.enforce_eager else _GRAPHS_BYTES
+    graphs = 0 if r.enforce_eager else GRAPHS_BYTES
     cache = budget - weights - workspace - graphs - CONTEXT_BYTES
     return PlannedEngine(weights, cache, workspace + graphs, token, budget, tp, graphs)
 

@@ -161,8 +161,32 @@ CALL_ROW_S = 4.3e-5
 of all. Measured with `benchmarks.driver_scale`, 8,192 rows."""
 OTHER = 0.03
 """Share of a step in which the driver works: rows, advantages, logs. Measured with the demo (benchmarks/RESULTS.md)."""
+RECOMPUTED = {"none": 0.0, "selective": 0.1, "full": 1.0}
+"""Share of a forward pass that a backward pass computes again."""
+OPTIMIZER_BYTES = 28
+"""Bytes that AdamW reads and writes for each number: weight, gradient and two moments."""
+LOGIT_BYTES = {"scores": 44, "update": 84}
+"""Bytes that the output layer reads and writes on CPU for each logit, beside products: by the passes over a chunk of
+logits in `trainer.models.chunked_logprobs`."""
+CAST_LOGIT_BYTES = {"scores": 8, "update": 24}
+"""The same of casts, if the weights are in half precision: to float32 after a product, and back before one. As in
+`MemoryMeter.moved`, a number counts as four bytes."""
 CONTEXT_BYTES = int(1.0 * GIB)
-"""GPU memory of the CUDA context, of cuBLAS' workspaces and of NCCL's buffers: a rank's and an engine's, each."""
+"""GPU memory of the CUDA context, of cuBLAS' workspaces and of NCCL's buffers: a rank's and an engine's, each. Context
+and workspaces of a rank on an H100 take 0.8 GB."""
+PREFILL_TOKENS = 8192
+"""Tokens of a prefill batch of vLLM, whose activations it sets aside."""
+GRAPHS_BYTES = 2**30
+"""What CUDA graphs take, which vLLM captures unless `rollout.enforce_eager` is set: an estimate."""
+PROCESS_BYTES = {CPU: int(0.6 * GB), "cuda": int(3.0 * GB)}
+"""Host memory of a rank or an engine without tensors: Python, torch, CUDA's libraries. CPU: measured. GPU: an
+estimate."""
+DRIVER_BYTES = int(1.5 * GB)
+"""The same of the driver, Ray and its object store."""
+START_S = {CPU: 20.0, "cuda": 90.0}
+"""Seconds from the command to the first step, without reading weights: imports, Ray, engines, graphs. CPU: measured
+(16 to 21 s, benchmarks/RESULTS.md). GPU: an estimate, with vLLM; the first step compiles, which took 17 to 30 s on an
+H100."""
 FRAGMENTATION = 0.05
 """Share of the tensors' memory by which torch's allocator exceeds it, on GPUs."""
 

@@ -11,16 +11,12 @@ from trainer.config.axes import axis_sizes
 from trainer.errors import UserError
 from trainer.plan.checkpoints import PlannedSaves, plan_saves
 from trainer.plan.engines import PlannedEngine, engine_problem, plan_engine
-from trainer.plan.hardware import CONTEXT_BYTES, GB, Cluster
+from trainer.plan.hardware import CONTEXT_BYTES, DRIVER_BYTES, GB, PROCESS_BYTES, Cluster
 from trainer.plan.model_shape import shape_of
 from trainer.plan.ranks import Phase, PlannedRole, host_bytes_of_rank, plan_role, rank_phases, writes_shared_memory
 from trainer.plan.timing import StepTime, plan_time
 from trainer.plan.workload import Workload, workload_of
 
-_PROCESS_BYTES = {"cpu": int(0.6 * GB), "cuda": int(3.0 * GB)}
-"""Host memory of a rank or an engine without tensors: Python, torch, CUDA's libraries. CPU: measured."""
-_DRIVER_BYTES = int(1.5 * GB)
-"""The same of the driver, Ray and its object store."""
 _SCORED_BYTES, _TRAINED_BYTES = 8, 28
 """Bytes of a token in the batches that ranks score and train on: ids and mask; then advantages and log-probs, too."""
 
@@ -193,12 +189,12 @@ def _host(
     shared = 0
     if engine is not None and writes_shared_memory(cfg, device.kind):
         shared = engine.weights * max(1, engine.gpus)
-    host = _DRIVER_BYTES + ranks * of_ranks + shared
+    host = DRIVER_BYTES + ranks * of_ranks + shared
     if device.is_cpu:
         processes = rank_groups(cfg) * cfg.trainer.num_workers + cfg.num_engines
-        return host + sum(member.count * member.peak.total for member in members) + processes * _PROCESS_BYTES[
+        return host + sum(member.count * member.peak.total for member in members) + processes * PROCESS_BYTES[
             "cpu"
         ], shared
     if engine is not None and cfg.rollout.colocate:  # sleeping engines keep their weights there
         host += engine.weights * min(cfg.num_engines * engine.gpus, cluster.per_node)
-    return host + 2 * processes * _PROCESS_BYTES["cuda"], shared
+    return host + 2 * processes * PROCESS_BYTES["cuda"], shared

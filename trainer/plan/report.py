@@ -65,7 +65,7 @@ def notes(cfg: Config, plan: Plan) -> list[str]:
     """Return what the plan leaves out or only estimates, for this config."""
     found = []
     if not plan.cluster.device.is_cpu:
-        found.append("times of GPUs come from data sheets and are not measured here; memory is that of our own code")
+        found.append("times of GPUs come from data sheets, hardly any is measured; memory is that of our own code")
         if any(role.spec.sharding.compile is None and role.spec.trained for role in plan.roles):
             found.append("compiled blocks keep fewer activations; those of blocks that are not compiled are counted")
         idle = plan.cluster.gpus - plan.gpus

@@ -14,31 +14,24 @@ from trainer.plan.engines import PlannedEngine
 from trainer.plan.hardware import (
     CALL_ROW_S,
     CALL_S,
+    CAST_LOGIT_BYTES,
     CPU_AROUND_BLOCKS,
     CPU_ATTENTION,
     CPU_BLOCK_S,
     CPU_COMPLETION_S,
     CPU_GROUP_S,
     LATENCY_S,
+    LOGIT_BYTES,
+    OPTIMIZER_BYTES,
     OTHER,
     REACHED_BANDWIDTH,
+    RECOMPUTED,
     Cluster,
     decode_step,
 )
 from trainer.plan.model_shape import ModelShape
 from trainer.plan.ranks import PlannedRole
 from trainer.plan.workload import Workload
-
-_RECOMPUTED = {"none": 0.0, "selective": 0.1, "full": 1.0}
-"""Share of a forward pass that a backward pass computes again."""
-_OPTIMIZER_BYTES = 28
-"""Bytes that AdamW reads and writes for each number: weight, gradient and two moments."""
-_LOGIT_BYTES = {"scores": 44, "update": 84}
-"""Bytes that the output layer reads and writes on CPU for each logit, beside products: by the passes over a chunk of
-logits in `trainer.models.chunked_logprobs`."""
-_CAST_LOGIT_BYTES = {"scores": 8, "update": 24}
-"""The same of casts, if the weights are in half precision: to float32 after a product, and back before one. As in
-`MemoryMeter.moved`, a number counts as four bytes."""
 
 
 @dataclass(frozen=True)
@@ -167,9 +160,9 @@ class _Passes:
         Each product moves its logits. An update computes four: logits twice, and the gradients of both factors.
         """
         phase, itemsize = "update" if trained else "scores", self.role.itemsize
-        of_logit = _LOGIT_BYTES[phase] + itemsize * (4 if trained else 1)
+        of_logit = LOGIT_BYTES[phase] + itemsize * (4 if trained else 1)
         if itemsize < 4:
-            of_logit += _CAST_LOGIT_BYTES[phase]
+            of_logit += CAST_LOGIT_BYTES[phase]
         return of_logit * flops / 2 / self.role.model.config.get_text_config().hidden_size
 
     def _copied(self, gathers: float, reductions: float) -> float:
@@ -197,13 +190,13 @@ class _Passes:
         """Return the seconds of an optimizer step on `tokens` tokens."""
         role, count = self.role, self.workload.micro_batches(tokens)
         assert isinstance(role.spec.sharding, FSDPConfig)
-        again = _RECOMPUTED[role.spec.sharding.activation_checkpointing]
+        again = RECOMPUTED[role.spec.sharding.activation_checkpointing]
         passes = 2 + again + role.model.trained / role.model.total
         compute = self._computation(tokens, passes, trained=True)
         gathers = 2 if role.spec.sharding.reshard_after_forward else 1
         reduced = count if role.spec.sharding.reduce_gradients == "micro_batch" else 1
         traffic = count * self._gather(gathers) + reduced * self._reduce() + self._copied(count * gathers, reduced)
-        states = role.model.shard(role.shards, trained=True) * _OPTIMIZER_BYTES
+        states = role.model.shard(role.shards, trained=True) * OPTIMIZER_BYTES
         optimizer = states / (REACHED_BANDWIDTH * self.cluster.device.bandwidth)
         if role.is_on_host:
             optimizer += 2 * states / self.cluster.device.pcie

@@ -17,7 +17,7 @@ def test_the_verdict_comes_first(cfg, node):
     assert text.splitlines()[0] == sentence
     for part in ("rank and engine (x8)", "update of the policy", "KV cache", "a checkpoint", "a kill costs", "tokens"):
         assert part in text
-    assert "not measured here" in text
+    assert "come from data sheets" in text
 
 
 def test_a_run_that_does_not_fit_names_the_changes(cfg, node):
