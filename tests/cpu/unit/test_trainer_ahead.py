@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -185,6 +186,24 @@ def test_each_step_trains_on_the_weights_of_so_many_steps_before(tmp_path, model
         return
     expected = [min(step - 1, ahead) for step in range(1, STEPS + 1)]
     assert [row[f"{name}max"] for row in rows] == [row[f"{name}mean"] for row in rows] == expected
+
+
+def test_it_is_known_how_long_engines_generate_and_wait(tmp_path, model):
+    """Engines wait for new weights while ranks train: here for most of a step that takes long."""
+
+    def slow(trainer: Trainer, engines: Any) -> None:
+        update = trainer.learner.update
+
+        def update_slowly(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(0.3)
+            return update(*args, **kwargs)
+
+        trainer.learner.update = update_slowly  # type: ignore[method-assign]
+
+    run(settings(tmp_path / "run", 1, total_steps=4), model, slow)
+    rows = metrics(tmp_path / "run")[1:]
+    assert all(0 < row["time/generation"] < row["time/step"] for row in rows[1:])
+    assert all(row["time/wait_weights"] > 0.15 for row in rows[1:-1]), rows
 
 
 def test_without_the_key_no_thread_makes_batches(tmp_path, model, whole, monkeypatch):

@@ -14,6 +14,7 @@ from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import verify
 from trainer.checkpoint.store import open_store
 from trainer.checkpoint.upload_queue import UploadQueue
+from trainer.process.tracing import TRACER
 
 
 @pytest.fixture
@@ -47,11 +48,14 @@ def test_the_newest_is_uploaded_first_and_all_of_them_in_the_end(local, remote, 
     queue, seen = UploadQueue(local, remote), []
     commit = remote.commit
     monkeypatch.setattr(remote, "commit", lambda *arguments: (seen.append(arguments[1]), commit(*arguments)))
+    monkeypatch.setattr(TRACER, "is_on", True)
     queue.start(lambda: None)
     while queue.waiting():
         threading.Event().wait(0.02)
     queue.finish(10)
     assert seen == [3, 2, 1] and queue.lag_s() == 0
+    spans = [(span.name, span.row) for span in TRACER.take() if span.name.startswith("upload")]
+    assert spans == [(f"upload {step}", "uploads") for step in (3, 2, 1)]
     for step in (1, 2, 3):
         verify(remote.path(step))
         assert Path(remote.path(step), "weights/shard").read_bytes() == b"abc"

@@ -55,6 +55,19 @@ def test_composites_mix_tasks():
     assert all(score(row["answer"], row) == 1.0 for row in rows)
 
 
+WITHOUT_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
+"""Tasks that check an answer, but name none."""
+
+
+@pytest.mark.parametrize("task", sorted(known_tasks()))
+def test_every_task_makes_rows_and_scores_their_answers(task):
+    options = {"datasets": [{"name": "chain_sum"}]} if task == "composite" else {}
+    row = json.loads(json.dumps(make_example(task, options, 0)))
+    assert row["prompt"] and (row["answer"] is None or not row["answer"]) == (task in WITHOUT_ANSWER)
+    if row["answer"]:
+        assert score(row["answer"], row) == 1.0
+
+
 EVALUATED = sorted(BY_PYTHON | BY_SYMPY)
 
 

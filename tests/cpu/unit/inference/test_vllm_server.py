@@ -112,9 +112,12 @@ def test_requests_that_are_kept_continue_with_the_new_weights(server, weights, m
         completions: dict = {}
         while len(completions) < 8:
             completions |= one.step({})
+        versions = set()
         for one in completions.values():
             spans = dict(one.version_spans) or {one.weight_versions[0]: len(one.token_ids)}
             assert set(spans) <= {1, 2} and sum(spans.values()) == len(one.token_ids)
+            versions |= {tuple(sorted(spans))}
+        assert (1, 2) in versions, "no request was under way when the weights came"
 
 
 def test_nothing_is_left_when_the_api_server_is_killed(server, weights):

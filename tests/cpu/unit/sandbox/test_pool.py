@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.support.jobs import wait_until
+from trainer.process.tracing import TRACER
 from trainer.sandbox.limits import MAX_ATTEMPTS, SENT_AHEAD, SMALL_MESSAGE
 from trainer.sandbox.pool import WorkerPool
 from trainer.sandbox.process import SandboxedProcess
@@ -120,6 +121,15 @@ def test_a_session_stays_in_its_process_and_begins_again_when_that_dies(pool, tm
         assert len({process for process, _ in session.values}) == 1
         assert [total for _, total in session.values][:2] == [session.values[0][1], session.values[0][1] + 2]
         assert session.failures == 1 and not session.failure
+
+
+def test_the_timeline_has_the_calls_of_each_process(monkeypatch):
+    monkeypatch.setattr(TRACER, "is_on", True)
+    with pool_of(2) as pool:
+        do(pool, *(Calls(["add", 1], ["add", 2]) for _ in range(8)))
+    spans = [span for span in TRACER.take() if span.process.startswith("test ")]
+    assert {span.process for span in spans} <= {"test 0", "test 1"} and all(span.end > span.start for span in spans)
+    assert sum(span.details["calls"] for span in spans) == 16
 
 
 def test_a_process_gets_small_messages_ahead_and_large_ones_alone(monkeypatch):
