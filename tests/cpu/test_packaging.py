@@ -238,6 +238,10 @@ def test_installed_package_trains_and_shows_the_run(installed, tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
     assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) > 1
     assert "<style>" in (tmp_path / "page.html").read_text()
+    plan = ["plan", "plan.gpus=1xH100", "model.path=Qwen/Qwen3-0.6B"]
+    for words in (plan, ["diagnose", "run"], ["evaluate", "run", "trainer.run_dir=evaluated"]):
+        done = run(installed / "trainer", *words, cwd=tmp_path, OMP_NUM_THREADS="1")
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 # Set-up: uv is told where pip would look

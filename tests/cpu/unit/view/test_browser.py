@@ -118,6 +118,10 @@ def test_columns_sort_both_ways_and_back(browser, page):
     assert column(browser, "status") == ["length"] * 4 + ["stop"] * 12
     browser.click(".head [data-key='term right']")
     assert column(browser, "term right")[0] == "1"
+    for key in ("turns", "length", "advantage"):
+        browser.click(f".head [data-key='{key}']")
+        numbers = [float(one.replace("−", "-").replace(",", "")) for one in column(browser, key)]
+        assert numbers == sorted(numbers, reverse=True), key
 
 
 def test_filters_and_search_leave_what_they_say(browser, page):
