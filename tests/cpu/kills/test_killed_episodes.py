@@ -51,7 +51,10 @@ AGENTS = ("rollout.engine=tests.support.token_engine:JOINING", "environment.name
           "rollout.ahead=1", "environment.num_processes=2")  # fmt: skip
 ROUNDS = ("environment.name=tests.support.environments:Programs", "rollout.ahead=1",
           "data.val_sets.words.synthetic=reverse_text", "data.val_sets.words.size=5", "data.val_sets.words.n=4",
-          "data.val_sets.words.environment.name=null", "data.val_sets.words.interval=2", *MIX)  # fmt: skip
+          "data.val_sets.words.environment.name=null", "data.val_sets.words.interval=2",
+          "data.val_sets.sums.synthetic=arithmetic", "data.val_sets.sums.size=3", "data.val_sets.sums.n=2",
+          "data.val_sets.sums.environment.name=tests.support.environments:Hashed",
+          "data.val_sets.sums.interval=3", *MIX)  # fmt: skip
 SCHEDULES = {"rounds": ROUNDS, "stream": STREAM, "agents": AGENTS}
 
 
@@ -98,6 +101,12 @@ def test_a_job_with_environments_ends_as_if_never_killed(model, tmp_path, schedu
         return
     # A set with completions of one turn beside the episodes, in the run and alone.
     assert [row["step"] for row in rows if "val/words/pass@4" in row] == [0, 2, 4, 6]
+    # Another set has an environment of its own, which is not that of the run.
+    assert [row["step"] for row in rows if "val/sums/avg@2" in row] == [0, 3, 6]
+    lines = (tmp_path / "whole/validation/step_6.jsonl").read_text().splitlines()
+    episodes = [episode for episode in map(json.loads, lines) if episode["uid"].startswith("val:sums:")]
+    assert max(len(episode["completion"]) for episode in episodes) > 1
+    assert not any("tool_calls/python" in episode["metrics"] for episode in episodes)
     assert evaluate(tmp_path / "whole", cwd=tmp_path)["metrics"] == validation_of(tmp_path / "whole", STEPS)
 
 
