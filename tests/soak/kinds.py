@@ -133,6 +133,16 @@ KINDS = {
             "trainer.hang_timeout_s=150",
             served=True,
         ),
+        _rollouts(
+            "server_ahead",
+            "rollout.engine=server",
+            "rollout.server_timeout_s=120",
+            "rollout.ahead=1",
+            "trainer.num_workers=2",
+            "trainer.hang_timeout_s=150",
+            served=True,
+            weight=0.5,
+        ),
         Kind(
             "supervised",
             (*_COMMON, _PROCESSES[0], "trainer.num_workers=2", f"sft.steps={STEPS}", "sft.batch_size=2"),

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import pytest
+from tests.support.lacking import lacking
 
 WAIT_S = 120.0
 _SWITCHES = (
@@ -105,7 +104,7 @@ def is_installed() -> bool:
 
 
 def _start(options: Any) -> Any:
-    """Start Chromium. Where it cannot start, as in some containers, skip the test, or fail it (`_lacking`)."""
+    """Start Chromium. Where it cannot start, as in some containers, skip the test, or fail it (`lacking`)."""
     from selenium import webdriver
     from selenium.common.exceptions import WebDriverException
 
@@ -115,21 +114,16 @@ def _start(options: Any) -> Any:
             return webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
         except WebDriverException as error:
             problem = error
-    _lacking(f"Chromium does not start here ({problem})")
-
-
-def _lacking(reason: str) -> NoReturn:
-    """Skip the test; with TESTS_NEED_BROWSER, fail it: somebody has seen to the browser."""
-    if os.environ.get("TESTS_NEED_BROWSER"):
-        pytest.fail(reason)
-    pytest.skip(reason)
+    lacking("BROWSER", f"Chromium does not start here ({problem})")
 
 
 @contextlib.contextmanager
 def open_browser(profile: Path) -> Iterator[Browser]:
-    """Yield a browser with an empty profile. Skip the test where there is none (`_lacking`)."""
+    """Yield a browser with an empty profile. Skip the test where there is none (`lacking`)."""
     if not is_installed():
-        _lacking("Chromium is not installed (Debian's packages chromium and chromium-driver), or selenium is not")
+        lacking(
+            "BROWSER", "Chromium is not installed (Debian's packages chromium and chromium-driver), or selenium is not"
+        )
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()

@@ -13,12 +13,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import psutil
-import pytest
 
 from tests.support.jobs import environment, kill_all
+from tests.support.lacking import lacking
 from tests.support.nodes import Node
 from tests.support.ports import reserved_port
 from trainer.cluster.supervisor import signal_on_death_of_parent
@@ -56,13 +55,6 @@ PartitionName=all Nodes=ALL Default=YES
 """A job that was requeued waits for `cred_expire` seconds. A silent node is lost after `SlurmdTimeout`."""
 
 
-def lacking(reason: str) -> NoReturn:
-    """Skip the test; with TESTS_NEED_SLURM, fail it: somebody has seen to Slurm."""
-    if os.environ.get("TESTS_NEED_SLURM"):
-        pytest.fail(reason)
-    pytest.skip(reason)
-
-
 class Slurm(contextlib.ExitStack):
     """A Slurm cluster for as long as the block runs. Everything that it has started ends with it.
 
@@ -81,7 +73,10 @@ class Slurm(contextlib.ExitStack):
         path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
         missing = [name for name in _PROGRAMS if shutil.which(name, path=path) is None]
         if missing:
-            lacking(f"{', '.join(missing)} not installed (Debian's packages slurmctld, slurmd, slurm-client and munge)")
+            lacking(
+                "SLURM",
+                f"{', '.join(missing)} not installed (Debian's packages slurmctld, slurmd, slurm-client and munge)",
+            )
         self.directory = Path(tempfile.mkdtemp(prefix="slurm"))  # a socket needs a short path
         self.directory.chmod(0o755)
         self.callback(shutil.rmtree, self.directory, ignore_errors=True)
@@ -180,7 +175,9 @@ class Slurm(contextlib.ExitStack):
                 ended = [name for name, daemon in self._daemons.items() if daemon.poll() is not None]
                 if ended or time.monotonic() > limit:
                     logs = "".join((self.directory / f"{name}.log").read_text() for name in ended or self._daemons)
-                    lacking(f"Slurm does not start here: {', '.join(ended) or 'its nodes are not ready'}\n{logs}")
+                    lacking(
+                        "SLURM", f"Slurm does not start here: {', '.join(ended) or 'its nodes are not ready'}\n{logs}"
+                    )
                 time.sleep(0.1)
 
     def _is_ready(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shutil
 import signal
@@ -17,9 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.support.jobs import start_forked_job
+from tests.support.lacking import lacking
 from tests.support.ports import reserved_port
 from trainer.cluster.supervisor import signal_on_death_of_parent
 
@@ -49,8 +47,7 @@ def prometheus(directory: Path, target: int) -> Iterator[str]:
     """Run a Prometheus that scrapes a port of this machine; yield its URL. Skip the test where there is none."""
     program = shutil.which("prometheus")
     if program is None:
-        reason = "prometheus is not installed (Debian's package of that name)"
-        pytest.fail(reason) if os.environ.get("TESTS_NEED_PROMETHEUS") else pytest.skip(reason)
+        lacking("PROMETHEUS", "prometheus is not installed (Debian's package of that name)")
     job = {"job_name": "trainer", "scrape_interval": "250ms", "scrape_timeout": "250ms"}
     job["static_configs"] = [{"targets": [f"127.0.0.1:{target}"]}]
     config = directory / "prometheus.yml"
