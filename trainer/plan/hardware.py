@@ -185,8 +185,8 @@ DRIVER_BYTES = int(1.5 * GB)
 """The same of the driver, Ray and its object store."""
 START_S = {CPU: 20.0, "cuda": 90.0}
 """Seconds from the command to the first step, without reading weights: imports, Ray, engines, graphs. CPU: measured
-(16 to 21 s, benchmarks/RESULTS.md). GPU: an estimate, with vLLM; the first step compiles, which took 17 to 30 s on an
-H100."""
+(16 to 21 s, benchmarks/RESULTS.md). GPU: an estimate, with vLLM. There the first step compiles: it took 17 to
+37 s on an H100, beside other jobs."""
 FRAGMENTATION = 0.05
 """Share of the tensors' memory by which torch's allocator exceeds it, on GPUs."""
 
