@@ -1,4 +1,4 @@
-"""How well `trainer plan` predicts a GPU: `python -m benchmarks.gpu_plan [--models 0.6B 1.7B] [--gpu H100]`.
+"""How well `trainer plan` predicts a GPU: `python -m benchmarks.gpu_plan [--models 0.6B 1.7B] [--gpu 1xH100]`.
 
 For Qwen3 models with random weights on one rank, without Ray, Hydra and vLLM: the peak memory and the time of a step's
 log-prob pass and update, planned and measured. `tensors`: the most that torch's tensors take, beside the plan without
@@ -41,7 +41,6 @@ def make_config(path: str, tokens: int, recompute: str) -> Config:
     cfg.plan.prompt_tokens, cfg.plan.response_tokens = PROMPT, RESPONSE
     cfg.rollout.n = N
     cfg.rollout.max_prompt_tokens, cfg.rollout.max_response_tokens = PROMPT, RESPONSE
-    cfg.rollout.colocate = False
     group = PROMPT + N * RESPONSE
     cfg.trainer.max_tokens_per_micro_batch = tokens
     cfg.trainer.train_batch_size = 4 * (tokens // group)
@@ -90,9 +89,6 @@ def measure(cfg: Config, device: str, directory: str, plan: Plan, name: str) -> 
     finally:
         rank.roles.clear()
         destroy_process_group()
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
 
 
 def main() -> None:
@@ -116,6 +112,9 @@ def main() -> None:
                         measure(cfg, args.device, tempfile.mkdtemp(dir=directory), plan, name)
                     except torch.OutOfMemoryError:
                         print(f"| {name} | {recompute} | {tokens:,} | out of memory; {plan.problems} |", flush=True)
+                    gc.collect()  # behind the `except` block, because the traceback of its error holds the rank
+                    if args.device == "cuda":
+                        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -36,6 +36,11 @@ _ROLLOUTS = (
     "rollout.max_response_tokens=8",
     "logger.save_rollouts=true",
 )
+_SERVED = (
+    "rollout.engine=server",
+    "rollout.server_timeout_s=120",  # a server that was killed needs half a minute
+    "trainer.hang_timeout_s=150",
+)
 _PROCESSES = ("trainer.ray_address=processes", "rollout=transformers")
 
 
@@ -126,23 +131,8 @@ KINDS = {
             is_exact=False,
             weight=0.3,
         ),
-        _rollouts(
-            "server",
-            "rollout.engine=server",
-            "rollout.server_timeout_s=120",  # a server that was killed needs half a minute
-            "trainer.hang_timeout_s=150",
-            served=True,
-        ),
-        _rollouts(
-            "server_ahead",
-            "rollout.engine=server",
-            "rollout.server_timeout_s=120",
-            "rollout.ahead=1",
-            "trainer.num_workers=2",
-            "trainer.hang_timeout_s=150",
-            served=True,
-            weight=0.5,
-        ),
+        _rollouts("server", *_SERVED, served=True),
+        _rollouts("server_ahead", *_SERVED, "rollout.ahead=1", "trainer.num_workers=2", served=True, weight=0.5),
         Kind(
             "supervised",
             (*_COMMON, _PROCESSES[0], "trainer.num_workers=2", f"sft.steps={STEPS}", "sft.batch_size=2"),

@@ -29,13 +29,18 @@ SMALLER = [word for word in SMALL if not word.startswith(("trainer.total_steps",
 pytestmark = [pytest.mark.slow, pytest.mark.early]
 
 
+def written(part: Path) -> list[str]:
+    """The commands of a part as they stand there."""
+    return re.findall(r"^```bash\n(.*?)^```", part.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
 def blocks(part: Path) -> list[str]:
     """The commands of a part, smaller and without Ray and vLLM. What the page says of a key wins."""
-    found = re.findall(r"^```bash\n(.*?)^```", part.read_text(), flags=re.MULTILINE | re.DOTALL)
     # A step is over sooner than a save on a busy machine, and the kill of part 3 comes behind a save.
     quick = " ".join(["trainer train", "trainer.ckpt_async=false", *SMALLER, *QUICK])
     return [
-        block.replace("trainer train", quick).replace("python rows.py", f"{sys.executable} rows.py") for block in found
+        block.replace("trainer train", quick).replace("python rows.py", f"{sys.executable} rows.py")
+        for block in written(part)
     ]
 
 
@@ -105,15 +110,13 @@ def test_a_killed_run_continues_and_ends_as_one_that_was_not_killed(lesson):
 
 
 def test_what_needs_gpus_fits_them(lesson):
-    _, gpus, nodes = blocks(PARTS[3])
+    _, gpus, nodes = written(PARTS[3])
     ask, *training = gpus.strip().splitlines()
     assert "It fits 8 H100" in lesson(ask)
     _, *commands = nodes.replace("\\\n", "").strip().splitlines()
     clusters = {}
     for command in (line for line in (*training, *commands) if not line.startswith("#")):
-        words = shlex.split(command, comments=True)[2:]
-        quick = {*SMALLER, *QUICK, "trainer.ckpt_async=false"}
-        cfg = compose([word for word in words if word not in quick])
+        cfg = compose(shlex.split(command, comments=True)[2:])
         engines = 0 if cfg.rollout.colocate else cfg.num_engines
         clusters[cfg.trainer.num_workers, engines] = cfg
     assert set(clusters) == {(1, 0), (8, 0), (4, 4), (16, 8)}

@@ -118,7 +118,8 @@ def test_the_peak_of_an_update_is_that_of_the_tracker(model_path, ranks):
 def scored(rank: Rank, path: str) -> int:
     """The most memory of tensors in a pass without gradients, that of the weights included."""
     rank.build(roles(rank.cfg, ["policy"]), path)
-    rows = {name: batch()[name] for name in ("input_ids", "lengths", "group_ids")} | {"mask": batch()["mask"]}
+    full = batch()
+    rows = {name: full[name] for name in ("input_ids", "mask", "lengths", "group_ids")}
     rank.call("policy", "logprobs", rows)  # kernels have their workspaces
     weights = sum(parameter.nbytes for parameter in rank.roles["policy"].module.parameters())
     return weights + allocator_peak(lambda: rank.call("policy", "logprobs", rows))
