@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from tests.cpu.test_packaging import tool
-from tests.support.lacking import lacking
+from tests.support.packages import find_uv, install
 
-UV = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 REQUIREMENTS = Path(__file__).with_name("verifiers-requirements.txt")
 
 GUESS = '''
@@ -145,15 +141,8 @@ TASKSETS = {"guess": GUESS, "shop": SHOP, "shop_basket": BASKET, "shop_prices": 
 
 def make_venv(root: Path) -> str:
     """Make a virtual environment with verifiers, and the tasksets `guess` and `shop`; return its interpreter."""
-    if UV is None:
-        lacking("PACKAGES", "no uv; `make setup` installs it")
-    subprocess.run([UV, "venv", "--quiet", "--python", sys.executable, root], check=True, timeout=300)
-    set_up = tool("install")
-    options, environment = set_up.uv_options(set_up.pip_settings([sys.executable, "-m", "pip"]))
-    install = [UV, "pip", "install", "--quiet", "--no-deps", *options, "--python", root / "bin/python"]
-    done = subprocess.run([*install, "-r", REQUIREMENTS], env=environment, capture_output=True, text=True, timeout=300)
-    if done.returncode:
-        lacking("PACKAGES", f"verifiers cannot be installed: {done.stderr.strip().splitlines()[-1]}")
+    subprocess.run([find_uv(), "venv", "--quiet", "--python", sys.executable, root], check=True, timeout=300)
+    install("verifiers", "--python", root / "bin/python", "-r", REQUIREMENTS)
     (packages,) = root.glob("lib/python*/site-packages")
     for name, source in TASKSETS.items():
         (packages / f"{name}.py").write_text(source)
