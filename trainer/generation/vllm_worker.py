@@ -21,6 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.utils.nccl import unpinned_nccl_env
 
+from trainer.errors import one_line
 from trainer.generation.weight_check import refused_weights, weights_of
 from trainer.generation.weight_sync import Broadcast, Ipc
 
@@ -44,9 +45,12 @@ class WeightReceiver:
         vLLM merges weights under names of its own, so the names are those of an empty Hugging Face model.
         """
         config = self.vllm_config.model_config
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config.hf_config, trust_remote_code=config.trust_remote_code)
-        return refused_weights(path, weights_of(model), config.dtype)
+        try:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config.hf_config, trust_remote_code=config.trust_remote_code)
+            return refused_weights(path, weights_of(model), config.dtype)
+        except Exception as error:  # an error that the caller gets says that the engine has failed
+            return f"cannot check the weights ({one_line(str(error))})"
 
     def waking_bytes(self) -> int:
         """Return the bytes of its GPU that this worker takes when what sleeps of it wakes."""

@@ -16,7 +16,6 @@ from typing import Any
 
 from trainer.config import RolloutConfig
 from trainer.config.engines import ENGINES
-from trainer.errors import one_line
 from trainer.generation import server_protocol as protocol
 from trainer.generation.engine import Request
 from trainer.inference.streams import with_signs_of_life
@@ -201,14 +200,9 @@ class JobRoutes:
 
     async def _load(self, engine: Any, path: str, version: int) -> dict[str, str]:
         async with self._admission:
-            try:
-                for problem in await engine.collective_rpc("refused_weights", args=(path,)):
-                    if problem is not None:
-                        return protocol.error_body(protocol.REFUSED, problem)
-            except Exception as error:  # nothing of the weights has changed
-                if engine.errored:
-                    raise
-                return protocol.error_body(protocol.REFUSED, f"cannot check the weights ({one_line(str(error))})")
+            for problem in await engine.collective_rpc("refused_weights", args=(path,)):
+                if problem is not None:
+                    return protocol.error_body(protocol.REFUSED, problem)
             try:
                 await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
                 await engine.collective_rpc("load_shared", args=(path,))

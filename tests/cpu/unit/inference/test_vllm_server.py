@@ -6,6 +6,8 @@ import dataclasses
 import ipaddress
 import os
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import psutil
@@ -18,7 +20,7 @@ from tests.support.inference import ROLLOUT as WORDS
 from tests.support.inference import Server, engine
 from trainer.cluster.process_cluster import ProcessCluster
 from trainer.config import Config, TinyConfig
-from trainer.errors import UserError
+from trainer.errors import UserError, WorkerError
 from trainer.files.shared_memory import SharedDirectory
 from trainer.generation.weight_sync import SharedMemory
 from trainer.inference.backend import _mapped_segments
@@ -104,11 +106,16 @@ def test_weights_of_another_model_are_refused_and_the_engine_lives(server, weigh
 
 def test_requests_that_are_kept_continue_with_the_new_weights(server, weights, model):
     slow = make_requests(8)
-    with engine(server.url) as one:
+    with engine(server.url) as one, ThreadPoolExecutor(1) as thread:
         one.sync_weights(weights, 1)
-        slow = [dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, max_tokens=60)) for r in slow]
+        slow = [dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, max_tokens=290)) for r in slow]
+        worker = server.engine()[-1]
+        worker.suspend()  # until the server has the requests and the new weights
         one._begin(dict(enumerate(slow)))
-        one.sync_weights(SharedMemory(model), 2, "keep")
+        sync = thread.submit(one.sync_weights, SharedMemory(model), 2, "keep")
+        time.sleep(1)
+        worker.resume()
+        sync.result(300)
         completions: dict = {}
         while len(completions) < 8:
             completions |= one.step({})
@@ -118,6 +125,22 @@ def test_requests_that_are_kept_continue_with_the_new_weights(server, weights, m
             assert set(spans) <= {1, 2} and sum(spans.values()) == len(one.token_ids)
             versions |= {tuple(sorted(spans))}
         assert (1, 2) in versions, "no request was under way when the weights came"
+
+
+def test_an_engine_that_dies_while_it_checks_weights_does_not_refuse_them(server, weights):
+    with engine(server.url) as one, ThreadPoolExecutor(1) as thread:
+        one.sync_weights(weights, 1)
+        worker = server.engine()[-1]
+        worker.suspend()
+        sync = thread.submit(one.sync_weights, weights, 2)
+        time.sleep(1)
+        worker.kill()
+        with pytest.raises(WorkerError, match="does not serve") as caught:
+            sync.result(300)
+        assert caught.value.cause == "server"
+    with engine(server.url, server_timeout_s=300.0) as one:
+        one.sync_weights(weights, 3)
+        assert len(one.generate(REQUESTS)) == len(REQUESTS)
 
 
 def test_nothing_is_left_when_the_api_server_is_killed(server, weights):
