@@ -109,6 +109,14 @@ class LoggerConfig(Section):
     save_rollouts: bool = setting(False, resume="harmless")
     """Keep the episodes that every step has trained on, with tokens, log-probs, messages, rewards, and the trainer's
     log-probs, entropies and advantages, in `{run_dir}/rollouts/step_N.arrow`."""
+    rollouts_interval: int = number(10, at_least=0, resume="harmless")
+    """Without `save_rollouts`, keep the episodes of the first step, and of those whose number is a multiple of this,
+    for people to look at. 0: of none."""
+
+    def keeps_rollouts(self, step: int) -> bool:
+        """Return whether the episodes of a step are kept."""
+        at_times = self.rollouts_interval > 0 and (step == 1 or step % self.rollouts_interval == 0)
+        return self.save_rollouts or at_times
 
     def without_services(self) -> LoggerConfig:
         """Return the section for a run within this one, whose metrics nobody follows."""

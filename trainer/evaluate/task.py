@@ -34,6 +34,7 @@ EVALUATION = TaskSpec(
         "logger.plot",
         "logger.validation",
         "logger.save_rollouts",
+        "logger.rollouts_interval",
         "rollout.n",
         "rollout.ahead",
         "rollout.in_flight_updates",

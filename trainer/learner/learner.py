@@ -42,7 +42,7 @@ class Learner:
         self._forward_passes = 0.0
         self._epochs = 0.0  # of the last step
         self.token_scores: list[TokenScores] | None = None
-        """With `logger.save_rollouts`: of each sample that the last update trained on."""
+        """Of each sample that the last update trained on, if its rollouts are kept (`logger.keeps_rollouts`)."""
         self._shared = 0.0  # of the tokens of the policy's last update, those that were computed for another row
 
     @property
@@ -131,8 +131,8 @@ class Learner:
             self._saves_prepared = True  # the states of the optimizers exist now
             self.ranks.prepare_saves()
         metrics |= objective.end_step(batch, metrics, logprobs)
-        if self.cfg.logger.save_rollouts:
-            self.token_scores = self._token_scores(experience, logprobs, entropy)
+        keeps = self.cfg.logger.keeps_rollouts(step)
+        self.token_scores = self._token_scores(experience, logprobs, entropy) if keeps else None
         for role, spec in objective.roles.items():
             if spec.sync_interval is not None and step % spec.sync_interval == 0:
                 self.ranks.call(role, "sync_from_policy")

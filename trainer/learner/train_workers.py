@@ -37,7 +37,8 @@ class RoleUpdate:
     tokens: int
     """Number of tokens that the ranks computed."""
     entropy: np.ndarray | None = None
-    """With `logger.save_rollouts`: of the tokens `(B, T)`, 0 in rows that were not trained on. None: not computed."""
+    """If the rollouts of the step are kept: of the tokens `(B, T)`, 0 in rows that were not trained on. None: not
+    computed."""
 
 
 class TrainWorkers:

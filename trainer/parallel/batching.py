@@ -51,8 +51,8 @@ class RankUpdate:
     tokens: int
     """Number of tokens that this rank computed; those that rows share count once in a micro-batch."""
     entropy: tuple[np.ndarray, np.ndarray] | None = None
-    """With `logger.save_rollouts`: rows of the batch `(n,)`, and the entropy of their tokens `(n, T)`. Without rows,
-    or None: it was not computed."""
+    """If the rollouts of the step are kept: rows of the batch `(n,)`, and the entropy of their tokens `(n, T)`. Without
+    rows, or None: it was not computed."""
 
 
 def mini_batches(group_ids: np.ndarray, config: TrainerConfig, step: int) -> list[np.ndarray]:

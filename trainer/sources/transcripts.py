@@ -29,7 +29,10 @@ class TranscriptLog:
         self._samples: dict[int, dict[str, list[Transcript]]] = {}
 
     def add_step(self, step: int, episodes: Sequence[Episode], scores: Sequence[TokenScores] | None = None) -> None:
-        """Sample from the episodes that `step` has trained on; with `logger.save_rollouts`, write them all.
+        """Sample from the episodes that `step` has trained on, and write them if they are kept.
+
+        Those that are only for people to look at (`logger.rollouts_interval`) are not worth a run: if they cannot be
+        written, a warning says so.
 
         Args:
             scores: one for each sample of the episodes; None: they are not known.
@@ -39,8 +42,14 @@ class TranscriptLog:
             return
         if logger.samples_interval > 0 and step % logger.samples_interval == 0:
             self._sample("training", step, episodes, shown=trainer.val_interval <= 0)
-        if logger.save_rollouts:
+        if not logger.keeps_rollouts(step):
+            return
+        try:
             write_rollouts(trainer.run_dir, step, episodes, self._fence, scores)
+        except OSError as error:
+            if logger.save_rollouts:
+                raise
+            LOG.warning("logger.rollouts_interval: the rollouts of step %d are not kept (%s)", step, error)
 
     def rewind(self, step: int) -> None:
         """Delete the rollouts that were kept of the steps after `step`, which are trained again."""

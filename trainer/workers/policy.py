@@ -50,6 +50,7 @@ class PolicyWorker(TrainedWorker):
         self._shared: SharedDirectory | None = None
         self._fresh: list[tuple[list[int], np.ndarray]] = []  # rows and old log-probs that the update has computed
         self._entropy: dict[int, np.ndarray] = {}  # of the tokens of each row, for people
+        self._keeps_entropy = False  # in the current step
 
     def logprobs(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """Return the log-probs of this rank's rows of `batch` (see `ModelWorker.map_rows`)."""
@@ -71,8 +72,7 @@ class PolicyWorker(TrainedWorker):
             mb.arrays["old_logprobs"] = logprobs.detach()
             if mb.rows and self.layout.is_first_of_dp_rank:
                 self._fresh.append((mb["row"].tolist(), logprobs.detach().float().cpu().numpy()))
-        keeps = self.objective.cfg.logger.save_rollouts and self.layout.is_first_of_dp_rank
-        if keeps and entropy is not None and mb.rows and "row" in mb:
+        if self._keeps_entropy and entropy is not None and mb.rows and "row" in mb:
             for row, values in zip(mb["row"].tolist(), entropy.detach().float().cpu().numpy(), strict=True):
                 self._entropy.setdefault(row, values)  # of the first epoch
         return Outputs(logprobs=logprobs, entropy=entropy)
@@ -95,6 +95,7 @@ class PolicyWorker(TrainedWorker):
         if not all(known[rows].all() for rows in others) or known[first].any() != known[first].all():
             raise ValueError("optimizer steps after the first need the old log-probs of their rows")
         self._fresh, self._entropy = [], {}
+        self._keeps_entropy = self.layout.is_first_of_dp_rank and self.objective.cfg.logger.keeps_rollouts(step)
         update = super().update({**batch, "has_old_logprobs": known, "row": np.arange(size)}, step, numbers)
         width = batch["input_ids"].shape[1]
         rows, logprobs = stack_rows(self._fresh, width)

@@ -40,4 +40,4 @@ def test_a_run_within_a_run_has_no_service():
 
 def test_a_resume_may_change_what_is_shown():
     keys = [key for key, *_ in walk_keys(LoggerConfig())]
-    assert len(keys) == 26, "each key of the section"
+    assert len(keys) == 27, "each key of the section"

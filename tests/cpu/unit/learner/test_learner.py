@@ -65,7 +65,7 @@ def a_step(
     cfg = Config()
     cfg.trainer.train_batch_size, cfg.trainer.mini_batch_size, cfg.rollout.n = 2, mini_batch, 4
     cfg.trainer.policy.optimizer.lr, cfg.trainer.update_epochs = 1e-2, update_epochs
-    cfg.logger.save_rollouts = kept is not None
+    cfg.logger.rollouts_interval = 0 if kept is None else 10
     cfg.trainer.critic.warmup_steps, cfg.trainer.share_prefixes = critic_warmup, share_prefixes
     for name, value in algorithm.items():
         setattr(cfg.algorithm, name, value)
