@@ -1,10 +1,11 @@
 """`forked_python.py SOCKET -m MODULE ARGUMENTS` does what `python -m MODULE ARGUMENTS` does, by `tests.support.forks`.
 
-It runs without the packages of the project, so that it starts in a moment.
+It runs without the packages of the project, so that it starts in a moment. It passes SIGTERM on.
 """
 
 import json
 import os
+import signal
 import socket
 import sys
 
@@ -14,6 +15,9 @@ with socket.socket(socket.AF_UNIX) as link:
     link.connect(path)
     spec = {"function": "tests.support.forks:run_module", "arguments": command, "prepare": "", "patience_s": 20}
     socket.send_fds(link, [json.dumps({**spec, "cwd": os.getcwd(), "env": dict(os.environ)}).encode()], [1, 2])
-    _, answer = link.makefile("r")
+    answers = link.makefile("r")
+    process = int(answers.readline())
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(process, signal.SIGTERM))
+    answer = answers.readline()
 answer = json.loads(answer)
 sys.exit(f"left running: {answer['left']}" if answer["left"] else answer["status"])
