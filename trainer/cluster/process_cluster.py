@@ -43,6 +43,7 @@ class ProcessCluster:
     """
 
     object_store_bytes = 0
+    is_local = True
 
     def __init__(
         self,

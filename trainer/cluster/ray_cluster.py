@@ -136,6 +136,11 @@ class RayCluster:
         failed = self._node_health.failed() if self._node_health is not None else {}
         return {node.address: reason for node, reason in failed.items()}
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the cluster is that of this job, on this machine."""
+        return self._head is not None
+
     def rendezvous_address(self, group: WorkerGroup, port: int = 0) -> str:
         """Return the address at which the ranks of a process group meet. Rank 0 of `group` is rank 0 of that group.
 

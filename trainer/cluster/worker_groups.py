@@ -37,6 +37,11 @@ class Cluster(Protocol):
     object_store_bytes: int
     """Shared memory that stored values may use, in bytes."""
 
+    @property
+    def is_local(self) -> bool:
+        """Whether all processes are on this machine, so that ranks meet at a file."""
+        ...
+
     def __enter__(self) -> Self: ...
 
     def __exit__(

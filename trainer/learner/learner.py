@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -28,7 +28,7 @@ LOG = logging.getLogger(__name__)
 class Learner:
     """The models of a run, and what the driver does with them in a step, as the objective says.
 
-    Construction returns while the ranks start; `build` waits for them.
+    Construction returns while the ranks start, and `begin_build` while they build the models; `build` waits for them.
     """
 
     def __init__(self, cfg: Config, cluster: Cluster, timer: Timer):
@@ -38,6 +38,7 @@ class Learner:
         self.objective = make_objective(cfg)
         self.ranks = TrainWorkers(cfg, cluster)
         self.peak_flops = 0.0
+        self._built: Callable[[], None] | None = None  # waits for what `begin_build` has begun
         self._saves_prepared = False
         self._forward_passes = 0.0
         self._epochs = 0.0  # of the last step
@@ -55,10 +56,20 @@ class Learner:
         """Whether the objective compares the rows of a group."""
         return self.objective.compares_completions
 
+    def begin_build(self, model_path: str) -> None:
+        """Begin to do what `build` does with the same path, if the driver need not wait for the ranks to begin it."""
+        if self.cluster.is_local and not self.cfg.trainer.master_port:
+            self._built = self.ranks.begin(model_path)
+
+    @property
+    def is_building(self) -> bool:
+        """Whether `begin_build` has begun something that `build` has not waited for."""
+        return self._built is not None
+
     def build(self, model_path: str) -> None:
         """Form the process groups and load the initial weights of every role."""
-        self.ranks.connect()
-        self.ranks.build(model_path)
+        wait, self._built = self._built or self.ranks.begin(model_path), None
+        wait()
         self.peak_flops = self.ranks.peak_flops()
         self._saves_prepared = False
 
@@ -181,6 +192,7 @@ class Learner:
 
     def close(self) -> None:
         """End the ranks, and release their resources."""
+        self._built = None
         self.ranks.release()
 
     def speed(self, samples: int, tokens: int, seconds: float) -> dict[str, float]:

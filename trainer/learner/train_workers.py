@@ -56,7 +56,7 @@ class TrainWorkers:
         self.launch()
 
     def launch(self) -> None:
-        """Begin to start the processes. `connect` and `build` wait for them."""
+        """Begin to start the processes. What `begin` returns waits for them."""
         env = rank_environment(self.cluster.device, os.environ, self.cfg.trainer.deterministic)
         count = self.cluster.count_ranks()
         hosts = [tuple(self.roles)] if self.cfg.trainer.colocate_roles else [(role,) for role in self.roles]
@@ -83,9 +83,14 @@ class TrainWorkers:
 
     def connect(self) -> None:
         """Form the process groups."""
+        _wait(self._begin_connect())
+
+    def _begin_connect(self) -> list[CallFutures]:
         port = self.cfg.trainer.master_port
-        for i, (group, _) in enumerate(self._hosts()):
-            group.call("connect", self.cluster.rendezvous_address(group, port + i if port else 0))
+        return [
+            group.start("connect", self.cluster.rendezvous_address(group, port + i if port else 0))
+            for i, (group, _) in enumerate(self._hosts())
+        ]
 
     def read_files(self, model_path: str) -> CallFutures:
         """Begin to read the model's files into host memory, while engines hold the GPUs."""
@@ -93,11 +98,16 @@ class TrainWorkers:
 
     def build(self, model_path: str) -> None:
         """Load the initial weights of every role."""
+        _wait(self._begin_build(model_path))
+
+    def _begin_build(self, model_path: str) -> list[CallFutures]:
         paths = {name: spec.path and resolve_model_path(spec.path, spec.key) for name, spec in self.roles.items()}
         specs = {name: dataclasses.replace(spec, path=paths[name]) for name, spec in self.roles.items()}
-        calls = [group.start("build", [specs[role] for role in roles], model_path) for group, roles in self._hosts()]
-        for call in calls:
-            call.result()
+        return [group.start("build", [specs[role] for role in roles], model_path) for group, roles in self._hosts()]
+
+    def begin(self, model_path: str) -> Callable[[], None]:
+        """Begin to form the process groups and to load the initial weights; what this returns waits for both."""
+        return functools.partial(_wait, [*self._begin_connect(), *self._begin_build(model_path)])
 
     def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call `method` of the worker of `role` on all its ranks; returns the answer of rank 0."""
@@ -279,3 +289,8 @@ def _assemble(parts: list[tuple[np.ndarray, np.ndarray]], shape: tuple[int, int]
     for rows, values in parts:
         out[rows] = values
     return out
+
+
+def _wait(calls: Sequence[CallFutures]) -> None:
+    for call in calls:
+        call.result()

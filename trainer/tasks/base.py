@@ -145,6 +145,8 @@ def make_trainer(
     check_vocabularies(task.cfg, path)
     # The processes start, and import for many seconds, while this one reads the data.
     learner = Learner(task.cfg, cluster, timer)
+    if cluster.device == "cpu" or not task.cfg.rollout.colocate:  # else engines take their share of the GPUs first
+        learner.begin_build(path)
     journal = open_journal(task.cfg, path, directory, timer)
     ingredients = Ingredients(task.cfg, path, learner, cluster, timer, directory.check, journal)
     with stage("reading the data"):
@@ -207,7 +209,9 @@ def open_journal(cfg: Config, path: str, directory: RunDirectory, timer: Timer) 
 
 
 def read_ahead(ingredients: Ingredients) -> None:
-    """Let the ranks read the model's files into host memory, while engines start."""
+    """Let the ranks read the model's files into host memory, while engines start, unless they build it already."""
+    if ingredients.learner.is_building:
+        return
     reading = ingredients.learner.ranks.read_files(ingredients.path)
 
     def wait() -> None:

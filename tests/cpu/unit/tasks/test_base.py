@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
+from tests.support.ranks import local_cluster
 from tests.support.runs import configured
 from trainer.errors import UserError
+from trainer.run.directory import RunDirectory
 from trainer.run.stopping import StopRequest
 from trainer.sources.sampling import SamplingSource
 from trainer.sources.supervised import SupervisedSource
 from trainer.tasks import Task
-from trainer.tasks.base import check_ahead
+from trainer.tasks.base import Ingredients, check_ahead, make_trainer
 
 
 def test_without_weights_of_its_own_a_task_starts_from_model_path_or_random_ones(tmp_path):
@@ -39,3 +41,22 @@ def test_a_source_that_does_not_sample_ahead_is_refused_where_the_task_reads_the
             check_ahead(cfg, object.__new__(kind))
     cfg.rollout.ahead, cfg.trainer.task = 1, "sft"
     check_ahead(cfg, source)
+
+
+def test_ranks_build_their_models_while_the_driver_reads_the_data(tmp_path):
+    """A rank makes its calls in turn, so one that needs the model shows that it was to be built before."""
+    nothing: Any = None
+    cfg = configured(tmp_path / "run", {"model.tiny.hidden_size": 32, "model.tiny.intermediate_size": 32})
+    found = []
+
+    def source(given: Ingredients) -> Any:
+        found.append(given.learner.ranks.num_parameters)
+        raise UserError("the data cannot be read")
+
+    task = Task(cfg, source=source)
+    with local_cluster(2, cfg) as cluster, RunDirectory(cfg).open() as directory:
+        path = task.initial_weights(cluster, StopRequest(None))
+        with pytest.raises(UserError, match="the data cannot be read"):
+            make_trainer(task, cluster, directory, path, nothing)
+        ((parameters, trained),) = found
+        assert parameters == trained > 0
