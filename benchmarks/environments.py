@@ -71,6 +71,9 @@ class _Generation:
     def open_stream(self) -> RequestStream:
         return self._engines.open_stream()
 
+    def end_requests(self) -> None:
+        pass
+
     @property
     def paused_s(self) -> float:
         return self._engines.pauses.seconds

@@ -71,6 +71,9 @@ class Policy:
 
     paused_s = 0.0
 
+    def end_requests(self) -> None:
+        pass
+
     def complete(self, request: Request) -> Completion:
         text = self.say(self.tokenizer.decode(request.prompt_token_ids), request.seed)
         tokens = self.tokenizer.encode(text.rstrip("…"), add_special_tokens=False)

@@ -58,6 +58,10 @@ class Policy:
             yield {place: completions[place]}
 
     paused_s = 0.0
+    has_ended = False
+
+    def end_requests(self) -> None:
+        self.has_ended = True
 
     def open_stream(self) -> RequestStream:
         return RequestStream(self, threading.RLock(), contextlib.ExitStack(), is_open=True)

@@ -46,6 +46,10 @@ class Generation(Protocol):
         """Return a stream that takes requests at any time."""
         ...
 
+    def end_requests(self) -> None:
+        """Note that no more completions will be asked for. A runner that cannot tell this early need not call it."""
+        ...
+
     @property
     def paused_s(self) -> float:
         """Seconds for which no engine could generate, since the job has begun."""
@@ -153,6 +157,10 @@ class RunningEpisode(Session):
         """What the environment has answered last is part of the conversation. Only a stream notes it."""
         self.is_yielded = False
 
+    def needs_reply(self, max_turns: int) -> bool:
+        """Whether the policy may be asked once more, whatever the environment answers."""
+        return not (self.ended or self.was_cut or len(self.replies) == max_turns)
+
     def take_reply(self, completion: Completion) -> None:
         assert self.conversation is not None
         self.was_cut = completion.finish_reason == "length"
@@ -240,6 +248,8 @@ class EnvironmentRunner(EpisodeRunner):
                 with self._lock:
                     for index, episode in enumerate(active):
                         episode.take_reply(replies[index])
+                if not any(episode.needs_reply(self._config.max_turns) for episode in active):
+                    generate.end_requests()
                 self._pool.step_all(episodes, check)
                 with self._lock:
                     for episode in active:

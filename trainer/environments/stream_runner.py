@@ -38,7 +38,7 @@ class StreamRunner(EnvironmentRunner):
                 episode.on_rest = note
             calls.ended.add_done_callback(lambda _: stream.wake())  # the processes may be unable to start
             calls.submit(episodes)
-            left = len(episodes)
+            left, needs_replies = len(episodes), True
             while left:
                 check()
                 calls.check()
@@ -47,6 +47,9 @@ class StreamRunner(EnvironmentRunner):
                 if completions:
                     calls.submit(self._take_replies(episodes, completions))
                 asked, ended = self._go_on(answered, clock)
+                if needs_replies and not any(one.needs_reply(self._config.max_turns) for one in episodes):
+                    needs_replies = False
+                    generate.end_requests()
                 if asked:
                     stream.submit(asked)
                 if ended:

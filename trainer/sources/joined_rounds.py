@@ -1,6 +1,6 @@
 """Episodes of several sources in one batch: their runners take turns with the engines in common rounds.
 
-A round begins when each runner has asked for completions or has ended. So which requests are generated together
+A round begins when each runner has asked for completions or asks for no more. So which requests are generated together
 depends on the episodes alone, and never on time. A runner that opens a stream takes part in no round.
 """
 
@@ -41,6 +41,8 @@ class RunnerPart:
     """Completions that the runner has not taken. None: the round is over."""
     stream: RequestStream | None = None
     """The runner asks for completions by this stream."""
+    needs_replies: bool = True
+    """The runner may ask for more completions."""
     has_ended: bool = False
     thread: threading.Thread | None = None
 
@@ -96,9 +98,10 @@ class _Rounds:
 
     @property
     def is_ready(self) -> bool:
-        """Every runner without a stream waits for completions or has ended, or one has failed."""
+        """Every runner without a stream waits for completions or asks for no more, or one has failed."""
         with self._changed:
-            waiting = [part.asked is not None for part in self._parts if not (part.has_ended or part.stream)]
+            asking = [part for part in self._parts if part.needs_replies and not part.stream]
+            waiting = [part.asked is not None for part in asking]
             has_ended = all(part.has_ended for part in self._parts)
             return self._error is not None or has_ended or bool(waiting) and all(waiting)
 
@@ -160,6 +163,13 @@ class _Rounds:
     def paused_s(self) -> float:
         return self._generate.paused_s
 
+    def end_requests(self, part: RunnerPart) -> None:
+        with self._changed:
+            part.needs_replies = False
+            if any(one.needs_replies for one in self._parts):
+                return
+        self._generate.end_requests()
+
     def open_stream(self, part: RunnerPart) -> RequestStream:
         stream = self._generate.open_stream()
         with self._changed:
@@ -177,6 +187,7 @@ class _Rounds:
                     with self._changed:
                         self.ended |= {part.indices[index]: episode for index, episode in chunk.items()}
                         self._changed.notify_all()
+            self.end_requests(part)
         except _Unneeded:
             pass
         except BaseException as error:  # the thread that generates raises it
@@ -222,6 +233,9 @@ class _PartGeneration:
 
     def open_stream(self) -> RequestStream:
         return self._rounds.open_stream(self._part)
+
+    def end_requests(self) -> None:
+        self._rounds.end_requests(self._part)
 
     @property
     def paused_s(self) -> float:

@@ -37,6 +37,7 @@ class _Generation:
 
     Args:
         stream: begins requests, and yields their completions.
+        is_last: the batch needs no more episodes than those of this call.
     """
 
     def __init__(
@@ -44,10 +45,12 @@ class _Generation:
         runner: RolloutRunner,
         progress: BatchProgress,
         stream: Callable[[Sequence[Request]], Iterator[dict[int, Completion]]],
+        is_last: bool,
     ):
         self._runner = runner
         self._progress = progress
         self._stream = stream
+        self._is_last = is_last
 
     def __call__(self, requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
         self._runner.wake()
@@ -63,6 +66,10 @@ class _Generation:
     def open_stream(self) -> RequestStream:
         self._runner.wake()
         return self._runner.engines.open_stream()
+
+    def end_requests(self) -> None:
+        if self._is_last:
+            self._progress.mark_generated()
 
     @property
     def paused_s(self) -> float:
@@ -211,13 +218,12 @@ class RolloutRunner:
             if not (turns or self.cfg.engine.streaming):
                 stream = functools.partial(stream, wanted=recorded.missing_indices)
 
-        generate = _Generation(self, progress, stream)
+        generate = _Generation(self, progress, stream, is_last)
         chunks = self._run_episodes(recorded, requests, generate, progress)
         if needs_company:
             chunks = _chosen(chunks, recorded.missing_indices)
         yield from chunks
-        if is_last:
-            progress.mark_generated()
+        generate.end_requests()
 
     def _run_episodes(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,6 +89,29 @@ def test_an_episode_that_is_done_has_stopped_however_its_last_reply_ended(runner
 def test_the_last_turn_has_the_status_of_what_ended_it(runner, tokenizer, reply, turns, status):
     (one,) = run(runner, Policy(tokenizer, "a", "bb", reply), requests_of({"turns": turns}))
     assert (one.status, one.turns, one.reward) == (status, 3, 6.0)
+
+
+class Opening(Policy):
+    """A policy that makes a file when it has nothing more to say."""
+
+    def __init__(self, tokenizer: Any, file: Path, *script: str):
+        super().__init__(tokenizer, *script)
+        self._file = file
+
+    def end_requests(self) -> None:
+        assert not self._file.exists(), "once"
+        self._file.touch()
+
+
+@pytest.mark.parametrize("reply, turns", [("a", 1), ("a…", 3)])
+def test_engines_are_free_before_environments_answer_the_last_replies(tokenizer, schedule, tmp_path, reply, turns):
+    """The environment of the second episode answers after that. The first one has ended before."""
+    file = tmp_path / "free"
+    name = "tests.support.environments:AsyncEcho"
+    with runner_of(tokenizer, name=name, max_turns=turns, num_processes=1, schedule=schedule) as runner:
+        policy = Opening(tokenizer, file, reply)
+        found = run(runner, policy, requests_of({"turns": 1}, {"turns": 9, "until": str(file)}))
+    assert [one.status for one in found] == ["stop", "length" if turns > 1 else "turns"]
 
 
 def test_an_episode_ends_before_a_prompt_that_is_too_long(tokenizer, schedule):

@@ -257,6 +257,27 @@ def test_rewards_of_a_batch_are_computed_while_the_next_one_is_generated(tmp_pat
         assert len(source.next(2)) == 4
 
 
+def test_environments_answer_the_last_replies_while_the_next_batch_is_generated(tmp_path, model):
+    """They answer only after the engines have got new weights."""
+    gate, lines = (
+        tmp_path / "gate",
+        [json.dumps({"prompt": f"p{i}", "until": str(tmp_path / "gate")}) for i in range(12)],
+    )
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    with versioned(tmp_path, model) as (plain, _):
+        cfg = plain.cfg
+    cfg.data.train_files = [str(tmp_path / "rows.jsonl")]
+    cfg.environment = EnvironmentConfig(name="tests.support.environments:AsyncEcho", max_turns=1, timeout_s=20)
+    cfg.rollout.max_prompt_tokens = 64
+    engines = Versions(load_tokenizer(model))
+    with sampling_source(cfg, engines, model) as source:
+        source.start(1, is_initial=True)
+        source.publish(2)
+        assert engines.version == 2
+        gate.touch()
+        assert {episode.status for episode in source.next(1)} == {"turns"}
+
+
 def test_the_main_thread_hangs_if_the_thread_of_a_batch_hangs(monkeypatch):
     """So the watching process ends a job whose curriculum never returns."""
     monkeypatch.setattr(time_limits, "POLL_INTERVAL_S", 0.01)

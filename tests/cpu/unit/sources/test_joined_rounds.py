@@ -54,6 +54,7 @@ class Engines:
     def __init__(self, breaks_in: int | None = None):
         self.rounds: list[list[tuple[int, int]]] = []
         self.threads: set[int] = set()
+        self.ended = 0
         self._breaks_in = breaks_in
 
     def __call__(self, requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
@@ -65,6 +66,9 @@ class Engines:
             yield {place: answer_to(requests[place])}
 
     paused_s = 0.0
+
+    def end_requests(self) -> None:
+        self.ended += 1
 
     def open_stream(self) -> RequestStream:
         return RequestStream(self, threading.RLock(), contextlib.ExitStack(), is_open=True)
@@ -136,6 +140,34 @@ def test_rounds_hold_the_requests_of_all_runners_whoever_is_late():
         assert engines.threads == {threading.get_ident()}
         rounds.append(engines.rounds)
     assert rounds[0] == rounds[1] == [[(0, 0), (3, 0), (1, 0), (4, 0), (2, 0)], [(1, 1), (2, 1)], [(1, 2)]]
+
+
+class Once(EpisodeRunner):
+    """Asks once, and ends when `may_end` is set."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+
+    def run(self, requests, generate, timer, known=0, check=lambda: None) -> Iterator[dict[int, Episode]]:
+        for _ in generate([Request([0, 0], 0, SAMPLING)]):
+            generate.end_requests()
+        assert self.may_end.wait(60)
+        yield {0: episode_of(requests[0])}
+
+
+def test_requests_have_ended_when_no_runner_asks_again():
+    """Those of one that says nothing have when it has ended."""
+    runners = Once(), Once()
+
+    class Watching(Engines):
+        def end_requests(self) -> None:
+            super().end_requests()
+            for runner in runners:
+                runner.may_end.set()
+
+    engines = Watching()
+    together(engines, part(runners[0], {0: 1}), part(runners[1], {1: 1}), part(Turns(), {2: 3}))
+    assert engines.ended and len(engines.rounds) == 3
 
 
 def test_episodes_are_there_as_soon_as_they_have_ended():
