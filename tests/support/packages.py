@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 from tests.cpu.test_packaging import tool
 from tests.support.lacking import lacking
@@ -30,3 +31,15 @@ def install(name: str, *words: object) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     if done.returncode:
         lacking("PACKAGES", f"{name} cannot be installed: {done.stderr.strip().splitlines()[-1]}")
+
+
+def make_venv(root: Path, name: str, requirements: Path) -> Path:
+    """Make a virtual environment with packages and without what they depend on; return its interpreter.
+
+    Args:
+        name: of the package that the tests want, for the message.
+        requirements: the file that lists the packages.
+    """
+    subprocess.run([find_uv(), "venv", "--quiet", "--python", sys.executable, root], check=True, timeout=300)
+    install(name, "--python", root / "bin/python", "-r", requirements)
+    return root / "bin/python"

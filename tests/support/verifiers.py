@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.support.packages import find_uv, install
+from tests.support import packages
 
 REQUIREMENTS = Path(__file__).with_name("verifiers-requirements.txt")
 
@@ -141,9 +139,8 @@ TASKSETS = {"guess": GUESS, "shop": SHOP, "shop_basket": BASKET, "shop_prices": 
 
 def make_venv(root: Path) -> str:
     """Make a virtual environment with verifiers, and the tasksets `guess` and `shop`; return its interpreter."""
-    subprocess.run([find_uv(), "venv", "--quiet", "--python", sys.executable, root], check=True, timeout=300)
-    install("verifiers", "--python", root / "bin/python", "-r", REQUIREMENTS)
-    (packages,) = root.glob("lib/python*/site-packages")
+    python = packages.make_venv(root, "verifiers", REQUIREMENTS)
+    (site_packages,) = root.glob("lib/python*/site-packages")
     for name, source in TASKSETS.items():
-        (packages / f"{name}.py").write_text(source)
-    return str(root / "bin" / "python")
+        (site_packages / f"{name}.py").write_text(source)
+    return str(python)
