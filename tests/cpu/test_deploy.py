@@ -170,14 +170,11 @@ def test_the_job_of_kuberay_composes_and_fits_its_cluster(monkeypatch):
 
 
 def test_the_cluster_of_kuberay_fits_the_image_and_is_closed():
-    job = read_yaml(KUBERAY)
-    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
-    cluster = job["spec"]["rayClusterSpec"]
+    cluster = read_yaml(KUBERAY)["spec"]["rayClusterSpec"]
     assert cluster["authOptions"] == {"mode": "token"}
     lock = tomllib.loads((ROOT / "uv.lock").read_text())["package"]
     assert cluster["rayVersion"] == next(package["version"] for package in lock if package["name"] == "ray")
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
-        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
         pod = group["template"]["spec"]
         assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] == 1000
         for container in pod["containers"]:
