@@ -1,11 +1,11 @@
-"""What `environment.schedule=stream` gains: `python -m benchmarks.environments [--rounds N] [--step-s S]`.
+"""What `environment.schedule=stream` gains: `python -m benchmarks.environments [--rounds N] [--step-s S] [--calls C]`.
 
 One engine (vLLM, a small model that ends replies at random) and environments of this machine. Schedules take turns,
 with the same episodes in each: a machine that gets slower hits all of them.
 
 - Episodes whose replies have lengths that vary more than tenfold, and environments that take `--step-s` a step, on no
   core: tokens of the policy per second, as a ratio of `stream` to `rounds`. Once all episodes have 8 turns, and once
-  they have 1 to 10.
+  they have 1 to 10. `--calls` says whether the environments are `async`, block in threads, or block one after another.
 - Episodes of a single turn, whose environment takes no time: seconds for all of them, as a ratio to completions without
   an environment.
 """
@@ -52,11 +52,22 @@ class Waiting:
 
     async def step(self, reply: Message) -> StepResult:
         await asyncio.sleep(self._seconds)
+        return self._answer()
+
+    def _answer(self) -> StepResult:
         self._left -= 1
         return StepResult([{"role": "user", "content": "?"}], 1.0, done=self._left == 0)
 
     def close(self) -> None:
         pass
+
+
+class Blocking(Waiting):
+    """The same, with a step that is not `async`."""
+
+    def step(self, reply: Message) -> StepResult:  # type: ignore[override]
+        time.sleep(self._seconds)
+        return self._answer()
 
 
 class _Generation:
@@ -91,14 +102,14 @@ def make_model(path: str) -> None:
     model.save_pretrained(path)
 
 
-def config(schedule: str | None, most: int) -> Config:
-    """Return the settings of a run. `schedule`: None: it has no environment."""
+def config(schedule: str | None, most: int, calls: str) -> Config:
+    """Return the settings of a run. `schedule`: None: it has no environment. `calls`: see `main`."""
     cfg = Config(rollout=RolloutConfig(max_prompt_tokens=6000, max_response_tokens=_LONGEST, max_num_seqs=most))
     cfg.rollout.kv_cache_mb = 512
     cfg.trainer.ray_address = "processes"
     if schedule is not None:
-        name = f"{__name__}:Waiting" if __name__ != "__main__" else "benchmarks.environments:Waiting"
-        cfg.environment = EnvironmentConfig(name=name, schedule=schedule, max_turns=10)
+        name = f"benchmarks.environments:{'Waiting' if calls == 'async' else 'Blocking'}"
+        cfg.environment = EnvironmentConfig(name=name, schedule=schedule, max_turns=10, use_threads=calls == "threads")
     return cfg
 
 
@@ -137,6 +148,7 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=64, help="episodes of a measurement (default: 64)")
     parser.add_argument("--most", type=int, default=64, help="sequences that the engine runs together (default: 64)")
     parser.add_argument("--step-s", type=float, default=0.05, help="seconds of a step (default: 0.05)")
+    parser.add_argument("--calls", choices=["async", "threads", "in_turn"], default="async", help="(default: async)")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     schedules: dict[str, str | None] = {"rounds": "rounds", "stream": "stream", "no environment": None}
@@ -151,7 +163,7 @@ def main() -> None:
         tokenizer = load_tokenizer(directory)
         made = {}
         for name, schedule in schedules.items():
-            cfg = config(schedule, arguments.most)
+            cfg = config(schedule, arguments.most, arguments.calls)
             # Without an environment, the engine is that of `rounds`: it has the same settings.
             engines = made["rounds"][1] if schedule is None else stack.enter_context(engines_of(cfg, directory))
             made[name] = stack.enter_context(episode_runner(cfg, tokenizer)), engines

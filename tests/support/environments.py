@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -107,6 +108,19 @@ class AsyncEcho(Echo):
         super().close()
 
 
+class ThreadedEcho(Echo):
+    """The same as `Echo`, in threads. The first replies of `row["together"]` episodes are answered together."""
+
+    thread_safe = True
+    met: dict[int, threading.Barrier] = {}
+
+    def step(self, reply: Message) -> StepResult:
+        if self._number == 0 and "together" in self._row:
+            together = self._row["together"]
+            self.met.setdefault(together, threading.Barrier(together)).wait()
+        return super().step(reply)
+
+
 class Wrong:
     """Answers with what is no answer: `row["reset"]` and `row["step"]` as they are."""
 
@@ -157,6 +171,16 @@ class Dawdling(Hashed):
     async def step(self, reply: Message) -> StepResult:
         await asyncio.sleep(os.urandom(1)[0] / 255 * 0.03)
         return await super().step(reply)
+
+
+class Threaded(Hashed):
+    """The same, with methods that block, in threads."""
+
+    thread_safe = True
+
+    def step(self, reply: Message) -> StepResult:  # type: ignore[override]
+        time.sleep(os.urandom(1)[0] / 255 * 0.03)
+        return asyncio.run(super().step(reply))
 
 
 class Programs(ToolEnvironment):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,6 +13,7 @@ from trainer.environments.base import find_environment
 from trainer.environments.worker import RESERVED, UserObjects, reach_without_proxy, read_numbers
 from trainer.rewards.parsing import read_number
 from trainer.sandbox import limits
+from trainer.sandbox.user_threads import UserThreads
 
 RESERVED_METRICS = RESERVED | {"samples", "errors"}
 """Names of metrics that no agent may have."""
@@ -32,9 +32,7 @@ class AgentHandler(UserObjects):
         super().__init__(find_environment(name), options)
         reach_without_proxy("127.0.0.1", "localhost")
         self._running: dict[int, asyncio.Task[Any]] = {}
-        self._threads = ThreadPoolExecutor(limits.MAX_ASYNC_SESSIONS, "agent")
-        self._left: set[Future[Any]] = set()
-        """Agents that run on in threads after `cancel`."""
+        self._threads = UserThreads("agent")
 
     def is_async(self, call: list[Any]) -> bool:
         return True
@@ -59,16 +57,11 @@ class AgentHandler(UserObjects):
         agent, given = self._make(), (row, seed, Endpoint(**endpoint))
         if inspect.iscoroutinefunction(agent.run):
             return await agent.run(*given)
-        thread = self._threads.submit(agent.run, *given)
         try:
-            value = await asyncio.wrap_future(thread)
+            return await self._threads.run(agent.run, *given)
         except asyncio.CancelledError:
-            if thread.running():
-                self._left.add(thread)
-                thread.add_done_callback(self._left.discard)
-                self.must_end |= len(self._left) >= limits.THREADS_LEFT
+            self.must_end |= self._threads.too_many_left
             raise
-        return await value if inspect.isawaitable(value) else value
 
 
 def _result(value: Any) -> dict[str, Any]:

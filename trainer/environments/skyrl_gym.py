@@ -39,6 +39,9 @@ class SkyRLGym:
         options: further arguments of the environment, such as `env_config`.
     """
 
+    thread_safe = True
+    """SkyRL runs these environments in threads, too. `environment.use_threads=false` does not."""
+
     def __init__(self, id: str | None = None, max_turns: int | None = None, allow_code: bool = False, **options: Any):
         self._id = id
         self._max_turns = max_turns

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import json
@@ -15,6 +16,7 @@ from trainer.files.documents import nests_deeply
 from trainer.import_utils import is_agent
 from trainer.rewards.parsing import read_number, read_terms
 from trainer.sandbox.limits import MAX_MESSAGE_EXTRAS, MAX_MESSAGES
+from trainer.sandbox.user_threads import UserThreads
 from trainer.sandbox.worker import Handler
 
 RESERVED = frozenset(("turns", "tokens"))
@@ -61,14 +63,26 @@ class EnvironmentHandler(UserObjects):
 
     Methods are `reset` (with row and seed), `step` (with a message) and `close`. The first two return the fields of a
     `StepResult`.
+
+    Args:
+        use_threads: see `environment.use_threads`.
     """
 
-    def __init__(self, name: str, options: dict[str, Any], timeout_s: float, most_characters: int):
+    def __init__(
+        self,
+        name: str,
+        options: dict[str, Any],
+        timeout_s: float,
+        most_characters: int,
+        use_threads: bool | None = None,
+    ):
         kind = find_environment(name)
         if is_agent(kind):
             raise UserError(f"{name} is an agent; the interpreter of the trainer must be able to import it, too")
         methods = (getattr(kind, method, None) for method in METHODS)
-        self.is_concurrent = any(map(inspect.iscoroutinefunction, methods))
+        self._in_threads = bool(getattr(kind, "thread_safe", False)) if use_threads is None else use_threads
+        self._threads = UserThreads("environment")
+        self.is_concurrent = self._in_threads or any(map(inspect.iscoroutinefunction, methods))
         self.in_turn = not self.is_concurrent
         super().__init__(kind, options)
         self._timeout_s = timeout_s
@@ -89,10 +103,15 @@ class EnvironmentHandler(UserObjects):
         if method == "reset":
             with contextlib.suppress(Exception):  # the one before has failed, and this one takes its place
                 await self._close(number)
-            self._environments[number] = self._make()
-        value = getattr(self._environments[number], method)(*arguments)
-        if inspect.isawaitable(value):
-            value = await value
+            self._environments[number] = await self._run(self._make)
+        environment = self._environments[number]
+        function = getattr(environment, method)
+        try:
+            value = await self._run(function, *arguments, clean_up=lambda: environment.close())
+        except asyncio.CancelledError:
+            if self._runs_in_thread(function):  # the thread runs on with the environment, and closes it at the end
+                del self._environments[number]
+            raise
         result = _step(value if method == "step" else StepResult(_messages(value)))
         _cut(result["messages"], self._most_characters)
         return result
@@ -100,9 +119,23 @@ class EnvironmentHandler(UserObjects):
     async def _close(self, number: int) -> None:
         environment = self._environments.pop(number, None)
         if environment is not None:
-            value = environment.close()
-            if inspect.isawaitable(value):
-                await value
+            await self._run(environment.close)
+
+    async def _run(
+        self, function: Callable[..., Any], *arguments: Any, clean_up: Callable[[], object] | None = None
+    ) -> Any:
+        """Return what user code returns. See `UserThreads.run`."""
+        if not self._runs_in_thread(function):
+            value = function(*arguments)
+            return await value if inspect.isawaitable(value) else value
+        try:
+            return await self._threads.run(function, *arguments, clean_up=clean_up)
+        except asyncio.CancelledError:
+            self.must_end |= self._threads.too_many_left
+            raise
+
+    def _runs_in_thread(self, function: Callable[..., Any]) -> bool:
+        return self._in_threads and not inspect.iscoroutinefunction(function)
 
 
 def _step(value: Any) -> dict[str, Any]:

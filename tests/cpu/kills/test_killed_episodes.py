@@ -46,7 +46,8 @@ MIX = ("data.train_size=-1", "data.val_files=[validation.jsonl]", "data.mix.own.
        "data.mix.single.synthetic=reverse_text", "data.mix.single.size=3",
        "data.mix.single.environment.name=null")  # fmt: skip
 STREAM = ("rollout.engine=tests.support.token_engine:JOINING", "environment.schedule=stream", "trainer.num_workers=2",
-          "environment.name=tests.support.environments:Dawdling", *MIX)  # fmt: skip
+          "environment.name=tests.support.environments:Dawdling", *MIX,
+          "data.mix.other.environment.name=tests.support.environments:Threaded")  # fmt: skip
 AGENTS = ("rollout.engine=tests.support.token_engine:JOINING", "environment.name=tests.support.agents:Hashed",
           "rollout.ahead=1", "environment.num_processes=2")  # fmt: skip
 ROUNDS = ("environment.name=tests.support.environments:Programs", "rollout.ahead=1",
@@ -63,7 +64,8 @@ def test_a_job_with_environments_ends_as_if_never_killed(model, tmp_path, schedu
     """Killed in a save, between saves and at random moments; half of its environments end their processes, too.
 
     Batches mix two environments and single turns, but not with agents. With rounds, environments run programs. With a
-    stream, they take times that differ from start to start. Agents do so, too, and branch and compact their histories.
+    stream, they take times that differ from start to start, some in threads. Agents do so, too, and branch and compact
+    their histories.
     """
     base = (f"model.path={model}", *SCHEDULES[schedule], "environment.max_turns=3", "environment.max_tokens=72",
             "rollout.max_prompt_tokens=64", "logger.save_rollouts=true", "rollout.val_n=2")  # fmt: skip

@@ -140,9 +140,9 @@ def test_a_process_with_many_threads_of_late_agents_must_end(monkeypatch):
     async def several() -> None:
         handler = AgentHandler(f"{__name__}:Waits", {})
         await late(handler, 1)
-        assert not handler.must_end and len(handler._left) == 1
+        assert not handler.must_end and len(handler._threads._left) == 1
         EVENT.set()
-        while handler._left:
+        while handler._threads._left:
             await asyncio.sleep(0.01)
         EVENT.clear()
         await late(handler, 2)

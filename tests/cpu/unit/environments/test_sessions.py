@@ -136,20 +136,43 @@ def test_a_process_that_environments_have_forked_does_not_answer():
     assert texts(session) == ["> x", "1:a"] and not session.failure
 
 
-def test_async_environments_run_at_the_same_time():
-    with pool_of("AsyncEcho") as pool:
+@pytest.mark.parametrize("name", ["AsyncEcho", "ThreadedEcho"])
+def test_async_environments_and_those_in_threads_run_at_the_same_time(name):
+    with pool_of(name) as pool:
         assert [session.failures for session in play(pool, *[{"together": 3}] * 3)] == [0, 0, 0], "a call waits forever"
 
 
-def test_an_async_call_that_takes_too_long_costs_its_episode_alone():
+@pytest.mark.parametrize(("name", "do"), [("AsyncEcho", "wait"), ("ThreadedEcho", "hang")])
+def test_a_call_beside_others_that_takes_too_long_costs_its_episode_alone(name, do):
     """Its process stays, because other environments live in it."""
-    with pool_of("AsyncEcho") as pool:
+    with pool_of(name) as pool:
         play(pool, {})
         process = pool._workers[0].process.pid
-        late, *others = play(pool, {"do": "wait", "at": 1}, {}, {})
+        late, *others = play(pool, {"do": do, "at": 1}, {}, {})
         assert (late.status, late.failure) == ("timeout", "step took longer than environment.timeout_s=2")
         assert all(not session.failure and len(session.steps) == 3 for session in others)
         assert pool._workers[0].process.pid == process
+
+
+def test_a_process_with_many_threads_that_hang_is_replaced():
+    """Each episode that fails leaves two threads, and 32 are too many. Other episodes lose nothing."""
+    with pool_of("ThreadedEcho") as pool:
+        good, *late = sessions = [Session({"turns": 2}, 0), *(Session({"do": "hang", "at": 0}, 0) for _ in range(16))]
+        good.replies.append({"role": "assistant", "content": "a"})
+        pool.step_all([good])
+        process = pool._workers[0].process.pid
+        pool.step_all(late)
+        assert {session.status for session in late} == {"timeout"}
+        assert pool._workers[0].process.pid != process
+        good.replies.append({"role": "assistant", "content": "bb"})
+        pool.step_all(sessions)
+        assert (
+            not good.failure
+            and texts(good) == ["", "1:a"]
+            and [step.done for step in good.steps] == [False, False, True]
+        )
+        good.ended = True
+        pool.step_all(sessions)
 
 
 @pytest.mark.parametrize("do", ["die", "hang"])

@@ -22,8 +22,8 @@ def test_a_stream_gives_the_episodes_of_rounds(tokenizer):
     """Environments that answer after random times, which differ from start to start."""
     rows = [{"prompt": f"p{i}"} for i in range(20)]
     found = []
-    for schedule in ("rounds", "stream", "stream"):
-        name = "tests.support.environments:Dawdling"
+    for schedule, kind in (("rounds", "Dawdling"), ("stream", "Dawdling"), ("stream", "Threaded")):
+        name = f"tests.support.environments:{kind}"
         with runner_of(tokenizer, 200, name=name, schedule=schedule, max_turns=5) as runner:
             policy = Policy(tokenizer, lambda seed: str(seed % 1000))
             found.append([content(episode) for episode in run(runner, policy, requests_of(*rows, n=2))])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import queue
+import threading
 from typing import Any
 
 import pytest
@@ -42,17 +44,36 @@ class Waiting(Scripted):
         return super().step(reply)
 
 
+class Late(Scripted):
+    """Its steps end when `EVENT` is set."""
+
+    thread_safe = True
+
+    def step(self, reply: dict[str, Any]) -> Any:
+        BEGUN.put(threading.current_thread())
+        EVENT.wait(60)
+        return StepResult(done=True)
+
+
+BEGUN: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
+EVENT = threading.Event()
+
+
 class Earlier:
     def start(self, row: Any, seed: int) -> None: ...
 
 
-def handler(kind: str = "Scripted", most_characters: int = 1000, **options: Any) -> EnvironmentHandler:
-    return EnvironmentHandler(f"{HERE}:{kind}", options, 3.0, most_characters)
+def handler(
+    kind: str = "Scripted", most_characters: int = 1000, use_threads=None, **options: Any
+) -> EnvironmentHandler:
+    return EnvironmentHandler(f"{HERE}:{kind}", options, 3.0, most_characters, use_threads)
 
 
-def answer(row: dict[str, Any], *calls: str, kind: str = "Scripted", most_characters: int = 1000) -> dict[str, Any]:
+def answer(
+    row: dict[str, Any], *calls: str, kind: str = "Scripted", most_characters: int = 1000, use_threads=None
+) -> dict[str, Any]:
     """The answer to the last of `reset` and these further calls."""
-    ours = handler(kind, most_characters)
+    ours = handler(kind, most_characters, use_threads)
     result = asyncio.run(ours.compute([0, "reset", row, 7]))
     for call in calls:
         result = asyncio.run(
@@ -72,6 +93,42 @@ def test_an_answer_has_the_fields_of_a_step():
 def test_only_an_environment_with_async_methods_runs_beside_others():
     assert handler("Waiting").is_concurrent and not handler("Scripted").is_concurrent
     assert handler().limit_s([0, "reset"]) == 3.0
+
+
+def test_an_environment_runs_in_threads_as_its_class_or_the_config_says():
+    assert handler("Late").is_concurrent and handler("Scripted", use_threads=True).is_concurrent
+    ours = handler("Late", use_threads=False)
+    assert not ours.is_concurrent and ours.in_turn
+    EVENT.set()
+    for use_threads, in_main in ((None, False), (False, True)):
+        answer({}, "step", kind="Late", use_threads=use_threads)
+        assert (BEGUN.get(timeout=60) is threading.main_thread()) == in_main
+
+
+def test_an_environment_whose_call_was_given_up_is_closed_when_the_call_ends(monkeypatch):
+    """Not before: an environment never has two calls at the same time."""
+    monkeypatch.setattr(Scripted, "closed", [])
+    EVENT.clear()
+
+    async def give_up() -> None:
+        ours = handler("Late")
+        await ours.compute([0, "reset", {}, 7])
+        call = asyncio.ensure_future(ours.compute([0, "step", {}]))
+        thread = await asyncio.to_thread(BEGUN.get, timeout=60)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await ours.compute([0, "reset", {}, 7])
+        assert Scripted.closed == [] and not ours.must_end
+        EVENT.set()
+        while ours._threads._left:
+            await asyncio.sleep(0.01)
+        assert Scripted.closed == ["one"] and thread is not threading.main_thread()
+        assert (await ours.compute([0, "step", {}]))["done"]
+        await ours.compute([0, "close"])
+        assert Scripted.closed == ["one", "one"]
+
+    asyncio.run(give_up())
 
 
 def test_environments_have_their_options_and_are_closed_once():
