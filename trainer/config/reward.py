@@ -50,8 +50,8 @@ class RewardConfig(Section):
     fewer than two others is left out as a whole. `zero`: the reward counts as 0, like a wrong answer."""
     max_error_rate: float = number(0.2, at_least=0, at_most=1, resume="harmless")
     """If more than this share of the rewards of a step, or of an evaluation, fails, the run ends before it trains on
-    them; with `data.mix`, of the rewards of a source. 1: it never ends for that, and a reward that fails on the first
-    rows of the data is no reason not to start."""
+    them; with `data.mix`, of the rewards of all sources with the same limit. 1: it never ends for that, and a reward
+    that fails on the first rows of the data is no reason not to start."""
     success_threshold: float = number(1.0, resume="validation")
     """A validation completion with at least this reward is a success: `val/accuracy` is the fraction of successes, and
     `val/pass@<k>` the fraction of prompts with at least one success."""

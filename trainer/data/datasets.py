@@ -49,9 +49,14 @@ class Prompt:
     """The row's source: its dotted name below `data`, such as `mix.math`. Empty: the run's own data."""
 
 
+def name_in_mix(source: str) -> str:
+    """Return the name of a source in `data.mix`; empty if it is none of a mix."""
+    return source.partition("mix.")[2]
+
+
 def of_source(purpose: str, sources: Iterable[str]) -> str:
     """Return what episodes are for, in messages, with the name of their source if all are of one source of a mix."""
-    names = {source.partition("mix.")[2] for source in sources}
+    names = set(map(name_in_mix, sources))
     name = names.pop() if len(names) == 1 else ""
     return f"{purpose} for {name}" if name else purpose
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from trainer.config import Config
-from trainer.data.datasets import Prompt, of_source
+from trainer.data.datasets import Prompt, name_in_mix
 from trainer.data.limits import TextTooLong, max_characters
 from trainer.environments.base import Message
 from trainer.environments.conversation import Conversation
@@ -102,8 +102,8 @@ class EpisodeRunner(contextlib.AbstractContextManager["EpisodeRunner"]):
         """Yield the episodes of all requests, by the indices of these, as they end. Their rewards may be missing.
 
         Args:
-            known: further episodes of the step that are there already and have not failed. None: the caller judges
-                whether too many have failed.
+            known: further episodes of the step that count as not failed: those that are there already, and those of
+                other runners. None: the caller alone judges whether too many have failed.
             check: called while this waits for environments, in a stream whenever something happens. It raises to end
                 that.
         """
@@ -349,9 +349,12 @@ def check_failures(episodes: Sequence[tuple[RolloutRequest, str]], known: int | 
     """
     if known is None:
         return
-    failures = Failures.among((failure for _, failure in episodes), "environment")
-    step = of_source(f"step {episodes[0][0].step}", (request.prompt.source for request, _ in episodes))
-    problem = failures.problem(len(episodes) + known, max_error_rate, step)
+    reasons: dict[str, list[str]] = {}
+    for request, failure in episodes:
+        reasons.setdefault(name_in_mix(request.prompt.source), []).append(failure)
+    by_name = [Failures.among(some, "environment") for some in reasons.values()]
+    failures = Failures.together(list(reasons), by_name)
+    problem = failures.problem(len(episodes) + known, max_error_rate, f"step {episodes[0][0].step}")
     if problem is not None:
         raise UserError(problem)
 
@@ -360,19 +363,6 @@ def empty_sample(tokenizer: Any) -> Sample:
     """Return the sample of an episode without a token, because a sample must have one."""
     empty = np.zeros(1, np.float32)
     return Sample(np.full(1, tokenizer.eos_token_id, np.int32), empty, empty, (0, 0))
-
-
-def report_failures(episodes: Sequence[Episode], on_failure: str, purpose: str) -> Failures:
-    """Return the failures of the environments of episodes, and log them.
-
-    Args:
-        on_failure: `environment.on_failure`.
-        purpose: names what the episodes are for.
-    """
-    failures = Failures.among((episode.failure for episode in episodes), "environment")
-    for line in failures.lines(len(episodes), on_failure, purpose):
-        LOG.warning(line)
-    return failures
 
 
 def _request(request: RolloutRequest, token_ids: Sequence[int] | np.ndarray, run_seed: int, turn: int = 0) -> Request:

@@ -54,14 +54,12 @@ class Scorer(Protocol):
         """Whether `Scoring.scores` computes on the ranks. Then engines that share their GPUs sleep meanwhile."""
         ...
 
-    def scoring(self, n: int, purpose: str, known: int | None) -> AbstractContextManager[Scoring]:
+    def scoring(self, n: int, purpose: str) -> AbstractContextManager[Scoring]:
         """Score the episodes that are added in the block. Several threads may each run such a block.
 
         Args:
             n: episodes in a group.
             purpose: names what the rewards are for, in messages.
-            known: further episodes of the step, whose rewards are known and have not failed. None: the caller judges
-                whether too many have failed.
         """
         ...
 
@@ -85,7 +83,7 @@ class RankScorer(AbstractContextManager["RankScorer"]):
         self._last_scores = last_scores
 
     @contextlib.contextmanager
-    def scoring(self, n: int, purpose: str, known: int | None) -> Iterator[Scoring]:
+    def scoring(self, n: int, purpose: str) -> Iterator[Scoring]:
         yield _RankScoring(self._role, self._last_scores)
 
     def __exit__(self, *exception: Any) -> None:

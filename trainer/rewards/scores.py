@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trainer.process.signals import CONTINUES
@@ -27,6 +27,8 @@ class Failures:
     """Those among them that were not tried, because failed calls had taken too much time."""
     section: str = "reward"
     """Section of the config: `reward` or `environment`."""
+    mostly: str = ""
+    """Of failures of several sources: how many are of the one with the most, in words."""
 
     @classmethod
     def among(cls, reasons: Iterable[str], section: str = "reward") -> Failures:
@@ -34,6 +36,14 @@ class Failures:
         failed = [reason for reason in reasons if reason]
         skipped = sum(NOT_TRIED in reason for reason in failed)
         return cls(len(failed), failed[0] if failed else "", skipped, section)
+
+    @classmethod
+    def together(cls, names: Sequence[str], failures: Sequence[Failures]) -> Failures:
+        """Return the failures of the sources with these names. The first is of the source with the most."""
+        name, worst = max(zip(names, failures, strict=True), key=lambda one: one[1].count)
+        count, skipped = sum(one.count for one in failures), sum(one.skipped for one in failures)
+        mostly = f", {worst.count} of them for {name}" if name else ""
+        return cls(count, worst.first, skipped, worst.section, mostly)
 
     def lines(self, total: int, on_failure: str, step: str) -> list[str]:
         """Return messages for the user.
@@ -64,8 +74,8 @@ class Failures:
         if self.count <= most * total:
             return None
         return (
-            f"{self.section}.max_error_rate={most:g}: {self._share(total, step)} failed (the first: {self.first}); "
-            f"nothing was trained on them, and once the {self.section} works, {CONTINUES}"
+            f"{self.section}.max_error_rate={most:g}: {self._share(total, step)} failed{self.mostly} (the first: "
+            f"{self.first}); nothing was trained on them, and once the {self.section} works, {CONTINUES}"
         )
 
     def _share(self, total: int, step: str) -> str:
@@ -83,6 +93,8 @@ class Scores:
     reasons: list[str]
     """Why each reward failed; empty for one that did not."""
     failures: Failures = field(default_factory=Failures)
+    accept: Callable[[], None] = field(default=lambda: None, compare=False)
+    """Called when the step uses the rewards, because not too many have failed."""
 
     def each(self) -> list[tuple[float, Terms, str]]:
         """Return reward, terms and reason of each completion."""

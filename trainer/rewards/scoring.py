@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from trainer.config import RewardConfig
@@ -51,23 +52,32 @@ class RewardPool(WorkerPool):
         )
 
     def score(self, inputs: Sequence[RewardInput], n: int = 1, step: str = "") -> Scores:
-        """Return the rewards of completions that are all there (see `scoring`)."""
+        """Return the rewards of completions that are all there (see `scoring`).
+
+        Raises:
+            UserError: more than `reward.max_error_rate` of them have failed.
+        """
         with self.scoring(n, step) as session:
             session.add(0, inputs)
-            return session.scores()
+            scores = session.scores()
+        problem = scores.failures.problem(len(inputs), self._config.max_error_rate, step)
+        if problem is not None:
+            raise UserError(problem)
+        for line in scores.failures.lines(len(inputs), self._config.on_failure, step):
+            LOG.warning(line)
+        scores.accept()
+        return scores
 
     @contextmanager
-    def scoring(self, n: int = 1, purpose: str = "", known: int | None = 0) -> Iterator[ScoringSession]:
+    def scoring(self, n: int = 1, purpose: str = "") -> Iterator[ScoringSession]:
         """Compute rewards while the block runs. Several threads may each run such a block.
 
         Args:
             n: completions in a group.
-            purpose: names what the rewards are for, in the cache and in errors.
-            known: further completions of the step, whose rewards are known and have not failed. None: the caller judges
-                whether too many have failed.
+            purpose: names what the rewards are for, in the cache.
         """
         with self.round() as tasks:
-            yield ScoringSession(self.functions, self._config, self._cache, tasks, n, purpose, known)
+            yield ScoringSession(self.functions, self._cache, tasks, n, purpose)
 
 
 class ScoringSession:
@@ -76,14 +86,11 @@ class ScoringSession:
     def __init__(
         self,
         functions: list[RewardFunction],
-        config: RewardConfig,
         cache: RewardCache | None,
         tasks: Round,
         n: int,
         step: str,
-        known: int | None = 0,
     ):
-        self._config = config
         self._cache = cache
         self._round = tasks
         self._n = n
@@ -93,7 +100,6 @@ class ScoringSession:
         self._cached: dict[str, Result] = {}
         self._asked: set[str] = set()
         self._total = 0
-        self._known = known
 
     def add(self, first: int, inputs: Sequence[RewardInput]) -> None:
         """Begin to compute the rewards of completions.
@@ -170,25 +176,18 @@ class ScoringSession:
     def scores(self, meanwhile: Callable[[], None] = lambda: None) -> Scores:
         """Wait for the rewards of all completions. One that raises, hangs or is no number has failed.
 
+        Failures are cached when the rewards are accepted: until then, a repaired reward may be asked again.
+
         Args:
             meanwhile: called again and again.
 
         Raises:
-            UserError: more than `reward.max_error_rate` of the rewards have failed.
             WorkerError: the processes cannot start.
         """
         results = self.results(meanwhile)
+        self._store(results, failures=False)
         scores = aggregate(results, self._total)
-        if self._known is None:
-            self._store(results, failures=False)
-            return scores
-        total = self._total + self._known
-        problem = scores.failures.problem(total, self._config.max_error_rate, self._step)
-        self._store(results, failures=problem is None)
-        if problem is not None:
-            raise UserError(problem)
-        for line in scores.failures.lines(total, self._config.on_failure, self._step):
-            LOG.warning(line)
+        scores.accept = partial(self._store, results, failures=True)
         return scores
 
     def _store(self, results: dict[RewardFunction, dict[Call, Result]], failures: bool) -> None:

@@ -21,21 +21,20 @@ from typing import Any
 
 from trainer.checkpoint.components import Component, json_part
 from trainer.config import Config
-from trainer.data.datasets import PromptSet, of_source
+from trainer.data.datasets import PromptSet
 from trainer.data.ledger import SampleIndex
 from trainer.environments.episode_runner import RolloutRequest
 from trainer.episodes import Episode
-from trainer.errors import UserError
 from trainer.generation.engine import RunningRequests
 from trainer.journal.journal import Journal
 from trainer.metrics.timing import Timer
 from trainer.process import time_limits
 from trainer.process.failpoints import failpoint
 from trainer.process.signals import SIGNALS
-from trainer.rewards.scores import Failures
 from trainer.sources.ahead import BatchProgress, BatchThread, end_threads
 from trainer.sources.batches import StepBatch, UsedRow
 from trainer.sources.episode_metrics import mean_versions
+from trainer.sources.error_rate import SourceFailures, judge_failures
 from trainer.sources.recorded import RecordedGroups, content_of
 from trainer.sources.rollout_runner import RolloutRunner
 from trainer.sources.sampling import Group, SamplingSource
@@ -145,7 +144,7 @@ class _RecordedInFlight(RecordedGroups):
     def __init__(self, journal: Journal, requests: Sequence[RolloutRequest], thread: GroupThread):
         self._thread = thread
         super().__init__(journal, requests, _IN_FLIGHT)
-        self.known = None
+        self.are_failures_judged = False
         self.failures: list[str] = []
         """Why episodes failed that the journal did not have."""
         self._unjudged: dict[int, list[Episode]] = {}
@@ -269,28 +268,26 @@ class InFlightSource(SamplingSource):
         """Log the failures of groups that a step has taken, and record these.
 
         Raises:
-            UserError: too many of one source have failed.
+            UserError: too many have failed.
         """
         by_source: dict[str, list[GroupThread]] = {}
         for thread in threads:
             by_source.setdefault(self.ledger.row(thread.row).source, []).append(thread)
-        for source, some in by_source.items():
-            self._judge_source(source, some, step)
+        for number, purpose in enumerate(_PURPOSES[: len(threads[0].calls)]):
+            made = {source: [thread.calls[number] for thread in some] for source, some in by_source.items()}
+            routes = self.runner.routes
+            failures = [self._failures(source, calls) for source, calls in made.items() if routes[source].has_rewards]
+            judge_failures(failures, purpose.format(step))
         for thread in threads:
             for call in thread.calls:
                 call.accept()
 
-    def _judge_source(self, source: str, threads: Sequence[GroupThread], step: int) -> None:
-        cfg = self.runner.routes[source].cfg
-        section = "environment" if cfg.environment.name else "reward"
-        most = (cfg.environment if cfg.environment.name else cfg.reward).max_error_rate
-        for calls, purpose in zip(zip(*(thread.calls for thread in threads), strict=True), _PURPOSES, strict=False):
-            failures = Failures.among((reason for call in calls for reason in call.failures), section)
-            total, of = sum(len(call.requests) for call in calls), of_source(purpose.format(step), [source])
-            if (problem := failures.problem(total, most, of)) is not None:
-                raise UserError(problem)
-            for line in failures.lines(total, cfg.on_failure, of):
-                LOG.warning(line)
+    def _failures(self, source: str, calls: Sequence[_RecordedInFlight]) -> SourceFailures:
+        """Return what has failed of a source in calls of groups."""
+        reasons = [reason for call in calls for reason in call.failures]
+        return SourceFailures(
+            source, self.runner.routes[source].cfg, reasons, sum(len(call.requests) for call in calls)
+        )
 
     def _take(self, wanted: int) -> list[int] | None:
         """Return the next groups. None: they are not finished; it has waited a moment for them."""

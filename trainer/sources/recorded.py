@@ -39,8 +39,8 @@ class RecordedGroups:
         """These requests."""
         self._kept: set[int] = set()
         self._waiting: dict[int, dict[int, Episode]] = {}  # for the rest of their groups
-        self.known: int | None = len(requests) - len(self.missing)
-        """Episodes that the journal has. None: whether too many of the others fail is judged elsewhere."""
+        self.are_failures_judged = True
+        """Whether the call judges if too many episodes have failed."""
 
     def lacks(self, index: int) -> bool:
         """Return whether an episode is to be given to `keep`. `index`: in `missing`."""

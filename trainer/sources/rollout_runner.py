@@ -21,6 +21,7 @@ from trainer.journal.journal import Journal
 from trainer.process import time_limits
 from trainer.process.signals import SIGNALS
 from trainer.sources.ahead import BatchProgress
+from trainer.sources.error_rate import SourceFailures, error_limit, judge_failures
 from trainer.sources.joined_rounds import RunnerPart, run_together
 from trainer.sources.recorded import RecordedGroups
 from trainer.sources.routes import Route
@@ -170,7 +171,7 @@ class RolloutRunner:
         rewarded: dict[int, Episode] = {}
         with contextlib.closing(self._ended(recorded, progress, is_last)) as chunks, contextlib.ExitStack() as block:
             parts = [
-                ScoredPart(self.routes[source], requests, recorded.size, block, purpose, self._known(recorded, source))
+                ScoredPart(self.routes[source], requests, recorded.size, block, purpose)
                 for source, requests in by_source(recorded.missing).items()
             ]
             looked = time.monotonic()
@@ -195,16 +196,27 @@ class RolloutRunner:
                 if part.session is not None:
                     with progress.timer("reward"):
                         rewarded |= part.scores(ended, keep)
-                elif recorded.known is not None:
-                    part.report_failures(rewarded)
+            if recorded.are_failures_judged:
+                judge_failures(self._failures(recorded, rewarded), purpose)
+                for part in parts:
+                    part.accept()
         return [rewarded[index] for index in range(len(recorded.missing))]
 
-    def _known(self, recorded: RecordedGroups, source: str) -> int | None:
-        """Return how many episodes of a source the journal has. None: failures are judged elsewhere."""
-        if recorded.known is None:
-            return None
-        of_source = [[r for r in some if r.prompt.source == source] for some in (recorded.requests, recorded.missing)]
-        return len(of_source[0]) - len(of_source[1])
+    def _failures(self, recorded: RecordedGroups, episodes: Mapping[int, Episode]) -> list[SourceFailures]:
+        """Return what has failed of each source with rewards.
+
+        Args:
+            episodes: those of `recorded.missing`.
+        """
+        reasons: dict[str, list[str]] = {}
+        for index, request in enumerate(recorded.missing):
+            reasons.setdefault(request.prompt.source, []).append(episodes[index].failure)
+        totals = Counter(request.prompt.source for request in recorded.requests)
+        return [
+            SourceFailures(source, self.routes[source].cfg, reasons.get(source, ()), total)
+            for source, total in totals.items()
+            if self.routes[source].has_rewards
+        ]
 
     def _ended(self, recorded: RecordedGroups, progress: BatchProgress, is_last: bool) -> Iterator[dict[int, Episode]]:
         """Yield the missing episodes as they end, by their indices in `missing`."""
@@ -236,15 +248,16 @@ class RolloutRunner:
         indices: dict[int, list[int]] = {}
         runners = {id(route.episodes): route.episodes for route in self.routes.values()}
         of_source = {source: id(route.episodes) for source, route in self.routes.items()}
+        limits = {source: error_limit(route.cfg) for source, route in self.routes.items()}
         for index, request in enumerate(requests):
             indices.setdefault(of_source[request.prompt.source], []).append(index)
-        totals = Counter(of_source[request.prompt.source] for request in recorded.requests)
+        totals = Counter(limits[request.prompt.source] for request in recorded.requests)
         parts = [
             RunnerPart(
                 runners[runner],
                 [requests[index] for index in own],
                 own,
-                None if recorded.known is None else totals[runner] - len(own),
+                totals[limits[requests[own[0]].prompt.source]] - len(own) if recorded.are_failures_judged else None,
             )
             for runner, own in indices.items()
         ]

@@ -34,6 +34,11 @@ class Route:
     decides: str = ""
     """Of a validation set: a digest of its environment and its reward, which the settings of the run do not hold."""
 
+    @property
+    def has_rewards(self) -> bool:
+        """Whether an environment or a scorer gives the rewards."""
+        return bool(self.cfg.environment.name) or self.scorer is not None
+
 
 def make_scorers(
     cfg: Config, sources: Iterable[str], make: Callable[[Config], Scorer | None]

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from trainer.data.datasets import of_source
-from trainer.environments.episode_runner import RolloutRequest, report_failures
+from trainer.environments.episode_runner import RolloutRequest
 from trainer.episodes import Episode
 from trainer.rewards.scorer import Scoring
 from trainer.rewards.terms import RewardInput
@@ -23,7 +23,6 @@ class ScoredPart:
         n: episodes in a group.
         block: is left when all rewards are known.
         purpose: names what the episodes are for, in messages.
-        known: see `Scorer.scoring`.
     """
 
     def __init__(
@@ -33,14 +32,14 @@ class ScoredPart:
         n: int,
         block: contextlib.ExitStack,
         purpose: str,
-        known: int | None,
     ):
         self._source = next(iter(requests.values())).prompt.source
-        self._purpose = of_source(purpose, [self._source])
         self.session: Scoring | None = None
         """None: the environment gives the rewards, or all are 0."""
         if route.scorer is not None:
-            self.session = block.enter_context(route.scorer.scoring(n, self._purpose, known))
+            self.session = block.enter_context(route.scorer.scoring(n, of_source(purpose, [self._source])))
+        self.accept: Callable[[], None] = lambda: None
+        """Called when the step uses the rewards of `scores`."""
         self._cfg = route.cfg
         self._requests = requests
         self._n = n
@@ -75,13 +74,10 @@ class ScoredPart:
     def scores(self, ended: Mapping[int, Episode], meanwhile: Callable[[], None]) -> dict[int, Episode]:
         """Wait for the rewards of all episodes, and return these."""
         assert self.session is not None
-        results = zip(self._indices, self.session.scores(meanwhile).each(), strict=True)
+        scores = self.session.scores(meanwhile)
+        self.accept = scores.accept
+        results = zip(self._indices, scores.each(), strict=True)
         return {index: self._with_reward(ended[index], *result) for index, result in results}
-
-    def report_failures(self, episodes: Mapping[int, Episode]) -> None:
-        """Log the failures of environments."""
-        own = [episodes[index] for index in self._indices]
-        report_failures(own, self._cfg.environment.on_failure, self._purpose)
 
     def _with_reward(self, episode: Episode, reward: float, terms: Mapping[str, float], reason: str) -> Episode:
         """Return an episode with its reward. `reason`: why the reward failed, empty if it did not."""

@@ -236,7 +236,7 @@ def test_the_reward_model(module):
     learner = SimpleNamespace(last_scores=lambda role, samples: np.asarray([len(role) + sample for sample in samples]))
     scorer = config.task(config).source.keywords["make_scorer"](SimpleNamespace(learner=learner))
     episodes: list[Any] = [SimpleNamespace(episode=SimpleNamespace(samples=[i])) for i in range(3)]
-    with scorer, scorer.scoring(1, "training", 0) as session:
+    with scorer, scorer.scoring(1, "training") as session:
         session.add(2, episodes[2:])
         session.add(0, episodes[:2])
         assert session.scores(lambda: None).rewards == [5, 6, 7]

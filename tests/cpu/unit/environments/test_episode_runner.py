@@ -15,7 +15,7 @@ from tests.support.episodes import Policy, requests_of, run, runner_of
 from tests.support.generation import SAMPLED
 from trainer.config import Config
 from trainer.data.datasets import Prompt
-from trainer.environments.episode_runner import EnvironmentRunner, RolloutRequest, SingleTurnRunner, report_failures
+from trainer.environments.episode_runner import EnvironmentRunner, RolloutRequest, SingleTurnRunner
 from trainer.episodes import Episode
 from trainer.errors import UserError, WorkerError
 from trainer.generation.engine import Completion, Request
@@ -152,15 +152,13 @@ def test_text_that_is_far_too_long_is_not_tokenised(tokenizer):
 
 
 @pytest.mark.parametrize("at, turns, length", [(0, 0, 0), (1, 1, 2), (2, 2, 5)])
-def test_an_episode_whose_environment_fails_has_reward_0_and_is_counted(runner, tokenizer, caplog, at, turns, length):
+def test_an_episode_whose_environment_fails_has_reward_0_and_says_why(runner, tokenizer, at, turns, length):
     policy = Policy(tokenizer, "a", "bb")
     failed, good = run(runner, policy, requests_of({"do": "raise", "at": at}, {"prompt": "y"}))
     assert (failed.status, failed.turns, failed.reward, failed.length) == ("failed", turns, 0.0, length)
     assert len(failed.samples) == 1 and len(failed.samples[0].token_ids) > 0
     assert (good.status, good.reward) == ("stop", 3.0)
-    assert report_failures([failed, good], "zero", "step 5").count == 1
-    said = "1 of 2 episodes of step 5 (50.0%) failed and count as 0; the first: "
-    assert said in caplog.text
+    assert failed.failure.endswith("raised RuntimeError: it broke") and not good.failure
 
 
 def test_a_lost_environment_leaves_no_trace_in_its_episode(runner, tokenizer, tmp_path):

@@ -64,3 +64,10 @@ def test_a_run_ends_when_more_than_the_limit_have_failed():
     assert sentence.startswith(
         "environment.max_error_rate=0.1: 1 of 3 episodes of step 2 (33.3%) failed (the first: x)"
     )
+
+
+def test_failures_of_several_sources_name_the_one_with_the_most():
+    some = [Failures.among(reasons, "environment") for reasons in (["x"], ["y", "z"], [""])]
+    sentence = Failures.together(["a", "b", "c"], some).problem(6, 0.1, "step 2")
+    assert "3 of 6 episodes of step 2 (50.0%) failed, 2 of them for b (the first: y); nothing was" in sentence
+    assert "failed (the first: x)" in Failures.together([""], some[:1]).problem(6, 0.1, "step 2")

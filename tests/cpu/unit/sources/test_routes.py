@@ -22,7 +22,6 @@ from trainer.config.data import SourceConfig
 from trainer.data.datasets import Prompt
 from trainer.environments.episode_runner import EnvironmentRunner, EpisodeRunner, RolloutRequest, SingleTurnRunner
 from trainer.episodes import Episode, Sample
-from trainer.errors import UserError
 from trainer.generation.engine import Sampling
 from trainer.journal.history import Identity
 from trainer.journal.journal import Journal
@@ -144,22 +143,6 @@ def test_rows_of_each_source_come_once_an_epoch_over_a_kill(tmp_path, model, mod
     for name, count in counts.items():
         rows = Counter(row.rpartition(" ")[0] for row in trained if row.startswith(f"{name} "))
         assert sorted(rows.values(), reverse=True)[: count // 3] == [3] * (count // 3), "an epoch is not complete"
-
-
-@pytest.mark.parametrize("mode", ["plain", "in flight"])
-def test_failures_are_judged_by_source_and_named_by_it(tmp_path, model, monkeypatch, mode):
-    """All rewards of one source fail. The other sources do not make up for that."""
-    monkeypatch.setenv("BROKEN_LENGTH", "1")
-    cfg = mixed(tmp_path)
-    if mode == "in flight":
-        cfg.rollout.engine, cfg.rollout.in_flight_updates = "vllm", True
-    cfg.data.mix["plain"].reward = RewardConfig(name="tests.support.named_rewards:length_unless_broken")
-    engines = Replies(load_tokenizer(model), lambda *_: "a")
-    with sampling_source(cfg, engines, model) as source:
-        source.start(1, is_initial=True)
-        with pytest.raises(UserError, match=r"=0.2: 6 of 6 rewards of step 1 for plain \(100.0%\) failed"):
-            source.next(1)
-        source._cancel()
 
 
 def test_a_source_may_choose_its_rows(tmp_path, model):

@@ -46,7 +46,7 @@ def test_a_group_is_scored_when_it_has_ended_and_gets_its_own_reward():
 
     route = Route(Config(), None, RankScorer("judge", last_scores))  # type: ignore[arg-type]
     with contextlib.ExitStack() as block:
-        part = ScoredPart(route, by_source(REQUESTS)["b"], 2, block, "step 1", 0)
+        part = ScoredPart(route, by_source(REQUESTS)["b"], 2, block, "step 1")
         ended: dict[int, Episode] = {}
         for index in (7, 0, 3, 6, 2, 1):  # the second group of the source ends first
             chunk = {index: episode(REQUESTS[index], length=index)}
@@ -62,7 +62,7 @@ def test_a_group_is_scored_when_it_has_ended_and_gets_its_own_reward():
 def test_without_a_scorer_the_environment_has_given_the_reward():
     cfg = Config(environment=EnvironmentConfig(name="a:B"))
     with contextlib.ExitStack() as block:
-        part = ScoredPart(Route(cfg, None, None), by_source(REQUESTS)["a"], 2, block, "step 1", 0)  # type: ignore[arg-type]
+        part = ScoredPart(Route(cfg, None, None), by_source(REQUESTS)["a"], 2, block, "step 1")  # type: ignore[arg-type]
         chunk = {
             0: episode(REQUESTS[0], reward=2.0),
             1: episode(REQUESTS[1], reward=0.0, failure="broke"),
