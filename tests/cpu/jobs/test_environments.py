@@ -55,6 +55,31 @@ def test_the_environment_of_the_page_is_learnt_with_its_tool(tmp_path: Path, mar
     assert len(called) >= 0.95 * len(right), "a price was guessed"
 
 
+def test_a_mix_of_an_agent_and_a_reward_is_trained(tmp_path: Path):
+    """GRPO. The agent asks twice in an episode. The engine has no model, and serves both sources at the same time."""
+    build_tiny(TinyConfig(hidden_size=32, intermediate_size=64, num_layers=1), str(tmp_path / "model"))
+    done = run_forked_job(
+        "algorithm=grpo", "model.path=model", "rollout.engine=tests.support.token_engine:JOINING",
+        "rollout.max_response_tokens=16", "rollout.max_prompt_tokens=64", "trainer.run_dir=run",
+        "trainer.val_interval=-1", "trainer.train_batch_size=4", "data.train_size=-1",
+        "data.mix.asks.synthetic=reverse_text", "data.mix.asks.size=8",
+        "data.mix.asks.environment.name=tests.support.agents:OneCall", "+data.mix.asks.environment.kwargs.times=2",
+        "data.mix.plain.synthetic=arithmetic", "data.mix.plain.size=8",
+        "data.mix.plain.reward.name=tests.support.named_rewards:length", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert row["data/asks/episode/turns/mean"] == 2 and "data/plain/episode/turns/mean" not in row
+        assert row["data/asks/reward/mean"] == row["data/asks/episode/chars/mean"] + 0.5
+        assert row["data/plain/reward/mean"] == row["data/plain/reward/length/mean"] > 0
+        of_all = (row["data/asks/reward/mean"] + row["data/plain/reward/mean"]) / 2
+        assert row["reward/mean"] == pytest.approx(of_all) and row["policy/grad_norm"] > 0
+        assert row["environment/failures"] == row["reward/failures"] == row["data/asks/episode/errors/mean"] == 0
+    assert [[row[f"data/{name}/prompts"] for row in rows] for name in ("asks", "plain")] == [[2, 4], [2, 4]]
+
+
 def test_the_agent_of_the_page_is_trained_as_if_it_had_not_been_killed(tmp_path: Path):
     """OpenAI's client as it is, in threads of the agents' process, with vLLM. The first job is killed behind step 2."""
     assert files_of_page("docs/agents.md", tmp_path) == ["solver.py"]
