@@ -18,6 +18,7 @@ from trainer.generation.engine_pool import EnginePool
 from trainer.import_utils import import_function
 from trainer.metrics.timing import Timer
 from trainer.models.files import import_configs, resolve_model_path
+from trainer.models.positions import check_episode_length
 from trainer.models.tokenizer import stop_token_ids
 from trainer.process.startup import stage
 from trainer.rewards.functions import REMOTE
@@ -149,6 +150,9 @@ def _check_inputs(cfg: Config, asks_servers: bool) -> None:
     refused = [*find_refusals(cfg, sources, _check_functions), *find_refusals(cfg, sources, _check_data)]
     try:
         _check_model(cfg)
+        if cfg.model.path is not None:
+            path = resolve_model_path(cfg.model.path)
+            refused += find_refusals(cfg, sources, lambda own: check_episode_length(own, path))
     except UserError as error:
         refused += sentences_of(error)
     if refused:

@@ -9,15 +9,17 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.runs import configured
-from trainer.config import TASKS, Config, DataConfig, EnvironmentConfig, RewardConfig
+from trainer.config import TASKS, Config, DataConfig, EnvironmentConfig, RewardConfig, TinyConfig
 from trainer.config.data import SourceConfig
 from trainer.config.overrides import unread_words
 from trainer.errors import UserError
+from trainer.models.tiny import build_tiny
 from trainer.rewards.scorer import RankScorer
 from trainer.tasks.rl import build, config_scorer, sample_episodes
 from trainer.tasks.warm_start import cached_model
 
 HERE = __name__
+SMALL = TinyConfig(hidden_size=32, intermediate_size=64, num_layers=1)
 TASK = replace(TASKS["rl"], reward_functions=False)
 
 
@@ -88,6 +90,20 @@ def test_each_source_of_a_mix_is_checked_and_its_keys_are_named(cfg, tmp_path):
         "data.mix.words.curriculum",
         "data.mix.games.files",
     ]
+
+
+def test_an_episode_that_the_model_cannot_read_is_refused(cfg, tmp_path):
+    cfg.model.path = str(tmp_path / "model")
+    build_tiny(replace(SMALL, max_position_embeddings=256), cfg.model.path)
+    environment = EnvironmentConfig(name="trainer.environments.retry:RetryEnv", max_tokens=257)
+    cfg.data = DataConfig(mix={"again": SourceConfig(synthetic="arithmetic", size=4, environment=environment)})
+    cfg.trainer.val_interval = -1
+    with pytest.raises(
+        UserError, match=r"^data.mix.again.environment.max_tokens=257: model.path=\S+ reads at most 256 t"
+    ):
+        build(cfg).check_inputs(True)
+    environment.max_tokens = 256
+    build(cfg).check_inputs(True)
 
 
 def test_the_rewards_of_all_sources_are_tried(cfg):
