@@ -13,6 +13,9 @@ from trainer.rewards.scores import Failures
 
 LOG = logging.getLogger(__name__)
 
+_FEWEST_ROWS = 4
+"""Of a source, whose failures say that the source is broken and not a row."""
+
 
 @dataclass(frozen=True)
 class SourceFailures:
@@ -39,13 +42,14 @@ def judge_failures(sources: Sequence[SourceFailures], purpose: str) -> None:
     """Log the failures of a batch.
 
     Failures are a share of the whole batch, not of a source, of which the batch may hold two episodes. Sources with an
-    environment and those with a reward are judged apart, as are sources with limits of their own.
+    environment and those with a reward are judged apart, as are sources with limits of their own. A source with several
+    rows whose episodes have all failed is not hidden by the others.
 
     Args:
         purpose: names what the episodes are for.
 
     Raises:
-        UserError: more than `max_error_rate` of the episodes have failed.
+        UserError: more than `max_error_rate` of the episodes have failed, or all of a source.
     """
     by_limit: dict[tuple[str, float], list[SourceFailures]] = {}
     for one in sources:
@@ -57,5 +61,9 @@ def judge_failures(sources: Sequence[SourceFailures], purpose: str) -> None:
         if problem is not None:
             raise UserError(problem)
         for one, failed in zip(some, failures, strict=True):
-            for line in failed.lines(one.total, one.cfg.on_failure, of_source(purpose, [one.source])):
+            of = of_source(purpose, [one.source])
+            is_broken = failed.count == one.total >= _FEWEST_ROWS * one.cfg.rollout.n
+            if is_broken and (problem := failed.problem(one.total, most, of)) is not None:
+                raise UserError(problem)
+            for line in failed.lines(one.total, one.cfg.on_failure, of):
                 LOG.warning(line)

@@ -54,6 +54,15 @@ def test_episodes_that_fail_are_a_share_of_all_sources_with_environments(tmp_pat
         source.next(1)
 
 
+@MODES
+def test_a_source_whose_episodes_all_fail_is_not_hidden_by_the_others(tmp_path, model, mode):
+    cfg = broken_echo(tmp_path, 0.9)
+    cfg.trainer.train_batch_size *= 4
+    sentence = r"=0.9: (\d+) of \1 episodes of step 1 for loud \(100.0%\) failed"
+    with failing(cfg, model, mode) as source, pytest.raises(UserError, match=sentence):
+        source.next(1)
+
+
 def test_a_source_with_a_limit_of_its_own_is_judged_by_itself(tmp_path, model):
     cfg = broken_echo(tmp_path, 0.5)
     cfg.data.mix["loud"].environment.max_error_rate = 0.6
