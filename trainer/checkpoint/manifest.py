@@ -68,6 +68,10 @@ class UnreadableError(CorruptCheckpointError):
     """
 
 
+class OtherFormatError(CorruptCheckpointError):
+    """Another version of this program has written the checkpoint."""
+
+
 class ElsewhereError(CorruptCheckpointError):
     """Shards of a checkpoint are on the disks of other nodes, where they may be whole."""
 
@@ -180,7 +184,7 @@ def read(path: str) -> Checkpoint:
         except FileNotFoundError:
             raise CorruptCheckpointError(f"{path}: not a checkpoint, it has no {MANIFEST}") from None
     if manifest["format_version"] != FORMAT_VERSION:
-        raise CorruptCheckpointError(
+        raise OtherFormatError(
             f"{path}: its format is version {manifest['format_version']}, this program reads {FORMAT_VERSION}; "
             "resume with the version that wrote it"
         )

@@ -14,7 +14,13 @@ from trainer.checkpoint import record
 from trainer.checkpoint.checkpoint_files import step_in
 from trainer.checkpoint.components import Restore, read_config
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.checkpoint.manifest import Checkpoint
+from trainer.checkpoint.manifest import (
+    Checkpoint,
+    CorruptCheckpointError,
+    ElsewhereError,
+    OtherFormatError,
+    UnreadableError,
+)
 from trainer.checkpoint.start_weights import movable_paths
 from trainer.checkpoint.store import open_store
 from trainer.config import LOAD_COMPONENTS, Config
@@ -137,13 +143,33 @@ def _find_named(cfg: Config, checkpoints: CheckpointManager, holds_run: bool) ->
             f"trainer.run_dir={t.run_dir}: already holds a run that is no fork; choose another trainer.run_name, or "
             "continue it with trainer.resume_mode=latest"
         )
-    return manifests.verify(path, t.verify_checkpoint), True  # no fallback: the user named this checkpoint
+    others = f"name another checkpoint{_checkpoints_near(path)}"
+    return _verify_named(path, t.verify_checkpoint, others), True  # no fallback: the user named this checkpoint
+
+
+def _verify_named(path: str, level: str, otherwise: str) -> Checkpoint:
+    """Verify the checkpoint that `trainer.resume_path` names.
+
+    Args:
+        otherwise: what the user can do without the checkpoint.
+
+    Raises:
+        CorruptCheckpointError: it is damaged, or cannot be read.
+    """
+    try:
+        return manifests.verify(path, level)
+    except (UnreadableError, OtherFormatError, ElsewhereError):
+        raise
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(
+            f"trainer.resume_path={error}; restore the checkpoint from a copy, or {otherwise}"
+        ) from error
 
 
 def _checkpoints_near(path: str) -> str:
     """Return which checkpoints there are in a run, or beside a checkpoint, as the end of a sentence; "" if none."""
     for directory in (os.path.join(path, "checkpoints"), path, os.path.dirname(path)):
-        steps = [] if is_url(directory) else open_store(directory).steps()
+        steps = [] if is_url(directory) else [n for n in open_store(directory).steps() if n != step_in(path)]
         if steps:
             more = ", …" if len(steps) > 5 else ""
             return f"; {directory} has {', '.join(f'global_step_{step}' for step in reversed(steps[-5:]))}{more}"
@@ -151,7 +177,8 @@ def _checkpoints_near(path: str) -> str:
 
 
 def _verify_newest(cfg: Config, checkpoints: CheckpointManager, path: str) -> Checkpoint:
-    checkpoint = manifests.verify(path, cfg.trainer.verify_checkpoint)
+    otherwise = "take the newest undamaged one with trainer.resume_mode=latest"
+    checkpoint = _verify_named(path, cfg.trainer.verify_checkpoint, otherwise)
     newer = [step for step in checkpoints.store.steps() if step > checkpoint.step]
     if newer:
         raise UserError(

@@ -13,6 +13,7 @@ from tests.support.odd_files import replace, resume, rewrite
 from tests.support.runs import configured, opened, save_steps
 from trainer.checkpoint.__main__ import main as checkpoint_tool
 from trainer.checkpoint.components import config_digest
+from trainer.checkpoint.manifest import CorruptCheckpointError
 from trainer.config import compose
 from trainer.errors import UserError
 from trainer.run.directory import RunDirectory
@@ -50,6 +51,24 @@ def test_a_path_of_no_checkpoint_is_refused_with_those_that_there_are(run_dir, t
     cfg = configured(tmp_path / "fork", resume_mode="from_path", resume_path=str(run_dir / path))
     with pytest.raises(UserError, match=r"^trainer.resume_path=.*: .*checkpoints has .*global_step_2"):
         RunDirectory(cfg).open()
+
+
+@pytest.mark.parametrize("is_fork", [True, False])
+def test_a_named_checkpoint_that_is_damaged_is_refused_with_the_remedy(run_dir, tmp_path, is_fork):
+    checkpoint = run_dir / "checkpoints/global_step_2"
+    with (checkpoint / "data.json").open("ab") as file:
+        file.truncate(1)
+    directory = tmp_path / "fork" if is_fork else run_dir
+    cfg = configured(directory, resume_mode="from_path", resume_path=str(checkpoint))
+    with pytest.raises(CorruptCheckpointError) as refused:
+        RunDirectory(cfg).open()
+    problem, what_to_do = str(refused.value).split("; ", 1)
+    assert problem.startswith(f"trainer.resume_path={checkpoint}: data.json has 1 bytes instead of ")
+    assert what_to_do == "restore the checkpoint from a copy, or " + (
+        f"name another checkpoint; {checkpoint.parent} has global_step_1"
+        if is_fork
+        else "take the newest undamaged one with trainer.resume_mode=latest"
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------
