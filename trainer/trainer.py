@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -19,7 +18,7 @@ from trainer.checkpoint.components import (
     json_part,
     models_part,
 )
-from trainer.checkpoint.exports import export_directory, is_exported
+from trainer.checkpoint.exports import export_directory, is_exported, left_out_if_disk_is_full
 from trainer.checkpoint.start_weights import start_weights_part
 from trainer.config import Config
 from trainer.episodes import Episode
@@ -28,7 +27,7 @@ from trainer.files.redaction import redact
 from trainer.journal.history import first_history, history_at
 from trainer.journal.journal import Journal
 from trainer.learner.learner import Learner
-from trainer.metrics.best import better, compared_metric
+from trainer.metrics.best import better, score_of
 from trainer.metrics.health import MetricChecks
 from trainer.metrics.progress import Progress
 from trainer.metrics.prometheus import MetricsServer
@@ -219,7 +218,8 @@ class Trainer:
         failpoint("logged")
         self.saves.collect(self.checkpoints.results())
         if t.hf_save_interval > 0 and (step % t.hf_save_interval == 0 or last):
-            self.export(export_target(self.cfg, step))
+            with left_out_if_disk_is_full(export_target(self.cfg, step)) as target:
+                self.export(target)
         return metrics
 
     def _begin(self) -> None:
@@ -316,20 +316,15 @@ class Trainer:
         if self.saves.begun == step:
             return
         started = time.monotonic()
-        self.tracker.flush()  # a checkpoint must not outlive the lines of its steps
-        best_metric, best_mode = self.cfg.compared_by
-        metric = compared_metric(self.state.best, best_metric, metrics)
-        score = metrics.get(metric)
         description = {
             **self.learner.ranks.description,
             "config_digest": config_digest(self.directory.cfg),
-            "score_metric": metric,
-            "score_mode": best_mode,
-            "score": score if score is not None and math.isfinite(score) else None,
+            **score_of(self.state.best, *self.cfg.compared_by, metrics),
             "parent": self.directory.lineage or None,
             "metrics_from": self.tracker.first_step,
         }
-        self.checkpoints.save(step, self.parts, description)
+        # A checkpoint must not outlive what was logged of its steps.
+        self.checkpoints.save(step, self.parts, description, before=(self.tracker.flush, self.transcripts.flush))
         if not t.ckpt_async:
             self.checkpoints.wait()
         self.saves.begun = step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import tempfile
 from collections.abc import Iterator
@@ -10,7 +11,11 @@ from pathlib import Path
 
 from trainer.checkpoint.checkpoint_files import files_at
 from trainer.checkpoint.storage import for_each
+from trainer.errors import is_disk_unwritable
+from trainer.files.atomic_io import naming
 from trainer.process.tracing import TRACER
+
+LOG = logging.getLogger(__name__)
 
 _LAST = ("config.json", "adapter_config.json")
 """No model can be loaded without one of these files. They are put last, so an export is whole where one is there."""
@@ -36,8 +41,19 @@ def export_directory(target: str, scratch: str | None = None) -> Iterator[str]:
     Args:
         scratch: the parent of that directory, which all ranks see; None: that of temporary files.
     """
-    with TRACER.span("export"), _directory(target, scratch) as path:
+    with TRACER.span("export"), naming(target), _directory(target, scratch) as path:
         yield path
+
+
+@contextlib.contextmanager
+def left_out_if_disk_is_full(target: str) -> Iterator[str]:
+    """Give `target` to the block, and warn if the disk has no room for the export that the block makes there."""
+    try:
+        yield target
+    except OSError as error:
+        if not is_disk_unwritable(error):
+            raise
+        LOG.warning("%s: cannot be written (%s); training continues without this export", target, error.strerror)
 
 
 @contextlib.contextmanager

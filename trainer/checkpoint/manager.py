@@ -116,13 +116,20 @@ class CheckpointManager:
     # ---------------------------------------------------------------------------------------------------
     # Saving
 
-    def save(self, step: int, components: Sequence[Component], description: dict[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        components: Sequence[Component],
+        description: dict[str, Any],
+        before: Sequence[Callable[[], None]] = (),
+    ) -> None:
         """Begin to save `global_step_{step}`: take the state of all components now, write and commit it on a thread.
 
         A save that is still under way ends first. `results` returns the result.
 
         Args:
             description: further fields of the manifest (ranks, mesh, versions, config digest, score).
+            before: called first. The save fails if one of them raises `OSError`.
         """
         self.wait()
         self._abort_failed()
@@ -138,6 +145,8 @@ class CheckpointManager:
             staging = self.store.begin(step)
             for component in components:
                 finishers.append(component.begin(staging))
+            for prepare in before:
+                prepare()
         except (OSError, UserError) as error:
             failure = error
 

@@ -1,7 +1,8 @@
 """Files of a run directory to which one process at a time appends lines: metrics, incidents, starts, rewards, the log.
 
 A kill can leave an incomplete line at the end of such a file, so every writer repairs the last line first. Somebody can
-delete, replace or edit such a file while the run appends to it. Then `AppendedFile` writes the file again.
+delete, replace or edit such a file while the run appends to it. Then `AppendedFile` writes the file again. While the
+disk is full, it keeps the lines in memory.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 import zlib
 from collections.abc import Callable
 
+from trainer.errors import is_disk_unwritable
 from trainer.files.atomic_io import naming, read_file, sync_path, write_file
 from trainer.files.documents import parse_object
 
@@ -63,7 +65,7 @@ def write_all_or_nothing(handle: int, data: bytes) -> None:
     size = os.fstat(handle).st_size
     if os.write(handle, data) != len(data):
         os.ftruncate(handle, size)
-        raise OSError(errno.ENOSPC, "the last line was cut short; is the disk full?")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _repair_last_line(handle: int, is_text: bool) -> None:
@@ -97,6 +99,8 @@ class AppendedFile:
     process has left it. If somebody has deleted or changed it, the file is written again, and the foreign content is
     kept in `NAME.replaced` in the same directory. The file is created with its first line.
 
+    Lines for which a full disk has no room wait in memory, and are written with the next ones (see `append`).
+
     Args:
         fence: raises when this process no longer holds the run directory. Then the file belongs to another process,
             and is not written again.
@@ -109,12 +113,13 @@ class AppendedFile:
         self._mode = mode
         self._chunks: list[bytes] = []
         self._packer = zlib.compressobj(1)
+        self._waiting = b""  # the last lines, for which a full disk had no room
         self._stamp: tuple[int, int, int, int] | None = None
         self._is_loaded = False
         self._lock = threading.RLock()  # signal handlers append, too
 
     def content(self) -> bytes:
-        """Return all lines."""
+        """Return all lines, also those that wait for room on the disk."""
         with self._lock:
             self._load()
             return zlib.decompress(b"".join(self._chunks) + self._packer.copy().flush())
@@ -122,38 +127,45 @@ class AppendedFile:
     def append(self, lines: bytes, durable: bool = False) -> None:
         """Append complete lines, with their line breaks.
 
+        If the disk is full or read-only, one warning says so, and the lines wait in memory. Later calls of `append`,
+        `check` and `sync` try to write them first.
+
         Args:
-            durable: wait until the lines are on the disk.
+            durable: wait until the lines are on the disk, unless the disk is full.
 
         Raises:
-            OSError: the lines could not be written. The file is unchanged.
+            OSError: the lines could not be written for another reason.
         """
         assert lines.endswith(b"\n")
         with self._lock:
-            self.check()
-            handle = open_appended(self._path, self._mode)
+            self._load()
             try:
-                status = os.fstat(handle)
-                is_same = status.st_size == 0 if self._stamp is None else _stamp_of(status) == self._stamp
-                with naming(self._path):
-                    write_all_or_nothing(handle, lines)
-                    if durable:
-                        os.fsync(handle)
-                self._stamp = _stamp_of(os.fstat(handle)) if is_same else _CHANGED
-            finally:
-                os.close(handle)
+                self._write(lines)
+            except OSError as error:
+                if not is_disk_unwritable(error):
+                    raise
+                if not self._waiting:
+                    LOG.warning(
+                        "%s: cannot be written (%s); its lines wait in memory for room: free space on the disk, or "
+                        "repair it",
+                        self._path,
+                        error.strerror,
+                    )
+                self._waiting += lines
             self._remember(lines)
+            if durable and not self._waiting:
+                sync_path(self._path)
 
     def rewrite(self, content: bytes) -> None:
         """Replace the complete file atomically, whatever its current content is."""
         with self._lock:
             write_file(self._path, content, self._fence, self._mode)
-            self._chunks, self._packer, self._is_loaded = [], zlib.compressobj(1), True
+            self._chunks, self._packer, self._is_loaded, self._waiting = [], zlib.compressobj(1), True, b""
             self._remember(content)
             self._stamp = self._current()
 
     def check(self) -> None:
-        """Write the file again if somebody has deleted or changed it.
+        """Write the file again if somebody has deleted or changed it, and write the lines that wait.
 
         Raises:
             OSError: the file cannot be written.
@@ -161,30 +173,56 @@ class AppendedFile:
         """
         with self._lock:
             self._load()
-            stamp = self._current()
-            if stamp == self._stamp:
-                return
-            content = self.content()
-            if stamp is not None and _content_of(self._path) == content:  # touched, or replaced by a copy
-                self._stamp = stamp
-                return
-            self._fence()
-            if stamp is not None:
-                _keep_replaced(self._path)
-            write_file(self._path, content, self._fence, self._mode)
-            self._stamp = self._current()
+            self._write(b"")
+
+    def sync(self) -> None:
+        """Wait until all lines are on the disk.
+
+        Raises:
+            OSError: the file cannot be written. Lines that wait for room still wait.
+        """
+        self.check()
+        if self._stamp is not None:
+            sync_path(self._path)
+
+    def _write(self, lines: bytes) -> None:
+        """Append the lines that wait, and `lines`, to the file as this process has left it."""
+        has_waited = bool(self._waiting)
+        self._repair()
+        if data := self._waiting + lines:
+            handle = open_appended(self._path, self._mode)
+            try:
+                status = os.fstat(handle)
+                is_same = status.st_size == 0 if self._stamp is None else _stamp_of(status) == self._stamp
+                with naming(self._path):
+                    write_all_or_nothing(handle, data)
+                self._stamp = _stamp_of(os.fstat(handle)) if is_same else _CHANGED
+            finally:
+                os.close(handle)
+        self._waiting = b""
+        if has_waited:
+            LOG.info("%s: the lines that have waited for room are written", self._path)
+
+    def _repair(self) -> None:
+        """Write the file again, with the lines that wait, if somebody has deleted or changed it."""
+        stamp = self._current()
+        if stamp == self._stamp:
+            return
+        content = self.content()
+        if stamp is not None and _content_of(self._path) == content.removesuffix(self._waiting):
+            self._stamp = stamp  # it was touched, or replaced by a copy
+            return
+        self._fence()
+        if stamp is not None:
+            _keep_replaced(self._path)
+        write_file(self._path, content, self._fence, self._mode)
+        self._stamp, self._waiting = self._current(), b""
         LOG.warning(
             "%s was %s while the run appends to it: all lines of the run are written again%s",
             self._path,
             "deleted" if stamp is None else "changed",
             "" if stamp is None else f"; its changed content is in {os.path.basename(self._path)}{REPLACED}",
         )
-
-    def sync(self) -> None:
-        """Wait until all lines are on the disk."""
-        self.check()
-        if self._stamp is not None:
-            sync_path(self._path)
 
     def _load(self) -> None:
         if not self._is_loaded:

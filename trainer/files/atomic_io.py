@@ -17,17 +17,24 @@ _CHUNK = 8 << 20
 def write_file(path: str, data: bytes | str, fence: Callable[[], None] = lambda: None, mode: int | None = None) -> None:
     """Write a file atomically: it is complete or absent, even if the process or the machine dies during the write.
 
+    A write for which the disk has no room takes none.
+
     Args:
         fence: called before the file appears. Raises if this process may no longer write the file.
         mode: permissions of the file. None: the default permissions of this process.
     """
     staged = f"{path}.tmp"
-    with naming(path), open(staged, "wb") as file:
-        if mode is not None:
-            os.fchmod(file.fileno(), mode)
-        file.write(data.encode() if isinstance(data, str) else data)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with naming(path), open(staged, "wb") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.remove(staged)
+        raise
     fence()
     os.replace(staged, path)
     sync_path(os.path.dirname(path) or ".")

@@ -73,6 +73,14 @@ def better(
     return {metric: value, "step": step}
 
 
+def score_of(best: Mapping[str, float], best_metric: str, mode: str, metrics: Mapping[str, float]) -> dict[str, Any]:
+    """Return what the manifest of a checkpoint says of its score. The arguments are those of `better`."""
+    metric = compared_metric(best, best_metric, metrics)
+    score = metrics.get(metric)
+    is_known = score is not None and math.isfinite(score)
+    return {"score_metric": metric, "score_mode": mode, "score": score if is_known else None}
+
+
 def best_of(rows: Iterable[Mapping[str, Any]], best_metric: str, mode: str) -> Best | None:
     """Return the best step in the lines of a `metrics.jsonl`, by the rule of the run itself; None if there is none."""
     best: dict[str, float] = {}

@@ -20,7 +20,7 @@ from types import NoneType
 from typing import Any
 
 from trainer.config import LoggerConfig, with_new_metrics
-from trainer.errors import UserError
+from trainer.errors import UserError, is_disk_unwritable
 from trainer.files.appended import AppendedFile
 from trainer.files.atomic_io import write_file
 from trainer.files.documents import is_count, is_number, parse_object
@@ -124,10 +124,11 @@ class Tracker:
         Args:
             samples: episodes to read in W&B and TensorBoard, by the kind of data.
 
-        NaN and infinity, which JSON does not have, become `null` in `metrics.jsonl`.
+        NaN and infinity, which JSON does not have, become `null` in `metrics.jsonl`. While the disk is full, lines wait
+        in memory (see `AppendedFile`), and `flush` raises.
 
         Raises:
-            OSError: the line could not be written completely, for example because the disk is full.
+            OSError: the line could not be written for another reason.
         """
         assert self._last_step is not None, f"{self._path} has lines of an earlier process: rewind first"
         assert step > self._last_step, f"step {step} is logged after step {self._last_step}"
@@ -138,7 +139,14 @@ class Tracker:
         self._last_step = step
         self.first_step = step if self.first_step is None else self.first_step
         for sink in self._all:
-            sink.log(step, values, samples or {})
+            try:
+                sink.log(step, values, samples or {})
+            except OSError as error:
+                if not is_disk_unwritable(error):
+                    raise
+                self._sinks.remove(sink)
+                name = type(sink).__name__
+                LOG.warning("%s gets no more steps (%s); %s has them all", name, error.strerror, METRICS_FILE)
 
     def rewind(self, step: int) -> None:
         """Remove the lines after `step` (-1: all lines), before the first `log`.
@@ -179,7 +187,11 @@ class Tracker:
             write_file(path, as_lines([*kept, *new]))
 
     def flush(self) -> None:
-        """Wait until the lines are on the disk: a checkpoint must not be there without the lines before it."""
+        """Wait until the lines are on the disk: a checkpoint must not be there without the lines before it.
+
+        Raises:
+            OSError: they cannot be written.
+        """
         self._file.sync()
 
     def state_dict(self) -> dict[str, str | None]:

@@ -143,7 +143,7 @@ class IncidentLog:
         self._file = previous
 
     def record(self, incident: Incident) -> None:
-        """Append a line. A file that is not writable does not disturb training."""
+        """Append a line. A file that is not writable does not disturb training; for a full disk, the line waits."""
         if self._file is None:
             return
         content = {"time": incident.time, **asdict(incident), "text": redact_text(incident.text)}  # the time first

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from trainer.errors import UserError, sentence_of
-from trainer.files.appended import open_appended
+from trainer.files.appended import open_appended, write_all_or_nothing
 from trainer.files.redaction import hide_known
 
 _CHUNK = 1 << 20
@@ -75,9 +75,10 @@ _MESSAGES = _Messages()
 
 
 class LogFile(logging.Handler):
-    """Appends log records to a file, each line with its time. Lines that cannot be written are dropped.
+    """Appends log records to a file, each line with its time.
 
     Lines wait in memory until `open`, because this process may write to the run directory only when it holds the lock.
+    Lines that cannot be written, for example to a full disk, wait for the next one. Of very many, the last are kept.
     """
 
     _MAX_WAITING = 1000  # lines
@@ -106,14 +107,21 @@ class LogFile(logging.Handler):
         data = "".join(f"{now} {line}\n" for line in lines).encode(errors="backslashreplace")
         self.acquire()
         try:
-            if self._file is None:
-                self._waiting = [*self._waiting, data][-self._MAX_WAITING :]
-            else:
-                with contextlib.suppress(OSError):
-                    self._reopen_if_replaced()
-                    os.write(self._file, data)
+            # A signal handler may interrupt this and write as well: what is taken here is not there twice.
+            lines_to_write, self._waiting = [*self._waiting, data][-self._MAX_WAITING :], []
+            if self._file is None or not self._is_written(b"".join(lines_to_write)):
+                self._waiting = [*lines_to_write, *self._waiting][-self._MAX_WAITING :]
         finally:
             self.release()
+
+    def _is_written(self, data: bytes) -> bool:
+        """Append `data` to the file, and return whether that was possible."""
+        assert self._file is not None
+        with contextlib.suppress(OSError):
+            self._reopen_if_replaced()
+            write_all_or_nothing(self._file, data)
+            return True
+        return False
 
     def _reopen_if_replaced(self) -> None:
         """Open the file again if it was moved, deleted or replaced. Copy the lines of a deleted file to the new one."""
@@ -138,8 +146,8 @@ class LogFile(logging.Handler):
             return
         with contextlib.suppress(OSError):
             self._file, self._path = open_appended(path), path
-            os.write(self._file, b"".join(self._waiting))
-        self._waiting = []
+            write_all_or_nothing(self._file, b"".join(self._waiting))
+            self._waiting = []
 
     def close(self) -> None:
         """Close the file and drop the lines that wait. Later lines wait for the next file."""

@@ -54,7 +54,7 @@ class RewardCache:
             return known.get(f"{key} {step}") or known.get(key)  # it may have succeeded in a later step, before a kill
 
     def add(self, results: Mapping[str, Result], step: str) -> None:
-        """Add results, and wait until they are on the disk."""
+        """Add results, and wait until they are on the disk. If it is full, they wait in memory for room."""
         with self._lock:
             lines = []
             for key, result in results.items():

@@ -82,7 +82,9 @@ def record_start(run_dir: str, cfg: Config) -> None:
         "config": config,
     }
     write_file(os.path.join(run_dir, CONFIG_FILE), yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
-    AppendedFile(os.path.join(run_dir, STARTS_FILE)).append(json.dumps(start).encode() + b"\n")
+    starts = AppendedFile(os.path.join(run_dir, STARTS_FILE))
+    starts.append(json.dumps(start).encode() + b"\n")
+    starts.sync()  # a job must not start on a full disk
 
 
 def describe_task(cfg: Config) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from trainer.checkpoint.manager import SaveResult
 from trainer.errors import UserError
+from trainer.process.signals import CONTINUES
 
 LOG = logging.getLogger(__name__)
 
@@ -107,6 +108,7 @@ class SaveTracker:
         if self._failures > self._allowed and not last:
             raise UserError(
                 f"trainer.ckpt_path={self._ckpt_path}: {message}; {self._failures} failed in a row, "
-                f"trainer.ckpt_failures_allowed={self._allowed}"
+                f"trainer.ckpt_failures_allowed={self._allowed}; free space on the disk, or repair it, and then "
+                f"{CONTINUES}"
             )
         LOG.warning(message if last else f"{message}; training continues")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from trainer.config import Config
 from trainer.data.rollout_io import remove_rollouts, write_rollouts
 from trainer.episodes import Episode, TokenScores
+from trainer.errors import is_disk_unwritable
 from trainer.metrics.samples import Transcript, draw, write_validation
 from trainer.sources.base import Evaluation
 
@@ -17,7 +19,7 @@ LOG = logging.getLogger(__name__)
 class TranscriptLog:
     """Writes the episodes of steps and evaluations, and samples some of them for people to read.
 
-    Episodes without messages have no transcript.
+    Episodes without messages have no transcript. Files for which a full disk has no room wait in memory (see `flush`).
 
     Args:
         fence: raises when this process no longer holds the run directory.
@@ -27,12 +29,10 @@ class TranscriptLog:
         self.cfg = cfg
         self._fence = fence
         self._samples: dict[int, dict[str, list[Transcript]]] = {}
+        self._waiting: list[Callable[[], None]] = []  # each writes a file
 
     def add_step(self, step: int, episodes: Sequence[Episode], scores: Sequence[TokenScores] | None = None) -> None:
         """Sample from the episodes that `step` has trained on, and write them if they are kept.
-
-        Those that are only for people to look at (`logger.rollouts_interval`) are not worth a run: if they cannot be
-        written, a warning says so.
 
         Args:
             scores: one for each sample of the episodes; None: they are not known.
@@ -42,18 +42,13 @@ class TranscriptLog:
             return
         if logger.samples_interval > 0 and step % logger.samples_interval == 0:
             self._sample("training", step, episodes, shown=trainer.val_interval <= 0)
-        if not logger.keeps_rollouts(step):
-            return
-        try:
-            write_rollouts(trainer.run_dir, step, episodes, self._fence, scores)
-        except OSError as error:
-            if logger.save_rollouts:
-                raise
-            LOG.warning("logger.rollouts_interval: the rollouts of step %d are not kept (%s)", step, error)
+        if logger.keeps_rollouts(step):
+            self._write(partial(write_rollouts, trainer.run_dir, step, episodes, self._fence, scores))
 
     def rewind(self, step: int) -> None:
         """Delete the rollouts that were kept of the steps after `step`, which are trained again."""
         self._fence()
+        self._waiting.clear()  # what is committed does not wait
         remove_rollouts(self.cfg.trainer.run_dir, step)
 
     def add_evaluation(self, step: int, evaluation: Evaluation) -> None:
@@ -66,12 +61,39 @@ class TranscriptLog:
             return
         if self.cfg.logger.validation:
             written = [transcript(episode) for episode in [*evaluation.greedy, *evaluation.sampled, *of_sets]]
-            write_validation(self.cfg.trainer.run_dir, step, written, self._fence)
+            self._write(partial(write_validation, self.cfg.trainer.run_dir, step, written, self._fence))
         self._sample("validation", step, evaluation.greedy or of_sets, shown=True)
 
     def pop(self, step: int) -> Mapping[str, Sequence[Transcript]]:
         """Return the samples of `step` by `training` and `validation`, and forget them."""
         return self._samples.pop(step, {})
+
+    def flush(self) -> None:
+        """Write the files that wait.
+
+        Raises:
+            OSError: one of them cannot be written, and still waits.
+        """
+        while self._waiting:
+            self._waiting[0]()
+            self._waiting.pop(0)
+
+    def _write(self, write: Callable[[], None]) -> None:
+        """Write a file, after those that wait. If the disk is full, it waits, too."""
+        is_first = not self._waiting
+        self._waiting.append(write)
+        try:
+            self.flush()
+        except OSError as error:
+            if not is_disk_unwritable(error):
+                raise
+            if is_first:
+                LOG.warning(
+                    "%s: cannot be written (%s); its episodes wait in memory for room: free space on the disk, or "
+                    "repair it",
+                    error.filename,
+                    error.strerror,
+                )
 
     def _sample(self, split: str, step: int, episodes: Sequence[Episode], shown: bool) -> None:
         """Keep `logger.samples` of the episodes.

@@ -454,8 +454,9 @@ def test_lines_are_on_the_disk_before_the_checkpoint_of_their_step_begins(tmp_pa
     flush = Tracker.flush
     monkeypatch.setattr(Tracker, "flush", lambda tracker: (flush(tracker), events.append("flushed")))
     with failing(tmp_path, model, {}, ckpt_interval=2) as trainer:
-        save = trainer.checkpoints.save
-        trainer.checkpoints.save = lambda step, *given: (events.append(f"save {step}"), save(step, *given))
+        store = trainer.checkpoints.store
+        begin = store.begin
+        monkeypatch.setattr(store, "begin", lambda step: (events.append(f"save {step}"), begin(step))[1])
         trainer.fit()
     assert events == ["flushed", "save 2", "flushed", "save 4", "flushed", "save 5"]
 

@@ -240,6 +240,7 @@ def job(cfg):
         except OSError:
             pass
     tracker.log(1, {"reward/mean": 1.0})
+    tracker.flush()
 
 run_app(job)
 """

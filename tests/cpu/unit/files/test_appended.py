@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.full_disk import fill, free
 from tests.support.metrics import make_tracker
+from tests.support.namespaces import small_disk
 from tests.support.toy import toy_config
 from trainer.errors import UserError
 from trainer.files import appended
@@ -176,6 +178,55 @@ def test_a_change_between_check_and_write_is_found_at_the_next_check(tmp_path, h
     assert path.read_bytes() == b'{"a": 1}\n{"b": 1}\n{"c": 1}\n'
 
 
+def test_lines_for_which_a_full_disk_has_no_room_are_written_later(tmp_path, caplog):
+    caplog.set_level("INFO")
+    with small_disk("64k") as directory:
+        path, disk = Path(directory, "lines.jsonl"), Path(directory)
+        file = AppendedFile(str(path))
+        lines = [json.dumps({"step": step, "text": "x" * 3000}).encode() + b"\n" for step in range(9)]
+        file.append(lines[0], durable=True)
+        fill(disk)
+        for line in lines[1:4]:
+            file.append(line, durable=True)
+        on_disk = path.read_bytes()
+        assert on_disk.startswith(lines[0]) and len(on_disk) <= 4096, "an incomplete line is there"
+        assert file.content() == b"".join(lines[:4])
+        with pytest.raises(OSError, match="No space left on device.*lines.jsonl"):
+            file.sync()
+        path.touch()
+        free(disk)
+        file.append(lines[4])
+        assert path.read_bytes() == b"".join(lines[:5])
+        assert [text.partition("lines.jsonl")[2] for text in caplog.messages] == [
+            ": cannot be written (No space left on device); its lines wait in memory for room: free space on the disk, "
+            "or repair it",
+            ": the lines that have waited for room are written",
+        ]
+        fill(disk)
+        file.append(lines[5])
+        free(disk)
+        file.sync()
+        assert path.read_bytes() == b"".join(lines[:6])
+        fill(disk)
+        file.append(lines[6])
+        path.write_bytes(b'{"of": "somebody"}\n')  # it gives room back
+        file.append(lines[7])
+        free(disk)
+        file.append(lines[8])
+        assert path.read_bytes() == file.content() == b"".join(lines)
+        assert Path(f"{path}{REPLACED}").read_bytes() == b'{"of": "somebody"}\n'
+
+
+def test_the_first_line_waits_as_well(tmp_path):
+    with small_disk("64k") as directory:
+        fill(Path(directory))
+        file = AppendedFile(f"{directory}/lines.jsonl")
+        file.append(b'{"a": 1}\n')
+        free(Path(directory))
+        file.append(b'{"b": 1}\n')
+        assert Path(directory, "lines.jsonl").read_bytes() == b'{"a": 1}\n{"b": 1}\n'
+
+
 def test_threads_append_complete_lines(tmp_path, caplog, request):
     interval = sys.getswitchinterval()
     request.addfinalizer(lambda: sys.setswitchinterval(interval))
@@ -211,6 +262,23 @@ def test_the_log_follows_its_path(tmp_path):
     log.write("four")
     assert (lines(tmp_path / "log.1"), lines(path)) == (["one", "two"], ["three", "four"])
     log.close()
+
+
+def test_lines_of_the_log_wait_for_room_on_a_full_disk():
+    with small_disk("64k") as directory:
+        path, log = Path(directory, "log.txt"), LogFile()
+        log.is_used = True
+        log.open(str(path))
+        log.write("one")
+        fill(path.parent)
+        texts = [f"{number} {'x' * 3000}" for number in range(4)]
+        for text in texts:
+            log.write(text)
+        assert path.read_bytes().endswith(b"\n")
+        free(path.parent)
+        log.write("two")
+        log.close()
+        assert [line.split(" ", 2)[2] for line in path.read_text().splitlines()] == ["one", *texts, "two"]
 
 
 def test_a_start_repairs_all_files_even_if_the_run_is_finished(tmp_path):

@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from tests.support.namespaces import small_disk
 from trainer.files.atomic_io import read_file, read_inside, write_file
 
 
@@ -27,6 +28,15 @@ def test_a_fenced_write_leaves_the_file_unchanged(tmp_path):
     with pytest.raises(PermissionError):
         write_file(path, "of the former owner", fence)
     assert read_file(path) == b"of the owner"
+
+
+def test_a_write_without_room_leaves_nothing():
+    with small_disk("64k") as directory:
+        path = f"{directory}/file"
+        write_file(path, b"small")
+        with pytest.raises(OSError, match="No space left on device"):
+            write_file(path, bytes(1 << 17))
+        assert read_file(path) == b"small" and os.listdir(directory) == ["file"]
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "directory"])

@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.full_disk import fill, free
 from tests.support.metrics import make_tracker, run_python
+from tests.support.namespaces import small_disk
 from trainer.metrics.samples import COLUMNS, Transcript
 
 # ------------------------------------------------------------------------------------------------------
@@ -50,6 +52,22 @@ def test_tensorboard_shows_each_step_once_after_a_kill(tmp_path):
     assert all(line.startswith("    ") or not line for line in lines), "rendered as Markdown"
     resumed.close()
     killed.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the thread of TensorBoard
+def test_a_full_disk_ends_tensorboard_and_not_the_run(tmp_path, caplog):
+    with small_disk("64k") as directory:
+        tracker = make_tracker(Path(directory), tensorboard=True)
+        tracker.log(1, {"reward/mean": 1.0})
+        fill(Path(directory))
+        text = Transcript("val:7", 0, [], [{"role": "assistant", "content": "x" * 9000}], "2", 0.5)
+        for step in (2, 3):
+            tracker.log(step, {"reward/mean": 1.0}, {"validation": [text]})
+        free(Path(directory))
+        tracker.log(4, {"reward/mean": 1.0})
+        tracker.close()
+        assert len(Path(directory, "metrics.jsonl").read_text().splitlines()) == 4
+    assert caplog.messages == ["TensorBoard gets no more steps (No space left on device); metrics.jsonl has them all"]
 
 
 # ------------------------------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ for step in range(10**6):
     assert rows == [{"step": s, "policy/kl": 1e-300, "reward/mean": s / 7} for s in range(len(rows))]
 
 
-def test_a_full_disk_is_an_error_and_costs_nothing_that_was_written(tmp_path):
+def test_a_full_disk_costs_nothing_that_was_written(tmp_path):
     code = """
 import resource, sys
 from trainer.config import LoggerConfig
@@ -143,7 +143,7 @@ else:
 """
     path = tmp_path / "metrics.jsonl"
     logging = run_python(code, str(tmp_path), "log")
-    assert "the last line was cut short" in logging.stderr
+    assert logging.returncode == 0 and "metrics.jsonl: cannot be written (No space left on device)" in logging.stderr
     assert [row["step"] for row in read_metrics(str(path))] == [0, 1, 2, 3]
     before = path.read_bytes()
     rewinding = run_python(code, str(tmp_path), "rewind")

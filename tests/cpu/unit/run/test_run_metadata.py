@@ -8,10 +8,12 @@ import platform
 import subprocess
 import sys
 
+import pytest
 import torch
 import yaml
 
 import trainer
+from tests.support.namespaces import small_disk
 from trainer.config import Config
 from trainer.run.run_metadata import git_states, record_start, versions
 
@@ -93,3 +95,8 @@ def test_the_names_and_versions_of_packages_are_those_of_the_library():
     path = [entry for entry in sys.path if not entry.endswith("_vendor")]
     packages = {one.name: one.version for one in importlib.metadata.distributions(path=path)}
     assert versions() == {**packages, "python": platform.python_version(), "trainer": trainer.__version__}
+
+
+def test_a_start_that_a_full_disk_cannot_record_is_an_error():
+    with small_disk("20k") as directory, pytest.raises(OSError, match="No space left on device.*starts.jsonl"):
+        record_start(directory, Config())

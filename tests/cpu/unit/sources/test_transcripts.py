@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 
 import numpy as np
 import pytest
@@ -38,22 +37,14 @@ def test_some_episodes_are_shown_every_few_steps(tmp_path, caplog, val_interval)
     assert kept_files(str(tmp_path)).keys() == {1}, "that of the first step is for the viewer"
 
 
-def test_a_run_keeps_the_rollouts_of_some_steps_for_people(tmp_path, caplog):
-    """A disk that is full costs them and not the run."""
+def test_a_run_keeps_the_rollouts_of_some_steps_for_people(tmp_path):
     log = TranscriptLog(configured(tmp_path), lambda: None)
     for step in range(1, 22):
         log.add_step(step, EPISODES)
     assert list(kept_files(str(tmp_path))) == [1, 10, 20]
-    shutil.rmtree(tmp_path / "rollouts")
-    (tmp_path / "rollouts").symlink_to("/dev/full")
-    log.add_step(30, EPISODES)
-    assert "the rollouts of step 30 are not kept" in caplog.text
     log.cfg.logger.rollouts_interval = 0
-    log.add_step(40, EPISODES)
-    assert "of step 40" not in caplog.text
-    log.cfg.logger.save_rollouts = True
-    with pytest.raises(OSError, match="rollouts"):
-        log.add_step(50, EPISODES)
+    log.add_step(30, EPISODES)
+    assert 30 not in kept_files(str(tmp_path))
 
 
 def test_episodes_without_messages_have_no_transcripts(tmp_path):
