@@ -101,6 +101,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or from_torch or from_vllm
 
 
+def text_of(error: BaseException) -> str:
+    """Return the text of an error, without the number with which an OSError that names no file begins."""
+    if isinstance(error, OSError) and error.strerror and error.filename is None:
+        return error.strerror
+    return str(error) or repr(error)
+
+
 def is_disk_unwritable(error: BaseException) -> bool:
     """Return whether `error` reports that a disk or a quota is full, or that a file system is read-only."""
     return isinstance(error, OSError) and error.errno in _DISK_ERRORS

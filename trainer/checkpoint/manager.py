@@ -27,7 +27,7 @@ from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, File
 from trainer.checkpoint.storage import StoreError
 from trainer.checkpoint.store import CheckpointStore
 from trainer.config.renamed import METRICS
-from trainer.errors import UserError, as_list
+from trainer.errors import UserError, as_list, is_disk_unwritable, text_of
 from trainer.process import time_limits
 from trainer.process.failpoints import failpoint
 from trainer.process.signals import SIGNALS, Stopped
@@ -92,6 +92,7 @@ class CheckpointManager:
         fence: called before a save and before its commit. It raises `UserError` if this process may no longer write to
             the store.
         committed: called with the step after each commit.
+        disk_is_full: called when a save has failed because the disk is full or read-only.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class CheckpointManager:
         verify: str = "hash",
         fence: Callable[[], None] = lambda: None,
         committed: Callable[[int], None] = lambda step: None,
+        disk_is_full: Callable[[], None] = lambda: None,
     ):
         self.store = store
         self.retention = retention or Retention()
@@ -108,6 +110,7 @@ class CheckpointManager:
         self.resumed_from: int | None = None  # the step that the run resumed from, if it is in this store
         self._fence = fence
         self._committed = committed
+        self._disk_is_full = disk_is_full
         self._saving: threading.Thread | None = None
         self._results: list[SaveResult] = []
         self._failed: list[CheckpointFiles] = []
@@ -142,11 +145,11 @@ class CheckpointManager:
         failure: Exception | None = None
         try:
             self._fence()
+            for prepare in before:
+                prepare()
             staging = self.store.begin(step)
             for component in components:
                 finishers.append(component.begin(staging))
-            for prepare in before:
-                prepare()
         except (OSError, UserError) as error:
             failure = error
 
@@ -160,8 +163,10 @@ class CheckpointManager:
                 result = SaveResult(step, self.store.path(step), time.monotonic() - started, total)
                 LOG.info("saved %s (%.1f MB in %.1f s)", result.path, result.bytes / 1e6, result.seconds)
             except BaseException as error:  # the caller of `results` decides about failures of any kind
-                result = SaveResult(step, "", time.monotonic() - started, error=f"{error}" or repr(error))
+                result = SaveResult(step, "", time.monotonic() - started, error=text_of(error))
                 self._abort(staging)
+                if is_disk_unwritable(error):
+                    _try(self._disk_is_full)
             TRACER.add(f"save {step}", started, time.monotonic(), SAVES, bytes=result.bytes)
             self._results.append(result)
 
@@ -410,7 +415,7 @@ def _finish(finishers: Sequence[Callable[[], list[FileEntry]]], failure: Excepti
 
 
 def _try(action: Callable[[], None]) -> None:
-    """Call `action`, and log a warning if it fails: the checkpoint has been committed and is good."""
+    """Call `action` after a save, and log a warning if it fails."""
     try:
         action()
     except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -69,8 +70,10 @@ class ShardedFiles:
             files.sync(name)
         except dcp.CheckpointException as error:  # a BaseException, so `except Exception` would not catch it
             failed, (cause, _) = next(iter(error.failures.items()))
-            reason = _reason(str(cause), files.free_bytes(), _size(state))
-            raise OSError(f"rank {failed} could not write {name}: {reason}") from None
+            free, needed = files.free_bytes(), _size(state)
+            is_full = free is not None and free < max(1 << 20, needed // 1000)
+            text = f"rank {failed} could not write {name}: {_reason(str(cause), free, needed, is_full)}"
+            raise OSError(*([errno.ENOSPC] if is_full else []), text) from None
         return [files.written[path] for path in sorted(files.written)]
 
     def read(
@@ -120,11 +123,11 @@ class ShardedFiles:
         return files_at(self.directory).read(f"{name}/{file}")
 
 
-def _reason(cause: str, free: int | None, needed: int) -> str:
+def _reason(cause: str, free: int | None, needed: int, is_full: bool) -> str:
     """Return why a save of `needed` bytes failed. torch's own message does not say that the disk is full."""
     if free is None:
         return cause
-    if free < max(1 << 20, needed // 1000):
+    if is_full:
         return f"the disk is full: {format_size(needed)} are needed, and {format_size(free)} are free"
     return f"{cause} ({format_size(free)} are free)"
 

@@ -123,6 +123,11 @@ class Journal:
         with contextlib.suppress(OSError):
             self._upkeep.remove(lambda of: of > step)
 
+    def give_room(self) -> None:
+        """Stop, and delete all records: a checkpoint had no room on the disk. Any thread may call this."""
+        if self.is_on:
+            self._writer.give_room()
+
     def settled(self, timeout_s: float) -> bool:
         """Wait until all deletions and copies that have begun are done; return whether they are."""
         return self._upkeep.wait(timeout_s)

@@ -84,6 +84,13 @@ class Writer:
             if self._is_stopped and self._lost is None and self._written_batches == self._added and is_due:
                 self._is_stopped = False
 
+    def give_room(self) -> None:
+        """Stop, and delete all records: a checkpoint had no room on the disk. Any thread may call this."""
+        with self._condition:
+            if not self._is_given_up:
+                self._stop("a checkpoint has found the disk full", is_full=True)
+        self._delete_all()
+
     def is_idle(self) -> bool:
         """Return whether nothing is to be written, and no error is to be raised."""
         with self._condition:
@@ -159,13 +166,23 @@ class Writer:
             with self._condition:
                 self._stop(one_line(str(error)) if known else describe_error(error), is_full)
             if is_full:  # checkpoints need the room more
-                with contextlib.suppress(OSError, UserError):
-                    self._pieces.delete(list(self._pieces.names()))
+                self._delete_all()
         else:
+            if self._is_given_up:  # by another thread, during the write
+                self._delete_all()
             with self._condition:
                 if self._failures and not self._is_stopped:
                     self._failures, self._is_told = 0, False
                     LOG.info("rollout.journal: rollouts are recorded again, from step %d on", step)
+
+    @property
+    def _is_given_up(self) -> bool:
+        """Whether the disk was full, and the ranks have not started again since then."""
+        return self._is_stopped and self._retry_at == math.inf
+
+    def _delete_all(self) -> None:
+        with contextlib.suppress(OSError, UserError):
+            self._pieces.delete(list(self._pieces.names()))
 
     def _stop(self, reason: str, is_full: bool = False) -> None:
         if not self._is_stopped:  # else by a wait that has ended

@@ -21,6 +21,7 @@ from trainer.config import Config
 from trainer.errors import UserError
 from trainer.files.appended import AppendedFile, repair_last_line
 from trainer.files.hf_hub import is_data, pin
+from trainer.files.uris import is_url
 from trainer.metrics.best import instead_of
 from trainer.metrics.trace_file import Timeline
 from trainer.metrics.tracker import CUT_FILE, METRICS_FILE, check_lines, first_step, read_metrics
@@ -57,6 +58,7 @@ class RunDirectory:
             t.verify_checkpoint,
             fence=self.locks.check,
             committed=self._record_commit,
+            disk_is_full=self._make_room,
         )
         self._incidents: AppendedFile | None = None  # the file of an outer run
         self._timeline = Timeline(t.run_dir, cfg.logger, self.check)
@@ -64,6 +66,8 @@ class RunDirectory:
         self._checked = False  # that ranks can write checkpoints
         self.on_commit: Callable[[], None] = lambda: None
         """Called after each commit, on another thread."""
+        self.on_full_disk: Callable[[], None] = lambda: None
+        """Called after a save that found the disk of the run directory full, on another thread."""
         self.run_files = RunFiles(t.run_dir, store)
         """The files of the run directory that checkpoints carry, if the store asks for it."""
         self.resume: Resume | None = None
@@ -74,6 +78,12 @@ class RunDirectory:
         record.write(self.cfg.trainer.run_dir, step, self.cfg.trainer.ckpt_path)
         self._timeline.flush()
         self.on_commit()
+
+    def _make_room(self) -> None:
+        t = self.cfg.trainer
+        path = t.ckpt_cache_dir or t.ckpt_path
+        if not is_url(path) and os.stat(path).st_dev == os.stat(t.run_dir).st_dev:
+            self.on_full_disk()
 
     def oldest_start(self) -> int:
         """Return the oldest step that a resume may begin behind: the last commit, or the one before if it is damaged.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from trainer.errors import is_disk_unwritable, text_of
 from trainer.parallel.mesh import SideGroup
 from trainer.process.failpoints import failpoint
 from trainer.process.tracing import TRACER
@@ -47,7 +49,7 @@ class AsyncSaver:
         self._staged = threading.Event()
         self._staged.set()
         self._entries: list[dict] = []
-        self._problem: str | None = None
+        self._problem: OSError | None = None
         self._blocked = 0.0
 
     def memory(self, role: str) -> HostMemory:
@@ -107,7 +109,7 @@ class AsyncSaver:
         self._thread.join()
         self._thread = None
         if self._problem is not None:
-            raise OSError(self._problem)
+            raise self._problem
         return self._entries
 
     def pop_stall_seconds(self) -> float:
@@ -165,7 +167,7 @@ class AsyncSaver:
                     copies = self._stage(states, memory, ready)
                 staged = {name: copy.state(states[name]) for name, copy in copies.items()}
             except Exception as error:
-                self._agree(f"rank {self._group.rank} could not copy its state: {error}")
+                self._agree(OSError(f"rank {self._group.rank} could not copy its state: {error}"))
             else:
                 self._agree(None)
             finally:
@@ -178,15 +180,16 @@ class AsyncSaver:
                     with TRACER.span(f"write {name}", _SAVES):
                         self._entries += files.write(name, staged[name], extras[name], self._group.handle)
                 except Exception as error:
-                    self._agree(str(error) or repr(error))
+                    number = [errno.ENOSPC] if is_disk_unwritable(error) else []
+                    self._agree(OSError(*number, text_of(error)))  # no other process may know the type of `error`
                 else:
                     self._agree(None)
         except Exception as error:  # a rank is dead; its own error ends the job and gives the reason
-            self._problem = f"the ranks could not agree on the save: {error}"
+            self._problem = OSError(f"the ranks could not agree on the save: {error}")
         finally:
             for name, copy in copies.items():
                 memory[name].release(copy)
 
-    def _agree(self, problem: str | None) -> None:
+    def _agree(self, problem: OSError | None) -> None:
         """Share the failure of one rank with all ranks, so that none waits for a file that will never exist."""
         self._problem = next((p for p in self._group.gather(problem) if p is not None), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 import pytest
@@ -66,4 +67,5 @@ def write_too_much(rank, directory: str) -> str:
     state = {"w": torch.zeros(10**6), "moments": [torch.zeros(10**6, dtype=torch.float64), torch.zeros(10**6)]}
     with pytest.raises(OSError) as error:
         ShardedFiles(directory).write("policy", state, {}, dist.group.WORLD)
-    return str(error.value)
+    assert error.value.errno == errno.ENOSPC
+    return error.value.strerror

@@ -250,6 +250,23 @@ def test_a_directory_that_cannot_be_written_stops_the_journal_with_one_warning(t
     assert len(warnings) == 1 and "training continues" in warnings[0]
 
 
+def test_the_journal_gives_its_room_to_a_checkpoint_until_the_ranks_start_again(tmp_path, caplog):
+    caplog.set_level("WARNING")
+    journal = opened(tmp_path)
+    train(journal, range(1, 4))
+    with ThreadPoolExecutor(1) as saves:
+        for _ in range(2):
+            saves.submit(journal.give_room).result()
+    train(journal, range(4, 6))
+    assert files(tmp_path) == []
+    (warning,) = caplog.messages
+    assert "rollouts are not recorded any more (a checkpoint has found the disk full); training continues" in warning
+    journal.start(5, journal.history)
+    train(journal, range(6, 8))
+    journal.close()
+    assert steps_on_disk(tmp_path) == {6, 7}
+
+
 def test_a_full_disk_stops_the_journal_and_gives_the_room_back(tmp_path):
     """A limit on the size of files gives EFBIG, and a tiny file system ENOSPC; both run in a process of their own."""
     code = (
