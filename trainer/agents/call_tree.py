@@ -22,6 +22,7 @@ from trainer.environments.base import Message
 from trainer.environments.calls import read_calls
 from trainer.environments.conversation import Conversation, sample_of
 from trainer.environments.rendering import ChatRenderer
+from trainer.environments.template_tools import TemplateTools
 from trainer.environments.tools import with_tools
 from trainer.episodes import Sample
 from trainer.errors import UserError
@@ -86,13 +87,13 @@ class CallTree:
     Args:
         longest: most tokens of a prompt.
         limit: texts with more characters are too long, and not encoded (see `trainer.data.limits`).
-        renderer: writes and reads in place of the chat template.
+        renderer: writes and reads in place of the chat template, or reads the calls of tools that it describes.
     """
 
     tokenizer: Any
     longest: int
     limit: float = math.inf
-    renderer: ChatRenderer | None = None
+    renderer: ChatRenderer | TemplateTools | None = None
     turns: list[Turn] = field(default_factory=list)
     is_sequential: bool = True
     """No turn began while another one was under way. Set by the user of the tree."""
@@ -194,8 +195,8 @@ class CallTree:
         Args:
             tokens: of the parent, which has the first `known` messages of the request.
         """
-        has_renderer = self.renderer is not None
-        messages = [one.message_with_calls if has_renderer else one.message for one in request.messages]
+        names_calls = isinstance(self.renderer, ChatRenderer) or (self.renderer is not None and bool(request.tools))
+        messages = [one.message_with_calls if names_calls else one.message for one in request.messages]
         if parent is None:
             shown = with_tools(messages, request.tools) if request.tools else messages
             return Conversation(self.tokenizer, shown, self.limit, self.renderer)

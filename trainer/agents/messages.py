@@ -37,7 +37,7 @@ class ChatMessage:
 
     @property
     def message_with_calls(self) -> Message:
-        """The message as a renderer gets it, which writes calls in the format of its model."""
+        """The message as a renderer gets it, or a template that describes tools: calls are written in their format."""
         message: Message = {"role": self.role, "content": self.content}
         if self.calls:
             message["tool_calls"] = [

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.fields import (
+    HARMLESS,
     LARGEST_SEED,
     ResumeRule,
+    SavedRun,
     Section,
     choice,
     config_error,
@@ -84,6 +86,10 @@ class ModelConfig(Section):
     """What writes the conversations of an environment, and reads calls of tools: `template`, the model's chat template;
     a renderer of the library `renderers`, such as `qwen3` (docs/environments.md); or `auto`: that of the library, if it
     is installed, knows `path`, and writes conversations as the template does."""
+    tool_format: str = choice("auto", ("auto", "hermes"), resume="rollouts")
+    """How environments describe tools where the chat template writes conversations. `auto`: the template describes
+    them, if it can and if the calls that it writes can be read. `hermes`, and `auto` otherwise: as text in the format
+    of Hermes. A run with tools that a version without this key began needs `hermes` to continue as it was."""
 
     def check(self, config: Config, name: str) -> None:
         for variable in self.chat_template_kwargs:
@@ -104,3 +110,7 @@ class ModelConfig(Section):
                 "rollout.max_response_tokens",
                 f"with rollout.max_prompt_tokens it exceeds model.tiny.max_position_embeddings={longest}",
             )
+
+    def resume_rules(self, config: Config, saved: SavedRun) -> dict[str, ResumeRule]:
+        has_format = self.path is not None and any(one.name is not None for one in config.environments)
+        return {} if has_format else {"tool_format": HARMLESS}

@@ -87,6 +87,9 @@ CONVERTERS: dict[str, Callable[[Any], Any]] = {
 }
 """By key (of today): a function from a saved value to that of today. Commands may use both."""
 
+LACKING = {"model.tool_format": "hermes"}
+"""Keys that earlier versions did not have, and did not treat as their defaults do: what these versions did."""
+
 
 def successor_of(key: str) -> str | None:
     """Return what the key of an earlier version, or a key below a section that was renamed, is called today."""
@@ -114,6 +117,10 @@ def with_new_names(saved: Mapping[str, Any]) -> dict[str, Any]:
         if name in section:
             value = section[name]
             section[name] = CONVERTERS[key](value) if key in CONVERTERS else VALUES[key].get(value, value)
+    for key, value in LACKING.items():
+        section, name = _section_of(config, key)
+        if section:
+            section.setdefault(name, value)
     return config
 
 

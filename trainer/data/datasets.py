@@ -251,14 +251,18 @@ def as_messages(prompt: Any, system_prompt: str | None) -> list[dict[str, str]]:
 
 
 def render(
-    tokenizer: Any, messages: list[dict[str, str]], add_generation_prompt: bool, limit: float = math.inf
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool,
+    limit: float = math.inf,
+    tools: Sequence[Any] | None = None,
 ) -> list[int]:
     """Return the token ids of a chat (see `render_text`).
 
     Raises:
         TextTooLong: the text has more than `limit` characters.
     """
-    return encode(tokenizer, render_text(tokenizer, messages, add_generation_prompt), limit)
+    return encode(tokenizer, render_text(tokenizer, messages, add_generation_prompt, tools), limit)
 
 
 def render_text(

@@ -36,7 +36,7 @@ def split_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
 
 
 def read_calls(message: Message) -> tuple[ToolCall, ...] | None:
-    """Return the calls in a reply that a renderer has read; None: an agent could not send one of them back."""
+    """Return the calls that a reply names; None: an agent could not send one of them back."""
     calls = [_checked_call(call["function"]) for call in message.get("tool_calls") or []]
     found = tuple(call for call in calls if call is not None)
     return found if len(found) == len(calls) else None

@@ -13,7 +13,9 @@ import numpy as np
 from trainer.data.datasets import render, render_text
 from trainer.data.limits import TextTooLong, encode
 from trainer.environments.base import Message
-from trainer.environments.rendering import REPLY_MARK, ChatRenderer
+from trainer.environments.rendering import ChatRenderer
+from trainer.environments.template_tools import PROBE_TOOL, REPLY_MARK, TemplateTools, outline
+from trainer.environments.tools import split_tools
 from trainer.episodes import Sample
 from trainer.errors import UserError
 from trainer.generation.engine import Completion
@@ -32,7 +34,7 @@ class Conversation:
 
     Args:
         limit: texts with more characters are too long, and not encoded (see `trainer.data.limits`).
-        renderer: writes and reads in place of the chat template.
+        renderer: writes and reads in place of the chat template, or reads the calls of tools that it describes.
 
     Raises:
         UserError: the chat template refuses the messages, or drops them.
@@ -44,14 +46,20 @@ class Conversation:
         tokenizer: Any,
         messages: Sequence[Message],
         limit: float = math.inf,
-        renderer: ChatRenderer | None = None,
+        renderer: ChatRenderer | TemplateTools | None = None,
     ):
         self._tokenizer = tokenizer
         self._limit = limit
-        self._renderer = renderer
+        self._renderer = renderer if isinstance(renderer, ChatRenderer) else None
+        self._reader = renderer if isinstance(renderer, TemplateTools) else None
+        self._tools: list[Any] | None = None
+        """Those that the chat template describes."""
         self._reply_length = 0  # tokens of the last reply
         self.messages: list[Message] = list(messages)
-        self._outline: list[Message] = list(messages)  # with `REPLY_MARK` in place of what the policy said
+        self._outline: list[Message] = list(messages)
+        """The messages as the template gets them, with `REPLY_MARK` in place of what the policy said."""
+        if self._reader is not None:
+            self._outline, self._tools = split_tools(messages)
         self._earlier: list[Sample] = []
         self._check_roles(messages)
         self._begin(self._whole())
@@ -72,7 +80,9 @@ class Conversation:
                     f"model.chat_template: {in_use} does not name the role {role} of a message; use one of "
                     f"{', '.join(_ROLES)}"
                 )
-            if _drops(self._tokenizer, str(template), role, self._renderer is not None):  # some models have several
+            has_tools = self._tools is not None
+            has_calls = has_tools or self._renderer is not None
+            if _drops(self._tokenizer, str(template), role, has_calls, has_tools):  # some models have several
                 raise UserError(
                     f"model.chat_template: {in_use} drops messages of the role {role}, which the policy would not see"
                 )
@@ -87,7 +97,8 @@ class Conversation:
         """Return the tokens of all messages, up to where the next reply begins."""
         if self._renderer is not None:
             return self._renderer.prompt(self.messages)
-        return render(self._tokenizer, self.messages, add_generation_prompt=True, limit=self._limit)
+        messages = self.messages if self._tools is None else split_tools(self.messages)[0]
+        return render(self._tokenizer, messages, add_generation_prompt=True, limit=self._limit, tools=self._tools)
 
     def _begin(self, token_ids: list[int]) -> None:
         self.token_ids = list(token_ids)
@@ -113,14 +124,16 @@ class Conversation:
 
     def add_reply(self, completion: Completion) -> Message:
         """Append the tokens of a reply; return it as a message."""
-        prompt = self.token_ids.copy() if self._renderer is not None else []
-        self._reply_length = len(completion.token_ids)
-        self._replies.append((len(self.token_ids), completion))
-        self.token_ids += completion.token_ids.tolist()
+        prompt, said = self.token_ids, completion.token_ids.tolist()
+        self._reply_length = len(said)
+        self._replies.append((len(prompt), completion))
+        self.token_ids = [*prompt, *said]
         text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
         reply: Message = {"role": "assistant", "content": text}
         if self._renderer is not None:
-            reply = self._renderer.reply(completion.token_ids.tolist(), prompt, text, self.messages)
+            reply = self._renderer.reply(said, prompt, text, self.messages)
+        elif self._reader is not None and self._tools:
+            reply = self._reader.reply(said, prompt, text, self._tools)
         self.messages.append(reply)
         return self.messages[-1]
 
@@ -129,16 +142,22 @@ class Conversation:
 
         Returns whether the prompt of that reply has at most `max_tokens` tokens; if not, no tokens are added.
         """
+        said = self.messages[-1]
         self.messages += messages
         self._check_roles(messages)
         try:
-            return self._add_tokens(messages, max_tokens)
+            return self._add_tokens(outline(said, messages, self._tools), messages, max_tokens)
         except TextTooLong:
             return False
 
-    def _add_tokens(self, messages: Sequence[Message], max_tokens: int) -> bool:
-        added = self._bridge(messages)
-        self._outline += [{"role": "assistant", "content": REPLY_MARK}, *messages]
+    def _add_tokens(self, reply: Message, messages: Sequence[Message], max_tokens: int) -> bool:
+        """Append the tokens of messages.
+
+        Args:
+            reply: the one before them (see `outline`).
+        """
+        added = self._bridge(reply, messages)
+        self._outline += [reply, *messages]
         if added is not None:
             if len(self.token_ids) + len(added) > max_tokens:
                 return False
@@ -151,7 +170,7 @@ class Conversation:
         self._begin(whole)
         return True
 
-    def _bridge(self, messages: Sequence[Message]) -> list[int] | None:
+    def _bridge(self, reply: Message, messages: Sequence[Message]) -> list[int] | None:
         """Return the tokens between the last reply and the next one; None if the template does not write them so.
 
         The messages so far must be rendered in the same way with the reply and the new messages after them. The text
@@ -161,14 +180,32 @@ class Conversation:
         if self._renderer is not None:
             end = len(self.token_ids) - self._reply_length
             return self._renderer.bridge(self.token_ids[:end], self.token_ids[end:], messages, self.messages)
-        before = render_text(self._tokenizer, self._outline, add_generation_prompt=False)
-        reply = {"role": "assistant", "content": REPLY_MARK}
-        after = render_text(self._tokenizer, [*self._outline, reply, *messages], add_generation_prompt=True)
+        write = functools.partial(render_text, self._tokenizer, tools=self._tools)
+        before = write(self._outline, add_generation_prompt=False)
+        after = write([*self._outline, reply, *messages], add_generation_prompt=True)
         if not after.startswith(before):
             return None
         _, found, rest = after[len(before) :].partition(REPLY_MARK)
+        if not found:
+            return None
         tokens = encode(self._tokenizer, rest, self._limit)
-        return tokens[1:] if found and tokens[:1] == self.token_ids[-1:] else None
+        if not reply.get("tool_calls"):
+            return tokens[1:] if tokens[:1] == self.token_ids[-1:] else None
+        closed = write([*self._outline, reply], add_generation_prompt=False)
+        return self._after_calls(rest, tokens, closed[len(before) :].partition(REPLY_MARK)[2])
+
+    def _after_calls(self, rest: str, tokens: list[int], end: str) -> list[int] | None:
+        """Return the tokens after the stop token of a reply with calls; None if the template ends it in another one.
+
+        Args:
+            rest, tokens: what follows the arguments of the last call, with the messages after the reply.
+            end: what follows them in the reply itself. The stop token may belong to the next message.
+        """
+        stop = self._tokenizer.added_tokens_decoder.get(self.token_ids[-1])
+        if stop is None or self.token_ids[-1] not in tokens:
+            return None
+        closes, _, _ = rest.partition(stop.content)
+        return tokens[tokens.index(self.token_ids[-1]) + 1 :] if end.startswith(closes) else None
 
     def samples(self) -> list[Sample]:
         """Return the training data: one sample, unless the history had to be rendered again."""
@@ -176,12 +213,13 @@ class Conversation:
 
 
 @functools.lru_cache(maxsize=64)
-def _drops(tokenizer: Any, template: str, role: str, has_calls: bool) -> bool:
+def _drops(tokenizer: Any, template: str, role: str, has_calls: bool, has_tools: bool) -> bool:
     """Return whether a chat template writes nothing of what a message of a role says.
 
     Args:
         template: that of the tokenizer.
         has_calls: replies name their calls. Else these are a part of their text.
+        has_tools: the template describes tools. Some tokenizers have another template then.
     """
     before: list[Message] = {"user": [], "system": []}.get(role, [{"role": "user", "content": "x"}])
     answer: Message = {"role": role, "content": REPLY_MARK}
@@ -191,7 +229,8 @@ def _drops(tokenizer: Any, template: str, role: str, has_calls: bool) -> bool:
         answer |= {"tool_call_id": "call_0", "name": "f"} if has_calls else {}
     after = [{"role": "user", "content": "x"}] if role in ("system", "assistant") else []
     try:
-        text = render_text(tokenizer, [*before, answer, *after], add_generation_prompt=True)
+        tools = [PROBE_TOOL] if has_tools else None
+        text = render_text(tokenizer, [*before, answer, *after], add_generation_prompt=True, tools=tools)
     except UserError:  # in this place: the conversation itself is what counts
         return False
     return REPLY_MARK not in text

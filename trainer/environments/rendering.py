@@ -1,7 +1,7 @@
 """Conversations by the library `renderers`, which knows the chat templates and tool formats of many models.
 
 For other models, and where the library is not installed, the model's own chat template writes conversations (see
-`trainer.environments.conversation`).
+`trainer.environments.conversation`), and describes tools if it can (see `trainer.environments.template_tools`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from trainer.config import ModelConfig
 from trainer.data.datasets import render_text
 from trainer.data.limits import TextTooLong, encode
 from trainer.environments.base import Message
-from trainer.environments.tools import CALL, with_tools
+from trainer.environments.template_tools import REPLY_MARK, TemplateTools, find_template_tools
+from trainer.environments.tools import split_tools, unread_reply, with_tools
 from trainer.errors import UserError, describe_error, did_you_mean
 from trainer.files.documents import nests_deeply
 
 LOG = logging.getLogger(__name__)
 
-AUTO, TEMPLATE = "auto", "template"
+AUTO, TEMPLATE, HERMES = "auto", "template", "hermes"
 _TOOL = {
     "type": "function",
     "function": {
@@ -32,8 +33,6 @@ _TOOL = {
     },
 }
 _USER = {"role": "user", "content": "2+2?"}
-REPLY_MARK = "Reply-7f3a91c4"
-"""Stands for a reply where only the text around it matters."""
 _PROBES: tuple[tuple[list[Message], list[Any]], ...] = (
     ([_USER], []),
     ([{"role": "system", "content": "Be brief."}, _USER], []),
@@ -85,7 +84,7 @@ class ChatRenderer:
             TextTooLong: they are too long.
         """
         self._check_length(messages)
-        messages, tools = _split_tools(messages)
+        messages, tools = split_tools(messages)
         text = render_text(self._tokenizer, messages, add_generation_prompt=True, tools=tools)
         return encode(self._tokenizer, text, math.inf)
 
@@ -110,7 +109,7 @@ class ChatRenderer:
         before = [*prompt, *reply]
         try:
             whole = self._renderer.bridge_to_next_turn(
-                list(prompt), list(reply), list(new), tools=_split_tools(history)[1]
+                list(prompt), list(reply), list(new), tools=split_tools(history)[1]
             )
         except Exception:  # it refuses the messages: `prompt` says so
             return None
@@ -127,15 +126,15 @@ class ChatRenderer:
         Args:
             text: the decoded reply.
         """
-        tools = _split_tools(history)[1]
+        tools = split_tools(history)[1]
         if not tools:
             return {"role": "assistant", "content": text}
         try:
             parsed = self._renderer.parse_response(list(token_ids), tools=tools, prompt_ids=list(prompt))
         except Exception as error:  # such as lists in lists without end, or a number with too many digits
-            return _unread(text, [{"problem": type(error).__name__}])
+            return unread_reply(text, [{"problem": type(error).__name__}])
         if not all(_is_readable(call) for call in parsed.tool_calls):
-            return _unread(text, [_problem(call) for call in parsed.tool_calls])
+            return unread_reply(text, [_problem(call) for call in parsed.tool_calls])
         calls = [
             {
                 "id": call.id or f"call_{number}",
@@ -155,12 +154,6 @@ class ChatRenderer:
             raise TextTooLong(characters)
 
 
-def _unread(text: str, calls: list[dict[str, str]]) -> Message:
-    """Return a reply whose calls cannot all be read."""
-    message: Message = {"role": "assistant", "content": text}
-    return message if CALL.search(text) else {**message, "unread_calls": calls}
-
-
 def _problem(call: Any) -> dict[str, str]:
     """Return the name of a call and its number, if they are known, and why it cannot be read; empty: it can be."""
     status = str(call.status).replace("_", " ")
@@ -175,17 +168,19 @@ def _is_readable(call: Any) -> bool:
     return is_whole and isinstance(call.arguments, dict) and not nests_deeply(call.arguments)
 
 
-def _split_tools(messages: Sequence[Message]) -> tuple[list[Message], list[Any] | None]:
-    """Return the messages without the description of tools, and the tools."""
-    first, *others = messages
-    if not first.get("tools"):
-        return list(messages), None
-    own = first.get("without_tools", "")
-    system = [{"role": first["role"], "content": own}] if own else []
-    return [*system, *others], list(first["tools"])
+def find_renderer(model: ModelConfig, tokenizer: Any, limit: float) -> ChatRenderer | TemplateTools | None:
+    """Return what writes and reads conversations with tools; None: the chat template, and tools as text (Hermes).
+
+    Raises:
+        UserError: see `_library_renderer`.
+    """
+    found = _library_renderer(model, tokenizer, limit)
+    if found is not None or model.path is None or model.tool_format == HERMES:
+        return found
+    return find_template_tools(tokenizer, str(tokenizer.chat_template))
 
 
-def find_renderer(model: ModelConfig, tokenizer: Any, limit: float) -> ChatRenderer | None:
+def _library_renderer(model: ModelConfig, tokenizer: Any, limit: float) -> ChatRenderer | None:
     """Return the renderer that `model.renderer` chooses; None: the model's own chat template.
 
     `auto` chooses that of the library, if the library is installed, knows `model.path`, and writes conversations as

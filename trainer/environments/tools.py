@@ -139,7 +139,7 @@ def with_tools(
     """Return messages that begin with a system message which describes tools, after the text of the one they have.
 
     With the usual instructions it also holds the schemas as `tools`, and its own text as `without_tools`, for
-    renderers, which describe tools in the format of their model (see `trainer.environments.rendering`).
+    renderers and chat templates, which describe tools in the format of their model (see `split_tools`).
     """
     has_system = bool(messages) and messages[0]["role"] == "system"
     own = messages[0]["content"] if has_system else ""
@@ -148,6 +148,26 @@ def with_tools(
     if instructions is _SYSTEM:
         system |= {"tools": list(schemas), "without_tools": own}
     return [system, *messages[has_system:]]
+
+
+def split_tools(messages: Sequence[Message]) -> tuple[list[Message], list[Any] | None]:
+    """Return the messages without the description of tools that `with_tools` has written, and the tools."""
+    if not messages or not messages[0].get("tools"):
+        return list(messages), None
+    first, *others = messages
+    own = first.get("without_tools", "")
+    system = [{"role": first["role"], "content": own}] if own else []
+    return [*system, *others], list(first["tools"])
+
+
+def unread_reply(text: str, calls: list[dict[str, str]]) -> Message:
+    """Return a reply whose calls cannot all be read.
+
+    Args:
+        calls: what is known of each of them, and its problem. The message names them if its text shows no call.
+    """
+    message: Message = {"role": "assistant", "content": text}
+    return message if CALL.search(text) else {**message, "unread_calls": calls}
 
 
 def _finite(text: str) -> float:

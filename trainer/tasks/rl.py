@@ -12,7 +12,7 @@ from typing import Any
 from trainer.config import Config
 from trainer.config.fields import config_error
 from trainer.data.datasets import PromptSet, as_messages, check_files, read_examples
-from trainer.environments.rendering import AUTO, find_renderer
+from trainer.environments.rendering import AUTO, TEMPLATE, find_renderer
 from trainer.errors import UserError, as_list, sentences_of
 from trainer.generation.engine_pool import EnginePool
 from trainer.import_utils import import_function
@@ -196,7 +196,7 @@ def _check_model(cfg: Config) -> None:
         return
     with stage(f"fetching the model {cfg.model.path}"):
         tokenizer = tokenizer_of(cfg, resolve_model_path(cfg.model.path))
-        if cfg.environment.name is not None and cfg.model.renderer != AUTO:  # which fits always
+        if cfg.environment.name is not None and cfg.model.renderer not in (AUTO, TEMPLATE):  # which fit always
             find_renderer(cfg.model, tokenizer, math.inf)
 
 

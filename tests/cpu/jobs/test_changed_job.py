@@ -32,6 +32,7 @@ ONLY_BUILT_FROM_THE_CONFIG = {
     "environment.agent_sampling",
     "algorithm.old_logprobs",
     "model.renderer",
+    "model.tool_format",
     "model.trust_remote_code",
     "reward.url",
     "rollout.engine",

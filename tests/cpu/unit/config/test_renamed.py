@@ -8,7 +8,7 @@ import pytest
 
 from trainer.config import Config, compose, with_new_metrics, with_new_names, with_new_words
 from trainer.config.fields import walk_keys, walk_sections
-from trainer.config.renamed import CONVERTERS, KEYS, METRICS, VALUES, successor_of
+from trainer.config.renamed import CONVERTERS, KEYS, LACKING, METRICS, VALUES, successor_of
 from trainer.errors import UserError
 from trainer.metrics.names import METRICS as DOCUMENTED
 
@@ -16,7 +16,7 @@ NAMES = {name for walk in (walk_keys, walk_sections) for name, *_ in walk(Config
 
 
 def test_successors_are_names_of_today_and_old_names_are_not():
-    assert {*KEYS.values(), *VALUES, *CONVERTERS} <= NAMES
+    assert {*KEYS.values(), *VALUES, *CONVERTERS, *LACKING} <= NAMES
     assert not KEYS.keys() & NAMES
     assert set(METRICS.values()) <= set(DOCUMENTED) and not set(METRICS) & set(DOCUMENTED)
 
@@ -146,3 +146,9 @@ def test_lines_of_metrics_are_read_under_the_names_of_today():
         "perf/prefix_reuse_frac": None,
         "reward/mean": 1.0,
     }
+
+
+def test_a_key_that_an_earlier_version_lacked_has_the_value_of_what_that_version_did():
+    assert with_new_names({"model": {"path": "m"}}) == {"model": {"path": "m", "tool_format": "hermes"}}
+    assert with_new_names({"model": {"tool_format": "auto"}}) == {"model": {"tool_format": "auto"}}
+    assert with_new_names({"trainer": {"seed": 1}}) == {"trainer": {"seed": 1}}

@@ -16,7 +16,7 @@ from tests.cpu.unit.environments.test_rendering import LONG, TEXT, TOOLS, USER_A
 from trainer.config import ModelConfig
 from trainer.data.datasets import render_text
 from trainer.environments.conversation import Conversation
-from trainer.environments.rendering import find_renderer
+from trainer.environments.rendering import ChatRenderer, find_renderer
 from trainer.environments.tools import with_tools
 from trainer.errors import UserError
 from trainer.generation.engine import Completion
@@ -66,7 +66,7 @@ def known_format(name: str, path: str, variables: Mapping[str, Any], folder: Pat
     tokenizer = tokenizer_of(name, folder, variables)
     tokenizer.name_or_path = path
     renderer = find_renderer(ModelConfig(path=path, chat_template_kwargs=dict(variables)), tokenizer, LONG)
-    assert renderer is not None
+    assert isinstance(renderer, ChatRenderer)
     return tokenizer, renderer
 
 
@@ -127,6 +127,16 @@ def test_a_prompt_has_the_tokens_that_the_template_gives(known, system, first, t
     assert prompt.token_ids == tokenizer.encode(text, add_special_tokens=False)
 
 
+STOPS = ("<|im_end|>", "<|user|>", "<|observation|>", "<|eot_id|>", "<|eom_id|>", "<turn|>", "<|tool_response>")
+
+
+def stops_of(tokenizer: Any, renderer: Any) -> set[int]:
+    """Return the tokens that end a reply."""
+    if isinstance(renderer, ChatRenderer):
+        return renderer.stops()
+    return {tokenizer.convert_tokens_to_ids(stop) for stop in STOPS if stop in tokenizer.chat_template}
+
+
 def written(tokenizer: Any, renderer: Any, reply: Any, new: Any) -> tuple[Completion, list[int]]:
     """Return a reply as the policy samples it in the template's format, and the tokens that the template adds."""
     prompt = render_text(tokenizer, [USER_ASKS], add_generation_prompt=True, tools=TOOLS)
@@ -139,7 +149,7 @@ def written(tokenizer: Any, renderer: Any, reply: Any, new: Any) -> tuple[Comple
     if prompt.endswith("<think>\n") and "</think>" not in says:
         says = f"hm\n</think>\n\n{says}"
     after = tokenizer.encode(rest, add_special_tokens=False)
-    stop = next(index for index, token in enumerate(after) if token in renderer.stops())
+    stop = next(index for index, token in enumerate(after) if token in stops_of(tokenizer, renderer))
     return sampled(tokenizer, says + tokenizer.decode(after[: stop + 1])), after[stop + 1 :]
 
 
@@ -154,7 +164,11 @@ def calls_of(message: Any, tokenizer: Any) -> list[Any]:
 @settings(max_examples=60, deadline=None)
 @given(turns=st.lists(rounds(), min_size=1, max_size=4))
 def test_what_was_sampled_stays_and_is_followed_by_what_the_template_writes(known, turns):
-    tokenizer, renderer = known
+    check_rounds(*known, turns)
+
+
+def check_rounds(tokenizer: Any, renderer: Any, turns: Any) -> None:
+    """Check the tokens of a conversation with tools, round by round."""
     conversation = Conversation(tokenizer, with_tools([USER_ASKS], TOOLS), renderer=renderer)
     total = 0
     for reply, new in turns:

@@ -20,6 +20,7 @@ from trainer.data.limits import TextTooLong
 from trainer.environments.conversation import Conversation
 from trainer.environments.episode_runner import EnvironmentRunner
 from trainer.environments.rendering import ChatRenderer, find_renderer
+from trainer.environments.template_tools import TemplateTools
 from trainer.environments.tools import with_tools
 from trainer.errors import UserError
 from trainer.generation.engine import Completion, Request
@@ -232,7 +233,7 @@ def test_a_reply_without_its_stop_token_or_messages_that_are_too_long(tokenizer,
         ChatRenderer(None, None, 3).prompt([{"role": "user", "content": "long"}])
 
 
-def chosen(tokenizer: Any, template: str, **model: Any) -> ChatRenderer | None:
+def chosen(tokenizer: Any, template: str, **model: Any) -> Any:
     was, tokenizer.chat_template = tokenizer.chat_template, template
     try:
         return find_renderer(ModelConfig(**model), tokenizer, LONG)
@@ -253,11 +254,11 @@ def chosen(tokenizer: Any, template: str, **model: Any) -> ChatRenderer | None:
     ids=["template", "own template", "unknown", "built-in", "another template", "older template"],
 )
 def test_otherwise_the_template_writes_conversations(tokenizer, template, model):
-    assert chosen(tokenizer, template, **model) is None
+    assert not isinstance(chosen(tokenizer, template, **model), ChatRenderer)
 
 
 def test_a_renderer_is_chosen_by_name_for_models_of_other_names(tokenizer):
-    assert chosen(tokenizer, QWEN3, path="mine/Qwen3-like", renderer="qwen3") is not None
+    assert isinstance(chosen(tokenizer, QWEN3, path="mine/Qwen3-like", renderer="qwen3"), ChatRenderer)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +276,7 @@ def test_renderers_that_do_not_fit_are_refused_in_one_sentence(tokenizer, templa
 
 def test_without_the_library_a_name_is_refused_and_auto_takes_the_template(tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "renderers.base", None)
-    assert chosen(tokenizer, QWEN3, path="Qwen/Qwen3-0.6B") is None
+    assert isinstance(chosen(tokenizer, QWEN3, path="Qwen/Qwen3-0.6B"), TemplateTools)
     with pytest.raises(UserError, match="install the extra `environments`"):
         chosen(tokenizer, QWEN3, path="Qwen/Qwen3-0.6B", renderer="qwen3")
 
@@ -298,15 +299,18 @@ def test_an_environment_with_tools_gets_the_calls_that_a_renderer_has_read(token
     )
     policy = Qwen(tokenizer, call, "42")
     episodes = []
-    for renderer in ("auto", "template"):
+    for renderer, tool_format in (("auto", "auto"), ("template", "auto"), ("template", "hermes")):
         cfg = runner_config(name="tests.cpu.unit.environments.test_tools:Calculator", max_prompt_tokens=2000)
-        cfg.model = ModelConfig(path="Qwen/Qwen3-0.6B", renderer=renderer)
+        cfg.model = ModelConfig(path="Qwen/Qwen3-0.6B", renderer=renderer, tool_format=tool_format)
         with EnvironmentRunner(cfg, tokenizer) as runner:
             (episode,) = run(runner, policy, requests_of({"prompt": "6*7?", "answer": "42"}))
         episodes.append(episode)
-    ours, theirs = episodes
-    assert ours.reward == theirs.reward == 1.0 and ours.metrics["tool_calls/multiply"] == 1.0, ours.failure
-    assert ours.messages[2]["reasoning_content"] == "hm" and ours.messages[3]["tool_call_id"] == "call_0"
-    assert ours.messages[3]["content"] == "42" == theirs.messages[3]["content"]
-    ((one,), (other,)) = ours.samples, theirs.samples
-    assert one.token_ids.tolist() == other.token_ids.tolist()
+    for episode in episodes:
+        assert episode.reward == episode.metrics["tool_calls/multiply"] == 1.0, episode.failure
+        assert episode.messages[3]["content"] == "42"
+    rendered, native, text = (episode.messages for episode in episodes)
+    assert rendered[2]["reasoning_content"] == "hm" and rendered[3]["tool_call_id"] == "call_0"
+    assert native[2]["tool_calls"] == rendered[2]["tool_calls"] and native[3] == rendered[3]
+    assert "tool_calls" not in text[2]
+    (one,), (other,), (another,) = (episode.samples for episode in episodes)
+    assert one.token_ids.tolist() == other.token_ids.tolist() == another.token_ids.tolist()

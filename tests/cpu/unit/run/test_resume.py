@@ -158,6 +158,32 @@ def test_what_is_computed_changes_with_permission_alone(tmp_path, caplog, change
         assert any(line.startswith(f"config changed since the checkpoint: {key}: ") for line in caplog.messages)
 
 
+@pytest.mark.parametrize(
+    "settings, refused",
+    [
+        ({"model.path": "m", "environment.name": "a:B"}, True),
+        ({"model.path": "m"}, False),
+        ({"environment.name": "a:B"}, False),
+    ],
+    ids=["environment", "no environment", "built-in model"],
+)
+def test_prompts_of_a_run_from_before_tools_of_templates_do_not_change_unasked(tmp_path, caplog, settings, refused):
+    save_steps(configured(tmp_path, settings), 1)
+    (checkpoint,) = (tmp_path / "checkpoints").glob("global_step_*")
+    saved = yaml.safe_load((checkpoint / "config.yaml").read_bytes())
+    del saved["model"]["tool_format"]
+    replace(checkpoint, "config.yaml", yaml.safe_dump(saved).encode())
+    cfg = configured(tmp_path, settings, resume_mode="latest")
+    if refused:
+        with pytest.raises(UserError, match=r"^model.tool_format=auto: the checkpoint was saved with hermes; restore"):
+            RunDirectory(cfg).open()
+        cfg.model.tool_format = "hermes"
+    caplog.set_level("INFO")
+    with RunDirectory(cfg).open():
+        changed = [line for line in caplog.messages if line.startswith("config changed")]
+    assert bool(changed) != refused
+
+
 def test_a_fork_does_not_list_the_paths_that_follow_from_its_name(tmp_path, caplog):
     save_steps(configured(tmp_path / "parent"), 1)
     (parent,) = (tmp_path / "parent/checkpoints").glob("global_step_*")

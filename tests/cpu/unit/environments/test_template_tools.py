@@ -1,0 +1,253 @@
+"""Tools in the format of published chat templates, without the library `renderers`."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.cpu.unit.agents.test_call_tree import TOOL, Talk, user
+from tests.cpu.unit.environments import test_model_templates as same
+from tests.cpu.unit.environments.test_model_templates import QWEN25_SYSTEM, TEXTS, tokenizer_of
+from tests.cpu.unit.environments.test_rendering import LONG, TOOLS, USER_ASKS, Qwen, make_tokenizer, sampled
+from tests.support.chat_templates import LLAMA3
+from tests.support.episodes import requests_of, run, runner_config
+from tests.support.response_templates import CHANNELS, GLM_CALLS, JSON_CALLS, XML_CALLS
+from trainer.config import ModelConfig
+from trainer.data.datasets import render_text
+from trainer.environments.conversation import Conversation
+from trainer.environments.episode_runner import EnvironmentRunner
+from trainer.environments.rendering import find_renderer
+from trainer.environments.template_tools import TemplateTools, _log_fallback
+from trainer.environments.tools import split_tools, with_tools
+
+NATIVE: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "Qwen2.5": ("qwen2_5", None, {}),
+    "Qwen3": ("qwen3", None, {}),
+    "Qwen3 without thoughts": ("qwen3", None, {"enable_thinking": False}),
+    "Qwen3-2507": ("qwen3_instruct_2507", None, {}),
+    "Qwen2.5 by response_template": ("qwen2_5", JSON_CALLS, {}),
+    "GLM-4.5": ("glm4moe", GLM_CALLS, {}),
+}
+"""Templates, the `response_template` of their tokenizers, and `model.chat_template_kwargs`."""
+HERMES_CALL = '<tool_call>\n{"name": "add", "arguments": {"x": "1"}}\n</tool_call>'
+
+
+def native(name: str, response_template: Any = None, variables: Any = None) -> tuple[Any, TemplateTools]:
+    """A tokenizer with the template of a model, and what reads its replies."""
+    tokenizer = tokenizer_of(name, variables=variables)
+    tokenizer.response_template = response_template
+    found = find_renderer(ModelConfig(path="mine/model"), tokenizer, LONG)
+    assert isinstance(found, TemplateTools)
+    return tokenizer, found
+
+
+@pytest.fixture(scope="module", params=NATIVE)
+def known(request) -> tuple[Any, TemplateTools]:
+    return native(*NATIVE[request.param])
+
+
+test_a_prompt = same.test_a_prompt_has_the_tokens_that_the_template_gives
+test_a_reply = same.test_what_was_sampled_stays_and_is_followed_by_what_the_template_writes
+
+
+@settings(max_examples=30, deadline=None)
+@given(turns=st.lists(same.rounds().filter(lambda one: "tool_calls" in one[0]), min_size=1, max_size=3), text=TEXTS)
+@pytest.mark.parametrize("name", ["qwen3_5_think", "qwen3_5_nothink"])
+def test_calls_of_qwen35_are_read_and_answered_until_the_user_speaks(name, turns, text):
+    """Then its template drops the thoughts before that, so a new sample begins."""
+    tokenizer, reader = native(name, XML_CALLS)
+    same.check_rounds(tokenizer, reader, turns)
+    conversation = ask(tokenizer, reader)
+    for reply, new in [*turns, ({"role": "assistant", "content": same.END}, [{"role": "user", "content": text}])]:
+        completion, _ = same.written(tokenizer, reader, reply, new)
+        conversation.add_reply(completion)
+        assert conversation.add_messages(new, LONG)
+    first, second = conversation.samples()
+    assert first.mask.any() and not second.mask.any()
+    whole = render_text(tokenizer, split_tools(conversation.messages)[0], True, tools=TOOLS)
+    assert tokenizer.decode(second.token_ids) == whole
+
+
+def ask(tokenizer: Any, reader: TemplateTools, tools: Any = TOOLS) -> Conversation:
+    return Conversation(tokenizer, with_tools([USER_ASKS], tools), renderer=reader)
+
+
+@settings(max_examples=40, deadline=None)
+@given(system=TEXTS.filter(str.strip) | st.none(), first=TEXTS)
+def test_the_template_of_qwen25_adds_its_own_system_message(system, first):
+    """As it does for tools that are given to it. The text of Hermes would take its place."""
+    tokenizer, reader = native("qwen2_5")
+    begin = [{"role": "system", "content": system}] if system else []
+    messages = [*begin, {"role": "user", "content": first}]
+    conversation = Conversation(tokenizer, with_tools(messages, TOOLS), renderer=reader)
+    text = tokenizer.decode(conversation.token_ids)
+    assert text == render_text(tokenizer, messages, True, tools=TOOLS)
+    assert text.startswith(f"<|im_start|>system\n{system or QWEN25_SYSTEM}\n\n# Tools")
+
+
+@settings(max_examples=40, deadline=None)
+@given(answers=st.lists(TEXTS, min_size=1, max_size=3), values=st.lists(TEXTS, min_size=3, max_size=3))
+def test_calls_of_gpt_oss_are_read_and_answered_in_its_channels(answers, values):
+    """Its calls end in another token than its answers, and it writes the name of the tool before a result."""
+    tokenizer, reader = native("gptoss", CHANNELS)
+    conversation = ask(tokenizer, reader)
+    messages, expected = [USER_ASKS], list(conversation.token_ids)
+    for answer, value in zip(answers, values, strict=False):
+        call = {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": {"x": value}}}
+        reply = {"role": "assistant", "content": "", "tool_calls": [call]}
+        before = render_text(tokenizer, messages, True, tools=TOOLS)
+        whole = render_text(tokenizer, [*messages, reply], False, tools=TOOLS)
+        completion = sampled(tokenizer, whole.removeprefix(before))
+        assert conversation.add_reply(completion)["tool_calls"] == [call]
+        new = {"role": "tool", "tool_call_id": "call_0", "name": "add", "content": answer}
+        assert conversation.add_messages([new], LONG)
+        messages += [reply, new]
+        after = render_text(tokenizer, messages, True, tools=TOOLS).removeprefix(whole)
+        expected += [*completion.token_ids.tolist(), *tokenizer.encode(after, add_special_tokens=False)]
+    assert len(conversation.samples()) == 1
+    assert conversation.token_ids == expected
+    assert tokenizer.decode(expected).count("<|start|>functions.add to=assistant") == len(answers)
+
+
+@pytest.mark.parametrize("stop", ["<|user|>", "<|assistant|>", "</tool_call>"])
+def test_a_reply_with_calls_that_ends_in_another_token_begins_a_new_sample(stop):
+    """Also in one that the template writes further on: what lies between must not get lost."""
+    tokenizer, reader = native("glm4moe", GLM_CALLS)
+    conversation = ask(tokenizer, reader)
+    call = "<tool_call>add\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
+    completion = sampled(tokenizer, call.removesuffix(stop) + stop)
+    said = conversation.add_reply(completion)
+    new = [{"role": "tool", "content": "seven"}, {"role": "user", "content": "And?"}]
+    assert conversation.add_messages(new, LONG)
+    samples = conversation.samples()
+    assert len(said["tool_calls"]) == 1 and len(samples) == 1 + (stop != "</tool_call>")
+    assert samples[0].mask.sum() == len(completion.token_ids) == sum(sample.mask.sum() for sample in samples)
+    last = tokenizer.decode(conversation.token_ids)
+    assert last.count("seven") == last.count("And?") == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "known"),
+    [
+        ("{broken", {"problem": "invalid json"}),
+        ("[" * 2000, {"problem": "RecursionError"}),
+        (f'{{"x": {"1" * 5000}}}', {"problem": "invalid json"}),
+        ('{"x": NaN}', {"name": "add", "id": "call_0", "problem": "no readable arguments"}),
+        ("[1]", {"name": "add", "id": "call_0", "problem": "no readable arguments"}),
+    ],
+    ids=["no JSON", "endless", "a long number", "no number", "no object"],
+)
+def test_a_call_that_cannot_be_read_is_named_and_its_answer_is_seen(call, known):
+    """The template of gpt-oss refuses an answer without a call."""
+    tokenizer, reader = native("gptoss", CHANNELS)
+    conversation = ask(tokenizer, reader)
+    completion = sampled(tokenizer, f" to=functions.add<|channel|>commentary json<|message|>{call}<|call|>")
+    said = conversation.add_reply(completion)
+    assert "tool_calls" not in said and call in said["content"] and said["unread_calls"] == [known]
+    assert conversation.add_messages([{"role": "tool", "content": "cannot be read"}], LONG)
+    (sample,) = conversation.samples()
+    assert sample.mask.sum() == len(completion.token_ids)
+    text = tokenizer.decode(conversation.token_ids)
+    assert text.count("cannot be read") == 1 and text.endswith("<|start|>assistant")
+
+
+@pytest.mark.parametrize("call", ["{broken", '{"name": ["add"], "arguments": {}}', '{"name": "add", "arguments": 1}'])
+def test_a_call_of_hermes_that_cannot_be_read_stays_in_the_text(call):
+    tokenizer, reader = native("qwen2_5")
+    text = f"{HERMES_CALL}<tool_call>\n{call}\n</tool_call>"
+    assert ask(tokenizer, reader).add_reply(sampled(tokenizer, f"{text}<|im_end|>")) == {
+        "role": "assistant",
+        "content": text,
+    }
+
+
+@settings(max_examples=40, deadline=None)
+@given(turns=st.lists(same.rounds(), min_size=1, max_size=3))
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3"])
+def test_conversations_without_tools_stay_as_they_were(name, turns):
+    """Also those whose environment has its own description of tools."""
+    tokenizer, reader = native(name)
+    begin = [{"role": "system", "content": "Call <tool_call>."}, USER_ASKS]
+    ours, theirs = Conversation(tokenizer, begin, renderer=reader), Conversation(tokenizer, begin)
+    for reply, new in turns:
+        for conversation in (ours, theirs):
+            conversation.add_reply(sampled(tokenizer, f"{reply['content']}{HERMES_CALL}<|im_end|>"))
+            conversation.add_messages([{"role": one["role"], "content": one["content"]} for one in new], LONG)
+    assert ours.messages == theirs.messages
+    assert [s.token_ids.tolist() for s in ours.samples()] == [s.token_ids.tolist() for s in theirs.samples()]
+
+
+BARE = "{%- for m in messages %}{{ '[' + m.role + ']' + m.content }}<|im_end|>{%- endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (LLAMA3, "describes no tools"),
+        (BARE + "{{ tools[0].function.name if tools and messages | length == 1 }}", "describes no tools"),
+        (BARE + "{{ tools[0].function.name if tools }}", "writes calls of tools in a format that cannot be read"),
+        ("glm4moe", "writes calls of tools in a format that cannot be read"),
+    ],
+    ids=["no tools", "not beside a system message", "no calls", "another format"],
+)
+def test_otherwise_tools_have_the_format_of_hermes_and_the_log_says_so_once(caplog, template, reason):
+    _log_fallback.cache_clear()
+    caplog.set_level(logging.INFO)
+    for _ in range(2):
+        tokenizer = tokenizer_of(template) if template == "glm4moe" else make_tokenizer()
+        tokenizer.chat_template = tokenizer.chat_template if template == "glm4moe" else template
+        assert find_renderer(ModelConfig(path="mine/model"), tokenizer, LONG) is None
+    (line,) = [line for line in caplog.messages if "Hermes" in line]
+    assert reason in line
+
+
+def test_a_response_template_that_does_not_fit_the_chat_template_is_not_used():
+    tokenizer = tokenizer_of("glm4moe")
+    tokenizer.response_template = XML_CALLS
+    assert find_renderer(ModelConfig(path="mine/model"), tokenizer, LONG) is None
+    _, reader = native("qwen3", GLM_CALLS)
+    tokenizer = tokenizer_of("qwen3")
+    assert ask(tokenizer, reader).add_reply(sampled(tokenizer, f"{HERMES_CALL}<|im_end|>"))["tool_calls"]
+
+
+@pytest.mark.parametrize("model", [{"path": None}, {"path": "mine/model", "tool_format": "hermes"}])
+def test_the_built_in_model_and_who_asks_for_it_keep_the_format_of_hermes(model):
+    assert find_renderer(ModelConfig(**model), tokenizer_of("qwen2_5"), LONG) is None
+
+
+@pytest.mark.processes
+def test_an_environment_gets_the_calls_of_a_format_that_is_not_hermes():
+    tokenizer, _ = native("qwen3_5_think", XML_CALLS)
+    call = "hm\n</think>\n\n<tool_call>\n<function=multiply>\n" + "".join(
+        f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in (("a", 6), ("b", 7))
+    )
+    policy = Qwen(tokenizer, f"{call}</function>\n</tool_call>", "hm\n</think>\n\n42")
+    cfg = runner_config(name="tests.cpu.unit.environments.test_tools:Calculator", max_prompt_tokens=2000)
+    cfg.model = ModelConfig(path="mine/model")
+    with EnvironmentRunner(cfg, tokenizer) as runner:
+        (episode,) = run(runner, policy, requests_of({"prompt": "6*7?", "answer": "42"}))
+    assert episode.reward == episode.metrics["tool_calls/multiply"] == 1.0, episode.failure
+    assert episode.messages[2]["reasoning_content"] == "hm" and episode.messages[3]["content"] == "42"
+    (sample,) = episode.samples
+    assert "<tools>\n" in tokenizer.decode(sample.token_ids) and "json object" not in tokenizer.decode(sample.token_ids)
+
+
+def test_an_agent_gets_calls_of_the_model_and_its_own_are_written_in_its_format():
+    tokenizer, reader = native("qwen3_5_nothink", XML_CALLS)
+    talk = Talk(tokenizer, 10_000, reader)
+    call = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+    (one,) = talk.ask([user("a")], f"{call}<|im_end|>", tools=[TOOL])
+    assert one["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": "1"}'}
+    answer = {"role": "tool", "tool_call_id": "x", "content": "7"}
+    talk.ask([user("a"), one, answer], "It is 7.<|im_end|>", tools=[TOOL])
+    talk.ask([user("a"), {**one, "content": "Other."}, answer], "8<|im_end|>", tools=[TOOL])
+    talk.ask([user("a"), one, answer], "9<|im_end|>")  # without tools: calls are text
+    first, second, third = talk.texts()
+    assert call in first and first.count("<tool_response>") == 1
+    assert f"Other.\n\n{call}" in second and second.count("<tool_response>") == 1
+    assert '<tool_call>\n{"name": "add", "arguments": {"a": "1"}}\n</tool_call>' in third
+    talk.check()
