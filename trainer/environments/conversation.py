@@ -74,15 +74,16 @@ class Conversation:
         """
         template = self._tokenizer.chat_template
         in_use = f"the chat template in use (that of {self._tokenizer.name_or_path}, if the key is not set)"
+        has_tools = self._tools is not None
+        names_calls = self._renderer is not None or any(message.get("tool_calls") for message in self.messages)
         for role in {message["role"] for message in messages}:
             if role not in _ROLES and not self._names(role):
                 raise UserError(
                     f"model.chat_template: {in_use} does not name the role {role} of a message; use one of "
                     f"{', '.join(_ROLES)}"
                 )
-            has_tools = self._tools is not None
-            has_calls = has_tools or self._renderer is not None
-            if _drops(self._tokenizer, str(template), role, has_calls, has_tools):  # some models have several
+            # Some models have several templates.
+            if _drops(self._tokenizer, str(template), role, names_calls or has_tools, has_tools):
                 raise UserError(
                     f"model.chat_template: {in_use} drops messages of the role {role}, which the policy would not see"
                 )

@@ -50,7 +50,7 @@ class TemplateTools:
 
     def __init__(self, tokenizer: Any, has_response_template: bool):
         self._tokenizer = tokenizer
-        self._has_response_template = has_response_template
+        self.has_response_template = has_response_template
 
     def reply(self, token_ids: Sequence[int], prompt: Sequence[int], text: str, tools: Sequence[Any]) -> Message:
         """Return a reply as a message, with its calls of tools apart from its text.
@@ -61,7 +61,7 @@ class TemplateTools:
             prompt: the tokens before the reply.
             text: the decoded reply, without special tokens.
         """
-        if not self._has_response_template:
+        if not self.has_response_template:
             return _read_hermes(text)
         try:
             said, before = self._tokenizer.decode(list(token_ids)), self._tokenizer.decode(list(prompt))

@@ -1,18 +1,20 @@
-"""Conversations under published templates that are not stored here, by the library `renderers`, as in
-`test_model_templates`."""
+"""Conversations under published templates that are not stored here, as in `test_model_templates`: by the library
+`renderers`, and by the templates with the published `response_template` of their tokenizers."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cpu.unit.environments import test_model_templates as same
-from tests.cpu.unit.environments.test_rendering import LONG
+from tests.cpu.unit.environments.test_rendering import LONG, make_tokenizer
 from tests.support.published_templates import install_templates
 from trainer.config import ModelConfig
 from trainer.environments.rendering import find_renderer
+from trainer.environments.template_tools import TemplateTools
 
 pytestmark = pytest.mark.processes
 
@@ -30,14 +32,33 @@ RENDERED: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
+NATIVE = ["llama3_1", "llama3_2", "gemma4_v5", "qwen3_8", "nemotron_3_nano", "qwen2_5", "qwen3_vl"]
+"""Templates of tokenizers to which the package that collects them gives a `response_template`."""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return install_templates(tmp_path_factory.mktemp("published"))
 
 
-@pytest.fixture(scope="module", params=RENDERED)
+def native_format(name: str, folder: Path) -> tuple[Any, TemplateTools]:
+    """A tokenizer with the template of a model, and what reads its replies."""
+    tokenizer, published = same.tokenizer_of(name, folder), make_tokenizer()
+    published.chat_template = (folder / f"{name}.jinja").read_text()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder.parents[1]))
+        add_response_schema = import_module("trl.chat_template_utils").add_response_schema
+        tokenizer.response_template = add_response_schema(published).response_template
+    found = find_renderer(ModelConfig(path="mine/model"), tokenizer, LONG)
+    assert isinstance(found, TemplateTools) and found.has_response_template
+    return tokenizer, found
+
+
+@pytest.fixture(scope="module", params=[*RENDERED, *(f"{name} alone" for name in NATIVE)])
 def known(request, folder) -> tuple[Any, Any]:
-    return same.known_format(*RENDERED[request.param], folder)
+    if request.param in RENDERED:
+        return same.known_format(*RENDERED[request.param], folder)
+    return native_format(request.param.removesuffix(" alone"), folder)
 
 
 test_a_prompt = same.test_a_prompt_has_the_tokens_that_the_template_gives
