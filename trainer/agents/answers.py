@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.agents.call_tree import Turn
+from trainer.agents.call_tree import Turn, call_id
 from trainer.agents.chat_request import ChatRequest
 from trainer.agents.messages import ChatMessage
 
@@ -24,11 +24,10 @@ class Choice:
         return "tool_calls" if self.message.calls else self.turn.completed.finish_reason
 
     def calls(self) -> list[dict[str, Any]]:
-        """Return the calls of tools. Their ids are the same in another attempt."""
-        name = self.turn.key.replace(":", "_")
+        """Return the calls of tools."""
         return [
             {
-                "id": f"call_{name}_{i}",
+                "id": call_id(self.turn, i),
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }

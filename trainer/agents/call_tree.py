@@ -201,7 +201,10 @@ class CallTree:
             shown = with_tools(messages, request.tools) if request.tools else messages
             return Conversation(self.tokenizer, shown, self.limit, self.renderer)
         conversation = parent.conversation.fork(tokens.tolist())
-        if not conversation.add_messages(messages[known:], self.longest):
+        added = messages[known:]
+        if isinstance(self.renderer, TemplateTools):
+            added = _with_ids_of(parent, added)
+        if not conversation.add_messages(added, self.longest):
             raise self._too_long("too many tokens")
         return conversation
 
@@ -219,6 +222,21 @@ class CallTree:
         keys = "rollout.max_prompt_tokens, or environment.max_tokens"
         problem = f"the messages have {size}; a prompt may have {self.longest} tokens ({keys})"
         return ApiError(problem, "messages", "context_length_exceeded")
+
+
+def call_id(turn: Turn, number: int) -> str:
+    """Return the id that the agent gets for a call of a reply. It is the same in another attempt."""
+    return f"call_{turn.key.replace(':', '_')}_{number}"
+
+
+def _with_ids_of(turn: Turn, answers: Sequence[Message]) -> list[Message]:
+    """Return answers of tools with the ids that the calls of a turn have in its conversation. The agent got others."""
+    calls = turn.conversation.messages[-1].get("tool_calls", [])
+    ids = {call_id(turn, number): call["id"] for number, call in enumerate(calls)}
+    return [
+        {**answer, "tool_call_id": ids[answer["tool_call_id"]]} if answer.get("tool_call_id") in ids else answer
+        for answer in answers
+    ]
 
 
 def _digests(request: ChatRequest) -> list[str]:

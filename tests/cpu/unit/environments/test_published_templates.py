@@ -32,7 +32,7 @@ RENDERED: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-NATIVE = ["llama3_1", "llama3_2", "gemma4_v5", "qwen3_8", "nemotron_3_nano", "qwen2_5", "qwen3_vl"]
+NATIVE = ["llama3_1", "llama3_2", "gemma4_v5", "qwen3_8", "nemotron_3_nano", "qwen3_vl", "lfm2_2_5"]
 """Templates of tokenizers to which the package that collects them gives a `response_template`."""
 
 

@@ -16,6 +16,7 @@ from tests.cpu.unit.environments.test_rendering import LONG, TOOLS, USER_ASKS, Q
 from tests.support.chat_templates import LLAMA3
 from tests.support.episodes import requests_of, run, runner_config
 from tests.support.response_templates import CHANNELS, GLM_CALLS, JSON_CALLS, XML_CALLS
+from trainer.agents.call_tree import call_id
 from trainer.config import ModelConfig
 from trainer.data.datasets import render_text
 from trainer.environments.conversation import Conversation
@@ -251,3 +252,19 @@ def test_an_agent_gets_calls_of_the_model_and_its_own_are_written_in_its_format(
     assert f"Other.\n\n{call}" in second and second.count("<tool_response>") == 1
     assert '<tool_call>\n{"name": "add", "arguments": {"a": "1"}}\n</tool_call>' in third
     talk.check()
+
+
+def test_answers_of_an_agent_have_the_ids_that_their_calls_have_in_the_conversation():
+    """Some templates find the name of the tool by it."""
+    tokenizer = make_tokenizer()
+    begin = "'\\n<tool_response>\\n' + "
+    assert begin in tokenizer.chat_template
+    shown = "(messages[loop.index0 - 1].tool_calls or [{}])[0].id == message.tool_call_id"
+    tokenizer.chat_template = tokenizer.chat_template.replace(begin, f"{begin}'[same: ' + ({shown}) | string + ']' + ")
+    reader = find_renderer(ModelConfig(path="mine/model"), tokenizer, LONG)
+    talk = Talk(tokenizer, 10_000, reader)
+    (one,) = talk.ask([user("a")], f"{HERMES_CALL}<|im_end|>", tools=[TOOL])
+    answer = {"role": "tool", "tool_call_id": call_id(talk.tree.turns[0], 0), "content": "7"}
+    talk.ask([user("a"), one, answer], "It is 7.<|im_end|>", tools=[TOOL])
+    (text,) = talk.texts()
+    assert "[same: True]7" in text
