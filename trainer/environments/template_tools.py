@@ -118,9 +118,8 @@ def outline(said: Message, new: Sequence[Message], tools: Sequence[Any] | None) 
     plain: Message = {"role": "assistant", "content": REPLY_MARK}
     if not tools:
         return plain
-    usual = tools[0]["function"]["name"]
     calls = said.get("tool_calls") or [
-        {"id": message.get("tool_call_id", f"call_{number}"), "function": {"name": message.get("name", usual)}}
+        {"id": message.get("tool_call_id", f"call_{number}"), "function": {"name": message.get("name", "tool")}}
         for number, message in enumerate(message for message in new if message["role"] == "tool")
     ]
     if not calls:
