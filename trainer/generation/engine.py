@@ -211,14 +211,15 @@ def build_engine(
         use_deterministic_kernels(warn_only=True)  # `top_p` adds up probabilities, which has no such kernel
     steps, run_dir = profiled
     is_profiled = bool(steps) and not spec.served
-    profiles_itself = is_profiled and spec.profiles and kwargs["rollout"].tensor_parallel_size > 1
+    has_workers = "rollout" in kwargs and kwargs["rollout"].tensor_parallel_size > 1
+    profiles_itself = is_profiled and spec.profiles and has_workers
     if profiles_itself:
         kwargs["profile_dir"] = os.path.abspath(run_dir)
     numbered = {"index": number} if spec.numbered else {}
     if kwargs["device"] == "cuda" and not spec.served:
         from trainer.generation.memory_watch import MemoryWatch
 
-        engine = MemoryWatch.build(partial(spec, model_path, **kwargs, **numbered), run_dir, number)
+        engine = MemoryWatch.build(partial(spec, model_path, **kwargs, **numbered), run_dir, number, has_workers)
     else:
         engine = spec(model_path, **kwargs, **numbered)
     if not is_profiled:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,24 +21,38 @@ class MemoryWatch:
         self._path = path
 
     @classmethod
-    def build(cls, make: Callable[[], Engine], run_dir: str, number: int) -> Engine:
-        """Return the engine that `make` makes, watched from its construction on."""
+    def build(cls, make: Callable[[], Engine], run_dir: str, number: int, has_workers: bool = False) -> Engine:
+        """Return the engine that `make` makes, watched from its construction on.
+
+        Args:
+            has_workers: the memory is that of other processes, which the engine lets watch themselves.
+        """
         path = snapshot_path(run_dir, f"engine_{number}")
         with _snapshots(path):
             engine: Any = cls(make(), path)
+        if has_workers and hasattr(engine, "watch_workers"):
+            engine.watch_workers(path)
         return engine
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self._engine, name)
-        if not callable(attribute):
-            return attribute
+        return _watched(attribute, self._path) if callable(attribute) else attribute
 
-        @functools.wraps(attribute)
-        def call(*arguments: Any, **named: Any) -> Any:
-            with _snapshots(self._path):
-                return attribute(*arguments, **named)
 
-        return call
+def watch_methods(watched: Any, names: Sequence[str], path: str) -> None:
+    """Let those of these methods that an object has write a snapshot to `path` if they run out of memory."""
+    for name in names:
+        if (method := getattr(watched, name, None)) is not None:
+            setattr(watched, name, _watched(method, path))
+
+
+def _watched(method: Callable[..., Any], path: str) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*arguments: Any, **named: Any) -> Any:
+        with _snapshots(path):
+            return method(*arguments, **named)
+
+    return call
 
 
 def _snapshots(path: str) -> AbstractContextManager[None]:

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from trainer.config import RolloutConfig
 from trainer.config.engines import EngineSpec
 from trainer.generation.engine import build_engine
+from trainer.generation.memory_watch import watch_methods
 
 
 class Engine:
@@ -37,6 +39,34 @@ def test_an_engine_that_runs_out_of_memory_names_the_snapshot(tmp_path, monkeypa
         assert engine.version == 3 and engine.generate([1]) == [1] and not path.exists()
         engine.generate([])
     assert path.exists()
+
+
+class Divided(Engine):
+    """An engine whose memory is that of other processes."""
+
+    def __init__(self, model_path: str, *, device: str, rollout: RolloutConfig):
+        super().__init__(model_path, device=device)
+        self.watched: list[str] = []
+
+    def watch_workers(self, path: str) -> None:
+        self.watched.append(path)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_engine_of_several_processes_lets_them_watch_their_memory(tmp_path, size):
+    spec, rollout = EngineSpec(f"{__name__}:Divided"), RolloutConfig(tensor_parallel_size=size)
+    profiled = ((), str(tmp_path))
+    engine: Any = build_engine(spec, {}, False, "", 1, profiled, device="cuda", rollout=rollout)
+    assert engine.watched == [str(tmp_path / "profile/out_of_memory/engine_1.pickle")] * (size - 1)
+
+
+def test_a_process_of_an_engine_names_its_snapshot(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).touch())
+    path, process = str(tmp_path / "rank_1.pickle"), Engine("", device="cuda")
+    watch_methods(process, ["generate", "missing"], path)
+    assert process.generate([1]) == [1]
+    with pytest.raises(torch.OutOfMemoryError, match=f"See {path}"):
+        process.generate([])
 
 
 def test_an_engine_without_a_gpu_is_as_it_is(tmp_path):
