@@ -137,7 +137,7 @@ def test_a_number_that_no_float_holds_is_refused(served, name, value):
     assert answer.status_code == 400 and f"{name} must be a number" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("body", [b"{}", gzip.compress(b"{}")])
+@pytest.mark.parametrize("body", [b"{}", gzip.compress(b"{}", mtime=0)])
 def test_a_compressed_body_is_refused(served, caplog, body):
     answer = served.post(content=body, headers={"Content-Encoding": "gzip"})
     assert answer.status_code == 415 and "Content-Encoding: gzip" in answer.json()["error"]["message"]
