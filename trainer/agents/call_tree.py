@@ -197,13 +197,15 @@ class CallTree:
         """
         names_calls = isinstance(self.renderer, ChatRenderer) or (self.renderer is not None and bool(request.tools))
         messages = [one.message_with_calls if names_calls else one.message for one in request.messages]
+        if isinstance(self.renderer, TemplateTools):
+            messages = [_with_call_ids(*one) for one in zip(messages, request.messages, strict=True)]
         if parent is None:
             shown = with_tools(messages, request.tools) if request.tools else messages
             return Conversation(self.tokenizer, shown, self.limit, self.renderer)
         conversation = parent.conversation.fork(tokens.tolist())
         added = messages[known:]
         if isinstance(self.renderer, TemplateTools):
-            added = _with_ids_of(parent, added)
+            added = _with_ids_of(parent, request.messages[known - 1], added)
         if not conversation.add_messages(added, self.longest):
             raise self._too_long("too many tokens")
         return conversation
@@ -229,10 +231,24 @@ def call_id(turn: Turn, number: int) -> str:
     return f"call_{turn.key.replace(':', '_')}_{number}"
 
 
-def _with_ids_of(turn: Turn, answers: Sequence[Message]) -> list[Message]:
-    """Return answers of tools with the ids that the calls of a turn have in its conversation. The agent got others."""
+def _with_call_ids(message: Message, sent: ChatMessage) -> Message:
+    """Return a message of an agent with the ids of its calls, which templates may write into the answers."""
+    if not message.get("tool_calls"):
+        return message
+    calls = zip(message["tool_calls"], sent.calls, strict=True)
+    return {**message, "tool_calls": [{**call, "id": own.id} if own.id else call for call, own in calls]}
+
+
+def _with_ids_of(turn: Turn, reply: ChatMessage, answers: Sequence[Message]) -> list[Message]:
+    """Return answers of tools with the ids that the calls of a turn have in its conversation.
+
+    Args:
+        reply: that of the turn, as the agent has sent it back: its ids are those of the answers, also if it is the
+            equal reply of another turn.
+    """
     calls = turn.conversation.messages[-1].get("tool_calls", [])
     ids = {call_id(turn, number): call["id"] for number, call in enumerate(calls)}
+    ids |= {own.id: call["id"] for own, call in zip(reply.calls, calls, strict=False) if own.id}
     return [
         {**answer, "tool_call_id": ids[answer["tool_call_id"]]} if answer.get("tool_call_id") in ids else answer
         for answer in answers

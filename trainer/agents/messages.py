@@ -122,7 +122,8 @@ def _call(value: Any, where: str) -> ToolCall:
     if parsed is None:
         field = f"{where}.function.arguments"
         raise ApiError(f"{field} must be a JSON object", field)
-    return ToolCall(name, parsed)
+    given = value.get("id")
+    return ToolCall(name, parsed, given if isinstance(given, str) else "")
 
 
 def read_reply(text: str, reads_calls: bool) -> ChatMessage:

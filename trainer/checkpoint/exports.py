@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trainer.checkpoint.checkpoint_files import files_at
 from trainer.checkpoint.storage import for_each
-from trainer.errors import is_disk_unwritable
+from trainer.errors import failure_source_of, is_disk_unwritable
 from trainer.files.atomic_io import naming
 from trainer.process.tracing import TRACER
 
@@ -51,7 +51,7 @@ def left_out_if_disk_is_full(target: str) -> Iterator[str]:
     try:
         yield target
     except OSError as error:
-        if not is_disk_unwritable(error):
+        if not is_disk_unwritable(error) or failure_source_of(error) is not None:  # others wait for a rank that fails
             raise
         LOG.warning("%s: cannot be written (%s); training continues without this export", target, error.strerror)
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -92,7 +93,7 @@ class CheckpointManager:
         fence: called before a save and before its commit. It raises `UserError` if this process may no longer write to
             the store.
         committed: called with the step after each commit.
-        disk_is_full: called when a save has failed because the disk is full or read-only.
+        disk_is_full: called with the error of a save that has failed because a disk is full or read-only.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class CheckpointManager:
         verify: str = "hash",
         fence: Callable[[], None] = lambda: None,
         committed: Callable[[int], None] = lambda step: None,
-        disk_is_full: Callable[[], None] = lambda: None,
+        disk_is_full: Callable[[OSError], None] = lambda error: None,
     ):
         self.store = store
         self.retention = retention or Retention()
@@ -165,8 +166,8 @@ class CheckpointManager:
             except BaseException as error:  # the caller of `results` decides about failures of any kind
                 result = SaveResult(step, "", time.monotonic() - started, error=text_of(error))
                 self._abort(staging)
-                if is_disk_unwritable(error):
-                    _try(self._disk_is_full)
+                if isinstance(error, OSError) and is_disk_unwritable(error):
+                    _try(partial(self._disk_is_full, error))
             TRACER.add(f"save {step}", started, time.monotonic(), SAVES, bytes=result.bytes)
             self._results.append(result)
 

@@ -38,7 +38,8 @@ class Environment(Protocol):
 
     Its answers must be a function of row, seed and replies: an environment that is lost is made again, and gets the
     same replies. Each method may be `async`; then a process runs many environments at the same time. So it does where
-    the class has an attribute `thread_safe = True`: methods run in threads, one call of an environment at a time.
+    the class has an attribute `thread_safe = True`, or a class method of that name that says so of
+    `environment.kwargs`: methods run in threads, one call of an environment at a time.
     """
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message] | Awaitable[Sequence[Message]]:

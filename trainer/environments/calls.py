@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.environments.base import Message
@@ -18,6 +18,8 @@ class ToolCall:
     name: str
     arguments: str
     """A JSON object."""
+    id: str = field(default="", compare=False)
+    """What its answer calls it; empty: it is not known."""
 
     def __str__(self) -> str:
         call = json.dumps({"name": self.name, "arguments": json.loads(self.arguments)}, ensure_ascii=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
@@ -14,7 +15,7 @@ from trainer.data.datasets import render, render_text
 from trainer.data.limits import TextTooLong, encode
 from trainer.environments.base import Message
 from trainer.environments.rendering import ChatRenderer
-from trainer.environments.template_tools import PROBE_TOOL, REPLY_MARK, TemplateTools, outline
+from trainer.environments.template_tools import PROBE_TOOL, REPLY_MARK, TemplateTools, outline, with_answered_calls
 from trainer.environments.tools import split_tools
 from trainer.episodes import Sample
 from trainer.errors import UserError
@@ -98,8 +99,25 @@ class Conversation:
         """Return the tokens of all messages, up to where the next reply begins."""
         if self._renderer is not None:
             return self._renderer.prompt(self.messages)
-        messages = self.messages if self._tools is None else split_tools(self.messages)[0]
-        return render(self._tokenizer, messages, add_generation_prompt=True, limit=self._limit, tools=self._tools)
+        if not self._tools:
+            messages = self.messages if self._tools is None else split_tools(self.messages)[0]
+            return render(self._tokenizer, messages, add_generation_prompt=True, limit=self._limit)
+        return encode(self._tokenizer, self._with_tools(split_tools(self.messages)[0]), self._limit)
+
+    def _with_tools(self, messages: Sequence[Message]) -> str:
+        """Return the text of all messages, whose tools the template describes.
+
+        Some templates write answers of tools to calls alone. There a reply whose calls could not be read gets some.
+        """
+        write = functools.partial(render_text, self._tokenizer, add_generation_prompt=True, tools=self._tools)
+        named = with_answered_calls(messages)
+        if named == list(messages):
+            return write(messages)
+        with contextlib.suppress(UserError):
+            text = write(messages)
+            if all(message["content"].strip() in text for message in messages if message["role"] == "tool"):
+                return text
+        return write(named)
 
     def _begin(self, token_ids: list[int]) -> None:
         self.token_ids = list(token_ids)
@@ -133,7 +151,7 @@ class Conversation:
         reply: Message = {"role": "assistant", "content": text}
         if self._renderer is not None:
             reply = self._renderer.reply(said, prompt, text, self.messages)
-        elif self._reader is not None and self._tools:
+        elif self._reader is not None and self._tools and completion.finish_reason != "length":  # else it is cut
             reply = self._reader.reply(said, prompt, text, self._tools)
         self.messages.append(reply)
         return self.messages[-1]
@@ -182,8 +200,13 @@ class Conversation:
             end = len(self.token_ids) - self._reply_length
             return self._renderer.bridge(self.token_ids[:end], self.token_ids[end:], messages, self.messages)
         write = functools.partial(render_text, self._tokenizer, tools=self._tools)
-        before = write(self._outline, add_generation_prompt=False)
-        after = write([*self._outline, reply, *messages], add_generation_prompt=True)
+        try:
+            before = write(self._outline, add_generation_prompt=False)
+            after = write([*self._outline, reply, *messages], add_generation_prompt=True)
+        except UserError:
+            if reply.get("tool_calls"):  # more of them than the template can write
+                return None
+            raise
         if not after.startswith(before):
             return None
         _, found, rest = after[len(before) :].partition(REPLY_MARK)

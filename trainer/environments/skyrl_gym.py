@@ -39,15 +39,17 @@ class SkyRLGym:
         options: further arguments of the environment, such as `env_config`.
     """
 
-    thread_safe = True
-    """SkyRL runs these environments in threads, too. `environment.use_threads=false` does not."""
-
     def __init__(self, id: str | None = None, max_turns: int | None = None, allow_code: bool = False, **options: Any):
         self._id = id
         self._max_turns = max_turns
         self._allow_code = allow_code
         self._options = options
         self._environment: Any = None
+
+    @classmethod
+    def thread_safe(cls, allow_code: bool = False, **options: Any) -> bool:
+        """Return whether environments may run in threads, as in SkyRL. Those that run programs change the process."""
+        return not allow_code
 
     @classmethod
     def check_options(cls, id: str | None = None, allow_code: bool = False, **options: Any) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from trainer.environments.episode_runner import Clock, EnvironmentRunner, Generation, PhaseTimer, RunningEpisode
 from trainer.episodes import Episode
 from trainer.generation.engine import Completion, Request
+from trainer.process import time_limits
 
 
 class StreamRunner(EnvironmentRunner):
@@ -28,7 +29,8 @@ class StreamRunner(EnvironmentRunner):
         check: Callable[[], None],
     ) -> Iterator[dict[int, Episode]]:
         answered: queue.SimpleQueue[RunningEpisode] = queue.SimpleQueue()
-        with generate.open_stream() as stream, self._pool.round() as calls:
+        with contextlib.ExitStack() as asking, self._pool.round() as calls:
+            stream = asking.enter_context(generate.open_stream())
 
             def note(episode: RunningEpisode) -> None:
                 answered.put(episode)
@@ -42,13 +44,18 @@ class StreamRunner(EnvironmentRunner):
             while left:
                 check()
                 calls.check()
-                with timer("environment" if stream.is_idle else "rollout"):
-                    completions = next(stream)
-                if completions:
-                    calls.submit(self._take_replies(episodes, completions))
+                if needs_replies:
+                    with timer("environment" if stream.is_idle else "rollout"):
+                        completions = next(stream)
+                    if completions:
+                        calls.submit(self._take_replies(episodes, completions))
+                else:
+                    with timer("environment"), contextlib.suppress(queue.Empty):
+                        answered.put(answered.get(timeout=time_limits.POLL_INTERVAL_S))
                 asked, ended = self._go_on(answered, clock)
                 if needs_replies and not any(one.needs_reply(self._config.max_turns) for one in episodes):
                     needs_replies = False
+                    asking.close()  # the engines may get new weights now, which end streams
                     generate.end_requests()
                 if asked:
                     stream.submit(asked)

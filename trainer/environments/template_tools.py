@@ -118,10 +118,7 @@ def outline(said: Message, new: Sequence[Message], tools: Sequence[Any] | None) 
     plain: Message = {"role": "assistant", "content": REPLY_MARK}
     if not tools:
         return plain
-    calls = said.get("tool_calls") or [
-        {"id": message.get("tool_call_id", f"call_{number}"), "function": {"name": message.get("name", "tool")}}
-        for number, message in enumerate(message for message in new if message["role"] == "tool")
-    ]
+    calls = said.get("tool_calls") or _answered_calls(new)
     if not calls:
         return plain
     *others, last = [{**call, "function": {**call["function"], "arguments": {}}} for call in calls]
@@ -131,6 +128,30 @@ def outline(said: Message, new: Sequence[Message], tools: Sequence[Any] | None) 
         "content": "",
         "tool_calls": [{"type": "function", **call} for call in (*others, last)],
     }
+
+
+def _answered_calls(new: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return a call for each answer of a tool."""
+    return [
+        {
+            "id": message.get("tool_call_id", f"call_{number}"),
+            "type": "function",
+            "function": {"name": message.get("name", "tool"), "arguments": {}},
+        }
+        for number, message in enumerate(message for message in new if message["role"] == "tool")
+    ]
+
+
+def with_answered_calls(messages: Sequence[Message]) -> list[Message]:
+    """Return messages in which each reply whose calls could not be read has a call for each answer."""
+    found, answers = [], 0
+    for index in reversed(range(len(messages))):
+        message = messages[index]
+        if message["role"] == "assistant" and answers and not message.get("tool_calls"):
+            message = {**message, "tool_calls": _answered_calls(messages[index + 1 : index + 1 + answers])}
+        answers = answers + 1 if message["role"] == "tool" else 0
+        found.append(message)
+    return found[::-1]
 
 
 @functools.lru_cache(maxsize=16)

@@ -80,7 +80,9 @@ class EnvironmentHandler(UserObjects):
         if is_agent(kind):
             raise UserError(f"{name} is an agent; the interpreter of the trainer must be able to import it, too")
         methods = (getattr(kind, method, None) for method in METHODS)
-        self._in_threads = bool(getattr(kind, "thread_safe", False)) if use_threads is None else use_threads
+        is_safe = getattr(kind, "thread_safe", False)
+        is_safe = is_safe(**options) if callable(is_safe) else bool(is_safe)
+        self._in_threads = is_safe if use_threads is None else use_threads
         self._threads = UserThreads("environment")
         self.is_concurrent = self._in_threads or any(map(inspect.iscoroutinefunction, methods))
         self.in_turn = not self.is_concurrent
@@ -103,15 +105,14 @@ class EnvironmentHandler(UserObjects):
         if method == "reset":
             with contextlib.suppress(Exception):  # the one before has failed, and this one takes its place
                 await self._close(number)
-            self._environments[number] = await self._run(self._make)
+            self._environments[number] = await self._run(self._make, late=_close_made)
         environment = self._environments[number]
-        function = getattr(environment, method)
-        try:
-            value = await self._run(function, *arguments, clean_up=lambda: environment.close())
-        except asyncio.CancelledError:
-            if self._runs_in_thread(function):  # the thread runs on with the environment, and closes it at the end
-                del self._environments[number]
-            raise
+        value = await self._run(
+            getattr(environment, method),
+            *arguments,
+            given_up=lambda: self._environments.pop(number, None),  # the thread has it, and closes it at the end
+            late=lambda _: environment.close(),
+        )
         result = _step(value if method == "step" else StepResult(_messages(value)))
         _cut(result["messages"], self._most_characters)
         return result
@@ -121,21 +122,25 @@ class EnvironmentHandler(UserObjects):
         if environment is not None:
             await self._run(environment.close)
 
-    async def _run(
-        self, function: Callable[..., Any], *arguments: Any, clean_up: Callable[[], object] | None = None
-    ) -> Any:
-        """Return what user code returns. See `UserThreads.run`."""
-        if not self._runs_in_thread(function):
+    async def _run(self, function: Callable[..., Any], *arguments: Any, **after: Callable[..., object]) -> Any:
+        """Return what user code returns.
+
+        Args:
+            after: `given_up` and `late`, if it runs in a thread (see `UserThreads.run`).
+        """
+        if not self._in_threads or inspect.iscoroutinefunction(function):
             value = function(*arguments)
             return await value if inspect.isawaitable(value) else value
         try:
-            return await self._threads.run(function, *arguments, clean_up=clean_up)
+            return await self._threads.run(function, *arguments, **after)
         except asyncio.CancelledError:
             self.must_end |= self._threads.too_many_left
             raise
 
-    def _runs_in_thread(self, function: Callable[..., Any]) -> bool:
-        return self._in_threads and not inspect.iscoroutinefunction(function)
+
+def _close_made(environment: Any) -> object:
+    """Close an environment that was made too late; None: it was not made."""
+    return None if environment is None else environment.close()
 
 
 def _step(value: Any) -> dict[str, Any]:

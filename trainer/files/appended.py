@@ -116,7 +116,7 @@ class AppendedFile:
         self._waiting = b""  # the last lines, for which a full disk had no room
         self._stamp: tuple[int, int, int, int] | None = None
         self._is_loaded = False
-        self._lock = threading.RLock()  # signal handlers append, too
+        self._lock = threading.RLock()
 
     def content(self) -> bytes:
         """Return all lines, also those that wait for room on the disk."""
@@ -138,9 +138,9 @@ class AppendedFile:
         """
         assert lines.endswith(b"\n")
         with self._lock:
-            self._load()
             try:
-                self._write(lines)
+                self._load()
+                self._write(lines, durable)
             except OSError as error:
                 if not is_disk_unwritable(error):
                     raise
@@ -152,9 +152,8 @@ class AppendedFile:
                         error.strerror,
                     )
                 self._waiting += lines
-            self._remember(lines)
-            if durable and not self._waiting:
-                sync_path(self._path)
+            if self._is_loaded:
+                self._remember(lines)
 
     def rewrite(self, content: bytes) -> None:
         """Replace the complete file atomically, whatever its current content is."""
@@ -185,20 +184,28 @@ class AppendedFile:
         if self._stamp is not None:
             sync_path(self._path)
 
-    def _write(self, lines: bytes) -> None:
+    def _write(self, lines: bytes, durable: bool = False) -> None:
         """Append the lines that wait, and `lines`, to the file as this process has left it."""
         has_waited = bool(self._waiting)
         self._repair()
         if data := self._waiting + lines:
             handle = open_appended(self._path, self._mode)
+            status = os.fstat(handle)
+            is_same = status.st_size == 0 if self._stamp is None else _stamp_of(status) == self._stamp
+            self._stamp = _CHANGED  # as long as it is not known what the file has
             try:
-                status = os.fstat(handle)
-                is_same = status.st_size == 0 if self._stamp is None else _stamp_of(status) == self._stamp
                 with naming(self._path):
                     write_all_or_nothing(handle, data)
-                self._stamp = _stamp_of(os.fstat(handle)) if is_same else _CHANGED
+                    if durable:
+                        os.fsync(handle)
+                stamp = _stamp_of(os.fstat(handle)) if is_same else _CHANGED
+            except OSError:
+                if is_same and os.fstat(handle).st_size == status.st_size:  # only its time has changed
+                    self._stamp = _stamp_of(os.fstat(handle))
+                raise
             finally:
                 os.close(handle)
+            self._stamp = stamp
         self._waiting = b""
         if has_waited:
             LOG.info("%s: the lines that have waited for room are written", self._path)
@@ -209,7 +216,11 @@ class AppendedFile:
         if stamp == self._stamp:
             return
         content = self.content()
-        if stamp is not None and _content_of(self._path) == content.removesuffix(self._waiting):
+        found = None if stamp is None else _content_of(self._path)
+        if found == content:  # also the lines that wait: they were written, and that was not reported
+            self._stamp, self._waiting = stamp, b""
+            return
+        if found is not None and found == content.removesuffix(self._waiting):
             self._stamp = stamp  # it was touched, or replaced by a copy
             return
         self._fence()
@@ -225,12 +236,15 @@ class AppendedFile:
         )
 
     def _load(self) -> None:
-        if not self._is_loaded:
-            self._is_loaded = True
-            repair_last_line(self._path)
-            if os.path.lexists(self._path):
-                self._remember(read_file(self._path))
-                self._stamp = self._current()
+        if self._is_loaded:
+            return
+        repair_last_line(self._path)
+        if os.path.lexists(self._path):
+            content, self._stamp = read_file(self._path), self._current()
+            self._remember(content)
+        if self._waiting:
+            self._remember(self._waiting)
+        self._is_loaded = True
 
     def _remember(self, lines: bytes) -> None:
         self._chunks.append(self._packer.compress(lines))

@@ -90,6 +90,8 @@ class Writer:
             if not self._is_given_up:
                 self._stop("a checkpoint has found the disk full", is_full=True)
         self._delete_all()
+        with self._condition:
+            self._condition.notify_all()
 
     def is_idle(self) -> bool:
         """Return whether nothing is to be written, and no error is to be raised."""

@@ -150,7 +150,9 @@ class LogFile(logging.Handler):
             self._waiting = []
 
     def close(self) -> None:
-        """Close the file and drop the lines that wait. Later lines wait for the next file."""
+        """Write the lines that wait, or drop them if the disk is still full. Later lines wait for the next file."""
+        if self._file is not None and self._waiting:
+            self._is_written(b"".join(self._waiting))
         self._waiting = []
         if self._file is not None:
             os.close(self._file)

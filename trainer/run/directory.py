@@ -79,10 +79,11 @@ class RunDirectory:
         self._timeline.flush()
         self.on_commit()
 
-    def _make_room(self) -> None:
+    def _make_room(self, error: OSError) -> None:
         t = self.cfg.trainer
-        path = t.ckpt_cache_dir or t.ckpt_path
-        if not is_url(path) and os.stat(path).st_dev == os.stat(t.run_dir).st_dev:
+        path, own = t.ckpt_cache_dir or t.ckpt_path, os.path.join(os.path.abspath(t.run_dir), "")
+        is_own_file = os.path.abspath(str(error.filename or "/")).startswith(own)
+        if is_own_file or not is_url(path) and os.stat(path).st_dev == os.stat(t.run_dir).st_dev:
             self.on_full_disk()
 
     def oldest_start(self) -> int:

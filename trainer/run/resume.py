@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
 import shlex
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from trainer import __version__
@@ -143,15 +146,15 @@ def _find_named(cfg: Config, checkpoints: CheckpointManager, holds_run: bool) ->
             f"trainer.run_dir={t.run_dir}: already holds a run that is no fork; choose another trainer.run_name, or "
             "continue it with trainer.resume_mode=latest"
         )
-    others = f"name another checkpoint{_checkpoints_near(path)}"
+    others = partial(_other_checkpoints, path)
     return _verify_named(path, t.verify_checkpoint, others), True  # no fallback: the user named this checkpoint
 
 
-def _verify_named(path: str, level: str, otherwise: str) -> Checkpoint:
+def _verify_named(path: str, level: str, otherwise: Callable[[], str]) -> Checkpoint:
     """Verify the checkpoint that `trainer.resume_path` names.
 
     Args:
-        otherwise: what the user can do without the checkpoint.
+        otherwise: returns what the user can do without the checkpoint.
 
     Raises:
         CorruptCheckpointError: it is damaged, or cannot be read.
@@ -162,8 +165,15 @@ def _verify_named(path: str, level: str, otherwise: str) -> Checkpoint:
         raise
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(
-            f"trainer.resume_path={error}; restore the checkpoint from a copy, or {otherwise}"
+            f"trainer.resume_path={error}; restore the checkpoint from a copy, or {otherwise()}"
         ) from error
+
+
+def _other_checkpoints(path: str) -> str:
+    near = ""
+    with contextlib.suppress(OSError):  # what is beside it may not be readable
+        near = _checkpoints_near(path)
+    return f"name another checkpoint{near}"
 
 
 def _checkpoints_near(path: str) -> str:
@@ -178,7 +188,7 @@ def _checkpoints_near(path: str) -> str:
 
 def _verify_newest(cfg: Config, checkpoints: CheckpointManager, path: str) -> Checkpoint:
     otherwise = "take the newest undamaged one with trainer.resume_mode=latest"
-    checkpoint = _verify_named(path, cfg.trainer.verify_checkpoint, otherwise)
+    checkpoint = _verify_named(path, cfg.trainer.verify_checkpoint, lambda: otherwise)
     newer = [step for step in checkpoints.store.steps() if step > checkpoint.step]
     if newer:
         raise UserError(

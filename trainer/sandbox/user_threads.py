@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -25,35 +26,83 @@ class UserThreads:
         return len(self._left) >= limits.THREADS_LEFT
 
     async def run(
-        self, function: Callable[..., Any], *arguments: Any, clean_up: Callable[[], object] | None = None
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        given_up: Callable[[], object] = lambda: None,
+        late: Callable[[Any], object] = lambda value: None,
     ) -> Any:
         """Return what the function returns, or what the awaitable gives that it returns.
 
         Args:
-            clean_up: called in the thread after a function whose call was cancelled.
+            given_up: called at once if the call is cancelled after the function has begun. Then `late` is called, too.
+            late: called in a thread when the function has ended, with what it has returned, or None. What it returns
+                may be awaitable.
         """
-        thread = self._pool.submit(_returned_or_raised, function, arguments)
+        call = _Call(function, arguments, late, asyncio.get_running_loop())
+        thread = self._pool.submit(call.run)
         try:
             value, error = await asyncio.wrap_future(thread)
         except asyncio.CancelledError:
-            if thread.running():
+            if thread.cancelled():  # it had not begun
+                raise
+            given_up()
+            if call.give_up():
                 self._left.add(thread)
-                thread.add_done_callback(lambda _: self._end_late(thread, clean_up))
+                thread.add_done_callback(self._left.discard)
+            else:
+                self._pool.submit(call.end_late)
             raise
         if error is not None:
             raise error
         return await value if inspect.isawaitable(value) else value
 
-    def _end_late(self, thread: Future[Any], clean_up: Callable[[], object] | None) -> None:
-        if clean_up is not None:
-            with contextlib.suppress(BaseException):  # whatever user code raises
-                clean_up()
-        self._left.discard(thread)
+
+class _Call:
+    """One call of a function in a thread."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        late: Callable[[Any], object],
+        loop: asyncio.AbstractEventLoop,
+    ):
+        self._function = function
+        self._arguments = arguments
+        self._late = late
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._value: Any = None
+        self._has_ended = self._is_given_up = False
+
+    def run(self) -> tuple[Any, BaseException | None]:
+        """Call the function; return its value and what it has raised: a future cannot hold a StopIteration."""
+        error = None
+        try:
+            self._value = self._function(*self._arguments)
+        except BaseException as raised:  # whatever user code raises
+            error = raised
+        with self._lock:
+            self._has_ended = True
+        if self._is_given_up:
+            self.end_late()
+        return self._value, error
+
+    def give_up(self) -> bool:
+        """Note that nobody takes the value. Return whether the function still runs: its thread then ends it."""
+        with self._lock:
+            self._is_given_up = not self._has_ended
+        return self._is_given_up
+
+    def end_late(self) -> None:
+        """Do what is to be done when the function of a call that was given up has ended."""
+        with contextlib.suppress(BaseException):  # whatever user code raises
+            done = self._late(self._value)
+            if inspect.isawaitable(done):
+                asyncio.run_coroutine_threadsafe(_awaited(done), self._loop)
 
 
-def _returned_or_raised(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, BaseException | None]:
-    """Call the function; return its value and what it has raised: a future cannot hold a StopIteration."""
-    try:
-        return function(*arguments), None
-    except BaseException as error:  # whatever user code raises
-        return None, error
+async def _awaited(value: Any) -> None:
+    with contextlib.suppress(Exception):
+        await value

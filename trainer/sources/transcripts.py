@@ -15,6 +15,9 @@ from trainer.sources.base import Evaluation
 
 LOG = logging.getLogger(__name__)
 
+_MOST_WAITING = 8
+"""Files that wait for room on the disk. Each holds the episodes of a step in memory."""
+
 
 class TranscriptLog:
     """Writes the episodes of steps and evaluations, and samples some of them for people to read.
@@ -42,8 +45,14 @@ class TranscriptLog:
             return
         if logger.samples_interval > 0 and step % logger.samples_interval == 0:
             self._sample("training", step, episodes, shown=trainer.val_interval <= 0)
-        if logger.keeps_rollouts(step):
-            self._write(partial(write_rollouts, trainer.run_dir, step, episodes, self._fence, scores))
+        write = partial(write_rollouts, trainer.run_dir, step, episodes, self._fence, scores)
+        if logger.save_rollouts:
+            self._write(write)
+        elif logger.keeps_rollouts(step):
+            try:
+                write()
+            except OSError as error:  # they are for people to look at: no save waits for them
+                LOG.warning("logger.rollouts_interval: the rollouts of step %d are not kept (%s)", step, error)
 
     def rewind(self, step: int) -> None:
         """Delete the rollouts that were kept of the steps after `step`, which are trained again."""
@@ -79,13 +88,13 @@ class TranscriptLog:
             self._waiting.pop(0)
 
     def _write(self, write: Callable[[], None]) -> None:
-        """Write a file, after those that wait. If the disk is full, it waits, too."""
+        """Write a file, after those that wait. If the disk is full, it waits, too, unless many do."""
         is_first = not self._waiting
         self._waiting.append(write)
         try:
             self.flush()
         except OSError as error:
-            if not is_disk_unwritable(error):
+            if not is_disk_unwritable(error) or len(self._waiting) > _MOST_WAITING:
                 raise
             if is_first:
                 LOG.warning(

@@ -47,6 +47,7 @@ def job(tmp_path_factory) -> list[str]:
         "reward.name=tests.support.hashed_reward:hashed",
         "algorithm.policy_loss=tests.support.full_disk:filling_clip",
         "logger.plot=false",
+        "logger.rollouts_interval=0",
     ]
 
 

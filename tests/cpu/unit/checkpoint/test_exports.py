@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 
 from tests.support.fault_proxy import ERROR, PASS
-from trainer.checkpoint.exports import export_directory, is_exported
+from trainer.checkpoint.exports import export_directory, is_exported, left_out_if_disk_is_full
 from trainer.checkpoint.storage import StoreError, open_storage
+from trainer.errors import FailureSource, set_failure_source
 
 
 def write(directory: str, text: str) -> None:
@@ -37,3 +39,14 @@ def test_an_export_at_a_url_is_whole_or_has_no_config(bucket_behind_proxy, fault
     with pytest.raises(StoreError), export_directory(target, str(tmp_path)) as directory:
         write(directory, "three")
     assert not is_exported(target), "the older export is replaced in part"
+
+
+def test_an_export_without_room_is_left_out_unless_a_rank_has_failed(tmp_path, caplog):
+    """The other ranks wait for one that has failed: all must start again."""
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with left_out_if_disk_is_full(str(tmp_path)):
+        raise full
+    assert f"{tmp_path}: cannot be written (No space left on device); training continues" in caplog.text
+    set_failure_source(full, FailureSource("rank 1"))
+    with pytest.raises(OSError, match="No space left"), left_out_if_disk_is_full(str(tmp_path)):
+        raise full

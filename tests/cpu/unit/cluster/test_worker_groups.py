@@ -284,3 +284,10 @@ def test_a_repeated_call_hangs_after_ten_times_its_longest_duration_but_a_save_d
     assert group.hang_limit_s("call slowest") == 1000.0
     assert group.hang_limit_s("background finish_save") == 1000.0, "a save waits for the storage"
     assert group.hang_limit_s("call new") == 1000.0
+
+
+def test_one_look_finds_all_calls_that_have_ended(shared_group):
+    """Else those behind the first would count as running since they began, however late that look is."""
+    calls = shared_group.start("rank")
+    wait_until(lambda: len(shared_group.backend.wait(list(calls._calls), 0.1)) == 2)
+    assert len(calls.poll()) == 2 and not calls.is_running

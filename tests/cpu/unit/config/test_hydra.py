@@ -64,4 +64,6 @@ def test_the_critic_may_share_the_policys_optimizer_settings():
 
 def test_another_model_does_not_get_the_learning_rate_of_the_embedded_one():
     assert compose([]).trainer.policy.optimizer.lr == 4e-4
+    assert compose(["algorithm=cispo"]).trainer.policy.optimizer.lr == 2e-4
+    assert compose(["algorithm=cispo", "model.path=some/model"]).trainer.policy.optimizer.lr == 1e-6
     assert compose(["model.path=some/model"]).trainer.policy.optimizer.lr == 1e-6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -254,17 +255,65 @@ def test_an_agent_gets_calls_of_the_model_and_its_own_are_written_in_its_format(
     talk.check()
 
 
-def test_answers_of_an_agent_have_the_ids_that_their_calls_have_in_the_conversation():
-    """Some templates find the name of the tool by it."""
+ANSWERS_CALLS = (
+    "{%- if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{%- endif %}"
+    "{%- set seen = namespace(calls=false) %}{%- for m in messages %}{%- if m.role == 'tool' %}{%- if seen.calls %}"
+    "<|im_start|>user\n{{ m.content }}<|im_end|>\n{%- endif %}{%- else %}{%- set seen.calls = m.tool_calls %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}{%- for c in m.tool_calls or [] %}<tool_call>\n"
+    "{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}\n</tool_call>{%- endfor %}<|im_end|>\n"
+    "{%- endif %}{%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant\n{%- endif %}"
+)
+"""A template that writes answers of tools to calls alone."""
+
+
+@pytest.mark.parametrize("stop", ["<|im_end|>", "<|endoftext|>"])
+def test_the_answer_to_a_call_that_cannot_be_read_is_seen_where_templates_answer_calls_alone(stop):
+    """Also if the reply ends as the template does not end it, so that the history is written again."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = ANSWERS_CALLS
+    reader = find_renderer(ModelConfig(path="mine/model"), tokenizer, LONG)
+    assert isinstance(reader, TemplateTools)
+    conversation = ask(tokenizer, reader)
+    assert "tool_calls" not in conversation.add_reply(sampled(tokenizer, f"<tool_call>\n{{broken\n</tool_call>{stop}"))
+    assert conversation.add_messages([{"role": "tool", "content": "cannot be read"}], LONG)
+    assert tokenizer.decode(conversation.token_ids).count("cannot be read") == 1
+
+
+def test_calls_in_a_reply_that_was_cut_are_not_read():
+    tokenizer, reader = native("qwen2_5")
+    completion = dataclasses.replace(sampled(tokenizer, HERMES_CALL), finish_reason="length")
+    assert ask(tokenizer, reader).add_reply(completion) == {"role": "assistant", "content": HERMES_CALL}
+
+
+def tells_whether_ids_agree() -> tuple[Any, int, TemplateTools]:
+    """A tokenizer whose template writes whether an answer has the id of the call, a limit, and what reads replies."""
     tokenizer = make_tokenizer()
     begin = "'\\n<tool_response>\\n' + "
     assert begin in tokenizer.chat_template
     shown = "(messages[loop.index0 - 1].tool_calls or [{}])[0].id == message.tool_call_id"
     tokenizer.chat_template = tokenizer.chat_template.replace(begin, f"{begin}'[same: ' + ({shown}) | string + ']' + ")
     reader = find_renderer(ModelConfig(path="mine/model"), tokenizer, LONG)
-    talk = Talk(tokenizer, 10_000, reader)
+    assert isinstance(reader, TemplateTools)
+    return tokenizer, 10_000, reader
+
+
+def test_answers_of_an_agent_have_the_ids_that_their_calls_have_in_the_conversation():
+    """Some templates find the name of the tool by it."""
+    talk = Talk(*tells_whether_ids_agree())
     (one,) = talk.ask([user("a")], f"{HERMES_CALL}<|im_end|>", tools=[TOOL])
     answer = {"role": "tool", "tool_call_id": call_id(talk.tree.turns[0], 0), "content": "7"}
     talk.ask([user("a"), one, answer], "It is 7.<|im_end|>", tools=[TOOL])
     (text,) = talk.texts()
     assert "[same: True]7" in text
+
+
+@pytest.mark.parametrize("said", ["as the policy did", "Other."])
+def test_ids_of_the_agent_s_own_belong_to_its_calls(said):
+    """Those of a reply that equals one of the policy, and those of a history that it has made."""
+    talk = Talk(*tells_whether_ids_agree())
+    (one,) = talk.ask([user("a")], f"{HERMES_CALL}<|im_end|>", tools=[TOOL])
+    own = {**one, "tool_calls": [{**one["tool_calls"][0], "id": "mine"}]}
+    own |= {} if said.startswith("as") else {"content": said}
+    answer = {"role": "tool", "tool_call_id": "mine", "content": "7"}
+    talk.ask([user("a"), own, answer], "It is 7.<|im_end|>", tools=[TOOL])
+    assert "[same: True]7" in talk.texts()[-1]

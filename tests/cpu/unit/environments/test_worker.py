@@ -105,6 +105,34 @@ def test_an_environment_runs_in_threads_as_its_class_or_the_config_says():
         assert (BEGUN.get(timeout=60) is threading.main_thread()) == in_main
 
 
+class Slow(Late):
+    """Is made when `EVENT` is set."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        BEGUN.put(threading.current_thread())
+        EVENT.wait(60)
+
+
+def test_an_environment_that_is_made_too_late_is_closed(monkeypatch):
+    monkeypatch.setattr(Scripted, "closed", [])
+    EVENT.clear()
+
+    async def give_up() -> None:
+        ours = handler("Slow")
+        call = asyncio.ensure_future(ours.compute([0, "reset", {}, 7]))
+        await asyncio.to_thread(BEGUN.get, timeout=60)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        EVENT.set()
+        while ours._threads._left:
+            await asyncio.sleep(0.01)
+        assert len(Scripted.closed) == 1 and ours._environments == {}
+
+    asyncio.run(give_up())
+
+
 def test_an_environment_whose_call_was_given_up_is_closed_when_the_call_ends(monkeypatch):
     """Not before: an environment never has two calls at the same time."""
     monkeypatch.setattr(Scripted, "closed", [])

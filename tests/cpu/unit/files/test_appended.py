@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -225,6 +227,40 @@ def test_the_first_line_waits_as_well(tmp_path):
         free(Path(directory))
         file.append(b'{"b": 1}\n')
         assert Path(directory, "lines.jsonl").read_bytes() == b'{"a": 1}\n{"b": 1}\n'
+
+
+def failing(function: Any, times: int, number: int = errno.ENOSPC) -> Any:
+    """The function, which first does its work and fails all the same, so many times."""
+    left = [OSError(number, os.strerror(number))] * times
+
+    def call(*arguments: Any) -> Any:
+        value = function(*arguments)
+        if left:
+            raise left.pop()
+        return value
+
+    return call
+
+
+def test_lines_are_there_once_if_the_disk_reports_only_later_that_it_is_full(tmp_path, monkeypatch):
+    """As network file systems do, when what was written is to be made durable."""
+    file = AppendedFile(str(tmp_path / "lines.jsonl"))
+    file.append(b'{"a": 1}\n', durable=True)
+    monkeypatch.setattr(appended.os, "fsync", failing(os.fsync, 1))
+    file.append(b'{"b": 1}\n', durable=True)
+    file.append(b'{"c": 1}\n', durable=True)
+    assert (tmp_path / "lines.jsonl").read_bytes() == file.content() == b'{"a": 1}\n{"b": 1}\n{"c": 1}\n'
+    assert os.listdir(tmp_path) == ["lines.jsonl"]
+
+
+def test_lines_of_earlier_starts_stay_if_they_cannot_be_read_for_a_while(tmp_path, monkeypatch):
+    (tmp_path / "lines.jsonl").write_bytes(WHOLE)
+    monkeypatch.setattr(appended, "read_file", failing(appended.read_file, 1, errno.EROFS))
+    file = AppendedFile(str(tmp_path / "lines.jsonl"))
+    file.append(b'{"b": 1}\n')
+    assert (tmp_path / "lines.jsonl").read_bytes() == WHOLE
+    file.append(b'{"c": 1}\n')
+    assert (tmp_path / "lines.jsonl").read_bytes() == file.content() == WHOLE + b'{"b": 1}\n{"c": 1}\n'
 
 
 def test_threads_append_complete_lines(tmp_path, caplog, request):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -404,3 +405,17 @@ def test_the_oldest_start_is_the_last_commit_but_one(tmp_path):
             run.state["step"] = step
             run.save(step)
     assert oldest == [2, 2, 4]
+
+
+def test_a_file_of_the_run_without_room_makes_the_journal_give_room_wherever_checkpoints_are(tmp_path):
+    cfg = configured(tmp_path / "run")
+    with RunDirectory(cfg).open() as directory:
+        given: list[str] = []
+        directory.on_full_disk = lambda: given.append("room")
+        cfg.trainer.ckpt_path = "s3://bucket/run"
+        full = OSError(errno.ENOSPC, "No space left on device")
+        for path in ("/elsewhere/shard", f"{cfg.trainer.run_dir}/metrics.jsonl"):
+            full.filename = path
+            directory._make_room(full)
+        assert given == ["room"]
+        cfg.trainer.ckpt_path = str(tmp_path)

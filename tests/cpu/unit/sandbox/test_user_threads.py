@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -55,15 +56,16 @@ def test_functions_whose_calls_were_cancelled_count_until_they_end(monkeypatch):
         begun.put(None)
         event.wait(60)
 
-    def clean_up() -> None:
+    def clean_up(value: Any) -> None:
         cleaned.append(threading.current_thread())
+        assert value is None
         raise SystemExit
 
     async def cancel() -> None:
         threads = UserThreads("test")
-        assert await threads.run(abs, -1, clean_up=clean_up) == 1
+        assert await threads.run(abs, -1, late=clean_up) == 1
         for are_too_many in (False, True):
-            call = asyncio.ensure_future(threads.run(wait, clean_up=clean_up))
+            call = asyncio.ensure_future(threads.run(wait, late=clean_up))
             await asyncio.to_thread(begun.get, timeout=60)
             call.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -77,3 +79,41 @@ def test_functions_whose_calls_were_cancelled_count_until_they_end(monkeypatch):
         assert len(cleaned) == 2 and threading.main_thread() not in cleaned
 
     asyncio.run(cancel())
+
+
+def test_a_value_that_comes_too_late_is_given_back():
+    """Whether its function runs on or has just ended. What takes it back may be `async`."""
+    taken: queue.SimpleQueue[tuple[int, bool]] = queue.SimpleQueue()
+    gone: list[bool] = []
+
+    async def take(value: int, in_main: bool) -> None:
+        taken.put((value, in_main))
+
+    def late(value: int) -> Any:
+        return take(value, threading.current_thread() is threading.main_thread())
+
+    async def cancel(runs_on: bool) -> None:
+        begun, end = threading.Event(), threading.Event()
+
+        def make() -> int:
+            begun.set()
+            end.wait(60)
+            return 7
+
+        threads = UserThreads("test")
+        call = asyncio.ensure_future(threads.run(make, late=late, given_up=lambda: gone.append(True)))
+        await asyncio.sleep(0)
+        assert begun.wait(60)
+        if not runs_on:
+            end.set()
+            threads._pool.shutdown(wait=True)  # the function has ended, and the loop does not know it yet
+            threads._pool = ThreadPoolExecutor(1)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        end.set()
+        assert await asyncio.to_thread(taken.get, timeout=60) == (7, False)
+
+    for runs_on in (True, False):
+        asyncio.run(cancel(runs_on))
+    assert gone == [True, True]
