@@ -39,11 +39,11 @@ words whose greedy completion is right.
 ![Held-out accuracy against samples, a panel for each preset, a line for each job](images/learning.png)
 
 All presets have the same number of optimizer steps, and the learning rates of the built-in model
-(`conf/model/tiny.yaml`), which were chosen once, for GRPO (`cispo`: half of it). So the table shows that each preset learns, not which one
-is best. `dapo` samples more completions than it trains on, because it replaces prompts that teach nothing. `start` is
-the accuracy of the warm start. The numbers below `ahead` are the accuracy after the last step, seed by seed. The
-difference is that of the means, in points, with its standard error over the seeds. The reward is the mean of the
-training rewards of the last ten steps, over the seeds. Samples are completions trained on.
+(`conf/model/tiny.yaml`), which were chosen once, for GRPO (`cispo`: half of it). So the table shows that each preset
+learns, not which one is best. `dapo` samples more completions than it trains on, because it replaces prompts that
+teach nothing. `start` is the accuracy of the warm start. The numbers below `ahead` are the accuracy after the last
+step, seed by seed. The difference is that of the means, in points, with its standard error over the seeds. The reward
+is the mean of the training rewards of the last ten steps, over the seeds. Samples are completions trained on.
 """
 _LAST = 10
 Rows = list[dict[str, Any]]
