@@ -255,14 +255,13 @@ def render(
     messages: Sequence[Mapping[str, Any]],
     add_generation_prompt: bool,
     limit: float = math.inf,
-    tools: Sequence[Any] | None = None,
 ) -> list[int]:
     """Return the token ids of a chat (see `render_text`).
 
     Raises:
         TextTooLong: the text has more than `limit` characters.
     """
-    return encode(tokenizer, render_text(tokenizer, messages, add_generation_prompt, tools), limit)
+    return encode(tokenizer, render_text(tokenizer, messages, add_generation_prompt), limit)
 
 
 def render_text(

@@ -99,9 +99,8 @@ class Conversation:
         """Return the tokens of all messages, up to where the next reply begins."""
         if self._renderer is not None:
             return self._renderer.prompt(self.messages)
-        if not self._tools:
-            messages = self.messages if self._tools is None else split_tools(self.messages)[0]
-            return render(self._tokenizer, messages, add_generation_prompt=True, limit=self._limit)
+        if self._tools is None:
+            return render(self._tokenizer, self.messages, add_generation_prompt=True, limit=self._limit)
         return encode(self._tokenizer, self._with_tools(split_tools(self.messages)[0]), self._limit)
 
     def _with_tools(self, messages: Sequence[Message]) -> str:
