@@ -123,10 +123,10 @@ class Journal:
         with contextlib.suppress(OSError):
             self._upkeep.remove(lambda of: of > step)
 
-    def give_room(self) -> None:
-        """Stop, and delete all records: a checkpoint had no room on the disk. Any thread may call this."""
+    def free_space(self) -> None:
+        """Stop, and delete all records: a checkpoint had no space on the disk. Any thread may call this."""
         if self.is_on:
-            self._writer.give_room()
+            self._writer.free_space()
 
     def settled(self, timeout_s: float) -> bool:
         """Wait until all deletions and copies that have begun are done; return whether they are."""

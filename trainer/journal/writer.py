@@ -84,8 +84,8 @@ class Writer:
             if self._is_stopped and self._lost is None and self._written_batches == self._added and is_due:
                 self._is_stopped = False
 
-    def give_room(self) -> None:
-        """Stop, and delete all records: a checkpoint had no room on the disk. Any thread may call this."""
+    def free_space(self) -> None:
+        """Stop, and delete all records: a checkpoint had no space on the disk. Any thread may call this."""
         with self._condition:
             if not self._is_given_up:
                 self._stop("a checkpoint has found the disk full", is_full=True)

@@ -58,7 +58,7 @@ class RunDirectory:
             t.verify_checkpoint,
             fence=self.locks.check,
             committed=self._record_commit,
-            disk_is_full=self._make_room,
+            disk_is_full=self._free_space,
         )
         self._incidents: AppendedFile | None = None  # the file of an outer run
         self._timeline = Timeline(t.run_dir, cfg.logger, self.check)
@@ -79,7 +79,7 @@ class RunDirectory:
         self._timeline.flush()
         self.on_commit()
 
-    def _make_room(self, error: OSError) -> None:
+    def _free_space(self, error: OSError) -> None:
         t = self.cfg.trainer
         path, own = t.ckpt_cache_dir or t.ckpt_path, os.path.join(os.path.abspath(t.run_dir), "")
         is_own_file = os.path.abspath(str(error.filename or "/")).startswith(own)

@@ -205,7 +205,7 @@ def open_journal(cfg: Config, path: str, directory: RunDirectory, timer: Timer) 
         timer=timer,
     )
     directory.on_commit = partial(journal.remove_until, directory.oldest_start)
-    directory.on_full_disk = journal.give_room
+    directory.on_full_disk = journal.free_space
     return journal
 
 

@@ -52,9 +52,9 @@ def job(tmp_path_factory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(job, tmp_path_factory) -> list[dict]:
+def uninterrupted(job, tmp_path_factory) -> list[dict]:
     """The metrics of a run that takes two steps more."""
-    directory = tmp_path_factory.mktemp("undisturbed")
+    directory = tmp_path_factory.mktemp("uninterrupted")
     done = run_forked_job(*job, f"trainer.total_steps={STEPS + 2}", f"trainer.run_dir={directory}/run", cwd=directory)
     assert done.returncode == 0, done.stdout + done.stderr
     return comparable(metrics(directory / "run"))
@@ -71,22 +71,22 @@ def logged(run: Path) -> list[str]:
     return [line[20:] for line in (run / "log.txt").read_text().splitlines()]
 
 
-def test_a_disk_that_the_journal_fills_costs_the_records_alone(job, undisturbed, disk, tmp_path):
+def test_a_disk_that_the_journal_fills_costs_the_records_alone(job, uninterrupted, disk, tmp_path):
     run = disk / "run"
     command = [*job, "trainer.ckpt_interval=-1", f"trainer.run_dir={run}"]
     done = run_forked_job(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("rollouts are not recorded any more") == 1 and "FAILED" not in done.stdout
     assert [*(run / ".journal").iterdir()] == []
-    assert comparable(metrics(run)) == undisturbed[: STEPS + 1]
+    assert comparable(metrics(run)) == uninterrupted[: STEPS + 1]
     done = run_forked_job(*command, f"trainer.total_steps={STEPS + 2}", cwd=tmp_path)
     assert done.returncode == 0 and f"resumed from {run}/checkpoints/global_step_{STEPS}" in done.stdout, done.stderr
     assert done.stdout.count("rollouts are not recorded any more (a checkpoint has found the disk full)") == 1
-    assert comparable(metrics(run)) == undisturbed
+    assert comparable(metrics(run)) == uninterrupted
 
 
 def test_a_disk_that_is_full_for_some_steps_costs_the_checkpoints_of_these_steps_alone(
-    job, undisturbed, disk, tmp_path, monkeypatch
+    job, uninterrupted, disk, tmp_path, monkeypatch
 ):
     run = disk / "run"
     monkeypatch.setenv("TEST_DISK", f"6,11,{disk}")
@@ -98,7 +98,7 @@ def test_a_disk_that_is_full_for_some_steps_costs_the_checkpoints_of_these_steps
     ]
     done = run_forked_job(*job, *command, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert comparable(metrics(run)) == undisturbed[: STEPS + 1]
+    assert comparable(metrics(run)) == uninterrupted[: STEPS + 1]
     assert {file.name for file in (run / "validation").iterdir()} == {f"step_{step}.jsonl" for step in (0, 3, 6, 9, 12)}
     assert {file.name for file in (run / "exports").glob("*/policy")} == {"policy"}
     warnings = [line for line in done.stdout.splitlines() if line.startswith("WARNING: ") and FULL in line]
@@ -110,7 +110,7 @@ def test_a_disk_that_is_full_for_some_steps_costs_the_checkpoints_of_these_steps
 
 
 def test_a_disk_that_stays_full_ends_the_run_and_the_same_command_continues_it(
-    job, undisturbed, disk, tmp_path, monkeypatch
+    job, uninterrupted, disk, tmp_path, monkeypatch
 ):
     run = disk / "run"
     command = [*job, "trainer.ckpt_interval=6", f"trainer.run_dir={run}"]
@@ -124,8 +124,8 @@ def test_a_disk_that_stays_full_ends_the_run_and_the_same_command_continues_it(
         f"on device: '{run}/metrics.jsonl'; the last good checkpoint is {run}/checkpoints/global_step_6. Repair that, "
         "then give the same command with trainer.resume_mode=latest: it trains again what is not saved."
     )
-    assert comparable(metrics(run)) == undisturbed[: len(metrics(run))]
+    assert comparable(metrics(run)) == uninterrupted[: len(metrics(run))]
     free(disk)
     done = run_forked_job(*command, "rollout.journal=false", cwd=tmp_path)
     assert done.returncode == 0 and f"resumed from {run}/checkpoints/global_step_6" in done.stdout, done.stderr
-    assert comparable(metrics(run)) == undisturbed[: STEPS + 1]
+    assert comparable(metrics(run)) == uninterrupted[: STEPS + 1]

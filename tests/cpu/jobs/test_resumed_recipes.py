@@ -53,9 +53,9 @@ def tiny(tmp_path_factory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tiny, tmp_path_factory) -> list[dict[str, Any]]:
+def uninterrupted(tiny, tmp_path_factory) -> list[dict[str, Any]]:
     """The metrics of the small run on a machine that is not lost."""
-    directory = tmp_path_factory.mktemp("undisturbed")
+    directory = tmp_path_factory.mktemp("uninterrupted")
     done = run_forked_job(*tiny, "trainer.run_dir=run", cwd=directory)
     assert done.returncode == 0, done.stdout + done.stderr
     return comparable(metrics(directory / "run"))
@@ -98,7 +98,7 @@ def start(script: str, directory: Path, variables: Mapping[str, str]) -> subproc
 
 @pytest.mark.parametrize("recipe", [kuberay, skypilot])
 def test_the_command_of_a_recipe_continues_the_run_on_a_new_machine(
-    recipe, tiny, undisturbed, programs, tmp_path, monkeypatch, s3_url
+    recipe, tiny, uninterrupted, programs, tmp_path, monkeypatch, s3_url
 ):
     """The machine dies when step 2 is saved. All that the next one has is the command and the bucket."""
     use_s3(monkeypatch, s3_url)
@@ -114,4 +114,4 @@ def test_the_command_of_a_recipe_continues_the_run_on_a_new_machine(
     output, _ = second.communicate()
     assert second.returncode == 0, output
     assert f"resumed from {bucket}/runs/one/global_step_2" in output, output
-    assert comparable(metrics(tmp_path / "second/outputs/one")) == undisturbed
+    assert comparable(metrics(tmp_path / "second/outputs/one")) == uninterrupted

@@ -256,7 +256,7 @@ def test_the_journal_gives_its_room_to_a_checkpoint_until_the_ranks_start_again(
     train(journal, range(1, 4))
     with ThreadPoolExecutor(1) as saves:
         for _ in range(2):
-            saves.submit(journal.give_room).result()
+            saves.submit(journal.free_space).result()
     train(journal, range(4, 6))
     assert files(tmp_path) == []
     (warning,) = caplog.messages

@@ -407,7 +407,7 @@ def test_the_oldest_start_is_the_last_commit_but_one(tmp_path):
     assert oldest == [2, 2, 4]
 
 
-def test_a_file_of_the_run_without_room_makes_the_journal_give_room_wherever_checkpoints_are(tmp_path):
+def test_a_file_of_the_run_without_room_makes_the_journal_free_space_wherever_checkpoints_are(tmp_path):
     cfg = configured(tmp_path / "run")
     with RunDirectory(cfg).open() as directory:
         given: list[str] = []
@@ -416,6 +416,6 @@ def test_a_file_of_the_run_without_room_makes_the_journal_give_room_wherever_che
         full = OSError(errno.ENOSPC, "No space left on device")
         for path in ("/elsewhere/shard", f"{cfg.trainer.run_dir}/metrics.jsonl"):
             full.filename = path
-            directory._make_room(full)
+            directory._free_space(full)
         assert given == ["room"]
         cfg.trainer.ckpt_path = str(tmp_path)
