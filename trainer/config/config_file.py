@@ -36,23 +36,40 @@ class ConfigFiles:
     """The file chooses `data`, or names data files."""
 
     def choose_data(self, experiments: Iterable[str], conf: str) -> bool:
-        """Return whether one of the experiments chooses the group `data`.
+        """Return whether one of the experiments, or one that it builds on, chooses the group `data`.
 
         Args:
             conf: directory of the groups of the project.
         """
-        for name in experiments:
+        left, seen = list(experiments), set[str]()
+        while left:
+            name = left.pop()
+            if name in seen:
+                continue
+            seen.add(name)
             for directory in (conf, *self.directories):
-                path = os.path.join(directory, "experiment", f"{name}.yaml")
-                if os.path.exists(path):
-                    with open(path) as file:
-                        if "override /data:" in file.read():
-                            return True
+                for entry in _read_defaults(os.path.join(directory, "experiment", f"{name}.yaml")):
+                    if isinstance(entry, str):  # one of the same group, or `/experiment/NAME`
+                        left.append(entry.rpartition("/")[2])
+                    elif isinstance(entry, dict) and "override /data" in entry:
+                        return True
         return False
 
     def located(self, key: str, sentence: str) -> str:
         """Return a sentence about a key, with `FILE:LINE: ` before it if the key is in a file."""
         return f"{self.lines[key]}: {sentence}" if key in self.lines else sentence
+
+
+def _read_defaults(path: str) -> list[Any]:
+    """Return the entries of `defaults` in a YAML file; none if there is no such file, or if Hydra will refuse it."""
+    import yaml
+
+    try:
+        with open(path) as file:
+            found = (yaml.safe_load(file) or {}).get(_DEFAULTS)
+    except (OSError, ValueError, yaml.YAMLError, AttributeError):
+        return []
+    return found if isinstance(found, list) else []
 
 
 def load(words: Sequence[str], conf: str, files: ConfigFiles) -> list[str]:

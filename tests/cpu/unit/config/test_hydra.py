@@ -42,7 +42,8 @@ def test_files_mean_the_group_of_files_unless_something_else_chooses_the_data():
     files = ["data.train_files=[a.jsonl]", "data.val_files=[b.jsonl]"]
     for others in ([], ["algorithm=ppo"], ["experiment=smoke", "trainer.run_dir=x"], ["reward.name=mine:score"]):
         assert compose([*others, *files]) == compose(["data=files", *others, *files])
-    for gsm8k in ("data=gsm8k", "experiment=gsm8k_qwen3_0.6b_1gpu", "experiment=[gsm8k_qwen3_0.6b_1gpu,smoke]"):
+    one_gpu, eight_gpus = (f"gsm8k_qwen3_0.6b_{count}gpu" for count in (1, 8))  # the second builds on the first
+    for gsm8k in ("data=gsm8k", *(f"experiment={name}" for name in (one_gpu, eight_gpus, f"[{one_gpu},smoke]"))):
         assert compose([gsm8k, *files]).data.prompt_key == "question"
     assert compose(["data.synthetic=null", *files]).reward.name == "reverse_text"
 
