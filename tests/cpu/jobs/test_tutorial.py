@@ -1,6 +1,6 @@
-"""The tutorial, as a newcomer would follow it: every command of parts 1 to 3, and the first of part 4.
+"""The tutorial, as a newcomer would follow it: every command of its four parts.
 
-The other commands of part 4 need GPUs. For these, the plan is made.
+Those of part 4 that need GPUs are planned for these, and run on the CPU with a tiny model, two ranks and two engines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import pytest
 from tests.support.forks import fork_server
 from tests.support.jobs import SMALL, comparable, environment, left_running, metrics, wait_until
 from tests.support.pages import ROOT, files_of_page
-from trainer.config import compose
+from trainer.config import Config, TinyConfig, compose
+from trainer.models.tiny import build_tiny
 from trainer.plan.hardware import parse_cluster
 from trainer.plan.plan import make_plan
 
@@ -109,17 +110,57 @@ def test_a_killed_run_continues_and_ends_as_one_that_was_not_killed(lesson):
     assert "2 rank(s)" in (lesson.directory / "outputs/mine/log.txt").read_text()
 
 
+def commands_for_gpus() -> tuple[str, list[list[str]]]:
+    """The command of part 4 that asks whether it fits, and the overrides of those that train on GPUs."""
+    _, one_node, nodes = written(PARTS[3])
+    ask, *training = one_node.strip().splitlines()
+    _, *several = nodes.replace("\\\n", "").strip().splitlines()
+    commands = [shlex.split(line, comments=True) for line in (*training, *several)]
+    assert all(words[:2] == ["trainer", "train"] for words in commands if words)
+    return ask, [words[2:] for words in commands if words]
+
+
+def layout(cfg: Config) -> tuple[int, int]:
+    """Ranks, and engines with GPUs of their own."""
+    return cfg.trainer.num_workers, 0 if cfg.rollout.colocate else cfg.num_engines
+
+
 def test_what_needs_gpus_fits_them(lesson):
-    _, gpus, nodes = written(PARTS[3])
-    ask, *training = gpus.strip().splitlines()
+    ask, commands = commands_for_gpus()
     assert "It fits 8 H100" in lesson(ask)
-    _, *commands = nodes.replace("\\\n", "").strip().splitlines()
-    clusters = {}
-    for command in (line for line in (*training, *commands) if not line.startswith("#")):
-        cfg = compose(shlex.split(command, comments=True)[2:])
-        engines = 0 if cfg.rollout.colocate else cfg.num_engines
-        clusters[cfg.trainer.num_workers, engines] = cfg
+    clusters = {layout(cfg): cfg for cfg in map(compose, commands)}
     assert set(clusters) == {(1, 0), (8, 0), (4, 4), (16, 8)}
     for (ranks, engines), cfg in clusters.items():
         count = ranks + engines
         assert make_plan(cfg, parse_cluster(f"{-(-count // 8)}x{min(count, 8)}xH100")).problems == ()
+
+
+@pytest.fixture(scope="module")
+def tiny_words(tmp_path_factory) -> list[str]:
+    """What lets a command for GPUs train on the CPU: a tiny model, two questions, and few completions."""
+    directory = tmp_path_factory.mktemp("tiny")
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2}
+    build_tiny(TinyConfig(**shape, num_kv_heads=1, head_dim=16), str(directory / "model"))
+    rows = [{"question": f"What is {n} and 1?", "answer": f"It is {n + 1}. #### {n + 1}"} for n in range(8)]
+    (directory / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return [
+        *(f"model.path={directory}/model", f"data.train_files=[{directory}/rows.jsonl]"),
+        *(f"data.val_files=[{directory}/rows.jsonl]", "data.val_size=4", "trainer.device=cpu"),
+        *("trainer.ray_address=processes", "trainer.total_steps=2", "trainer.val_interval=2"),
+        *("trainer.train_batch_size=4", "trainer.mini_batch_size=2", "rollout.n=2", "rollout.max_response_tokens=8"),
+        *("rollout.engine=transformers", "reward.name=tests.support.hashed_reward:hashed", "logger.plot=false"),
+    ]
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_what_needs_gpus_trains_without_them_when_it_is_small(lesson, tiny_words, number):
+    words = commands_for_gpus()[1][number]
+    ranks, engines = (min(count, 2) for count in layout(compose(words)))
+    small = [*tiny_words, f"trainer.num_workers={ranks}", f"rollout.num_engines={engines or ranks}"]
+    small += [f"trainer.run_name=gpus_{number}", f"rollout.colocate={str(engines == 0).lower()}"]
+    changed = {word.partition("=")[0] for word in small}
+    lesson(shlex.join(["trainer", "train", *(w for w in words if w.partition("=")[0] not in changed), *small]))
+    rows = metrics(lesson.directory / f"outputs/gpus_{number}")
+    assert [row["step"] for row in rows][-2:] == [1, 2] and all(0 < row["reward/mean"] < 1 for row in rows[-2:])
+    log = (lesson.directory / f"outputs/gpus_{number}/log.txt").read_text()
+    assert f"{ranks} rank(s)" in log and f"{engines or ranks} transformers engine(s)" in log
