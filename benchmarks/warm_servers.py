@@ -1,6 +1,6 @@
-"""What a warm inference server saves after a kill: `python -m benchmarks.warm_servers [--kills N] [--ray]`.
+"""What a warm inference server saves after a kill: `python -m benchmarks.warm_servers [--kills N] [--ray] [--model 17M]`.
 
-Trains the built-in model with engines of its own (cold), and with an inference server that stays up (warm). Each job is
+Trains the built-in model, or one with random weights (`--model`), with engines of its own (cold), and with an inference server that stays up (warm). Each job is
 killed with all its processes after its third step, and started again with the same command, by turns, N times each
 (`--kills`). The engines are vLLM's, or those of transformers (`--engine`). The seconds are those from the kill to the
 first step that the new job finishes, and, of that, those until the new job begins that step. Both jobs are otherwise
@@ -24,6 +24,7 @@ from statistics import median
 import httpx
 import psutil
 
+from benchmarks.models import SHAPES, make_model
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 
 STEPS = 1000
@@ -35,6 +36,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=2)
     parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm")
+    parser.add_argument(
+        "--model", choices=tuple(SHAPES), help="a model with random weights (default: the built-in one)"
+    )
     parser.add_argument("--ray", action="store_true", help="start the job's processes with Ray")
     parser.add_argument("extra", nargs="*", help="overrides for both jobs, after --")
     options = parser.parse_args()
@@ -43,6 +47,10 @@ def main() -> None:
         "data=reverse_text", "trainer.val_interval=-1", "trainer.ckpt_interval=1", "trainer.max_ckpts_to_keep=2",
         "sft.steps=30", "logger.plot=false", "rollout.kv_cache_mb=64", f"trainer.total_steps={STEPS}",
     ]  # fmt: skip
+    if options.model:
+        path = os.path.join(directory, "model")
+        make_model(SHAPES[options.model], None, path)
+        common += [f"model.path={path}", "trainer.train_batch_size=8", "trainer.mini_batch_size=8"]
     processes = [] if options.ray else ["trainer.ray_address=processes"]
     jobs = [*common, "trainer.resume_mode=latest", *processes, *options.extra]
     seconds: dict[str, list[tuple[float, float]]] = {"cold": [], "warm": []}
