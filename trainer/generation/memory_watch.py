@@ -28,7 +28,7 @@ class MemoryWatch:
             has_workers: the memory is that of other processes, which the engine lets watch themselves.
         """
         path = snapshot_path(run_dir, f"engine_{number}")
-        with _snapshots(path):
+        with snapshots(path):
             engine: Any = cls(make(), path)
         if has_workers and hasattr(engine, "watch_workers"):
             engine.watch_workers(path)
@@ -49,11 +49,12 @@ def watch_methods(watched: Any, names: Sequence[str], path: str) -> None:
 def _watched(method: Callable[..., Any], path: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(*arguments: Any, **named: Any) -> Any:
-        with _snapshots(path):
+        with snapshots(path):
             return method(*arguments, **named)
 
     return call
 
 
-def _snapshots(path: str) -> AbstractContextManager[None]:
+def snapshots(path: str) -> AbstractContextManager[None]:
+    """Return a context that writes a snapshot to `path` if the GPU's memory runs out in it."""
     return memory_snapshots(path, torch.cuda.memory._dump_snapshot)

@@ -49,7 +49,8 @@ class Backend:
 
     Args:
         cfg: `inference.*`.
-        settings: what the engine is built from: `model_path`, `name`, `rollout`, `device`, `seed`, `trust_remote_code`.
+        settings: what the engine is built from: `model_path`, `name`, `rollout`, `device`, `seed`, `trust_remote_code`;
+            and `snapshot`, the file for the GPU's memory if it runs out.
         on_start: called when the engine has lost its weights, as a new one starts.
     """
 

@@ -80,6 +80,7 @@ def _model(cfg: Config) -> Any:
 
 async def _serve(cfg: Config, token: str | None, listener: socket.socket, path: str, name: str) -> None:
     from trainer.parallel.mesh import pick_device
+    from trainer.parallel.profiling import snapshot_path
 
     rollout, inference = cfg.rollout, cfg.inference
     settings = {
@@ -89,6 +90,7 @@ async def _serve(cfg: Config, token: str | None, listener: socket.socket, path: 
         "device": pick_device(cfg.trainer.device, ENGINES[inference.engine]),
         "seed": cfg.trainer.seed,
         "trust_remote_code": cfg.model.trust_remote_code,
+        "snapshot": snapshot_path(cfg.trainer.run_dir, f"server_{listener.getsockname()[1]}"),
     }
     description = {
         "engine": inference.engine,

@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 from trainer.config import RolloutConfig
 from trainer.generation import server_protocol as protocol
 from trainer.generation.engine import Completion, Request, Sampling
+from trainer.generation.memory_watch import snapshots, watch_methods
 from trainer.generation.request_scheduler import by_length
 from trainer.generation.transformers_engine import TransformersEngine
 from trainer.generation.weight_check import refused_weights, weights_of
@@ -45,14 +46,16 @@ class TransformersServer:
         self._rollout = RolloutConfig(**settings["rollout"])
         self._name, path = settings["name"], settings["model_path"]
         trusted = settings["trust_remote_code"]
-        self._engine = TransformersEngine(
-            path,
-            dtype=self._rollout.dtype,
-            seed=settings["seed"],
-            rollout=self._rollout,
-            device=settings["device"],
-            trust_remote_code=trusted,
-        )
+        with snapshots(settings["snapshot"]):
+            self._engine = TransformersEngine(
+                path,
+                dtype=self._rollout.dtype,
+                seed=settings["seed"],
+                rollout=self._rollout,
+                device=settings["device"],
+                trust_remote_code=trusted,
+            )
+        watch_methods(self._engine, ("generate", "sync_weights"), settings["snapshot"])
         self._tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trusted)
         self._model = self._engine._model
         self._model.register_forward_hook(self._after_forward)

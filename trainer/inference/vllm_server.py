@@ -29,6 +29,7 @@ def serve(_: Any, socket_path: str, settings: dict[str, Any]) -> None:
     for name, value in ENGINES["vllm"].environment_on(settings["device"]).items():
         if name != "VLLM_ENABLE_V1_MULTIPROCESSING":  # the API server wants its engine in another process
             os.environ.setdefault(name, value)
+    JobRoutes.snapshot = settings["snapshot"]
     sys.argv = ["trainer inference", *arguments(socket_path, settings)]
     from vllm.entrypoints.launchers.api_server.entry import main
 
@@ -68,6 +69,9 @@ def arguments(socket_path: str, settings: dict[str, Any]) -> list[str]:
 class JobRoutes:
     """ASGI middleware that answers the paths below `/trainer/` itself."""
 
+    snapshot: str | None = None
+    """The file beside which the engine's processes are still to be told to write their memory if it runs out."""
+
     def __init__(self, app: Any):
         self._app = app
         self._running: set[asyncio.Future[Any]] = set()
@@ -87,6 +91,9 @@ class JobRoutes:
         response: Response
         match scope["path"]:
             case "/trainer/alive":
+                if self.snapshot is not None:  # this is the first thing that anybody asks
+                    path, self.snapshot = self.snapshot, None
+                    await engine.collective_rpc("watch_memory", args=(path,))
                 await engine.collective_rpc("check_health")  # the engine answers between two steps
                 response = JSONResponse(_progress(engine))
             case protocol.GENERATE:

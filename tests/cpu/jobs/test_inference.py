@@ -109,22 +109,50 @@ def test_the_other_server_takes_the_requests_of_one_that_is_gone(servers, tmp_pa
     assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2, 3, 4]
 
 
+AHEAD = ["rollout.ahead=1", "trainer.ckpt_interval=2", "trainer.max_restarts=0"]
+
+
+@pytest.fixture(scope="module")
+def vllm_ahead(tmp_path_factory) -> list[dict[str, Any]]:
+    """The metrics of a run that samples ahead, with a vLLM of its own."""
+    directory = tmp_path_factory.mktemp("own")
+    own = run_forked_job("trainer.run_dir=run", "rollout=vllm", *SETTINGS, *AHEAD, cwd=directory)
+    assert own.returncode == 0, own.stderr
+    return comparable(metrics(directory / "run"))
+
+
+@pytest.fixture(scope="module")
+def vllm_servers(tmp_path_factory) -> Iterator[list[Server]]:
+    logs, words = tmp_path_factory.mktemp("vllm"), ["rollout.kv_cache_mb=32", "rollout.max_num_seqs=20"]
+    with Server(logs / "1", *words) as first, Server(logs / "2", *words) as second:
+        yield [first.wait(), second.wait()]
+
+
 @pytest.mark.slow
-def test_the_api_server_of_vllm_dies_under_a_job_that_samples_ahead(tmp_path):
+def test_the_api_server_of_vllm_dies_under_a_job_that_samples_ahead(vllm_servers, vllm_ahead, tmp_path):
     """Then its engine does. The numbers are those of vLLM in the job, also where a batch ahead was cut off."""
-    words = ["rollout.ahead=1", "trainer.ckpt_interval=2"]
-    with Server(tmp_path / "server", "rollout.kv_cache_mb=32", "rollout.max_num_seqs=20") as server:
-        server.wait()
-        faults = [lambda: server.engine()[1].kill(), lambda: server.engine()[-1].kill()]
-        threads = [at_step(tmp_path / "run", step, fail) for step, fail in enumerate(faults, start=1)]
-        done = run_served([server], tmp_path, *words, "trainer.max_restarts=0")
+    server = vllm_servers[0]
+    faults = [lambda: server.engine()[1].kill(), lambda: server.engine()[-1].kill()]
+    threads = [at_step(tmp_path / "run", step, fail) for step, fail in enumerate(faults, start=1)]
+    done = run_served([server], tmp_path, *AHEAD)
     for thread in threads:
         thread.join(60)
     assert done.returncode == 0, done.stderr
     assert "inference server" in (tmp_path / "run/log.txt").read_text()
-    own = run_forked_job("trainer.run_dir=own", "rollout=vllm", *SETTINGS, *words, cwd=tmp_path)
-    assert own.returncode == 0, own.stderr
-    assert comparable(metrics(tmp_path / "run")) == comparable(metrics(tmp_path / "own"))
+    assert comparable(metrics(tmp_path / "run")) == vllm_ahead
+
+
+@pytest.mark.slow
+def test_what_a_vllm_that_is_gone_for_good_had_to_do_is_done_by_the_other_to_the_last_bit(
+    vllm_servers, vllm_ahead, tmp_path
+):
+    first, second = (server.wait() for server in vllm_servers)
+    thread = at_step(tmp_path / "run", 1, second.kill)
+    done = run_served([first, second], tmp_path, *AHEAD, "rollout.server_timeout_s=5")
+    thread.join(10)
+    assert done.returncode == 0, done.stderr
+    assert second.url in (tmp_path / "run/log.txt").read_text()
+    assert comparable(metrics(tmp_path / "run")) == vllm_ahead
 
 
 @pytest.mark.slow

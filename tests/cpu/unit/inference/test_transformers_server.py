@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import httpx
 import pytest
+import torch
+
+from tests.support.generation import ROLLOUT, make_requests
+from trainer.config import TinyConfig
+from trainer.inference.transformers_server import TransformersServer
+from trainer.models.tiny import build_tiny
 
 
 def post(server, path: str, **body) -> dict:
@@ -29,3 +38,21 @@ def test_what_it_cannot_do_is_refused(server, body, text):
     body = {"prompt": "a", "max_tokens": 3, **body}
     answer = httpx.post(f"{server.url}/v1/completions", headers=server.headers, json=body)
     assert answer.status_code == 400 and text in answer.text
+
+
+def test_an_engine_that_runs_out_of_memory_names_the_snapshot(tmp_path, monkeypatch):
+    """The error is a stand-in for one of a GPU."""
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).touch())
+    path, model = tmp_path / "profile/server.pickle", str(tmp_path / "model")
+    build_tiny(TinyConfig(), model)
+    settings = {"model_path": model, "name": "n", "device": "cpu", "seed": 1, "trust_remote_code": False}
+    server = TransformersServer({**settings, "rollout": dataclasses.asdict(ROLLOUT), "snapshot": str(path)})
+    assert len(server._engine.generate(make_requests(1))) == 1 and not path.exists()
+
+    def run_out(*_) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    server._model.register_forward_pre_hook(run_out)
+    with pytest.raises(torch.OutOfMemoryError, match=f"See {path}"):
+        server._engine.generate(make_requests(1))
+    assert path.exists()
