@@ -264,6 +264,7 @@ class Trainer:
         with SIGNALS.waiting():
             self.directory.fall_back()
             self.load_checkpoint()
+        self.saves.begun = None  # a later step has gone with the history that is given up
         self.journal.remove_after(self.state.step)
         self.tracker.rewind(self.state.step)
         self.transcripts.rewind(self.state.step)

@@ -171,7 +171,7 @@ class CheckpointManager:
             TRACER.add(f"save {step}", started, time.monotonic(), SAVES, bytes=result.bytes)
             self._results.append(result)
 
-        self._saving = threading.Thread(target=run, name=f"save-{step}", daemon=True)
+        self._saving = threading.Thread(target=run, name=f"the save of step {step}", daemon=True)
         self._saving.start()
 
     def results(self) -> list[SaveResult]:
@@ -182,7 +182,7 @@ class CheckpointManager:
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until no save is under way, or for `timeout_s`."""
         if self._saving is not None:
-            with SIGNALS.waiting():
+            with SIGNALS.waiting(), SIGNALS.waiting_for(self._saving.name):
                 self._saving.join(timeout_s)
             if not self._saving.is_alive():
                 self._saving = None

@@ -89,9 +89,8 @@ class EnginePool:
         self._device = "cuda" if self._gpus else "cpu"  # of the engines
         self._awake_blocks: set[object] = set()
         self._memory = GpuMemory(cfg.rollout.colocate and self._gpus > 0)
-        self._has_started = False
+        self._has_started = self._has_synced = False
         self._deferred: bool | None = None  # whether a start that is still to come has the initial weights
-        self._has_synced = False
         self._assignments: list[GpuAssignment | None] = []
         if self._memory.shared:  # what cannot work is refused before the engines load
             self._assign_gpus()
@@ -121,6 +120,7 @@ class EnginePool:
     def _build(self) -> Callable[..., Any]:
         """What makes an engine in its process, from its number."""
         cfg, spec = self._cfg, self._spec
+        model = functools.partial(describe_model, cfg.model, self._model_path)
         return functools.partial(
             build_engine,
             dataclasses.replace(spec, transports=()),  # the functions of a user's transport may not be pickled
@@ -134,11 +134,7 @@ class EnginePool:
             trust_remote_code=cfg.model.trust_remote_code,
             profiled=(tuple(cfg.trainer.profile), os.path.abspath(cfg.trainer.run_dir)),
             **({"lora_rank": cfg.trainer.policy.lora.rank} if cfg.syncs_adapter else {}),
-            **(
-                {"job": Job.of_run(cfg.trainer.run_dir, describe_model(cfg.model, self._model_path))}
-                if spec.served
-                else {}
-            ),
+            **({"job": Job.of_run(cfg.trainer.run_dir, model())} if spec.served else {}),
             **({"joins": True} if spec.joins_exactly and self._joins else {}),
         )
 
@@ -433,6 +429,10 @@ class EnginePool:
                 except Exception as error:  # no rank is left to free it
                     LOG.info("the kept weights: %s", describe_error(error))
             self._engines.shutdown()
+
+    def leave(self) -> None:
+        """Leave the servers of a run that ends early to other jobs, as far as they answer soon."""
+        self._engines.leave()
 
     def _meet(self, receivers: list[int]) -> None:
         self._transport.meet(receivers)

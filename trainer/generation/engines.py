@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -246,13 +247,14 @@ class Engines:
             self.lifecycle.refit(engine, version)
             self._record(engine, "replaced the engine")
 
-    def shutdown(self) -> None:
-        """End the engines. The run has ended well, so failures are only logged."""
+    def shutdown(self, limit_s: float = math.inf) -> None:
+        """End the engines, and wait up to `limit_s` seconds. The run has ended, so failures are only logged."""
+        end = time.monotonic() + limit_s
         try:
             calls = CallFutures(self.group)
             for engine in self.lifecycle.loaded:
                 calls.begin(engine, "shutdown")
-            while calls.is_running:
+            while calls.is_running and time.monotonic() < end:
                 for _, _, error in calls.poll():
                     if error is not None:  # a dead process, or CUDA in an engine that sleeps
                         LOG.info("an engine has failed at its end: %s", describe_error(error))
@@ -260,6 +262,10 @@ class Engines:
             LOG.info("%s", error.message)
         for engine in list(self._lost):
             self._record(engine, "continued without the engine")
+
+    def leave(self) -> None:
+        """Do the same for a run that ends early, and do not wait for engines that do not answer soon."""
+        self.shutdown(time_limits.LEAVE_S)
 
     def _record(self, engine: int, action: str) -> None:
         if engine in self._lost:

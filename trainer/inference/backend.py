@@ -26,6 +26,7 @@ from trainer.errors import WorkerError
 from trainer.files.shared_memory import PrivateDirectory
 from trainer.process import time_limits
 from trainer.process.network import use_network_of
+from trainer.process.signals import SIGNALS
 from trainer.sandbox.reaper import is_tracker
 
 LOG = logging.getLogger(__name__)
@@ -202,8 +203,9 @@ class Backend:
         process.send_signal(signal.SIGCONT)
         while process.poll() is None and time.monotonic() < deadline + time_limits.SERVER_STOP_S:
             await asyncio.sleep(0.05)
+        kept = (process.pid, SIGNALS.watching_process)
         for one in [*below, *_below(os.getpid())]:  # orphans of a reaper that was killed
-            if one.pid != process.pid and _lives(one) and not is_tracker(one):
+            if one.pid not in kept and _lives(one) and not is_tracker(one):
                 with contextlib.suppress(psutil.Error):
                     one.kill()
         if process.poll() is None:

@@ -346,6 +346,11 @@ class Signals:
             os.close(heartbeats[0])
         signal.set_wakeup_fd(signals[1], warn_on_full_buffer=False)
 
+    @property
+    def watching_process(self) -> int | None:
+        """The process that watches this one, if there is one."""
+        return self._watch
+
     def end_watch(self) -> None:
         """End the watching process, so that it does not outlive this process."""
         if self._watch is not None:  # otherwise this process has been forked since

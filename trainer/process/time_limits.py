@@ -104,6 +104,8 @@ SERVER_WARNING_S = 5.0
 """A wait for an inference server that takes this long is logged."""
 SERVER_POLL_S = 2.0
 """Between two looks of an inference server at its engine."""
+LEAVE_S = 3.0
+"""For inference servers to take leave of a job that ends early. Otherwise they wait for the end of its lease."""
 SERVER_STOP_S = 10.0
 """Longest wait until the processes of an engine have ended by themselves."""
 

@@ -165,6 +165,8 @@ class SamplingSource:
         self.runner.__exit__(kind, *exception)
         if kind is None:
             self._engines.shutdown()
+        elif self.cfg.engine.served:
+            self._engines.leave()
 
     @property
     def repeats(self) -> bool:

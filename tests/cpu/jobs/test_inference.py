@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ from tests.support.buckets import make_bucket, use_s3
 from tests.support.evaluations import evaluate, validation_of
 from tests.support.forks import fork_server
 from tests.support.inference import Server, free_port
-from tests.support.jobs import SMALL, command, comparable, environment, metrics, run_forked_job
+from tests.support.jobs import SMALL, command, comparable, environment, metrics, run_forked_job, start_forked_job
 from tests.support.nodes import Nodes
 from tests.support.recipes import compose_words
 from trainer.config.inference import TOKEN
@@ -97,6 +98,15 @@ def test_a_server_that_fails_and_comes_back_changes_no_number(servers, plain, tm
     assert done.returncode == 0, done.stderr
     assert "inference server" in (tmp_path / "run/log.txt").read_text()
     assert comparable(metrics(tmp_path / "run")) == plain
+
+
+def test_a_job_that_is_stopped_leaves_its_server(servers, tmp_path):
+    server = servers[0].wait()
+    words = ["trainer.run_dir=run", "rollout=server", f"rollout.urls=[{server.url}]", *SETTINGS]
+    process = start_forked_job(*words, "trainer.total_steps=1000", cwd=tmp_path, log=tmp_path / "output")
+    at_step(tmp_path / "run", 1, lambda: process.send_signal(signal.SIGTERM))
+    assert process.wait(120) == 75, (tmp_path / "output").read_text()
+    assert server.status()["job"] is None
 
 
 def test_the_other_server_takes_the_requests_of_one_that_is_gone(servers, tmp_path):

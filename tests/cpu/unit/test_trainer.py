@@ -228,6 +228,20 @@ def test_a_replayed_step_that_differs_from_the_log(tmp_path, model, whole, caplo
     assert went_back == (choice == "fallback")
 
 
+def test_a_run_that_goes_back_saves_again_what_it_had_saved_before(tmp_path, model):
+    kept = {"total_steps": 6, "max_ckpts_to_keep": 10}
+    run_until(tmp_path, model, 6, **kept)
+    for step in (4, 5):
+        shutil.rmtree(tmp_path / f"checkpoints/global_step_{step}")
+    lines = metrics(tmp_path)
+    lines[4]["policy/loss"] += 1.0
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    # From step 3 it saves step 4, differs in step 5, and goes back to step 2.
+    toy_run(toy_config(tmp_path, on_resume_mismatch="fallback", ckpt_interval=2, **kept), model)
+    saved = {path.name for path in (tmp_path / "checkpoints").glob("global_step_*")}
+    assert saved == {f"global_step_{step}" for step in (1, 2, 4, 6)}
+
+
 @contextmanager
 def failing(root: Path, model: Path, failures: dict[int, list[Exception]], **settings: Any) -> Iterator[Trainer]:
     """A trainer whose updates raise the exceptions of `failures`, by step, one after another."""

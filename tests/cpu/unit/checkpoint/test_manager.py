@@ -27,6 +27,7 @@ from trainer.checkpoint.manager import CheckpointManager, Retention
 from trainer.checkpoint.manifest import FileEntry, verify
 from trainer.errors import UserError
 from trainer.files.atomic_io import digest_bytes
+from trainer.process.signals import SIGNALS
 
 
 def test_a_load_restores_the_saved_state(tmp_path):
@@ -66,6 +67,20 @@ def test_a_save_takes_the_state_of_its_call_and_one_save_is_under_way_at_a_time(
     assert [outcome.step for outcome in checkpoints.results()] == [1, 2]
     counters = [json.loads((tmp_path / f"global_step_{n}/counters.json").read_text()) for n in (1, 2)]
     assert counters == [{"n": 1}, {"n": 2}]
+
+
+def test_who_waits_for_a_save_says_so(tmp_path):
+    """The watchdog names it if that takes too long."""
+    checkpoints, named = manager(tmp_path), []
+
+    def finish() -> list[FileEntry]:
+        wait_until(lambda: SIGNALS.waits_for)
+        named.append(SIGNALS.waits_for)
+        return []
+
+    checkpoints.save(7, [*parts_of({"n": 1, "bytes": b""}), Component("slow", lambda staging: finish)], {})
+    checkpoints.wait()
+    assert named == ["the save of step 7"] and SIGNALS.waits_for == ""
 
 
 def test_a_failed_save_keeps_the_previous_checkpoint_and_leaves_no_files(tmp_path):

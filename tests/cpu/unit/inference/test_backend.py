@@ -39,6 +39,8 @@ def victim(tmp_path_factory):
 def test_an_engine_that_dies_or_hangs_is_started_again_without_weights(victim, fault, monkeypatch):
     monkeypatch.setattr(time_limits, "SERVER_SILENCE_S", 20.0)
     victim.wait()
+    children = psutil.Process(victim.process.pid).children()
+    watching = next(child for child in children if any("signal_watch" in word for word in child.cmdline()))
     with engine(victim.url, user := job()) as one:
         old = victim.engine()
         old[0 if fault == "reaper" else -1].send_signal(signal.SIGKILL if fault == "reaper" else fault)
@@ -50,6 +52,7 @@ def test_an_engine_that_dies_or_hangs_is_started_again_without_weights(victim, f
         with pytest.raises(WorkerError) as raised:
             one.set_version(1)
         assert raised.value.cause == "server"
+    assert is_running(watching), "no process of the server but its engine is ended"
 
 
 def test_a_load_of_weights_may_take_longer_than_other_work(victim, tmp_path):
