@@ -110,23 +110,33 @@ class RayCluster:
         with SIGNALS.deferred():
             if self._node_health is not None:
                 self._node_health.close()
-            if not self._failed_process():
+            failed = self._failed_process()
+            if not failed:
                 for group, _ in list(self._groups):
                     # If the cluster itself has failed, its actors and placement groups no longer exist.
                     with contextlib.suppress(RayError):
                         self.release(group)
             if self._head is not None and kind is not None and not issubclass(kind, (UserError, Stopped)):
                 self._head.save_logs(os.path.join(self.cfg.trainer.run_dir, RAY_LOGS))
-            if self._head is not None:
-                # Before `ray.shutdown`, which does not wait until the processes have exited: the next job may need
-                # their memory, above all on a GPU.
+            if self._head is not None and failed:
                 self._head.close()
-            with SIGNALS.blocked():
-                if not ends_within(ray.shutdown, time_limits.RAY_SHUTDOWN_S):
-                    LOG.warning(
-                        "Ray has not shut down within %g s; the job exits without waiting", time_limits.RAY_SHUTDOWN_S
-                    )
-                SIGNALS.reinstall()  # Ray has reset SIGTERM to its default, which ends the process
+            if not failed or os.getppid() != 1:
+                # Before the head is closed. Without its processes `ray.shutdown` waits for seconds. If process 1 is the
+                # parent, as in a container, it even ends this process with status 1, because Ray takes the parent for
+                # its raylet.
+                self._shut_ray_down()
+            if self._head is not None:
+                # `ray.shutdown` does not wait until the processes have exited: the next job may need their memory,
+                # above all on a GPU.
+                self._head.close()
+
+    def _shut_ray_down(self) -> None:
+        with SIGNALS.blocked():
+            if not ends_within(ray.shutdown, time_limits.RAY_SHUTDOWN_S):
+                LOG.warning(
+                    "Ray has not shut down within %g s; the job exits without waiting", time_limits.RAY_SHUTDOWN_S
+                )
+            SIGNALS.reinstall()  # Ray has reset SIGTERM to its default, which ends the process
 
     def _failed_process(self) -> str | None:
         process = self._head.failed_process() if self._head is not None else None

@@ -197,6 +197,40 @@ def test_the_death_of_ray_ends_a_call_and_no_placement_group_is_created_after_it
     assert left_running(marker) == []
 
 
+CHILD_OF_PROCESS_1 = """
+import os
+from trainer.cluster.ray_cluster import RayCluster
+from trainer.config import Config
+assert os.getppid() == 1
+with RayCluster(Config(), "cpu"):
+    pass
+os.write(1, b"left\\n")
+os._exit(0)
+"""
+
+
+def run_in_container(script: str) -> subprocess.CompletedProcess[str]:
+    """Run Python as the child of process 1 of a process namespace, as an image with an init program does."""
+    user = [] if os.geteuid() == 0 else ["--map-root-user"]
+    unshare = ["unshare", *user, "--pid", "--fork", "--kill-child", "--mount-proc"]
+    if subprocess.run([*unshare, "true"], capture_output=True).returncode:
+        pytest.skip("this machine has no process namespaces")
+    words = [*unshare, "sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-u", "-c", script]
+    return subprocess.run(words, capture_output=True, text=True, timeout=300)
+
+
+def test_a_child_of_process_1_leaves_ray_and_lives_on(marker):
+    """Ray takes its parent for the raylet, and process 1 for the sign that the raylet has died."""
+    done = run_in_container(CHILD_OF_PROCESS_1)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "left\n", "")
+
+
+def test_a_child_of_process_1_that_loses_ray_leaves_a_message(marker):
+    done = run_in_container(LOSES_THE_GCS)
+    assert "Traceback" not in done.stderr and len(done.stdout.splitlines()) == 2, done
+    assert all(line.startswith("Ray's gcs_server died, and the job with it") for line in done.stdout.splitlines()), done
+
+
 IS_KILLED = """
 import signal
 from tests.cpu.unit.cluster.hosted import Host
