@@ -1,4 +1,3 @@
-# syntax=docker/dockerfile:1
 # Two images of one file: docker build --target cpu -t trainer:cpu .   and   --target cuda -t trainer:cuda
 # All packages come from uv.lock, checked against its hashes (torch's CPU build aside). See docs/deploy.md.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
