@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import http.server
 import os
 import re
 import shlex
@@ -11,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -133,10 +135,44 @@ def test_the_services_of_compose_find_one_another():
     assert expand(trainer["build"]["target"], {}) in stages()
     assert (COMPOSE.parent / trainer["build"]["context"]).resolve() == ROOT
     assert trainer["environment"][TOKEN] == inference["environment"][TOKEN]
-    assert f"${TOKEN}" in inference["healthcheck"]["test"][1]
     assert {name for service in services.values() for name in service.get("depends_on", {})} <= set(services)
     bucket = services["bucket"]["entrypoint"][-1].partition("/")[2]
     assert any(word.startswith(f"trainer.ckpt_path=s3://{bucket}/") for word in compose_words("trainer"))
+
+
+@pytest.mark.parametrize(("token", "status"), [("t0ken", 200), ("t0ken", 503), ("another", 200)])
+def test_the_check_of_the_server_of_compose_sends_the_token_and_does_not_show_it(token, status):
+    """Every user of the machine can read the command lines of containers."""
+    kind, *words = read_yaml(COMPOSE)["services"]["inference"]["healthcheck"]["test"]
+    assert kind == "CMD" and "$" not in "".join(words), "Compose or a shell would put the token into the words"
+
+    class Server(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            is_right = self.headers["Authorization"] == "Bearer t0ken" and self.path == "/health"
+            self.send_response(status if is_right else 401)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Server) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        words = [sys.executable, *(word.replace("8000", str(server.server_port)) for word in words[1:])]
+        done = subprocess.run(words, env={**os.environ, TOKEN: token}, capture_output=True, text=True, timeout=60)
+        thread.join()
+    assert (done.returncode == 0) == (token == "t0ken" and status == 200), done
+
+
+def test_the_image_can_be_built_without_the_registry_and_the_index_of_the_dockerfile():
+    """Compose gives the build the arguments of the Dockerfile, and the Dockerfile names no frontend to download."""
+    given = set(read_yaml(COMPOSE)["services"]["trainer"]["build"]["args"])
+    assert given == set(re.findall(r"^ARG (\w+)", IMAGE.read_text(), flags=re.MULTILINE))
+    assert not re.search(r"^# *syntax *=", IMAGE.read_text(), flags=re.MULTILINE)
+
+
+def test_git_does_not_see_the_secrets_of_compose():
+    assert "/deploy/.env" in (ROOT / ".gitignore").read_text().splitlines()
 
 
 def test_trainer_and_server_of_compose_have_a_gpu_each(tmp_path):
