@@ -123,6 +123,11 @@ def test_the_compose_file_fits_the_schema():
 def test_the_services_of_compose_give_commands_that_compose(monkeypatch):
     check(["trainer", *compose_words("trainer", OVERRIDES="trainer.total_steps=5 rollout.n=4")], monkeypatch)
     check(["trainer", *compose_words("inference")], monkeypatch)
+    shared = "model=qwen3_0.6b rollout.max_prompt_tokens=512 rollout.max_response_tokens=1024"
+    server, trainer = (compose_words(service, SHARED=shared) for service in ("inference", "trainer"))
+    check(["trainer", *server], monkeypatch)
+    check(["trainer", *trainer], monkeypatch)
+    assert set(shared.split()) <= set(server) & set(trainer), "the server has the job's model and lengths"
 
 
 def test_the_services_of_compose_find_one_another():
