@@ -20,7 +20,7 @@ class PlannedSaves:
     export: int
     """Bytes of an export in Hugging Face format."""
     write_s: float
-    """Seconds until a save is committed. Training continues meanwhile."""
+    """Seconds in which a copied state is written. Training continues meanwhile, unless `trainer.ckpt_async` is false."""
     blocked_s: float
     """Seconds that training waits for a save."""
     interval_steps: int
@@ -75,8 +75,8 @@ def plan_saves(
     t = cfg.trainer
     size = checkpoint_bytes(roles)
     write = size / storage
-    hidden = rollout_s if t.ckpt_async else 0.0  # the copy runs beside the rollouts of the next step
-    blocked = max(0.0, copy_s - hidden) if t.ckpt_async else write
+    # The copy runs beside the rollouts of the next step.
+    blocked = max(0.0, copy_s - rollout_s) if t.ckpt_async else copy_s + write
     best_s = max(math.sqrt(2 * blocked * t.mean_time_between_failures * 60), 2 * write, step_s)
     best = max(1, round(best_s / step_s))
     interval = t.ckpt_interval if isinstance(t.ckpt_interval, int) and t.ckpt_interval > 0 else best

@@ -148,8 +148,6 @@ def levers(cfg: Config, cluster: Cluster, colocate: bool) -> list[Lever]:
     stays = {f"{role.section}.fsdp.cpu_offload": False for role in sections if role.sharding.cpu_offload}
     if not on_cpu:
         found += [Lever((change,), lightest) for change, lightest in ((to_host, to_host), (stays, {})) if change]
-    if cfg.trainer.ckpt_async and cfg.task.trains:
-        found.append(Lever(({"trainer.ckpt_async": False},), {}))
     return [lever for lever in found if lever.options]
 
 

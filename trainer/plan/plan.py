@@ -108,7 +108,7 @@ def make_plan(cfg: Config, cluster: Cluster, traced: bool = True) -> Plan:
     host, shared = _host(cfg, cluster, roles, engine, members)
     if host > device.host_memory:
         problems.append(f"host memory: {host / GB:.0f} GB of {device.host_memory / GB:.0f} GB on a node")
-    copy = max((host_bytes_of_rank(cfg, group) for group in _groups(cfg, roles)), default=0) / device.pcie
+    copy = max((sum(role.saved for role in group) for group in _groups(cfg, roles)), default=0) / device.pcie
     seconds = plan_time(cfg, cluster, roles, whole, engine, workload)
     storage = cfg.plan.storage_gb_s * GB * max(1, min(cluster.nodes, -(-cfg.trainer.num_workers // cluster.per_node)))
     traffic = _traffic(cfg, cluster, workload)

@@ -87,6 +87,15 @@ class PlannedRole:
         return _MASTER * trained + self.itemsize * frozen, _MOMENTS * trained
 
     @property
+    def saved(self) -> int:
+        """Bytes of what a save copies of this rank's state. With adapters, the weights below them are not saved."""
+        if not self.spec.saved:
+            return 0
+        weights, optimizer = self.state
+        trained = _MASTER * self.model.shard(self.shards, trained=True)
+        return (trained if self.spec.has_adapters else weights) + optimizer
+
+    @property
     def gradients(self) -> int:
         """Bytes of all gradients of a rank after a backward pass."""
         return _MASTER * self.model.shard(self.shards, trained=True)
@@ -237,12 +246,15 @@ def writes_shared_memory(cfg: Config, device: str) -> bool:
 
 
 def host_bytes_of_rank(cfg: Config, roles: Sequence[PlannedRole]) -> int:
-    """Return the host memory of a rank: copies for saves and `trainer.offload`, and states that are offloaded."""
+    """Return the host memory of a rank: copies for saves and `trainer.offload`, and states that are offloaded.
+
+    Every save copies, also with `trainer.ckpt_async=false`. `trainer.offload` uses the copy of the last save.
+    """
     total = 0
     for role in roles:
         weights, optimizer = role.state
-        if role.spec.saved and cfg.trainer.ckpt_async or cfg.trainer.offload != "none":
-            total += (weights if role.spec.saved or cfg.trainer.offload == "all" else 0) + optimizer
+        moved = {"none": 0, "optimizer": optimizer, "all": weights + optimizer}[cfg.trainer.offload]
+        total += max(role.saved, moved)
         if role.is_on_host:
             total += weights + optimizer + role.gradients
     return total

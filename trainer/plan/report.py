@@ -130,9 +130,7 @@ def _time(plan: Plan) -> Table:
 
 def _saves(plan: Plan) -> Table:
     table, saves = _table("Saves and kills"), plan.saves
-    table.add_row(
-        "a save", f"{_duration(saves.write_s)} in the background, training waits {_duration(saves.blocked_s)}"
-    )
+    table.add_row("a save", f"{_duration(saves.write_s)} to write, training waits {_duration(saves.blocked_s)}")
     table.add_row("interval", f"{saves.interval_steps} steps; least is lost with {saves.best_interval_steps}")
     table.add_row(
         "a kill costs",

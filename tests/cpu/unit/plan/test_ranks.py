@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from benchmarks.memory import allocator_peak
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
-from trainer.config import Config, TinyConfig, critic_role, policy_role, reference_role
+from trainer.config import Config, LoraConfig, TinyConfig, critic_role, policy_role, reference_role
 from trainer.config.axes import AXES
 from trainer.models.tiny import build_tiny
 from trainer.parallel.batching import Batch
@@ -203,6 +203,22 @@ def test_states_on_the_host_are_not_on_the_gpu():
         host_bytes_of_rank(config(cpu_offload=True), [planned])
         == host_bytes_of_rank(config(), [here]) + 16 * here.model.total
     )
+
+
+def test_saves_copy_their_state_whether_or_not_training_waits():
+    cfg = config()
+    (policy,), _ = plan_of(cfg)
+    for cfg.trainer.ckpt_async in (True, False):
+        assert host_bytes_of_rank(cfg, [policy]) == sum(policy.state)
+
+
+def test_frozen_weights_are_not_copied_for_saves():
+    cfg = config()
+    cfg.trainer.policy.lora = LoraConfig(rank=4)
+    (policy,), _ = plan_of(cfg)
+    assert host_bytes_of_rank(cfg, [policy]) == 12 * policy.model.trained < policy.state[0]
+    cfg.trainer.offload = "all"
+    assert host_bytes_of_rank(cfg, [policy]) == sum(policy.state)
 
 
 def test_a_gpu_has_less_room_than_its_memory():
