@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from trainer.config import Config
 from trainer.plan.hardware import START_S
 from trainer.plan.ranks import PlannedRole
+from trainer.plan.timing import StepTime
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class PlannedSaves:
     export: int
     """Bytes of an export in Hugging Face format."""
     write_s: float
-    """Seconds in which a copied state is written. Training continues meanwhile, unless `trainer.ckpt_async` is false."""
+    """Seconds in which a copied state is written. With `trainer.ckpt_async`, training continues meanwhile."""
     blocked_s: float
     """Seconds that training waits for a save."""
     interval_steps: int
@@ -56,34 +57,33 @@ def export_bytes(cfg: Config, roles: Sequence[PlannedRole], on_cpu: bool) -> int
 
 
 def plan_saves(
-    cfg: Config,
-    roles: Sequence[PlannedRole],
-    step_s: float,
-    rollout_s: float,
-    copy_s: float,
-    storage: float,
-    on_cpu: bool,
+    cfg: Config, roles: Sequence[PlannedRole], time: StepTime, copy_s: float, storage: float, on_cpu: bool
 ) -> PlannedSaves:
     """Return what saves take, and what a kill costs.
 
+    A kill repeats the steps since the last save, half an interval on average. The journal keeps their episodes, so
+    what the ranks do counts alone, and half of the rollouts of the step that was interrupted.
+
     Args:
-        step_s: seconds of a step.
-        rollout_s: those of them in which episodes are made, which the journal keeps.
+        time: of a step.
         copy_s: seconds in which a rank copies its state to host memory.
         storage: bytes per second of the storage, of all nodes together.
     """
-    t = cfg.trainer
+    t, step_s = cfg.trainer, time.total
     size = checkpoint_bytes(roles)
     write = size / storage
-    # The copy runs beside the rollouts of the next step.
-    blocked = max(0.0, copy_s - rollout_s) if t.ckpt_async else copy_s + write
+    # The copy runs while the ranks wait for the rollouts of the next step.
+    idle = max(0.0, time.rollout - time.rest) if time.overlaps else time.rollout
+    blocked = max(0.0, copy_s - idle) if t.ckpt_async else copy_s + write
     best_s = max(math.sqrt(2 * blocked * t.mean_time_between_failures * 60), 2 * write, step_s)
     best = max(1, round(best_s / step_s))
     interval = t.ckpt_interval if isinstance(t.ckpt_interval, int) and t.ckpt_interval > 0 else best
     if t.ckpt_interval == -1:
         minutes = t.ckpt_interval_minutes
         interval = max(1, round(60 * minutes / step_s)) if minutes > 0 else cfg.total_steps
-    kept = rollout_s if cfg.rollout.journal and cfg.task.generates else 0.0
-    lost = interval / 2 * (step_s - kept) + min(kept, step_s) / 2
+    if cfg.rollout.journal and cfg.task.generates:
+        lost = interval / 2 * time.rest + time.rollout / 2
+    else:
+        lost = interval / 2 * step_s
     restart = START_S["cpu" if on_cpu else "cuda"] + size / storage
     return PlannedSaves(size, export_bytes(cfg, roles, on_cpu), write, blocked, interval, best, restart, lost)

@@ -112,7 +112,7 @@ def make_plan(cfg: Config, cluster: Cluster, traced: bool = True) -> Plan:
     seconds = plan_time(cfg, cluster, roles, whole, engine, workload)
     storage = cfg.plan.storage_gb_s * GB * max(1, min(cluster.nodes, -(-cfg.trainer.num_workers // cluster.per_node)))
     traffic = _traffic(cfg, cluster, workload)
-    saves = plan_saves(cfg, roles, seconds.total, seconds.phases.get("rollout", 0.0), copy, storage, device.is_cpu)
+    saves = plan_saves(cfg, roles, seconds, copy, storage, device.is_cpu)
     count = sum(member.count for member in members)
     return Plan(
         cluster, count, workload, roles, tuple(members), engine, host, shared, traffic, seconds, saves, tuple(problems)

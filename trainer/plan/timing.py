@@ -47,10 +47,17 @@ class StepTime:
     """Of a step: prompts and completions."""
 
     @property
+    def rollout(self) -> float:
+        return self.phases.get("rollout", 0.0)
+
+    @property
+    def rest(self) -> float:
+        """Seconds of all phases but the rollouts."""
+        return sum(self.phases.values()) - self.rollout
+
+    @property
     def total(self) -> float:
-        rollout = self.phases.get("rollout", 0.0)
-        rest = sum(self.phases.values()) - rollout
-        return max(rollout, rest) if self.overlaps else rollout + rest
+        return max(self.rollout, self.rest) if self.overlaps else self.rollout + self.rest
 
     @property
     def tokens_per_s(self) -> float:

@@ -15,6 +15,7 @@ from trainer.config.axes import AXES
 from trainer.models.tiny import build_tiny
 from trainer.plan.checkpoints import checkpoint_bytes, export_bytes, plan_saves
 from trainer.plan.ranks import plan_role
+from trainer.plan.timing import StepTime
 from trainer.plan.workload import workload_of
 from trainer.workers.rank import Rank
 
@@ -58,8 +59,9 @@ def test_adapters_alone_are_saved():
     assert export_bytes(cfg, [policy], True) == 4 * policy.model.trained
 
 
-def saves(cfg, step_s=10.0, rollout_s=6.0, copy_s=1.0):
-    return plan_saves(cfg, planned(cfg), step_s, rollout_s, copy_s, 1e9, True)
+def saves(cfg, rollout_s=6.0, rest_s=4.0, copy_s=1.0, overlaps=False):
+    time = StepTime({"rollout": rollout_s, "update": rest_s}, 10, overlaps, 1000)
+    return plan_saves(cfg, planned(cfg), time, copy_s, 1e9, True)
 
 
 def test_a_kill_repeats_half_of_an_interval_without_the_rollouts():
@@ -70,6 +72,21 @@ def test_a_kill_repeats_half_of_an_interval_without_the_rollouts():
     assert with_journal.lost_s == pytest.approx(5 * 4.0 + 3.0)
     assert without.lost_s == pytest.approx(5 * 10.0)
     assert with_journal.kill_s == with_journal.restart_s + with_journal.lost_s
+
+
+@pytest.mark.parametrize(("rollout_s", "rest_s"), [(6.0, 4.0), (4.0, 6.0)])
+def test_a_kill_of_a_run_that_works_ahead_repeats_what_the_ranks_did(rollout_s, rest_s):
+    times = {"rollout_s": rollout_s, "rest_s": rest_s, "overlaps": True}
+    cfg = config()
+    assert saves(cfg, **times).lost_s == pytest.approx(5 * rest_s + rollout_s / 2)
+    cfg.rollout.journal = False
+    assert saves(cfg, **times).lost_s == pytest.approx(5 * 6.0)
+
+
+def test_ranks_that_work_beside_the_engines_hide_less_of_a_copy():
+    cfg = config()
+    assert saves(cfg, copy_s=3.0, overlaps=True).blocked_s == 1.0  # the ranks wait for 2 s of rollouts of 6 s
+    assert saves(cfg, rollout_s=4.0, rest_s=6.0, copy_s=3.0, overlaps=True).blocked_s == 3.0
 
 
 def test_training_waits_for_a_save_that_does_not_hide():
