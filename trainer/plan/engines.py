@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainer.config import Config
-from trainer.plan.hardware import CONTEXT_BYTES, GRAPHS_BYTES, PREFILL_TOKENS, Device
+from trainer.plan.hardware import CONTEXT_BYTES, GRAPHS_BYTES, PREFILL_TOKENS, Cluster, Device
 from trainer.plan.model_shape import ModelShape
 from trainer.plan.workload import Workload
 
@@ -79,12 +79,40 @@ def plan_engine(cfg: Config, policy: ModelShape, device: Device) -> PlannedEngin
     return PlannedEngine(weights, cache, workspace + graphs, token, budget, tp, graphs)
 
 
-def engine_problem(engine: PlannedEngine, workload: Workload, policy: ModelShape) -> str | None:
-    """Return why an engine cannot work with its GPUs and their memory; None: it can.
+def most_engines(cluster: Cluster, size: int, ranks: int | None) -> int:
+    """Return how many engines the cluster has room for: all GPUs of an engine are on one node.
+
+    Args:
+        size: GPUs of an engine.
+        ranks: that share their GPUs with engines; they fill one node after the other. None: engines have their own
+            GPUs, and are placed first.
+    """
+    if ranks is None:
+        return cluster.nodes * (cluster.per_node // size)
+    nodes, left = divmod(ranks, cluster.per_node)
+    return nodes * (cluster.per_node // size) + left // size
+
+
+def engine_problem(
+    cfg: Config, cluster: Cluster, engine: PlannedEngine, workload: Workload, policy: ModelShape
+) -> str | None:
+    """Return why the engines cannot work with their GPUs and the memory of these; None: they can.
 
     Args:
         policy: the complete model, without tensor parallelism.
     """
+    size = engine.gpus
+    if size > cluster.per_node:
+        key = f"rollout.tensor_parallel_size={size}"
+        return f"{key}: the GPUs of an engine are on one node, and a node has {cluster.per_node}"
+    shared = cfg.rollout.colocate
+    most = most_engines(cluster, size, cfg.trainer.num_workers if shared else None) if size else cfg.num_engines
+    if cfg.num_engines > most:
+        gpus = "GPUs that ranks have" if shared else "GPUs"
+        return (
+            f"rollout.num_engines={cfg.num_engines}: the {size} GPUs of an engine are on one node, and with "
+            f"{cluster.per_node} GPUs a node there are {gpus} for {most}"
+        )
     heads = policy.config.get_text_config().num_attention_heads
     if engine.gpus and heads % engine.gpus:  # vLLM refuses it
         return f"rollout.tensor_parallel_size={engine.gpus} must divide the number of attention heads, {heads}"

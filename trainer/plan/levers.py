@@ -10,6 +10,7 @@ from typing import Any
 from trainer.cluster.resources import rank_groups
 from trainer.config import Config, FSDPConfig
 from trainer.config.axes import AXES
+from trainer.plan.engines import most_engines
 from trainer.plan.hardware import Cluster
 from trainer.plan.model_shape import shape_of
 
@@ -41,12 +42,14 @@ def has_gpus(cfg: Config, cluster: Cluster) -> bool:
     """Return whether the cluster has a GPU for each rank and engine of the config that needs one."""
     r = cfg.rollout
     return cluster.device.is_cpu or _are_enough(
-        cfg, cluster, r.colocate, cfg.trainer.num_workers, _gpus_of_engines(cfg, r.num_engines, r.tensor_parallel_size)
+        cfg, cluster, r.colocate, cfg.trainer.num_workers, r.num_engines, r.tensor_parallel_size
     )
 
 
-def _are_enough(cfg: Config, cluster: Cluster, colocate: bool, ranks: int, of_engines: int) -> bool:
-    of_ranks = ranks * rank_groups(cfg)
+def _are_enough(cfg: Config, cluster: Cluster, colocate: bool, ranks: int, engines: int, size: int) -> bool:
+    of_ranks, of_engines = ranks * rank_groups(cfg), _gpus_of_engines(cfg, engines, size)
+    if of_engines and engines > most_engines(cluster, size, ranks if colocate else None):
+        return False
     if colocate:
         return of_engines <= ranks and of_ranks <= cluster.gpus
     return of_ranks + of_engines <= cluster.gpus
@@ -68,8 +71,7 @@ def layouts(cfg: Config, cluster: Cluster) -> list[Change]:
     for colocate, size in itertools.product(_places(cfg, cluster), _engine_sizes(cfg, cluster)):
         for ranks in _rank_counts(cfg, cluster, colocate, size):
             for engines in _engine_counts(cfg, cluster, colocate, size, ranks):
-                gpus = _gpus_of_engines(cfg, engines, size)
-                if not cluster.device.is_cpu and not _are_enough(cfg, cluster, colocate, ranks, gpus):
+                if not cluster.device.is_cpu and not _are_enough(cfg, cluster, colocate, ranks, engines, size):
                     continue
                 values = {
                     "rollout.colocate": (r.colocate, colocate),
@@ -126,7 +128,8 @@ def _engine_counts(cfg: Config, cluster: Cluster, colocate: bool, size: int, ran
     if cluster.device.is_cpu:
         return [now, *_halves(now, 1)]
     left = ranks if colocate else cluster.gpus - ranks * rank_groups(cfg)
-    return [now, left // size] if 0 < left // size < now else [now]
+    most = min(left // size, most_engines(cluster, size, ranks if colocate else None))
+    return [now, most] if 0 < most < now else [now]
 
 
 def _halves(count: int, unit: int) -> Iterator[int]:

@@ -103,7 +103,7 @@ def make_plan(cfg: Config, cluster: Cluster, traced: bool = True) -> Plan:
                 problems.append(
                     f"{member.name}, {phase.name}: {phase.total / GB:.1f} GB of {member.capacity / GB:.1f} GB"
                 )
-    if engine is not None and (problem := engine_problem(engine, workload, whole)) is not None:
+    if engine is not None and (problem := engine_problem(cfg, cluster, engine, workload, whole)) is not None:
         problems.append(f"engine: {problem}")
     host, shared = _host(cfg, cluster, roles, engine, members)
     if host > device.host_memory:

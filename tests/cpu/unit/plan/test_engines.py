@@ -7,7 +7,10 @@ import pytest
 from trainer.config import policy_role
 from trainer.config.axes import AXES
 from trainer.plan.engines import engine_problem, kv_bytes, plan_engine
+from trainer.plan.hardware import Cluster
+from trainer.plan.levers import has_gpus
 from trainer.plan.model_shape import shape_of
+from trainer.plan.plan import make_plan
 from trainer.plan.workload import workload_of
 
 ALONE = dict.fromkeys(AXES, 1)
@@ -18,7 +21,8 @@ def engine_of(cfg, cluster):
 
 
 def problem_of(cfg, cluster):
-    return engine_problem(engine_of(cfg, cluster), workload_of(cfg, ALONE), shape_of(cfg, policy_role(cfg), ALONE))
+    shape = shape_of(cfg, policy_role(cfg), ALONE)
+    return engine_problem(cfg, cluster, engine_of(cfg, cluster), workload_of(cfg, ALONE), shape)
 
 
 def test_a_token_has_keys_and_values_in_each_layer(cfg):
@@ -53,6 +57,28 @@ def test_the_gpus_of_an_engine_divide_the_attention_heads(cfg, node):
     cfg.rollout.tensor_parallel_size = 8
     problem = problem_of(cfg, node)
     assert problem == "rollout.tensor_parallel_size=8 must divide the number of attention heads, 28"
+
+
+def test_the_gpus_of_an_engine_are_on_one_node(cfg, node):
+    cfg.trainer.num_workers, cfg.rollout.num_engines, cfg.rollout.tensor_parallel_size = 8, 1, 8
+    assert problem_of(cfg, node) is None
+    half = Cluster(2, 4, node.device)
+    problem = problem_of(cfg, half)
+    assert problem == "rollout.tensor_parallel_size=8: the GPUs of an engine are on one node, and a node has 4"
+    assert not make_plan(cfg, half).fits
+
+
+@pytest.mark.parametrize("colocate", [True, False])
+def test_whole_engines_fill_each_node(cfg, node, colocate):
+    """Nodes of six GPUs have room for one engine of four, although three engines need no more GPUs than there are."""
+    cfg.trainer.num_workers = 12 if colocate else 2
+    cfg.rollout.colocate, cfg.trainer.offload = colocate, "all" if colocate else "none"
+    cfg.rollout.num_engines, cfg.rollout.tensor_parallel_size = 3, 4
+    cluster = Cluster(2 if colocate else 3, 6, node.device)
+    problem = problem_of(cfg, cluster)
+    assert (problem is None) != colocate and has_gpus(cfg, cluster) != colocate
+    cfg.rollout.num_engines, cfg.trainer.num_workers = (2, 12) if colocate else (4, 2)
+    assert (problem_of(cfg, cluster) is None) == has_gpus(cfg, cluster) == colocate
 
 
 def test_the_longest_sequence_must_fit(cfg, node):
