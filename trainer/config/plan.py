@@ -19,8 +19,12 @@ class PlanConfig(Section):
     """Tokens of a prompt, on average. null: half of `rollout.max_prompt_tokens`; in supervised training, of
     `sft.max_length`."""
     response_tokens: int | None = number(None, at_least=1, resume="harmless")
-    """Tokens of a completion, on average. null: half of `rollout.max_response_tokens`; in supervised training, what the
-    prompt leaves of `sft.max_length`."""
+    """Tokens of a completion, on average; with an environment, of all replies and messages after the prompt. null: half
+    of `rollout.max_response_tokens`, or of what the prompt leaves of the longest episode; in supervised training, what
+    the prompt leaves of `sft.max_length`."""
+    gen_batches: float = number(1.0, at_least=1, resume="harmless")
+    """Batches of prompts that a step samples for the one that it trains on, on average, with
+    `algorithm.dynamic_sampling`. `sampling/batches` of a run is this number."""
     host_memory_gb: float | None = number(None, above=0, resume="harmless")
     """Memory of a node's host, in GB. null: that of a usual node with these GPUs."""
     storage_gb_s: float = number(2.0, above=0, resume="harmless")
@@ -30,10 +34,31 @@ class PlanConfig(Section):
         if not config.task.generates:
             self._check_examples(config, name)
             return
-        for mean, limit in (("prompt_tokens", "max_prompt_tokens"), ("response_tokens", "max_response_tokens")):
-            most = getattr(config.rollout, limit)
-            if (getattr(self, mean) or 0) > most:
-                raise config_error(config, f"{name}.{mean}", f"is above the longest, rollout.{limit}={most}")
+        if (self.prompt_tokens or 0) > (most := config.rollout.max_prompt_tokens):
+            raise config_error(
+                config, f"{name}.prompt_tokens", f"is above the longest, rollout.max_prompt_tokens={most}"
+            )
+        if (self.response_tokens or 0) > (most := self.most_response_tokens(config)):
+            longest = f"the longest, rollout.max_response_tokens={most}"
+            if any(environment.name for environment in config.environments):
+                longest = f"what the prompt leaves of the longest episode, {most}"
+            raise config_error(config, f"{name}.response_tokens", f"is above {longest}")
+        a = config.algorithm
+        most_batches = a.max_gen_batches if a.dynamic_sampling else 1
+        if self.gen_batches > most_batches:
+            limit = f"algorithm.max_gen_batches={most_batches}" if a.dynamic_sampling else "1"
+            needs = "" if a.dynamic_sampling else ", which is the number without algorithm.dynamic_sampling"
+            raise config_error(config, f"{name}.gen_batches", f"is above {limit}{needs}")
+
+    def mean_prompt(self, config: Config) -> int:
+        """Return the tokens of a prompt of a rollout, on average."""
+        return self.prompt_tokens or max(1, config.rollout.max_prompt_tokens // 2)
+
+    def most_response_tokens(self, config: Config) -> int:
+        """Return the most tokens after the prompt in a rollout; with an environment, those of all turns."""
+        if not any(environment.name for environment in config.environments):
+            return config.rollout.max_response_tokens
+        return max(1, config.longest_sequence - self.mean_prompt(config))
 
     def _check_examples(self, config: Config, name: str) -> None:
         """Refuse examples of supervised training that are longer than the longest."""

@@ -80,6 +80,14 @@ def notes(cfg: Config, plan: Plan) -> list[str]:
         if plan.engine is None and cfg.num_engines:
             servers = f"rollout.engine={cfg.rollout.engine} generates outside of this cluster"
             found.append(f"{servers}: the time of rollouts, and of weights on their way there, counts as 0")
+        if cfg.algorithm.dynamic_sampling and cfg.plan.gen_batches == 1:
+            found.append("algorithm.dynamic_sampling samples further prompts, which plan.gen_batches=1 does not count")
+        if any(environment.name for environment in cfg.environments):
+            w = plan.workload
+            found.append(
+                f"an episode has {w.prompt + w.response:,} of at most {w.longest:,} tokens, on average, and all after "
+                f"the first {w.prompt:,} count as generated and trained; plan.response_tokens says how many they are"
+            )
     if any(map(cfg.validates, range(1, cfg.total_steps + 1))):
         found.append("hours are without validation")
     return found

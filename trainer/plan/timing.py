@@ -260,18 +260,32 @@ def rollout_seconds(
 ) -> float:
     """Return the seconds in which the engines generate the completions of a step.
 
+    Dynamic sampling generates further batches, and ReMax a greedy completion of each prompt: one batch after another.
+    """
+    w = workload
+    seconds = cfg.plan.gen_batches * _batch_seconds(cfg, cluster, policy, engine, w, w.rows)
+    if "baselines" in cfg.algorithm.reads:
+        seconds += _batch_seconds(cfg, cluster, policy, engine, w, w.groups)
+    return seconds
+
+
+def _batch_seconds(
+    cfg: Config, cluster: Cluster, policy: ModelShape, engine: PlannedEngine, workload: Workload, completions: int
+) -> float:
+    """Return the seconds in which the engines generate a batch of completions of all prompts.
+
     A decoding step reads the weights and the keys and values of all sequences. It lasts as long as that or as its
     products, whichever takes longer. There are at least as many as the longest completion may have tokens.
     """
     device, w = cluster.device, workload
     gpus = max(1, engine.gpus)
     text = policy.config.get_text_config()
-    rows = math.ceil(w.rows / cfg.num_engines)
+    rows = math.ceil(completions / cfg.num_engines)
     context = w.prompt + w.response / 2
     together = max(1.0, min(rows, cfg.rollout.max_num_seqs, engine.sequences(context)))
-    steps = max(rows * w.response / together, float(cfg.rollout.max_response_tokens))
+    steps = max(rows * w.response / together, float(w.longest_response))
     if not cfg.engine.streaming:  # the next requests wait for the longest completion of those before
-        steps = max(steps, math.ceil(rows / together) * float(cfg.rollout.max_response_tokens))
+        steps = max(steps, math.ceil(rows / together) * float(w.longest_response))
     running = rows * w.response / steps  # sequences in a step, on average
     bandwidth = REACHED_BANDWIDTH * device.bandwidth
     is_float32 = engine.weights * gpus >= 4 * policy.total
@@ -282,11 +296,11 @@ def rollout_seconds(
     beside = decode_step(device.kind, cfg.engine.streaming)
     fixed = beside.base + beside.block * policy.blocks
     each = beside.sequence + beside.logit * text.vocab_size
-    prompts = math.ceil(rows / w.n) * w.prompt
+    prompts = math.ceil(rows * w.groups / completions) * w.prompt
     prefill = 2 * computed * prompts / gpus / speed
     crowd = max(1.0, cfg.num_engines / cluster.per_node) if device.is_cpu else 1.0
     seconds = steps * (max(read, products) + fixed + each * running) + prefill + rows * beside.request
-    return crowd * seconds + device.is_cpu * w.rows * CPU_COMPLETION_S
+    return crowd * seconds + device.is_cpu * completions * CPU_COMPLETION_S
 
 
 def sync_seconds(cfg: Config, cluster: Cluster, policy: ModelShape, engine: PlannedEngine) -> float:

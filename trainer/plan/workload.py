@@ -25,6 +25,8 @@ class Workload:
     """Tokens of a completion, on average."""
     longest: int
     """Tokens of the longest prompt and completion together."""
+    longest_response: int
+    """Most tokens that an engine generates one after another for a row; with an environment, in all turns."""
     optimizer_steps: int
     """In a step."""
     epochs: int
@@ -132,9 +134,9 @@ def workload_of(cfg: Config, sizes: Mapping[str, int]) -> Workload:
         prompt = p.prompt_tokens or max(1, length // 2)
         response = p.response_tokens or max(1, length - prompt)
         rows = max(1, cfg.sft.batch_size * length // (prompt + response))
-        return Workload(rows, 1, prompt, response, length, 1, 1, dp, sizes["cp"], max(micro, length), False, True)
-    prompt = p.prompt_tokens or max(1, r.max_prompt_tokens // 2)
-    response = p.response_tokens or max(1, r.max_response_tokens // 2)
+        return Workload(rows, 1, prompt, response, length, 0, 1, 1, dp, sizes["cp"], max(micro, length), False, True)
+    prompt = p.mean_prompt(cfg)
+    response = p.response_tokens or max(1, p.most_response_tokens(cfg) // 2)
     policy = next(role for role in cfg.roles if role.name == "policy")
     return Workload(
         t.train_batch_size,
@@ -142,6 +144,7 @@ def workload_of(cfg: Config, sizes: Mapping[str, int]) -> Workload:
         prompt,
         response,
         cfg.longest_sequence,
+        _longest_response(cfg),
         policy.updates_per_step,
         t.update_epochs,
         dp,
@@ -149,3 +152,9 @@ def workload_of(cfg: Config, sizes: Mapping[str, int]) -> Workload:
         max(micro, cfg.longest_sequence),
         t.share_prefixes and r.n > 1 and cfg.model.attn_implementation == "sdpa",
     )
+
+
+def _longest_response(cfg: Config) -> int:
+    """Return the most tokens that an engine generates one after another for a row."""
+    reply, left = cfg.rollout.max_response_tokens, cfg.plan.most_response_tokens(cfg)
+    return max(min(e.max_turns * reply, left) if e.name else reply for e in cfg.environments)

@@ -56,6 +56,13 @@ def test_notes_name_what_counts_as_nothing(cfg, node):
     cfg.trainer.val_interval = -1
     assert "rewards is not known and counts as 0" in text()
     assert "validation" not in text() and "outside of this cluster" not in text()
+    assert "plan.gen_batches" not in text() and "an episode has" not in text()
+    cfg.algorithm.dynamic_sampling = True
+    assert "plan.gen_batches=1 does not count" in text()
+    cfg.plan.gen_batches = 2.0
+    assert "plan.gen_batches" not in text()
+    cfg.environment.name, cfg.environment.max_tokens = "package:Class", 4096
+    assert "an episode has 2,176 of at most 4,096 tokens, on average, and all after the first 256 count" in text()
     cfg.trainer.val_interval = 5
     assert "hours are without validation" in text()
     cfg.rollout.engine, cfg.rollout.urls, cfg.rollout.colocate = "server", ["http://host:8000"] * 8, False

@@ -129,6 +129,28 @@ def test_an_engine_that_takes_no_more_requests_waits_for_the_longest_of_each_bat
     assert times[1] > 3 * times[0]
 
 
+def test_further_batches_are_generated_one_after_another(cfg, node):
+    before = seconds(cfg, node, "rollout")
+    cfg.algorithm.dynamic_sampling, cfg.plan.gen_batches = True, 2.5
+    assert seconds(cfg, node, "rollout") == pytest.approx(2.5 * before)
+
+
+def test_baselines_are_completions_of_their_own(cfg, node):
+    before = make_plan(cfg, node)
+    cfg.algorithm.advantage_estimator = "remax"
+    after = make_plan(cfg, node)
+    more = after.time.phases["rollout"] / before.time.phases["rollout"] - 1
+    assert 1 / cfg.rollout.n < more < 1  # a batch of fewer rows is as long as its longest completion
+    assert after.workload.rows == before.workload.rows
+
+
+def test_an_engine_generates_all_turns_of_an_episode(cfg, node):
+    before = seconds(cfg, node, "rollout")
+    cfg.environment.name = "package:Class"
+    cfg.environment.max_tokens, cfg.environment.max_turns = 512 + 4 * 512, 8
+    assert 4.5 < seconds(cfg, node, "rollout") / before < 6  # 2,304 tokens one after another, instead of 512
+
+
 def test_each_rank_plans_the_rows_of_all(cfg, node):
     before = seconds(cfg, node, "update")
     cfg.trainer.train_batch_size, cfg.trainer.mini_batch_size = (

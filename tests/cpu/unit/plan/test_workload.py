@@ -65,6 +65,33 @@ def test_means_are_half_of_the_longest_by_default():
     assert (w.prompt, w.response, w.longest) == (256, 256, 1024)
 
 
+def test_an_episode_may_have_the_tokens_of_all_turns():
+    cfg = Config()
+    cfg.environment.name, cfg.environment.max_tokens = "package:Class", 6000
+    cfg.plan.prompt_tokens, cfg.plan.response_tokens = 100, 5900
+    cfg.plan.check(cfg, "plan")
+    w = workload_of(cfg, ALONE)
+    assert (w.longest, w.response, w.longest_response, w.row_tokens) == (6000, 5900, 8 * 512, 16384)
+    cfg.environment.max_turns, cfg.plan.response_tokens = 20, None
+    w = workload_of(cfg, ALONE)
+    assert (w.response, w.longest_response) == (2950, 5900)
+    cfg.plan.response_tokens = 5901
+    with pytest.raises(UserError, match=r"plan\.response_tokens=5901: .*the longest episode, 5900"):
+        cfg.plan.check(cfg, "plan")
+
+
+def test_batches_are_generated_as_often_as_dynamic_sampling_may():
+    cfg = Config()
+    cfg.plan.gen_batches = 3.0
+    with pytest.raises(UserError, match=r"plan\.gen_batches=3\.0: .*without algorithm\.dynamic_sampling"):
+        cfg.plan.check(cfg, "plan")
+    cfg.algorithm.dynamic_sampling = True
+    cfg.plan.check(cfg, "plan")
+    cfg.algorithm.max_gen_batches = 2
+    with pytest.raises(UserError, match=r"plan\.gen_batches=3\.0: .*algorithm\.max_gen_batches=2"):
+        cfg.plan.check(cfg, "plan")
+
+
 def test_supervised_training_has_examples():
     cfg = Config()
     cfg.trainer.task = "sft"
