@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.config import Config, FSDPConfig
+from trainer.config import Config, FSDPConfig, correction_of
 from trainer.config.axes import axis_sizes
 from trainer.plan.engines import PlannedEngine
 from trainer.plan.hardware import (
@@ -86,7 +86,7 @@ def plan_time(
     for role in roles:
         passes = _Passes(cfg, cluster, role, workload)
         if role.spec.scores or role.spec.name == "policy" and cfg.task.generates:
-            share = 1 - 1 / workload.optimizer_steps if role.spec.name == "policy" and _first_is_free(cfg) else 1.0
+            share = scored_by_policy(cfg, workload) if role.spec.name == "policy" else 1.0
             phases["scores"] += share * crowd * passes.scores(workload.computed_tokens) + call * (share > 0)
         if role.spec.trained:
             updates = workload.optimizer_steps * passes.optimizer_step(workload.computed_in_update)
@@ -98,9 +98,19 @@ def plan_time(
     return StepTime(kept, cfg.total_steps, cfg.rollout.works_ahead and engine is not None, workload.tokens)
 
 
-def _first_is_free(cfg: Config) -> bool:
-    """Return whether the first optimizer step computes the old log-probs of its rows itself."""
-    return cfg.trainer.update_epochs == 1 and cfg.algorithm.kl_in != "reward"
+def scored_by_policy(cfg: Config, workload: Workload) -> float:
+    """Return the share of the rows whose old log-probs the policy computes before the update.
+
+    That is what `PolicyGradient.scores` asks for. The first optimizer step computes those of its rows itself, unless
+    something reads them before it.
+    """
+    a = cfg.algorithm
+    if a.old_logprobs == "rollout":
+        return 0.0
+    reads_before = a.kl_in == "reward" and any(role.name == "reference" for role in cfg.roles)
+    reads_before |= "old_logprobs" in a.reads
+    reads_before |= correction_of(cfg) is not None and a.rollout_correction_level != "token"
+    return 1.0 if reads_before or cfg.trainer.update_epochs > 1 else 1 - 1 / workload.optimizer_steps
 
 
 def _crowd(cfg: Config, cluster: Cluster) -> float:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from trainer.config.axes import AXES
+from trainer.objectives.policy_gradient import PolicyGradient
 from trainer.plan.hardware import CALL_ROW_S, Cluster
 from trainer.plan.plan import make_plan
+from trainer.plan.timing import scored_by_policy
+from trainer.plan.workload import workload_of
 
 
 def seconds(cfg, cluster, phase="update"):
@@ -142,6 +147,33 @@ def test_baselines_are_completions_of_their_own(cfg, node):
     more = after.time.phases["rollout"] / before.time.phases["rollout"] - 1
     assert 1 / cfg.rollout.n < more < 1  # a batch of fewer rows is as long as its longest completion
     assert after.workload.rows == before.workload.rows
+
+
+@pytest.mark.parametrize(
+    ("overrides", "share"),
+    [
+        ({}, 0.5),
+        ({"old_logprobs": "rollout"}, 0.0),
+        ({"rollout_correction": "tis"}, 0.5),
+        ({"rollout_correction": "tis", "rollout_correction_level": "geometric"}, 1.0),
+        ({"kl_in": "reward"}, 0.5),  # without a reference
+        ({"kl_in": "reward", "kl_coef": 0.1}, 1.0),
+        ({"advantage_estimator": "tests.cpu.unit.plan.test_timing:of_old_logprobs"}, 1.0),
+    ],
+)
+def test_rows_are_scored_as_the_objective_asks(cfg, overrides, share):
+    for name, value in overrides.items():
+        setattr(cfg.algorithm, name, value)
+    cfg.trainer.train_batch_size, cfg.trainer.mini_batch_size = 8, 4
+    group_ids = np.arange(8).repeat(cfg.rollout.n)
+    batch = {"group_ids": group_ids, "lengths": np.ones_like(group_ids), "rollout_logprobs": group_ids}
+    scored = [score.rows for score in PolicyGradient(cfg).scores(batch, 1) if score.role == "policy"]
+    assert sum(map(len, scored)) / len(group_ids) == share
+    assert scored_by_policy(cfg, workload_of(cfg, dict.fromkeys(AXES, 1))) == share
+
+
+def of_old_logprobs(rewards, old_logprobs):
+    raise NotImplementedError
 
 
 def test_an_engine_generates_all_turns_of_an_episode(cfg, node):
