@@ -36,7 +36,7 @@ from trainer.parallel.collectives import AxisGroup
 from trainer.parallel.packing import Packing
 from trainer.parallel.shard import transformer_blocks
 from trainer.plan.meter import MemoryMeter
-from trainer.plan.model_shape import empty_module, forward_dtype, key_of
+from trainer.plan.model_shape import empty_module, forward_dtype, key_of, refusing
 
 _FEW, _MANY = 1, 3
 _PLANNED = "planned"
@@ -89,13 +89,17 @@ def trace(
         sizes: sizes of the layout's axes.
         device: that of the plan, `cpu` or `cuda`. The trace itself computes nothing.
         backward: trace a forward and a backward pass.
+
+    Raises:
+        UserError: the code of the model cannot be traced.
     """
     # The head has no part in it, nor without gradients what is trained. So roles with the same backbone share traces.
     same = replace(role, head=LM, trained=False, optimizer=None)
     mode = _recomputation(role) if backward else "none"
     key = key_of(cfg, same, sizes, backward, mode, forward_dtype(role, device), row, device)
     if key not in _traces:  # the search for changes asks many times
-        _traces[key] = _extrapolate(cfg, role, config, sizes, row, device, backward)
+        with refusing(cfg, role, config):
+            _traces[key] = _extrapolate(cfg, role, config, sizes, row, device, backward)
     return _traces[key]
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -22,12 +24,19 @@ from trainer.config import LM, Config, RoleSpec
 from trainer.config.axes import AXES
 from trainer.errors import UserError
 from trainer.files.hf_hub import first_line, is_connection_error, with_retries
+from trainer.models.attention import can_pack
 from trainer.models.files import load_config
 from trainer.models.loading import empty_causal_lm, empty_value_model
 from trainer.models.parallel_checks import COLWISE, ROWWISE, check_model_axes
 from trainer.models.tiny import tiny_config
 from trainer.parallel.shard import param_dtype, transformer_blocks
 from trainer.plan.known import known_file, known_models
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names that configs of transformers give to the number of experts of a block."""
+_NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+"""What a plan computes with."""
+_FAKE_TENSORS = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,8 @@ class ParameterShape:
     trained: bool
     block: int
     """Number of the block that it belongs to. -1: the rest of the model, which is one FSDP unit."""
+    of_experts: bool = False
+    """It belongs to the experts of a block, of which each token passes through a few."""
 
     @property
     def numel(self) -> int:
@@ -62,6 +73,28 @@ class ModelShape:
     """Numbers of the complete model."""
     trained: int
     """Those of them that are trained."""
+    packs: bool = True
+    """A micro-batch can have several sequences."""
+
+    @cached_property
+    def expert_share(self) -> float:
+        """Share of the experts of a block that a token passes through. 1: there are none."""
+        text = self.config.get_text_config()
+        counts = (getattr(text, name, None) for name in _EXPERT_COUNTS)
+        count, chosen = next((count for count in counts if count), None), getattr(text, "num_experts_per_tok", None)
+        return min(1.0, chosen / count) if count and chosen else 1.0
+
+    @cached_property
+    def of_experts(self) -> int:
+        """Numbers of all experts, on a rank before FSDP2 shards them."""
+        return sum(parameter.numel for parameter in self.parameters if parameter.of_experts)
+
+    def idle(self, tokens: float = 1.0) -> float:
+        """Return the numbers, on a rank before FSDP2 shards them, that no token of `tokens` passes through.
+
+        Each token takes its experts at random, like those of trained routers, which balance them.
+        """
+        return self.of_experts * (1 - self.expert_share) ** tokens
 
     @cached_property
     def blocks(self) -> int:
@@ -145,7 +178,7 @@ def shape_of(cfg: Config, role: RoleSpec, sizes: Mapping[str, int]) -> ModelShap
         sizes: sizes of the layout's axes.
 
     Raises:
-        UserError: the model cannot be split so.
+        UserError: the model cannot be split so, or has an architecture that cannot be planned.
     """
     key = key_of(cfg, role, sizes)
     if key not in _shapes:  # the search for changes asks many times
@@ -164,14 +197,39 @@ def _shape_of(cfg: Config, role: RoleSpec, sizes: Mapping[str, int]) -> ModelSha
     config = find_config(cfg, role)
     name = "the model" if role.path is None else f"the {role.name}"
     check_model_axes(cfg, config.get_text_config(), name)
-    module, backbone = empty_module(cfg, role, config, sizes)
-    return ModelShape(
-        config,
-        tuple(_parameters(module, backbone, sizes["tp"])),
-        _head_rows(module, sizes["tp"]),
-        sum(parameter.numel() for parameter in module.parameters()),
-        sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad),
-    )
+    with refusing(cfg, role, config):
+        module, backbone = empty_module(cfg, role, config, sizes)
+        for name in _NEEDED:
+            getattr(config.get_text_config(), name)
+        return ModelShape(
+            config,
+            tuple(_parameters(module, backbone, sizes["tp"])),
+            _head_rows(module, sizes["tp"]),
+            sum(parameter.numel() for parameter in module.parameters()),
+            sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad),
+            can_pack(module),
+        )
+
+
+@contextmanager
+def refusing(cfg: Config, role: RoleSpec, config: PretrainedConfig) -> Iterator[None]:
+    """Refuse the model of a role if its code fails in the block.
+
+    Raises:
+        UserError: it fails.
+    """
+    _FAKE_TENSORS.disabled = True  # torch logs a traceback of each operator that fails
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # the code of each architecture has its own error classes
+        raise UserError(
+            f"{role.key}={role.path or cfg.model.path}: models of the type {config.model_type} cannot be planned with "
+            f"model.attn_implementation={cfg.model.attn_implementation} ({first_line(error).partition('. ')[0]})"
+        ) from error
+    finally:
+        _FAKE_TENSORS.disabled = False
 
 
 def empty_module(
@@ -199,7 +257,8 @@ def _parameters(module: nn.Module, backbone: str, tp: int) -> list[ParameterShap
         shape = list(parameter.shape)
         if tp > 1 and dimension is not None and dimension < len(shape):
             shape[dimension] //= tp
-        found.append(ParameterShape(tuple(shape), parameter.requires_grad, blocks.get(id(parameter), -1)))
+        block = blocks.get(id(parameter), -1)
+        found.append(ParameterShape(tuple(shape), parameter.requires_grad, block, ".experts." in name))
     return found
 
 

@@ -91,10 +91,10 @@ def make_plan(cfg: Config, cluster: Cluster, traced: bool = True) -> Plan:
     device = cluster.device
     problems = _problems_of_sizes(cfg, cluster)
     sizes = axis_sizes(cfg.trainer, cfg.trainer.num_workers)
-    workload = workload_of(cfg, sizes)
+    whole = shape_of(cfg, cfg.roles[0], dict.fromkeys(sizes, 1))
+    workload = workload_of(cfg, sizes, whole.packs)
     planned = cfg.roles if cfg.task.trains else ()
     roles = tuple(plan_role(cfg, role, sizes, workload, device.kind, traced) for role in planned)
-    whole = shape_of(cfg, cfg.roles[0], dict.fromkeys(sizes, 1))
     engine = plan_engine(cfg, whole, device)
     members = _members(cfg, cluster, roles, engine, workload)
     for member in members:

@@ -139,7 +139,12 @@ class _Passes:
         text = model.config.get_text_config()
         tokens_of_rank = tokens / w.dp / w.cp
         embedding = text.vocab_size * text.hidden_size // self.sizes["tp"]
-        body = model.numel() - embedding - (0 if text.tie_word_embeddings or not model.head_rows else embedding)
+        body = (
+            model.numel()
+            - model.idle()
+            - embedding
+            - (0 if text.tie_word_embeddings or not model.head_rows else embedding)
+        )
         responses = w.response / max(1e-9, tokens_per_row(w))
         head = model.head_rows * text.hidden_size * responses
         width = text.num_attention_heads // self.sizes["tp"] * _head_width(text)
@@ -284,8 +289,9 @@ def _batch_seconds(
 ) -> float:
     """Return the seconds in which the engines generate a batch of completions of all prompts.
 
-    A decoding step reads the weights and the keys and values of all sequences. It lasts as long as that or as its
-    products, whichever takes longer. There are at least as many as the longest completion may have tokens.
+    A decoding step reads the weights, without experts that none of its tokens passes through, and the keys and values
+    of all sequences. It lasts as long as that or as its products, whichever takes longer. There are at least as many as
+    the longest completion may have tokens.
     """
     device, w = cluster.device, workload
     gpus = max(1, engine.gpus)
@@ -300,8 +306,9 @@ def _batch_seconds(
     bandwidth = REACHED_BANDWIDTH * device.bandwidth
     is_float32 = engine.weights * gpus >= 4 * policy.total
     speed = device.reached(torch.float32 if is_float32 else torch.bfloat16)
-    computed = policy.total - (0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size)
-    read = (engine.weights + running * context * engine.kv_token) / bandwidth
+    computed = policy.total - policy.idle() - (0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size)
+    weights = engine.weights * (1 - policy.idle(running) / policy.total)
+    read = (weights + running * context * engine.kv_token) / bandwidth
     products = 2 * computed * running / gpus / speed
     beside = decode_step(device.kind, cfg.engine.streaming)
     fixed = beside.base + beside.block * policy.blocks

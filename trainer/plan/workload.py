@@ -38,6 +38,8 @@ class Workload:
     shares_prompts: bool
     fixed_tokens: bool = False
     """A step has as many rows as fill its tokens, so long rows are fewer."""
+    packs: bool = True
+    """A micro-batch has several sequences. False: it has one, as in models whose layers carry a state along a row."""
 
     @property
     def rows(self) -> int:
@@ -61,7 +63,8 @@ class Workload:
 
     def micro_batches(self, tokens: float) -> int:
         """Return the micro-batches of a data-parallel rank for `tokens` tokens of all ranks."""
-        return max(1, math.ceil(tokens / self.dp / self.row_tokens))
+        of_each = self.row_tokens if self.packs else self.computed_tokens / self.rows
+        return max(1, math.ceil(tokens / self.dp / of_each))
 
     @property
     def _groups_in_update(self) -> float:
@@ -70,7 +73,7 @@ class Workload:
     @property
     def may_accumulate(self) -> bool:
         """Whether the rows of an optimizer step can need several micro-batches of a rank, when they are long."""
-        if self.fixed_tokens or self.micro_batches(self.computed_in_update) > 1:
+        if not self.packs or self.fixed_tokens or self.micro_batches(self.computed_in_update) > 1:
             return self.micro_batches(self.computed_in_update) > 1
         shared = self.prompt * (self.n - 1) if self.shares_prompts else 0
         return self._groups_of_rank(self._groups_in_update) * (self.n * self.longest - shared) > self.row_tokens
@@ -91,6 +94,8 @@ class Workload:
 
         If the rows of a data-parallel rank do not fill one with their mean lengths, some are longer.
         """
+        if not self.packs:
+            return Row((self.longest,), None, self.longest - self.prompt)
         groups = self._groups_of_rank(total)
         lengths: list[int] = []
         prefixes: list[int] = []
@@ -120,11 +125,12 @@ class Workload:
         return prompts * self.prompt + groups * self.n * self.response
 
 
-def workload_of(cfg: Config, sizes: Mapping[str, int]) -> Workload:
+def workload_of(cfg: Config, sizes: Mapping[str, int], packs: bool = True) -> Workload:
     """Return the work of a step that the config describes.
 
     Args:
         sizes: sizes of the layout's axes.
+        packs: see `Workload`.
     """
     t, r, p = cfg.trainer, cfg.rollout, cfg.plan
     dp = math.prod(size for name, size in sizes.items() if not AXES[name].same_rows)
@@ -134,7 +140,9 @@ def workload_of(cfg: Config, sizes: Mapping[str, int]) -> Workload:
         prompt = p.prompt_tokens or max(1, length // 2)
         response = p.response_tokens or max(1, length - prompt)
         rows = max(1, cfg.sft.batch_size * length // (prompt + response))
-        return Workload(rows, 1, prompt, response, length, 0, 1, 1, dp, sizes["cp"], max(micro, length), False, True)
+        return Workload(
+            rows, 1, prompt, response, length, 0, 1, 1, dp, sizes["cp"], max(micro, length), False, True, packs
+        )
     prompt = p.mean_prompt(cfg)
     response = p.response_tokens or max(1, p.most_response_tokens(cfg) // 2)
     policy = next(role for role in cfg.roles if role.name == "policy")
@@ -150,7 +158,8 @@ def workload_of(cfg: Config, sizes: Mapping[str, int]) -> Workload:
         dp,
         sizes["cp"],
         max(micro, cfg.longest_sequence),
-        t.share_prefixes and r.n > 1 and cfg.model.attn_implementation == "sdpa",
+        packs and t.share_prefixes and r.n > 1 and cfg.model.attn_implementation == "sdpa",
+        packs=packs,
     )
 
 

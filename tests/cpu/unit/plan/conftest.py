@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+from transformers import AutoConfig
 
 from trainer.config import Config, compose
 from trainer.plan.hardware import DEVICES, Cluster, Device
@@ -18,6 +21,28 @@ def node() -> Cluster:
 def cpu() -> Cluster:
     """A machine of two cores, whose speeds are not measured."""
     return Cluster(1, 2, Device("cpu", 24 * 10**9, 1e11, 3e11, 1e10, 1e9, 1e9, 1e10, 24 * 10**9))
+
+
+SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
+@pytest.fixture
+def save_config(tmp_path) -> Callable[..., str]:
+    """Write the config of a small model of a type of transformers; returns its directory."""
+
+    def save(model_type: str, **values: int) -> str:
+        AutoConfig.for_model(model_type, **{**SMALL, **values}).save_pretrained(tmp_path)
+        return str(tmp_path)
+
+    return save
 
 
 @pytest.fixture

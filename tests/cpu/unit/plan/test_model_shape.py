@@ -41,6 +41,36 @@ def test_known_models_have_their_published_sizes(path, parameters):
     assert shape.total == shape.trained == shape.numel() == parameters
 
 
+@pytest.mark.parametrize(
+    ("model_type", "counts"),
+    [
+        ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}),
+        ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 96}),
+    ],
+)
+def test_a_token_passes_through_a_few_experts(save_config, model_type, counts):
+    cfg = config(save_config(model_type, **counts))
+    shape = shape_of(cfg, policy_role(cfg), ALONE)
+    assert shape.of_experts == 4 * 8 * 3 * 64 * 96 and shape.expert_share == 1 / 4
+    assert shape.idle() == 0.75 * shape.of_experts
+    assert shape.idle(2) == 0.75**2 * shape.of_experts and shape.idle(100) < 1
+
+
+def test_a_model_without_experts_has_no_idle_numbers():
+    shape = shape_of(config(None), policy_role(config(None)), ALONE)
+    assert (shape.of_experts, shape.expert_share, shape.idle()) == (0, 1.0, 0)
+
+
+@pytest.mark.parametrize("model_type", ["mamba2", "llama4_text"])
+def test_a_model_that_cannot_be_planned_is_refused_in_one_sentence(save_config, model_type):
+    values = {"num_heads": 8, "expand": 2} if model_type == "mamba2" else {}
+    cfg = config(save_config(model_type, **values))
+    with pytest.raises(
+        UserError, match=rf"^model\.path=\S+: models of the type {model_type} cannot be planned [^\n]*$"
+    ):
+        shape_of(cfg, policy_role(cfg), ALONE)
+
+
 @pytest.fixture
 def pauses(monkeypatch, tmp_path) -> list[float]:
     """A Hub at an address where nothing listens, an empty cache, and the pauses between attempts, in seconds."""

@@ -27,6 +27,13 @@ def test_a_large_model_does_not_fit_one_gpu(cfg, node):
     assert plan.members[0].peak.total > 16 * 8.19e9
 
 
+def test_a_model_with_a_state_along_the_row_gets_one_sequence_at_a_time(cfg, node, save_config):
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    cfg.model.path = save_config("qwen3_next", **experts)
+    plan = make_plan(cfg, node, traced=False)
+    assert [row.lengths for row in plan.roles[0].rows] == [(1024,)] * 2
+
+
 def test_too_few_gpus_are_named(cfg, node):
     cfg.rollout.colocate, cfg.trainer.offload = False, "none"
     plan = make_plan(cfg, node)

@@ -10,6 +10,7 @@ import pytest
 from trainer.config.axes import AXES
 from trainer.objectives.policy_gradient import PolicyGradient
 from trainer.plan.hardware import CALL_ROW_S, Cluster
+from trainer.plan.model_shape import _shapes
 from trainer.plan.plan import make_plan
 from trainer.plan.timing import scored_by_policy
 from trainer.plan.workload import workload_of
@@ -97,6 +98,18 @@ def test_weights_take_time_to_the_engines(cfg, node, colocate):
     small = seconds(cfg, node, "sync")
     cfg.model.path = "Qwen/Qwen3-8B"
     assert 3 < seconds(cfg, node, "sync") / small < 20
+
+
+def test_tokens_take_the_time_of_the_experts_that_they_pass_through(cfg, node, save_config):
+    experts = {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 2048, "hidden_size": 2048}
+    times = []
+    for experts["num_experts_per_tok"] in (4, 64):
+        cfg.model.path = save_config("qwen3_moe", **experts)
+        _shapes.clear()  # the directory has another config
+        cfg.trainer.num_workers, cfg.rollout.num_engines = 1, 1  # nothing is gathered
+        times.append((seconds(cfg, node), seconds(cfg, node, "rollout")))
+    assert 5 < times[1][0] / times[0][0] < 16
+    assert 1 < times[1][1] / times[0][1] < 16
 
 
 def test_a_slow_memory_is_seen_on_cpu(cfg, cpu):

@@ -56,6 +56,15 @@ def test_ranks_along_cp_share_a_longer_row():
     assert w.micro_batches(4 * 4096) == 2
 
 
+def test_a_model_that_cannot_pack_gets_one_sequence_a_micro_batch():
+    w = workload_of(config(n=2, train_batch_size=6, mini_batch_size=3), {**ALONE, "dp_shard": 2}, packs=False)
+    assert not w.shares_prompts and w.may_accumulate
+    assert (w.row_of_update().lengths, w.row_of_update().targets) == ((1024,), 924)
+    assert w.micro_batches(w.computed_in_update) == 3 and w.micro_batches(w.computed_tokens) == 6
+    one = workload_of(config(n=1, train_batch_size=1, mini_batch_size=1), ALONE, packs=False)
+    assert not one.may_accumulate
+
+
 def test_a_row_holds_the_longest_sequence():
     assert workload_of(config(max_tokens_per_micro_batch=10), ALONE).row_tokens == 1024
 
