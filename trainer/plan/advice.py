@@ -215,7 +215,7 @@ class _Search:
         That is the largest share of a GPU that ranks leave. On CPU it is the KV cache that the longest sequence needs.
         """
         plan, r = self.plan(changes, traced=False), self._cfg.rollout
-        if plan is None or plan.engine is None:
+        if plan is None or plan.engine is None or not self._cfg.engine.streaming:
             return None
         device = plan.cluster.device
         if device.is_cpu:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from trainer.config import Config
-from trainer.plan.hardware import CONTEXT_BYTES, GRAPHS_BYTES, PREFILL_TOKENS, Cluster, Device
+from trainer.plan.hardware import CONTEXT_BYTES, GRAPHS_BYTES, Cluster, Device, prefill_tokens
 from trainer.plan.model_shape import ModelShape
 from trainer.plan.workload import Workload
+
+_NOISE_BYTES = 5 * 4
+"""Of each row and token of the vocabulary while transformers draws a token: logits, log-probs, noise, their sum and the
+scores that choose the token (`KeyedSampler`)."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +25,7 @@ class PlannedEngine:
     kv_token: int
     """Bytes of the keys and values of a token."""
     budget: int
-    """What the engine may take of a GPU. On CPU: what it takes."""
+    """What the engine may take of a GPU. If it takes no share of one, and on CPU: what it takes."""
     gpus: int
     """Of an engine. 0: it has none of the job."""
     graphs: int = 0
@@ -53,8 +58,11 @@ def kv_bytes(model: ModelShape, itemsize: int, tp: int) -> int:
     return 2 * text.num_hidden_layers * max(1, heads // tp) * width * itemsize
 
 
-def plan_engine(cfg: Config, policy: ModelShape, device: Device) -> PlannedEngine | None:
+def plan_engine(cfg: Config, policy: ModelShape, device: Device, workload: Workload) -> PlannedEngine | None:
     """Return what an engine takes; None: the run has none.
+
+    vLLM sets aside its share of a GPU. An engine that takes no requests while it generates, as that of transformers,
+    holds the keys and values of the rows that run together, at most as long as the longest sequence.
 
     Args:
         policy: the complete model, without tensor parallelism.
@@ -67,9 +75,14 @@ def plan_engine(cfg: Config, policy: ModelShape, device: Device) -> PlannedEngin
     text = policy.config.get_text_config()
     token = kv_bytes(policy, itemsize, tp)
     weights = itemsize * policy.total // tp
-    batch = max(PREFILL_TOKENS, cfg.longest_sequence if device.is_cpu else 0, r.max_num_seqs)
+    batch = max(_prefill_tokens(cfg, device), cfg.longest_sequence if device.is_cpu else 0, r.max_num_seqs)
     layer = max(getattr(text, "intermediate_size", 0) // tp * 2, 4 * text.hidden_size)
     workspace = itemsize * batch * (layer + 2 * text.hidden_size) + 3 * 4 * r.max_num_seqs * text.vocab_size // tp
+    if not device.is_cpu and not cfg.engine.streaming:
+        rows = min(math.ceil(workload.rows / cfg.num_engines), r.max_num_seqs)
+        prompts = itemsize * rows * r.max_prompt_tokens * (layer + 2 * text.hidden_size)
+        cache, workspace = rows * workload.longest * token, max(prompts, _NOISE_BYTES * rows * text.vocab_size)
+        return PlannedEngine(weights, cache, workspace, token, weights + cache + workspace, tp)
     if device.is_cpu:
         cache = r.kv_cache_mb * 2**20
         return PlannedEngine(weights, cache, workspace, token, weights + cache + workspace, 0)
@@ -77,6 +90,10 @@ def plan_engine(cfg: Config, policy: ModelShape, device: Device) -> PlannedEngin
     graphs = 0 if r.enforce_eager else GRAPHS_BYTES
     cache = budget - weights - workspace - graphs - CONTEXT_BYTES
     return PlannedEngine(weights, cache, workspace + graphs, token, budget, tp, graphs)
+
+
+def _prefill_tokens(cfg: Config, device: Device) -> int:
+    return cfg.rollout.engine_args.get("max_num_batched_tokens") or prefill_tokens(device)
 
 
 def most_engines(cluster: Cluster, size: int, ranks: int | None) -> int:

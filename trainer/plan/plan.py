@@ -95,7 +95,7 @@ def make_plan(cfg: Config, cluster: Cluster, traced: bool = True) -> Plan:
     workload = workload_of(cfg, sizes, whole.packs)
     planned = cfg.roles if cfg.task.trains else ()
     roles = tuple(plan_role(cfg, role, sizes, workload, device.kind, traced) for role in planned)
-    engine = plan_engine(cfg, whole, device)
+    engine = plan_engine(cfg, whole, device, workload)
     members = _members(cfg, cluster, roles, engine, workload)
     for member in members:
         for phase in member.phases:

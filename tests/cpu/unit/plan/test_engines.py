@@ -7,7 +7,7 @@ import pytest
 from trainer.config import policy_role
 from trainer.config.axes import AXES
 from trainer.plan.engines import engine_problem, kv_bytes, plan_engine
-from trainer.plan.hardware import Cluster
+from trainer.plan.hardware import DEVICES, Cluster, prefill_tokens
 from trainer.plan.levers import has_gpus
 from trainer.plan.model_shape import shape_of
 from trainer.plan.plan import make_plan
@@ -17,7 +17,7 @@ ALONE = dict.fromkeys(AXES, 1)
 
 
 def engine_of(cfg, cluster):
-    return plan_engine(cfg, shape_of(cfg, policy_role(cfg), ALONE), cluster.device)
+    return plan_engine(cfg, shape_of(cfg, policy_role(cfg), ALONE), cluster.device, workload_of(cfg, ALONE))
 
 
 def problem_of(cfg, cluster):
@@ -39,6 +39,31 @@ def test_the_cache_takes_what_is_left(cfg, node):
     assert 0.8 * engine.budget < engine.total < engine.budget
     assert engine.tokens > 300_000
     assert problem_of(cfg, node) is None
+
+
+@pytest.mark.parametrize(
+    ("gpu", "tokens"), [("a100", 8192), ("l40s", 8192), ("h100", 16384), ("h200", 16384), ("b200", 16384)]
+)
+def test_a_prefill_batch_is_that_of_vllm(cfg, gpu, tokens):
+    assert prefill_tokens(DEVICES[gpu]) == tokens
+    taken = []
+    for cfg.rollout.engine_args in ({}, {"max_num_batched_tokens": tokens}, {"max_num_batched_tokens": 2048}):
+        taken.append(engine_of(cfg, Cluster(1, 8, DEVICES[gpu])).workspace)
+    assert taken[0] == taken[1] > taken[2]
+
+
+def test_transformers_holds_the_rows_that_run_together(cfg, node):
+    """It takes no share of the GPU: `rollout.gpu_memory_utilization` is not read."""
+    cfg.rollout.engine = "transformers"
+    engine = engine_of(cfg, node)
+    rows = cfg.trainer.train_batch_size * cfg.rollout.n // 8
+    assert engine.kv_cache == rows * 1024 * 114_688
+    assert engine.sequences(1024) == rows and engine.graphs == 0
+    cfg.rollout.max_num_seqs = 4
+    few = engine_of(cfg, node)
+    assert few.kv_cache == 4 * 1024 * 114_688
+    cfg.rollout.gpu_memory_utilization = 0.1
+    assert engine_of(cfg, node) == few and problem_of(cfg, node) is None
 
 
 def test_weights_are_split_over_the_gpus_of_an_engine(cfg, node):

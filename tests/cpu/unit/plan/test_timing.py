@@ -196,6 +196,13 @@ def test_an_engine_generates_all_turns_of_an_episode(cfg, node):
     assert 4.5 < seconds(cfg, node, "rollout") / before < 6  # 2,304 tokens one after another, instead of 512
 
 
+def test_transformers_draws_the_noise_of_each_row_on_the_cpu(cfg, node):
+    """2.5 ms for each row and decoding step, with a vocabulary of 151,936 tokens."""
+    cfg.rollout.engine = "transformers"
+    rows = cfg.trainer.train_batch_size * cfg.rollout.n // cfg.rollout.num_engines
+    assert seconds(cfg, node, "rollout") > 2.5e-3 * rows * make_plan(cfg, node).workload.response
+
+
 def test_each_rank_plans_the_rows_of_all(cfg, node):
     before = seconds(cfg, node, "update")
     cfg.trainer.train_batch_size, cfg.trainer.mini_batch_size = (
