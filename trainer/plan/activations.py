@@ -56,6 +56,14 @@ class Row:
     def tokens(self) -> int:
         return sum(self.lengths) - sum(self.prefix_lengths or ())
 
+    def tokens_of_rank(self, cp: int) -> int:
+        """Return the tokens of the slice that each of `cp` ranks has."""
+        return -(-self.tokens // cp)
+
+    def targets_of_rank(self, cp: int) -> int:
+        """Return the most tokens of a slice whose log-probs are needed: in one without prompts, all of them."""
+        return min(self.targets, self.tokens_of_rank(cp))
+
 
 @dataclass(frozen=True)
 class Activations:
@@ -126,7 +134,7 @@ def _extrapolate(
 
 
 def head_bytes(
-    rows: int, width: int, row: Row, itemsize: int, device: str, trained: bool, entropy: bool = False
+    rows: int, width: int, row: Row, itemsize: int, device: str, trained: bool, entropy: bool = False, cp: int = 1
 ) -> tuple[int, int]:
     """Return the bytes that the output layer takes without gradients, and at most in forward and backward pass.
 
@@ -138,21 +146,23 @@ def head_bytes(
         itemsize: bytes of a number of the weights.
         trained: the output layer gets gradients.
         entropy: the update computes entropies, too.
+        cp: ranks that have a slice of the row each.
     """
     if rows == 0:
         return 0, 0
-    logits = logits_at_a_time(rows, row.targets, device)
-    inputs = row.targets * (itemsize * width + 4 * 4)
+    tokens, targets = row.tokens_of_rank(cp), row.targets_of_rank(cp)
+    logits = logits_at_a_time(rows, targets, device)
+    inputs = targets * (itemsize * width + 4 * 4)
     half = itemsize if itemsize < 4 else 0  # of copies in the precision of the weights
-    if logits < rows * row.targets:  # a piece is computed while the tensors of the one before it are there
+    if logits < rows * targets:  # a piece is computed while the tensors of the one before it are there
         logits, copies = (logits, 2) if device == "cpu" else (2 * logits, 1)
     else:
         copies = 1
     forward = 4 * logits + (half * logits if device == "cpu" else 0)
-    of_weights, of_inputs = 4 * rows * width * trained, 4 * row.targets * width
+    of_weights, of_inputs = 4 * rows * width * trained, 4 * targets * width
     chunks = (4 + copies * half) * logits + of_inputs + of_weights
-    after = half * rows * width * trained + of_weights + (half + 4) * row.targets * width
-    spread = itemsize * rows * width * trained + (itemsize * row.targets + (half + 4) * row.tokens) * width
+    after = half * rows * width * trained + of_weights + (half + 4) * targets * width
+    spread = itemsize * rows * width * trained + (itemsize * targets + (half + 4) * tokens) * width
     with_entropy = forward + 4 * logits * entropy
     return inputs + forward, inputs + max(with_entropy, chunks, after, spread)
 

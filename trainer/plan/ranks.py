@@ -67,6 +67,8 @@ class PlannedRole:
     """`cpu` or `cuda`."""
     entropy: bool
     """Updates compute entropies."""
+    cp: int = 1
+    """Ranks that have a slice of each micro-batch."""
 
     @property
     def fsdp(self) -> FSDPConfig:
@@ -133,6 +135,7 @@ class PlannedRole:
             self.device,
             model.numel(-1, trained=True) > 0,
             self.entropy,
+            self.cp,
         )
         of_head = self.itemsize * min(model.head_rows * width, model.numel(-1, trained=True))
         of_block, of_rest = self._block(trained=True), model.numel(-1, trained=True)
@@ -160,10 +163,11 @@ class PlannedRole:
         """Return what a pass without gradients holds besides the states: in a block, and at the output layer."""
         model, row = self.model, self.rows[1]
         width = model.config.get_text_config().hidden_size
-        head, _ = head_bytes(model.head_rows, width, row, self.itemsize, self.device, False)
+        head, _ = head_bytes(model.head_rows, width, row, self.itemsize, self.device, False, cp=self.cp)
+        hidden = self.itemsize * row.tokens_of_rank(self.cp) * width
         return [
             {"gathered": self.gathered(1 + self.ahead()), "activations": self.scores.forward},
-            {"gathered": self.gathered(self.ahead()), "activations": self.itemsize * row.tokens * width, "head": head},
+            {"gathered": self.gathered(self.ahead()), "activations": hidden, "head": head},
         ]
 
     def _block(self, trained: bool = False) -> int:
@@ -190,7 +194,7 @@ def plan_role(
     itemsize = torch.finfo(forward_dtype(spec, device)).bits // 8
     update = activations(rows[0], True) if spec.trained else None
     scores = activations(rows[1], False)
-    return PlannedRole(spec, model, itemsize, shards, update, scores, rows, device, entropy=cfg.task.generates)
+    return PlannedRole(spec, model, itemsize, shards, update, scores, rows, device, cfg.task.generates, sizes["cp"])
 
 
 def rank_phases(cfg: Config, roles: Sequence[PlannedRole], workload: Workload, device: Device) -> list[Phase]:

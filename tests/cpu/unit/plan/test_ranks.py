@@ -14,12 +14,13 @@ from benchmarks.memory import allocator_peak
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
 from trainer.config import Config, LoraConfig, TinyConfig, critic_role, policy_role, reference_role
-from trainer.config.axes import AXES
+from trainer.config.axes import AXES, axis_sizes
 from trainer.models.tiny import build_tiny
 from trainer.parallel.batching import Batch
 from trainer.plan.hardware import DEVICES
-from trainer.plan.ranks import Phase, host_bytes_of_rank, plan_role, rank_phases
+from trainer.plan.ranks import Phase, PlannedRole, host_bytes_of_rank, plan_role, rank_phases
 from trainer.plan.workload import workload_of
+from trainer.workers.host_memory import local_part
 from trainer.workers.rank import Rank
 
 ALONE = dict.fromkeys(AXES, 1)
@@ -113,6 +114,54 @@ def test_the_peak_of_an_update_is_that_of_the_tracker(model_path, ranks):
         assert count == 3 - ranks
         moments = planned.moments_of_update(count > 1)
         assert sum(planned.state) + max(sum(m.values()) for m in moments) == pytest.approx(peak, rel=0.1), (role, fsdp)
+
+
+AXES_OF_TWO = [
+    {"tensor_parallel_size": 2},
+    {"context_parallel_size": 2, "max_tokens_per_micro_batch": PROMPT + N * RESPONSE},
+]
+
+
+def updated(rank: Rank, path: str) -> tuple[int, int]:
+    """The bytes of the states of the policy, and the most that tensors of an update take beside them."""
+    rank.build(roles(rank.cfg, ["policy"]), path)
+    rank.call("policy", "update", batch(), 1)  # the states of the optimizer are there now
+    worker = rank.roles["policy"]
+    states = sum(local_part(parameter).nbytes for parameter in worker.module.parameters())
+    states += sum(tensor.nbytes for tensor in map(local_part, worker.optimizer_tensors()) if tensor.dim())
+    return states, allocator_peak(lambda: rank.call("policy", "update", batch(), 2))
+
+
+@pytest.mark.parametrize("axes", AXES_OF_TWO, ids=["tp", "cp"])
+def test_the_peak_of_ranks_that_share_rows_is_that_of_the_allocator(model_path, axes):
+    cfg = config(model_path)
+    for name, value in {**axes, "num_workers": 2}.items():
+        setattr(cfg.trainer, name, value)
+    sizes = axis_sizes(cfg.trainer, 2)
+    workload = workload_of(cfg, sizes)
+    planned = plan_role(cfg, policy_role(cfg), sizes, workload, "cpu")
+    states, taken = max(run_ranks(2, updated, model_path, cfg=cfg))
+    assert sum(planned.state) == pytest.approx(states, rel=0.01)
+    count = workload.micro_batches(workload.computed_in_update)
+    moments = planned.moments_of_update(count > 1)
+    peak = sum(planned.state) + max(sum(moment.values()) for moment in moments)
+    assert peak == pytest.approx(states + taken, rel=0.1)
+
+
+def test_the_output_layer_computes_the_slice_of_a_rank():
+    cfg = config("Qwen/Qwen3-0.6B")
+    cfg.trainer.train_batch_size = cfg.trainer.mini_batch_size = 64  # they fill the micro-batches of eight ranks
+    heads, hidden = [], []
+    for cp in (1, 8):  # a slice has as many tokens
+        (planned,), _ = plan_of(cfg, cp=cp)
+        heads.append([max(moment.get("head", 0) for moment in moments) for moments in moments_of(planned)])
+        hidden.append(planned.moments_of_scores()[1]["activations"])
+    assert heads[1] == pytest.approx(heads[0], rel=0.25)  # a slice may be without prompts
+    assert hidden[0] == pytest.approx(hidden[1], rel=0.01)
+
+
+def moments_of(planned: PlannedRole):
+    return planned.moments_of_scores(), planned.moments_of_update(False)
 
 
 def scored(rank: Rank, path: str) -> int:

@@ -11,7 +11,7 @@ from benchmarks.scale import CASES, HEADS, plan_of, row_of
 PAGE = (Path(__file__).parents[4] / "docs/scale.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["0.6B-1", "8B-8"])
+@pytest.mark.parametrize("name", CASES)
 def test_the_rows_are_those_of_the_plans(name):
     plan = plan_of(name)
     for table in HEADS:
