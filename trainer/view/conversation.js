@@ -58,7 +58,7 @@ function countBack(messages, turns) {
 }
 
 function colouringOf(tokens) {
-  const wanted = COLOURINGS[STATE.colour] ? STATE.colour : "logprob", { needs } = COLOURINGS[wanted];
+  const wanted = entryOf(COLOURINGS, STATE.colour) ? STATE.colour : "logprob", { needs } = COLOURINGS[wanted];
   return !needs || (tokens && tokens.scores[needs]) ? wanted : "none";
 }
 

@@ -81,11 +81,13 @@ function section(title, names, runs, marks, open) {
 function panel(name, runs, marks) {
   const lines = [];
   for (const [run, i] of runs) {
-    if (run.parent[name]) lines.push({ i, run, parent: true, steps: run.parent[name][0], values: run.parent[name][1] });
-    if (run.curves[name]) lines.push({ i, run, parent: false, steps: run.curves[name][0], values: run.curves[name][1] });
+    for (const parent of [true, false]) {
+      const curve = entryOf(parent ? run.parent : run.curves, name);
+      if (curve) lines.push({ i, run, parent, steps: curve[0], values: curve[1] });
+    }
   }
   const finite = lines.flatMap((line) => line.values.filter((value) => value !== null));
-  const [unit, meaning] = DATA.metrics[name] || ["", ""];
+  const [unit, meaning] = entryOf(DATA.metrics, name) || ["", ""];
   const steps = runs.flatMap(([run]) => Object.values(run.curves).flatMap((one) => [one[0][0], one[0][one[0].length - 1]]))
     .concat(lines.flatMap((line) => [line.steps[0], line.steps[line.steps.length - 1]]));
   const low = steps.reduce((a, b) => Math.min(a, b), Infinity), high = steps.reduce((a, b) => Math.max(a, b), -Infinity);

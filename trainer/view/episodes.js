@@ -300,13 +300,13 @@ function episodeColumns(rows) {
     number("above", "± group", means, (row) => row.reward === null || row.of.mean === null ? null : row.reward - row.of.mean, "5.2rem"),
     has("advantage") ? number("advantage", "advantage", "mean advantage of its tokens", (row) => row.advantage, "6rem") : null,
     ...(terms.size > 1 ? [...terms.keys()].slice(0, 6) : []).map((name) =>
-      number(`term ${name}`, name, `term of the reward: ${name}`, (row) => (row.terms || {})[name] ?? null, width(name))),
+      number(`term ${name}`, name, `term of the reward: ${name}`, (row) => entryOf(row.terms, name) ?? null, width(name))),
     text("status", "status", "why it ended", (row) => row.failure ? `${row.status} (failed)` : row.status, "4.6rem"),
     number("turns", "turns", "replies of the policy", (row) => row.turns, "3.8rem"),
     has("length") ? number("length", "tokens", "tokens that the policy sampled", (row) => row.length, "4.6rem") : null,
     text("preview", "last reply", "beginning of the last reply", (row) => row.preview, "minmax(15rem, 1fr)"),
     ...[...measures.keys()].slice(0, 4).map((name) =>
-      number(`metric ${name}`, name, `counted by the environment: ${name}`, (row) => (row.metrics || {})[name] ?? null, width(name))),
+      number(`metric ${name}`, name, `counted by the environment: ${name}`, (row) => entryOf(row.metrics, name) ?? null, width(name))),
     has("source") ? text("source", "source", "source of data.mix", (row) => row.source, "6rem") : null,
     text("uid", "episode", "name of the episode", (row) => row.uid, "6.5rem"),
   ].filter(Boolean);

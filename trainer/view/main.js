@@ -7,12 +7,12 @@ function runsTab() {
     el("div", { class: "wide" }, el("table", { id: "differing" },
       el("thead", {}, el("tr", {}, el("th", {}, "key"), RUNS.map((run, i) => el("th", {}, swatch(i), run.name)))),
       el("tbody", {}, DATA.differing.map((key) => el("tr", {}, el("td", {}, key),
-        RUNS.map((run) => el("td", {}, run.config[key] ?? "–"))))))));
+        RUNS.map((run) => el("td", {}, entryOf(run.config, key) ?? "–"))))))));
   return el("section", { id: "runs" }, differing, RUNS.map(runCard));
 }
 
 function runCard(run, i) {
-  const [metric, mode] = run.compared, curve = run.curves[metric], better = mode === "min" ? Math.min : Math.max;
+  const [metric, mode] = run.compared, curve = entryOf(run.curves, metric), better = mode === "min" ? Math.min : Math.max;
   const values = curve ? curve[1].filter((value) => value !== null) : [];
   const best = values.length ? `${metric} ${figure(values.reduce((a, b) => better(a, b)))}` : "–";
   const config = el("table", { class: "config" });
@@ -46,7 +46,7 @@ function runCard(run, i) {
 }
 
 function showTab() {
-  if (!TABS[STATE.tab]) STATE.tab = "curves";
+  if (!entryOf(TABS, STATE.tab)) STATE.tab = "curves";
   hideTip();
   for (const button of document.querySelectorAll("nav button")) {
     button.setAttribute("aria-selected", String(button.dataset.tab === STATE.tab));

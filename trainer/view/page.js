@@ -76,6 +76,9 @@ function fill(node, ...children) {
   return node;
 }
 
+/** Return the entry of an object by a name that a user chose, such as `constructor`, which every object inherits. */
+const entryOf = (object, name) => object && Object.hasOwn(object, name) ? object[name] : undefined;
+
 /** Return a number as people read it. */
 function figure(value) {
   if (value === null || value === undefined) return "–";
@@ -159,7 +162,7 @@ const DEFAULTS = { ...STATE };
 function loadState() {
   const words = new URLSearchParams(location.hash.slice(1));
   for (const [name, value] of words) {
-    if (!(name in DEFAULTS)) continue;
+    if (!Object.hasOwn(DEFAULTS, name)) continue;
     if (typeof DEFAULTS[name] === "boolean") STATE[name] = value === "1";
     else if (name === "run") STATE.run = Math.min(Math.max(0, parseInt(value, 10) || 0), RUNS.length - 1);
     else if (name === "step") STATE.step = /^\d+$/.test(value) ? Number(value) : null;

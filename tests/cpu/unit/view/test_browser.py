@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -429,3 +430,28 @@ def test_what_was_not_recorded_is_said(browser, tmp_path):
     options = {one.get_attribute("value"): one for one in browser.all("#colour option")}
     assert options["logprob"].is_enabled() and options["logprob"].text == "log-prob"
     assert not options["entropy"].is_enabled() and options["entropy"].text == "entropy (not recorded)"
+
+
+def test_names_that_every_object_of_the_browser_has_are_names_like_others(browser, tmp_path):
+    names = ("constructor", "toString", "__proto__")
+    run = make_run(tmp_path / "run", steps=1)
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": 2, "reward/mean": 0.5, **dict.fromkeys(names, 0.25)}) + "\n")
+    others = make_run(tmp_path / "others", steps=1)
+    values = dict.fromkeys(names, 0.5)
+    named, _ = make_episode("0:0:0", [("q", "r")], 1.0, rewards=values, metrics={"hasOwnProperty": 2.0, **values})
+    plain, _ = make_episode("0:0:1", [("q", "r")], 0.0, rewards={"right": 0.0}, metrics={"calls": 1.0})
+    write_rollouts(str(run), 1, [named, plain])
+    page = write(tmp_path / "view.html", run, others)
+    show_episodes(browser, page, "&colour=constructor&uid=0:0:0")
+    browser.until(lambda: browser.all("#conversation .policy"))
+    for name in names:
+        assert column(browser, f"term {name}") == column(browser, f"metric {name}") == ["0.500", "–"]
+    assert "constructor 0.500, toString 0.500, __proto__ 0.500" in browser.texts("#detail dd")[0]
+    browser.open(page, "#tab=constructor&valueOf=1&find=o")
+    for name in names:
+        browser.until(lambda name=name: browser.all(f"figure[data-metric='{name}'] .curve"))
+        assert len(browser.all(f"figure[data-metric='{name}'] .curve")) == 1
+    browser.click("[data-tab='runs']")
+    assert "valueOf" not in browser.run("return location.hash")
+    assert len(browser.all(".card[data-run]")) == 2
