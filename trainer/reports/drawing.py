@@ -31,6 +31,7 @@ _STYLE = {
     "grid.color": "#E6E6E6",
     "legend.frameon": False,
     "legend.fontsize": 9,
+    "text.parse_math": False,  # a user's name may have two "$", and what is between them may be no formula
 }
 
 
@@ -54,6 +55,11 @@ def label_steps(axes: Axes) -> None:
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 
+def drawable(name: str) -> str:
+    """Return the name of a file as matplotlib can draw it: with escapes for bytes that are not UTF-8."""
+    return name.encode(errors="backslashreplace").decode()
+
+
 def number(value: float | None) -> float:
     """Return a logged value. `null` is NaN, which is a gap in a curve."""
     return math.nan if value is None else value
@@ -72,6 +78,7 @@ def curve(axes: Axes, rows: Rows, name: str, label: str, colour: str | None = No
         (shadow,) = axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.6)
         colour, values = shadow.get_color(), _smooth(values, len(values) // 50)
     marker = "o" if len(steps) <= _FEW else ""
+    label = f" {label}" if label.startswith("_") else label  # matplotlib leaves "_…" out of the legend
     axes.plot(steps, values, color=colour, label=label, marker=marker, markersize=4, linewidth=1.6, gid=name)
 
 

@@ -16,7 +16,7 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import Metric
-from trainer.errors import UserError
+from trainer.errors import UserError, describe_error
 from trainer.metrics.advice import Advisor
 from trainer.metrics.names import PHASES, pass_at, set_of_metric
 from trainer.metrics.tracker import METRICS_FILE, PARENT_FILE, read_metrics
@@ -81,7 +81,7 @@ def write_report(run_dir: str, out: str | None = None) -> str:
             first = min([rows[0]["step"], *drawing.draw_parent(axes, parent)])
             drawing.label_steps(axes)
             axes.set_xlim(first - 0.5, rows[-1]["step"] + 0.5)
-        name = os.path.basename(os.path.abspath(run_dir)).encode(errors="backslashreplace").decode()
+        name = drawing.drawable(os.path.basename(os.path.abspath(run_dir)))
         origin = f", forked after step {parent[-1]['step']} (lighter: its parent)" if parent else ""
         marks = f", {len(incidents)} incident(s) (dotted; red: the job's own)" if incidents else ""
         if notes:
@@ -94,8 +94,9 @@ def final_report(run_dir: str) -> None:
     """Draw the report of a finished run. Log where it is, or why it could not be drawn."""
     try:
         LOG.info("report: %s", write_report(run_dir))
-    except (OSError, UserError) as error:
-        LOG.warning("no report was drawn (%s); `trainer report %s` draws it", error, shlex.quote(run_dir))
+    except Exception as error:  # whatever matplotlib raises: the run is finished, and a picture must not make it fail
+        reason = str(error) if isinstance(error, (OSError, UserError)) else describe_error(error)
+        LOG.warning("no report was drawn (%s); `trainer report %s` draws it", reason, shlex.quote(run_dir))
 
 
 def _notes(rows: Rows, config: Mapping[str, Any], columns: int) -> list[str]:
@@ -206,7 +207,7 @@ def _family(axes: Axes, rows: Rows, names: Sequence[str], title: str, unit: str)
     colours = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, YELLOW, GREY)
     for name, colour in zip(names, colours, strict=False):
         label = name.partition("/")[2].removesuffix("/mean").removesuffix("/accuracy")
-        curve(axes, rows, name, label if label[0] != "_" else f" {label}", colour)  # "_…" would not be in the legend
+        curve(axes, rows, name, label, colour)
     hidden = len(names) - len(colours)
     axes.legend(title=f"and {hidden} more, not drawn" if hidden > 0 else None)
     axes.set(title=title, ylabel=unit)

@@ -20,7 +20,7 @@ from tests.support.jobs import environment, metrics, start_forked_job
 from trainer.metrics.tracker import METRICS_FILE
 from trainer.process import log_setup
 from trainer.process.log_setup import LogFile, escape, messages_to
-from trainer.reports.report import final_report
+from trainer.reports.report import final_report, write_report
 
 TEXT = r"é ж 中 🙂 \ud800"
 SHOW = f"""
@@ -158,6 +158,18 @@ def test_a_report_that_cannot_be_drawn_is_a_warning_after_a_run_that_ended_well(
     assert warning.levelname == "WARNING" and warning.getMessage().startswith("no report was drawn")
     done = subprocess.run([sys.executable, "-m", "trainer", "report", tmp_path], capture_output=True, text=True)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_an_error_of_the_drawing_itself_is_a_warning_after_a_run_that_ended_well(tmp_path, caplog):
+    """No axis of matplotlib reaches from one end of the numbers to the other."""
+    rows = [{"step": 1, "reward/mean": 1e308}, {"step": 2, "reward/mean": -1e308}]
+    (tmp_path / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match="arange"):
+        write_report(str(tmp_path))
+    final_report(str(tmp_path))
+    (warning,) = caplog.records
+    assert warning.levelname == "WARNING" and "no report was drawn (ValueError: " in warning.getMessage()
 
 
 def test_a_run_directory_of_any_name_is_drawn_and_printed(tmp_path):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from matplotlib.figure import Figure
 
 from trainer.config import compose
 from trainer.main import best_value
@@ -27,6 +28,16 @@ def write_run(path, accuracies, **config):
     trainer = {"best_metric": "val/accuracy", "best_mode": "max", "run_dir": str(path), **config}
     (path / "config.yaml").write_text(yaml.safe_dump({"trainer": trainer, "rollout": {"n": 8}}))
     return str(path)
+
+
+def keeping_legends(savefig, legends):
+    """Return `savefig`, which also appends the texts of the legends."""
+
+    def save(figure, *args, **kwargs):
+        savefig(figure, *args, **kwargs)
+        legends.extend(text.get_text() for axes in figure.axes for text in axes.get_legend().get_texts())
+
+    return save
 
 
 @pytest.fixture
@@ -47,6 +58,16 @@ def test_the_table_has_differing_keys_best_and_last_values_and_steps_with_the_be
         ["worse", "0.5", "0.5", "1", "0.125", "2"],
     ]
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_curves_are_drawn_whatever_the_names_of_the_runs(tmp_path):
+    names = ["a$b_$", "_hidden", os.fsdecode(b"\xff")]
+    paths = [write_run(tmp_path / name, [0.25, i / 4]) for i, name in enumerate(names)]
+    legends: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", keeping_legends(Figure.savefig, legends))
+        assert main([*paths, "--out", str(tmp_path / "x.png")]) == 0
+    assert sorted(legends) == [" _hidden", "\\udcff", "a$b_$"]
 
 
 def test_a_key_whose_last_word_is_another_column_keeps_its_name(capsys):

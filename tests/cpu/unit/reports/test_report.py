@@ -136,6 +136,11 @@ def test_the_report_marks_incidents(tmp_path):
     assert len({plain, *drawn}) == 3
 
 
+def test_dollars_and_underscores_in_names_are_no_formulas(tmp_path):
+    rows = [{"reward/a$b_$/mean": step / 4, "reward/_c$^$/mean": 0.5, "sft/loss": 1.0} for step in range(1, 5)]
+    report_of(tmp_path / "run$b_$", rows)
+
+
 def test_a_report_of_nothing_says_so(tmp_path):
     result = subprocess.run(
         [sys.executable, "-m", "trainer", "report", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
