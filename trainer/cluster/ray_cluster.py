@@ -66,6 +66,7 @@ class RayCluster:
         self.cfg = cfg
         self.device = device
         self._groups: list[tuple[WorkerGroup, list[PlacementGroup]]] = []
+        self._has_counted_ranks = False
         self._reported: set[str] = set()  # ids of excluded nodes that have been logged
         self._head = head if device == "cpu" else None  # None: the job uses an existing cluster
         self._node_health: NodeHealth | None = None  # None: Ray runs on this machine only
@@ -171,6 +172,9 @@ class RayCluster:
     def count_ranks(self) -> int:
         """Return how many ranks to start: `trainer.num_workers`, or fewer if the cluster has too little capacity.
 
+        The first call waits for the capacity of all ranks for `trainer.placement_timeout_s`, if that is set, because
+        nodes may be late. Later calls follow a failure. They wait for a moment only: the nodes may be lost for good.
+
         Raises:
             UserError: the capacity is too small for `trainer.min_world_size`.
         """
@@ -178,24 +182,34 @@ class RayCluster:
         if self._node_health is None or t.min_world_size is None:
             return t.num_workers
         engines = next((placed for group, placed in self._groups if group.name == "engine"), None)
-        started = time.monotonic()
+        is_first, self._has_counted_ranks = not self._has_counted_ranks, True
+        wait_for_all_s = (t.placement_timeout_s if is_first else None) or time_limits.CAPACITY_WAIT_S
+        started, is_waiting = time.monotonic(), False
         while True:
             excluded = self._excluded_nodes()
             with SIGNALS.deferred():
                 free = [free for node, free in available_resources_per_node().items() if node not in excluded]
             unplaced = self.cfg.num_engines if engines is None else placement.count_pending(engines)
-            count, waited_s = max_world_size(self.cfg, self.device, free, unplaced), time.monotonic() - started
-            if count == t.num_workers or count >= t.min_world_size and waited_s > time_limits.CAPACITY_WAIT_S:
+            count = max_world_size(self.cfg, self.device, free, unplaced)
+            limit_s = wait_for_all_s if count >= t.min_world_size else self._placement_timeout_s
+            if count == t.num_workers or time.monotonic() - started > limit_s:
                 break
-            if waited_s > self._placement_timeout_s:
-                raise UserError(
-                    f"trainer.min_world_size={t.min_world_size}: the cluster of trainer.ray_address={t.ray_address} "
-                    f"has capacity for {count} ranks; other jobs hold {placement.describe_usage()}"
+            if not is_waiting:
+                is_waiting, key = (
+                    True,
+                    "" if limit_s == time_limits.CAPACITY_WAIT_S else " (trainer.placement_timeout_s)",
                 )
+                text = "the cluster has capacity for %d of %d ranks: waiting for more, up to %g s%s"
+                LOG.info(text, count, t.num_workers, limit_s, key)
             SIGNALS.check()
             time.sleep(time_limits.POLL_INTERVAL_S)
+        if count < t.min_world_size:
+            raise UserError(
+                f"trainer.min_world_size={t.min_world_size}: the cluster of trainer.ray_address={t.ray_address} "
+                f"has capacity for {count} ranks; other jobs hold {placement.describe_usage()}"
+            )
         if count < t.num_workers:
-            LOG.warning("the cluster has capacity for %d of %d ranks", count, t.num_workers)
+            LOG.warning("the cluster has capacity for %d of %d ranks: starting %d", count, t.num_workers, count)
         return count
 
     def launch_ranks(self, name: str, factory: Any, env: dict[str, str], count: int | None = None) -> WorkerGroup:

@@ -89,8 +89,9 @@ class TrainerConfig(Section):
     checkpoints and resumes are the same."""
     placement_timeout_s: float | None = number(None, at_least=0.001, at_most=LONGEST_TIME, resume="harmless")
     """The longest time, in seconds, that the job waits for capacity in the cluster of `ray_address`. Set it if nodes
-    are added during the wait, because that can take minutes. null: 60 seconds, but a cluster that is too small ends the
-    job immediately."""
+    are added during the wait, because that can take minutes. At its start, a job with `min_world_size` waits as long
+    for the capacity of all ranks before it takes fewer. After a failure it waits 10 seconds for that. null: 60 seconds,
+    but a cluster that is too small ends the job immediately, and 10 seconds before it takes fewer ranks."""
     master_port: int = number(0, at_least=0, at_most=65535, resume="harmless")
     """First of the ports on rank 0's machine at which the ranks of each group, and then ranks and engines for
     broadcasts, meet. 0: any free ports."""

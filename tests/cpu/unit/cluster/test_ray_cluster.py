@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -24,7 +25,8 @@ from trainer.config import Config
 def cluster(tmp_path_factory) -> Iterator[RayCluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", "/tmp")  # pytest's own paths are too long for sockets
-        with RayCluster(Config(), "cpu") as cluster:
+        trainer = dataclasses.replace(Config().trainer, num_workers=2)
+        with RayCluster(Config(trainer=trainer), "cpu") as cluster:
             yield cluster
 
 
@@ -117,6 +119,46 @@ with ray_cluster.RayCluster(cfg, "cpu") as cluster:
     other._node_health = cluster._node_health
     print(other._excluded_nodes() == {ray.nodes()[0]["NodeID"]: "trainer.excluded_nodes contains it"})
 """
+
+
+LATE = """
+import logging, sys
+from trainer.cluster.placement import create_placement_group, remove
+from trainer.cluster.ray_cluster import LOG, RayCluster
+from trainer.config import compose
+from trainer.process import time_limits
+
+time_limits.CAPACITY_WAIT_S = 0.5
+address, timeout_s = sys.argv[1:]
+keys = [f"trainer.ray_address={address}", f"trainer.placement_timeout_s={timeout_s}"]
+cfg = compose([*keys, "trainer.num_workers=2", "trainer.min_world_size=1"])
+logging.basicConfig(level="INFO", stream=sys.stdout, format="%(message)s")
+
+def join(record):
+    if is_first and timeout_s != "null" and "waiting" in record.msg:
+        remove([group])
+    return True
+
+LOG.addFilter(join)
+with RayCluster(cfg, "cpu") as cluster:
+    for is_first in (True, False):
+        group = create_placement_group([{"CPU": 1}], {})
+        assert group.wait(60)
+        print(cluster.count_ranks())
+        remove([group])
+"""
+
+
+@pytest.mark.parametrize("timeout_s", ["null", "10000"])
+def test_only_the_first_start_waits_for_late_nodes_and_only_with_the_key(timeout_s, cluster):
+    """A placement group has a CPU of the cluster. It stands for a node that joins while the first start waits."""
+    command = [sys.executable, "-c", LATE, ray.get_runtime_context().gcs_address, timeout_s]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    few = "the cluster has capacity for 1 of 2 ranks: "
+    impatient = [f"{few}starting 1", "1"]
+    patient = [f"{few}waiting for more, up to 10000 s (trainer.placement_timeout_s)", "2"]
+    lines = [line for line in done.stdout.splitlines() if line.isdigit() or few in line and "up to 0.5 s" not in line]
+    assert lines == [*(impatient if timeout_s == "null" else patient), *impatient], done
 
 
 def test_each_of_several_nodes_is_excluded(cluster):
