@@ -25,6 +25,8 @@ from trainer.cluster.supervisor import signal_on_death_of_parent
 SCRIPT = Path(__file__).resolve().parents[2] / "examples/slurm/train.sbatch"
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
 _START_S = 60.0
+CPUS, MEMORY_MB = 2, 1000
+"""Of each node, as Slurm counts them. It holds no job to them."""
 _CONFIG = """
 ClusterName=tests
 SlurmUser={user}
@@ -48,7 +50,8 @@ ReturnToService=2
 SchedulerType=sched/builtin
 SchedulerParameters=sched_interval=1
 SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
+SelectTypeParameters=CR_CPU_Memory
+DefMemPerCPU=1
 TaskPlugin=task/none
 PartitionName=all Nodes=ALL Default=YES
 """
@@ -161,7 +164,7 @@ class Slurm(contextlib.ExitStack):
             for name, port in zip(self.names, ports, strict=True):
                 node = self._nodes.get(name)
                 place = f"{name} NodeAddr={node.address}" if node else f"{host} NodeAddr=127.0.0.1"
-                text += f"NodeName={name} NodeHostname={place} Port={port} CPUs=1\n"
+                text += f"NodeName={name} NodeHostname={place} Port={port} CPUs={CPUS} RealMemory={MEMORY_MB}\n"
             Path(self._env["SLURM_CONF"]).write_text(text)
             files = {"key-file": key.name, "socket": "munge.socket", "pid-file": "munge.pid", "seed-file": "munge.seed"}
             options = [f"--{option}={self.directory}/{name}" for option, name in files.items()]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.jobs import comparable, forked_arguments, metrics, run_forked_job
-from tests.support.slurm import Slurm
+from tests.support.slurm import CPUS, MEMORY_MB, Slurm
 
 STEPS = 24  # so many that the job lasts until it is disturbed, on a quick machine, too
 JOB = (
@@ -45,6 +45,20 @@ def test_a_job_that_slurm_requeues_in_every_way_is_the_job_that_it_never_disturb
         assert int(slurm.state(job, "Restarts")) >= 3
     assert comparable(metrics(run)) == comparable(metrics(tmp_path / "alone"))
     assert weights(run) == weights(tmp_path / "alone")
+
+
+@pytest.mark.parametrize(
+    ("options", "resources"),
+    [
+        ([], f"cpu={CPUS},mem={MEMORY_MB}M,"),
+        (["--oversubscribe", "--cpus-per-task=1", "--mem=300"], "cpu=1,mem=300M,"),
+    ],
+)
+def test_a_job_has_a_whole_node_unless_it_asks_for_a_part(options, resources):
+    with Slurm(["one"]) as slurm:
+        job = slurm.submit("no.such=key", options=options)
+        slurm.wait_for_state(job, "RUNNING", "FAILED")
+        assert slurm.state(job, "TRES").startswith(resources)
 
 
 def test_a_job_that_is_cancelled_is_not_requeued(tmp_path):
