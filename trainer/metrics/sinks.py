@@ -24,6 +24,10 @@ Samples = Mapping[str, Sequence[Transcript]]
 """Episodes to read, by the kind of data."""
 
 
+TIMED = ("time/", "perf/")
+"""Beginnings of the metrics that differ when a step is trained again with the same result."""
+
+
 class Sink(Protocol):
     """A place for metrics that agrees with `metrics.jsonl` after a resume."""
 
@@ -46,6 +50,7 @@ class Service(Sink, Protocol):
     """A sink outside of the run directory, with runs of its own."""
 
     run_id: str
+    """The run that a resume continues. It may become another one."""
 
 
 def reason_of(error: Exception) -> str:

@@ -26,7 +26,7 @@ from trainer.files.atomic_io import write_file
 from trainer.files.documents import is_count, is_number, parse_object
 from trainer.metrics.samples import Transcript
 from trainer.metrics.service_runs import ServiceRuns
-from trainer.metrics.sinks import Service, Sink, TensorBoard, WandB
+from trainer.metrics.sinks import TIMED, Service, Sink, TensorBoard, WandB
 
 LOG = logging.getLogger(__name__)
 
@@ -78,6 +78,7 @@ class Tracker:
         self._is_closed = False
         self._runs = ServiceRuns(run_dir, {"wandb_run_id": None, **(run_ids or {})}, begins)
         self._server = server
+        self._services: dict[str, Service] = {}
         self._sinks = self._open_sinks(run_dir, logger, config)
 
     def _open_sinks(self, run_dir: str, logger: LoggerConfig, config: dict[str, Any]) -> list[Sink]:
@@ -100,6 +101,7 @@ class Tracker:
             with self._left_out_if_it_fails():
                 service = open_service(self._runs.get(name))
                 self._runs.keep(name, service.run_id)
+                self._services[name] = service
                 sinks.append(service)
         return sinks
 
@@ -147,6 +149,7 @@ class Tracker:
                 self._sinks.remove(sink)
                 name = type(sink).__name__
                 LOG.warning("%s gets no more steps (%s); %s has them all", name, error.strerror, METRICS_FILE)
+        self._keep_runs()
 
     def rewind(self, step: int) -> None:
         """Remove the lines after `step` (-1: all lines), before the first `log`.
@@ -196,7 +199,14 @@ class Tracker:
 
     def state_dict(self) -> dict[str, str | None]:
         """Return the `run_ids` for the next Tracker. They are kept while a service is off, too."""
+        self._keep_runs()
         return self._runs.all()
+
+    def _keep_runs(self) -> None:
+        """Write down the runs that services have begun since the last call."""
+        for name, service in self._services.items():
+            if service.run_id != self._runs.get(name):
+                self._runs.keep(name, service.run_id)
 
     def close(self, exit_code: int = 0) -> None:
         """Finish the runs of services (as failed if `exit_code` is not 0), and end their processes."""
@@ -207,6 +217,7 @@ class Tracker:
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
             sink.close(exit_code)
+        self._keep_runs()
 
     def __enter__(self) -> Tracker:
         return self
@@ -248,7 +259,7 @@ def values_of(rows: Iterable[Mapping[str, Any]], name: str) -> list[float]:
 
 def _identity(row: Mapping[str, Any]) -> str:
     """Return a line without its times: the same for a step that was trained again with the same result."""
-    return json.dumps({name: row[name] for name in sorted(row) if not name.startswith(("time/", "perf/"))})
+    return json.dumps({name: row[name] for name in sorted(row) if not name.startswith(TIMED)})
 
 
 def first_step(path: str) -> int | None:

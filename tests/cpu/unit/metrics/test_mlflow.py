@@ -16,7 +16,7 @@ from tests.support.metrics import run_python
 from trainer.metrics.mlflow import legal_name
 
 RUN = """
-import json, os, signal, sys
+import json, os, signal, sys, time
 from trainer.config import LoggerConfig, MlflowConfig
 from trainer.metrics.tracker import Tracker
 
@@ -28,9 +28,11 @@ if rewind >= 0:
     tracker.rewind(rewind)
 for step in range(first, last + 1):
     odd = {"policy/kl": float("nan"), "policy/loss": float("inf")}
-    tracker.log(step, {"reward/mean": step / 8, "val/pass@4": 0.5} | odd)
+    tracker.log(step, {"reward/mean": step / 8, "val/pass@4": 0.5, "time/step": float(rewind)} | odd)
 print(json.dumps(tracker.state_dict()), flush=True)
-if end == "kill":
+while end == "kill when sent" and last not in tracker._services["mlflow_run_id"]._sent:
+    time.sleep(0.01)
+if end.startswith("kill"):
     os.kill(os.getpid(), signal.SIGKILL)
 tracker.close(1 if end == "fail" else 0)
 """
@@ -80,6 +82,7 @@ def test_a_killed_run_is_continued_and_has_each_step_once(tmp_path, environment)
     found = stored(run_dir)
     name, status, history, params = found.pop(run_id)
     assert (name, status, found) == ("a name", "FAILED", {})
+    assert [step for step, _ in history.pop("time/step")] == [*range(7)]
     assert history == {
         "step": [[step, step] for step in range(7)],
         "reward/mean": [[step, step / 8] for step in range(7)],
@@ -87,6 +90,32 @@ def test_a_killed_run_is_continued_and_has_each_step_once(tmp_path, environment)
     }
     assert params["trainer.seed"] == "1" and params["reward.name"] == "['gsm8k']" and len(params) == 152
     assert resumed.stdout.count("\n") == 1, "MLflow prints nothing"
+
+
+def test_other_numbers_of_a_step_that_is_trained_again_begin_a_new_run(tmp_path, environment):
+    """MLflow would keep both numbers of a step. The new run is the one that a later start continues."""
+    run_dir = tmp_path / "run"
+    killed = run_python(RUN, str(run_dir), "", "", "-1", "0", "5", "kill when sent", env=environment)
+    old = json.loads(killed.stdout)["mlflow_run_id"]
+    others = RUN.replace("step / 8", "step / 8 if step < 5 else 1")
+    resumed = run_python(others, str(run_dir), "", old, "3", "4", "6", "end", env=environment)
+    assert resumed.returncode == 0, resumed.stderr
+    assert resumed.stderr.count("MLflow has other numbers for step 5: its run ") == 1
+    new = json.loads((run_dir / "services.json").read_text())["run_ids"]["mlflow_run_id"]
+    later = run_python(others, str(run_dir), "", old, "6", "7", "7", "end", env=environment)
+    assert later.returncode == 0 and json.loads(later.stdout)["mlflow_run_id"] == new, later.stderr
+    found = stored(run_dir)
+    assert found.keys() == {old, new}
+    assert [found[run][:2] for run in (old, new)] == [["a name", "KILLED"], ["a name", "FINISHED"]]
+    assert found[old][2]["reward/mean"] == [[step, step / 8] for step in range(6)]
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    for name in ("step", "reward/mean", "time/step"):
+        assert found[new][2][name] == [[row["step"], row[name]] for row in rows]
+    assert len(rows) == 8 and len(found[new][3]) == 152
+    with contextlib.closing(sqlite3.connect(run_dir / "mlflow.db")) as database:
+        query = "SELECT run_uuid, key, value FROM tags WHERE key LIKE 'continue%'"
+        tags = {(run, key): value for run, key, value in database.execute(query)}
+    assert tags == {(old, "continued_by_run"): new, (new, "continues_run"): old}
 
 
 def test_a_store_that_fails_costs_the_run_nothing(tmp_path, environment):
