@@ -67,6 +67,14 @@ def test_micro_batches_hold_the_longest_sequence(cfg, node):
     assert {"trainer.max_tokens_per_micro_batch": 5512} in values
 
 
+def test_nothing_is_changed_that_saves_no_memory(cfg, node, cpu):
+    assert cfg.trainer.ckpt_async  # a save copies in any case
+    for cluster in (node, cpu):
+        assert not any(
+            "trainer.ckpt_async" in option for lever in levers(cfg, cluster, True) for option in lever.options
+        )
+
+
 def test_ranks_with_gpus_of_their_own_keep_their_states_there(cfg, node):
     cfg.trainer.offload = "none"
     assert {"trainer.offload": "all"} in [option for lever in levers(cfg, node, True) for option in lever.options]
