@@ -1,11 +1,12 @@
-"""What a warm inference server saves after a kill: `python -m benchmarks.warm_servers [--kills N] [--ray] [--model 17M]`.
+"""What a warm inference server saves after a kill: `python -m benchmarks.warm_servers [--kills N] [--ray]`.
 
-Trains the built-in model, or one with random weights (`--model`), with engines of its own (cold), and with an inference server that stays up (warm). Each job is
-killed with all its processes after its third step, and started again with the same command, by turns, N times each
-(`--kills`). The engines are vLLM's, or those of transformers (`--engine`). The seconds are those from the kill to the
-first step that the new job finishes, and, of that, those until the new job begins that step. Both jobs are otherwise
-the same: plain processes, or Ray with `--ray`. A killed job trains the step that was lost from its journal while its
-engines load; `-- rollout.journal=false` shows what a server saves where that step must be generated.
+Trains the built-in model, or one with random weights (`--model 17M`), with engines of its own (cold), and with an
+inference server that stays up (warm). Each job is killed with all its processes after its third step, and started again
+with the same command, by turns, N times each (`--kills`). The engines are vLLM's, or those of transformers
+(`--engine`). The seconds are those from the kill to the first step that the new job finishes, and, of that, those until
+the new job begins that step. Both jobs are otherwise the same: plain processes, or Ray with `--ray`. A killed job
+trains the step that was lost from its journal while its engines load; `-- rollout.journal=false` shows what a server
+saves where that step must be generated.
 """
 
 from __future__ import annotations
