@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -55,6 +54,7 @@ class Journal:
         self._writer = Writer(self._pieces, self._upkeep.copy)
         self._replay: Replay | None = None
         self._replaying = threading.Lock()
+        self._has_started = False
         self._step = 0  # the last one that is trained
         self._has_all: dict[int, bool] = {}
 
@@ -86,6 +86,9 @@ class Journal:
         if not self.is_on:
             return
         self._writer.wait()
+        if not self._has_started:  # later, another thread may be writing
+            self._pieces.remove_interrupted()
+            self._has_started = True
         self._writer.retry(is_start=True)
 
         def is_ahead(of: int) -> bool:
@@ -120,8 +123,7 @@ class Journal:
         self._check_thread()
         self._end_replay()
         self._writer.wait()
-        with contextlib.suppress(OSError):
-            self._upkeep.remove(lambda of: of > step)
+        self._upkeep.remove_after(step)
 
     def free_space(self) -> None:
         """Stop, and delete all records: a checkpoint had no space on the disk. Any thread may call this."""

@@ -12,7 +12,15 @@ import time
 from collections.abc import Callable, Collection
 from functools import partial
 
-from trainer.checkpoint.storage import JOURNAL, Storage, for_each, open_storage, records_in, remove_records
+from trainer.checkpoint.storage import (
+    JOURNAL,
+    Storage,
+    for_each,
+    open_storage,
+    records_in,
+    remove_records,
+    step_of_records,
+)
 from trainer.errors import UserError, one_line
 from trainer.files.atomic_io import digest_bytes, read_file, write_file
 from trainer.process import time_limits
@@ -20,6 +28,12 @@ from trainer.process import time_limits
 LOG = logging.getLogger(__name__)
 
 _PARALLEL = 8
+_STAGED = ".tmp"
+"""The end of a file that `write_file` has not completed."""
+_FETCHED = ".fetched"
+"""The end of a file of the store that is not yet marked as one."""
+_ABANDONED = "abandoned_after"
+"""The file with the step to which the run went back while the store failed."""
 
 
 class Pieces:
@@ -47,14 +61,39 @@ class Pieces:
             UserError: another job holds the run directory.
         """
         name = f"step_{step}-{digest_bytes(data)}.arrow"
+        self._write(self.path(name), data)
+        return name
+
+    def add_fetched(self, name: str, data: bytes) -> None:
+        """Write a file of the store. It counts as older than all files that this machine has written.
+
+        This machine may have trained on records of its own while the store failed.
+
+        Raises:
+            OSError: it cannot be written.
+            UserError: another job holds the run directory.
+        """
+        staged = f"{self.path(name)}{_FETCHED}"
+        self._write(staged, data)
+        os.utime(staged, (0, 0))  # before it has its name: a kill in between must not leave it as a new file
+        os.replace(staged, self.path(name))
+
+    def _write(self, path: str, data: bytes) -> None:
         os.makedirs(self.directory, exist_ok=True)
         try:
-            write_file(self.path(name), data, self._fence)
+            write_file(path, data, self._fence)
         except BaseException:
             with contextlib.suppress(OSError):
-                os.remove(f"{self.path(name)}.tmp")
+                os.remove(f"{path}{_STAGED}")
             raise
-        return name
+
+    def remove_interrupted(self) -> None:
+        """Delete what interrupted writes have left. No thread may be writing."""
+        with contextlib.suppress(OSError):
+            names = [name for name in os.listdir(self.directory) if _is_interrupted(name)]
+            for name in names:
+                self._fence()
+                os.remove(self.path(name))
 
     def read(self, name: str) -> bytes:
         """Return the content of a file.
@@ -69,7 +108,7 @@ class Pieces:
         return data
 
     def written_at(self, name: str) -> float:
-        """Return when a file was written, or was brought from the store; 0 if it is gone."""
+        """Return when this machine wrote a file; 0 if the file was fetched from the store, or is gone."""
         with contextlib.suppress(OSError):
             return os.stat(self.path(name)).st_mtime_ns
         return 0
@@ -80,6 +119,22 @@ class Pieces:
             with contextlib.suppress(OSError):
                 self._fence()
                 self._disk.delete(f"{JOURNAL}/{name}")
+
+    @property
+    def abandoned_after(self) -> int | None:
+        """The step to which the run went back, as long as the store may have older records of later steps."""
+        try:
+            return int(read_file(self.path(_ABANDONED)))
+        except (OSError, ValueError):
+            return None
+
+    @abandoned_after.setter
+    def abandoned_after(self, step: int | None) -> None:
+        with contextlib.suppress(OSError):
+            if step is None:
+                os.remove(self.path(_ABANDONED))
+            else:
+                self._write(self.path(_ABANDONED), str(step).encode())
 
     def path(self, name: str) -> str:
         """Return the path of a file."""
@@ -109,12 +164,18 @@ class Upkeep:
             return
         storage, here = self._storage, self._pieces.names()
         try:
+            if (last := self._pieces.abandoned_after) is not None:
+                self._remove_abandoned(storage, last)
             there = records_in(storage)
 
             def bring(name: str) -> None:
                 data = storage.get(f"{JOURNAL}/{name}")
                 if is_intact(name, data):
-                    self._pieces.write(there[name], data)
+                    self._pieces.add_fetched(name, data)
+                else:
+                    LOG.warning(
+                        "rollout.journal: %s in %s is damaged; its groups are generated again", name, storage.root
+                    )
 
             for_each(bring, [name for name, step in there.items() if is_wanted(step) and name not in here], _PARALLEL)
         except OSError as error:
@@ -125,14 +186,26 @@ class Upkeep:
         if self._storage is not None:
             self._in_store.begin(partial(self._copy, self._storage, name))
 
-    def remove(self, is_unwanted: Callable[[int], bool]) -> None:
-        """Delete the files of some steps, on the disk and in the store.
+    def remove_after(self, step: int) -> None:
+        """Delete the files of the steps after `step`, on the disk and in the store.
 
-        Raises:
-            OSError: the store fails.
+        If the store fails, `fetch` tries again, and brings nothing before it has succeeded.
         """
-        self._remove_here(is_unwanted)
-        self._remove_there(is_unwanted)
+        self._remove_here(lambda of: of > step)
+        if self._storage is None:
+            return
+        before = self._pieces.abandoned_after
+        last = self._pieces.abandoned_after = step if before is None else min(before, step)
+        try:
+            self._remove_abandoned(self._storage, last)
+        except OSError as error:
+            LOG.warning(
+                "rollout.journal: the records of the steps after %d in %s cannot be deleted (%s); the run does not use "
+                "them, and the next start deletes them",
+                step,
+                self._storage.root,
+                one_line(str(error)),
+            )
 
     def remove_until(self, oldest: Callable[[], int]) -> None:
         """Begin to delete the files of the steps up to `oldest()`, which is called on a thread."""
@@ -165,6 +238,14 @@ class Upkeep:
         if self._storage is not None:
             self._fence()
             remove_records(self._storage, is_unwanted)
+
+    def _remove_abandoned(self, storage: Storage, last: int) -> None:
+        """Delete in the store what the run has left behind when it went back, but not what it has recorded since."""
+        self._fence()
+        here = self._pieces.names()
+        names = [name for name, step in records_in(storage).items() if step > last and name not in here]
+        for_each(lambda name: storage.delete(f"{JOURNAL}/{name}"), names)
+        self._pieces.abandoned_after = None
 
     def _copy(self, storage: Storage, name: str) -> None:
         if self._in_store.has_just_failed:
@@ -230,6 +311,11 @@ class _Tasks:
                         one_line(str(error)),
                     )
                 self._has_failed, self._failed_at = True, time.monotonic()
+
+
+def _is_interrupted(name: str) -> bool:
+    record = name.removesuffix(_STAGED).removesuffix(_FETCHED)
+    return record != name and step_of_records(record) is not None
 
 
 def is_intact(name: str, data: bytes) -> bool:

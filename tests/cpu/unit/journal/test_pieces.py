@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import shutil
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.cpu.unit.journal.test_journal import opened, steps_on_disk, train
+from tests.cpu.unit.journal.test_journal import files, group, opened, steps_on_disk, train
 from tests.support.buckets import make_bucket, use_s3
 from tests.support.fault_proxy import Faults, fault_proxy
 from tests.support.jobs import wait_until
+from trainer.checkpoint.object_storage import ObjectStorage
 from trainer.checkpoint.storage import JOURNAL, open_storage, records_in, step_of_records
 from trainer.errors import UserError
 
@@ -38,7 +41,77 @@ def test_another_machine_trains_on_the_records_of_the_lost_one(storage, tmp_path
     assert set(records_in(storage).values()) == {4} == steps_on_disk(tmp_path / "new")
     second.remove_after(2)
     assert not records_in(storage)
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert damaged in warning and storage.root in warning, "a damaged file is named"
+
+
+def record(root: Path, tokens: int, storage: Any = None) -> str:
+    """Record a group of step 1; returns the name of its file."""
+    journal = opened(root, storage=storage)
+    journal.add(1, {"a": group("a", tokens=tokens)}, "start")
+    journal.wait()
+    assert journal.settled(60)
+    journal.close()
+    return max(journal._pieces.names(), key=journal._pieces.written_at)
+
+
+def tokens_of(root: Path, **options: Any) -> int:
+    journal = opened(root, **options)
+    try:
+        return len(journal.find(1, ["a"])["a"][0].samples[0].token_ids)
+    finally:
+        journal.close()
+
+
+def test_what_this_machine_has_trained_on_comes_before_records_of_the_store(storage, tmp_path):
+    """The store failed while a new machine started, so the group was sampled again, and the step trained on that."""
+    old = record(tmp_path / "lost", 3, storage)
+    record(tmp_path / "new", 4)
+    assert tokens_of(tmp_path / "new", storage=storage) == 4
+    assert old in files(tmp_path / "new"), "it is there, and may stand in for a damaged one"
+    assert tokens_of(tmp_path / "new") == 4
+
+
+def test_what_interrupted_writes_have_left_is_deleted_at_a_start(tmp_path):
+    name = record(tmp_path, 3)
+    left = [f"step_2-{'0' * 32}.arrow{end}" for end in (".tmp", ".fetched", ".fetched.tmp")]
+    for other in (*left, "notes.tmp"):
+        (tmp_path / ".journal" / other).write_bytes(b"?")
+    journal = opened(tmp_path)
+    assert files(tmp_path) == ["notes.tmp", name]
+    (tmp_path / ".journal" / left[0]).write_bytes(b"?")
+    journal.start(0, "start")
+    assert left[0] in files(tmp_path), "the ranks have started again: a thread may be writing it"
+    journal.close()
+
+
+def test_records_that_a_run_has_left_behind_are_not_used_though_the_store_failed(
+    storage, tmp_path, monkeypatch, caplog
+):
+    """Neither after a kill. What the run has recorded since then stays."""
+    journal = opened(tmp_path, storage=storage)
+    train(journal, range(1, 4))
+    assert journal.settled(60)
+    journal.start(1, "h1")
+    names = ObjectStorage.names
+
+    def fail(*_: Any) -> None:
+        raise OSError(110, "no answer")
+
+    monkeypatch.setattr(ObjectStorage, "names", fail)
+    journal.remove_after(1)
+    assert steps_on_disk(tmp_path) == {1}
+    journal.add(2, {journal.key(2, "new"): group("new")})
+    journal.wait()
+    journal.close()
+    assert sum("steps after 1" in message for message in caplog.messages) == 1
+    again = opened(tmp_path, 1, "h1", storage=storage)
+    again.close()
+    assert len(files(tmp_path)) == 3, "the note, the records of step 1 and the new one: nothing is fetched"
+    monkeypatch.setattr(ObjectStorage, "names", names)
+    opened(tmp_path, 1, "h1", storage=storage).close()
+    assert sorted(records_in(storage).values()) == [1, 2] == sorted(records_in(open_storage(str(tmp_path))).values())
+    assert not list(tmp_path.glob(".journal/abandoned*"))
 
 
 def test_a_job_that_lost_the_store_neither_copies_nor_deletes(storage, tmp_path):
