@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +20,11 @@ from trainer.checkpoint.start_weights import fingerprint_weights
 from trainer.config import Config
 from trainer.episodes import Episode
 from trainer.errors import UserError, one_line
+from trainer.files.atomic_io import digest_file
 from trainer.import_utils import digest_code, is_import_path
 from trainer.sandbox.process import run_code
 
+_TEMPLATE = "model.chat_template"
 _DIGESTS = "digests of code: "
 
 
@@ -50,7 +53,8 @@ def identity(
 ) -> Identity:
     """Return the identity of a run.
 
-    The files of the functions and classes that the settings name by import path count, too.
+    The files of the functions and classes that the settings name by import path count, too, and that of the chat
+    template: the key of a record has no tokens if an environment makes the prompts.
 
     Args:
         rollouts: the settings that decide rollouts and rewards, by key.
@@ -61,7 +65,11 @@ def identity(
     Raises:
         UserError: an interpreter does not work.
     """
-    of_rollouts = digest(__version__, weights, rollouts, code_in(rollouts, interpreters))
+    content = [weights, rollouts, code_in(rollouts, interpreters)]
+    template = rollouts.get(_TEMPLATE)
+    if template and os.path.isfile(template):  # who reads a missing one says so
+        content.append(digest_file(template))
+    of_rollouts = digest(__version__, *content)
     by_key = {key: digest(value) for key, value in rollouts.items()}
     return Identity(of_rollouts, digest(of_rollouts, updates, code_in(updates)), by_key)
 

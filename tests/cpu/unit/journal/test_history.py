@@ -126,6 +126,16 @@ def test_a_longer_run_decays_another_way():
     assert before.rollouts == now.rollouts and before.updates != now.updates
 
 
+def test_the_content_of_a_chat_template_decides(tmp_path):
+    template = tmp_path / "template.jinja"
+    identities = []
+    for content in ("one", "other", "one"):
+        template.write_text(content)
+        identities.append(settings("model.chat_template", str(template)))
+    assert identities[0] == identities[2] and identities[0].by_key == identities[1].by_key
+    assert identities[0].rollouts != identities[1].rollouts and identities[0].updates != identities[1].updates
+
+
 def test_no_path_decides_and_every_other_deciding_key_does():
     rollouts, updates = deciding_settings(Config())
     decides = {key for key, rule in resume_rules(Config()).items() if not rule.is_free}
