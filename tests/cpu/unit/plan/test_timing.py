@@ -112,6 +112,17 @@ def test_tokens_take_the_time_of_the_experts_that_they_pass_through(cfg, node, s
     assert 1 < times[1][1] / times[0][1] < 16
 
 
+def test_one_sequence_reads_the_experts_of_its_token_alone(cfg, node, save_config):
+    experts = {"num_experts": 64, "moe_intermediate_size": 2048, "hidden_size": 2048}
+    cfg.trainer.num_workers, cfg.rollout.num_engines, cfg.rollout.max_num_seqs = 1, 1, 1
+    times = []
+    for count in (4, 64):
+        cfg.model.path = save_config("qwen3_moe", num_experts_per_tok=count, **experts)
+        _shapes.clear()  # the directory has another config
+        times.append(seconds(cfg, node, "rollout"))
+    assert times[1] > 1.5 * times[0]
+
+
 def test_a_slow_memory_is_seen_on_cpu(cfg, cpu):
     cfg.model.path, cfg.rollout.colocate, cfg.trainer.offload = None, False, "none"
     cfg.trainer.num_workers, cfg.rollout.num_engines = 1, 1
@@ -144,7 +155,7 @@ def test_an_engine_that_takes_no_more_requests_waits_for_the_longest_of_each_bat
     times = []
     for cfg.rollout.engine in ("vllm", "transformers"):
         times.append(seconds(cfg, cpu, "rollout"))
-    assert times[1] > 3 * times[0]
+    assert times[1] > 1.5 * times[0]
 
 
 def test_further_batches_are_generated_one_after_another(cfg, node):
