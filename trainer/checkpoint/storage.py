@@ -34,7 +34,11 @@ T = TypeVar("T")
 _GUARD_ATTEMPTS = 10
 JOURNAL = ".journal"
 """The directory of the records of rollouts."""
-_RECORDS = re.compile(r"^step_(0|[1-9][0-9]{0,17})-[0-9a-f]{32}\.arrow\Z")
+RECORDS = ".arrow"
+"""The end of the names of files with rollouts."""
+TAKEN = ".json"
+"""The end of the names of files that say which groups in flight a step has taken."""
+_RECORDS = re.compile(r"^step_(0|[1-9][0-9]{0,17})-[0-9a-f]{32}\.(arrow|json)\Z")
 
 
 class StoreError(UserError, OSError):

@@ -12,6 +12,7 @@ from trainer.episodes import Episode
 from trainer.journal.history import Identity, after, digest
 from trainer.journal.pieces import Pieces, Upkeep
 from trainer.journal.replay import Replay
+from trainer.journal.taken import TakenGroup, TakenGroups
 from trainer.journal.writer import Writer
 
 
@@ -173,9 +174,9 @@ class Journal:
             self._has_all.setdefault(step, True)
 
     def candidates(self, key: str) -> list[tuple[int, str]]:
-        """Return the records of a group that was sampled in flight, the oldest first: versions, with their histories.
+        """Return the records of a group that was sampled in flight: versions, with their histories (see `add`).
 
-        See `add`. `take` reads one.
+        What a step has trained on comes first. `take` reads one.
         """
         with self._replaying:
             return [] if self._replay is None else self._replay.candidates(key)
@@ -187,6 +188,17 @@ class Journal:
         """
         with self._replaying:
             return None if self._replay is None else self._replay.take(key, version, history)
+
+    def taken(self, step: int) -> Sequence[TakenGroup] | None:
+        """Return the groups in flight that a step has taken with the weights of now, before a kill. None: not known."""
+        history = self.history
+        with self._replaying:
+            return None if self._replay is None else self._replay.taken(step, history)
+
+    def add_taken(self, step: int, groups: Sequence[TakenGroup]) -> None:
+        """Begin to write which groups in flight a step has taken, unless that is written already."""
+        if self.is_on and groups != self.taken(step):
+            self._writer.add_taken(step, TakenGroups(self.history, self._settings.rollouts, groups))
 
     def note_in_flight(self, key: str, is_found: bool) -> None:
         """Note whether a record of a group was taken, or its episodes are generated."""

@@ -14,6 +14,7 @@ from functools import partial
 
 from trainer.checkpoint.storage import (
     JOURNAL,
+    RECORDS,
     Storage,
     for_each,
     open_storage,
@@ -37,7 +38,7 @@ _ABANDONED = "abandoned_after"
 
 
 class Pieces:
-    """Files that are written once and never changed: `step_N-<xxh3-128 of the content>.arrow`.
+    """Files that are written once and never changed: `step_N-<xxh3-128 of the content>` with the end of their kind.
 
     Args:
         run_dir: holds the directory of the journal.
@@ -53,14 +54,17 @@ class Pieces:
         """Return the steps of the files, by name."""
         return records_in(self._disk)
 
-    def write(self, step: int, data: bytes) -> str:
+    def write(self, step: int, data: bytes, kind: str = RECORDS) -> str:
         """Write a durable file; return its name.
+
+        Args:
+            kind: the end of its name.
 
         Raises:
             OSError: it cannot be written.
             UserError: another job holds the run directory.
         """
-        name = f"step_{step}-{digest_bytes(data)}.arrow"
+        name = f"step_{step}-{digest_bytes(data)}{kind}"
         self._write(self.path(name), data)
         return name
 
@@ -320,4 +324,4 @@ def _is_interrupted(name: str) -> bool:
 
 def is_intact(name: str, data: bytes) -> bool:
     """Return whether a file has the content that its name says."""
-    return name.endswith(f"-{digest_bytes(data)}.arrow")
+    return os.path.splitext(name)[0].endswith(f"-{digest_bytes(data)}")

@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from trainer.checkpoint.storage import TAKEN
 from trainer.data.records import decode_groups, keys_in
 from trainer.episodes import Episode
 from trainer.errors import one_line
 from trainer.journal.pieces import Pieces
+from trainer.journal.taken import TakenGroup, TakenGroups
 
 LOG = logging.getLogger(__name__)
 
@@ -36,6 +38,8 @@ class _Record:
 class _Step:
     records: dict[str, list[_Record]]
     """By key. The newest is the last one."""
+    taken: list[TakenGroups] = field(default_factory=list)
+    """What was taken in flight. The newest is the last one."""
     histories: set[str] = field(default_factory=set)
     used: set[str] = field(default_factory=set)
 
@@ -56,6 +60,7 @@ class Replay:
             self._names.setdefault(step, []).append(name)
         self._first, self._last = min(self._names), max(self._names)
         self._open: dict[int, _Step] = {}
+        self._trained: dict[str, list[tuple[float, tuple[int, str]]]] = {}  # in flight: when, which record of a key
         self._unusable: set[str] = set()  # files
         self._counts: Counter[str] = Counter()
         self.is_over = False
@@ -85,16 +90,30 @@ class Replay:
         return step in self._open or step in self._names
 
     def candidates(self, key: str) -> list[tuple[int, str]]:
-        """Return the records of a group that was sampled in flight, the oldest first: versions, and their histories."""
+        """Return the records of a group that was sampled in flight: versions, with their histories.
+
+        Those that a step has trained on come first, the last one of them before all; then the oldest.
+        """
         for step in list(self._names):
             self._opened(step)
         found = {record.sampled_by for opened in self._open.values() for record in opened.records.get(key, ())}
-        return sorted(one for one in found if one is not None)
+        trained = [one for _, one in sorted(self._trained.get(key, ()), reverse=True) if one in found]
+        others = sorted(one for one in found if one is not None)
+        return list(dict.fromkeys([*trained, *others]))
+
+    def taken(self, step: int, history: str) -> Sequence[TakenGroup] | None:
+        """Return the groups in flight that a step has taken with the same weights. None: that is not known."""
+        if step > self._last:
+            return None
+        known = [
+            taken for taken in self._opened(step).taken if (taken.history, taken.config) == (history, self._config)
+        ]
+        return known[-1].groups if known else None
 
     def take(self, key: str, version: int, history: str) -> list[Episode] | None:
         """Return a group that was sampled in flight. None: its record is damaged, or is needed no more."""
         for opened in self._open.values():
-            for record in opened.records.get(key, ()):
+            for record in reversed(opened.records.get(key, ())):
                 if record.sampled_by == (version, history) and (found := self._read(record.name, [key])):
                     return found[key]
         return None
@@ -136,6 +155,9 @@ class Replay:
             opened = self._open[step] = _Step({})
             for name in sorted(self._names.pop(step, []), key=self._pieces.written_at):
                 try:
+                    if name.endswith(TAKEN):
+                        self._open_taken(name, opened)
+                        continue
                     keys, about = keys_in(self._pieces.path(name))
                     if "version" in about and not ("history" in about and about["version"].isdecimal()):
                         raise ValueError("its metadata is damaged")
@@ -147,6 +169,14 @@ class Replay:
                 for key in keys:
                     opened.records.setdefault(key, []).append(_Record(name, about))
         return self._open[step]
+
+    def _open_taken(self, name: str, opened: _Step) -> None:
+        taken = TakenGroups.decode(self._pieces.read(name))
+        opened.taken.append(taken)
+        if taken.config == self._config:
+            for group in taken.groups:
+                for key, record in group.records.items():
+                    self._trained.setdefault(key, []).append((self._pieces.written_at(name), record))
 
     def _read(self, name: str, keys: Sequence[str]) -> dict[str, list[Episode]]:
         """Return groups of a file, by key: none if it is damaged, or was deleted since by a commit."""

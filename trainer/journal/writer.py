@@ -9,11 +9,14 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from trainer.checkpoint.storage import RECORDS, TAKEN
 from trainer.data.records import encode_groups
 from trainer.episodes import Episode
 from trainer.errors import UserError, describe_error, one_line
 from trainer.journal.pieces import Pieces
+from trainer.journal.taken import TakenGroups
 from trainer.process import time_limits
 from trainer.process.tracing import TRACER
 
@@ -21,6 +24,23 @@ LOG = logging.getLogger(__name__)
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _MOST_DOUBLINGS = 4
+
+
+@dataclass
+class _Batch:
+    """What goes into one file: groups by key, or which groups a step has taken."""
+
+    step: int
+    about: Mapping[str, str] | None = None
+    """Metadata of groups."""
+    groups: dict[str, Sequence[Episode]] = field(default_factory=dict)
+    taken: TakenGroups | None = None
+
+    def encode(self) -> tuple[bytes, str]:
+        """Return the content of the file, and the end of its name."""
+        if self.taken is not None:
+            return self.taken.encode(), TAKEN
+        return encode_groups(self.step, self.groups, self.about or {}), RECORDS
 
 
 class Writer:
@@ -37,7 +57,7 @@ class Writer:
         self._pieces = pieces
         self._written = written
         self._condition = threading.Condition()
-        self._queue: list[tuple[int, dict[str, str], dict[str, Sequence[Episode]]]] = []
+        self._queue: list[_Batch] = []
         self._added = 0  # batches that were ever queued
         self._written_batches = 0
         self._is_urgent = False
@@ -59,12 +79,22 @@ class Writer:
             if self._is_stopped or self._is_closed:
                 return
             last = self._queue[-1] if self._queue else None
-            if last is not None and last[0] == step and last[1] == about:
-                last[2].update(groups)
+            if last is not None and last.step == step and last.about == about:
+                last.groups.update(groups)
+                self._begin()
             else:
-                self._queue.append((step, about, dict(groups)))
-                self._added += 1
-            self._begin()
+                self._append(_Batch(step, about, dict(groups)))
+
+    def add_taken(self, step: int, taken: TakenGroups) -> None:
+        """Write which groups a step has taken, after all that was added before."""
+        with self._condition:
+            if not self._is_stopped and not self._is_closed:
+                self._append(_Batch(step, taken=taken))
+
+    def _append(self, batch: _Batch) -> None:
+        self._queue.append(batch)
+        self._added += 1
+        self._begin()
 
     def flush(self) -> None:
         """Let the thread write without waiting for more groups."""
@@ -146,19 +176,19 @@ class Writer:
                 if self._is_closed and not batches:
                     return
             try:
-                for step, about, groups in batches:
-                    self._write(step, about, groups)
+                for batch in batches:
+                    self._write(batch)
             finally:
                 with self._condition:
                     self._written_batches += len(batches)
                     self._condition.notify_all()
 
-    def _write(self, step: int, about: dict[str, str], groups: Mapping[str, Sequence[Episode]]) -> None:
+    def _write(self, batch: _Batch) -> None:
         if self._is_stopped:
             return
         try:
-            with TRACER.span("write rollouts", "journal", groups=len(groups)):
-                self._written(self._pieces.write(step, encode_groups(step, groups, about)))
+            with TRACER.span("write rollouts", "journal", groups=len(batch.groups)):
+                self._written(self._pieces.write(batch.step, *batch.encode()))
         except UserError as error:  # another job has taken the run
             with self._condition:
                 self._lost, self._is_stopped = error, True
@@ -175,7 +205,7 @@ class Writer:
             with self._condition:
                 if self._failures and not self._is_stopped:
                     self._failures, self._is_told = 0, False
-                    LOG.info("rollout.journal: rollouts are recorded again, from step %d on", step)
+                    LOG.info("rollout.journal: rollouts are recorded again, from step %d on", batch.step)
 
     @property
     def _is_given_up(self) -> bool:

@@ -9,6 +9,9 @@ names one version that none of its tokens is newer than, and the history of that
 valid as soon as the run has come to that version with the same history: then all weights that sampled the group are
 weights of this run. The run may have to train some steps again before. If it comes to other weights on the way, the
 group is sampled anew.
+
+Which groups a step takes depends on which are finished, so the journal has that, too. A step that begins with the same
+weights as before a kill takes the same groups again, and so comes to the same weights as before.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from trainer.environments.episode_runner import RolloutRequest
 from trainer.episodes import Episode
 from trainer.generation.engine import RunningRequests
 from trainer.journal.journal import Journal
+from trainer.journal.taken import TakenGroup
 from trainer.metrics.timing import Timer
 from trainer.process import time_limits
 from trainer.process.failpoints import failpoint
@@ -109,6 +113,8 @@ class GroupThread(BatchThread):
         """Its episodes, and its baselines."""
         self.is_needed = False
         """The next step needs it: it waits for no later version."""
+        self.is_waiting = False
+        """It waits for the version of a record."""
         self._ended = source.ended
         super().__init__(version, version, _IN_FLIGHT, source.make_group, None)
 
@@ -125,13 +131,28 @@ class GroupThread(BatchThread):
         self.calls.append(_RecordedInFlight(journal, requests, self))
         return self.calls[-1]
 
-    def find(self, journal: Journal, key: str) -> list[Episode] | None:
-        """Return a valid record of the group. Waits for the version of one that may become valid."""
+    @property
+    def oldest_version(self) -> int:
+        """The oldest version that decides if the records of the group are valid."""
+        return min([self.version, *(call.sampled_by[0] for call in list(self.calls) if call.sampled_by is not None)])
+
+    def taken(self) -> TakenGroup:
+        """Return the group and its records, as those that a step has taken."""
+        records = {call.key: call.sampled_by for call in self.calls if call.sampled_by is not None}
+        return TakenGroup(self.row, records)
+
+    def find(self, journal: Journal, key: str) -> tuple[list[Episode], tuple[int, str]] | None:
+        """Return a valid record of the group, with its version and history.
+
+        Waits for the version of one that may become valid.
+        """
         for version, history in journal.candidates(key):
             while not self.lineage.wait(version) and not self.is_needed:
+                self.is_waiting = True
                 self.check()
+            self.is_waiting = False
             if self.lineage.includes(version, history) and (found := journal.take(key, version, history)) is not None:
-                return found
+                return found, (version, history)
         return None
 
 
@@ -143,11 +164,18 @@ class _RecordedInFlight(RecordedGroups):
 
     def __init__(self, journal: Journal, requests: Sequence[RolloutRequest], thread: GroupThread):
         self._thread = thread
+        self.sampled_by: tuple[int, str] | None = None
+        """Version and history of the record. None: there is none yet."""
         super().__init__(journal, requests, _IN_FLIGHT)
         self.are_failures_judged = False
         self.failures: list[str] = []
         """Why episodes failed that the journal did not have."""
         self._unjudged: dict[int, list[Episode]] = {}
+
+    @property
+    def key(self) -> str:
+        (key,) = self._keys
+        return key
 
     def _key(self, group: Sequence[RolloutRequest]) -> str:
         return self._journal.key(0, *content_of(group), history=_IN_FLIGHT)
@@ -155,10 +183,10 @@ class _RecordedInFlight(RecordedGroups):
     def _find(self, keys: Sequence[str]) -> dict[str, list[Episode]]:
         found = {}
         for key in keys if self._journal.is_on else ():
-            episodes = self._thread.find(self._journal, key)
-            self._journal.note_in_flight(key, episodes is not None)
-            if episodes is not None:
-                found[key] = episodes
+            record = self._thread.find(self._journal, key)
+            self._journal.note_in_flight(key, record is not None)
+            if record is not None:
+                found[key], self.sampled_by = record
         return found
 
     def accept(self) -> None:
@@ -180,6 +208,8 @@ class _RecordedInFlight(RecordedGroups):
 
     def _record(self, groups: Mapping[str, list[Episode]]) -> None:
         version, history = self._thread.lineage.newest  # the engines never have newer weights than that
+        if groups:
+            self.sampled_by = version, history
         self._journal.add(self._thread.last_step, groups, history, version)
 
 
@@ -226,11 +256,16 @@ class InFlightSource(SamplingSource):
         for number in self._trained:
             del self._threads[number]
         self._trained = []
-        self.lineage.forget_before(min([self._version, *(thread.version for thread in self._threads.values())]))
+        # Those of groups that no step has trained on, also of groups that a dead run has recorded, and that are not
+        # admitted again yet: they were admitted when this step could still be their last one.
+        oldest = self._version - self._window.last_step(0)
+        self.lineage.forget_before(min([oldest, *(thread.oldest_version for thread in self._threads.values())]))
         super().commit(step)
 
     def _begin_ahead(self) -> None:
-        """Admit the next rows."""
+        """Admit the next rows. After the last step there are none, however many may have been filtered out."""
+        if self._version > self.cfg.total_steps:
+            return
         batch, count = self.cfg.trainer.train_batch_size, self._window.capacity()
         if not self.cfg.algorithm.dynamic_sampling:  # else nobody knows how many the run needs
             left = (self.cfg.total_steps - self._version + 1) * batch
@@ -248,6 +283,7 @@ class InFlightSource(SamplingSource):
         batch = self._make_batch(BatchProgress(step, step, None, self._timer))
         self._window.give_back(self._trained[len(batch.used) :])
         del self._trained[len(batch.used) :]
+        self.runner.journal.add_taken(step, [self._threads[number].taken() for number in self._trained])
         self._batches[step] = dataclasses.replace(batch, metrics=batch.metrics | mean_versions(batch.episodes))
         return batch.episodes
 
@@ -255,9 +291,10 @@ class InFlightSource(SamplingSource):
         """Wait for the next groups to train on."""
         self._begin_ahead()  # groups that the step has filtered out make room
         wanted = self.cfg.trainer.train_batch_size
+        recorded = self._recorded(progress.step, wanted)
         with self._timer("rollout"):
-            while (numbers := self._take(wanted)) is None:
-                self._threads[self._window.unfinished[0]].check_behind()  # the oldest, for which it waits
+            while (numbers := self._take(wanted, recorded)) is None:
+                self._awaited(recorded)[0].check_behind()
         self._trained += numbers
         failpoint("in_flight:taken")
         batches = [self._threads[number].result() for number in numbers]
@@ -289,17 +326,50 @@ class InFlightSource(SamplingSource):
             source, self.runner.routes[source].cfg, reasons, sum(len(call.requests) for call in calls)
         )
 
-    def _take(self, wanted: int) -> list[int] | None:
-        """Return the next groups. None: they are not finished; it has waited a moment for them."""
+    def _recorded(self, step: int, wanted: int) -> list[int]:
+        """Return the next groups that the step took before a kill. Empty: it may take any.
+
+        Behind a smaller `rollout.max_staleness` or `rollout.window` they may be out of reach.
+        """
+        recorded = self.runner.journal.taken(step) or ()
+        count = len(self._trained)
+        if [group.row for group in recorded[:count]] != [self._threads[number].row for number in self._trained]:
+            return []
+        numbers = {self._threads[number].row: number for number in self._window.waiting}
+        chosen = [numbers.get(group.row, -1) for group in recorded[count : count + wanted]]
+        return chosen if self._window.can_take(chosen) else []
+
+    def _awaited(self, recorded: Sequence[int]) -> list[GroupThread]:
+        """Return the unfinished groups for which a step waits, the oldest first."""
+        unfinished = self._window.unfinished
+        return [self._threads[number] for number in unfinished if not recorded or number in recorded]
+
+    def _note_needed(self, wanted: int, recorded: Sequence[int]) -> None:
+        """Let groups that the step cannot do without wait for no later weights.
+
+        Without a record of what the step took, any groups in reach may do. So none is given up as long as another one
+        is generated.
+        """
+        reach = self._window.reach(wanted)
+        is_stuck = all(self._threads[number].is_waiting for number in self._window.unfinished if number in reach)
+        needed = recorded or (reach[:wanted] if is_stuck or len(reach) <= wanted else ())
+        for number in needed:
+            self._threads[number].is_needed = True
+
+    def _take(self, wanted: int, recorded: Sequence[int]) -> list[int] | None:
+        """Return the next groups. None: they are not finished; it has waited a moment for them.
+
+        Args:
+            recorded: the groups to take; empty: any.
+        """
         for number in self._window.unfinished:
             if self._threads[number].has_ended():
                 self._threads[number].result()  # raises what has ended the thread
                 self._window.finish(number)
-        numbers = self._window.take(wanted)
+        numbers = self._window.take_those(recorded) if recorded else self._window.take(wanted)
         if numbers is None:
-            for number in self._window.waiting[:wanted]:
-                self._threads[number].is_needed = True
-            running = [self._threads[number] for number in self._window.unfinished]
+            self._note_needed(wanted, recorded)
+            running = self._awaited(recorded)
             # Every call that a thread makes has a time limit.
             with self.ended, SIGNALS.waiting_for(running[0].name):
                 self.ended.wait_for(lambda: any(thread.has_ended() for thread in running), time_limits.POLL_INTERVAL_S)
@@ -318,10 +388,14 @@ class InFlightSource(SamplingSource):
         return list(groups)  # their threads have computed them
 
     def parts(self) -> list[Component]:
-        """Return the part with the histories of the weights, by which groups in the journal are valid."""
+        """Return the part with the histories of the weights, by which groups in the journal are valid.
+
+        The part of the steps ahead is empty. It warns of rollouts that a run with `rollout.ahead` has saved.
+        """
         shape: dict[Any, Any] = {"histories": {str: str}}
         part = json_part("in_flight", self.lineage.state_dict, self.lineage.load_state_dict, shape, kinds=("data",))
-        return [dataclasses.replace(part, if_missing="was not sampled in flight")]
+        ahead = [dataclasses.replace(of_ahead, if_missing="") for of_ahead in super().parts()]
+        return [*ahead, dataclasses.replace(part, if_missing="was not sampled in flight")]
 
     def _cancel(self) -> None:
         threads, self._threads = list(self._threads.values()), {}

@@ -73,6 +73,31 @@ class Window:
         self._taken += chosen
         return chosen
 
+    def can_take(self, numbers: Sequence[int]) -> bool:
+        """Return whether a step may take these groups, in this order, once they are finished."""
+        left = list(self._waiting)
+        for number in numbers:
+            if number not in left or number >= left[0] + self._window:
+                return False
+            left.remove(number)
+        return True
+
+    def take_those(self, numbers: Sequence[int]) -> list[int] | None:
+        """Take these groups, of which `can_take` says that a step may. None: they are not finished yet."""
+        if not all(self._waiting[number] for number in numbers):
+            return None
+        for number in numbers:
+            del self._waiting[number]
+        self._taken += numbers
+        return list(numbers)
+
+    def reach(self, count: int) -> list[int]:
+        """Return the groups of which the next `count` will be some: those that no step has taken."""
+        waiting = list(self._waiting)
+        if len(waiting) <= count:
+            return waiting
+        return [number for number in waiting if number < waiting[count - 1] + self._window]
+
     def give_back(self, numbers: Sequence[int]) -> None:
         """Return finished groups that the step has taken and does not need."""
         self._taken = [number for number in self._taken if number not in numbers]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.checkpoint.storage import JOURNAL, open_storage, records_in
+from trainer.checkpoint.storage import JOURNAL, RECORDS, open_storage, records_in
 from trainer.data.records import decode_groups, decode_scores
 from trainer.data.rollout_io import kept_files
 from trainer.episodes import Episode, Sample, TokenScores
@@ -75,6 +75,8 @@ def find_steps(run_dir: str) -> list[StepFiles]:
     records: dict[int, list[str]] = {}
     if os.path.isdir(os.path.join(run_dir, JOURNAL)):
         for name, step in records_in(open_storage(run_dir)).items():
+            if not name.endswith(RECORDS):
+                continue
             records.setdefault(step, []).append(os.path.join(run_dir, JOURNAL, name))
     for step, paths in records.items():
         found.setdefault(step, StepFiles(step, TRAINING, "journal", tuple(sorted(paths))))

@@ -20,6 +20,9 @@ from tests.support.jobs import metrics
 from tests.support.runs import rollouts_of
 from trainer.config import Config
 from trainer.generation.engine import Completion, Request
+from trainer.journal.journal import Journal
+from trainer.sources.in_flight import GroupThread
+from trainer.trainer import Trainer
 
 
 class Engines(ahead.Engines):
@@ -78,7 +81,7 @@ def test_groups_are_sampled_while_the_weights_change(tmp_path, model, window):
 @pytest.mark.parametrize("step", range(1, STEPS + 1))
 def test_a_run_that_died_trains_every_prompt_once(tmp_path, model, caplog, step):
     """The journal brings back what was finished: the steps after the checkpoint train on the same episodes again."""
-    root, window = tmp_path / "run", 1 + step % 2
+    root, window = tmp_path / "run", 1 + 3 * (step % 2)
     run(in_flight(root, window), model, kill_in_update(step))
     before = {at: rollouts_of(root, at) for at in range(1, step)}
     with caplog.at_level(logging.INFO):
@@ -86,9 +89,97 @@ def test_a_run_that_died_trains_every_prompt_once(tmp_path, model, caplog, step)
     check(root, window)
     assert trainer.state.prompts == 3 * STEPS
     found = re.search(r"(\d+) groups came from the journal", caplog.text)
-    if window == 1:
-        assert found and int(found[1]) >= 3 * (1 + (step - 1) % 2), "those of the steps after the checkpoint, at least"
-        assert {at: rollouts_of(root, at) for at in before} == before
+    assert found and int(found[1]) >= 3 * (1 + (step - 1) % 2), "those of the steps after the checkpoint, at least"
+    assert {at: rollouts_of(root, at) for at in before} == before
+
+
+@pytest.mark.parametrize("window", [1, 4])
+def test_no_finished_group_is_sampled_again_however_many_versions_ago_it_began(tmp_path, model, monkeypatch, window):
+    """Also after further kills: a checkpoint has the histories by which records of the dead run are valid."""
+    again, find = [], GroupThread.find
+
+    def find_and_note(thread: GroupThread, journal: Journal, key: str) -> Any:
+        candidates = journal.candidates(key)
+        found = find(thread, journal, key)
+        if candidates and found is None:
+            again.append((thread.name, candidates))
+        return found
+
+    monkeypatch.setattr(GroupThread, "find", find_and_note)
+    root = tmp_path / "run"
+    for step in (5, 7, 9, 0):
+        cfg = in_flight(root, window, ckpt_interval=1, total_steps=14)
+        cfg.rollout.max_staleness = 4
+        run(cfg, model, kill_in_update(step))
+    assert not again
+
+
+def test_a_step_takes_the_groups_that_it_took_before_a_kill(tmp_path, model):
+    """Also where an older group was finished, by the same weights, just after the step had passed it."""
+    root, is_training = tmp_path / "run", threading.Event()
+
+    def pass_the_first(trainer: Trainer, engines: Engines) -> None:
+        ledger, stream, update = trainer.source.ledger, engines.stream, trainer.learner.update  # type: ignore[attr-defined]
+        first = ledger.row(ledger.peek(1)[0]).token_ids
+
+        def stream_late(requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
+            if list(requests[0].prompt_token_ids) == list(first):
+                is_training.wait()
+            yield from stream(requests)
+
+        def update_late(experience: Any, step: int) -> dict[str, float]:
+            if step == 1:
+                is_training.set()
+                trainer.source._threads[0].result()  # type: ignore[attr-defined]
+            return update(experience, step)
+
+        engines.stream, trainer.learner.update = stream_late, update_late  # type: ignore[method-assign]
+        kill_in_update(4)(trainer, engines)
+
+    options = {"ckpt_interval": 100, "val_interval": -1}
+    run(in_flight(root, 4, **options), model, pass_the_first)
+    before = {step: rollouts_of(root, step) for step in (1, 2, 3)}
+    run(in_flight(root, 4, **options), model)
+    assert {step: rollouts_of(root, step) for step in before} == before
+    check(root, 4)
+
+
+def test_a_step_that_does_not_know_what_it_took_takes_other_groups(tmp_path, model):
+    """The files are lost. A group whose record is of later weights does not hold it up for good."""
+    root = tmp_path / "run"
+    run(in_flight(root, 4, ckpt_interval=4), model, kill_in_update(7))
+    for path in (root / ".journal").glob("*.json"):
+        path.unlink()
+    run(in_flight(root, 4, ckpt_interval=4), model)
+    check(root, 4)
+
+
+def test_no_group_begins_after_the_last_step(tmp_path, model, monkeypatch):
+    """With dynamic sampling nobody knows how many the run needs."""
+    versions = []
+
+    class Noted(GroupThread):
+        def __init__(self, row: Any, last_step: int, version: int, source: Any):
+            versions.append(version)
+            super().__init__(row, last_step, version, source)
+
+    monkeypatch.setattr("trainer.sources.in_flight.GroupThread", Noted)
+    cfg = in_flight(tmp_path / "run")
+    cfg.algorithm.dynamic_sampling, cfg.algorithm.max_gen_batches = True, 20
+    cfg.reward.name = f"{__name__}:is_even"
+    run(cfg, model)
+    begun = len(versions)
+    assert max(versions) == STEPS
+    run(cfg, model)
+    assert len(versions) == begun, "the run is finished"
+
+
+def test_held_rollouts_of_steps_ahead_are_dropped_with_a_warning(tmp_path, model, caplog):
+    root, changed = tmp_path / "run", ["rollout.in_flight_updates", "rollout.ahead"]
+    run(settings(root, 2), model, kill_in_update(6))
+    run(in_flight(root, allow_config_change=changed), model)
+    (told,) = [message for message in caplog.messages if "generated again" in message]
+    assert told.endswith("its rollouts of steps 5 to 6 are of other rollout.in_flight_updates, and are generated again")
 
 
 def test_a_run_that_died_twice_without_a_journal_trains_every_prompt_once(tmp_path, model):

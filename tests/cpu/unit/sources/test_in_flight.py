@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,9 +47,12 @@ def replayed(tmp_path) -> Journal:
 
 def looking(journal: Journal, lineage: Lineage) -> GroupThread:
     """The thread of a group that looks for its record."""
-    source = SimpleNamespace(
-        lineage=lineage, cfg=Config(), ended=threading.Condition(), make_group=lambda group: group.find(journal, "key")
-    )
+
+    def make_group(thread: GroupThread) -> Any:
+        found = thread.find(journal, "key")
+        return found and found[0]
+
+    source = SimpleNamespace(lineage=lineage, cfg=Config(), ended=threading.Condition(), make_group=make_group)
     return GroupThread(SampleIndex(0, 0, 7), 9, 3, source)  # type: ignore[arg-type]
 
 

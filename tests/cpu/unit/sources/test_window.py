@@ -35,6 +35,21 @@ def test_few_groups_pass_one_that_takes_long():
     assert window.take(3) == [0, 3, 4]
 
 
+def test_a_step_takes_the_groups_that_it_took_before_if_they_are_in_reach():
+    window = Window(batch=2, max_staleness=2, window=3)
+    window.admit(6)
+    assert window.reach(2) == [0, 1, 2, 3] and window.reach(9) == [0, 1, 2, 3, 4, 5]
+    assert not window.can_take([3]) and window.can_take([0, 3]) and not window.can_take([-1])
+    assert window.can_take([2, 1]) and not window.can_take([2, 2])
+    window.finish(2)
+    assert window.take_those([2, 1]) is None and window.waiting == [0, 1, 2, 3, 4, 5]
+    window.finish(1)
+    assert window.take_those([2, 1]) == [2, 1] and window.waiting == [0, 3, 4, 5] == window.unfinished
+    assert window.capacity() == 0
+    window.publish()
+    assert window.capacity() == 2
+
+
 @given(
     st.data(),
     st.integers(1, 4),
