@@ -60,6 +60,8 @@ class Kind:
     with_ray: bool = False
     is_exact: bool = True
     """Its numbers are those of an uninterrupted job. False: only the prompts of each step are."""
+    in_order: bool = True
+    """Which prompts a step trains on does not depend on how long they take. False: each is trained once an epoch."""
     served: bool = False
     """An inference server generates, which stays up between the jobs."""
     on_nodes: bool = False
@@ -129,6 +131,19 @@ KINDS = {
             "rollout.in_flight_updates=true",
             "trainer.heartbeat_timeout_s=30",
             is_exact=False,
+            weight=0.3,
+        ),
+        _rollouts(
+            "far_in_flight",
+            "rollout=vllm",
+            "rollout.max_num_seqs=32",
+            "rollout.kv_cache_mb=32",
+            "rollout.in_flight_updates=true",
+            "rollout.max_staleness=3",
+            "rollout.window=6",
+            "trainer.heartbeat_timeout_s=30",
+            is_exact=False,
+            in_order=False,
             weight=0.3,
         ),
         _rollouts("server", *_SERVED, served=True),

@@ -32,9 +32,13 @@ def outcome_of(kind: Kind, run: Path, root: str) -> Outcome:
         manifests.verify(store.path(step), "hash")
     found["leftovers of interrupted saves"] = sorted(store.orphans())
     if not kind.is_exact:
-        steps = range(1, STEPS + 1)
+        uids = {step: sorted(row["uid"] for row in rollouts_of(run, step)) for step in range(1, STEPS + 1)}
+        if kind.in_order:
+            return found | {f"episodes of step {step}": of_step for step, of_step in uids.items()}
+        all_uids = [uid for of_step in uids.values() for uid in of_step]
         return found | {
-            f"episodes of step {step}": sorted(row["uid"] for row in rollouts_of(run, step)) for step in steps
+            "episodes of each step": [len(of_step) for of_step in uids.values()],
+            "episodes that are trained twice": sorted({uid for uid in all_uids if all_uids.count(uid) > 1}),
         }
     found |= {f"metrics of step {row['step']}": row for row in comparable(metrics(run))}
     files = [*run.glob("rollouts/*"), *run.glob("validation/*"), *run.glob("exports/**/*.safetensors")]
