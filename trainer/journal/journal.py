@@ -95,7 +95,7 @@ class Journal:
         def is_ahead(of: int) -> bool:
             return of > step or step == 0  # the initial weights are evaluated as step 0
 
-        self._upkeep.fetch(is_ahead)
+        self._upkeep.fetch(step, is_ahead)
         names = {name: of for name, of in self._pieces.names().items() if is_ahead(of)}
         self._replay = Replay(self._pieces, self._settings.rollouts, names) if names else None
 
@@ -188,6 +188,11 @@ class Journal:
         """
         with self._replaying:
             return None if self._replay is None else self._replay.take(key, version, history)
+
+    def oldest_version(self) -> int | None:
+        """Return the oldest version that a record of a group in flight names, of those that may still be used."""
+        with self._replaying:
+            return None if self._replay is None else self._replay.oldest_version()
 
     def taken(self, step: int) -> Sequence[TakenGroup] | None:
         """Return the groups in flight that a step has taken with the weights of now, before a kill. None: not known."""

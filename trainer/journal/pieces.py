@@ -162,14 +162,21 @@ class Upkeep:
         self._fence = fence
         self._on_disk, self._in_store = _Tasks("journal-upkeep"), _Tasks("journal-copies")
 
-    def fetch(self, is_wanted: Callable[[int], bool]) -> None:
-        """Bring the files of some steps to the disk, as far as it lacks them."""
+    def fetch(self, step: int, is_wanted: Callable[[int], bool]) -> None:
+        """Bring the files of some steps to the disk, as far as it lacks them.
+
+        Args:
+            step: behind which the run continues.
+        """
         if self._storage is None:
             return
         storage, here = self._storage, self._pieces.names()
         try:
             if (last := self._pieces.abandoned_after) is not None:
-                self._remove_abandoned(storage, last)
+                if step > last:  # committed since, perhaps by another machine, whose records are valid
+                    self._pieces.abandoned_after = None
+                else:
+                    self._remove_abandoned(storage, last)
             there = records_in(storage)
 
             def bring(name: str) -> None:
@@ -195,11 +202,12 @@ class Upkeep:
 
         If the store fails, `fetch` tries again, and brings nothing before it has succeeded.
         """
+        before, last = self._pieces.abandoned_after, step
+        if self._storage is not None:  # first of all: after a kill, what is in the store must not come back
+            last = self._pieces.abandoned_after = step if before is None else min(before, step)
         self._remove_here(lambda of: of > step)
         if self._storage is None:
             return
-        before = self._pieces.abandoned_after
-        last = self._pieces.abandoned_after = step if before is None else min(before, step)
         try:
             self._remove_abandoned(self._storage, last)
         except OSError as error:

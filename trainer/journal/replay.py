@@ -101,6 +101,11 @@ class Replay:
         others = sorted(one for one in found if one is not None)
         return list(dict.fromkeys([*trained, *others]))
 
+    def oldest_version(self) -> int | None:
+        """Return the oldest version that a record names of a group that was sampled in flight; None: there is none."""
+        records = (record for opened in self._open.values() for of in opened.records.values() for record in of)
+        return min((record.sampled_by[0] for record in records if record.sampled_by is not None), default=None)
+
     def taken(self, step: int, history: str) -> Sequence[TakenGroup] | None:
         """Return the groups in flight that a step has taken with the same weights. None: that is not known."""
         if step > self._last:

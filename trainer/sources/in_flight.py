@@ -258,8 +258,11 @@ class InFlightSource(SamplingSource):
         self._trained = []
         # Those of groups that no step has trained on, also of groups that a dead run has recorded, and that are not
         # admitted again yet: they were admitted when this step could still be their last one.
-        oldest = self._version - self._window.last_step(0)
-        self.lineage.forget_before(min([oldest, *(thread.oldest_version for thread in self._threads.values())]))
+        versions = [self._version - self._window.last_step(0)]
+        versions += [thread.oldest_version for thread in self._threads.values()]
+        if (recorded := self.runner.journal.oldest_version()) is not None:  # with a larger limit, perhaps
+            versions.append(recorded)
+        self.lineage.forget_before(min(versions))
         super().commit(step)
 
     def _begin_ahead(self) -> None:
@@ -347,11 +350,12 @@ class InFlightSource(SamplingSource):
     def _note_needed(self, wanted: int, recorded: Sequence[int]) -> None:
         """Let groups that the step cannot do without wait for no later weights.
 
-        Without a record of what the step took, any groups in reach may do. So none is given up as long as another one
-        is generated.
+        Without a record of what the step took, any groups in reach may do. So none is given up as long as others can
+        take its place.
         """
         reach = self._window.reach(wanted)
-        is_stuck = all(self._threads[number].is_waiting for number in self._window.unfinished if number in reach)
+        waiting = {number for number in self._window.unfinished if self._threads[number].is_waiting}
+        is_stuck = not self._window.can_take_without(waiting, wanted)
         needed = recorded or (reach[:wanted] if is_stuck or len(reach) <= wanted else ())
         for number in needed:
             self._threads[number].is_needed = True

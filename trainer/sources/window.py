@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 
 class Window:
@@ -60,17 +60,25 @@ class Window:
 
     def take(self, count: int) -> list[int] | None:
         """Take the next `count` groups to train on. None: they are not finished yet."""
+        chosen = self._choose(count, lambda number: self._waiting[number])
+        for number in chosen or ():
+            del self._waiting[number]
+        self._taken += chosen or ()
+        return chosen
+
+    def can_take_without(self, missing: Collection[int], count: int) -> bool:
+        """Return whether `take` would find `count` groups if all but the missing ones were finished."""
+        return self._choose(count, lambda number: number not in missing) is not None
+
+    def _choose(self, count: int, is_usable: Callable[[int], bool]) -> list[int] | None:
         left, chosen = list(self._waiting), []
         while len(chosen) < count:
             inside = itertools.takewhile(lambda number: number < left[0] + self._window, left)
-            number = next((number for number in inside if self._waiting[number]), None)
+            number = next(filter(is_usable, inside), None)
             if number is None:
                 return None
             chosen.append(number)
             left.remove(number)
-        for number in chosen:
-            del self._waiting[number]
-        self._taken += chosen
         return chosen
 
     def can_take(self, numbers: Sequence[int]) -> bool:

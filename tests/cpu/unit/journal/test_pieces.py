@@ -17,6 +17,7 @@ from tests.support.jobs import wait_until
 from trainer.checkpoint.object_storage import ObjectStorage
 from trainer.checkpoint.storage import JOURNAL, open_storage, records_in, step_of_records
 from trainer.errors import UserError
+from trainer.journal.pieces import Pieces
 
 _names = itertools.count()
 
@@ -112,6 +113,45 @@ def test_records_that_a_run_has_left_behind_are_not_used_though_the_store_failed
     opened(tmp_path, 1, "h1", storage=storage).close()
     assert sorted(records_in(storage).values()) == [1, 2] == sorted(records_in(open_storage(str(tmp_path))).values())
     assert not list(tmp_path.glob(".journal/abandoned*"))
+
+
+def test_what_another_machine_has_recorded_since_stays(storage, tmp_path, monkeypatch):
+    """This machine went back to step 1 while the store failed. Another one committed step 3, and trained step 4."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    opened(here, 1, "h1", storage=storage).close()
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectStorage, "names", lambda *_: (_ for _ in ()).throw(OSError(110, "no answer")))
+        journal = opened(here, 1, "h1", storage=storage)
+        journal.remove_after(1)
+        journal.close()
+    other = opened(there, 3, "h3", storage=storage)
+    other.add(4, {other.key(4, "a"): group("a")})
+    other.wait()
+    assert other.settled(60)
+    other.close()
+    again = opened(here, 3, "h3", storage=storage)
+    assert again.find(4, [again.key(4, "a")])
+    again.close()
+    assert not list(here.glob(".journal/abandoned*"))
+
+
+def test_a_kill_while_a_run_goes_back_brings_nothing_back(storage, tmp_path, monkeypatch):
+    journal = opened(tmp_path, storage=storage)
+    train(journal, range(1, 4))
+    assert journal.settled(60)
+
+    def die(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pieces, "delete", die)
+        with pytest.raises(KeyboardInterrupt):
+            journal.remove_after(1)
+    journal.close()
+    for path in (tmp_path / ".journal").glob("step_[23]-*"):
+        path.unlink()
+    opened(tmp_path, 1, "h1", storage=storage).close()
+    assert sorted(records_in(storage).values()) == [1]
 
 
 def test_a_job_that_lost_the_store_neither_copies_nor_deletes(storage, tmp_path):

@@ -61,6 +61,7 @@ def test_records_of_one_group_come_in_the_order_of_their_versions(tmp_path):
         record(tmp_path, step, "a", "b", version=version)
     journal = opened(tmp_path)
     assert journal.candidates("a") == [(2, "start"), (10, "start")] and journal.candidates("c") == []
+    assert journal.oldest_version() == 2, "also of groups that this start has not admitted yet"
     assert len(journal.take("a", 10, "start")[0].samples[0].token_ids) == 6
     journal.close()
 

@@ -35,6 +35,13 @@ def test_few_groups_pass_one_that_takes_long():
     assert window.take(3) == [0, 3, 4]
 
 
+def test_what_a_step_cannot_do_without_is_known_before_the_others_are_finished():
+    window = Window(batch=2, max_staleness=2, window=2)
+    window.admit(6)
+    assert not window.can_take_without({0}, 2), "the first one holds the window, whatever becomes of the others"
+    assert window.can_take_without({1}, 2) and window.can_take_without((), 6) and not window.can_take_without((), 7)
+
+
 def test_a_step_takes_the_groups_that_it_took_before_if_they_are_in_reach():
     window = Window(batch=2, max_staleness=2, window=3)
     window.admit(6)
