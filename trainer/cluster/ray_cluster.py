@@ -119,6 +119,7 @@ class RayCluster:
                         self.release(group)
             if self._head is not None and kind is not None and not issubclass(kind, (UserError, Stopped)):
                 self._head.save_logs(os.path.join(self.cfg.trainer.run_dir, RAY_LOGS))
+            failed = failed or self._failed_process()  # it may have failed since
             if self._head is not None and failed:
                 self._head.close()
             if not failed or os.getppid() != 1:
