@@ -196,10 +196,8 @@ class RayCluster:
             if count == t.num_workers or time.monotonic() - started > limit_s:
                 break
             if not is_waiting:
-                is_waiting, key = (
-                    True,
-                    "" if limit_s == time_limits.CAPACITY_WAIT_S else " (trainer.placement_timeout_s)",
-                )
+                is_waiting = True
+                key = "" if limit_s == time_limits.CAPACITY_WAIT_S else " (trainer.placement_timeout_s)"
                 text = "the cluster has capacity for %d of %d ranks: waiting for more, up to %g s%s"
                 LOG.info(text, count, t.num_workers, limit_s, key)
             SIGNALS.check()

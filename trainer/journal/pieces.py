@@ -112,7 +112,7 @@ class Pieces:
         return data
 
     def written_at(self, name: str) -> float:
-        """Return when this machine wrote a file; 0 if the file was fetched from the store, or is gone."""
+        """Return the time at which this machine wrote a file. 0: it came from the store, or does not exist any more."""
         with contextlib.suppress(OSError):
             return os.stat(self.path(name)).st_mtime_ns
         return 0
@@ -202,12 +202,13 @@ class Upkeep:
 
         If the store fails, `fetch` tries again, and brings nothing before it has succeeded.
         """
-        before, last = self._pieces.abandoned_after, step
-        if self._storage is not None:  # first of all: after a kill, what is in the store must not come back
-            last = self._pieces.abandoned_after = step if before is None else min(before, step)
-        self._remove_here(lambda of: of > step)
         if self._storage is None:
+            self._remove_here(lambda of: of > step)
             return
+        before = self._pieces.abandoned_after
+        # First of all: after a kill, what is in the store must not come back.
+        last = self._pieces.abandoned_after = step if before is None else min(before, step)
+        self._remove_here(lambda of: of > step)
         try:
             self._remove_abandoned(self._storage, last)
         except OSError as error:

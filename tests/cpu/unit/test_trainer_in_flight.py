@@ -155,7 +155,7 @@ def test_a_step_that_does_not_know_what_it_took_takes_other_groups(tmp_path, mod
 
 
 def test_no_group_begins_after_the_last_step(tmp_path, model, monkeypatch):
-    """With dynamic sampling nobody knows how many the run needs."""
+    """Dynamic sampling drops groups. So the run does not know beforehand how many it needs."""
     versions = []
 
     class Noted(GroupThread):
