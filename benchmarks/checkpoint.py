@@ -73,7 +73,7 @@ class Measured:
         worker = self.rank.roles["policy"]
         assert isinstance(worker, PolicyWorker)
         self.policy, self.data = worker, make_batch(np.full(4, 32), 256, completion=31)
-        self.policy.update(self.data, 1)  # the optimizer has a state from here on
+        self.rank.update("policy", self.data, 1)  # the optimizer has a state from here on
 
     def clock(self, name: str, action: Callable[[], Any]) -> Any:
         """Measure what all ranks do together; return what `action` returns."""
@@ -148,7 +148,7 @@ class Measured:
     def rollout(self) -> None:
         started = time.monotonic()
         while True:
-            self.policy.logprobs(self.data)
+            self.rank.score("policy", "logprobs", self.data)
             over = torch.tensor(float(time.monotonic() - started > self.args.rollout_s))
             dist.all_reduce(over, dist.ReduceOp.MAX)  # all ranks leave together
             if over > 0:
@@ -161,7 +161,7 @@ class Measured:
         self.rank.begin_save(["policy"], ShardedFiles(path))
         begun = time.monotonic() - started
         self.rollout()
-        self.policy.update(self.data, 2)
+        self.rank.update("policy", self.data, 2)
         blocked = torch.tensor(begun + self.rank.pop_stall_seconds())
         dist.all_reduce(blocked, dist.ReduceOp.MAX)
         self.times.setdefault(name, []).append(float(blocked))

@@ -30,8 +30,8 @@ from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.engine_pool import EnginePool
 from trainer.learner.learner import Learner
 from trainer.metrics.timing import Timer
-from trainer.parallel.batching import Batch, count_shared_tokens, select
-from trainer.parallel.load_balancing import Plan, Rows, plan_micro_batches
+from trainer.parallel.batching import Batch
+from trainer.parallel.shares import Limits, Share, divide
 from trainer.workers.base import RankUpdate
 
 SPEC = EngineSpec("benchmarks.driver_scale:FakeEngine", gpus=False)
@@ -39,21 +39,23 @@ _THREADS = 32
 
 
 class FakeRank:
-    """Answers like a rank, for every `count`-th row of a batch."""
+    """Answers like a rank."""
 
-    def __init__(self, rank: int, count: int):
-        self.rank, self.count = rank, count
+    def __init__(self, rank: int):
+        self.rank = rank
 
     def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        if method == "limits":
+            return self.rank, Limits(16384, 1e-5, True)
         if method not in ("logprobs", "values", "update"):
             return None
-        rows, width = args[0].value["input_ids"].shape
-        own = np.arange(self.rank, rows, self.count)
+        share: Share = args[0].value
+        width = share.batch["input_ids"].shape[1]
         if method == "update":
             metrics = {"loss": 0.0, "grad_norm": 1.0, "lr": 1e-6, "kl": 0.0, "clip_frac": 0.0, "entropy": 1.0}
-            first = own[: len(own) // 2]
+            first = share.rows[[row for rows in share.parts[0].micro_batches for row in rows]]
             return RankUpdate(metrics, first, np.zeros((len(first), width), np.float32), 1000)
-        return own, np.zeros((len(own), width), np.float32)
+        return share.rows, np.zeros((len(share.rows), width), np.float32)
 
     def begin_save(self, roles: list[str], files: Any) -> None:
         pass
@@ -94,7 +96,7 @@ class Threads:
 
     def __init__(self) -> None:
         self.pool = ThreadPoolExecutor(_THREADS)
-        self.received = 0
+        self.received = self.stored = 0
 
     def begin(self, process: Any, channel: str, method: str, args: tuple, kwargs: dict[str, Any]) -> Future:
         if channel in ("heartbeat", "placements"):
@@ -143,7 +145,7 @@ class ThreadCluster:
 
     def launch_ranks(self, name: str, factory: Any, env: dict[str, str], count: int | None = None) -> WorkerGroup:
         total = count or self.count_ranks()
-        return WorkerGroup(name, total, lambda rank: FakeRank(rank, total), self.backend, self.timeouts)
+        return WorkerGroup(name, total, FakeRank, self.backend, self.timeouts)
 
     def launch_engines(
         self, factory: Any, args: Sequence[tuple], env: dict[str, str], find_gpus: Any = None
@@ -154,7 +156,7 @@ class ThreadCluster:
         return True
 
     def put(self, value: Any) -> Stored:
-        pickle.dumps(value, pickle.HIGHEST_PROTOCOL)  # the copy into the object store
+        self.backend.stored += len(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))  # the copy into the object store
         return Stored(value)
 
     def release(self, group: WorkerGroup) -> None:
@@ -186,19 +188,19 @@ def episodes_of(prompts: int, n: int, tokens: int) -> list[Episode]:
     ]
 
 
-def plan_of(batch: Batch, ranks: int) -> Plan:
-    """Return the micro-batches of half of the batch, which every rank plans for all."""
-    half = select(batch, np.flatnonzero(batch["group_ids"] < batch["group_ids"].max() / 2))
-    rows = Rows(half["lengths"], 1e-5, half["group_ids"], count_shared_tokens(half))
-    return plan_micro_batches(rows, ranks, 16384)
+def plan_of(batch: Batch, ranks: int) -> list[Share]:
+    """Return the shares of a batch that is scored."""
+    batch = {name: batch[name] for name in ("input_ids", "mask", "lengths", "group_ids")}
+    return divide(batch, [np.arange(len(batch["lengths"]))], Limits(16384, 1e-5, True), ranks)
 
 
 def timed(name: str, function: Callable[[], Any], backend: Threads) -> Any:
     """Print what `function` takes, and return its result."""
-    received, begin, cpu = backend.received, time.perf_counter(), time.thread_time()
+    received, stored, begin, cpu = backend.received, backend.stored, time.perf_counter(), time.thread_time()
     result = function()
     wall, used = time.perf_counter() - begin, time.thread_time() - cpu
-    print(f"| {name} | {wall:.2f} s | {used:.2f} s | {(backend.received - received) / 1e6:,.0f} MB |", flush=True)
+    moved = f"{(backend.stored - stored) / 1e6:,.0f} MB | {(backend.received - received) / 1e6:,.0f} MB"
+    print(f"| {name} | {wall:.2f} s | {used:.2f} s | {moved} |", flush=True)
     return result
 
 
@@ -215,7 +217,7 @@ def main() -> None:
     cluster = ThreadCluster(cfg, response)
     backend = cluster.backend
     print(f"{args.ranks} ranks, {args.engines} engines, {args.prompts * args.n:,} sequences of {args.tokens} tokens\n")
-    print("| part | clock | CPU of the driver | received |\n|---|---|---|---|", flush=True)
+    print("| part | clock | CPU of the driver | sent to the ranks | received |\n|---|---|---|---|---|", flush=True)
     learner = timed("groups of workers", lambda: Learner(cfg, cluster, Timer()), backend)  # type: ignore[arg-type]
     pool = EnginePool(cfg, cluster, learner.ranks, "model")  # type: ignore[arg-type]
     timed("a call of all ranks", lambda: learner.ranks.call("policy", "nothing"), backend)
@@ -227,7 +229,7 @@ def main() -> None:
     episodes = episodes_of(args.prompts, args.n, args.tokens)
     experience = timed("scores of two roles, advantages", lambda: learner.score(episodes, 1), backend)
     timed("update", lambda: learner.update(experience, 1), backend)
-    timed("micro-batches of an optimizer step (each rank)", lambda: plan_of(experience.batch, args.ranks), backend)
+    timed("the plan and the shares of a batch alone", lambda: plan_of(experience.batch, args.ranks), backend)
     timed("begin and end of a save", lambda: learner.ranks.begin_save(None)(), backend)
     print(f"\nlargest memory of the process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.1f} GB")
 

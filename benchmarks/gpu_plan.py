@@ -61,8 +61,8 @@ def measure(cfg: Config, device: str, directory: str, plan: Plan, name: str) -> 
         batch = make_batch(lengths, config_of(name).vocab_size, completion=RESPONSE, group=N)
         scored = {key: batch[key] for key in ("input_ids", "mask", "lengths", "group_ids")}
         calls: dict[str, Callable[[], Any]] = {
-            "scores": lambda: rank.call("policy", "logprobs", scored),
-            "update": lambda: rank.call("policy", "update", batch, 1),
+            "scores": lambda: rank.score("policy", "logprobs", scored),
+            "update": lambda: rank.update("policy", batch, 1),
         }
         calls["update"]()  # the optimizer has its states
         phases = {phase.name.split()[0]: phase for phase in plan.members[0].phases}

@@ -16,6 +16,7 @@ import numpy as np
 
 from benchmarks.models import SHAPES, add_data, make_model
 from benchmarks.ranks import cpu_seconds, gsm8k_lengths, make_batch, one_policy
+from trainer.workers.policy import PolicyWorker
 
 
 def main() -> None:
@@ -31,8 +32,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = os.path.join(directory, "model")
         make_model(SHAPES[args.model], args.data, path)
-        with one_policy(path, directory, args.dtype) as worker:
-            base = None
+        with one_policy(path, directory, args.dtype) as rank:
+            base, worker = None, rank.roles["policy"]
+            assert isinstance(worker, PolicyWorker)
             for name, sizes, most, shares in (
                 ("packed rows", lengths, 16384, False),
                 ("one row at a time", lengths, 1, False),
@@ -42,9 +44,9 @@ def main() -> None:
                 worker.max_tokens, worker.shares_prompts = most, shares
                 batch = make_batch(sizes, SHAPES[args.model].vocabulary)
                 before = worker.tokens_computed
-                worker.update(batch, 1)
+                rank.update("policy", batch, 1)
                 computed = worker.tokens_computed - before
-                seconds = cpu_seconds(lambda batch=batch: worker.update(batch, 1))
+                seconds = cpu_seconds(lambda batch=batch: rank.update("policy", batch, 1))
                 base = base or seconds
                 print(
                     f"| {name} | {lengths.sum():,} | {computed:,} | {seconds:.2f} s | {seconds / base:.2f} |",

@@ -164,8 +164,9 @@ def measure(path: str, directory: str, dtype: str, batch: Batch) -> tuple[list[d
         before = profiled(plain.logprobs), profiled(plain.update)
         parameters = plain.model.num_parameters()
         del plain
-        with one_policy(path, directory, dtype) as worker:
-            now = profiled(lambda: worker.logprobs(scored)), profiled(lambda: worker.update(batch, 1))
+        with one_policy(path, directory, dtype) as rank:
+            logprobs = profiled(lambda: rank.score("policy", "logprobs", scored))
+            now = logprobs, profiled(lambda: rank.update("policy", batch, 1))
     return [before[0], now[0], before[1], now[1]], parameters
 
 

@@ -16,7 +16,6 @@ from trainer.config import Config, policy_role
 from trainer.parallel.batching import Batch
 from trainer.parallel.mesh import destroy_process_group
 from trainer.workers.host_memory import storages_of
-from trainer.workers.policy import PolicyWorker
 from trainer.workers.rank import Rank
 
 
@@ -52,8 +51,8 @@ def make_batch(lengths: np.ndarray, vocabulary: int, completion: int = 64, group
 
 
 @contextmanager
-def one_policy(path: str, directory: str, dtype: str, **trainer: Any) -> Iterator[PolicyWorker]:
-    """The policy on one rank in this process, which computes with one thread. `trainer`: settings of that section.
+def one_policy(path: str, directory: str, dtype: str, **trainer: Any) -> Iterator[Rank]:
+    """One rank with the policy, in this process, which computes with one thread. `trainer`: settings of that section.
 
     Rows share no tokens unless the settings say so, so that the FLOPs of a row are known.
     """
@@ -69,9 +68,7 @@ def one_policy(path: str, directory: str, dtype: str, **trainer: Any) -> Iterato
     rank.connect(f"file://{store}")
     try:
         rank.build([policy_role(rank.cfg)], path)
-        worker = rank.roles["policy"]
-        assert isinstance(worker, PolicyWorker)
-        yield worker
+        yield rank
     finally:
         rank.roles.clear()
         destroy_process_group()
@@ -87,10 +84,10 @@ class TimedRank:
         """Return the seconds on the clock and the CPU seconds of an update."""
         self._rank.connect(address)
         self._rank.build([policy_role(self._rank.cfg)], path)
-        self._rank.call("policy", "update", batch, 1)
+        self._rank.update("policy", batch, 1)
         begin, cpu = time.perf_counter(), time.process_time()
         for step in (2, 3):
-            self._rank.call("policy", "update", batch, step)
+            self._rank.update("policy", batch, step)
         return (time.perf_counter() - begin) / 2, (time.process_time() - cpu) / 2
 
 
@@ -115,12 +112,12 @@ class PlannedRank:
         def score() -> None:
             for role in roles:
                 if role.scores:
-                    rank.call(role.name, "values" if role.scores == "values" else "logprobs", scored)
+                    rank.score(role.name, "values" if role.scores == "values" else "logprobs", scored)
 
         def update() -> None:
             for role in reversed(roles):
                 if role.trained:
-                    rank.call(role.name, "update", batch, 1)
+                    rank.update(role.name, batch, 1)
 
         score()
         update()  # the states of the optimizer are there now

@@ -66,11 +66,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = os.path.join(directory, "small")
         make_model(SMALL, args.data, path)
-        with one_policy(path, directory, "float32") as worker:
+        with one_policy(path, directory, "float32") as rank:
 
             def cost(rows: float, length: float) -> float:
                 batch = make_batch(np.full(int(rows), int(length)), SMALL.vocabulary, completion=int(length))
-                return cpu_seconds(lambda: worker.update(batch, 1), repeat=1)
+                return cpu_seconds(lambda: rank.update("policy", batch, 1), repeat=1)
 
             print_growth("tokens of each of 8 sequences", (256, 512, 1024, 2048), lambda length: cost(8, length))
             print_growth("sequences of 256 tokens", (8, 16, 32, 64), lambda rows: cost(rows, 256))
@@ -83,8 +83,8 @@ def main() -> None:
         def cost_of_model(parameters: float) -> float:
             name = sizes[int(parameters)]
             batch = make_batch(np.full(16, 128), MODELS[name].vocabulary, completion=64)
-            with one_policy(os.path.join(directory, name), directory, "float32") as worker:
-                return cpu_seconds(lambda: worker.update(batch, 1))
+            with one_policy(os.path.join(directory, name), directory, "float32") as rank:
+                return cpu_seconds(lambda: rank.update("policy", batch, 1))
 
         print_growth("parameters", sizes, cost_of_model)
 

@@ -51,14 +51,14 @@ def print_shares(name: str, dtype: str, rows: int, path: str, directory: str) ->
     batch = make_batch(lengths, shape.vocabulary)
     scored = {key: batch[key] for key in ("input_ids", "mask", "lengths", "group_ids")}
     limit = matmul_flops(dtype)
-    with one_policy(path, directory, dtype) as worker:
+    with one_policy(path, directory, dtype) as rank:
         head = shape.vocabulary * shape.hidden
-        blocks = worker.num_parameters()[0] - head
+        blocks = rank.roles["policy"].num_parameters()[0] - head
         attention = 2 * shape.layers * 64 * shape.heads * float((lengths.astype(float) ** 2).sum())
         flops = 2 * blocks * lengths.sum() + 2 * head * batch["mask"].sum() + attention
         for phase, factor, run in (
-            ("log-probs", 1, lambda: worker.logprobs(scored)),
-            ("update", 3, lambda: worker.update(batch, 1)),
+            ("log-probs", 1, lambda: rank.score("policy", "logprobs", scored)),
+            ("update", 3, lambda: rank.update("policy", batch, 1)),
         ):
             seconds = cpu_seconds(run, repeat=1)
             print(

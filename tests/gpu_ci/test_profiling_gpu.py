@@ -48,7 +48,7 @@ def run_out_of_memory(rank: Rank, path: str) -> tuple[str, str]:
         while True:
             hog.append(torch.empty(2**20, dtype=torch.uint8, device="cuda"))
     with pytest.raises(torch.OutOfMemoryError) as failed:
-        rank.call("policy", "update", make_batch(), 2)
+        rank.update("policy", make_batch(), 2)
     return snapshot_path(rank.cfg.trainer.run_dir, "policy_rank_0"), str(failed.value)
 
 

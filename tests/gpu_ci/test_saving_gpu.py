@@ -54,7 +54,7 @@ def save_twice_under_load(rank: Rank, path: str, directory: str) -> None:
         expected = weights(worker)
         files = ShardedFiles(f"{directory}/{number}")
         rank.begin_save(["policy"], files)
-        worker.logprobs(batch)
+        rank.score("policy", "logprobs", batch)
         update(rank, "policy", batch, 2)
         rank.finish_save()
         after = weights(worker)

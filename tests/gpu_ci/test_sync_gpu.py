@@ -82,7 +82,7 @@ def take_turns(rank: Rank, path: str) -> None:
     )
     requests = with_sampling(make_requests(8), dataclasses.replace(SAMPLED, temperature=1.0))
     for version in (1, 2):
-        difference = disagreement(worker, requests, engine.generate(requests))
+        difference = disagreement(rank, requests, engine.generate(requests))
         assert difference < 1e-3, f"version {version} disagrees by {difference}"
         awake = torch.cuda.memory_allocated() if rank.device == "cuda" else 1
         engine.sleep()
@@ -99,7 +99,7 @@ def take_turns(rank: Rank, path: str) -> None:
     assert {completion.weight_versions for completion in engine.generate(requests[:2])} == {(3, 3)}
 
 
-def disagreement(worker: PolicyWorker, requests, completions) -> float:
+def disagreement(rank: Rank, requests, completions) -> float:
     """The largest difference of a log-prob of the engine from that of the policy."""
     rows = [[*r.prompt_token_ids, *c.token_ids] for r, c in zip(requests, completions, strict=True)]
     lengths = np.asarray([len(row) for row in rows])
@@ -108,7 +108,7 @@ def disagreement(worker: PolicyWorker, requests, completions) -> float:
     mask = ((columns >= prompts[:, None]) & (columns < lengths[:, None])).astype(np.float32)
     ids = stack_padded(rows, np.int64, lengths.max())
     batch = {"input_ids": ids, "mask": mask, "lengths": lengths, "group_ids": np.arange(len(rows))}
-    order, found = worker.logprobs(batch)
+    order, found = rank.score("policy", "logprobs", batch)
     logprobs = np.zeros_like(found)
     logprobs[order] = found
     return max(
@@ -132,7 +132,7 @@ def packed_and_alone(rank: Rank, path: str) -> tuple[float, float, float]:
     batch, results = make_batch(), []
     for tokens in (16384, 1, 60):  # all rows packed, each alone, a few packed
         worker.max_tokens = tokens
-        rows, values = worker.logprobs(batch)
+        rows, values = rank.score("policy", "logprobs", batch)
         ordered = np.zeros_like(values)
         ordered[rows] = values
         results.append(ordered)

@@ -22,7 +22,7 @@ GROUPS, PER_GROUP, WIDTH = 6, 4, 24
 
 def update(rank: Rank, role: str, batch: Batch, step: int, kl_coef: float | None = None) -> dict[str, float]:
     """The metrics of all optimizer steps of `role` on `batch`."""
-    return rank.call(role, "update", batch, step, None if kl_coef is None else {"kl_coef": kl_coef}).metrics
+    return rank.update(role, batch, step, None if kl_coef is None else {"kl_coef": kl_coef}).metrics
 
 
 def make_batch() -> Batch:
@@ -69,8 +69,8 @@ def train_two_steps(rank: Rank, path: str, out: str | None = None) -> dict:
     metrics = [update(rank, role, batch, step) for step in (1, 2) for role in ("critic", "policy")]
     if out:
         rank.call("policy", "write_weights", out, "float32")
-    rows, logprobs = rank.call("policy", "logprobs", batch)
-    _, values = rank.call("critic", "values", batch)
+    rows, logprobs = rank.score("policy", "logprobs", batch)
+    _, values = rank.score("critic", "values", batch)
     return {"metrics": metrics, "rows": rows, "logprobs": logprobs, "values": values}
 
 
@@ -168,7 +168,7 @@ def train_with_parking(rank: Rank, path: str, directory: str) -> dict:
     rank.begin_save(["policy", "critic"], ShardedFiles(directory))
     rank.release_memory()  # it waits until the save has copied the states
     rank.finish_save()
-    logprobs = rank.call("policy", "logprobs", batch)[1]
+    logprobs = rank.score("policy", "logprobs", batch)[1]
     rank.release_memory()
     metrics += [update(rank, role, batch, 2) for role in ("critic", "policy")]
     return {"metrics": metrics, "logprobs": float(np.abs(logprobs).sum()), "held": held}

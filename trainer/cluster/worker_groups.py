@@ -239,6 +239,10 @@ class WorkerGroup:
         """Call `method` on all workers with the same arguments. Return the results in the order of the workers."""
         return self.start(method, *args, **kwargs).result()
 
+    def call_each(self, method: str, args: Sequence[tuple]) -> list[Any]:
+        """Call `method` on all workers, each with its own arguments. Return the results in the order of the workers."""
+        return self._start("call", method, dict(enumerate(args))).result()
+
     def call_one(self, worker: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call `method` on one worker and return the result."""
         futures = CallFutures(self)
@@ -247,15 +251,15 @@ class WorkerGroup:
 
     def start(self, method: str, *args: Any, **kwargs: Any) -> CallFutures:
         """Begin to call `method` on all workers. `result()` of the returned object waits for the results."""
-        return self._start("call", method, *args, **kwargs)
+        return self._start("call", method, dict.fromkeys(range(len(self)), args), **kwargs)
 
     def start_background(self, method: str, *args: Any, workers: Collection[int] | None = None) -> CallFutures:
         """Begin to call `method` on these workers (None: on all), while other calls run."""
-        return self._start("background", method, *args, workers=workers)
+        return self._start("background", method, dict.fromkeys(range(len(self)) if workers is None else workers, args))
 
     def placements(self) -> list[dict[str, Any]]:
         """Return host, node id and GPU ids of each worker."""
-        return self._start("placements", "").result()
+        return self._start("placements", "", dict.fromkeys(range(len(self)), ())).result()
 
     def record_duration(self, method_key: str, seconds: float) -> None:
         """Record how long a call with this method key took."""
@@ -309,13 +313,11 @@ class WorkerGroup:
             worker.end()
         self.workers = []
 
-    def _start(
-        self, channel: str, method: str, *args: Any, workers: Collection[int] | None = None, **kwargs: Any
-    ) -> CallFutures:
+    def _start(self, channel: str, method: str, args: Mapping[int, tuple], **kwargs: Any) -> CallFutures:
         futures = CallFutures(self, channel)
         with SIGNALS.deferred():  # if only some workers got the call, a collective would wait for the others
-            for worker in range(len(self)) if workers is None else workers:
-                futures.begin(worker, method, *args, **kwargs)
+            for worker, own in args.items():
+                futures.begin(worker, method, *own, **kwargs)
         return futures
 
 

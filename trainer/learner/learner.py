@@ -9,15 +9,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
+import torch
 
-from trainer.algorithms import AdaptiveKL, FixedKL
+from trainer.algorithms import AdaptiveKL, FixedKL, Totals
 from trainer.cluster.worker_groups import Cluster
 from trainer.config import Config
 from trainer.episodes import Episode, Sample, TokenScores
-from trainer.learner.train_workers import TrainWorkers
+from trainer.learner.train_workers import StoredBatch, TrainWorkers
 from trainer.metrics.throughput import model_flops
 from trainer.metrics.timing import Timer
-from trainer.objectives.base import Experience, make_objective
+from trainer.objectives.base import GROUP, Experience, make_objective
 from trainer.objectives.batches import build_batch
 from trainer.parallel.batching import Batch, select
 from trainer.parallel.profiling import step_directory
@@ -110,14 +111,14 @@ class Learner:
         inputs = {name: batch[name] for name in ("input_ids", "mask", "lengths", "group_ids")}
         found = {}
         with self.timer("logprob"):
-            stored = self.cluster.put(inputs) if size in counts else None
+            stored = StoredBatch(self.cluster, inputs)
             for score, count in zip(scores, counts, strict=True):
                 if count == size:
-                    found[score.name] = self.ranks.score(score.role, score.output, stored, (size, width))
+                    found[score.name] = self.ranks.score(score.role, score.output, stored)
                     continue
                 rows, array = score.rows, np.zeros((size, width), np.float32)
-                some = self.cluster.put(select(inputs, rows))
-                array[rows] = self.ranks.score(score.role, score.output, some, (count, width))
+                some = StoredBatch(self.cluster, select(inputs, rows))
+                array[rows] = self.ranks.score(score.role, score.output, some)
                 found |= {score.name: array, f"has_{score.name}": np.isin(np.arange(size), rows)}
         return batch | found
 
@@ -129,12 +130,14 @@ class Learner:
         """
         objective, batch, metrics = self.objective, experience.batch, dict(experience.metrics)
         roles, logprobs, entropy = objective.updates(step), None, None
-        tokens = sum(int(batch["lengths"][rows].sum()) for rows in objective.mini_batches(batch, step))
+        mini_batches = objective.mini_batches(batch, step)
+        tokens = sum(int(batch["lengths"][rows].sum()) for rows in mini_batches)
         self._epochs = tokens / int(batch["lengths"].sum())
         with self.timer("update"):
-            stored = self.cluster.put(batch)
+            stored = StoredBatch(self.cluster, batch, mini_batches, keeps_groups=objective.unit == GROUP)
             for role in roles:
-                update = self.ranks.update(role, stored, batch["input_ids"].shape, step, objective.numbers())
+                totals = [objective.totals(role, select(batch, rows)) for rows in mini_batches]
+                update = self.ranks.update(role, stored, step, totals, objective.numbers())
                 metrics |= zip(objective.metric_names(role, list(update.metrics)), update.metrics.values(), strict=True)
                 if role == "policy":
                     logprobs, entropy, self._shared = update.logprobs, update.entropy, 1 - update.tokens / tokens
@@ -168,12 +171,13 @@ class Learner:
     def loss(self, samples: Sequence[Sample]) -> float:
         """Return the cross-entropy of validation samples under the policy, in nats per token."""
         batch = build_batch(samples, [str(i) for i in range(len(samples))])
-        return self.ranks.call("policy", "cross_entropy", self.cluster.put(batch))
+        totals = Totals.of(torch.from_numpy(batch["mask"]))
+        return self.ranks.cross_entropy(StoredBatch(self.cluster, batch), totals)
 
     def last_scores(self, role: str, samples: Sequence[Sample]) -> np.ndarray:
         """Return what a role with a head `score` gives each sample after its last token, `(B,)`: a reward model."""
         batch = build_batch(samples, [str(i) for i in range(len(samples))])
-        scores = self.ranks.score(role, "values", self.cluster.put(batch), batch["input_ids"].shape)
+        scores = self.ranks.score(role, "values", StoredBatch(self.cluster, batch))
         return scores[np.arange(len(samples)), batch["lengths"] - 1]
 
     def accuracy(self, samples: Sequence[Sample]) -> float:
@@ -182,7 +186,7 @@ class Learner:
         It would: if each token is the likeliest one after those before it, greedy decoding chooses them one by one.
         """
         batch = build_batch(samples, [str(i) for i in range(len(samples))])
-        chosen = self.ranks.score("policy", "is_likeliest", self.cluster.put(batch), batch["input_ids"].shape) > 0
+        chosen = self.ranks.score("policy", "is_likeliest", StoredBatch(self.cluster, batch)) > 0
         return float((chosen | (batch["mask"] == 0)).all(axis=1).mean())
 
     def restart(self, model_path: str) -> None:

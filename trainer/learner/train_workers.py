@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from trainer.algorithms import Totals
 from trainer.cluster.resources import rank_environment
 from trainer.cluster.worker_groups import CallFutures, Cluster, WorkerGroup
 from trainer.config import Config
@@ -17,6 +18,8 @@ from trainer.config.axes import axis_sizes
 from trainer.errors import FailureSource
 from trainer.metrics.throughput import peak_flops
 from trainer.models.files import resolve_model_path
+from trainer.parallel.batching import Batch
+from trainer.parallel.shares import Limits, divide
 from trainer.process.startup import importing
 
 
@@ -41,6 +44,37 @@ class RoleUpdate:
     computed."""
 
 
+class StoredBatch:
+    """A batch whose shares are stored for the ranks. Roles whose micro-batches have the same limits have one copy.
+
+    Args:
+        parts: the rows of each mini-batch. None: the batch is scored as a whole.
+        keeps_groups: no micro-batch has a part of a group.
+    """
+
+    def __init__(
+        self, cluster: Cluster, batch: Batch, parts: Sequence[np.ndarray] | None = None, keeps_groups: bool = False
+    ):
+        self.shape: tuple[int, int] = batch["input_ids"].shape
+        self._cluster = cluster
+        self._batch = batch
+        self._parts = [np.arange(self.shape[0])] if parts is None else parts
+        self._keeps_groups = keeps_groups
+        self._stored: dict[tuple[Limits, int], list[Any]] = {}
+
+    def shares(self, indices: Sequence[int], limits: Limits) -> list[Any]:
+        """Return a reference to the share of each rank.
+
+        Args:
+            indices: of the shares that the ranks compute. Ranks of the same index get the same share.
+        """
+        key = limits, max(indices) + 1
+        if key not in self._stored:
+            shares = divide(self._batch, self._parts, *key, self._keeps_groups)
+            self._stored[key] = [self._cluster.put(share) for share in shares]
+        return [self._stored[key][index] for index in indices]
+
+
 class TrainWorkers:
     """Policy, critic and reference over their rank actors.
 
@@ -53,10 +87,12 @@ class TrainWorkers:
         self.roles = {spec.name: spec for spec in cfg.roles}
         self.saved_roles = [spec.name for spec in cfg.roles if spec.saved]
         self._groups: dict[str, WorkerGroup] = {}
+        self._known_limits: dict[str, tuple[list[int], Limits]] = {}
         self.launch()
 
     def launch(self) -> None:
         """Begin to start the processes. What `begin` returns waits for them."""
+        self._known_limits.clear()
         env = rank_environment(self.cluster.device, os.environ, self.cfg.trainer.deterministic)
         count = self.cluster.count_ranks()
         hosts = [tuple(self.roles)] if self.cfg.trainer.colocate_roles else [(role,) for role in self.roles]
@@ -121,20 +157,37 @@ class TrainWorkers:
         """Begin `method` on all ranks of `role`; `result()` waits for it."""
         return self._groups[role].start("call", role, method, *args, **kwargs)
 
-    def score(self, role: str, output: str, batch: Any, shape: tuple[int, int]) -> np.ndarray:
-        """Return the `output` `(B, T)` of a role for the stored `batch`: `logprobs`, `values` or `is_likeliest`."""
-        return _assemble(self._groups[role].call("call", role, output, batch), shape)
+    def score(self, role: str, output: str, batch: StoredBatch) -> np.ndarray:
+        """Return the `output` `(B, T)` of a role for a batch: `logprobs`, `values` or `is_likeliest`."""
+        return _assemble(self._call_shares(role, output, batch), batch.shape)
+
+    def cross_entropy(self, batch: StoredBatch, totals: Totals) -> float:
+        """Return the cross-entropy of a batch under the policy, in nats per token."""
+        return self._call_shares("policy", "cross_entropy", batch, totals)[0]
 
     def update(
-        self, role: str, batch: Any, shape: tuple[int, int], step: int, numbers: Mapping[str, float]
+        self, role: str, batch: StoredBatch, step: int, totals: Sequence[Any], numbers: Mapping[str, float]
     ) -> RoleUpdate:
-        """Make all optimizer steps of a role on the stored `batch` (see `TrainedWorker.update`)."""
-        updates = self._groups[role].call("call", role, "update", batch, step, numbers)
+        """Make all optimizer steps of a role on a batch (see `TrainedWorker.update`)."""
+        updates = self._call_shares(role, "update", batch, step, totals, numbers)
+        shape = batch.shape
         parts = [(update.rows, update.logprobs) for update in updates]
         logprobs = _assemble(parts, shape) if any(len(rows) for rows, _ in parts) else None
         entropies = [update.entropy for update in updates if update.entropy is not None and len(update.entropy[0])]
         entropy = _assemble(entropies, shape) if entropies else None
         return RoleUpdate(updates[0].metrics, logprobs, sum(update.tokens for update in updates), entropy)
+
+    def _call_shares(self, role: str, method: str, batch: StoredBatch, *args: Any) -> list[Any]:
+        """Call `method` of a role on all its ranks, each with its share of a batch; return their answers."""
+        shares = batch.shares(*self._limits(role))
+        return self._groups[role].call_each("call", [(role, method, share, *args) for share in shares])
+
+    def _limits(self, role: str) -> tuple[list[int], Limits]:
+        """Return which share each rank of a role computes, and what decides their micro-batches."""
+        if role not in self._known_limits:
+            answers = self._groups[role].call("call", role, "limits")
+            self._known_limits[role] = [index for index, _ in answers], answers[0][1]
+        return self._known_limits[role]
 
     def check_shared(self, dtype: str) -> None:
         """Check that `share_weights` will have enough shared memory.
@@ -284,10 +337,10 @@ class TrainWorkers:
 
 
 def _assemble(parts: list[tuple[np.ndarray, np.ndarray]], shape: tuple[int, int]) -> np.ndarray:
-    """The ranks' rows put back in batch order."""
+    """The ranks' rows put back in batch order, zero-padded."""
     out = np.zeros(shape, dtype=np.float32)
     for rows, values in parts:
-        out[rows] = values
+        out[rows, : values.shape[1]] = values
     return out
 
 

@@ -147,27 +147,24 @@ class Objective:
         """
         return {}
 
-    # ---------------------------------------------------------------------------------------------------
-    # On the driver and on the ranks
-
     def mini_batches(self, batch: Batch, step: int) -> list[np.ndarray]:
         """Return the rows of each optimizer step: whole groups."""
         return mini_batches(batch["group_ids"], self.cfg.trainer, step)
+
+    def totals(self, role: str, batch: Batch) -> Any:
+        """Return what `loss` divides by: numbers of the whole mini-batch `batch`, of which it sees pieces on a rank.
+
+        By default a `Totals`, as `aggregate` takes it.
+        """
+        return Totals.of(torch.from_numpy(np.ascontiguousarray(batch["mask"])))
+
+    # ---------------------------------------------------------------------------------------------------
+    # On the ranks
 
     def scheduled_steps(self, spec: RoleSpec) -> int:
         """Return the number of optimizer steps over which the learning rate of a trained role is scheduled."""
         assert spec.optimizer is not None, f"{spec.name} is not trained"
         return spec.optimizer_steps(spec.optimizer.schedule_steps or self.cfg.total_steps)
-
-    # ---------------------------------------------------------------------------------------------------
-    # On the ranks
-
-    def totals(self, role: str, batch: Batch) -> Any:
-        """Return what `loss` divides by: numbers of the whole mini-batch `batch`, of which it sees pieces.
-
-        By default a `Totals`, as `aggregate` takes it.
-        """
-        return Totals.of(torch.from_numpy(np.ascontiguousarray(batch["mask"])))
 
     def entropy(self, batch: Batch | MicroBatch) -> str | None:
         """Return whether the loss needs the entropy of the tokens: as a `value`, with its `gradient`, or None: not."""

@@ -185,12 +185,12 @@ class PolicyGradient(Objective):
         limit = self.cfg.rollout.max_response_tokens
         return shape_rewards(torch.from_numpy(rewards), lengths, limit, a.overlong_buffer, a.overlong_factor).numpy()
 
-    # ---------------------------------------------------------------------------------------------------
-    # On the ranks
-
     def totals(self, role: str, batch: Batch) -> Totals:
         mask = torch.from_numpy(np.ascontiguousarray(batch["mask"]))
         return Totals.of(mask, self.cfg.rollout.max_response_tokens)
+
+    # ---------------------------------------------------------------------------------------------------
+    # On the ranks
 
     def entropy(self, batch: Batch | MicroBatch) -> str | None:
         if self.cfg.algorithm.entropy_coef > 0:

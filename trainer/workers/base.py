@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,12 +24,12 @@ from trainer.config import FSDPConfig, OptimizerConfig, RoleSpec
 from trainer.errors import NonFiniteError, UserError
 from trainer.files.documents import is_count, parse_object
 from trainer.models.attention import can_pack, can_share_prefixes, quadratic_cost
-from trainer.objectives.base import GROUP, ROW, Objective, Outputs
-from trainer.parallel.batching import Batch, MicroBatch, RankUpdate, count_shared_tokens, select, take_rows
+from trainer.objectives.base import GROUP, LossResult, Objective, Outputs
+from trainer.parallel.batching import MicroBatch, RankUpdate, take_rows
 from trainer.parallel.layout import Layout
-from trainer.parallel.load_balancing import Rows, plan_micro_batches
 from trainer.parallel.rng import capture_rng, restore_rng
 from trainer.parallel.shard import reshard
+from trainer.parallel.shares import Limits, Part, Share
 from trainer.process.tracing import TRACER
 from trainer.workers.async_saver import StateFiles
 
@@ -80,33 +80,32 @@ class ModelWorker:
         self.quadratic = quadratic_cost(module)
         self.before_weights_change = before_weights_change
 
-    def micro_batches(self, batch: Batch, unit: str = ROW) -> list[Callable[[], MicroBatch]]:
-        """Return what makes each micro-batch of this rank. Every rank has the same number of micro-batches.
+    def limits(self) -> tuple[int, Limits]:
+        """Return the index of this rank's share of a batch, and what decides its micro-batches. Not a collective."""
+        return self.layout.dp_rank, Limits(self.max_tokens, self.quadratic, self.shares_prompts)
 
-        Args:
-            batch: `input_ids`: `(B, T)`; `lengths` and `group_ids`: `(B,)`.
-            unit: `row` or `group`: what stays together.
-        """
-        shared = count_shared_tokens(batch) if self.shares_prompts else None
-        shared = shared if shared is not None and shared.any() else None
-        rows = Rows(batch["lengths"], self.quadratic, batch["group_ids"], shared, keeps_groups=unit == GROUP)
-        plan = plan_micro_batches(rows, self.layout.dp_size, self.max_tokens)[self.layout.dp_rank]
-        return [partial(take_rows, batch, chosen, self.device, self.layout.cp, shared) for chosen in plan]
+    def micro_batches(self, share: Share, part: Part) -> list[Callable[[], MicroBatch]]:
+        """Return what makes each micro-batch of this rank. Every rank has the same number of micro-batches."""
+        return [
+            partial(take_rows, share.batch, rows, self.device, self.layout.cp, part.shared)
+            for rows in part.micro_batches
+        ]
 
     @torch.no_grad()
-    def map_rows(self, batch: Batch, function: Callable[[MicroBatch], Tensor]) -> tuple[np.ndarray, np.ndarray]:
-        """Apply `function` (a micro-batch to `(b, t)` values) to this rank's rows of `batch`.
+    def map_rows(self, share: Share, function: Callable[[MicroBatch], Tensor]) -> tuple[np.ndarray, np.ndarray]:
+        """Apply `function` (a micro-batch to `(b, t)` values) to the rows of a batch that is scored.
 
-        Returns the rows `(n,)` that this rank computed and their values `(n, T)`, zero-padded. The rows of all ranks
-        together are the whole batch; of the ranks with the same rows, the first returns it.
+        Returns the numbers `(n,)` of the rows and their values `(n, T)`, zero-padded to the longest of them. The rows
+        of all ranks together are the whole batch; of the ranks with the same rows, the first returns it.
         """
         results = []
-        for take in self.micro_batches(batch):
-            micro_batch = take()
-            values = function(micro_batch)
-            if micro_batch.rows and self.layout.is_first_of_dp_rank:
-                results.append((micro_batch.rows, values.float().cpu().numpy()))
-        return stack_rows(results, batch["input_ids"].shape[1])
+        for part in share.parts:
+            for take in self.micro_batches(share, part):
+                micro_batch = take()
+                values = function(micro_batch)
+                if micro_batch.rows and self.layout.is_first_of_dp_rank:
+                    results.append((share.rows[micro_batch.rows], values.float().cpu().numpy()))
+        return stack_rows(results)
 
     def num_parameters(self) -> tuple[int, int]:
         """Return the number of parameters, and the number of trained parameters. Not a collective."""
@@ -183,12 +182,26 @@ class ModelWorker:
         return len({parameter.requires_grad for parameter in self.module.parameters()}) > 1
 
 
-def stack_rows(results: list[tuple[list[int], np.ndarray]], width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows `(n,)` of some micro-batches and their values `(n, width)`, zero-padded."""
+def stack_rows(results: Sequence[tuple[Sequence[int] | np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows `(n,)` of some micro-batches and their values `(n, T)`, zero-padded to the longest."""
     rows = [row for picked, _ in results for row in picked]
+    width = max((values.shape[1] for _, values in results), default=0)
     padded = [np.pad(values, ((0, 0), (0, width - values.shape[1]))) for _, values in results]
-    stacked = np.concatenate(padded) if padded else np.zeros((0, width), np.float32)
+    stacked = np.concatenate(padded) if padded else np.zeros((0, 0), np.float32)
     return np.asarray(rows, dtype=np.int64), stacked
+
+
+def _means(metrics: Sequence[Mapping[str, float]], tokens: Sequence[float]) -> dict[str, float]:
+    """Return the means of the metrics of mini-batches with these numbers of tokens.
+
+    `kl` is the mean over the tokens, and is missing if there are none; `lr` is the last value.
+    """
+    means = {name: float(np.mean([m[name] for m in metrics])) for name in metrics[0]}
+    if "kl" in means:  # a controller reads the KL, so tokens that the losses leave out must not count as 0
+        means.pop("kl")
+        if any(tokens):
+            means["kl"] = float(np.average([m["kl"] for m in metrics], weights=tokens))
+    return {**means, "lr": metrics[-1]["lr"]}
 
 
 class TrainedWorker(ModelWorker):
@@ -225,55 +238,35 @@ class TrainedWorker(ModelWorker):
             fused=True,  # without a temporary copy of the parameters
         )
 
-    def outputs(self, mb: MicroBatch, mini_batch: Batch) -> Outputs:
-        """Return what the model computes for a micro-batch of `mini_batch`."""
+    def outputs(self, mb: MicroBatch, part: Part) -> Outputs:
+        """Return what the model computes for a micro-batch of a mini-batch."""
         raise NotImplementedError
 
-    def update(self, batch: Batch, step: int, numbers: Mapping[str, float] | None = None) -> RankUpdate:
+    def update(
+        self, share: Share, step: int, totals: Sequence[Any], numbers: Mapping[str, float] | None = None
+    ) -> RankUpdate:
         """Make all optimizer steps of one step of the loop.
 
         Args:
-            batch: what the objective's loss reads; `input_ids`, `mask`: `(B, T)`; `lengths`, `group_ids`: `(B,)`.
+            share: of what the objective's loss reads.
+            totals: what `Objective.totals` returns for each mini-batch.
             numbers: see `Objective.numbers`. None: those that the config gives.
         """
         numbers = self.objective.numbers() if numbers is None else numbers
         before = self.tokens_computed
+        metrics = []
+        for part, of_part in zip(share.parts, totals, strict=True):
+            with TRACER.span("mini-batch", rows=sum(map(len, part.micro_batches))):
+                metrics.append(self.optimizer_step(share, part, partial(self._loss, part, of_part, numbers)))
+        rows, logprobs = stack_rows([])
+        tokens = [part.tokens for part in share.parts]
+        return RankUpdate(_means(metrics, tokens), rows, logprobs, self.tokens_computed - before)
 
-        def optimizer_step(mini_batch: Batch) -> dict[str, float]:
-            totals = self.objective.totals(self.role, mini_batch)
+    def _loss(self, part: Part, totals: Any, numbers: Mapping[str, float], mb: MicroBatch) -> LossResult:
+        return self.objective.loss(self.role, self.outputs(mb, part), mb, totals, numbers)
 
-            def loss(mb: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-                return self.objective.loss(self.role, self.outputs(mb, mini_batch), mb, totals, numbers)
-
-            return self.optimizer_step(mini_batch, loss)
-
-        metrics = self.train(batch, step, optimizer_step)
-        rows, logprobs = stack_rows([], batch["input_ids"].shape[1])
-        return RankUpdate(metrics, rows, logprobs, self.tokens_computed - before)
-
-    def train(self, batch: Batch, step: int, optimizer_step: Callable[[Batch], dict[str, float]]) -> dict[str, float]:
-        """Call `optimizer_step` with every mini-batch of `batch`.
-
-        Returns:
-            the means of its metrics over the mini-batches. `kl` is the mean over their tokens, and is missing if there
-            are none; `lr` is the last value.
-        """
-        metrics: list[dict[str, float]] = []
-        tokens: list[float] = []
-        for rows in self.objective.mini_batches(batch, step):
-            mini_batch = select(batch, rows)
-            tokens.append(float(mini_batch["mask"].sum()))
-            with TRACER.span("mini-batch", rows=len(rows)):
-                metrics.append(optimizer_step(mini_batch))
-        means = {name: float(np.mean([m[name] for m in metrics])) for name in metrics[0]}
-        if "kl" in means:  # a controller reads the KL, so tokens that the losses leave out must not count as 0
-            means.pop("kl")
-            if any(tokens):
-                means["kl"] = float(np.average([m["kl"] for m in metrics], weights=tokens))
-        return {**means, "lr": metrics[-1]["lr"]}
-
-    def optimizer_step(self, batch: Batch, loss_function: LossFunction) -> dict[str, float]:
-        """Make one optimizer step on the mini-batch `batch`.
+    def optimizer_step(self, share: Share, part: Part, loss_function: LossFunction) -> dict[str, float]:
+        """Make one optimizer step on a mini-batch.
 
         Gradients are summed over the ranks as `FSDPConfig.reduce_gradients` says.
 
@@ -283,7 +276,7 @@ class TrainedWorker(ModelWorker):
         Raises:
             NonFiniteError: the loss or the gradient norm is NaN or infinite; the weights have not changed.
         """
-        plan = self.micro_batches(batch, self.objective.unit)
+        plan = self.micro_batches(share, part)
         sums: dict[str, Tensor] = {}
         for i, take in enumerate(plan):
             last = i == len(plan) - 1

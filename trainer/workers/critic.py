@@ -5,16 +5,17 @@ from __future__ import annotations
 import numpy as np
 
 from trainer.objectives.base import Outputs
-from trainer.parallel.batching import Batch, MicroBatch
+from trainer.parallel.batching import MicroBatch
+from trainer.parallel.shares import Part, Share
 from trainer.workers.base import TrainedWorker
 
 
 class CriticWorker(TrainedWorker):
     """The critic and its optimizer."""
 
-    def values(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """Return the values of this rank's rows of `batch` (see `ModelWorker.map_rows`)."""
-        return self.map_rows(batch, lambda mb: self.module(mb.input_ids, mb.packing))
+    def values(self, share: Share) -> tuple[np.ndarray, np.ndarray]:
+        """Return the values of this rank's rows of a batch (see `ModelWorker.map_rows`)."""
+        return self.map_rows(share, lambda mb: self.module(mb.input_ids, mb.packing))
 
-    def outputs(self, mb: MicroBatch, mini_batch: Batch) -> Outputs:
+    def outputs(self, mb: MicroBatch, part: Part) -> Outputs:
         return Outputs(values=self.module(mb.input_ids, mb.packing))

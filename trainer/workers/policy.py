@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -20,9 +20,10 @@ from trainer.models.export_sharded import export_tensors, merged_tensors, plan_l
 from trainer.models.logprobs import logprobs_and_entropy, token_logprobs
 from trainer.models.lora import adapted_modules, adapter_config, adapter_tensors, disabled_adapters
 from trainer.objectives.base import Objective, Outputs
-from trainer.parallel.batching import Batch, MicroBatch, RankUpdate
+from trainer.parallel.batching import MicroBatch, RankUpdate
 from trainer.parallel.layout import Layout
 from trainer.parallel.shard import param_dtype
+from trainer.parallel.shares import Part, Share, has_old_logprobs
 from trainer.workers.base import ModelWorker, TrainedWorker, stack_rows
 
 _COLD = 2.0**-20
@@ -52,15 +53,15 @@ class PolicyWorker(TrainedWorker):
         self._entropy: dict[int, np.ndarray] = {}  # of the tokens of each row, for people
         self._keeps_entropy = False  # in the current step
 
-    def logprobs(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """Return the log-probs of this rank's rows of `batch` (see `ModelWorker.map_rows`)."""
-        return self.map_rows(batch, self._logprobs)
+    def logprobs(self, share: Share) -> tuple[np.ndarray, np.ndarray]:
+        """Return the log-probs of this rank's rows of a batch (see `ModelWorker.map_rows`)."""
+        return self.map_rows(share, self._logprobs)
 
     def _logprobs(self, mb: MicroBatch) -> Tensor:
         return _token_logprobs(self.module, mb, self.objective.temperature)
 
-    def outputs(self, mb: MicroBatch, mini_batch: Batch) -> Outputs:
-        needed, entropy = self.objective.entropy(mini_batch), None
+    def outputs(self, mb: MicroBatch, part: Part) -> Outputs:
+        needed, entropy = self.objective.entropy(mb), None
         if needed is None:
             logprobs = self._logprobs(mb)
         else:
@@ -68,7 +69,7 @@ class PolicyWorker(TrainedWorker):
             logprobs, entropy = logprobs_and_entropy(
                 self.module, mb.input_ids, mb.packing, self.objective.temperature, scored, entropy_grad=has_gradient
             )
-        if self.objective.reads_old_logprobs and not mini_batch["has_old_logprobs"].all():
+        if self.objective.reads_old_logprobs and not part.has_old_logprobs:
             mb.arrays["old_logprobs"] = logprobs.detach()
             if mb.rows and self.layout.is_first_of_dp_rank:
                 self._fresh.append((mb["row"].tolist(), logprobs.detach().float().cpu().numpy()))
@@ -77,48 +78,51 @@ class PolicyWorker(TrainedWorker):
                 self._entropy.setdefault(row, values)  # of the first epoch
         return Outputs(logprobs=logprobs, entropy=entropy)
 
-    def update(self, batch: Batch, step: int, numbers: Mapping[str, float] | None = None) -> RankUpdate:
+    def update(
+        self, share: Share, step: int, totals: Sequence[Any], numbers: Mapping[str, float] | None = None
+    ) -> RankUpdate:
         """Make all optimizer steps of one step of the loop (see `TrainedWorker.update`).
 
         If the objective reads old log-probs, the first optimizer step does not need them: they are the log-probs of its
         own forward pass, which are then returned.
 
         Args:
-            batch: besides, if they exist, `old_logprobs` and `sampled` (1: the returned log-probs hold this token; else
-                `mask`): `(B, T)`; and, if only some rows have old log-probs, `has_old_logprobs` `(B,)`.
+            share: besides, if they exist, `old_logprobs` and `sampled` (1: the returned log-probs hold this token; else
+                `mask`): `(n, T)`; and, if only some rows have old log-probs, `has_old_logprobs` `(n,)`.
         """
         if not self.objective.reads_old_logprobs:
-            return super().update(batch, step, numbers)
-        size = len(batch["lengths"])
-        known = batch.get("has_old_logprobs", np.full(size, "old_logprobs" in batch))
-        first, *others = self.objective.mini_batches(batch, step)
-        if not all(known[rows].all() for rows in others) or known[first].any() != known[first].all():
+            return super().update(share, step, totals, numbers)
+        if not all(part.has_old_logprobs for part in share.parts[1:]):
             raise ValueError("optimizer steps after the first need the old log-probs of their rows")
         self._fresh, self._entropy = [], {}
         self._keeps_entropy = self.layout.is_first_of_dp_rank and self.objective.cfg.logger.keeps_rollouts(step)
-        update = super().update({**batch, "has_old_logprobs": known, "row": np.arange(size)}, step, numbers)
-        width = batch["input_ids"].shape[1]
-        rows, logprobs = stack_rows(self._fresh, width)
-        entropy = stack_rows([([row], values[None]) for row, values in self._entropy.items()], width)
+        batch = {**share.batch, "has_old_logprobs": has_old_logprobs(share.batch), "row": share.rows}
+        update = super().update(dataclasses.replace(share, batch=batch), step, totals, numbers)
+        rows, logprobs = stack_rows(self._fresh)
+        entropy = stack_rows([([row], values[None]) for row, values in self._entropy.items()])
         self._fresh, self._entropy = [], {}
         return dataclasses.replace(update, rows=rows, logprobs=logprobs, entropy=entropy)
 
     @torch.no_grad()
-    def cross_entropy(self, batch: Batch) -> float:
-        """Return the cross-entropy (nats per token) of the tokens whose mask is 1, for validation data."""
-        totals = Totals.of(torch.from_numpy(np.ascontiguousarray(batch["mask"])))
-        share = 0.0
-        for take in self.micro_batches(batch):
-            mb = take()
-            share += float(aggregate(-self._logprobs(mb), mb["mask"], "token_mean", totals))
-        return self.layout.sum_over_data({"loss": share})["loss"]
+    def cross_entropy(self, share: Share, totals: Totals) -> float:
+        """Return the cross-entropy (nats per token) of the tokens whose mask is 1, for validation data.
 
-    def is_likeliest(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """Return 1 for each token that is the likeliest one after those before it, of this rank's rows of `batch`.
+        Args:
+            totals: of the whole batch.
+        """
+        own = 0.0
+        for part in share.parts:
+            for take in self.micro_batches(share, part):
+                mb = take()
+                own += float(aggregate(-self._logprobs(mb), mb["mask"], "token_mean", totals))
+        return self.layout.sum_over_data({"loss": own})["loss"]
+
+    def is_likeliest(self, share: Share) -> tuple[np.ndarray, np.ndarray]:
+        """Return 1 for each token that is the likeliest one after those before it, of this rank's rows of a batch.
 
         It is 1, too, where the mask is 0 (see `ModelWorker.map_rows`). If two tokens are equally likely, it is 0.
         """
-        return self.map_rows(batch, lambda mb: (_token_logprobs(self.module, mb, _COLD) > math.log(0.6)).float())
+        return self.map_rows(share, lambda mb: (_token_logprobs(self.module, mb, _COLD) > math.log(0.6)).float())
 
     # ---------------------------------------------------------------------------------------------------
     # Weights for engines and exports
@@ -203,14 +207,14 @@ class FrozenWorker(ModelWorker):
             self.module.requires_grad_(False)
             self.module.eval()
 
-    def logprobs(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """Return the log-probs of this rank's rows of `batch` (see `ModelWorker.map_rows`)."""
+    def logprobs(self, share: Share) -> tuple[np.ndarray, np.ndarray]:
+        """Return the log-probs of this rank's rows of a batch (see `ModelWorker.map_rows`)."""
         with disabled_adapters(self.module) if self.spec.is_policy_base else nullcontext():
-            return self.map_rows(batch, lambda mb: _token_logprobs(self.module, mb, self.objective.temperature))
+            return self.map_rows(share, lambda mb: _token_logprobs(self.module, mb, self.objective.temperature))
 
-    def values(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """Return the values of this rank's rows of `batch`, if the head is `value` (see `ModelWorker.map_rows`)."""
-        return self.map_rows(batch, lambda mb: self.module(mb.input_ids, mb.packing))
+    def values(self, share: Share) -> tuple[np.ndarray, np.ndarray]:
+        """Return the values of this rank's rows of a batch, if the head is `value` (see `ModelWorker.map_rows`)."""
+        return self.map_rows(share, lambda mb: self.module(mb.input_ids, mb.packing))
 
     @torch.no_grad()
     def sync_from_policy(self) -> None:

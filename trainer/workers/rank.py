@@ -5,11 +5,12 @@ from __future__ import annotations
 import glob
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +20,8 @@ from trainer.errors import RESTART_HINT, UserError, WorkerError
 from trainer.files.shared_memory import clear_abandoned
 from trainer.models.files import resolve_model_path
 from trainer.models.loading import load_causal_lm, load_value_model
-from trainer.objectives.base import Objective, make_objective
+from trainer.objectives.base import GROUP, Objective, make_objective
+from trainer.parallel.batching import Batch, RankUpdate, select
 from trainer.parallel.determinism import use_deterministic_kernels
 from trainer.parallel.layout import Layout
 from trainer.parallel.measure_flops import measure_peak, measure_speed
@@ -27,6 +29,7 @@ from trainer.parallel.mesh import SideGroup, init_process_group, listen
 from trainer.parallel.profiling import TorchProfiler, memory_snapshots, record_allocations, snapshot_path
 from trainer.parallel.rng import seed_rng
 from trainer.parallel.shard import param_dtype
+from trainer.parallel.shares import Share, divide
 from trainer.seeding import derive_seed
 from trainer.workers.async_saver import AsyncSaver, StateFiles
 from trainer.workers.base import SHARDING_FILE, ModelWorker, TrainedWorker
@@ -122,6 +125,27 @@ class Rank:
         with self._memory_snapshots(role):
             self._restore(optimizer=method in _WITH_OPTIMIZER)
             return getattr(self.roles[role], method)(*args, **kwargs)
+
+    def score(self, role: str, output: str, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """Return the `output` of this rank's rows of a batch, without a driver: each rank has the whole batch.
+
+        Returns:
+            the numbers of the rows `(n,)`, and their values `(n, T)`.
+        """
+        rows, values = self.call(role, output, self._share(role, batch, [np.arange(len(batch["lengths"]))]))
+        return rows, np.pad(values, ((0, 0), (0, batch["input_ids"].shape[1] - values.shape[1])))
+
+    def update(self, role: str, batch: Batch, step: int, numbers: Mapping[str, float] | None = None) -> RankUpdate:
+        """Make all optimizer steps of a role in one step, without a driver: each rank has the whole batch."""
+        parts = self.objective.mini_batches(batch, step)
+        share = self._share(role, batch, parts, keeps_groups=self.objective.unit == GROUP)
+        totals = [self.objective.totals(role, select(batch, rows)) for rows in parts]
+        return self.call(role, "update", share, step, totals, numbers)
+
+    def _share(self, role: str, batch: Batch, parts: Sequence[np.ndarray], keeps_groups: bool = False) -> Share:
+        assert self.layout is not None, "connect first"
+        index, limits = self.roles[role].limits()
+        return divide(batch, parts, limits, self.layout.dp_size, keeps_groups)[index]
 
     def _memory_snapshots(self, role: str) -> AbstractContextManager[None]:
         dump = torch.cuda.memory._dump_snapshot if self.device == "cuda" else None

@@ -39,9 +39,10 @@ from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.engine_pool import EnginePool
 from trainer.generation.transformers_engine import TransformersEngine
 from trainer.generation.weight_sync import Adapter, SharedMemory
-from trainer.learner.train_workers import TrainWorkers
+from trainer.learner.train_workers import StoredBatch, TrainWorkers
 from trainer.models.tiny import build_tiny
-from trainer.parallel.batching import Batch
+from trainer.objectives.base import make_objective
+from trainer.parallel.batching import Batch, select
 from trainer.seeding import derive_seed
 
 pytestmark = pytest.mark.early
@@ -375,14 +376,24 @@ def experience(step: int) -> Batch:
     }
 
 
+def train(ranks: TrainWorkers, step: int) -> None:
+    """Make the optimizer steps of `experience`."""
+    objective, batch = make_objective(ranks.cfg), experience(step)
+    parts = objective.mini_batches(batch, step)
+    totals = [objective.totals("policy", select(batch, rows)) for rows in parts]
+    ranks.update("policy", StoredBatch(ranks.cluster, batch, parts), step, totals, objective.numbers())
+
+
 def assert_same_as_old_logprobs(ranks: TrainWorkers, requests: list[Request], completions: list[Completion]) -> None:
     """The engine's log-probs are those that the ranks compute for the update."""
     rows = [[*r.prompt_token_ids, *c.token_ids] for r, c in zip(requests, completions, strict=True)]
     ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
     for i, row in enumerate(rows):
         ids[i, : len(row)] = row
-    batch = {"input_ids": ids, "lengths": np.array([*map(len, rows)]), "group_ids": np.arange(len(rows))}
-    logprobs = ranks.score("policy", "logprobs", batch, ids.shape)
+    lengths = np.array([*map(len, rows)])
+    mask = (np.arange(ids.shape[1]) < lengths[:, None]).astype(np.float32)
+    batch = {"input_ids": ids, "mask": mask, "lengths": lengths, "group_ids": np.arange(len(rows))}
+    logprobs = ranks.score("policy", "logprobs", StoredBatch(ranks.cluster, batch))
     for values, row, request, completion in zip(logprobs, rows, requests, completions, strict=True):
         sampled = values[len(request.prompt_token_ids) : len(row)]
         np.testing.assert_allclose(sampled, completion.logprobs, atol=1e-4, rtol=0)
@@ -403,7 +414,7 @@ def test_engines_follow_the_ranks_through_optimizer_steps(tied, job, ranks, way,
     before: list[Completion] = []
     for version in (1, 2, 3):
         if before:
-            ranks.call("policy", "update", experience(version), version)
+            train(ranks, version)
             pool.sync_weights(version)
         else:
             pool.start(version, is_initial=False)

@@ -56,8 +56,8 @@ def steps(rank: Rank, path: str) -> list[dict]:
         batch = build_batch(samples, [str(i // N) for i in range(len(samples))])
         shape = batch["input_ids"].shape
         for key, (rows, values) in {
-            "old_logprobs": rank.call("policy", "logprobs", batch),
-            "values": rank.call("critic", "values", batch),
+            "old_logprobs": rank.score("policy", "logprobs", batch),
+            "values": rank.score("critic", "values", batch),
         }.items():
             batch[key] = torch.zeros(shape).numpy()
             batch[key][rows] = values
@@ -68,9 +68,9 @@ def steps(rank: Rank, path: str) -> list[dict]:
         status = [c.finish_reason for c in completions]
         metrics = describe_rewards(batch, rewards, status) | logprob_mismatch(batch)
         batch = mask_rows(batch, rewards, status, a)
-        metrics |= {f"policy/{name}": x for name, x in rank.call("policy", "update", batch, 1).metrics.items()}
+        metrics |= {f"policy/{name}": x for name, x in rank.update("policy", batch, 1).metrics.items()}
         if estimator == "gae":
-            metrics |= {f"critic/{name}": x for name, x in rank.call("critic", "update", batch, 1).metrics.items()}
+            metrics |= {f"critic/{name}": x for name, x in rank.update("critic", batch, 1).metrics.items()}
         results.append(metrics | {"lengths": lengths.tolist()})
     return results
 

@@ -75,7 +75,7 @@ def plain(path: str, batch: Batch) -> dict[str, float]:
 
 def update(rank: Rank, path: str, batch: Batch) -> dict[str, float]:
     rank.build(rank.cfg.roles, path)
-    return rank.call("policy", "update", batch, 1).metrics
+    return rank.update("policy", batch, 1).metrics
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -31,7 +31,7 @@ def saved_bytes(rank: Rank, path: str, directory: str) -> tuple[int, int]:
     """The bytes of the files of a save, and of an export."""
     rank.build(roles(rank.cfg, ["policy", "critic"]), path)
     for role in ("critic", "policy"):
-        rank.call(role, "update", make_batch(), 1)
+        rank.update(role, make_batch(), 1)
     rank.begin_save(["policy", "critic"], ShardedFiles(directory))
     saved = sum(entry["bytes"] for entry in rank.finish_save())
     rank.call("policy", "write_weights", os.path.join(directory, "export"), "float32")

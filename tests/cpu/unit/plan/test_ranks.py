@@ -87,7 +87,7 @@ def _tracked(rank: Rank, path: str, role: str, fsdp: dict) -> int:
     rank.cfg = config(path, **fsdp)
     rank.build(roles(rank.cfg, [role]), path)
     worker = rank.roles[role]
-    rank.call(role, "update", batch(), 1)  # the states of the optimizer are there now
+    rank.update(role, batch(), 1)  # the states of the optimizer are there now
     tracker, micro_batches = FSDPMemTracker(worker.module, worker.optimizer), worker.micro_batches
 
     def taken(take):
@@ -97,7 +97,7 @@ def _tracked(rank: Rank, path: str, role: str, fsdp: dict) -> int:
     worker.micro_batches = lambda *args: [functools.partial(taken, take) for take in micro_batches(*args)]
     tracker.track_inputs(())
     with tracker:
-        rank.call(role, "update", batch(), 2)
+        rank.update(role, batch(), 2)
     return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
 
 
@@ -125,11 +125,11 @@ AXES_OF_TWO = [
 def updated(rank: Rank, path: str) -> tuple[int, int]:
     """The bytes of the states of the policy, and the most that tensors of an update take beside them."""
     rank.build(roles(rank.cfg, ["policy"]), path)
-    rank.call("policy", "update", batch(), 1)  # the states of the optimizer are there now
+    rank.update("policy", batch(), 1)  # the states of the optimizer are there now
     worker = rank.roles["policy"]
     states = sum(local_part(parameter).nbytes for parameter in worker.module.parameters())
     states += sum(tensor.nbytes for tensor in map(local_part, worker.optimizer_tensors()) if tensor.dim())
-    return states, allocator_peak(lambda: rank.call("policy", "update", batch(), 2))
+    return states, allocator_peak(lambda: rank.update("policy", batch(), 2))
 
 
 @pytest.mark.parametrize("axes", AXES_OF_TWO, ids=["tp", "cp"])
@@ -169,9 +169,9 @@ def scored(rank: Rank, path: str) -> int:
     rank.build(roles(rank.cfg, ["policy"]), path)
     full = batch()
     rows = {name: full[name] for name in ("input_ids", "mask", "lengths", "group_ids")}
-    rank.call("policy", "logprobs", rows)  # kernels have their workspaces
+    rank.score("policy", "logprobs", rows)  # kernels have their workspaces
     weights = sum(parameter.nbytes for parameter in rank.roles["policy"].module.parameters())
-    return weights + allocator_peak(lambda: rank.call("policy", "logprobs", rows))
+    return weights + allocator_peak(lambda: rank.score("policy", "logprobs", rows))
 
 
 @pytest.mark.parametrize("vocabulary", [320, 65536])

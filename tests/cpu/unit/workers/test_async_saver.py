@@ -24,13 +24,13 @@ def reserve_and_save(rank: Rank, path: str, directory: str) -> tuple[np.ndarray,
     for number in (1, 2):
         rank.begin_save(["policy"], ShardedFiles(f"{directory}/{number}"))
         rank.finish_save()
-    return rank.call("policy", "logprobs", make_batch())[1], reserved, rank.saver.memory("policy").size
+    return rank.score("policy", "logprobs", make_batch())[1], reserved, rank.saver.memory("policy").size
 
 
 def load(rank: Rank, path: str, directory: str) -> np.ndarray:
     rank.build(roles(rank.cfg, ["policy"]), path)
     rank.call("policy", "load", ShardedFiles(directory))
-    return rank.call("policy", "logprobs", make_batch())[1]
+    return rank.score("policy", "logprobs", make_batch())[1]
 
 
 def test_saves_use_the_reserved_memory_and_hold_the_state_of_their_own_time(tmp_path):

@@ -164,12 +164,12 @@ def build(rank: Rank, role: str, cfg: Config, path: str) -> TrainedWorker:
 
 def update(rank: Rank, role: str, step: int) -> dict[str, float]:
     if role == "critic":
-        return rank.call("critic", "update", make_batch(), step).metrics
+        return rank.update("critic", make_batch(), step).metrics
     batch = make_batch()
     if role == "supervised":
         batch |= {"advantages": batch["mask"], "group_ids": np.zeros_like(batch["group_ids"])}
         del batch["ref_logprobs"]
-    return rank.call("policy", "update", batch, step).metrics
+    return rank.update("policy", batch, step).metrics
 
 
 def fingerprint(worker: TrainedWorker) -> str:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
-from tests.support.training import GROUPS, PER_GROUP, config, make_batch
+from tests.support.training import GROUPS, PER_GROUP, WIDTH, config, make_batch
 from trainer.config import TinyConfig, correction_of
 from trainer.models.tiny import build_tiny
 from trainer.objectives.experience import correct_advantages
@@ -29,9 +29,9 @@ def assemble(rows: np.ndarray, values: np.ndarray) -> np.ndarray:
     """The rows of all ranks as one array; 0 where no rank has any."""
     parts: list = [None] * dist.get_world_size()
     dist.all_gather_object(parts, (rows, values))
-    whole = np.zeros((GROUPS * PER_GROUP, values.shape[1]), np.float32)
+    whole = np.zeros((GROUPS * PER_GROUP, WIDTH), np.float32)
     for own, of_rank in parts:
-        whole[own] = of_rank
+        whole[own, : of_rank.shape[1]] = of_rank
     return whole
 
 
@@ -44,13 +44,13 @@ def update_both_ways(rank: Rank, path: str) -> dict:
         return {**batch, "advantages": correct_advantages(batch, rank.cfg.algorithm, correction_of(rank.cfg))}
 
     rank.build(roles(rank.cfg, ["policy"]), path)
-    old = assemble(*rank.call("policy", "logprobs", batch))
-    given = rank.call("policy", "update", corrected({**batch, "old_logprobs": old}), 1)
+    old = assemble(*rank.score("policy", "logprobs", batch))
+    given = rank.update("policy", corrected({**batch, "old_logprobs": old}), 1)
     rank.build(roles(rank.cfg, ["policy"]), path)
     first = mini_batches(batch["group_ids"], rank.roles["policy"].config, 1)[0]
     known = ~np.isin(np.arange(len(old)), first)
     some = {"old_logprobs": old * known[:, None], "has_old_logprobs": known} if known.any() else {}
-    fresh = rank.call("policy", "update", corrected({**batch, **some}), 1)
+    fresh = rank.update("policy", corrected({**batch, **some}), 1)
     return {
         "old": old * ~known[:, None],
         "given": given.metrics,
@@ -79,7 +79,7 @@ def several_steps(rank: Rank, path: str) -> str:
     del batch["old_logprobs"]
     rank.build(roles(rank.cfg, ["policy"]), path)
     with pytest.raises(ValueError) as error:
-        rank.call("policy", "update", batch, 1)
+        rank.update("policy", batch, 1)
     return str(error.value)
 
 
@@ -92,7 +92,7 @@ def metrics_of(rank: Rank, path: str) -> list[dict]:
     sampled = make_batch()
     written = {name: array for name, array in sampled.items() if name != "rollout_logprobs"}
     rank.build(roles(rank.cfg, ["policy"]), path)
-    return [rank.call("policy", "update", batch, 1).metrics for batch in (sampled, written)]
+    return [rank.update("policy", batch, 1).metrics for batch in (sampled, written)]
 
 
 def test_kl_clip_fraction_and_entropy_exist_for_sampled_batches_only(model_path):
@@ -113,7 +113,7 @@ def kept_gradients(rank: Rank, path: str) -> dict:
         kept.append(any(p.unsharded_param.grad is not None for p in group.fsdp_params))
 
     worker.module.register_forward_pre_hook(look)
-    metrics = rank.call("policy", "update", make_batch(), 1).metrics
+    metrics = rank.update("policy", make_batch(), 1).metrics
     return {"metrics": metrics, "kept": any(kept), "passes": len(kept)}
 
 

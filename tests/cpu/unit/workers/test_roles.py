@@ -51,11 +51,11 @@ def score_all(rank: Rank, path: str, other: str) -> dict:
     batch = make_batch()
     assert [isinstance(worker, TrainedWorker) for worker in rank.roles.values()] == [True, False, False]
     assert not any(p.requires_grad for name in ("teacher", "judge") for p in rank.roles[name].module.parameters())
-    rows, scores = rank.call("judge", "values", batch)
+    rows, scores = rank.score("judge", "values", batch)
     return {
         "rows": rows,
         "scores": scores,
-        "logprobs": [rank.call(n, "logprobs", batch) for n in ("policy", "teacher")],
+        "logprobs": [rank.score(n, "logprobs", batch) for n in ("policy", "teacher")],
     }
 
 

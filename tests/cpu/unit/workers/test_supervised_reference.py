@@ -8,9 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.ranks import run_ranks
+from trainer.algorithms import Totals
 from trainer.config import Config, OptimizerConfig, TinyConfig
 from trainer.models.tiny import build_tiny
 from trainer.parallel.batching import Batch
+from trainer.parallel.shares import divide
 from trainer.workers.rank import Rank
 
 EXAMPLES = [(5, 2), (7, 3), (9, 1), (4, 3), (6, 2)]  # tokens, and how many of them are the prompt
@@ -61,7 +63,10 @@ def plain(path: str, batch: Batch) -> dict[str, float]:
 
 def supervised_step(rank: Rank, path: str, batch: Batch) -> tuple[float, dict[str, float]]:
     rank.build(rank.cfg.roles, path)
-    return rank.call("policy", "cross_entropy", batch), rank.call("policy", "update", batch, 1).metrics
+    index, limits = rank.roles["policy"].limits()
+    share = divide(batch, [np.arange(len(batch["lengths"]))], limits, rank.world_size)[index]
+    totals = Totals.of(torch.from_numpy(batch["mask"]))
+    return rank.call("policy", "cross_entropy", share, totals), rank.update("policy", batch, 1).metrics
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

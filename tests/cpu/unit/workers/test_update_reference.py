@@ -237,7 +237,7 @@ def scores(rank: Rank, path: str, batch: Batch) -> tuple[tuple, tuple]:
     head = rank.roles["critic"].module.value_head.weight
     with torch.no_grad():
         head.copy_(distribute_tensor(value_head(), head.device_mesh, head.placements))
-    return rank.call("policy", "logprobs", batch), rank.call("critic", "values", batch)
+    return rank.score("policy", "logprobs", batch), rank.score("critic", "values", batch)
 
 
 def first_update(rank: Rank, path: str, batch: Batch) -> tuple[dict[str, dict], np.ndarray]:
@@ -247,7 +247,7 @@ def first_update(rank: Rank, path: str, batch: Batch) -> tuple[dict[str, dict], 
     found = {}
     for name, role in (("old_logprobs", "policy"), ("ref_logprobs", "reference")):
         parts: list = [None] * rank.world_size
-        dist.all_gather_object(parts, rank.call(role, "logprobs", batch))
+        dist.all_gather_object(parts, rank.score(role, "logprobs", batch))
         found[name] = assemble(parts, batch)
     metrics = {"reference": update(rank, "policy", {**batch, **found}, 1)}
     rank.build(roles(rank.cfg, ["policy"]), path)
@@ -261,8 +261,8 @@ def step_of_mini_batches(rank: Rank, path: str, batch: Batch) -> tuple[dict, lis
     seen = []
     optimizer_step = rank.roles["policy"].optimizer_step
 
-    def recording(mini_batch, loss_function):
-        seen.append((float(mini_batch["mask"].sum()), optimizer_step(mini_batch, loss_function)))
+    def recording(share, part, loss_function):
+        seen.append((part.tokens, optimizer_step(share, part, loss_function)))
         return seen[-1][1]
 
     rank.roles["policy"].optimizer_step = recording
