@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainer.config import LoggerConfig
@@ -57,6 +58,16 @@ def reason_of(error: Exception) -> str:
     """Return why a service failed, in one line without secrets."""
     lines = str(error).strip().splitlines()
     return redact_text(lines[0] if lines else type(error).__name__)
+
+
+def steps_of(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, dict[str, float | None]]]:
+    """Return the step and the values of each line of a `metrics.jsonl`."""
+    return ((row["step"], {name: value for name, value in row.items() if name != "step"}) for row in rows)
+
+
+def finite_values(values: Mapping[str, float | None]) -> dict[str, float]:
+    """Return the values without NaN, infinity and None."""
+    return {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
 
 
 class TensorBoard:
@@ -113,8 +124,8 @@ class WandB:
     def begin(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         if self._run.step > step + 1:
             LOG.warning("W&B has this run's steps before %d; they are not sent again", self._run.step)
-        for row in rows:
-            self.log(row["step"], {name: value for name, value in row.items() if name != "step"}, {})
+        for kept_step, values in steps_of(rows):
+            self.log(kept_step, values, {})
 
     def log(self, step: int, values: Mapping[str, float | None], samples: Samples) -> None:
         # `step` of a W&B run is the first step that it does not have. commit: send this step now, not together

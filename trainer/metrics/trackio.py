@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 
 from trainer.config.logger import TrackioConfig
 from trainer.errors import UserError
-from trainer.metrics.sinks import Samples, reason_of
+from trainer.metrics.sinks import Samples, finite_values, reason_of, steps_of
 
 _ELSEWHERE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
 _ID = "tracking_id"
@@ -48,12 +47,11 @@ class Trackio:
 
     def begin(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         self._start()
-        for row in rows:
-            self.log(row["step"], {name: value for name, value in row.items() if name != "step"}, {})
+        for kept_step, values in steps_of(rows):
+            self.log(kept_step, values, {})
 
     def log(self, step: int, values: Mapping[str, float | None], samples: Samples) -> None:
-        finite = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
-        self._run.log(finite, step=step)
+        self._run.log(finite_values(values), step=step)
 
     def close(self, exit_code: int) -> None:
         if self._run is not None:
