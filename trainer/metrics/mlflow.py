@@ -3,49 +3,56 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from queue import Queue
 from typing import Any
 
 from trainer.config.logger import MlflowConfig
 from trainer.errors import UserError
 from trainer.files.redaction import redact_text
-from trainer.metrics.sinks import TIMED, Samples, reason_of
+from trainer.metrics.sinks import TIMED, Samples, finite_values, reason_of, steps_of
 from trainer.process import time_limits
 from trainer.process.signals import SIGNALS
 
 LOG = logging.getLogger(__name__)
 
-STEP = "step"
-"""A metric of our own in every step, from which a resumed run sees the steps that MLflow has."""
+CONTINUES = "continues_run"
+"""Tag of a run that has begun because an earlier run has other numbers: the id of that run."""
+CONTINUED_BY = "continued_by_run"
 _MOST_METRICS = 900
 """In one request: MLflow takes 1000."""
-_MOST_PARAMS = 100
+_LONGEST_NAME = 250
 _LONGEST_PARAM = 500
 _ALLOWED = frozenset("_-. /")
 
 
+@cache
 def legal_name(metric: str) -> str:
     """Return the name of a metric in MLflow, which takes no other characters: `val/pass@4` is `val/pass_4`."""
-    return "".join(c if c.isascii() and c.isalnum() or c in _ALLOWED else "_" for c in metric)
+    return "".join(c if c.isascii() and c.isalnum() or c in _ALLOWED else "_" for c in metric)[:_LONGEST_NAME]
 
 
 class MLflow:
-    """A run of MLflow.
+    """A run of MLflow that has the steps of `metrics.jsonl`.
 
-    MLflow cannot remove steps, and keeps both values of a step that is sent twice. So a step that a resumed run trains
-    again is not sent again if MLflow has its numbers. If it has others, a new run begins with the lines of
-    `metrics.jsonl`; tags of both runs name the other one. Steps that MLflow has not received are sent. A thread sends
-    them, so that a slow server does not keep the ranks waiting; what a server refuses is left to the next start.
+    MLflow cannot remove steps, and keeps both values of a step that is sent twice. So a thread reads which values the
+    run has, and compares them with each step before it sends what the run lacks. If the run has another number, a new
+    run begins with all steps until then; tags of both runs name the other one. Times are not compared.
+
+    Steps are sent in their order. If a request fails, the steps wait, and are compared again with the next step or at
+    the next start: the server may have taken what it did not confirm.
 
     Args:
         config: the resolved config without secrets: the parameters of a new run.
         run_id: the run to continue; None, or one that MLflow does not have, starts a new one.
+        read_rows: reads `metrics.jsonl`, for a new run in place of one with other numbers.
         abandoned: a run that a kill has left, and that nothing continues. It is ended.
 
     Raises:
@@ -58,6 +65,7 @@ class MLflow:
         cfg: MlflowConfig,
         config: Mapping[str, Any],
         run_id: str | None,
+        read_rows: Callable[[], Sequence[Mapping[str, Any]]],
         abandoned: str | None = None,
     ) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -65,11 +73,11 @@ class MLflow:
         from mlflow.tracking import MlflowClient
 
         logging.getLogger("mlflow").setLevel(logging.WARNING)
+        self._cfg, self._config, self._read_rows = cfg, config, read_rows
         uri = cfg.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{os.path.abspath(run_dir)}/mlflow.db"
         try:
             self._client = MlflowClient(tracking_uri=uri)
-            self.run_id = self._continue(run_id) or self._create(cfg, config)
-            self._sent = self._steps(self.run_id)
+            self.run_id = self._continue(self._find(run_id) or self._create(self._experiment(), {}))
         except Exception as error:  # a database fails with errors of its driver
             raise UserError(
                 f"logger.mlflow.uri={redact_text(uri)}: {reason_of(error)}; correct that, or choose "
@@ -77,99 +85,126 @@ class MLflow:
             ) from error
         if abandoned is not None:
             with contextlib.suppress(Exception):  # somebody may have deleted it
-                self._client.set_terminated(abandoned, "KILLED")
-        self._run_dir, self._cfg, self._config = run_dir, cfg, config
-        self._kept_step = -1
-        self._histories: dict[str, dict[int, float]] = {}
-        self._queue: Queue[tuple[int, list[Any]] | None] = Queue()
+                self._client.set_terminated(self._newest(self._client.get_run(abandoned)).info.run_id, "KILLED")
+        self._queue: Queue[tuple[Sequence[Mapping[str, Any]], bool] | None] = Queue()
+        self._waiting: list[tuple[int, dict[str, float]]] = []
+        self._stored: dict[int, dict[str, float]] | None = None
+        """What the run has of the steps that wait or may come, as `_read_stored` returns it. None: unknown."""
+        self._has_given_up = False
         self._has_warned = False
         self._thread = threading.Thread(target=self._send_all, name="mlflow", daemon=True)
         with SIGNALS.blocked():
             self._thread.start()
 
     def begin(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        self._kept_step = step
-        for row in rows:
-            if row["step"] not in self._sent:
-                self.log(row["step"], {name: value for name, value in row.items() if name != "step"}, {})
+        self._queue.put((rows, True))
 
     def log(self, step: int, values: Mapping[str, float | None], samples: Samples) -> None:
-        self._queue.put((step, _metrics_of(step, values)))
+        self._queue.put(([{"step": step, **values}], False))
 
     def close(self, exit_code: int) -> None:
         self._queue.put(None)
         self._thread.join(time_limits.TRACKING_END_S)
         if self._thread.is_alive():
+            self._has_given_up = True
             self._warn("it does not answer")
         else:
             self._try(self._client.set_terminated, self.run_id, "FAILED" if exit_code else "FINISHED")
 
+    # The thread
+
     def _send_all(self) -> None:
+        may_get_more = True
+        while may_get_more:
+            may_get_more = self._take()
+            self._try(self._send)
+
+    def _take(self) -> bool:
+        """Wait for steps, and take all there are. Return whether more may come."""
         while (entry := self._queue.get()) is not None:
-            self._try(self._send, *entry)
+            rows, begins = entry
+            if begins:
+                self._waiting, self._stored = [], None
+            self._waiting += _numbers_of(rows)
+            if self._queue.empty():
+                return True
+        return False
 
-    def _send(self, step: int, metrics: Sequence[Any]) -> None:
-        if step in self._sent:
-            if step <= self._kept_step or self._has(step, metrics):
-                return
-            self._start_over(step)
-        self._log(self.run_id, metrics)
-        self._sent.add(step)
-        self._histories.clear()
+    def _send(self) -> None:
+        """Send what the run lacks of the steps that wait."""
+        if not self._waiting:
+            return
+        try:
+            if self._stored is None:
+                self._stored = self._read_stored()
+            while (step := self._first_difference()) is not None and not self._has_given_up:
+                self._start_over(step)
+            lacking = self._lacking()
+            while (metrics := list(itertools.islice(lacking, _MOST_METRICS))) and not self._has_given_up:
+                self._client.log_batch(self.run_id, metrics)
+        except Exception:
+            self._stored = None
+            raise
+        last = self._waiting[-1][0]
+        self._stored = {step: values for step, values in self._stored.items() if step > last}
+        self._waiting = []
 
-    def _log(self, run_id: str, metrics: Sequence[Any]) -> None:
-        for first in range(0, len(metrics), _MOST_METRICS):
-            self._client.log_batch(run_id, metrics[first : first + _MOST_METRICS])
+    def _read_stored(self) -> dict[int, dict[str, float]]:
+        """Return the values that the run has, by step and name. NaN: it has several."""
+        stored: dict[int, dict[str, float]] = {}
+        for name in self._client.get_run(self.run_id).data.metrics:
+            for metric in self._client.get_metric_history(self.run_id, name):
+                values = stored.setdefault(metric.step, {})
+                values[name] = metric.value if values.get(name, metric.value) == metric.value else math.nan
+        return stored
 
-    def _steps(self, run_id: str) -> set[int]:
-        return {metric.step for metric in self._client.get_metric_history(run_id, STEP)}
+    def _first_difference(self) -> int | None:
+        """Return the first waiting step of which the run has another number; None: there is none."""
+        for step, values in self._waiting:
+            stored = self._stored.get(step, {})
+            for name in values.keys() & stored.keys():
+                if not name.startswith(TIMED) and not math.isclose(stored[name], values[name], rel_tol=1e-12):
+                    return step
+        return None
 
-    def _has(self, step: int, metrics: Sequence[Any]) -> bool:
-        """Return whether the run has the numbers of a step. Times do not count: they are never the same."""
-        for metric in metrics:
-            if not metric.key.startswith(TIMED):
-                if metric.key not in self._histories:
-                    history = self._client.get_metric_history(self.run_id, metric.key)
-                    self._histories[metric.key] = {value.step: value.value for value in history}
-                if not math.isclose(self._histories[metric.key].get(step, math.nan), metric.value, rel_tol=1e-12):
-                    return False
-        return True
+    def _lacking(self) -> Iterator[Any]:
+        """Return the metrics of the waiting steps that the run does not have."""
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        for step, values in self._waiting:
+            stored = self._stored.get(step, {})
+            yield from (Metric(name, value, now, step) for name, value in values.items() if name not in stored)
 
     def _start_over(self, step: int) -> None:
-        """Begin a new run with the steps before `step`, and end the old one."""
-        from trainer.metrics.tracker import METRICS_FILE, read_metrics
+        """Continue with a new run, which gets all steps. One that a kill or a lost answer has left is taken."""
+        first = self._waiting[0][0]
+        earlier = [row for row in self._read_rows() if row["step"] < first]
+        old = self._client.get_run(self.run_id)
+        new = self._successor(old) or self._create(old.info.experiment_id, {CONTINUES: old.info.run_id})
+        self._hand_over(old, new)
+        self.run_id = self._continue(new)
+        self._waiting[:0] = _numbers_of(earlier)
+        problem = "MLflow has other numbers for step %d: its run %s ends, and %s has those of now"
+        LOG.warning(problem, step, old.info.run_id, self.run_id)
+        self._stored = self._read_stored()
 
-        old, new = self.run_id, self._create(self._cfg, self._config)
-        rows = [row for row in read_metrics(os.path.join(self._run_dir, METRICS_FILE)) if row["step"] < step]
-        try:
-            self._client.set_tag(new, "continues_run", old)
-            for row in rows:
-                self._log(new, _metrics_of(row["step"], {name: row[name] for name in row if name != "step"}))
-        except Exception:
-            with contextlib.suppress(Exception):
-                self._client.delete_run(new)
-            raise
-        self.run_id, self._sent = new, {row["step"] for row in rows}
-        LOG.warning("MLflow has other numbers for step %d: its run %s ends, and %s has those of now", step, old, new)
-        self._client.set_tag(old, "continued_by_run", new)
-        self._client.set_terminated(old, "KILLED")
-
-    def _try(self, call: Any, *args: Any) -> bool:
+    def _try(self, call: Callable[..., object], *args: Any) -> None:
         """Call MLflow. A failure is a warning, once: the metrics are in `metrics.jsonl`."""
         try:
             call(*args)
         except Exception as error:
             self._warn(reason_of(error))
-            return False
-        return True
 
     def _warn(self, problem: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            LOG.warning("MLflow lacks steps of this run: %s; the next start sends them", problem)
+            LOG.warning("MLflow lacks steps of this run: %s; the next step or start sends them", problem)
 
-    def _continue(self, run_id: str | None) -> str | None:
-        """Open the run again; None: there is none."""
+    # Runs of MLflow
+
+    def _find(self, run_id: str | None) -> Any:
+        """Return a run that can be continued; None: there is none."""
         from mlflow.exceptions import MlflowException
 
         if run_id is None:
@@ -180,32 +215,48 @@ class MLflow:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
             return None
-        if run.info.lifecycle_stage != "active":
-            return None
-        self._client.update_run(run_id, status="RUNNING")
-        return run_id
+        return run if run.info.lifecycle_stage == "active" else None
 
-    def _create(self, cfg: MlflowConfig, config: Mapping[str, Any]) -> str:
+    def _experiment(self) -> str:
+        found = self._client.get_experiment_by_name(self._cfg.experiment)
+        return found.experiment_id if found is not None else self._client.create_experiment(self._cfg.experiment)
+
+    def _create(self, experiment: str, tags: Mapping[str, str]) -> Any:
+        return self._client.create_run(experiment, run_name=self._cfg.name, tags=dict(tags))
+
+    def _continue(self, run: Any) -> str:
+        """Open the newest of a run and its successors again, and return its id."""
         from mlflow.entities import Param
 
-        found = self._client.get_experiment_by_name(cfg.experiment)
-        experiment = found.experiment_id if found is not None else self._client.create_experiment(cfg.experiment)
-        run_id = self._client.create_run(experiment, run_name=cfg.name).info.run_id
-        params = [Param(legal_name(key), str(value)[:_LONGEST_PARAM]) for key, value in _flat(config)]
-        for first in range(0, len(params), _MOST_PARAMS):
-            self._client.log_batch(run_id, params=params[first : first + _MOST_PARAMS])
-        return run_id
+        run = self._newest(run)
+        self._client.update_run(run.info.run_id, status="RUNNING")
+        params = {legal_name(key): str(value)[:_LONGEST_PARAM] for key, value in _flat(self._config)}
+        lacking = [Param(key, value) for key, value in params.items() if key not in run.data.params]
+        self._client.log_batch(run.info.run_id, params=lacking)
+        return run.info.run_id
+
+    def _newest(self, run: Any) -> Any:
+        while (newer := self._successor(run)) is not None:
+            self._hand_over(run, newer)
+            run = newer
+        return run
+
+    def _successor(self, run: Any) -> Any:
+        """Return the run that continues `run`; None: there is none."""
+        query = f"tags.{CONTINUES} = '{run.info.run_id}'"
+        return next(iter(self._client.search_runs([run.info.experiment_id], query, max_results=1)), None)
+
+    def _hand_over(self, old: Any, new: Any) -> None:
+        """End a run that another one continues."""
+        self._client.set_tag(old.info.run_id, CONTINUED_BY, new.info.run_id)
+        self._client.set_terminated(old.info.run_id, "KILLED")
 
 
-def _metrics_of(step: int, values: Mapping[str, float | None]) -> list[Any]:
-    """Return the metrics of a step. The mark comes last: until MLflow has it, the step is sent again."""
-    from mlflow.entities import Metric
-
-    now = int(1000 * time.time())
-    finite = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
+def _numbers_of(rows: Iterable[Mapping[str, Any]]) -> list[tuple[int, dict[str, float]]]:
+    """Return each step and its values under the names of MLflow, which takes finite ones."""
     return [
-        *(Metric(legal_name(name), float(finite[name]), now, step) for name in finite),
-        Metric(STEP, step, now, step),
+        (step, {legal_name(name): float(value) for name, value in finite_values(values).items()})
+        for step, values in steps_of(rows)
     ]
 
 

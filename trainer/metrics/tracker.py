@@ -92,7 +92,10 @@ class Tracker:
             from trainer.metrics.mlflow import MLflow
 
             abandoned = self._runs.abandoned("mlflow_run_id")
-            services["mlflow_run_id"] = partial(MLflow, run_dir, logger.mlflow, config, abandoned=abandoned)
+            read_rows = partial(read_metrics, self._path)
+            services["mlflow_run_id"] = partial(
+                MLflow, run_dir, logger.mlflow, config, read_rows=read_rows, abandoned=abandoned
+            )
         if logger.trackio.enabled:
             from trainer.metrics.trackio import Trackio
 

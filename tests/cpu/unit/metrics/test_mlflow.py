@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import socket
 import sqlite3
 from pathlib import Path
@@ -16,9 +17,13 @@ from tests.support.metrics import run_python
 from trainer.metrics.mlflow import legal_name
 
 RUN = """
-import json, os, signal, sys, time
+import contextlib, json, os, signal, sqlite3, sys, time
 from trainer.config import LoggerConfig, MlflowConfig
 from trainer.metrics.tracker import Tracker
+
+def is_sent(step):
+    with contextlib.closing(sqlite3.connect(run_dir + "/mlflow.db")) as database:
+        return database.execute("SELECT 1 FROM metrics WHERE step = ?", [step]).fetchone()
 
 run_dir, uri, run_id, rewind, first, last, end = *sys.argv[1:4], *map(int, sys.argv[4:7]), sys.argv[7]
 logger = LoggerConfig(mlflow=MlflowConfig(enabled=True, uri=uri or None, experiment="mine", name="a name"))
@@ -30,18 +35,55 @@ for step in range(first, last + 1):
     odd = {"policy/kl": float("nan"), "policy/loss": float("inf")}
     tracker.log(step, {"reward/mean": step / 8, "val/pass@4": 0.5, "time/step": float(rewind)} | odd)
 print(json.dumps(tracker.state_dict()), flush=True)
-while end == "kill when sent" and last not in tracker._services["mlflow_run_id"]._sent:
+while end == "kill when sent" and not is_sent(last):
     time.sleep(0.01)
 if end.startswith("kill"):
     os.kill(os.getpid(), signal.SIGKILL)
 tracker.close(1 if end == "fail" else 0)
 """
 
+COUNT = """
+import sys
+from mlflow.tracking import MlflowClient
+
+log_batch = MlflowClient.log_batch
+def counted(client, run_id, metrics=(), **others):
+    print("request with", len(metrics), "metrics", file=sys.stderr)
+    log_batch(client, run_id, metrics, **others)
+MlflowClient.log_batch = counted
+"""
+KILL = """
+    import trainer.metrics.mlflow
+    from mlflow.tracking import MlflowClient
+    trainer.metrics.mlflow._MOST_METRICS = 2
+    call, calls_left = getattr(MlflowClient, sys.argv[8]), [int(sys.argv[9])]
+    def then_kill(*args, **kwargs):
+        call(*args, **kwargs)
+        calls_left[0] -= 1
+        if calls_left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+    setattr(MlflowClient, sys.argv[8], then_kill)
+"""
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}
+    return kept | {"HOME": str(tmp_path_factory.mktemp("home"))}
+
+
+@pytest.fixture(scope="module")
+def sent_and_killed(tmp_path_factory, environment) -> tuple[Path, str]:
+    """The directory and the MLflow run of a run that is killed when MLflow has its steps 0 to 5."""
+    run_dir = tmp_path_factory.mktemp("killed")
+    killed = run_python(RUN, str(run_dir), "", "", "-1", "0", "5", "kill when sent", env=environment)
+    return run_dir, json.loads(killed.stdout)["mlflow_run_id"]
+
 
 @pytest.fixture
-def environment(tmp_path) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}
-    return kept | {"HOME": str(tmp_path)}
+def killed(tmp_path, sent_and_killed) -> tuple[Path, str]:
+    run_dir, run_id = sent_and_killed
+    return Path(shutil.copytree(run_dir, tmp_path / "run")), run_id
 
 
 def stored(run_dir: Path) -> dict[str, Any]:
@@ -62,9 +104,30 @@ def stored(run_dir: Path) -> dict[str, Any]:
     return found
 
 
+def logged(run_dir: Path, count: int) -> dict[str, list]:
+    """Return the values of the lines of `metrics.jsonl`, as `stored` does."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == count
+    return {
+        legal_name(name): [[row["step"], row[name]] for row in rows]
+        for name in ("reward/mean", "val/pass@4", "time/step")
+    }
+
+
+def links(run_dir: Path) -> dict[tuple[str, str], str]:
+    with contextlib.closing(sqlite3.connect(run_dir / "mlflow.db")) as database:
+        query = "SELECT run_uuid, key, value FROM tags WHERE key LIKE 'continue%'"
+        return {(run, key): value for run, key, value in database.execute(query)}
+
+
 @pytest.mark.parametrize(
     ("metric", "name"),
-    [("policy/kl", "policy/kl"), ("val/pass@4", "val/pass_4"), ("reward/é:b/mean", "reward/__b/mean")],
+    [
+        ("policy/kl", "policy/kl"),
+        ("val/pass@4", "val/pass_4"),
+        ("reward/é:b/mean", "reward/__b/mean"),
+        ("a" * 300, "a" * 250),
+    ],
 )
 def test_names_have_the_characters_that_mlflow_takes(metric, name):
     assert legal_name(metric) == name
@@ -84,7 +147,6 @@ def test_a_killed_run_is_continued_and_has_each_step_once(tmp_path, environment)
     assert (name, status, found) == ("a name", "FAILED", {})
     assert [step for step, _ in history.pop("time/step")] == [*range(7)]
     assert history == {
-        "step": [[step, step] for step in range(7)],
         "reward/mean": [[step, step / 8] for step in range(7)],
         "val/pass_4": [[step, 0.5] for step in range(7)],
     }
@@ -92,11 +154,9 @@ def test_a_killed_run_is_continued_and_has_each_step_once(tmp_path, environment)
     assert resumed.stdout.count("\n") == 1, "MLflow prints nothing"
 
 
-def test_other_numbers_of_a_step_that_is_trained_again_begin_a_new_run(tmp_path, environment):
+def test_other_numbers_of_a_step_that_is_trained_again_begin_a_new_run(killed, environment):
     """MLflow would keep both numbers of a step. The new run is the one that a later start continues."""
-    run_dir = tmp_path / "run"
-    killed = run_python(RUN, str(run_dir), "", "", "-1", "0", "5", "kill when sent", env=environment)
-    old = json.loads(killed.stdout)["mlflow_run_id"]
+    run_dir, old = killed
     others = RUN.replace("step / 8", "step / 8 if step < 5 else 1")
     resumed = run_python(others, str(run_dir), "", old, "3", "4", "6", "end", env=environment)
     assert resumed.returncode == 0, resumed.stderr
@@ -108,14 +168,64 @@ def test_other_numbers_of_a_step_that_is_trained_again_begin_a_new_run(tmp_path,
     assert found.keys() == {old, new}
     assert [found[run][:2] for run in (old, new)] == [["a name", "KILLED"], ["a name", "FINISHED"]]
     assert found[old][2]["reward/mean"] == [[step, step / 8] for step in range(6)]
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    for name in ("step", "reward/mean", "time/step"):
-        assert found[new][2][name] == [[row["step"], row[name]] for row in rows]
-    assert len(rows) == 8 and len(found[new][3]) == 152
-    with contextlib.closing(sqlite3.connect(run_dir / "mlflow.db")) as database:
-        query = "SELECT run_uuid, key, value FROM tags WHERE key LIKE 'continue%'"
-        tags = {(run, key): value for run, key, value in database.execute(query)}
-    assert tags == {(old, "continued_by_run"): new, (new, "continues_run"): old}
+    assert found[new][2] == logged(run_dir, 8) and len(found[new][3]) == 152
+    assert links(run_dir) == {(old, "continued_by_run"): new, (new, "continues_run"): old}
+
+
+def test_other_numbers_that_a_kill_has_kept_from_the_server_begin_a_new_run(killed, environment):
+    """While the database is locked, steps get other numbers, and a checkpoint is saved behind them."""
+    run_dir, old = killed
+    others = RUN.replace("step / 8", "step / 8 if step < 4 else 1")
+    lock = 'lock = sqlite3.connect(run_dir + "/mlflow.db", timeout=60)\nlock.execute("BEGIN EXCLUSIVE")'
+    locked = others.replace("for step in range", f"{lock}\nfor step in range", 1)
+    again = run_python(locked, str(run_dir), "", old, "3", "4", "6", "kill", env=environment)
+    assert again.returncode == -9 and json.loads(again.stdout)["mlflow_run_id"] == old, again.stderr
+    resumed = run_python(COUNT + others, str(run_dir), "", old, "6", "7", "8", "end", env=environment)
+    assert resumed.returncode == 0, resumed.stderr
+    found = stored(run_dir)
+    (new,) = found.keys() - {old}
+    assert [found[run][1] for run in (old, new)] == ["KILLED", "FINISHED"]
+    assert found[old][2]["reward/mean"] == [[step, step / 8] for step in range(6)]
+    assert found[new][2] == logged(run_dir, 9)
+    assert "request with 21 metrics\n" in resumed.stderr, "three of each of the steps that are copied"
+
+
+@pytest.mark.parametrize("point", [("create_run", 1), ("log_batch", 3)], ids=["created", "half copied"])
+def test_a_kill_while_a_new_run_begins_leaves_no_other_run(killed, environment, point):
+    """The first request has the parameters; those with metrics end within a step."""
+    run_dir, old = killed
+    others = RUN.replace("step / 8", "step / 8 if step < 5 else 1").replace(
+        "tracker.rewind", f"{KILL}\n    tracker.rewind"
+    )
+    again = run_python(others, str(run_dir), "", old, "3", "4", "6", "end", *map(str, point), env=environment)
+    assert again.returncode == -9, again.stderr
+    assert len(stored(run_dir)) == 2
+    resumed = run_python(RUN, str(run_dir), "", old, "5", "6", "7", "end", env=environment)
+    assert resumed.returncode == 0, resumed.stderr
+    found = stored(run_dir)
+    (new,) = found.keys() - {old}
+    assert [found[run][1] for run in (old, new)] == ["KILLED", "FINISHED"]
+    assert found[old][2]["reward/mean"] == [[step, step / 8] for step in range(6)]
+    assert found[new][2] == logged(run_dir, 8) and len(found[new][3]) == 152
+    assert links(run_dir) == {(old, "continued_by_run"): new, (new, "continues_run"): old}
+
+
+def test_steps_that_a_store_refuses_are_sent_with_a_later_step(tmp_path, environment):
+    """Steps 2 and 3 are logged while a table is away."""
+    run_dir = tmp_path / "run"
+    move = """
+    if step in (2, 4):
+        while not is_sent(1) if step == 2 else not tracker._services["mlflow_run_id"]._has_warned:
+            time.sleep(0.01)
+        with contextlib.closing(sqlite3.connect(run_dir + "/mlflow.db", isolation_level=None)) as database:
+            tables = ("metrics", "away") if step == 2 else ("away", "metrics")
+            database.execute("ALTER TABLE {} RENAME TO {}".format(*tables))
+    odd ="""
+    done = run_python(RUN.replace("\n    odd =", move, 1), str(run_dir), "", "", "-1", "0", "5", "end", env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("MLflow lacks steps of this run: ") == 1
+    ((_, status, history, _),) = stored(run_dir).values()
+    assert status == "FINISHED" and history == logged(run_dir, 6)
 
 
 def test_a_store_that_fails_costs_the_run_nothing(tmp_path, environment):
