@@ -18,8 +18,10 @@ from tests.soak.outcomes import difference, outcome_of
 from tests.soak.tally import table
 from tests.soak.wire import Wire
 from tests.support.toy import toy_config, toy_run
+from tests.support.viewed_runs import make_episode
 from trainer.config import Config, TrainerConfig
 from trainer.config.overrides import unread_words
+from trainer.data.records import encode
 
 
 def drawn(seed: int, has_disk: bool = True):
@@ -70,6 +72,31 @@ def test_the_comparison_notices_what_differs(finished):
     assert compare(run, other).startswith("rollouts/step_1.arrow: is ")
     (run / "rollouts/step_1.arrow").unlink()
     assert compare(run, other) == "missing: rollouts/step_1.arrow"
+
+
+def difference_of_rollouts(tmp_path: Path, kind: str, trained: dict[int, list[str]]) -> str:
+    """Compare a job that trained each prompt once with one whose steps trained on these."""
+    steps = {step: [f"0:{step}:0", f"0:{step}:1"] for step in range(1, STEPS + 1)}
+    found = []
+    for uids in (steps | trained, steps):
+        run = tmp_path / f"{kind} {len(list(tmp_path.iterdir()))}"
+        (run / "rollouts").mkdir(parents=True)
+        (run / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in uids))
+        for step, some in uids.items():
+            episodes = [make_episode(uid, [("q", "a")], 0.5)[0] for uid in some]
+            (run / f"rollouts/step_{step}.arrow").write_bytes(encode(step, episodes))
+        found.append(outcome_of(KINDS[kind], run, str(run / "checkpoints")))
+    return difference(*found)
+
+
+@pytest.mark.parametrize("kind", ["in_flight", "far_in_flight"])
+def test_the_comparison_in_flight_notices_what_is_trained_twice_or_lost(tmp_path, kind):
+    assert difference_of_rollouts(tmp_path, kind, {}) == ""
+    is_same = difference_of_rollouts(tmp_path, kind, {3: ["0:4:0", "0:4:1"], 4: ["0:3:0", "0:3:1"]}) == ""
+    assert is_same == (not KINDS[kind].in_order), "prompts may pass others"
+    for twice in ({3: ["0:4:0", "0:4:1"]}, {3: ["0:3:0", "0:3:0"]}):
+        assert difference_of_rollouts(tmp_path, kind, twice)
+    assert difference_of_rollouts(tmp_path, kind, {3: ["0:3:0"]})
 
 
 def test_a_damaged_or_missing_checkpoint_is_no_outcome(finished):
