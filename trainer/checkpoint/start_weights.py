@@ -17,7 +17,7 @@ from trainer.files.atomic_io import digest_bytes, digest_file, digest_weights
 from trainer.files.documents import Shape
 from trainer.files.hf_hub import pinned_data, revision_of
 from trainer.models.files import resolve_model_path
-from trainer.models.given import BACKBONE_FILES, Given, differences, read_file_given, read_given
+from trainer.models.given import BACKBONE_FILES, Given, differences, given_files, read_file_given, read_given
 
 LOG = logging.getLogger(__name__)
 
@@ -100,6 +100,9 @@ def _compared_keys(cfg: Config, fork: bool = False) -> list[str]:
 def fingerprint_weights(cfg: Config, model_path: str, begins: bool) -> str:
     """Return a fingerprint of the initial weights with which the run still computes, and of the files beside them.
 
+    The files beside the policy's weights, such as its tokenizer and its chat template, always count: no checkpoint
+    replaces them.
+
     Args:
         begins: of all initial weights: the run begins with them.
     """
@@ -108,7 +111,16 @@ def fingerprint_weights(cfg: Config, model_path: str, begins: bool) -> str:
     if begins:
         directories["model.path"] = model_path
     needed = directories if begins else {key: directories.get(key, model_path) for key in _compared_keys(cfg)}
-    return " ".join(f"{key}:{_fingerprint(path)}" for key, path in sorted(needed.items()))
+    found = [f"{key}:{_fingerprint(path)}" for key, path in sorted(needed.items())]
+    if cfg.model.path is not None and not begins:
+        found.append(f"files of model.path:{_fingerprint_files(cfg, model_path)}")
+    return " ".join(found)
+
+
+def _fingerprint_files(cfg: Config, directory: str) -> str:
+    """Return a digest of the files beside the weights."""
+    names = given_files(directory, with_code=cfg.model.trust_remote_code)
+    return digest_bytes(" ".join(f"{name}:{digest_file(os.path.join(directory, name))}" for name in names).encode())
 
 
 def _fingerprint(directory: str) -> str:

@@ -59,7 +59,7 @@ def identity(
     Args:
         rollouts: the settings that decide rollouts and rewards, by key.
         updates: the settings that decide the update, by key.
-        weights: fingerprint of the initial weights with which the run still computes.
+        weights: fingerprint of the initial weights with which the run still computes, and of the files beside them.
         interpreters: see `interpreters_of`.
 
     Raises:

@@ -67,14 +67,16 @@ def read_given(directory: str, with_code: bool, patterns: tuple[str, ...] = MODE
     Raises:
         UserError: a file cannot be read.
     """
+    names = given_files(directory, with_code, patterns)
+    return {name: read_file_given(os.path.join(directory, name)) for name in names}
+
+
+def given_files(directory: str, with_code: bool, patterns: tuple[str, ...] = MODEL_FILES) -> list[str]:
+    """Return the names of these files, sorted. See `read_given`."""
     patterns = (*patterns, _CODE) if with_code else patterns
     found = {name for one in patterns for name in glob.glob(one, root_dir=directory, recursive=True)}
-    given = {}
-    for name in sorted(found):
-        path = os.path.join(directory, name)
-        if os.path.isfile(path) and not name.endswith(_BACKUPS):
-            given[name] = read_file_given(path)
-    return given
+    is_read = {name for name in found if os.path.isfile(os.path.join(directory, name))}
+    return sorted(name for name in is_read if not name.endswith(_BACKUPS))
 
 
 def read_file_given(path: str) -> Any:

@@ -136,6 +136,28 @@ def test_the_content_of_a_chat_template_decides(tmp_path):
     assert identities[0].rollouts != identities[1].rollouts and identities[0].updates != identities[1].updates
 
 
+def test_the_files_beside_the_weights_decide_and_the_weights_that_checkpoints_hold_do_not(tmp_path):
+    """The key of a record has no tokens if an environment makes the prompts."""
+    cfg, folder = Config(), tmp_path / "model"
+    cfg.model.path = str(folder)
+    (folder / "additional_chat_templates").mkdir(parents=True)
+
+    def found() -> Identity:
+        return identity(*deciding_settings(cfg), fingerprint_weights(cfg, str(folder), begins=False))
+
+    for name in ("chat_template.jinja", "additional_chat_templates/tools.jinja", "tokenizer_config.json"):
+        (folder / name).write_text("one")
+        first = found()
+        (folder / name).write_text("other")
+        assert found().rollouts != first.rollouts and found().by_key == first.by_key
+    last = found()
+    (folder / "model.safetensors").write_bytes(b"weights")
+    assert found() == last
+    folder = folder.rename(tmp_path / "moved")
+    cfg.model.path = str(folder)
+    assert found() == last
+
+
 def test_no_path_decides_and_every_other_deciding_key_does():
     rollouts, updates = deciding_settings(Config())
     decides = {key for key, rule in resume_rules(Config()).items() if not rule.is_free}
