@@ -15,6 +15,7 @@ from functools import partial
 from trainer.checkpoint.storage import (
     JOURNAL,
     RECORDS,
+    TAKEN,
     Storage,
     for_each,
     open_storage,
@@ -185,7 +186,7 @@ class Upkeep:
                     self._pieces.add_fetched(name, data)
                 else:
                     LOG.warning(
-                        "rollout.journal: %s in %s is damaged; its groups are generated again", name, storage.root
+                        "rollout.journal: %s in %s is damaged; %s", name, storage.root, effect_of_damage(name)
                     )
 
             for_each(bring, [name for name, step in there.items() if is_wanted(step) and name not in here], _PARALLEL)
@@ -329,6 +330,13 @@ class _Tasks:
 def _is_interrupted(name: str) -> bool:
     record = name.removesuffix(_STAGED).removesuffix(_FETCHED)
     return record != name and step_of_records(record) is not None
+
+
+def effect_of_damage(name: str) -> str:
+    """Return what follows if a file is damaged, for messages."""
+    if name.endswith(TAKEN):
+        return "its step may train on other groups than before"
+    return "its groups are generated again"
 
 
 def is_intact(name: str, data: bytes) -> bool:

@@ -11,7 +11,7 @@ from trainer.checkpoint.storage import TAKEN
 from trainer.data.records import decode_groups, keys_in
 from trainer.episodes import Episode
 from trainer.errors import one_line
-from trainer.journal.pieces import Pieces
+from trainer.journal.pieces import Pieces, effect_of_damage
 from trainer.journal.taken import TakenGroup, TakenGroups
 
 LOG = logging.getLogger(__name__)
@@ -197,10 +197,11 @@ class Replay:
 
     def _note_damage(self, name: str, error: Exception) -> None:
         LOG.warning(
-            "rollout.journal: %s in %s is damaged (%s); its groups are generated again",
+            "rollout.journal: %s in %s is damaged (%s); %s",
             name,
             self._pieces.directory,
             one_line(str(error)),
+            effect_of_damage(name),
         )
         self._counts[_DAMAGED] += 1
         self._unusable.add(name)
