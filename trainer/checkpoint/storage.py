@@ -38,7 +38,10 @@ RECORDS = ".arrow"
 """The end of the names of files with rollouts."""
 TAKEN = ".json"
 """The end of the names of files that say which groups in flight a step has taken."""
-_RECORDS = re.compile(r"^step_(0|[1-9][0-9]{0,17})-[0-9a-f]{32}\.(arrow|json)\Z")
+_RECORDS = re.compile(r"^step_(0|[1-9][0-9]{0,17})-(?:([1-9][0-9]{0,18})-)?[0-9a-f]{32}\.(?:arrow|json)\Z")
+
+Age = tuple[bool, int, int]
+"""Sorts files of the journal: the oldest comes first."""
 
 
 class StoreError(UserError, OSError):
@@ -97,6 +100,24 @@ def step_of_records(name: str) -> int | None:
     """Return the step of a file of the journal; None if the name does not belong to one."""
     match = _RECORDS.match(name)
     return int(match[1]) if match else None
+
+
+def order_of_records(name: str) -> int:
+    """Return the number of a file of the journal: newer files have higher ones. 0: an earlier build gave it none."""
+    match = _RECORDS.match(name)
+    return int(match[2] or 0) if match else 0
+
+
+def age_of_records(name: str, written_at: int) -> Age:
+    """Return the age of a file of the journal.
+
+    Files of the store count as older than those that this machine has written: it may have trained on records of its
+    own while the store failed.
+
+    Args:
+        written_at: when this machine wrote the file. 0: it came from the store.
+    """
+    return written_at > 0, order_of_records(name), written_at
 
 
 def records_in(storage: Storage) -> dict[str, int]:

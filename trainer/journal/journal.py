@@ -96,7 +96,9 @@ class Journal:
             return of > step or step == 0  # the initial weights are evaluated as step 0
 
         self._upkeep.fetch(step, is_ahead)
-        names = {name: of for name, of in self._pieces.names().items() if is_ahead(of)}
+        here = self._pieces.names()
+        self._pieces.continue_after(here)
+        names = {name: of for name, of in here.items() if is_ahead(of)}
         self._replay = Replay(self._pieces, self._settings.rollouts, names) if names else None
 
     def trained(self, episodes: Iterable[Episode]) -> None:

@@ -9,16 +9,19 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 from trainer.checkpoint.storage import (
     JOURNAL,
     RECORDS,
     TAKEN,
+    Age,
     Storage,
+    age_of_records,
     for_each,
     open_storage,
+    order_of_records,
     records_in,
     remove_records,
     step_of_records,
@@ -39,7 +42,11 @@ _ABANDONED = "abandoned_after"
 
 
 class Pieces:
-    """Files that are written once and never changed: `step_N-<xxh3-128 of the content>` with the end of their kind.
+    """Files that are written once and never changed: `step_N-<number>-<xxh3-128 of the content>` and an end.
+
+    A newer file has a higher number, on whichever machine it was written: one more than the highest that the machine
+    knows, or the time in nanoseconds if that is higher. So the time alone decides only where the store failed, and a
+    machine does not know the files of the one before it.
 
     Args:
         run_dir: holds the directory of the journal.
@@ -50,6 +57,8 @@ class Pieces:
         self.directory = os.path.join(run_dir, JOURNAL)
         self._disk = open_storage(run_dir)
         self._fence = fence
+        self._numbering = threading.Lock()
+        self._newest = 0
 
     def names(self) -> dict[str, int]:
         """Return the steps of the files, by name."""
@@ -65,14 +74,19 @@ class Pieces:
             OSError: it cannot be written.
             UserError: another job holds the run directory.
         """
-        name = f"step_{step}-{digest_bytes(data)}{kind}"
+        with self._numbering:
+            self._newest = number = max(self._newest + 1, time.time_ns())
+        name = f"step_{step}-{number}-{digest_bytes(data)}{kind}"
         self._write(self.path(name), data)
         return name
 
+    def continue_after(self, names: Iterable[str]) -> None:
+        """Give files that are written from now on higher numbers than these files have."""
+        with self._numbering:
+            self._newest = max([self._newest, *map(order_of_records, names)])
+
     def add_fetched(self, name: str, data: bytes) -> None:
         """Write a file of the store. It counts as older than all files that this machine has written.
-
-        This machine may have trained on records of its own while the store failed.
 
         Raises:
             OSError: it cannot be written.
@@ -112,11 +126,11 @@ class Pieces:
             raise ValueError("its content does not agree with its name")
         return data
 
-    def written_at(self, name: str) -> float:
-        """Return the time at which this machine wrote a file. 0: it came from the store, or does not exist any more."""
+    def age(self, name: str) -> Age:
+        written_at = 0  # also of one that does not exist any more
         with contextlib.suppress(OSError):
-            return os.stat(self.path(name)).st_mtime_ns
-        return 0
+            written_at = os.stat(self.path(name)).st_mtime_ns
+        return age_of_records(name, written_at)
 
     def delete(self, names: Collection[str]) -> None:
         """Delete files. One that cannot be deleted stays."""
@@ -179,15 +193,14 @@ class Upkeep:
                 else:
                     self._remove_abandoned(storage, last)
             there = records_in(storage)
+            self._pieces.continue_after(there)
 
             def bring(name: str) -> None:
                 data = storage.get(f"{JOURNAL}/{name}")
                 if is_intact(name, data):
                     self._pieces.add_fetched(name, data)
                 else:
-                    LOG.warning(
-                        "rollout.journal: %s in %s is damaged; %s", name, storage.root, effect_of_damage(name)
-                    )
+                    LOG.warning("rollout.journal: %s in %s is damaged; %s", name, storage.root, effect_of_damage(name))
 
             for_each(bring, [name for name, step in there.items() if is_wanted(step) and name not in here], _PARALLEL)
         except OSError as error:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trainer.checkpoint.storage import TAKEN
+from trainer.checkpoint.storage import TAKEN, Age
 from trainer.data.records import decode_groups, keys_in
 from trainer.episodes import Episode
 from trainer.errors import one_line
@@ -27,6 +27,7 @@ class _Record:
 
     name: str
     about: Mapping[str, str]
+    age: Age
 
     @property
     def sampled_by(self) -> tuple[int, str] | None:
@@ -60,7 +61,7 @@ class Replay:
             self._names.setdefault(step, []).append(name)
         self._first, self._last = min(self._names), max(self._names)
         self._open: dict[int, _Step] = {}
-        self._trained: dict[str, list[tuple[float, tuple[int, str]]]] = {}  # in flight: when, which record of a key
+        self._trained: dict[str, list[tuple[Age, tuple[int, str]]]] = {}  # in flight: when, which record of a key
         self._unusable: set[str] = set()  # files
         self._counts: Counter[str] = Counter()
         self.is_over = False
@@ -117,10 +118,10 @@ class Replay:
 
     def take(self, key: str, version: int, history: str) -> list[Episode] | None:
         """Return a group that was sampled in flight. None: its record is damaged, or is needed no more."""
-        for opened in self._open.values():
-            for record in reversed(opened.records.get(key, ())):
-                if record.sampled_by == (version, history) and (found := self._read(record.name, [key])):
-                    return found[key]
+        records = [record for opened in self._open.values() for record in opened.records.get(key, ())]
+        for record in sorted(records, key=lambda record: record.age, reverse=True):
+            if record.sampled_by == (version, history) and (found := self._read(record.name, [key])):
+                return found[key]
         return None
 
     def note(self, key: str, is_found: bool) -> None:
@@ -158,10 +159,10 @@ class Replay:
     def _opened(self, step: int) -> _Step:
         if step not in self._open:
             opened = self._open[step] = _Step({})
-            for name in sorted(self._names.pop(step, []), key=self._pieces.written_at):
+            for age, name in sorted((self._pieces.age(name), name) for name in self._names.pop(step, [])):
                 try:
                     if name.endswith(TAKEN):
-                        self._open_taken(name, opened)
+                        self._open_taken(name, age, opened)
                         continue
                     keys, about = keys_in(self._pieces.path(name))
                     if "version" in about and not ("history" in about and about["version"].isdecimal()):
@@ -172,16 +173,16 @@ class Replay:
                     self._note_damage(name, error)
                     continue
                 for key in keys:
-                    opened.records.setdefault(key, []).append(_Record(name, about))
+                    opened.records.setdefault(key, []).append(_Record(name, about, age))
         return self._open[step]
 
-    def _open_taken(self, name: str, opened: _Step) -> None:
+    def _open_taken(self, name: str, age: Age, opened: _Step) -> None:
         taken = TakenGroups.decode(self._pieces.read(name))
         opened.taken.append(taken)
         if taken.config == self._config:
             for group in taken.groups:
                 for key, record in group.records.items():
-                    self._trained.setdefault(key, []).append((self._pieces.written_at(name), record))
+                    self._trained.setdefault(key, []).append((age, record))
 
     def _read(self, name: str, keys: Sequence[str]) -> dict[str, list[Episode]]:
         """Return groups of a file, by key: none if it is damaged, or was deleted since by a commit."""

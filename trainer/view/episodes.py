@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.checkpoint.storage import JOURNAL, RECORDS, open_storage, records_in
+from trainer.checkpoint.storage import JOURNAL, RECORDS, age_of_records, open_storage, records_in
 from trainer.data.records import decode_groups, decode_scores
 from trainer.data.rollout_io import kept_files
 from trainer.episodes import Episode, Sample, TokenScores
@@ -126,7 +126,11 @@ Scored = tuple[Episode, Sequence[TokenScores]]
 def _read_episodes(files: StepFiles) -> list[Scored]:
     """Return the training episodes. Of a group that the journal has twice, the newer one counts."""
     groups: dict[str, list[Scored]] = {}
-    present = [(status.st_mtime_ns, path) for path in files.paths if (status := _status(path)) is not None]
+    present = [
+        (age_of_records(os.path.basename(path), status.st_mtime_ns), path)
+        for path in files.paths
+        if (status := _status(path)) is not None
+    ]
     for _, path in sorted(present):
         try:
             with open(path, "rb") as file:

@@ -15,7 +15,7 @@ from tests.support.buckets import make_bucket, use_s3
 from tests.support.fault_proxy import Faults, fault_proxy
 from tests.support.jobs import wait_until
 from trainer.checkpoint.object_storage import ObjectStorage
-from trainer.checkpoint.storage import JOURNAL, open_storage, records_in, step_of_records
+from trainer.checkpoint.storage import JOURNAL, open_storage, order_of_records, records_in, step_of_records
 from trainer.errors import UserError
 from trainer.journal.pieces import Pieces
 
@@ -53,7 +53,7 @@ def record(root: Path, tokens: int, storage: Any = None) -> str:
     journal.wait()
     assert journal.settled(60)
     journal.close()
-    return max(journal._pieces.names(), key=journal._pieces.written_at)
+    return max(journal._pieces.names(), key=journal._pieces.age)
 
 
 def tokens_of(root: Path, **options: Any) -> int:
@@ -71,6 +71,34 @@ def test_what_this_machine_has_trained_on_comes_before_records_of_the_store(stor
     assert tokens_of(tmp_path / "new", storage=storage) == 4
     assert old in files(tmp_path / "new"), "it is there, and may stand in for a damaged one"
     assert tokens_of(tmp_path / "new") == 4
+
+
+def test_the_newest_of_the_records_of_lost_machines_is_used(storage, tmp_path):
+    """Every other machine starts while the store fails, so it does not know the records of those before it."""
+    for number, tokens in enumerate((6, 7, 5, 8, 3, 4)):
+        root = tmp_path / str(number)
+        name = record(root, tokens, storage if number % 2 else None)
+        storage.put(f"{JOURNAL}/{name}", (root / JOURNAL / name).read_bytes())  # it is there again
+        assert tokens_of(tmp_path / f"{number} lost", storage=storage) == tokens
+
+
+def test_no_clock_decides_about_records_that_the_machine_has_found(storage, tmp_path):
+    """Those of an earlier build have no number, and are older than all others."""
+    name = record(tmp_path / "first", 3, storage)
+    data, (step, _, digest) = storage.get(f"{JOURNAL}/{name}"), name.split("-")
+    storage.delete(f"{JOURNAL}/{name}")
+    old, ahead = f"{step}-{digest}", f"{step}-{9 * 10**18}-{digest}"
+    storage.put(f"{JOURNAL}/{old}", data)
+    assert tokens_of(tmp_path / "second", storage=storage) == 3
+    storage.put(f"{JOURNAL}/{ahead}", b"cut off")  # by a machine whose clock is far ahead
+    newer = record(tmp_path / "third", 5, storage)
+    storage.put(f"{JOURNAL}/{ahead}", data)
+    assert tokens_of(tmp_path / "fourth", storage=storage) == 5
+    (tmp_path / "fifth/.journal").mkdir(parents=True)
+    (tmp_path / f"fifth/.journal/{ahead}").write_bytes(data)  # its own clock was far ahead
+    record(tmp_path / "fifth", 4)
+    assert tokens_of(tmp_path / "fifth") == 4
+    assert sorted([old, ahead, newer], key=order_of_records) == [old, ahead, newer]
 
 
 def test_what_interrupted_writes_have_left_is_deleted_at_a_start(tmp_path):

@@ -83,6 +83,16 @@ def test_the_record_that_a_step_has_trained_on_comes_first(tmp_path):
     journal.close()
 
 
+@pytest.mark.parametrize("steps", [(5, 4), (4, 5)])
+def test_the_newest_of_two_records_by_the_same_weights_is_taken(tmp_path, steps):
+    """A machine did not find the older one in the store, and the group may be trained in another step."""
+    for step in steps:
+        record(tmp_path, step, "a", version=3)
+    journal = opened(tmp_path)
+    assert len(take(journal, "a")[0].samples[0].token_ids) == 3 + steps[-1]
+    journal.close()
+
+
 def test_what_a_step_has_taken_comes_back_with_the_same_weights_and_config(tmp_path, caplog):
     journal = opened(tmp_path)
     assert journal.taken(1) is None

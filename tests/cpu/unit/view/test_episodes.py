@@ -88,18 +88,18 @@ def test_any_number_is_packed(values):
 
 
 def test_the_journal_serves_where_no_rollouts_are_kept(tmp_path):
-    def add(step: int, groups: dict[str, list[Episode]], age: int) -> None:
+    def add(step: int, groups: dict[str, list[Episode]], number: int) -> None:
         data = encode_groups(step, groups, {})
-        path = tmp_path / JOURNAL / f"step_{step}-{digest_bytes(data)}.arrow"
+        path = tmp_path / JOURNAL / f"step_{step}-{number}-{digest_bytes(data)}.arrow"
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(data)
-        os.utime(path, (1000 - age, 1000 - age))
+        os.utime(path, (0, 0))  # it came from the store
 
     def group(prompt: int, reply: str, kind: str = "0") -> list[Episode]:
         return [make_episode(f"{kind}:{prompt}:{n}", [("q", f"{reply} {n}")], 1.0)[0] for n in range(2)]
 
-    add(4, {"a": group(1, "old"), "b": group(2, "kept")}, age=5)
-    add(4, {"c": group(1, "new"), "v": group(9, "evaluated", "val")}, age=1)
+    add(4, {"a": group(1, "old"), "b": group(2, "kept")}, number=9)
+    add(4, {"c": group(1, "new"), "v": group(9, "evaluated", "val")}, number=10)
     (files,) = find_steps(str(tmp_path))
     assert (files.step, files.origin) == (4, "journal")
     data = read_step(files)
