@@ -26,7 +26,7 @@ from trainer.checkpoint.storage import (
     remove_records,
     step_of_records,
 )
-from trainer.errors import UserError, one_line
+from trainer.errors import UserError, describe_error, one_line
 from trainer.files.atomic_io import digest_bytes, read_file, write_file
 from trainer.process import time_limits
 
@@ -194,6 +194,9 @@ class Upkeep:
                     self._remove_abandoned(storage, last)
             there = records_in(storage)
             self._pieces.continue_after(there)
+            for name in here.keys() - there.keys():
+                if is_wanted(here[name]):
+                    self.copy(name)  # an earlier start has not come to it
 
             def bring(name: str) -> None:
                 data = storage.get(f"{JOURNAL}/{name}")
@@ -224,6 +227,8 @@ class Upkeep:
         last = self._pieces.abandoned_after = step if before is None else min(before, step)
         self._remove_here(lambda of: of > step)
         try:
+            if not self._in_store.wait(time_limits.JOURNAL_WAIT_S):  # what is copied now would come back
+                raise TimeoutError("it does not answer")
             self._remove_abandoned(self._storage, last)
         except OSError as error:
             LOG.warning(
@@ -331,11 +336,12 @@ class _Tasks:
                 task()
                 if not self.has_just_failed:
                     self._has_failed = False
-            except (OSError, UserError) as error:
+            except Exception as error:  # the thread must not end: nobody would notice
                 if not self._has_failed:
+                    is_known = isinstance(error, (OSError, UserError))
                     LOG.warning(
                         "rollout.journal: the records are not copied or deleted (%s); training continues",
-                        one_line(str(error)),
+                        one_line(str(error)) if is_known else describe_error(error),
                     )
                 self._has_failed, self._failed_at = True, time.monotonic()
 

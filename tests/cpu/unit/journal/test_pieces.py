@@ -77,8 +77,10 @@ def test_the_newest_of_the_records_of_lost_machines_is_used(storage, tmp_path):
     """Every other machine starts while the store fails, so it does not know the records of those before it."""
     for number, tokens in enumerate((6, 7, 5, 8, 3, 4)):
         root = tmp_path / str(number)
-        name = record(root, tokens, storage if number % 2 else None)
-        storage.put(f"{JOURNAL}/{name}", (root / JOURNAL / name).read_bytes())  # it is there again
+        record(root, tokens, storage if number % 2 else None)
+        journal = opened(root, storage=storage)  # the store is there again
+        assert journal.settled(60)
+        journal.close()
         assert tokens_of(tmp_path / f"{number} lost", storage=storage) == tokens
 
 
@@ -99,6 +101,39 @@ def test_no_clock_decides_about_records_that_the_machine_has_found(storage, tmp_
     record(tmp_path / "fifth", 4)
     assert tokens_of(tmp_path / "fifth") == 4
     assert sorted([old, ahead, newer], key=order_of_records) == [old, ahead, newer]
+
+
+def test_a_start_copies_what_an_earlier_one_has_not(storage, tmp_path):
+    name = record(tmp_path, 3)
+    journal = opened(tmp_path, storage=storage)
+    assert journal.settled(60) and [*records_in(storage)] == [name]
+    journal.close()
+
+
+def test_a_copy_that_is_under_way_does_not_bring_back_what_the_run_has_left_behind(storage, tmp_path):
+    may_copy = threading.Event()
+
+    def fence() -> None:
+        if threading.current_thread() is not threading.main_thread():
+            may_copy.wait(60)
+
+    journal = opened(tmp_path, storage=storage, store_fence=fence)
+    train(journal, range(1, 2))
+    threading.Timer(0.5, may_copy.set).start()
+    journal.remove_after(0)
+    may_copy.wait(60)
+    assert journal.settled(60) and not records_in(storage)
+    journal.close()
+
+
+def test_an_error_of_any_kind_does_not_end_the_thread_that_deletes(tmp_path, caplog):
+    journal = opened(tmp_path)
+    train(journal, range(1, 3))
+    journal.remove_until(lambda: 1 // 0)
+    journal.remove_until(lambda: 1)
+    assert journal.settled(60) and steps_on_disk(tmp_path) == {2}
+    assert sum("ZeroDivisionError" in message for message in caplog.messages) == 1
+    journal.close()
 
 
 def test_what_interrupted_writes_have_left_is_deleted_at_a_start(tmp_path):
