@@ -136,16 +136,14 @@ class Writer:
         Raises:
             UserError: another job holds the run directory.
         """
-        end = time.monotonic() + time_limits.JOURNAL_WAIT_S
         with self._condition:
             wanted = self._added
-            while self._written_batches < wanted and not self._is_stopped:
+            while (written := self._written_batches) < wanted and not self._is_stopped:
                 self.flush()
-                left = end - time.monotonic()
-                if left <= 0:
+                if not self._condition.wait_for(
+                    lambda: self._written_batches > written or self._is_stopped, time_limits.JOURNAL_WAIT_S
+                ):
                     self._stop(f"{self._pieces.directory}: nothing was written in {time_limits.JOURNAL_WAIT_S:g} s")
-                    break
-                self._condition.wait(left)
             if self._lost is not None:
                 raise self._lost
 
@@ -175,12 +173,10 @@ class Writer:
                 batches, self._queue, self._is_urgent = self._queue, [], False
                 if self._is_closed and not batches:
                     return
-            try:
-                for batch in batches:
-                    self._write(batch)
-            finally:
+            for batch in batches:
+                self._write(batch)
                 with self._condition:
-                    self._written_batches += len(batches)
+                    self._written_batches += 1
                     self._condition.notify_all()
 
     def _write(self, batch: _Batch) -> None:

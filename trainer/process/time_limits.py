@@ -71,8 +71,8 @@ JOURNAL_FLUSH_S = 0.5
 JOURNAL_CLOSE_S = 5.0
 """Longest wait at the end for copies of rollouts that are under way."""
 JOURNAL_WAIT_S = 60.0
-"""Longest wait until finished rollouts are on the disk. After that they are not recorded until a later try. Also the
-longest wait for copies that are under way when the run goes back."""
+"""Longest wait for one more file of finished rollouts on the disk. After that they are not recorded until a later try.
+Also the longest wait for copies that are under way when the run goes back."""
 JOURNAL_RETRY_S = 60.0
 """From the time rollouts cannot be recorded until the next try, at least. Each further failure doubles it, up to 16
 times."""

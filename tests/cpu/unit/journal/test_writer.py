@@ -43,6 +43,16 @@ def test_after_a_stall_the_journal_writes_again_and_what_it_has_is_whole(tmp_pat
     assert train(opened(tmp_path), range(1, 4)) == {1: True, 2: True, 3: False}
 
 
+def test_a_slow_disk_that_writes_all_the_time_does_not_stop_the_journal(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(time_limits, "JOURNAL_WAIT_S", 3.0)
+    journal = opened(tmp_path, fence=lambda: threading.Event().wait(0.5))
+    for step in range(1, 9):
+        journal.add(step, {journal.key(step): group(str(step))})
+    journal.wait()
+    journal.close()
+    assert steps_on_disk(tmp_path) == {*range(1, 9)} and not of_writing(caplog)
+
+
 def test_an_error_that_lasts_is_said_once_and_so_is_its_end(tmp_path, caplog):
     (tmp_path / ".journal").write_text("a file is here")
     journal = opened(tmp_path)
