@@ -285,9 +285,10 @@ _COMMANDS = {
 @contextlib.contextmanager
 def _locked(store: CheckpointStore) -> Iterator[None]:
     """Lock the checkpoint directory, so that a running job does not lose the checkpoints that it uses."""
+    locks = store.locks(TrainerConfig().lock_lease_s, "checkpoint directory", "end that job first")
     with contextlib.ExitStack() as held:
-        for lock in store.locks(TrainerConfig().lock_lease_s, "checkpoint directory", "end that job first"):
-            held.enter_context(lock).acquire()
+        for number, lock in enumerate(locks):
+            held.enter_context(lock).acquire(following=locks[number + 1 :])
         yield
 
 

@@ -10,6 +10,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from types import NoneType
 from typing import Any
 
@@ -69,22 +70,25 @@ class RunLock:
         self._beats = 0
         self._trusts_heartbeat = trusts_heartbeat
         self._lost_to: dict[str, Any] | None = None
+        self._watch = _Watch()  # of the owner that `acquire` finds
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def acquire(self, wait: bool = False) -> str | None:
+    def acquire(self, wait: bool = False, following: Sequence[RunLock] = ()) -> str | None:
         """Take the lock; returns a line about the dead owner if the lock was taken over.
 
         Watch an owner on another machine until its heartbeat moves (it is alive) or `lease_s` have passed.
 
         Args:
             wait: if another job runs here, wait for its end.
+            following: the locks that this process takes next. A killed job may have left all of them: while this one
+                waits for a heartbeat, theirs are watched, too, so that one wait is enough.
 
         Raises:
             UserError: another job runs in this directory.
         """
         taken_from = None
-        watch = _Watch()
+        watch, self._watch = self._watch, _Watch()
         if self._storage.disk is not None:
             os.makedirs(os.path.dirname(self._storage.root), exist_ok=True)
         while True:
@@ -112,12 +116,20 @@ class RunLock:
             if silent_s == 0 and not _is_local(owner) and not watch.moved:
                 seconds = f"{self.lease_s:g} s"
                 LOG.warning("%s: locked by %s; waiting %s for a heartbeat", self.directory, _describe(owner), seconds)
+                for lock in following:
+                    lock.watch()
             time.sleep(min(0.2, self.lease_s / 20))
             SIGNALS.check()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         with SIGNALS.blocked():
             self._thread.start()
         return taken_from
+
+    def watch(self) -> None:
+        """Note the heartbeat of the owner. If it has not moved when `acquire` looks, the time since then counts."""
+        with contextlib.suppress(OSError):  # `acquire` reports it
+            owner, etag = self._fetch()
+            self._watch.silent_for(None if owner is None else etag)
 
     def check(self, now: bool = False) -> None:
         """Check that this process still holds the lock.
