@@ -141,6 +141,7 @@ class _Evaluating:
             way = TRANSPORTS["shared_memory"] if weights.adapter is None else ADAPTER
             joins = self.subject.streams_requests
             pool = EnginePool(self.cfg, cluster, weights, path, keeps_weights=True, way=way, joins=joins)
+            ends.callback(pool.leave)
             scorers = make_scorers(self.cfg, list(map(_source_of, sets)), self._scorer_of)
             routes = make_routes(self.cfg, scorers, tokenizer)
             runner = RolloutRunner(self.cfg, pool, tokenizer, stop_token_ids(path, tokenizer), routes, journal)

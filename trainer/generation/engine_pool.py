@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
-import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,8 +26,8 @@ from trainer.generation.colocation import GpuAssignment, assign_gpus, colocated_
 from trainer.generation.company import joins_exactly
 from trainer.generation.config_check import describe_model
 from trainer.generation.dispatcher import Dispatcher
-from trainer.generation.engine import Completion, Request, RunningRequests, build_engine
-from trainer.generation.engines import Engines
+from trainer.generation.engine import Completion, Request, RunningRequests
+from trainer.generation.engines import Engines, engine_builder
 from trainer.generation.lifecycle import GpuMemory, State
 from trainer.generation.pauses import Pauses
 from trainer.generation.request_stream import RequestStream, StreamAborted
@@ -76,7 +74,6 @@ class EnginePool:
         self._version = 0
         self._keeps_weights = keeps_weights
         self._given_way = way
-        self._joins = joins or cfg.streams_requests
         self._has_initial_weights = False  # the weights of the policy are those that engines start with
         self._thread = threading.get_ident()  # the only one that may use the ranks
         self.synced_bytes = 0
@@ -98,9 +95,14 @@ class EnginePool:
         assignment = self._assignment if self._memory.shared else None
         environment = spec.environment_on(self._device, cfg.trainer.deterministic)
         numbers = [(number,) for number in range(cfg.rollout.num_engines)]
+        self._job: Job | None = None  # who uses inference servers
+        if spec.served:
+            self._job = Job.of_run(cfg.trainer.run_dir, describe_model(cfg.model, model_path))
+        self._build = engine_builder(cfg, model_path, self._device, joins or cfg.streams_requests, self._job)
         group = cluster.launch_engines(self._build, numbers, environment, assignment)
         window_s, has_capacity = 60 * cfg.trainer.restart_window_minutes, functools.partial(cluster.has_capacity, group)
-        self._engines = Engines(group, self._memory, cfg.trainer.max_restarts, window_s, has_capacity)
+        limit = cfg.trainer.max_restarts
+        self._engines = Engines(group, self._memory, limit, window_s, has_capacity, spec.served)
         self._dispatcher = Dispatcher(
             self._engines,
             spec.streaming,
@@ -115,28 +117,6 @@ class EnginePool:
             cfg, cluster, ranks, model_path, self._device, self._count_receivers, self._colocated_ranks, keeps_weights
         )
         self._receivers: list[Any] = []  # the processes of the engines that the transport reaches
-
-    @property
-    def _build(self) -> Callable[..., Any]:
-        """What makes an engine in its process, from its number."""
-        cfg, spec = self._cfg, self._spec
-        model = functools.partial(describe_model, cfg.model, self._model_path)
-        return functools.partial(
-            build_engine,
-            dataclasses.replace(spec, transports=()),  # the functions of a user's transport may not be pickled
-            spec.variables_in(os.environ),
-            cfg.trainer.deterministic and spec.deterministic_torch,
-            self._model_path,
-            dtype=cfg.rollout.dtype,
-            seed=cfg.trainer.seed,
-            rollout=cfg.rollout_of_engines,
-            device=self._device,
-            trust_remote_code=cfg.model.trust_remote_code,
-            profiled=(tuple(cfg.trainer.profile), os.path.abspath(cfg.trainer.run_dir)),
-            **({"lora_rank": cfg.trainer.policy.lora.rank} if cfg.syncs_adapter else {}),
-            **({"job": Job.of_run(cfg.trainer.run_dir, model())} if spec.served else {}),
-            **({"joins": True} if spec.joins_exactly and self._joins else {}),
-        )
 
     @property
     def repeats(self) -> bool:
@@ -429,10 +409,12 @@ class EnginePool:
                 except Exception as error:  # no rank is left to free it
                     LOG.info("the kept weights: %s", describe_error(error))
             self._engines.shutdown()
+        self.leave()
 
     def leave(self) -> None:
-        """Leave the servers of a run that ends early to other jobs, as far as they answer soon."""
-        self._engines.leave()
+        """Leave the inference servers, if there are some, to other jobs, as far as they answer soon. Raises nothing."""
+        if self._job is not None:
+            self._engines.leave(self._cfg.rollout.urls, self._job)
 
     def _meet(self, receivers: list[int]) -> None:
         self._transport.meet(receivers)

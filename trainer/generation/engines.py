@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from trainer.cluster.worker_groups import CallFutures, WorkerGroup
+from trainer.config import Config
 from trainer.errors import (
     RESTART_HINT,
     FailureSource,
@@ -20,12 +24,14 @@ from trainer.errors import (
     failure_source_of,
     set_failure_source,
 )
+from trainer.generation.engine import build_engine
 from trainer.generation.lifecycle import GpuMemory, Lifecycle, State
+from trainer.generation.server_protocol import Job
 from trainer.generation.transport import wait_for_all
 from trainer.process import time_limits
 from trainer.process.failure_log import INCIDENTS, describe
 from trainer.process.restart_policy import Decision, Restarts
-from trainer.process.signals import SIGNALS, Stopped
+from trainer.process.signals import CONTINUES, SIGNALS, NoServerStopped, Stopped
 
 LOG = logging.getLogger(__name__)
 
@@ -45,12 +51,20 @@ class Engines:
         limit: largest number of new engines within the window (`trainer.max_restarts`).
         window_s: length of the window.
         has_capacity: returns whether the cluster has capacity for at least one of them.
+        served: they wait for inference servers while they start.
     """
 
     def __init__(
-        self, group: WorkerGroup, memory: GpuMemory, limit: int, window_s: float, has_capacity: Callable[[], bool]
+        self,
+        group: WorkerGroup,
+        memory: GpuMemory,
+        limit: int,
+        window_s: float,
+        has_capacity: Callable[[], bool],
+        served: bool = False,
     ):
         self.group = group
+        self._served = served
         self._memory = memory
         self.unplaced: set[int] = set()
         """Engines that have no GPUs. They stay dead."""
@@ -72,7 +86,21 @@ class Engines:
         """Wait until all are loaded; those that die meanwhile are replaced."""
         assert self._memory.may_start
         while self.lifecycle.within(State.STARTING, State.DEAD):
+            self._check_stop()
             self.poll()
+
+    def _check_stop(self) -> None:
+        """Check signals while no engine can go on.
+
+        Raises:
+            NoServerStopped: one has arrived, also within a step that is to be finished first: no server may ever come.
+        """
+        SIGNALS.check()
+        if self._served and SIGNALS.first:
+            raise NoServerStopped(
+                f"stopped by {SIGNALS.first} while no inference server answered (rollout.urls): the step under way is "
+                f"not saved; {CONTINUES}"
+            )
 
     def finish_starts(self) -> None:
         """Wait until no engine starts. Those that died a moment ago may start later."""
@@ -128,6 +156,7 @@ class Engines:
         assert self._memory.may_start
         began = time.monotonic()
         while not self.lifecycle.loaded and not gives_up():
+            self._check_stop()
             self.poll()
             if time.monotonic() - began > time_limits.CAPACITY_WAIT_S and not self._has_capacity():
                 error = WorkerError("no engine is left, and the cluster has no capacity for one", RESTART_HINT, "node")
@@ -263,10 +292,17 @@ class Engines:
         for engine in list(self._lost):
             self._record(engine, "continued without the engine")
 
-    def leave(self) -> None:
-        """Do the same for a run that ends early, and do not wait for engines that do not answer soon."""
+    def leave(self, urls: Sequence[str], job: Job) -> None:
+        """Leave the servers of a run that ends early to other jobs, and do not wait for those that do not answer soon.
+
+        Engines that start may have taken their servers already, and cannot be asked. So this process speaks for all
+        engines, and they speak for themselves where it reaches no server.
+        """
+        from trainer.generation.server_engine import leave_servers  # imports httpx
+
         try:
-            self.shutdown(time_limits.LEAVE_S)
+            if not leave_servers(urls, job, time_limits.LEAVE_S):
+                self.shutdown(time_limits.LEAVE_S)
         except (Exception, Stopped) as error:  # what has ended the run is what counts
             LOG.info("the inference servers were not left: %s", describe_error(error))
 
@@ -274,6 +310,33 @@ class Engines:
         if engine in self._lost:
             error, step, paused_s = self._lost.pop(engine)
             INCIDENTS.record(describe(error, step, action, self._paused_s - paused_s))
+
+
+def engine_builder(cfg: Config, model_path: str, device: str, joins: bool, job: Job | None) -> Callable[..., Any]:
+    """Return what makes an engine in its process, from its number.
+
+    Args:
+        device: `cuda` or `cpu`, of the engines.
+        joins: requests join at any time others.
+        job: who uses inference servers; None: the engines are none.
+    """
+    spec = cfg.engine
+    return functools.partial(
+        build_engine,
+        dataclasses.replace(spec, transports=()),  # the functions of a user's transport may not be pickled
+        spec.variables_in(os.environ),
+        cfg.trainer.deterministic and spec.deterministic_torch,
+        model_path,
+        dtype=cfg.rollout.dtype,
+        seed=cfg.trainer.seed,
+        rollout=cfg.rollout_of_engines,
+        device=device,
+        trust_remote_code=cfg.model.trust_remote_code,
+        profiled=(tuple(cfg.trainer.profile), os.path.abspath(cfg.trainer.run_dir)),
+        **({"lora_rank": cfg.trainer.policy.lora.rank} if cfg.syncs_adapter else {}),
+        **({"job": job} if job is not None else {}),
+        **({"joins": True} if spec.joins_exactly and joins else {}),
+    )
 
 
 def _lost_node(error: Exception) -> str | None:

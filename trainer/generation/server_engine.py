@@ -6,12 +6,10 @@ import contextlib
 import json
 import os
 import queue
-import secrets
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -52,11 +50,10 @@ class ServerEngine:
 
     def __init__(self, model_path: str, *, rollout: RolloutConfig, index: int, job: Job, **_: Any):
         self.url = rollout.urls[index].rstrip("/")
-        self._job = replace(job, engine=index, owner=secrets.token_hex(16))
-        token = read_token()
+        self._job = job.of_process(index)
         self._client = httpx.Client(
             base_url=self.url,
-            headers={"Authorization": f"Bearer {token}"} if token else {},
+            headers=_authorization(),
             timeout=httpx.Timeout(time_limits.SERVER_SILENCE_S, connect=time_limits.SERVER_CONNECT_S),
             limits=httpx.Limits(max_connections=None),
             trust_env=False,  # a proxy for the internet is no way to a server of the cluster
@@ -380,6 +377,35 @@ class ServerEngine:
 
     def _lost(self, reason: str) -> WorkerError:
         return WorkerError(f"the inference server {self.url} does not serve ({one_line(reason)})", "", "server")
+
+
+def leave_servers(urls: Sequence[str], job: Job, limit_s: float) -> bool:
+    """Leave the servers of a job to other jobs, also those that its processes are about to take, or that hold them up.
+
+    Returns:
+        whether all have answered within `limit_s` seconds.
+    """
+    left: list[str] = []
+    headers = {**_authorization(), protocol.OWNER: job.owner}
+
+    def leave(url: str) -> None:
+        with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL):
+            address = url.rstrip("/") + protocol.RELEASE
+            if httpx.post(address, json={}, headers=headers, timeout=limit_s, trust_env=False).status_code == 200:
+                left.append(url)
+
+    threads = [threading.Thread(target=leave, args=(url,), daemon=True) for url in urls]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + limit_s
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    return len(left) == len(urls)
+
+
+def _authorization() -> dict[str, str]:
+    token = read_token()
+    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 class _AbsentError(Exception):

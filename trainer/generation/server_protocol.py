@@ -9,9 +9,10 @@ import base64
 import hashlib
 import json
 import os
+import secrets
 import socket
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,7 @@ class Job:
     engine: int = 0
     """Which engine of the job the process is."""
     owner: str = ""
-    """Secret of the process that speaks to the server."""
+    """Secret of the job, or of one of its processes (see `of_process`)."""
     architecture: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """Of the model (see `config_check.describe_architecture`)."""
 
@@ -65,6 +66,10 @@ class Job:
         """Identity of this start."""
         return self.starts[-1]
 
+    def of_process(self, engine: int) -> Job:
+        """Return the same for a new process that speaks to a server. Its secret begins with that of the job."""
+        return replace(self, engine=engine, owner=f"{self.owner}.{secrets.token_hex(16)}")
+
     def continues(self, other: Job) -> bool:
         """Return whether `other` is this start or an earlier one in the same directory, whose lock this start took."""
         return other.start in self.starts and (other.start == self.start or other.directory == self.directory)
@@ -75,7 +80,7 @@ class Job:
 
     @staticmethod
     def of_run(run_dir: str, architecture: Mapping[str, Any]) -> Job:
-        """Return the current start of the run in `run_dir`, whose lock this process holds."""
+        """Return the current start of the run in `run_dir`, whose lock this process holds, with a new secret."""
         try:
             with open(os.path.join(run_dir, _STARTS_FILE), "rb") as file:
                 lines = file.readlines()
@@ -85,7 +90,13 @@ class Job:
         for line in lines or [os.path.abspath(run_dir).encode()]:  # a line names time, host and process
             digests.append(digest := hashlib.sha256(digest.encode() + line).hexdigest()[:16])
         name = f"run {os.path.basename(os.path.abspath(run_dir))} (process {os.getpid()} on {socket.gethostname()})"
-        return Job(tuple(digests), _digest_of(run_dir), name, architecture=architecture)
+        owner = secrets.token_hex(16)
+        return Job(tuple(digests), _digest_of(run_dir), name, owner=owner, architecture=architecture)
+
+
+def owners_of(owner: str) -> tuple[str, str]:
+    """Return the secret of a process and that of its job. They are equal for a job itself, and in older builds."""
+    return owner, owner.partition(".")[0]
 
 
 def _digest_of(run_dir: str) -> str:

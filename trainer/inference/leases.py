@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-from trainer.generation.server_protocol import Job
+from trainer.generation.server_protocol import Job, owners_of
 
 _REMEMBERED = 1000
-"""Runs whose newest start is remembered, and processes that have left."""
+"""Runs whose newest start is remembered, and processes and jobs that have left."""
 
 
 class RefusedError(Exception):
@@ -35,7 +35,8 @@ class Leases:
         self._seen = 0.0
         self._newest: OrderedDict[str, Job] = OrderedDict()  # by run; the run that came last is at the end
         self._gone: OrderedDict[str, None] = OrderedDict()
-        """Owners that have left, or whose place another process of their job has taken."""
+        """Owners that have left, or whose place another process of their job has taken. The owner of a job stands for
+        all its processes."""
 
     def take(self, job: Job) -> bool:
         """Give the server to a process of `job`; returns whether another process had it, or none.
@@ -43,7 +44,7 @@ class Leases:
         Raises:
             RefusedError: another job uses it, or a later start of the same run has taken it.
             InUseError: a copy of the run uses it. It may be dead, so the job may wait until the lease has ended.
-            LookupError: the process has left, or another one of the same job has taken its place.
+            LookupError: the process or its job has left, or another process of the job has taken its place.
         """
         newest = self._newest.get(job.run, job)
         if job.start in newest.starts[:-1]:  # also when the later start has left the server
@@ -51,7 +52,7 @@ class Leases:
                 f"has been taken by a newer start of this run (start {len(newest.starts)}): this one (start "
                 f"{len(job.starts)}) has lost its lock"
             )
-        if job.owner in self._gone:
+        if self._is_gone(job.owner):
             raise LookupError("this process of the job has lost it")
         if self.job is not None and self.job.owner != job.owner:
             self._check_end_of(self.job, job)
@@ -60,10 +61,16 @@ class Leases:
         is_new = self.job is None or self.job.owner != job.owner
         self.job, self._seen, self._newest[job.run] = job, self._now(), job
         self._newest.move_to_end(job.run)
+        self._forget_oldest()
+        return is_new
+
+    def _is_gone(self, owner: str) -> bool:
+        return any(one in self._gone for one in owners_of(owner))
+
+    def _forget_oldest(self) -> None:
         for remembered in (self._newest, self._gone):
             if len(remembered) > _REMEMBERED:
                 remembered.popitem(last=False)
-        return is_new
 
     def _check_end_of(self, owner: Job, job: Job) -> None:
         """Check that `job` may take the server from `owner`."""
@@ -92,13 +99,17 @@ class Leases:
         """
         if self.job is None:
             raise LookupError("the server has been started again, or the job has left it")
-        if owner in self._gone:
+        if self._is_gone(owner):
             raise LookupError("another process of this job uses it")
         if self.job.owner != owner:
             raise RefusedError(f"has been taken by {self.job.name}: this job has lost it")
         self._seen = self._now()
 
     def release(self, owner: str) -> None:
-        """Leave the server, if the job with this secret uses it."""
-        if self.job is not None and self.job.owner == owner:
-            self.job, self._gone[owner] = None, None
+        """Leave the server, if the process or the job with this secret uses it. It cannot take the server again."""
+        if not owner:
+            return
+        self._gone[owner] = None
+        self._forget_oldest()
+        if self.job is not None and owner in owners_of(self.job.owner):
+            self.job = None

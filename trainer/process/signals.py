@@ -52,6 +52,10 @@ class Stopped(BaseException):
     """
 
 
+class NoServerStopped(Stopped):
+    """A signal has ended a wait for inference servers, which may be gone for good. No state of the run has changed."""
+
+
 class Progress(NamedTuple):
     """How a job gets on."""
 

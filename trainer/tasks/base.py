@@ -51,6 +51,8 @@ class Ingredients:
     """Keeps episodes that are generated, for a source that asks it."""
     waits: list[Callable[[], Any]] = field(default_factory=list)
     """What a source has begun in the background, and must be complete before training. Called in order."""
+    undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """Ends what a source has begun, if the training does not come as far as to begin."""
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -149,6 +151,16 @@ def make_trainer(
         learner.begin_build(path)
     journal = open_journal(task.cfg, path, directory, timer)
     ingredients = Ingredients(task.cfg, path, learner, cluster, timer, directory.check, journal)
+    with ingredients.undo:
+        trainer = _trainer_of(task, ingredients, directory, stop, server)
+        ingredients.undo.pop_all()  # from now on, the source ends it
+    return trainer
+
+
+def _trainer_of(
+    task: Task, ingredients: Ingredients, directory: RunDirectory, stop: StopRequest, server: MetricsServer | None
+) -> Trainer:
+    learner, journal = ingredients.learner, ingredients.journal
     with stage("reading the data"):
         source, evaluator = task.source(ingredients)
         check_ahead(task.cfg, source)
@@ -158,9 +170,9 @@ def make_trainer(
             directory,
             source,
             learner,
-            path,
+            ingredients.path,
             ingredients.tokenizer,
-            timer,
+            ingredients.timer,
             stop,
             journal,
             evaluator,

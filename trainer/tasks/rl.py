@@ -91,6 +91,7 @@ def sample_episodes(
             key, off = ("ahead", "0") if cfg.rollout.ahead > 0 else ("in_flight_updates", "false")
             raise config_error(cfg, f"rollout.{key}", f"the ranks cannot give rewards while they train; choose {off}")
     pool = EnginePool(cfg, given.cluster, given.learner.ranks, given.path, keeps_weights=cfg.rollout.works_ahead)
+    given.undo.callback(pool.leave)
     read_ahead(given)
     given.waits.append(pool.wait_ready)
     tokenizer = given.tokenizer

@@ -18,7 +18,16 @@ from tests.support.buckets import make_bucket, use_s3
 from tests.support.evaluations import evaluate, validation_of
 from tests.support.forks import fork_server
 from tests.support.inference import Server, free_port
-from tests.support.jobs import SMALL, command, comparable, environment, metrics, run_forked_job, start_forked_job
+from tests.support.jobs import (
+    SMALL,
+    command,
+    comparable,
+    environment,
+    metrics,
+    run_forked_job,
+    start_forked_job,
+    wait_until,
+)
 from tests.support.nodes import Nodes
 from tests.support.recipes import compose_words
 from trainer.config.inference import TOKEN
@@ -107,6 +116,37 @@ def test_a_job_that_is_stopped_leaves_its_server(servers, tmp_path):
     at_step(tmp_path / "run", 1, lambda: process.send_signal(signal.SIGTERM))
     assert process.wait(120) == 75, (tmp_path / "output").read_text()
     assert server.status()["job"] is None
+
+
+def test_a_job_that_is_stopped_while_its_server_starts_leaves_it(servers, tmp_path):
+    server = servers[0].wait()
+    server.engine()[-1].kill()
+    server.wait("starting")
+    words = ["trainer.run_dir=run", "rollout=server", f"rollout.urls=[{server.url}]", *SETTINGS]
+    process = start_forked_job(*words, cwd=tmp_path, log=tmp_path / "output")
+    wait_until(lambda: server.status()["job"] is not None)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(120) == 75, (tmp_path / "output").read_text()
+    assert server.status()["job"] is None
+
+
+def test_a_signal_ends_the_wait_for_a_server_that_is_gone_and_the_last_step_is_saved(servers, plain, tmp_path):
+    """The run, which saves at its stop alone, continues with the numbers of one that was not stopped."""
+    server, log = servers[0].wait(), tmp_path / "run/log.txt"
+    words = ["rollout=server", f"rollout.urls=[{server.url}]", *SETTINGS, "trainer.ckpt_interval=-1"]
+    process = start_forked_job("trainer.run_dir=run", *words, cwd=tmp_path, log=tmp_path / "output")
+    at_step(tmp_path / "run", 1, server.kill)
+    wait_until(lambda: log.exists() and "waits for the server" in log.read_text())
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(120) == 75, (tmp_path / "output").read_text()
+    server.start()
+    last = metrics(tmp_path / "run")[-1]["step"]
+    assert [path.name for path in (tmp_path / "run/checkpoints").glob("global_step_*")] == [f"global_step_{last}"]
+    assert log.read_text().splitlines()[-1].count("stopped by SIGTERM while no inference server answered") == 1
+    server.wait()
+    done = run_served([server], tmp_path, "trainer.resume_mode=latest", "trainer.ckpt_interval=-1")
+    assert done.returncode == 0, done.stderr
+    assert comparable(metrics(tmp_path / "run")) == plain
 
 
 def test_the_other_server_takes_the_requests_of_one_that_is_gone(servers, tmp_path):

@@ -23,14 +23,17 @@ from safetensors.torch import load_file, save_file
 from tests.support.fault_proxy import CUT, LOST, PASS, Faults, fault_proxy
 from tests.support.generation import GREEDY, ROLLOUT, contents, make_requests, with_sampling
 from tests.support.inference import TOKEN, copied, engine, free_port, job
+from tests.support.jobs import wait_until
 from tests.support.namespaces import small_disk
 from trainer.errors import UserError, WorkerError
 from trainer.files.shared_memory import SharedDirectory
 from trainer.generation import server_engine
-from trainer.generation.server_protocol import GENERATE
+from trainer.generation.lifecycle import State
+from trainer.generation.server_protocol import GENERATE, LEASE
 from trainer.generation.transformers_engine import TransformersEngine
 from trainer.generation.weight_sync import SharedMemory
 from trainer.process import time_limits
+from trainer.process.signals import SIGNALS, NoServerStopped
 
 REQUESTS = [*make_requests(70, longest=40), *with_sampling(make_requests(3), GREEDY)]
 
@@ -419,6 +422,43 @@ def test_a_server_that_refuses_ends_the_run_in_one_sentence(start, server):
         )
         with pytest.raises(UserError, match=f"{server.url} is in use by run a 1; choose another server, or end that"):
             pool.start(0, False)
+
+
+@pytest.mark.usefixtures("config")
+def test_a_signal_within_a_step_ends_the_wait_for_a_server(start):
+    url = f"http://127.0.0.1:{free_port()}"
+    pool, _ = start(waits=False, engine="server", urls=[url], server_timeout_s=5.0)
+    with SIGNALS.listening(), SIGNALS.in_training_loop():
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(NoServerStopped, match=r"^stopped by SIGTERM while no inference server answered"):
+            pool.start(0, False)
+
+
+@pytest.mark.usefixtures("config")
+def test_a_job_leaves_a_server_that_still_starts_for_it_and_does_not_take_it_later(start, server):
+    server.engine()[-1].kill()
+    server.wait("starting")
+    sizes = {"max_prompt_tokens": 300, "max_response_tokens": 64}
+    pool, _ = start(waits=False, engine="server", urls=[server.url], **sizes)
+    wait_until(lambda: server.status()["job"] is not None)
+    assert pool._engines.lifecycle.within(State.STARTING) == [0]
+    pool.leave()
+    assert server.status()["job"] is None
+    server.wait()
+    with engine(server.url, job("b")):
+        assert server.status()["job"] == "run b 1"
+
+
+def test_what_leaves_for_a_job_ends_the_lease_of_its_process_for_good(server, weights):
+    user = job("a", owner="secret")
+    with engine(server.url, user) as one:
+        one.sync_weights(weights, 1)
+        assert server_engine.leave_servers([f"{server.url}/"], user, 60)
+        with pytest.raises(WorkerError):
+            one.generate(REQUESTS[:1])
+        with pytest.raises(WorkerError, match="lost it"):
+            one._post(LEASE, one._claim)
+    assert not server_engine.leave_servers([server.url, f"http://127.0.0.1:{free_port()}"], user, 60)
 
 
 def test_the_process_that_speaks_for_a_server_imports_no_torch():

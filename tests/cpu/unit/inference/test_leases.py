@@ -38,7 +38,7 @@ def test_another_job_waits_until_the_first_has_left_or_shows_no_life():
     book.release("1")
     assert book.job == second
     book.release("2")
-    book.take(first)
+    book.take(job("a"))
 
 
 def test_a_restarted_run_gets_its_server_and_the_start_before_it_loses_it():
@@ -116,6 +116,32 @@ def test_a_process_that_has_left_does_not_come_back():
     with pytest.raises(LookupError):
         book.take(job("a", owner="1"))
     book.take(job("b"))
+
+
+def test_a_job_that_has_left_takes_the_server_with_none_of_its_processes():
+    """The driver of a job leaves for all of them: for those that start, too, whose requests may come late."""
+    book, _ = leases()
+    user = job("a", owner="a")
+    first, late = user.of_process(0), user.of_process(0)
+    book.take(first)
+    book.release("another")
+    assert book.job == first
+    book.release("a")
+    assert book.job is None
+    for process in (first, late):
+        with pytest.raises(LookupError):
+            book.take(process)
+        with pytest.raises(LookupError):
+            book.renew(process.owner)
+    book.take(job("b", owner="b").of_process(0))
+    assert book.job.name == "run b 1"
+    early = job("c", owner="c").of_process(0)
+    book.release("c")
+    book.release("b")
+    with pytest.raises(LookupError):
+        book.take(early)
+    book.release("")
+    book.take(job("a", 2, owner="").of_process(0))
 
 
 def test_a_server_under_two_names_is_refused():

@@ -44,12 +44,16 @@ def test_a_source_that_does_not_sample_ahead_is_refused_where_the_task_reads_the
 
 
 def test_ranks_build_their_models_while_the_driver_reads_the_data(tmp_path):
-    """A rank makes its calls in turn, so one that needs the model shows that it was to be built before."""
+    """A rank makes its calls in turn, so one that needs the model shows that it was to be built before.
+
+    What the source has begun is undone: the training does not begin.
+    """
     nothing: Any = None
     cfg = configured(tmp_path / "run", {"model.tiny.hidden_size": 32, "model.tiny.intermediate_size": 32})
-    found = []
+    found, undone = [], []
 
     def source(given: Ingredients) -> Any:
+        given.with_config(cfg).undo.callback(undone.append, "engines")
         found.append(given.learner.ranks.num_parameters)
         raise UserError("the data cannot be read")
 
@@ -59,4 +63,4 @@ def test_ranks_build_their_models_while_the_driver_reads_the_data(tmp_path):
         with pytest.raises(UserError, match="the data cannot be read"):
             make_trainer(task, cluster, directory, path, nothing)
         ((parameters, trained),) = found
-        assert parameters == trained > 0
+        assert parameters == trained > 0 and undone == ["engines"]
