@@ -22,7 +22,7 @@ from trainer.checkpoint.exports import export_directory, is_exported, left_out_i
 from trainer.checkpoint.start_weights import start_weights_part
 from trainer.config import Config
 from trainer.episodes import Episode
-from trainer.errors import DivergedError, NonFiniteError, NotSavedError, UserError
+from trainer.errors import DivergedError, NonFiniteError, UserError
 from trainer.files.redaction import redact
 from trainer.journal.history import first_history, history_at
 from trainer.journal.journal import Journal
@@ -38,7 +38,7 @@ from trainer.objectives.base import Experience
 from trainer.parallel.rng import capture_rng, restore_rng, rng_as_text, rng_from_text, seed_rng
 from trainer.process import time_limits
 from trainer.process.failpoints import failpoint
-from trainer.process.signals import CONTINUES, SIGNALS, Stopped
+from trainer.process.signals import CONTINUES, SIGNALS, NoServerStopped, Stopped
 from trainer.process.startup import stage
 from trainer.run.directory import RunDirectory
 from trainer.run.recovery import Recovery
@@ -51,7 +51,6 @@ from trainer.sources.base import EpisodeSource, Evaluator
 from trainer.sources.transcripts import TranscriptLog
 
 LOG = logging.getLogger(__name__)
-_LAST_SAVE_TRIES = 4
 
 
 class Trainer:
@@ -161,20 +160,40 @@ class Trainer:
                 if self.state.step == 0 and self.cfg.validates_start:
                     self._log(0, self._evaluate(0))
             with SIGNALS.in_training_loop(), self._saves_completed():
+                metrics: dict[str, float] = {}  # of the last step, once this process has trained one
                 while self.state.step < self.cfg.total_steps and not self.is_enough(self.state.step):
                     step = self.state.step + 1
                     self.recovery.begin_step(step)
                     with self.learner.profiled(step), self.timer("step", step=step):
-                        episodes = self.source.next(step)
+                        episodes = self._next_episodes(step, metrics)
                         experience = self.learner.score(episodes, step)
                         metrics = self._update(experience, step)
                         self.journal.trained(episodes)  # the policy has new weights, which may sample from now on
-                        self.source.publish(version=step + 1)
+                        self._publish(step + 1)
                     metrics = self.finish_step(step, episodes, metrics)
                     if self.state.step == step:  # else a mismatch with the log has sent the run back
                         self.save_if_due(metrics)
                 self._export_if_missing()
                 self._wait_for_saves()
+
+    def _next_episodes(self, step: int, last_metrics: dict[str, float]) -> list[Episode]:
+        """Return the episodes of a step. If a signal ends a wait for inference servers, save the step before."""
+        rng = capture_rng(with_gpu=False)
+        try:
+            return self.source.next(step)
+        except NoServerStopped:
+            # With batches ahead nothing can be saved: a checkpoint holds them, and they wait for servers, too.
+            if last_metrics and self.cfg.rollout.ahead == 0 and self.state.step not in self.checkpoints.store.steps():
+                restore_rng(rng)
+                self._save_last(last_metrics)
+            raise
+
+    def _publish(self, version: int) -> None:
+        try:
+            self.source.publish(version)
+        except NoServerStopped:  # the run stops after this step
+            if self.cfg.rollout.ahead > 0:
+                raise
 
     def _update(self, experience: Experience, step: int) -> dict[str, float]:
         # Ranks may have waited until the state of the step before was copied: now, or before engines got their memory.
@@ -333,31 +352,13 @@ class Trainer:
         self.schedule.saved()
 
     def _save_last(self, metrics: dict[str, float]) -> None:
-        """Save the last state of this process, and wait until it is committed; try again if that fails.
+        """Save the last state of this process, and wait until it is committed (see `SaveTracker.save_last`)."""
 
-        Raises:
-            NotSavedError: every try failed.
-        """
-        import tenacity  # seldom needed, and slow to import
+        def save() -> None:
+            self.save_checkpoint(metrics)
+            self._wait_for_saves(last=True)
 
-        step = self.state.step
-        for attempt in tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(NotSavedError),
-            stop=tenacity.stop_after_attempt(_LAST_SAVE_TRIES),
-            wait=tenacity.wait_exponential(multiplier=0.5),
-            reraise=True,
-        ):
-            with attempt:
-                self.save_checkpoint(metrics)
-                self.checkpoints.wait()
-                self.saves.collect(self.checkpoints.results(), last=True)
-                if self.saves.begun != step:
-                    raise NotSavedError(
-                        f"step {step} is trained but not saved: trainer.ckpt_path={self.cfg.trainer.ckpt_path}: "
-                        f"{self.saves.failure}; the last good checkpoint is {self.saves.last_good or 'none yet'}. "
-                        "Repair that, then give the same command with trainer.resume_mode=latest: it trains again "
-                        "what is not saved."
-                    )
+        self.saves.save_last(self.state.step, save)
 
     def _wait_for_saves(self, last: bool = False) -> None:
         self.checkpoints.wait()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from trainer.checkpoint.manager import SaveResult
-from trainer.errors import UserError
+from trainer.errors import NotSavedError, UserError
 from trainer.process.signals import CONTINUES
 
 LOG = logging.getLogger(__name__)
+_LAST_TRIES = 4
 
 
 class SaveSchedule:
@@ -98,6 +99,32 @@ class SaveTracker:
                 self._schedule.measured(self.blocked_s, result.seconds)
             else:
                 self._record_failure(result.step, result.error, last)
+
+    def save_last(self, step: int, save: Callable[[], None]) -> None:
+        """Save the last state of this process; try again if that fails.
+
+        Args:
+            save: saves `step`, waits until that has ended, and lets this object collect the result.
+
+        Raises:
+            NotSavedError: every try failed.
+        """
+        import tenacity  # seldom needed, and slow to import
+
+        for attempt in tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(NotSavedError),
+            stop=tenacity.stop_after_attempt(_LAST_TRIES),
+            wait=tenacity.wait_exponential(multiplier=0.5),
+            reraise=True,
+        ):
+            with attempt:
+                save()
+                if self.begun != step:
+                    raise NotSavedError(
+                        f"step {step} is trained but not saved: trainer.ckpt_path={self._ckpt_path}: {self.failure}; "
+                        f"the last good checkpoint is {self.last_good or 'none yet'}. Repair that, then give the same "
+                        "command with trainer.resume_mode=latest: it trains again what is not saved."
+                    )
 
     def _record_failure(self, step: int, error: str, last: bool) -> None:
         self._failures += 1

@@ -32,8 +32,9 @@ from trainer.errors import (
     set_failure_source,
 )
 from trainer.metrics.tracker import Tracker
+from trainer.parallel.rng import capture_rng, rng_as_text
 from trainer.process.failure_log import INFRASTRUCTURE, JOB, read_incidents
-from trainer.process.signals import Stopped
+from trainer.process.signals import NoServerStopped, Stopped
 from trainer.run.directory import RunDirectory
 from trainer.run.stopping import StopRequest
 from trainer.trainer import Trainer
@@ -150,6 +151,34 @@ def test_the_last_save_is_tried_again_until_it_is_committed(tmp_path, model, cap
     assert (tmp_path / f"checkpoints/global_step_{trainer.state.step}/manifest.json").exists()
     told = [line for line in caplog.messages if "FAILED" in line or line.startswith("saved")]
     assert [("FAILED" in line, "saved" in line) for line in told] == [(True, False), (True, False), (False, True)]
+
+
+@pytest.mark.parametrize("wait", ["next", "publish"])
+def test_a_signal_that_ends_a_wait_for_servers_costs_no_step_that_is_trained(tmp_path, model, whole, wait):
+    stop, generators = StopRequest(None), []
+    with RunDirectory(toy_config(tmp_path, ckpt_interval=100)).open() as directory:
+        trainer = toy_trainer(directory.cfg, directory, model, stop)
+        call = getattr(trainer.source, wait)
+
+        def wait_in_vain(number):
+            if number == 3:
+                stop.ask("SIGTERM")
+                generators.append(rng_as_text(capture_rng(with_gpu=False)))
+                random.random()  # code of the user
+                raise NoServerStopped("no server")
+            return call(number)
+
+        setattr(trainer.source, wait, wait_in_vain)
+        with pytest.raises(Stopped, match="no server" if wait == "next" else "stopped after step 2 of 5 .SIGTERM"):
+            trainer.fit()
+    assert (tmp_path / "checkpoints/global_step_2/manifest.json").exists()
+    with RunDirectory(toy_config(tmp_path)).open() as directory:
+        trainer = toy_trainer(directory.cfg, directory, model)
+        call = trainer.source.next
+        trainer.source.next = lambda step: (generators.append(rng_as_text(capture_rng(with_gpu=False))), call(step))[1]
+        trainer.fit()
+    assert generators[0] == generators[1] or wait == "publish"
+    assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
 
 
 @pytest.mark.parametrize("reason", [None, "SIGTERM"])
