@@ -87,7 +87,7 @@ class RunLock:
         Raises:
             UserError: another job runs in this directory.
         """
-        taken_from = None
+        taken_from = waits_for = None
         watch, self._watch = self._watch, _Watch()
         if self._storage.disk is not None:
             os.makedirs(os.path.dirname(self._storage.root), exist_ok=True)
@@ -111,9 +111,13 @@ class RunLock:
                     f"{self.path}: the lock cannot be taken ({error.strerror or error}); remove that path, or "
                     f"{self._remedy}"
                 ) from error
-            if (_is_local(owner) or watch.moved) and not wait:
+            is_alive = _is_local(owner) or watch.moved
+            if is_alive and not wait:
                 raise UserError(f"{self.directory}: in use by {_describe(owner)}; {self._remedy}")
-            if silent_s == 0 and not _is_local(owner) and not watch.moved:
+            if is_alive and waits_for != owner.get("token"):
+                waits_for = owner.get("token")
+                LOG.warning("%s: in use by %s; waiting for the end of that job", self.directory, _describe(owner))
+            if silent_s == 0 and not is_alive:
                 seconds = f"{self.lease_s:g} s"
                 LOG.warning("%s: locked by %s; waiting %s for a heartbeat", self.directory, _describe(owner), seconds)
                 for lock in following:

@@ -56,6 +56,20 @@ def test_a_waiting_job_recreates_a_directory_that_its_owner_removes(tmp_path):
     second.release()
 
 
+def test_a_job_that_waits_for_another_says_so_once(tmp_path, caplog):
+    with RunLock(str(tmp_path), 60) as first, RunLock(str(tmp_path), 60) as second:
+        first.acquire()
+        waiting = threading.Thread(target=second.acquire, args=(True,))
+        waiting.start()
+        wait_until(lambda: caplog.messages)
+        time.sleep(0.5)  # several looks
+        first.release()
+        waiting.join()
+        second.check()
+    (message,) = caplog.messages
+    assert f"{tmp_path}: in use by process {os.getpid()}" in message and "waiting for the end of that job" in message
+
+
 def foreign_lock(directory: Path, **fields) -> Path:
     """The lock of a process that this machine cannot see."""
     owner = {"token": "x", "host": "elsewhere", "machine": "another", "pid": 1, "started": "1", "since": "then"}
