@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -22,6 +24,21 @@ NODE_ID = "ray.io/node-id"
 def create_placement_group(bundles: list[dict[str, float]], label: dict[str, str]) -> PlacementGroup:
     """Create a placement group for these bundles, on nodes with this label. Does not wait."""
     return placement_group(bundles, strategy="PACK", bundle_label_selector=[label] * len(bundles) if label else None)
+
+
+@contextlib.contextmanager
+def demanded(bundles: list[dict[str, float]], label: dict[str, str]) -> Iterator[PlacementGroup]:
+    """Ask for these bundles while the block runs, with a placement group. An autoscaler adds nodes for one that waits.
+
+    `ray.autoscaler.sdk.request_resources` would outlive a killed job, and take what other jobs hold for capacity.
+    """
+    with SIGNALS.deferred():
+        group = create_placement_group(bundles, label)
+    try:
+        yield group
+    finally:
+        with SIGNALS.deferred(), contextlib.suppress(RayError):
+            remove([group])
 
 
 def remove(groups: Sequence[PlacementGroup]) -> None:

@@ -32,6 +32,7 @@ from trainer.cluster.resources import (
     forwarded_variables,
     gpus_per_engine,
     max_world_size,
+    rank_groups,
     slots_needed,
 )
 from trainer.cluster.timeouts import timeouts_of
@@ -175,6 +176,7 @@ class RayCluster:
 
         The first call waits for the capacity of all ranks for `trainer.placement_timeout_s`, if that is set, because
         nodes may be late. Later calls follow a failure. They wait for a moment only: the nodes may be lost for good.
+        While a call waits, an autoscaler sees what is missing.
 
         Raises:
             UserError: the capacity is too small for `trainer.min_world_size`.
@@ -186,22 +188,32 @@ class RayCluster:
         is_first, self._has_counted_ranks = not self._has_counted_ranks, True
         wait_for_all_s = (t.placement_timeout_s if is_first else None) or time_limits.CAPACITY_WAIT_S
         started, is_waiting = time.monotonic(), False
-        while True:
-            excluded = self._excluded_nodes()
-            with SIGNALS.deferred():
-                free = [free for node, free in available_resources_per_node().items() if node not in excluded]
-            unplaced = self.cfg.num_engines if engines is None else placement.count_pending(engines)
-            count = max_world_size(self.cfg, self.device, free, unplaced)
-            limit_s = wait_for_all_s if count >= t.min_world_size else self._placement_timeout_s
-            if count == t.num_workers or time.monotonic() - started > limit_s:
-                break
-            if not is_waiting:
-                is_waiting = True
-                key = "" if limit_s == time_limits.CAPACITY_WAIT_S else " (trainer.placement_timeout_s)"
-                text = "the cluster has capacity for %d of %d ranks: waiting for more, up to %g s%s"
-                LOG.info(text, count, t.num_workers, limit_s, key)
-            SIGNALS.check()
-            time.sleep(time_limits.POLL_INTERVAL_S)
+        with contextlib.ExitStack() as demand:
+            asked: tuple[PlacementGroup, dict[str, str]] | None = None  # for all, on nodes with a label
+            while True:
+                excluded = self._excluded_nodes()
+                label = placement.exclude_nodes(excluded)
+                if asked is not None and asked[1] != label:
+                    demand.close()
+                    asked = None
+                with SIGNALS.deferred():
+                    free = [free for node, free in available_resources_per_node().items() if node not in excluded]
+                unplaced = self.cfg.num_engines if engines is None else placement.count_pending(engines)
+                count = max_world_size(self.cfg, self.device, free, unplaced)
+                if asked is not None and not placement.count_pending([asked[0]]):
+                    count = t.num_workers  # the group holds what they need
+                limit_s = wait_for_all_s if count >= t.min_world_size else self._placement_timeout_s
+                if count == t.num_workers or time.monotonic() - started > limit_s:
+                    break
+                if not is_waiting:
+                    is_waiting = True
+                    key = "" if limit_s == time_limits.CAPACITY_WAIT_S else " (trainer.placement_timeout_s)"
+                    text = "the cluster has capacity for %d of %d ranks: waiting for more, up to %g s%s"
+                    LOG.info(text, count, t.num_workers, limit_s, key)
+                if asked is None:
+                    asked = demand.enter_context(placement.demanded(self._bundles(unplaced), label)), label
+                SIGNALS.check()
+                time.sleep(time_limits.POLL_INTERVAL_S)
         if count < t.min_world_size:
             raise UserError(
                 f"trainer.min_world_size={t.min_world_size}: the cluster of trainer.ray_address={t.ray_address} "
@@ -282,6 +294,13 @@ class RayCluster:
     def _bundle(self, gpus: int) -> dict[str, float]:
         """Return the resources of one process: a CPU and, on GPUs, `gpus` GPUs."""
         return {"CPU": 1, **({"GPU": gpus} if self.device == "cuda" and gpus else {})}
+
+    def _bundles(self, engines: int) -> list[dict[str, float]]:
+        """Return the resources of all ranks, and of so many engines."""
+        size = gpus_per_engine(self.cfg, self.device)
+        shares = self.cfg.rollout.colocate and size > 0
+        ranks = self.cfg.trainer.num_workers * rank_groups(self.cfg)
+        return [self._bundle(gpus=1)] * ranks + [self._bundle(size)] * (0 if shares else engines)
 
     def _place_separately(self, bundle: dict[str, float], count: int) -> list[PlacementGroup]:
         """Return `count` placement groups, on the nodes that Ray would choose for one group of `count` bundles.

@@ -161,6 +161,53 @@ def test_only_the_first_start_waits_for_late_nodes_and_only_with_the_key(timeout
     assert lines == [*(impatient if timeout_s == "null" else patient), *impatient], done
 
 
+ASKS = """
+import sys, threading, time
+import ray
+from ray._raylet import GcsClient
+from ray.autoscaler.v2.sdk import get_cluster_resource_state
+from trainer.cluster.placement import create_placement_group, remove
+from trainer.cluster.ray_cluster import RayCluster
+from trainer.config import compose
+
+address = sys.argv[1]
+keys = [f"trainer.ray_address={address}", "trainer.placement_timeout_s=10000"]
+cfg = compose([*keys, "trainer.num_workers=2", "trainer.min_world_size=1"])
+
+def asked():
+    state = get_cluster_resource_state(GcsClient(address=address))
+    return [
+        [dict(request.resources_bundle) for request in one.requests] or
+        [dict(request.resources_bundle) for selector in one.bundle_selectors for request in selector.resource_requests]
+        for one in state.pending_gang_resource_requests
+    ]
+
+def add_node_once_asked():
+    while not (seen := asked()):
+        time.sleep(0.05)
+    print(seen)
+    remove([group])
+
+with RayCluster(cfg, "cpu") as cluster:
+    group = create_placement_group([{"CPU": 1}], {})
+    assert group.wait(60)
+    adding = threading.Thread(target=add_node_once_asked)
+    adding.start()
+    print(cluster.count_ranks())
+    adding.join()
+    while asked() or ray.available_resources().get("CPU") != 3:
+        time.sleep(0.05)
+    print("free")
+"""
+
+
+def test_an_autoscaler_sees_what_a_start_that_waits_for_nodes_lacks(cluster):
+    """Nothing is asked for any more once the ranks can start. A group stands for a node, as above."""
+    command = [sys.executable, "-c", ASKS, ray.get_runtime_context().gcs_address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.stdout.splitlines() == [str([[{"CPU": 1.0}] * 3]), "2", "free"], done
+
+
 def test_each_of_several_nodes_is_excluded(cluster):
     group = create_placement_group([{"CPU": 1}], exclude_nodes(["0" * 56, ray.nodes()[0]["NodeID"]]))
     assert not group.wait(2)
