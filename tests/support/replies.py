@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -37,7 +38,7 @@ class Replies:
         self._lock = threading.Lock()  # one thread at a time may use the tokenizer
         self.samplings: list[Sampling] = []
 
-    def stream(self, requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
+    def stream(self, requests: Sequence[Request], idle_s: float = math.inf) -> Iterator[dict[int, Completion]]:
         self.samplings.append(requests[0].sampling)
         for place, request in enumerate(requests):
             self.seeds.append(request.seed)

@@ -164,8 +164,7 @@ class _Batch:
                         failures = [(session.request, session.failure) for session in self._sessions]
                         check_failures(failures, known, self._runner.config.max_error_rate)
                     left -= len(new)
-                    if new:
-                        yield {session.index: self._runner.episode_of(session) for session in new}
+                    yield {session.index: self._runner.episode_of(session) for session in new}
                 tasks.wait(check)
             self._report_errors()
         finally:

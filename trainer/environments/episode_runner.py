@@ -101,6 +101,9 @@ class EpisodeRunner(contextlib.AbstractContextManager["EpisodeRunner"]):
     ) -> Iterator[dict[int, Episode]]:
         """Yield the episodes of all requests, by the indices of these, as they end. Their rewards may be missing.
 
+        Where reward functions give the rewards, an empty chunk follows from time to time while none ends, so that
+        rewards that have become known meanwhile are recorded.
+
         Args:
             known: further episodes of the step that count as not failed: those that are there already, and those of
                 other runners. None: the caller alone judges whether too many have failed.
@@ -133,6 +136,9 @@ class SingleTurnRunner(EpisodeRunner):
         prompts = {request.group: np.asarray(request.prompt.token_ids, np.int32) for request in requests}
         to_generate = [_request(request, prompts[request.group], self._seed) for request in requests]
         for chunk in generate(to_generate):
+            if not chunk:
+                yield {}
+                continue
             tokens = [completion.token_ids.tolist() for completion in chunk.values()]
             with self._lock:
                 texts = self._tokenizer.batch_decode(tokens, skip_special_tokens=True)

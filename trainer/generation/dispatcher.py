@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections import deque
@@ -116,10 +117,13 @@ class Dispatcher:
         """Streams whose requests are to be forgotten. A generator can be collected at any moment, also while this
         thread changes the scheduler; so closing it does no more than to note it here."""
 
-    def stream(self, requests: Sequence[Request], wanted: Collection[int] = ()) -> Iterator[dict[int, Completion]]:
+    def stream(
+        self, requests: Sequence[Request], wanted: Collection[int] = (), idle_s: float = math.inf
+    ) -> Iterator[dict[int, Completion]]:
         """Yield completions, by the indices of their requests, as engines complete them.
 
         Args:
+            idle_s: after so many seconds without a completion, an empty chunk is yielded.
             wanted: indices of the requests whose completions are yielded, to the last bit as if all were. The others
                 are generated only where the company of these needs them. Empty: all.
 
@@ -128,6 +132,7 @@ class Dispatcher:
             BaseException: whatever has failed, on this thread or on that of another reader.
         """
         with self.open(is_open=False) as stream:
+            stream.idle_s = idle_s
             self._add(stream, dict(enumerate(requests)), wanted)
             yield from stream
 
@@ -160,10 +165,12 @@ class Dispatcher:
         self._closed.append(stream)
 
     def next_chunk(self, stream: RequestStream) -> dict[int, Completion] | None:
-        """Return what is complete. Waits for it, or until the stream is woken; None: nothing follows."""
+        """Return what is complete. Waits for it, or until the stream is woken or idle; None: nothing follows."""
+        end = time.monotonic() + stream.idle_s
         while True:
             with self._lock:
                 is_done = not (stream.left or stream.is_open)
+                stream.is_woken |= time.monotonic() > end and not is_done
                 if stream.failure is not None or stream.complete or stream.is_woken or is_done:
                     self._pass_on()
                     if stream.failure is not None:

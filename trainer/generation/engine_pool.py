@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -313,7 +314,9 @@ class EnginePool:
         completions = {index: one for chunk in self.stream(requests) for index, one in chunk.items()}
         return [completions[index] for index in range(len(requests))]
 
-    def stream(self, requests: Sequence[Request], wanted: Collection[int] = ()) -> Iterator[dict[int, Completion]]:
+    def stream(
+        self, requests: Sequence[Request], wanted: Collection[int] = (), idle_s: float = math.inf
+    ) -> Iterator[dict[int, Completion]]:
         """Yield completions, by the indices of their requests, as engines complete them (see `Dispatcher.stream`).
 
         The tokens do not depend on who generates them, as long as the weights are the same. Any threads may read any
@@ -327,7 +330,7 @@ class EnginePool:
         """
         assert not self._memory.shared or threading.get_ident() == self._thread, "the ranks need the memory"
         with self.awake():
-            yield from self._dispatcher.stream(requests, wanted)
+            yield from self._dispatcher.stream(requests, wanted, idle_s)
 
     def open_stream(self) -> RequestStream:
         """Return a stream that takes requests at any time, for one reader (see `RequestStream`). Close it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -43,6 +44,8 @@ class RequestStream:
         """Its reader waits for it."""
         self.is_open = is_open
         self.is_woken = False
+        self.idle_s = math.inf
+        """After so many seconds without a completion, the reader gets an empty chunk."""
         self.numbers: set[int] = set()
         """Numbers of the requests that are not complete."""
         self.left: set[int] = set()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -50,7 +51,7 @@ class RunnerPart:
 def run_together(
     parts: Sequence[RunnerPart], generate: Generation, timer: PhaseTimer, check: Callable[[], None]
 ) -> Iterator[dict[int, Episode]]:
-    """Yield the episodes of all parts as they end, by their indices in the batch.
+    """Yield the episodes of all parts as they end, by their indices in the batch. If none does, yield nothing at times.
 
     Args:
         generate: called on this thread alone, once a round.
@@ -61,18 +62,18 @@ def run_together(
     """
     with contextlib.closing(_Rounds(parts, generate)) as rounds:
         while not rounds.have_ended:
+            idle_at = time.monotonic() + time_limits.JOURNAL_FLUSH_S
             with timer("rollout" if rounds.has_streams else "environment"):
-                while not (rounds.is_ready or rounds.ended):
+                while not (rounds.is_ready or rounds.ended or time.monotonic() > idle_at):
                     rounds.wait()
                     check()
-            if rounds.ended:
+            if rounds.ended or not rounds.is_ready:
                 yield rounds.take_ended()
                 continue
             rounds.raise_error()
             with contextlib.closing(rounds.answers()) as answers:
                 for _ in answers:
-                    if rounds.ended:
-                        yield rounds.take_ended()
+                    yield rounds.take_ended()
         rounds.raise_error()
 
 

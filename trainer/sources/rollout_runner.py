@@ -222,7 +222,9 @@ class RolloutRunner:
         """Yield the missing episodes as they end, by their indices in `missing`."""
         is_partial = 0 < len(recorded.missing) < len(recorded.requests)
         needs_company = is_partial and self.engines.needs_company
-        requests, stream = recorded.missing, self.engines.stream
+        requests = recorded.missing
+        # Rewards that become known while no completion does are recorded, too.
+        stream = functools.partial(self.engines.stream, idle_s=time_limits.JOURNAL_FLUSH_S)
         if needs_company:
             requests = recorded.requests
             turns = any(self.routes[request.prompt.source].cfg.environment.name for request in requests)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import threading
@@ -70,7 +71,7 @@ class Engines(Replies):
         assert threading.current_thread() is threading.main_thread()
         self.weights, self.version = self._learner.ranks.number, version
 
-    def stream(self, requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
+    def stream(self, requests: Sequence[Request], idle_s: float = math.inf) -> Iterator[dict[int, Completion]]:
         self._open += 1
         try:
             self.fail(requests)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import threading
 import zlib
@@ -32,7 +33,7 @@ class Engines(ahead.Engines):
         assert threading.current_thread() is threading.main_thread()
         self.weights, self.version = self._learner.ranks.number, version
 
-    def stream(self, requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
+    def stream(self, requests: Sequence[Request], idle_s: float = math.inf) -> Iterator[dict[int, Completion]]:
         for index, request in enumerate(requests):
             versions, tokens = [], []
             for position in range(1 + request.seed % 6):
@@ -122,10 +123,10 @@ def test_a_step_takes_the_groups_that_it_took_before_a_kill(tmp_path, model):
         ledger, stream, update = trainer.source.ledger, engines.stream, trainer.learner.update  # type: ignore[attr-defined]
         first = ledger.row(ledger.peek(1)[0]).token_ids
 
-        def stream_late(requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
+        def stream_late(requests: Sequence[Request], **given: Any) -> Iterator[dict[int, Completion]]:
             if list(requests[0].prompt_token_ids) == list(first):
                 is_training.wait()
-            yield from stream(requests)
+            yield from stream(requests, **given)
 
         def update_late(experience: Any, step: int) -> dict[str, float]:
             if step == 1:

@@ -80,6 +80,21 @@ def test_a_stream_that_is_closed_leaves_nothing_for_the_next_one(start, monkeypa
     assert answers(pool, 12) == [[i, 7, 0] for i in range(12)]
 
 
+def test_the_reader_of_an_idle_stream_gets_empty_chunks(start, monkeypatch, incidents):
+    monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
+    pool, _ = start(num_engines=1, max_num_seqs=64)
+    pool.start(version=1, is_initial=True)
+    fault(incidents, "wait 5")
+    stream = pool.stream([Request([i, 0], 7, SAMPLED) for i in range(12)], idle_s=0.1)
+    completions = {}
+    while chunk := next(stream):
+        completions |= chunk
+    assert len(completions) < 12
+    (incidents / "go on").touch()
+    completions |= {index: one for chunk in stream for index, one in chunk.items()}
+    assert tokens_of([completions[i] for i in range(12)]) == [[i, 0, 7, 0] for i in range(12)]
+
+
 @pytest.mark.parametrize("is_sync", [True, False])
 def test_streams_that_are_aborted_end_on_the_threads_of_their_readers(start, monkeypatch, incidents, is_sync):
     """One of them leads, and the engine does not answer it."""

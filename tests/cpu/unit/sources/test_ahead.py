@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import threading
 import time
@@ -71,7 +72,7 @@ class Versions(Replies):
     def abort(self) -> None:
         self.aborted.set()
 
-    def stream(self, requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
+    def stream(self, requests: Sequence[Request], idle_s: float = math.inf) -> Iterator[dict[int, Completion]]:
         self.open += 1
         try:
             for index, request in enumerate(requests):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ class Engines:
         self.awake, self.pauses = contextlib.nullcontext, Pauses()
         self.repeats, self.needs_company = True, False
 
-    def stream(self, requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
+    def stream(self, requests: Sequence[Request], idle_s: float = math.inf) -> Iterator[dict[int, Completion]]:
         for place in range(len(requests)):
             tokens = self._tokenizer.encode(f"{place:02}", add_special_tokens=False)
             yield {place: Completion(tokens, [-1.0] * len(tokens), "stop", 1)}
