@@ -53,7 +53,12 @@ def can_pack(module: nn.Module) -> bool:
     """
     lm = _language_model(module)
     layers = set(getattr(lm.config.get_text_config(), "layer_types", None) or ()) - _PACKABLE_LAYERS
-    return lm._supports_attention_backend and not getattr(lm, "_is_stateful", False) and not layers
+    return lm._supports_attention_backend and not is_stateful(lm) and not layers
+
+
+def is_stateful(module: nn.Module) -> bool:
+    """Return whether layers of `module` carry a state along a sequence."""
+    return getattr(_language_model(module), "_is_stateful", False)
 
 
 def can_share_prefixes(module: nn.Module) -> bool:

@@ -219,7 +219,8 @@ class _Search:
             return None
         device = plan.cluster.device
         if device.is_cpu:
-            cache = math.ceil(plan.workload.longest * plan.engine.kv_token / 2**20)
+            longest = plan.workload.longest
+            cache = math.ceil(plan.engine.cache.size(longest, in_flight=longest) / 2**20)
             return {**changes, "rollout.kv_cache_mb": cache} if cache > r.kv_cache_mb else None
         rooms = [
             member.capacity - phase.total + phase.sizes["engine"] + CONTEXT_BYTES

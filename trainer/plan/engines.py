@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from trainer.config import Config
 from trainer.plan.hardware import CONTEXT_BYTES, GRAPHS_BYTES, Cluster, Device, prefill_tokens
+from trainer.plan.kv_cache import SequenceCache, cache_of
 from trainer.plan.model_shape import ModelShape
 from trainer.plan.workload import Workload
 
@@ -22,8 +23,10 @@ class PlannedEngine:
     weights: int
     kv_cache: int
     workspace: int
-    kv_token: int
-    """Bytes of the keys and values of a token."""
+    cache: SequenceCache
+    """Of each sequence, in the KV cache."""
+    longest: int
+    """Tokens of the longest sequence."""
     budget: int
     """What the engine may take of a GPU. If it takes no share of one, and on CPU: what it takes."""
     gpus: int
@@ -42,30 +45,31 @@ class PlannedEngine:
 
     @property
     def tokens(self) -> int:
-        """Tokens whose keys and values fit into the cache."""
-        return max(0, self.kv_cache // self.kv_token)
+        """Tokens of the longest sequences that fit into the KV cache."""
+        return int(self.sequences(self.longest) * self.longest)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes that a token of the longest sequences takes in the KV cache."""
+        return self.cache.size(self.longest) / self.longest
 
     def sequences(self, tokens: float) -> float:
         """Return how many sequences of so many tokens it can have at a time."""
-        return self.tokens / tokens
-
-
-def kv_bytes(model: ModelShape, itemsize: int, tp: int) -> int:
-    """Return the bytes of the keys and values of a token on one of `tp` devices."""
-    text = model.config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 2 * text.num_hidden_layers * max(1, heads // tp) * width * itemsize
+        return max(0, self.kv_cache) / self.cache.size(tokens)
 
 
 def plan_engine(cfg: Config, policy: ModelShape, device: Device, workload: Workload) -> PlannedEngine | None:
     """Return what an engine takes; None: the run has none.
 
-    vLLM sets aside its share of a GPU. An engine that takes no requests while it generates, as that of transformers,
-    holds the keys and values of the rows that run together, at most as long as the longest sequence.
+    vLLM sets aside its share of a GPU, or on CPU the cache of the config. An engine that takes no requests while it
+    generates, as that of transformers, holds the keys and values of the rows that run together, at most as long as the
+    longest sequence.
 
     Args:
         policy: the complete model, without tensor parallelism.
+
+    Raises:
+        UserError: the config of the model does not say what its layers keep of a sequence.
     """
     if not cfg.num_engines or not cfg.engine.gpus and not device.is_cpu:
         return None
@@ -73,23 +77,26 @@ def plan_engine(cfg: Config, policy: ModelShape, device: Device, workload: Workl
     tp = r.tensor_parallel_size if not device.is_cpu else 1
     itemsize = 2 if r.dtype == "bfloat16" or r.dtype == "auto" and not device.is_cpu else 4
     text = policy.config.get_text_config()
-    token = kv_bytes(policy, itemsize, tp)
+    cache, longest = cache_of(cfg, policy, itemsize, tp), workload.longest
     weights = itemsize * policy.total // tp
     batch = max(_prefill_tokens(cfg, device), cfg.longest_sequence if device.is_cpu else 0, r.max_num_seqs)
     layer = max(getattr(text, "intermediate_size", 0) // tp * 2, 4 * text.hidden_size)
     workspace = itemsize * batch * (layer + 2 * text.hidden_size) + 3 * 4 * r.max_num_seqs * text.vocab_size // tp
-    if not device.is_cpu and not cfg.engine.streaming:
+    if not cfg.engine.streaming:
         rows = min(math.ceil(workload.rows / cfg.num_engines), r.max_num_seqs)
-        prompts = itemsize * rows * r.max_prompt_tokens * (layer + 2 * text.hidden_size)
-        cache, workspace = rows * workload.longest * token, max(prompts, _NOISE_BYTES * rows * text.vocab_size)
-        return PlannedEngine(weights, cache, workspace, token, weights + cache + workspace, tp)
-    if device.is_cpu:
-        cache = r.kv_cache_mb * 2**20
-        return PlannedEngine(weights, cache, workspace, token, weights + cache + workspace, 0)
-    budget = int(r.gpu_memory_utilization * device.memory)
-    graphs = 0 if r.enforce_eager else GRAPHS_BYTES
-    cache = budget - weights - workspace - graphs - CONTEXT_BYTES
-    return PlannedEngine(weights, cache, workspace + graphs, token, budget, tp, graphs)
+        widths = getattr(text, "intermediate_size", 0) + text.hidden_size  # transformers holds three tensors of each
+        prompts = rows * (itemsize * r.max_prompt_tokens * 3 * widths + cache.size(r.max_prompt_tokens))
+        size = rows * cache.size(longest)
+        workspace = max(prompts - size, _NOISE_BYTES * rows * text.vocab_size)
+    elif device.is_cpu:
+        size = r.kv_cache_mb * 2**20
+    else:
+        budget = int(r.gpu_memory_utilization * device.memory)
+        graphs = 0 if r.enforce_eager else GRAPHS_BYTES
+        size = budget - weights - workspace - graphs - CONTEXT_BYTES
+        return PlannedEngine(weights, size, workspace + graphs, cache, longest, budget, tp, graphs)
+    gpus = 0 if device.is_cpu else tp
+    return PlannedEngine(weights, size, workspace, cache, longest, weights + size + workspace, gpus)
 
 
 def _prefill_tokens(cfg: Config, device: Device) -> int:
@@ -126,15 +133,22 @@ def engine_problem(
     most = most_engines(cluster, size, cfg.trainer.num_workers if shared else None) if size else cfg.num_engines
     if cfg.num_engines > most:
         gpus = "GPUs that ranks have" if shared else "GPUs"
+        each = "each needs a GPU" if size == 1 else f"each needs {size} GPUs of one node"
         return (
-            f"rollout.num_engines={cfg.num_engines}: the {size} GPUs of an engine are on one node, and with "
-            f"{cluster.per_node} GPUs a node there are {gpus} for {most}"
+            f"rollout.num_engines={cfg.num_engines}: {each}, and with {cluster.per_node} GPUs a node there are {gpus} "
+            f"for {most}"
         )
     heads = policy.config.get_text_config().num_attention_heads
     if engine.gpus and heads % engine.gpus:  # vLLM refuses it
         return f"rollout.tensor_parallel_size={engine.gpus} must divide the number of attention heads, {heads}"
+    if cfg.engine.streaming and cluster.device.is_cpu and engine.cache.states:
+        return "vLLM cannot generate on CPU with layers that keep a state; choose rollout=transformers"
     if engine.kv_cache <= 0:
         return "the weights leave no room for a KV cache"
-    if engine.sequences(workload.longest) < 1:
-        return f"its KV cache holds {engine.tokens:,} tokens, and the longest sequence has {workload.longest:,}"
+    needed = engine.cache.size(workload.longest, in_flight=_prefill_tokens(cfg, cluster.device))
+    if cfg.engine.streaming and needed > engine.kv_cache:  # vLLM refuses to start
+        return (
+            f"its KV cache has {engine.kv_cache / 2**20:,.0f} MiB, and the longest sequence has {workload.longest:,} "
+            f"tokens, which may take {needed / 2**20:,.0f} MiB"
+        )
     return None

@@ -24,7 +24,7 @@ from trainer.config import LM, Config, RoleSpec
 from trainer.config.axes import AXES
 from trainer.errors import UserError
 from trainer.files.hf_hub import first_line, is_connection_error, with_retries
-from trainer.models.attention import can_pack
+from trainer.models.attention import can_pack, is_stateful
 from trainer.models.files import load_config
 from trainer.models.loading import empty_causal_lm, empty_value_model
 from trainer.models.parallel_checks import COLWISE, ROWWISE, check_model_axes
@@ -75,6 +75,8 @@ class ModelShape:
     """Those of them that are trained."""
     packs: bool = True
     """A micro-batch can have several sequences."""
+    is_stateful: bool = False
+    """Some layers carry a state along a sequence."""
 
     @cached_property
     def expert_share(self) -> float:
@@ -208,6 +210,7 @@ def _shape_of(cfg: Config, role: RoleSpec, sizes: Mapping[str, int]) -> ModelSha
             sum(parameter.numel() for parameter in module.parameters()),
             sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad),
             can_pack(module),
+            is_stateful(module),
         )
 
 

@@ -114,7 +114,8 @@ def _sizes(cfg: Config, plan: Plan) -> Table:
     table = _table("Sizes")
     if plan.engine is not None:
         tokens, longest = plan.engine.tokens, plan.workload.longest
-        cached = f"{tokens:,} tokens of {plan.engine.kv_token:,} bytes; {tokens // longest:,} of the longest sequences"
+        cached = f"{tokens:,} tokens of {plan.engine.bytes_per_token:,.0f} bytes"
+        cached += f"; {tokens // longest:,} of the longest sequences"
         table.add_row("KV cache of an engine", cached)
     table.add_row("host memory of a node", f"{_gb(plan.host)} of {_gb(plan.cluster.device.host_memory)} GB")
     table.add_row("of that, shared memory", f"{_gb(plan.shared)} GB")
@@ -184,7 +185,8 @@ def as_json(plan: Plan, sentence: str, changes: Mapping[str, Any] | None) -> dic
             }
             for member in plan.members
         ],
-        "engine": engine and {"kv_cache": engine.kv_cache, "kv_token": engine.kv_token, "tokens": engine.tokens},
+        "engine": engine
+        and {"kv_cache": engine.kv_cache, "bytes_per_token": engine.bytes_per_token, "tokens": engine.tokens},
         "host": plan.host,
         "shared": plan.shared,
         "traffic": {"sent": plan.traffic.sent, "received": plan.traffic.received},

@@ -308,7 +308,7 @@ def _batch_seconds(
     speed = device.reached(torch.float32 if is_float32 else torch.bfloat16)
     computed = policy.total - policy.idle() - (0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size)
     weights = engine.weights * (1 - policy.idle(running) / policy.total)
-    read = (weights + running * context * engine.kv_token) / bandwidth
+    read = (weights + running * engine.cache.size(context)) / bandwidth
     products = 2 * computed * running / gpus / speed
     beside = decode_step(device.kind, cfg.engine.streaming)
     fixed = beside.base + beside.block * policy.blocks

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from trainer.config import policy_role
+from trainer.config import TinyConfig, compose, policy_role
 from trainer.config.axes import AXES
-from trainer.plan.engines import engine_problem, kv_bytes, plan_engine
+from trainer.generation.engine import Request, Sampling
+from trainer.generation.transformers_engine import TransformersEngine
+from trainer.models.tiny import build_tiny
+from trainer.plan.engines import engine_problem, plan_engine
 from trainer.plan.hardware import DEVICES, Cluster, prefill_tokens
 from trainer.plan.levers import has_gpus
+from trainer.plan.meter import MemoryMeter
 from trainer.plan.model_shape import shape_of
 from trainer.plan.plan import make_plan
 from trainer.plan.workload import workload_of
@@ -23,13 +28,6 @@ def engine_of(cfg, cluster):
 def problem_of(cfg, cluster):
     shape = shape_of(cfg, policy_role(cfg), ALONE)
     return engine_problem(cfg, cluster, engine_of(cfg, cluster), workload_of(cfg, ALONE), shape)
-
-
-def test_a_token_has_keys_and_values_in_each_layer(cfg):
-    model = shape_of(cfg, policy_role(cfg), ALONE)
-    assert kv_bytes(model, 2, 1) == 2 * 28 * 8 * 128 * 2 == 114_688
-    assert kv_bytes(model, 2, 4) == kv_bytes(model, 2, 1) / 4
-    assert kv_bytes(model, 2, 16) == kv_bytes(model, 2, 8)  # each GPU has a whole head
 
 
 def test_the_cache_takes_what_is_left(cfg, node):
@@ -66,6 +64,27 @@ def test_transformers_holds_the_rows_that_run_together(cfg, node):
     assert engine_of(cfg, node) == few and problem_of(cfg, node) is None
 
 
+@pytest.mark.parametrize(
+    ("prompt", "response", "rows", "layers"), [(256, 16, 16, 4), (16, 100, 16, 4), (32, 32, 64, 8)]
+)
+def test_transformers_on_cpu_takes_what_is_planned(tmp_path, cpu, prompt, response, rows, layers):
+    """It has no cache of `rollout.kv_cache_mb`. The prompts take most, or the rows that run together."""
+    shape = {"hidden_size": 256, "intermediate_size": 768, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+    build_tiny(TinyConfig(num_layers=layers, **shape), str(tmp_path))
+    words = [f"model.path={tmp_path}", "rollout=transformers", "rollout.n=4", f"rollout.max_prompt_tokens={prompt}"]
+    words += [f"rollout.max_response_tokens={response}", f"trainer.train_batch_size={rows // 4}"]
+    cfg = compose([*words, f"trainer.mini_batch_size={rows // 4}"])
+    planned = engine_of(cfg, cpu)
+    sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=response, stop_token_ids=())
+    requests = [Request(np.arange(prompt) % 250, seed, sampling) for seed in range(rows)]
+    engine = TransformersEngine(str(tmp_path), dtype="float32", seed=0, rollout=cfg.rollout, device="cpu")
+    with MemoryMeter() as meter:
+        engine.generate(requests)
+    assert planned.kv_cache + planned.workspace == pytest.approx(meter.peak, rel=0.15)
+    cfg.rollout.kv_cache_mb = 10 * cfg.rollout.kv_cache_mb
+    assert engine_of(cfg, cpu) == planned and planned.gpus == 0
+
+
 def test_weights_are_split_over_the_gpus_of_an_engine(cfg, node):
     cfg.model.path = "meta-llama/Llama-3.3-70B-Instruct"
     assert problem_of(cfg, node) == "the weights leave no room for a KV cache"
@@ -93,6 +112,13 @@ def test_the_gpus_of_an_engine_are_on_one_node(cfg, node):
     assert not make_plan(cfg, half).fits
 
 
+@pytest.mark.parametrize(("size", "needs"), [(1, "a GPU"), (2, "2 GPUs of one node")])
+def test_too_many_engines_are_refused_with_what_each_needs(cfg, node, size, needs):
+    cfg.rollout.num_engines, cfg.rollout.tensor_parallel_size = 9, size
+    sentence = f"rollout.num_engines=9: each needs {needs}, and with 8 GPUs a node there are GPUs that ranks have for "
+    assert problem_of(cfg, node) == f"{sentence}{8 // size}"
+
+
 @pytest.mark.parametrize("colocate", [True, False])
 def test_whole_engines_fill_each_node(cfg, node, colocate):
     """Nodes of six GPUs have room for one engine of four, although three engines need no more GPUs than there are."""
@@ -116,7 +142,7 @@ def test_an_engine_on_cpu_has_the_cache_of_the_config(cfg, cpu):
     cfg.model.path, cfg.rollout.colocate = None, False
     engine = engine_of(cfg, cpu)
     assert engine.kv_cache == 128 * 2**20 and engine.gpus == 0
-    assert engine.kv_token == 2 * 2 * 2 * 32 * 4
+    assert engine.bytes_per_token == 2 * 2 * 2 * 32 * 4
 
 
 def test_servers_take_nothing_of_the_job(cfg, node):

@@ -61,7 +61,7 @@ def test_a_model_without_experts_has_no_idle_numbers():
     assert (shape.of_experts, shape.expert_share, shape.idle()) == (0, 1.0, 0)
 
 
-@pytest.mark.parametrize("model_type", ["mamba2", "llama4_text"])
+@pytest.mark.parametrize("model_type", ["mamba2", "llama4_text", "gpt_oss"])
 def test_a_model_that_cannot_be_planned_is_refused_in_one_sentence(save_config, model_type):
     values = {"num_heads": 8, "expand": 2} if model_type == "mamba2" else {}
     cfg = config(save_config(model_type, **values))
