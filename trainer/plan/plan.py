@@ -15,7 +15,7 @@ from trainer.plan.hardware import CONTEXT_BYTES, DRIVER_BYTES, GB, PROCESS_BYTES
 from trainer.plan.model_shape import shape_of
 from trainer.plan.ranks import Phase, PlannedRole, host_bytes_of_rank, plan_role, rank_phases, writes_shared_memory
 from trainer.plan.timing import StepTime, plan_time
-from trainer.plan.workload import Workload, workload_of
+from trainer.plan.workload import Workload, scored_share, workload_of
 
 _SCORED_BYTES, _TRAINED_BYTES = 8, 28
 """Bytes of a token in the batches that ranks score and train on: ids and mask; then advantages and log-probs, too."""
@@ -123,7 +123,7 @@ def _traffic(cfg: Config, cluster: Cluster, workload: Workload) -> Traffic:
     """Return the traffic of a step. Rows are padded to the longest one."""
     numbers = workload.rows * workload.longest
     nodes = max(1, min(cluster.nodes, -(-cfg.trainer.num_workers // cluster.per_node)))
-    scored = sum(bool(role.scores) or role.name == "policy" and cfg.task.generates for role in cfg.roles)
+    scored = sum(scored_share(cfg, role, workload) > 0 for role in cfg.roles)
     sampled = 8 * workload.rows * workload.response if cfg.task.generates else 0
     return Traffic(nodes * numbers * (_SCORED_BYTES + _TRAINED_BYTES), 4 * scored * numbers + sampled)
 

@@ -14,7 +14,7 @@ from trainer.parallel.shard import prefetch_depth
 from trainer.plan.activations import Activations, Row, head_bytes, trace
 from trainer.plan.hardware import CONTEXT_BYTES, FRAGMENTATION, Device
 from trainer.plan.model_shape import ModelShape, forward_dtype, shape_of
-from trainer.plan.workload import Workload
+from trainer.plan.workload import Workload, scored_share
 
 KINDS = ("weights", "optimizer", "gradients", "gathered", "activations", "head", "buffers", "engine", "reserved")
 """Kinds of memory. `gathered`: the blocks that FSDP2 has put together for the computation. `head`: the output layer.
@@ -209,7 +209,7 @@ def rank_phases(cfg: Config, roles: Sequence[PlannedRole], workload: Workload, d
     if cfg.task.generates:
         phases.append(Phase("rollout", {kind: 0 if kind in parked else size for kind, size in held.items()}))
     for role in roles:
-        if role.spec.scores or role.spec.name == "policy" and cfg.task.generates:
+        if scored_share(cfg, role.spec, workload) > 0:
             phases.append(_largest(f"scores of the {role.spec.name}", held, role.moments_of_scores()))
     for role in roles:
         if role.spec.trained:

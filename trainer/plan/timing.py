@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.config import Config, FSDPConfig, correction_of
+from trainer.config import Config, FSDPConfig
 from trainer.config.axes import axis_sizes
 from trainer.plan.engines import PlannedEngine
 from trainer.plan.hardware import (
@@ -31,7 +31,7 @@ from trainer.plan.hardware import (
 )
 from trainer.plan.model_shape import ModelShape
 from trainer.plan.ranks import PlannedRole
-from trainer.plan.workload import Workload
+from trainer.plan.workload import Workload, scored_share
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ def plan_time(
     call = CALL_S + workload.rows * CALL_ROW_S
     for role in roles:
         passes = _Passes(cfg, cluster, role, workload)
-        if role.spec.scores or role.spec.name == "policy" and cfg.task.generates:
-            share = scored_by_policy(cfg, workload) if role.spec.name == "policy" else 1.0
-            phases["scores"] += share * crowd * passes.scores(workload.computed_tokens) + call * (share > 0)
+        share = scored_share(cfg, role.spec, workload)
+        if share > 0:
+            phases["scores"] += share * crowd * passes.scores(workload.computed_tokens) + call
         if role.spec.trained:
             updates = workload.optimizer_steps * passes.optimizer_step(workload.computed_in_update)
             phases["update"] += crowd * updates + call
@@ -96,21 +96,6 @@ def plan_time(
     phases["other"] = OTHER * sum(phases.values())
     kept = {name: seconds for name, seconds in phases.items() if seconds > 0}
     return StepTime(kept, cfg.total_steps, cfg.rollout.works_ahead and engine is not None, workload.tokens)
-
-
-def scored_by_policy(cfg: Config, workload: Workload) -> float:
-    """Return the share of the rows whose old log-probs the policy computes before the update.
-
-    That is what `PolicyGradient.scores` asks for. The first optimizer step computes those of its rows itself, unless
-    something reads them before it.
-    """
-    a = cfg.algorithm
-    if a.old_logprobs == "rollout":
-        return 0.0
-    reads_before = a.kl_in == "reward" and any(role.name == "reference" for role in cfg.roles)
-    reads_before |= "old_logprobs" in a.reads
-    reads_before |= correction_of(cfg) is not None and a.rollout_correction_level != "token"
-    return 1.0 if reads_before or cfg.trainer.update_epochs > 1 else 1 - 1 / workload.optimizer_steps
 
 
 def _crowd(cfg: Config, cluster: Cluster) -> float:

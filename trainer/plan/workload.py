@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trainer.config import Config
+from trainer.config import Config, RoleSpec, correction_of
 from trainer.config.axes import AXES
 from trainer.plan.activations import Row
 
@@ -167,3 +167,20 @@ def _longest_response(cfg: Config) -> int:
     """Return the most tokens that an engine generates one after another for a row."""
     reply, left = cfg.rollout.max_response_tokens, cfg.plan.most_response_tokens(cfg)
     return max(min(e.max_turns * reply, left) if e.name else reply for e in cfg.environments)
+
+
+def scored_share(cfg: Config, role: RoleSpec, workload: Workload) -> float:
+    """Return the share of the rows that a role scores before the update: in a pass without gradients.
+
+    Of the policy, these are the rows whose old log-probs `PolicyGradient.scores` asks for. The first optimizer step
+    computes those of its rows itself, unless something reads them before it.
+    """
+    a = cfg.algorithm
+    if role.name != "policy" or not cfg.task.generates:
+        return float(bool(role.scores))
+    if a.old_logprobs == "rollout":
+        return 0.0
+    reads_before = a.kl_in == "reward" and any(role.name == "reference" for role in cfg.roles)
+    reads_before |= "old_logprobs" in a.reads
+    reads_before |= correction_of(cfg) is not None and a.rollout_correction_level != "token"
+    return 1.0 if reads_before or cfg.trainer.update_epochs > 1 else 1 - 1 / workload.optimizer_steps

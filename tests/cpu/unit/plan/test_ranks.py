@@ -223,13 +223,20 @@ def test_a_reference_holds_weights_alone():
     assert reference.spec == reference_role(cfg)
     assert reference.state == (2 * reference.model.total, 0)
     names = [phase.name for phase in rank_phases(cfg, planned, workload, DEVICES["h100"])]
-    assert names == [
-        "rollout",
-        "scores of the policy",
-        "scores of the reference",
-        "update of the policy",
-        "weights to engines",
-    ]
+    assert names == ["rollout", "scores of the reference", "update of the policy", "weights to engines"]
+
+
+@pytest.mark.parametrize(
+    ("old_logprobs", "steps", "scores"), [("recompute", 2, True), ("recompute", 1, False), ("rollout", 2, False)]
+)
+def test_a_policy_that_scores_nothing_has_no_such_phase(old_logprobs, steps, scores):
+    """The rollout gives old log-probs, or the only optimizer step computes them itself."""
+    cfg = config()
+    cfg.trainer.mini_batch_size = cfg.trainer.train_batch_size // steps
+    cfg.algorithm.old_logprobs = old_logprobs
+    planned, workload = plan_of(cfg)
+    names = [phase.name for phase in rank_phases(cfg, planned, workload, DEVICES["h100"])]
+    assert ("scores of the policy" in names) == scores
 
 
 def test_offload_leaves_room_while_engines_generate():

@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from trainer.config import policy_role
 from trainer.config.axes import AXES
 from trainer.objectives.policy_gradient import PolicyGradient
 from trainer.plan.hardware import CALL_ROW_S, Cluster
 from trainer.plan.model_shape import _shapes
 from trainer.plan.plan import make_plan
-from trainer.plan.timing import scored_by_policy
-from trainer.plan.workload import workload_of
+from trainer.plan.workload import scored_share, workload_of
 
 
 def seconds(cfg, cluster, phase="update"):
@@ -193,7 +193,7 @@ def test_rows_are_scored_as_the_objective_asks(cfg, overrides, share):
     batch = {"group_ids": group_ids, "lengths": np.ones_like(group_ids), "rollout_logprobs": group_ids}
     scored = [score.rows for score in PolicyGradient(cfg).scores(batch, 1) if score.role == "policy"]
     assert sum(map(len, scored)) / len(group_ids) == share
-    assert scored_by_policy(cfg, workload_of(cfg, dict.fromkeys(AXES, 1))) == share
+    assert scored_share(cfg, policy_role(cfg), workload_of(cfg, dict.fromkeys(AXES, 1))) == share
 
 
 def of_old_logprobs(rewards, old_logprobs):
