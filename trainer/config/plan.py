@@ -26,7 +26,7 @@ class PlanConfig(Section):
     """Batches of prompts that a step samples for the one that it trains on, on average, with
     `algorithm.dynamic_sampling`. `sampling/batches` of a run is this number."""
     host_memory_gb: float | None = number(None, above=0, resume="harmless")
-    """Memory of a node's host, in GB. null: that of a usual node with these GPUs."""
+    """Memory of a node's host, in GB. null: that of a usual node of eight such GPUs; of fewer GPUs, their share."""
     storage_gb_s: float = number(2.0, above=0, resume="harmless")
     """Speed of the storage of `trainer.ckpt_path` for one node, in GB/s."""
 

@@ -39,7 +39,7 @@ class Device:
     pcie: float
     """To the memory of the host."""
     host_memory: int
-    """Bytes of a node's host."""
+    """Bytes of a node's host. A node of fewer than eight GPUs is a part of such a node, and has a part of it."""
 
     @property
     def is_cpu(self) -> bool:
@@ -85,6 +85,9 @@ DEVICES = {
         _gpu("B200", 178.3, 75, 8000, 900, 50, 51, 2000),
     )
 }
+
+_USUAL_GPUS = 8
+"""GPUs of the nodes whose host memory is in the table. Clouds rent a part of such a node with a part of its memory."""
 
 _REACHED = {(CPU, torch.float32): 1.0, (CPU, torch.bfloat16): 0.92}
 _REACHED_BY_GPUS = 0.40
@@ -255,7 +258,9 @@ def parse_cluster(text: str, host_memory_gb: float | None = None) -> Cluster:
     if device is None:
         known = ", ".join(one.name for one in DEVICES.values())
         raise UserError(f"plan.gpus={text}: the GPU {found[3]} is not known; choose one of {known}, or cpu")
-    return _with_host_memory(Cluster(nodes, per_node, device), host_memory_gb)
+    share = min(1.0, per_node / _USUAL_GPUS)
+    cluster = Cluster(nodes, per_node, replace(device, host_memory=int(share * device.host_memory)))
+    return _with_host_memory(cluster, host_memory_gb)
 
 
 def _with_host_memory(cluster: Cluster, host_memory_gb: float | None) -> Cluster:

@@ -68,6 +68,11 @@ def notes(cfg: Config, plan: Plan) -> list[str]:
         found.append("times of GPUs come from data sheets, hardly any is measured; memory is that of our own code")
         if any(role.spec.sharding.compile is None and role.spec.trained for role in plan.roles):
             found.append("compiled blocks keep fewer activations; those of blocks that are not compiled are counted")
+        if plan.cluster.nodes > 1:
+            network = plan.cluster.device.network / GB
+            found.append(f"each GPU sends {network:g} GB/s to other nodes; with a slower network, steps take longer")
+        if any(role.model.of_experts for role in plan.roles):
+            found.append("passes of models with experts were not measured, and reach less of a GPU than dense models")
         idle = plan.cluster.gpus - plan.gpus
         if plan.fits and idle > 0:
             found.append(f"{idle} GPUs stay idle; trainer.num_workers and rollout.num_engines use more")

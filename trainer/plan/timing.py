@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -251,8 +252,11 @@ def tokens_per_row(workload: Workload) -> float:
     return workload.computed_tokens / workload.rows
 
 
-def _head_width(text: object) -> int:
-    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads  # type: ignore[attr-defined]
+def _head_width(text: Any) -> float:
+    """Return the dimensions of a head: with latent attention, the mean of its keys and its values."""
+    if getattr(text, "kv_lora_rank", None):
+        return (text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim) / 2
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
 def rollout_seconds(
@@ -275,8 +279,8 @@ def _batch_seconds(
     """Return the seconds in which the engines generate a batch of completions of all prompts.
 
     A decoding step reads the weights, without experts that none of its tokens passes through, and the keys and values
-    of all sequences. It lasts as long as that or as its products, whichever takes longer. There are at least as many as
-    the longest completion may have tokens.
+    of all sequences. It lasts as long as that or as its products, whichever takes longer; with several GPUs, they also
+    add up their results. There are at least as many as the longest completion may have tokens.
     """
     device, w = cluster.device, workload
     gpus = max(1, engine.gpus)
@@ -296,13 +300,22 @@ def _batch_seconds(
     read = (weights + running * engine.cache.size(context)) / bandwidth
     products = 2 * computed * running / gpus / speed
     beside = decode_step(device.kind, cfg.engine.streaming)
-    fixed = beside.base + beside.block * policy.blocks
+    fixed = beside.base + beside.block * policy.blocks + _sum_seconds(cluster, policy, gpus, running)
     each = beside.sequence + beside.logit * text.vocab_size
     prompts = math.ceil(rows * w.groups / completions) * w.prompt
-    prefill = 2 * computed * prompts / gpus / speed
+    prefill = 2 * computed * prompts / gpus / speed + _sum_seconds(cluster, policy, gpus, prompts)
     crowd = max(1.0, cfg.num_engines / cluster.per_node) if device.is_cpu else 1.0
     seconds = steps * (max(read, products) + fixed + each * running) + prefill + rows * beside.request
     return crowd * seconds + device.is_cpu * completions * CPU_COMPLETION_S
+
+
+def _sum_seconds(cluster: Cluster, policy: ModelShape, gpus: int, tokens: float) -> float:
+    """Return the seconds in which the GPUs of an engine add up their results for some tokens, twice in each block."""
+    if gpus == 1:
+        return 0.0
+    size = 2 * tokens * policy.config.get_text_config().hidden_size
+    traffic = 2 * size * (gpus - 1) / gpus / (REACHED_BANDWIDTH * cluster.device.link)
+    return 2 * policy.blocks * (traffic + LATENCY_S["cuda"])
 
 
 def sync_seconds(cfg: Config, cluster: Cluster, policy: ModelShape, engine: PlannedEngine) -> float:

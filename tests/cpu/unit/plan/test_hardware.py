@@ -55,6 +55,12 @@ def test_traffic_between_nodes_takes_the_network():
 
 def test_a_host_may_have_another_memory():
     assert parse_cluster("8xH100", 512).device.host_memory == 512e9
+    assert parse_cluster("H100", 512).device.host_memory == 512e9
+
+
+def test_a_part_of_a_node_has_a_part_of_its_memory():
+    memory = [parse_cluster(text).device.host_memory for text in ("H100", "4x2xH100", "8xH100", "16xH100")]
+    assert memory == [250e9, 500e9, 2000e9, 2000e9]
 
 
 def test_this_machine_is_measured():

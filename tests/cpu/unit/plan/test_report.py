@@ -49,12 +49,19 @@ def test_json_has_the_same_numbers(cfg, node):
     assert found["checkpoint"] == 12 * 596_049_920
 
 
+def test_notes_name_a_network_and_experts_that_were_not_measured(cfg, node, save_config):
+    cfg.model.path = save_config("qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=96)
+    text = "\n".join(notes(cfg, make_plan(cfg, Cluster(2, 8, node.device), traced=False)))
+    assert "each GPU sends 50 GB/s to other nodes" in text and "models with experts were not measured" in text
+
+
 def test_notes_name_what_counts_as_nothing(cfg, node):
     def text() -> str:
         return "\n".join(notes(cfg, make_plan(cfg, node)))
 
     cfg.trainer.val_interval = -1
     assert "rewards is not known and counts as 0" in text()
+    assert "to other nodes" not in text() and "experts" not in text()
     assert "validation" not in text() and "outside of this cluster" not in text()
     assert "plan.gen_batches" not in text() and "an episode has" not in text()
     cfg.algorithm.dynamic_sampling = True

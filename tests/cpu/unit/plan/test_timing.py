@@ -13,6 +13,7 @@ from trainer.objectives.policy_gradient import PolicyGradient
 from trainer.plan.hardware import CALL_ROW_S, Cluster
 from trainer.plan.model_shape import _shapes
 from trainer.plan.plan import make_plan
+from trainer.plan.timing import _Passes
 from trainer.plan.workload import scored_share, workload_of
 
 
@@ -198,6 +199,24 @@ def test_rows_are_scored_as_the_objective_asks(cfg, overrides, share):
 
 def of_old_logprobs(rewards, old_logprobs):
     raise NotImplementedError
+
+
+def test_the_gpus_of_an_engine_add_up_their_results(cfg, node):
+    cfg.model.path = "meta-llama/Llama-3.3-70B-Instruct"
+    cfg.rollout.num_engines, cfg.rollout.tensor_parallel_size = 1, 8
+    slow = replace(node, device=replace(node.device, link=node.device.link / 100))
+    assert seconds(cfg, slow, "rollout") > 2 * seconds(cfg, node, "rollout")
+
+
+def test_attention_of_wide_heads_takes_longer(cfg, node, save_config):
+    latent = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "first_k_dense_replace": 4, "head_dim": 16}
+    latent |= {"qk_rope_head_dim": 16, "num_key_value_heads": 4, "q_lora_rank": 32}
+    cfg.model.path = save_config("deepseek_v3", **latent, n_routed_experts=8, n_group=2, topk_group=1)
+    planned = make_plan(cfg, node, traced=False)
+    passes = _Passes(cfg, node, planned.roles[0], planned.workload)
+    w = planned.workload
+    squares = (w.prompt + w.response) ** 2 - w.prompt**2 * (w.n - 1) / w.n
+    assert passes.forward_flops(w.dp)[1] * w.computed_tokens / w.rows == 2 * 4 * 4 * (48 + 32) / 2 * squares
 
 
 def test_an_engine_generates_all_turns_of_an_episode(cfg, node):
