@@ -9,9 +9,12 @@ from __future__ import annotations
 import functools
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
+from torch.utils.mkldnn import to_mkldnn
 
 from trainer.errors import UserError
 from trainer.metrics.throughput import peak_flops
@@ -40,6 +43,8 @@ class Device:
     """To the memory of the host."""
     host_memory: int
     """Bytes of a node's host. A node of fewer than eight GPUs is a part of such a node, and has a part of it."""
+    flops_packed: float = 0.0
+    """Of products of float32 on CPU with packed weights, as vLLM computes them. 0: not measured."""
 
     @property
     def is_cpu(self) -> bool:
@@ -96,6 +101,9 @@ squares, without the time of the bytes of their factors and results, which count
 measured on one core with AVX-512 and its products of bfloat16, in processor time of each operator. GPU: of whole
 passes, what published runs of dense models with FSDP2 at 8k to 65k tokens reach (0.35 to 0.45). Measured: 0.446 on an
 H100, in the log-prob pass of a model with 1.7B parameters and 16,384 tokens."""
+REACHED_PACKED = 0.55
+"""Share of `Device.flops_packed` that vLLM's products reach on CPU. Measured with 32 and 128 sequences and 384 hidden
+dimensions: 131 to 200 GFLOP/s, where large squares of packed weights reach 250 and those of torch's `mm` 106."""
 CPU_ATTENTION = {torch.float32: 0.42, torch.bfloat16: 0.27}
 """Share of the peak FLOP/s in float32 that attention reaches on CPU, forward and backward passes together, of the FLOPs
 that a causal mask leaves. Measured like the products: torch's kernel computes masked scores, too, and hardly gains from
@@ -137,16 +145,17 @@ class DecodeStep:
 
 
 _DECODE_STEPS = {
-    (CPU, True): DecodeStep(2.5e-3, 0.0, 1.5e-5, 4.5e-8, 2.5e-4),
+    (CPU, True): DecodeStep(1.7e-3, 3.5e-4, 4.5e-5, 9e-9, 2.5e-4),
     (CPU, False): DecodeStep(1.1e-3, 4e-4, 2e-5, 3.1e-8, 2.5e-4),
     ("cuda", True): DecodeStep(3e-3, 0.0, 1e-5, 0.0, 0.0),
     ("cuda", False): DecodeStep(3e-3, 4e-4, 1e-5, 1.65e-8, 0.0),
 }
 """By the kind of device, and by whether the engine takes more requests while it generates: vLLM does, transformers does
-not. CPU: measured with 4 to 128 sequences, vocabularies of 512 and 8,192, and two and eight blocks; for vLLM, with a
-model of two blocks and with one of 17M parameters. GPU: an estimate, for vLLM with CUDA graphs. transformers has none,
-so the Python of each block counts as on CPU, and it draws the noise of each sequence on the CPU: 2.5 ms for 151,936
-tokens, measured on one core."""
+not. CPU: for vLLM 0.32, the model, the output layer, the sampler and the rest were measured apart, with 2 to 128
+sequences, two and eight blocks, and vocabularies of 512 to 32,768 (7 to 11 ns for a logit); for transformers with 4 to
+128 sequences, vocabularies of 512 and 8,192, and two and eight blocks. GPU: an estimate, for vLLM with CUDA graphs.
+transformers has none, so the Python of each block counts as on CPU, and it draws the noise of each sequence on the CPU:
+2.5 ms for 151,936 tokens, measured on one core."""
 
 
 def decode_step(kind: str, streaming: bool) -> DecodeStep:
@@ -284,19 +293,35 @@ def this_machine() -> Device:
         copying / _GLOO,
         copying,
         memory,
+        _packed_speed(),
     )
 
 
 def _product_speed(dtype: torch.dtype, size: int = 1024) -> float:
     """Return the FLOP/s of matrix products on one core, in processor time, which other programs change little."""
     matrix = torch.ones(size, size, dtype=dtype)
-    product = matrix @ matrix  # the first product loads the library
+    product = matrix @ matrix
+    return 2 * size**3 / _shortest(lambda: torch.mm(matrix, matrix, out=product))
+
+
+def _packed_speed(size: int = 1024) -> float:
+    """Return the same of float32 and weights that oneDNN has packed. 0: torch has no oneDNN."""
+    if not torch.backends.mkldnn.is_available():
+        return 0.0
+    linear, matrix = to_mkldnn(nn.Linear(size, size, bias=False)), torch.ones(size, size)
+    with torch.no_grad():
+        return 2 * size**3 / _shortest(lambda: linear(matrix))
+
+
+def _shortest(compute: Callable[[], object]) -> float:
+    """Return the shortest processor time of several calls: other programs only make them longer."""
+    compute()  # the first call loads the library
     times, end = [], time.perf_counter() + 0.3
     while not times or time.perf_counter() < end:
         begin = time.process_time()
-        torch.mm(matrix, matrix, out=product)
+        compute()
         times.append(time.process_time() - begin)
-    return 2 * size**3 / min(times)  # other programs only make it longer
+    return min(times)
 
 
 def _copy_speed(size: int = 2**26) -> float:

@@ -26,6 +26,7 @@ from trainer.plan.hardware import (
     OPTIMIZER_BYTES,
     OTHER,
     REACHED_BANDWIDTH,
+    REACHED_PACKED,
     RECOMPUTED,
     Cluster,
     decode_step,
@@ -295,6 +296,8 @@ def _batch_seconds(
     bandwidth = REACHED_BANDWIDTH * device.bandwidth
     is_float32 = engine.weights * gpus >= 4 * policy.total
     speed = device.reached(torch.float32 if is_float32 else torch.bfloat16)
+    if is_float32 and cfg.engine.streaming:
+        speed = max(speed, REACHED_PACKED * device.flops_packed)
     computed = policy.total - policy.idle() - (0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size)
     weights = engine.weights * (1 - policy.idle(running) / policy.total)
     read = (weights + running * engine.cache.size(context)) / bandwidth

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from trainer.errors import UserError
 from trainer.metrics.throughput import peak_flops
@@ -66,5 +67,6 @@ def test_a_part_of_a_node_has_a_part_of_its_memory():
 def test_this_machine_is_measured():
     device = this_machine()
     assert device.is_cpu and device.kind == "cpu"
+    assert device.flops_packed > 1e8 or not torch.backends.mkldnn.is_available()
     assert device.flops_float32 > 1e8 and device.bandwidth > 1e7 and device.memory > 1e9
     assert parse_cluster("cpu").device is device

@@ -201,6 +201,38 @@ def of_old_logprobs(rewards, old_logprobs):
     raise NotImplementedError
 
 
+MODEL_17M = {"hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 8, "num_attention_heads": 6}
+TWO_BLOCKS = {"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 1, "num_key_value_heads": 1}
+
+
+@pytest.mark.parametrize(
+    ("shape", "vocabulary", "milliseconds"),
+    [
+        (MODEL_17M, 8192, (8.0, 10.0, 15.0, 42.2)),
+        (MODEL_17M, 512, (7.8, 6.5, 15.1, 32.0)),
+        (TWO_BLOCKS, 8192, (2.4, None, 5.8, 16.2)),
+        (TWO_BLOCKS, 512, (2.7, 3.2, 4.3, 8.6)),
+        (TWO_BLOCKS, 32768, (2.6, 5.4, 17.1, 58.5)),
+    ],
+)
+def test_a_decoding_step_of_vllm_on_cpu_takes_what_was_measured(cfg, cpu, save_config, shape, vocabulary, milliseconds):
+    """Processor time of vLLM 0.32 with 2, 8, 32 and 128 sequences, between 4 and 24 tokens, on one core of an EPYC."""
+    speeds = {"flops_float32": 106e9, "flops_packed": 250e9, "bandwidth": 39e9}
+    cpu = replace(cpu, device=replace(cpu.device, **speeds))
+    cfg.model.path = save_config("qwen3", **shape, vocab_size=vocabulary, head_dim=64, tie_word_embeddings=True)
+    cfg.rollout.colocate, cfg.trainer.offload, cfg.rollout.max_prompt_tokens = False, "none", 16
+    cfg.trainer.num_workers, cfg.rollout.num_engines, cfg.rollout.n = 1, 1, 2
+    cfg.plan.prompt_tokens, cfg.rollout.kv_cache_mb = 16, 600
+    for rows, measured in zip((2, 8, 32, 128), milliseconds, strict=True):
+        cfg.trainer.train_batch_size = cfg.trainer.mini_batch_size = rows // 2
+        times = []
+        for cfg.plan.response_tokens in (4, 24):
+            cfg.rollout.max_response_tokens = cfg.plan.response_tokens
+            times.append(make_plan(cfg, cpu, traced=False).time.phases["rollout"])
+        if measured is not None:
+            assert 1e3 * (times[1] - times[0]) / 20 == pytest.approx(measured, rel=0.35), rows
+
+
 def test_the_gpus_of_an_engine_add_up_their_results(cfg, node):
     cfg.model.path = "meta-llama/Llama-3.3-70B-Instruct"
     cfg.rollout.num_engines, cfg.rollout.tensor_parallel_size = 1, 8
