@@ -147,6 +147,26 @@ def left_running(marker: str) -> list[str]:
     return left
 
 
+def left_in_shared_memory(before: set[str]) -> set[str]:
+    """Names in shared memory that are not in `before`, and that no live process has open or mapped.
+
+    Other tests may have jobs and servers at this moment, and use theirs.
+    """
+    new = shared_memory() - before
+    used = _used_in_shared_memory() if new else set()
+    return new - used
+
+
+def _used_in_shared_memory() -> set[str]:
+    used = set()
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError):  # it has just ended
+            mapped = [line.partition("/")[2] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+            opened = [os.readlink(entry.path)[1:] for entry in os.scandir(f"/proc/{pid}/fd")]
+            used.update(path.split("/")[2] for path in mapped + opened if path.startswith("dev/shm/"))
+    return used
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
     """Wait. The time limit of the test ends a wait for something that never happens."""
     while not condition():

@@ -17,6 +17,7 @@ from tests.support.forks import run_forked
 from tests.support.jobs import (
     comparable,
     environment,
+    left_in_shared_memory,
     left_running,
     metrics,
     run_forked_job,
@@ -68,7 +69,7 @@ def test_a_sweep_leaves_complete_run_directories_and_nothing_else(tmp_path, mark
     assert evaluated["metrics"] == validation_of(runs[0], 2), "the run's own validation, to the last bit"
     assert {"critic/loss", "critic/explained_variance", "critic/grad_norm"} <= set(metrics(runs[1])[1])
     assert left_running(marker) == []
-    wait_until(lambda: shared_memory() <= memory)  # other tests may have something there at this moment
+    wait_until(lambda: left_in_shared_memory(memory) == set())
 
 
 def test_presets_that_sample_in_their_own_way(tmp_path):

@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import SMALL, comparable, environment, left_running, metrics, shared_memory, wait_until
+from tests.support.jobs import (
+    SMALL,
+    comparable,
+    environment,
+    left_in_shared_memory,
+    left_running,
+    metrics,
+    shared_memory,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 NOTEBOOK = Path(__file__).parents[3] / "examples/notebook.ipynb"
@@ -74,7 +83,7 @@ def test_a_killed_script_continues_its_run_exactly_and_leaves_its_process_as_it_
     assert comparable(metrics(run)) == comparable(metrics(tmp_path / "outputs/whole"))
     assert metrics(run)[-1]["reward/mean"] > 0, "the reward of the script was not used"
     assert left_running(marker) == []
-    wait_until(lambda: shared_memory() <= memory)
+    wait_until(lambda: left_in_shared_memory(memory) == set())
 
 
 def test_the_outputs_of_the_notebook_are_there_and_name_no_machine():

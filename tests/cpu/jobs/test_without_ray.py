@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.jobs import left_running, metrics, run_job, shared_memory, wait_until
+from tests.support.jobs import left_in_shared_memory, left_running, metrics, run_job, shared_memory, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +19,7 @@ def test_a_job_needs_no_ray(tmp_path, marker, monkeypatch):
     done = run_job(*job, "trainer.ray_address=processes", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert left_running(marker) == []
-    wait_until(lambda: shared_memory() <= before)  # other tests may have something there at this moment
+    wait_until(lambda: left_in_shared_memory(before) == set())
     assert [row["step"] for row in metrics(tmp_path / "outputs/default")] == [0, 1, 2]
     assert "outputs/default holds no checkpoint to continue: training starts from the beginning" in done.stdout
     assert "it/s" not in done.stdout + done.stderr, "progress bars of libraries would fill log files"
