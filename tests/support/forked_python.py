@@ -13,7 +13,8 @@ path, flag, *command = sys.argv[1:]
 assert flag == "-m", sys.argv
 with socket.socket(socket.AF_UNIX) as link:
     link.connect(path)
-    spec = {"function": "tests.support.forks:run_module", "arguments": command, "prepare": "", "patience_s": 20}
+    spec = {"function": "tests.support.forks:run_module", "arguments": command, "patience_s": 20}
+    spec["prepare"] = "tests.support.forks:import_engine"
     socket.send_fds(link, [json.dumps({**spec, "cwd": os.getcwd(), "env": dict(os.environ)}).encode()], [1, 2])
     answers = link.makefile("r")
     process = int(answers.readline())

@@ -49,6 +49,8 @@ _PRELOADED = (
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3.modeling_qwen3",
 )
+_VLLM = ("vllm", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "trainer.generation.vllm_engine")
+"""Imported too, before the first command that asks for vLLM: each engine would take seconds to import it."""
 _GRACE_PERIOD_S = 20.0
 """Default of the longest time that processes of a command may outlive it."""
 
@@ -63,11 +65,30 @@ def serve(listener: socket.socket) -> None:
     for module in _PRELOADED:
         importlib.import_module(module)
     run_metadata.versions()  # each job would read them again
-    assert len(os.listdir("/proc/self/task")) == 1, "a fork would lack the threads of an import"
+    _check_threads()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes keepers that have ended
     while sys.stdin not in (ready := select.select([sys.stdin, listener], [], [])[0]):
         if ready:
             _take(listener)
+
+
+def _check_threads() -> None:
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork would lack the threads of an import"
+
+
+def import_engine(_: str, *arguments: str) -> None:
+    """Import vLLM, in the server, if it is the engine of a job with these arguments."""
+    if "rollout=vllm" not in arguments or "vllm" in sys.modules:
+        return
+    from trainer.config.engines import ENGINES
+
+    before = dict(os.environ)
+    os.environ.update(ENGINES["vllm"].environment_on("cpu"))
+    for module in _VLLM:
+        importlib.import_module(module)
+    os.environ.clear()
+    os.environ.update(before)
+    _check_threads()
 
 
 def _take(listener: socket.socket) -> None:
@@ -319,7 +340,12 @@ def run_forked(
     """Run `python -m module arguments` to its end; returns the completed process with its output as text."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         command = fork_server().start(
-            "tests.support.forks:run_module", module, *arguments, cwd=cwd, env=env, stdout=out, stderr=err
+            *("tests.support.forks:run_module", module, *arguments),
+            cwd=cwd,
+            env=env,
+            stdout=out,
+            stderr=err,
+            prepare="tests.support.forks:import_engine",
         )
         status = command.wait(timeout)
         texts = [(file.seek(0), file.read())[1] for file in (out, err)]

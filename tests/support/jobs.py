@@ -92,6 +92,7 @@ def start_forked_job(
             cwd=cwd,
             env={**environment(), **(env or {})},
             stdout=output,
+            prepare="tests.support.forks:import_engine",
         )
 
 
