@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import importlib
 import json
 import os
@@ -65,15 +66,18 @@ def serve(listener: socket.socket) -> None:
     for module in _PRELOADED:
         importlib.import_module(module)
     run_metadata.versions()  # each job would read them again
-    _check_threads()
+    assert _threads() == 1, "a fork would lack the threads of an import"
+    # pyarrow imports it for the first column that it makes. Its threads are jemalloc's, which forks do without.
+    importlib.import_module("pandas")
+    gc.freeze()  # collections of the forks leave the shared memory of the modules alone
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes keepers that have ended
     while sys.stdin not in (ready := select.select([sys.stdin, listener], [], [])[0]):
         if ready:
             _take(listener)
 
 
-def _check_threads() -> None:
-    assert len(os.listdir("/proc/self/task")) == 1, "a fork would lack the threads of an import"
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
 def import_engine(_: str, *arguments: str) -> None:
@@ -82,13 +86,13 @@ def import_engine(_: str, *arguments: str) -> None:
         return
     from trainer.config.engines import ENGINES
 
-    before = dict(os.environ)
+    before, threads = dict(os.environ), _threads()
     os.environ.update(ENGINES["vllm"].environment_on("cpu"))
     for module in _VLLM:
         importlib.import_module(module)
     os.environ.clear()
     os.environ.update(before)
-    _check_threads()
+    assert _threads() == threads, "a fork would lack the threads of an import"
 
 
 def _take(listener: socket.socket) -> None:
