@@ -7,10 +7,12 @@ its final weights must be those of an uninterrupted run.
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,7 +64,7 @@ TURNS = (*AHEAD, "algorithm=grpo", "environment.name=tests.support.environments:
          "environment.max_tokens=72", "rollout.max_prompt_tokens=64")  # fmt: skip
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def overrides(request, model) -> tuple[str, ...]:
     """Of a job with these settings."""
     return f"model.path={model}", *request.param
@@ -76,12 +78,22 @@ class Uninterrupted:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(overrides, tmp_path_factory) -> Uninterrupted:
-    """The outcome of an uninterrupted job, and its duration."""
-    job = Job(tmp_path_factory.mktemp("uninterrupted"), overrides)
-    started = time.monotonic()
-    assert job.run()
-    return Uninterrupted(job.outcome(), time.monotonic() - started, job.directory / "run")
+def run_uninterrupted(tmp_path_factory) -> Callable[[tuple[str, ...]], Uninterrupted]:
+    """Run a job uninterrupted, once for all tests of it; returns its outcome and its duration."""
+
+    @functools.cache
+    def run(overrides: tuple[str, ...]) -> Uninterrupted:
+        job = Job(tmp_path_factory.mktemp("uninterrupted"), overrides)
+        started = time.monotonic()
+        assert job.run()
+        return Uninterrupted(job.outcome(), time.monotonic() - started, job.directory / "run")
+
+    return run
+
+
+@pytest.fixture
+def uninterrupted(overrides, run_uninterrupted) -> Uninterrupted:
+    return run_uninterrupted(overrides)
 
 
 # Each start of a life is killed at a place in its first or second save, and leaves what the next one finds. Policy and
