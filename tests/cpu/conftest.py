@@ -76,13 +76,18 @@ def s3_url() -> Iterator[str]:
         yield url
 
 
+@pytest.fixture(scope="session")
+def shared_directory(tmp_path_factory) -> Path:
+    """One for all processes of the test run: who comes second waits for the first, and takes what it has made."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
 @pytest.fixture(scope="session", autouse=True)
-def _own_cache(tmp_path_factory):
+def _own_cache(shared_directory):
     """Embedded models are built once per test session, not taken from, or left in, the user's cache."""
     patch = pytest.MonkeyPatch()
-    base = tmp_path_factory.getbasetemp()
-    # One for all processes of the test run: who comes second waits for the first, and takes what it has made.
-    patch.setenv("TRAINER_CACHE", str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"))
+    patch.setenv("TRAINER_CACHE", str(shared_directory / "cache"))
     yield
     patch.undo()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 from pathlib import Path
 
 from tests.support import packages
@@ -137,10 +138,19 @@ __all__ = ["Shop"]
 TASKSETS = {"guess": GUESS, "shop": SHOP, "shop_basket": BASKET, "shop_prices": PRICES}
 
 
-def make_venv(root: Path) -> str:
-    """Make a virtual environment with verifiers, and the tasksets `guess` and `shop`; return its interpreter."""
-    python = packages.make_venv(root, "verifiers", REQUIREMENTS)
-    (site_packages,) = root.glob("lib/python*/site-packages")
-    for name, source in TASKSETS.items():
-        (site_packages / f"{name}.py").write_text(source)
-    return str(python)
+def shared_venv(directory: Path) -> str:
+    """The interpreter of a virtual environment with verifiers, and the tasksets `guess` and `shop`.
+
+    Args:
+        directory: of all processes of the test run. The one that comes first makes the environment there.
+    """
+    venv, made = directory / "verifiers", directory / "verifiers.made"
+    with open(directory / "verifiers.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            packages.make_venv(venv, "verifiers", REQUIREMENTS)
+            (site_packages,) = venv.glob("lib/python*/site-packages")
+            for name, source in TASKSETS.items():
+                (site_packages / f"{name}.py").write_text(source)
+            made.touch()
+    return str(venv / "bin/python")

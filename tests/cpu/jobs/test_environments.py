@@ -24,7 +24,7 @@ from tests.support.jobs import (
 )
 from tests.support.pages import commands_of_page, files_of_page
 from tests.support.runs import rollouts_of
-from tests.support.verifiers import make_venv
+from tests.support.verifiers import shared_venv
 from trainer.config import TinyConfig
 from trainer.models.tiny import build_tiny
 
@@ -107,8 +107,11 @@ def test_the_agent_of_the_page_is_trained_as_if_it_had_not_been_killed(tmp_path:
     assert (tmp_path / "killed" / model).read_bytes() == (tmp_path / "whole" / model).read_bytes()
 
 
-def test_environments_of_other_packages_train_in_one_run(tmp_path: Path):
-    """Tasks of reasoning-gym, and environments of skyrl-gym, textarena and verifiers (with tools, too) in one mix."""
+def test_environments_of_other_packages_train_in_one_run(tmp_path: Path, shared_directory: Path):
+    """Tasks of reasoning-gym, and environments of skyrl-gym, textarena and verifiers (with tools, too) in one mix.
+
+    A step has a prompt of each, and few episodes: each episode of the shop starts a process that imports verifiers.
+    """
     size = TinyConfig(hidden_size=64, intermediate_size=128, num_layers=1, num_heads=2, num_kv_heads=1)
     build_tiny(size, str(tmp_path / "model"))
     rows = {
@@ -119,7 +122,7 @@ def test_environments_of_other_packages_train_in_one_run(tmp_path: Path):
     }
     for name, lines in rows.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    ours, python = "trainer.environments", make_venv(tmp_path / "venv")
+    ours, python = "trainer.environments", shared_venv(shared_directory)
     run = run_forked_job(
         *(f"model.path={tmp_path}/model", "trainer.val_interval=-1", "data=files", "data.train_size=-1"),
         *(f"data.mix.{name}.files=[{tmp_path}/{name}.jsonl]" for name in rows),
@@ -133,6 +136,7 @@ def test_environments_of_other_packages_train_in_one_run(tmp_path: Path):
         *(f"data.mix.{name}.environment.python={python}" for name in ("guess", "shop")),
         *("environment.max_turns=2", "environment.timeout_s=300"),
         *("rollout.max_prompt_tokens=2000", "rollout.max_response_tokens=8"),
+        *("trainer.train_batch_size=5", "trainer.mini_batch_size=5", "rollout.n=2"),
         *(*QUICK.split(), "logger.save_rollouts=true"),
         cwd=tmp_path,
         timeout=500,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.verifiers import make_venv
+from tests.support.verifiers import shared_venv
 from trainer.config import EnvironmentConfig
 from trainer.environments.preflight import check_environment
 from trainer.environments.sessions import EnvironmentPool, Session
@@ -78,8 +78,8 @@ __all__ = ["Guarded"]
 
 
 @pytest.fixture(scope="module")
-def python(tmp_path_factory) -> str:
-    return make_venv(tmp_path_factory.mktemp("venv"))
+def python(shared_directory) -> str:
+    return shared_venv(shared_directory)
 
 
 def config(python: str, **kwargs: object) -> EnvironmentConfig:
