@@ -171,8 +171,8 @@ def decode_step(kind: str, streaming: bool) -> DecodeStep:
 CALL_S = 0.01
 """Seconds of the driver in a call of all ranks: the batch on its way. Measured with the demo, 512 rows."""
 CALL_ROW_S = 4.3e-5
-"""Seconds of a rank in such a call for each row of the batch, also for those of other ranks: it plans the micro-batches
-of all. Measured with `benchmarks.driver_scale`, 8,192 rows."""
+"""Seconds of the driver before such a call for each row of the batch: it plans the micro-batches of all ranks. Measured
+with `benchmarks.driver_scale`, 8,192 rows."""
 OTHER = 0.03
 """Share of a step in which the driver works: rows, advantages, logs. Measured with the demo (benchmarks/RESULTS.md)."""
 RECOMPUTED = {"none": 0.0, "selective": 0.1, "full": 1.0}

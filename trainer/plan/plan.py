@@ -43,7 +43,7 @@ class Traffic:
     """Bytes that pass through the driver in a step."""
 
     sent: int
-    """To the nodes of the ranks: each gets the batch once to score it, and once to train on it."""
+    """To the ranks together: each gets its rows once to score them, and once to train on them."""
     received: int
     """From ranks and engines: tokens with their log-probs, and scores."""
 
@@ -111,7 +111,7 @@ def make_plan(cfg: Config, cluster: Cluster, traced: bool = True) -> Plan:
     copy = max((sum(role.saved for role in group) for group in _groups(cfg, roles)), default=0) / device.pcie
     seconds = plan_time(cfg, cluster, roles, whole, engine, workload)
     storage = cfg.plan.storage_gb_s * GB * max(1, min(cluster.nodes, -(-cfg.trainer.num_workers // cluster.per_node)))
-    traffic = _traffic(cfg, cluster, workload)
+    traffic = _traffic(cfg, workload)
     saves = plan_saves(cfg, roles, seconds, copy, storage, device.is_cpu)
     count = sum(member.count for member in members)
     return Plan(
@@ -119,13 +119,12 @@ def make_plan(cfg: Config, cluster: Cluster, traced: bool = True) -> Plan:
     )
 
 
-def _traffic(cfg: Config, cluster: Cluster, workload: Workload) -> Traffic:
+def _traffic(cfg: Config, workload: Workload) -> Traffic:
     """Return the traffic of a step. Rows are padded to the longest one."""
     numbers = workload.rows * workload.longest
-    nodes = max(1, min(cluster.nodes, -(-cfg.trainer.num_workers // cluster.per_node)))
     scored = sum(scored_share(cfg, role, workload) > 0 for role in cfg.roles)
     sampled = 8 * workload.rows * workload.response if cfg.task.generates else 0
-    return Traffic(nodes * numbers * (_SCORED_BYTES + _TRAINED_BYTES), 4 * scored * numbers + sampled)
+    return Traffic(numbers * (_SCORED_BYTES + _TRAINED_BYTES), 4 * scored * numbers + sampled)
 
 
 def _problems_of_sizes(cfg: Config, cluster: Cluster) -> list[str]:
