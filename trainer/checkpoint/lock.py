@@ -89,10 +89,10 @@ class RunLock:
         """
         taken_from = waits_for = None
         watch, self._watch = self._watch, _Watch()
-        if self._storage.disk is not None:
-            os.makedirs(os.path.dirname(self._storage.root), exist_ok=True)
         while True:
             try:
+                if self._storage.disk is not None:
+                    os.makedirs(os.path.dirname(self._storage.root), exist_ok=True)
                 self._storage.make()
                 owner, etag = self._fetch()
                 silent_s = watch.silent_for(None if owner is None else etag)

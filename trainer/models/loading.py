@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from trainer.config import SCORE, FSDPConfig, ModelConfig, RoleSpec
 from trainer.errors import UserError, describe_error, one_line
+from trainer.files.hf_hub import first_line
 from trainer.models.attention import PACKED, set_attention
 from trainer.models.chunked_logprobs import set_head
 from trainer.models.critic import CriticModel
@@ -71,7 +72,7 @@ def empty_causal_lm(
         config: of the model.
         sizes: sizes of the layout's axes.
     """
-    lm = _empty_lm(model, config, sizes)
+    lm = _empty_lm(model, config, sizes, spec.key)
     lm.requires_grad_(spec.trained)
     if spec.has_adapters:
         add_adapters(lm, spec.lora, spec.setting("lora"))
@@ -82,7 +83,7 @@ def empty_value_model(
     model: ModelConfig, config: PretrainedConfig, sizes: Mapping[str, int], spec: RoleSpec
 ) -> tuple[nn.Module, str]:
     """Return the same backbone with a value head (see `empty_causal_lm`)."""
-    lm = _empty_lm(model, config, sizes)
+    lm = _empty_lm(model, config, sizes, spec.key)
     with init_empty_weights(include_buffers=False):
         value_model = CriticModel(lm.base_model, lm.base_model_prefix, is_score=spec.head == SCORE)
     value_model.requires_grad_(spec.trained)
@@ -91,14 +92,20 @@ def empty_value_model(
     return value_model, lm.base_model_prefix
 
 
-def _empty_lm(model: ModelConfig, config: PretrainedConfig, sizes: Mapping[str, int]) -> PreTrainedModel:
-    with init_empty_weights(include_buffers=False):
-        lm = AutoModelForCausalLM.from_config(
-            config,
-            dtype=torch.float32,
-            attn_implementation=model.attn_implementation,
-            trust_remote_code=model.trust_remote_code,
-        )
+def _empty_lm(model: ModelConfig, config: PretrainedConfig, sizes: Mapping[str, int], key: str) -> PreTrainedModel:
+    try:
+        with init_empty_weights(include_buffers=False):
+            lm = AutoModelForCausalLM.from_config(
+                config,
+                dtype=torch.float32,
+                attn_implementation=model.attn_implementation,
+                trust_remote_code=model.trust_remote_code,
+            )
+    except (ValueError, ImportError) as error:  # the class has no such attention, or its package is not installed
+        raise UserError(
+            f"{key}: models of the type {config.model_type} cannot be built with "
+            f"model.attn_implementation={model.attn_implementation} ({first_line(error).partition('. ')[0]})"
+        ) from error
     lm.tie_weights()  # again, because moving parameters to the meta device one by one broke the tie
     _disable_dropout(lm)
     set_attention(lm)

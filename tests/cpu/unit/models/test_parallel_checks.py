@@ -6,12 +6,13 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from transformers import GPT2Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import GPT2Config, GptOssConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from tests.support.architectures import ARCHITECTURES, SHAPE
-from trainer.config import TASKS, Config, RoleSpec, TinyConfig, policy_role
+from trainer.config import TASKS, Config, ModelConfig, RoleSpec, TinyConfig, policy_role
 from trainer.config.tasks import find_task
 from trainer.errors import UserError
+from trainer.models.loading import empty_causal_lm
 from trainer.models.parallel_checks import check_axes, check_model_axes
 from trainer.models.tiny import build_tiny
 
@@ -124,3 +125,15 @@ def tasks_are_found_anew():
 def write_config(path: Path, heads: int) -> str:
     Qwen3Config(**SHAPE | {"num_attention_heads": heads, "num_key_value_heads": heads}).save_pretrained(path)
     return str(path)
+
+
+def test_a_model_that_lacks_the_attention_is_refused():
+    """gpt_oss has eager attention alone. Transformers writes several sentences, of which the first one is shown."""
+    config = GptOssConfig(num_hidden_layers=1, hidden_size=64, num_local_experts=2, vocab_size=99)
+    with pytest.raises(UserError) as refusal:
+        empty_causal_lm(ModelConfig(), config, {"cp": 1, "tp": 1}, policy_role(Config()))
+    assert str(refusal.value).startswith(
+        "model.path: models of the type gpt_oss cannot be built with model.attn_implementation=sdpa "
+        "(GptOssForCausalLM does not support"
+    )
+    assert str(refusal.value).endswith(" yet)")
