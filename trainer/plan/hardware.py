@@ -103,7 +103,7 @@ passes, what published runs of dense models with FSDP2 at 8k to 65k tokens reach
 H100, in the log-prob pass of a model with 1.7B parameters and 16,384 tokens."""
 REACHED_PACKED = 0.55
 """Share of `Device.flops_packed` that vLLM's products reach on CPU. Measured with 32 and 128 sequences and 384 hidden
-dimensions: 131 to 200 GFLOP/s, where large squares of packed weights reach 250 and those of torch's `mm` 106."""
+dimensions: 131 to 200 GFLOP/s, where large squares of packed weights reach 150 to 250 and those of torch's `mm` 110."""
 CPU_ATTENTION = {torch.float32: 0.42, torch.bfloat16: 0.27}
 """Share of the peak FLOP/s in float32 that attention reaches on CPU, forward and backward passes together, of the FLOPs
 that a causal mask leaves. Measured like the products: torch's kernel computes masked scores, too, and hardly gains from
@@ -145,17 +145,17 @@ class DecodeStep:
 
 
 _DECODE_STEPS = {
-    (CPU, True): DecodeStep(1.7e-3, 3.5e-4, 4.5e-5, 9e-9, 2.5e-4),
-    (CPU, False): DecodeStep(1.1e-3, 4e-4, 2e-5, 3.1e-8, 2.5e-4),
+    (CPU, True): DecodeStep(6e-4, 2.2e-4, 2.5e-5, 8e-9, 1.6e-4),
+    (CPU, False): DecodeStep(4e-4, 1.6e-4, 1.5e-5, 2.2e-8, 1.2e-4),
     ("cuda", True): DecodeStep(3e-3, 0.0, 1e-5, 0.0, 0.0),
     ("cuda", False): DecodeStep(3e-3, 4e-4, 1e-5, 1.65e-8, 0.0),
 }
 """By the kind of device, and by whether the engine takes more requests while it generates: vLLM does, transformers does
-not. CPU: for vLLM 0.32, the model, the output layer, the sampler and the rest were measured apart, with 2 to 128
-sequences, two and eight blocks, and vocabularies of 512 to 32,768 (7 to 11 ns for a logit); for transformers with 4 to
-128 sequences, vocabularies of 512 and 8,192, and two and eight blocks. GPU: an estimate, for vLLM with CUDA graphs.
-transformers has none, so the Python of each block counts as on CPU, and it draws the noise of each sequence on the CPU:
-2.5 ms for 151,936 tokens, measured on one core."""
+not. CPU: measured on a quiet machine with 2 to 128 sequences and two and eight blocks. For vLLM 0.32, the model, the
+output layer, the sampler and the rest apart, with vocabularies of 512 to 32,768 (6 to 11 ns for a logit); for
+transformers, with vocabularies of 512 and 8,192. GPU: an estimate, for vLLM with CUDA graphs. transformers has none, so
+the Python of each block counts as on a busy CPU, and it draws the noise of each sequence on the CPU: 2.5 ms for 151,936
+tokens, measured on one core."""
 
 
 def decode_step(kind: str, streaming: bool) -> DecodeStep:
@@ -170,9 +170,11 @@ def decode_step(kind: str, streaming: bool) -> DecodeStep:
 
 CALL_S = 0.01
 """Seconds of the driver in a call of all ranks: the batch on its way. Measured with the demo, 512 rows."""
-CALL_ROW_S = 4.3e-5
+CALL_ROW_S = 1.6e-5
 """Seconds of the driver before such a call for each row of the batch: it plans the micro-batches of all ranks. Measured
-with `benchmarks.driver_scale`, 8,192 rows."""
+with 512 rows and two ranks."""
+CALL_RANK_S = 2e-4
+"""The same for each data-parallel rank: its rows, and its message. Measured with `benchmarks.driver_scale`."""
 OTHER = 0.03
 """Share of a step in which the driver works: rows, advantages, logs. Measured with the demo (benchmarks/RESULTS.md)."""
 RECOMPUTED = {"none": 0.0, "selective": 0.1, "full": 1.0}

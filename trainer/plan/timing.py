@@ -13,6 +13,7 @@ from trainer.config import Config, FSDPConfig
 from trainer.config.axes import axis_sizes
 from trainer.plan.engines import PlannedEngine
 from trainer.plan.hardware import (
+    CALL_RANK_S,
     CALL_ROW_S,
     CALL_S,
     CAST_LOGIT_BYTES,
@@ -84,7 +85,7 @@ def plan_time(
     if engine is not None:
         phases["rollout"] = rollout_seconds(cfg, cluster, whole, engine, workload)
     phases["scores"] = phases["update"] = 0.0
-    call = CALL_S + workload.rows * CALL_ROW_S
+    call = CALL_S + workload.rows * CALL_ROW_S + workload.dp * CALL_RANK_S
     for role in roles:
         passes = _Passes(cfg, cluster, role, workload)
         share = scored_share(cfg, role.spec, workload)

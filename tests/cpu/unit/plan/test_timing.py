@@ -10,7 +10,7 @@ import pytest
 from trainer.config import policy_role
 from trainer.config.axes import AXES
 from trainer.objectives.policy_gradient import PolicyGradient
-from trainer.plan.hardware import CALL_ROW_S, Cluster
+from trainer.plan.hardware import CALL_RANK_S, CALL_ROW_S, Cluster
 from trainer.plan.model_shape import _shapes
 from trainer.plan.plan import make_plan
 from trainer.plan.timing import _Passes
@@ -208,16 +208,15 @@ TWO_BLOCKS = {"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_h
 @pytest.mark.parametrize(
     ("shape", "vocabulary", "milliseconds"),
     [
-        (MODEL_17M, 8192, (8.0, 10.0, 15.0, 42.2)),
-        (MODEL_17M, 512, (7.8, 6.5, 15.1, 32.0)),
-        (TWO_BLOCKS, 8192, (2.4, None, 5.8, 16.2)),
-        (TWO_BLOCKS, 512, (2.7, 3.2, 4.3, 8.6)),
-        (TWO_BLOCKS, 32768, (2.6, 5.4, 17.1, 58.5)),
+        (MODEL_17M, 8192, (5.6, 7.1, 13.3, 37.7)),
+        ({**TWO_BLOCKS, "num_hidden_layers": 8}, 512, (2.2, 2.1, 3.8, 8.3)),
+        (TWO_BLOCKS, 512, (0.9, 0.9, 1.7, 3.6)),
+        (TWO_BLOCKS, 32768, (1.6, 3.1, 10.1, 57.7)),
     ],
 )
 def test_a_decoding_step_of_vllm_on_cpu_takes_what_was_measured(cfg, cpu, save_config, shape, vocabulary, milliseconds):
     """Processor time of vLLM 0.32 with 2, 8, 32 and 128 sequences, between 4 and 24 tokens, on one core of an EPYC."""
-    speeds = {"flops_float32": 106e9, "flops_packed": 250e9, "bandwidth": 39e9}
+    speeds = {"flops_float32": 112e9, "flops_packed": 250e9, "bandwidth": 39e9}
     cpu = replace(cpu, device=replace(cpu.device, **speeds))
     cfg.model.path = save_config("qwen3", **shape, vocab_size=vocabulary, head_dim=64, tie_word_embeddings=True)
     cfg.rollout.colocate, cfg.trainer.offload, cfg.rollout.max_prompt_tokens = False, "none", 16
@@ -229,8 +228,7 @@ def test_a_decoding_step_of_vllm_on_cpu_takes_what_was_measured(cfg, cpu, save_c
         for cfg.plan.response_tokens in (4, 24):
             cfg.rollout.max_response_tokens = cfg.plan.response_tokens
             times.append(make_plan(cfg, cpu, traced=False).time.phases["rollout"])
-        if measured is not None:
-            assert 1e3 * (times[1] - times[0]) / 20 == pytest.approx(measured, rel=0.35), rows
+        assert 1e3 * (times[1] - times[0]) / 20 == pytest.approx(measured, rel=0.4, abs=0.5), rows
 
 
 def test_the_gpus_of_an_engine_add_up_their_results(cfg, node):
@@ -265,7 +263,7 @@ def test_transformers_draws_the_noise_of_each_row_on_the_cpu(cfg, node):
     assert seconds(cfg, node, "rollout") > 2.5e-3 * rows * make_plan(cfg, node).workload.response
 
 
-def test_each_rank_plans_the_rows_of_all(cfg, node):
+def test_the_driver_plans_the_rows_of_all_ranks(cfg, node):
     before = seconds(cfg, node, "update")
     cfg.trainer.train_batch_size, cfg.trainer.mini_batch_size = (
         8 * size for size in (cfg.trainer.train_batch_size, cfg.trainer.mini_batch_size)
@@ -273,4 +271,4 @@ def test_each_rank_plans_the_rows_of_all(cfg, node):
     cfg.trainer.num_workers = cfg.rollout.num_engines = 64
     grown = seconds(cfg, Cluster(8, 8, node.device), "update")
     rows = 7 / 8 * cfg.trainer.train_batch_size * cfg.rollout.n
-    assert grown - before > 0.9 * CALL_ROW_S * rows
+    assert grown - before > 0.9 * (CALL_ROW_S * rows + 56 * CALL_RANK_S)
