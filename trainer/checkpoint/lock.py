@@ -21,6 +21,7 @@ from trainer.files.documents import Shape, parse_object
 from trainer.process.signals import SIGNALS
 
 LOG = logging.getLogger(__name__)
+_REMOVING_S = 0.01
 
 NAME = ".lock"
 OWNER: dict[Any, Shape] = {
@@ -89,10 +90,9 @@ class RunLock:
         """
         taken_from = waits_for = None
         watch, self._watch = self._watch, _Watch()
+        self._make_parent()
         while True:
             try:
-                if self._storage.disk is not None:
-                    os.makedirs(os.path.dirname(self._storage.root), exist_ok=True)
                 self._storage.make()
                 owner, etag = self._fetch()
                 silent_s = watch.silent_for(None if owner is None else etag)
@@ -103,6 +103,9 @@ class RunLock:
                         taken_from = f"took over the {self._name} from {_describe(owner)}: {death}"
                     break
             except FileNotFoundError:  # the last owner is removing the directory
+                self._make_parent()
+                SIGNALS.check()
+                time.sleep(_REMOVING_S)
                 continue
             except OSError as error:
                 if not self._is_blocked():
@@ -120,8 +123,8 @@ class RunLock:
             if silent_s == 0 and not is_alive:
                 seconds = f"{self.lease_s:g} s"
                 LOG.warning("%s: locked by %s; waiting %s for a heartbeat", self.directory, _describe(owner), seconds)
-                for lock in following:
-                    lock.watch()
+            for lock in following:
+                lock.watch()
             time.sleep(min(0.2, self.lease_s / 20))
             SIGNALS.check()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -130,10 +133,24 @@ class RunLock:
         return taken_from
 
     def watch(self) -> None:
-        """Note the heartbeat of the owner. If it has not moved when `acquire` looks, the time since then counts."""
-        with contextlib.suppress(OSError):  # `acquire` reports it
+        """Look at the heartbeat of the owner, again and again before `acquire`, which counts the time it has not moved.
+
+        If it moves, or the storage does not answer, the time begins anew: a job may beat once more while it dies, and
+        cannot beat while the storage is away.
+        """
+        try:
             owner, etag = self._fetch()
-            self._watch.silent_for(None if owner is None else etag)
+        except OSError:  # `acquire` reports it
+            self._watch = _Watch()
+            return
+        self._watch.silent_for(None if owner is None else etag)
+        if self._watch.moved:
+            self._watch = _Watch()
+            self._watch.silent_for(etag)
+
+    def _make_parent(self) -> None:
+        if self._storage.disk is not None:
+            os.makedirs(os.path.dirname(self._storage.root), exist_ok=True)
 
     def check(self, now: bool = False) -> None:
         """Check that this process still holds the lock.

@@ -17,7 +17,7 @@ from trainer.files.atomic_io import digest_bytes, digest_file, digest_weights
 from trainer.files.documents import Shape
 from trainer.files.hf_hub import pinned_data, revision_of
 from trainer.models.files import resolve_model_path
-from trainer.models.given import BACKBONE_FILES, Given, differences, given_files, read_file_given, read_given
+from trainer.models.given import BACKBONE_FILES, Given, differences, read_file_given, read_given
 
 LOG = logging.getLogger(__name__)
 
@@ -118,9 +118,9 @@ def fingerprint_weights(cfg: Config, model_path: str, begins: bool) -> str:
 
 
 def _fingerprint_files(cfg: Config, directory: str) -> str:
-    """Return a digest of the files beside the weights."""
-    names = given_files(directory, with_code=cfg.model.trust_remote_code)
-    return digest_bytes(" ".join(f"{name}:{digest_file(os.path.join(directory, name))}" for name in names).encode())
+    """Return a digest of what the files beside the weights say: that of what a resume compares."""
+    given = read_given(directory, with_code=cfg.model.trust_remote_code)
+    return digest_bytes(json.dumps(given, sort_keys=True).encode())
 
 
 def _fingerprint(directory: str) -> str:

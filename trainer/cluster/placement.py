@@ -32,13 +32,14 @@ def demanded(bundles: list[dict[str, float]], label: dict[str, str]) -> Iterator
 
     `ray.autoscaler.sdk.request_resources` would outlive a killed job, and take what other jobs hold for capacity.
     """
-    with SIGNALS.deferred():
-        group = create_placement_group(bundles, label)
+    groups: list[PlacementGroup] = []
     try:
-        yield group
+        with SIGNALS.deferred():  # its end raises
+            groups.append(create_placement_group(bundles, label))
+        yield groups[0]
     finally:
         with SIGNALS.deferred(), contextlib.suppress(RayError):
-            remove([group])
+            remove(groups)
 
 
 def remove(groups: Sequence[PlacementGroup]) -> None:

@@ -211,7 +211,8 @@ class RayCluster:
                     text = "the cluster has capacity for %d of %d ranks: waiting for more, up to %g s%s"
                     LOG.info(text, count, t.num_workers, limit_s, key)
                 if asked is None:
-                    asked = demand.enter_context(placement.demanded(self._bundles(unplaced), label)), label
+                    bundles = self._bundles(unplaced if engines is None else 0)  # engines ask for themselves
+                    asked = demand.enter_context(placement.demanded(bundles, label)), label
                 SIGNALS.check()
                 time.sleep(time_limits.POLL_INTERVAL_S)
         if count < t.min_world_size:

@@ -9,7 +9,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 
 from trainer.checkpoint.storage import (
@@ -176,6 +176,8 @@ class Upkeep:
         self._storage = storage
         self._fence = fence
         self._on_disk, self._in_store = _Tasks("journal-upkeep"), _Tasks("journal-copies")
+        self._to_copy: set[str] = set()
+        """Files whose copy has begun, and waits for others or is under way."""
 
     def fetch(self, step: int, is_wanted: Callable[[int], bool]) -> None:
         """Bring the files of some steps to the disk, as far as it lacks them.
@@ -211,7 +213,8 @@ class Upkeep:
 
     def copy(self, name: str) -> None:
         """Begin to copy a file to the store. It is left out for a minute after the store has failed."""
-        if self._storage is not None:
+        if self._storage is not None and name not in self._to_copy:
+            self._to_copy.add(name)
             self._in_store.begin(partial(self._copy, self._storage, name))
 
     def remove_after(self, step: int) -> None:
@@ -227,9 +230,8 @@ class Upkeep:
         last = self._pieces.abandoned_after = step if before is None else min(before, step)
         self._remove_here(lambda of: of > step)
         try:
-            if not self._in_store.wait(time_limits.JOURNAL_WAIT_S):  # what is copied now would come back
-                raise TimeoutError("it does not answer")
-            self._remove_abandoned(self._storage, last)
+            with self._in_store.held(time_limits.JOURNAL_WAIT_S):  # what is copied now would come back
+                self._remove_abandoned(self._storage, last)
         except OSError as error:
             LOG.warning(
                 "rollout.journal: the records of the steps after %d in %s cannot be deleted (%s); the run does not use "
@@ -280,14 +282,17 @@ class Upkeep:
         self._pieces.abandoned_after = None
 
     def _copy(self, storage: Storage, name: str) -> None:
-        if self._in_store.has_just_failed:
-            return  # each attempt takes long, and deletions wait behind it
         try:
-            data = self._pieces.read(name)
-        except (FileNotFoundError, ValueError):  # it is deleted, or damaged
-            return
-        self._fence()
-        storage.put(f"{JOURNAL}/{name}", data)
+            if self._in_store.has_just_failed:
+                return  # each attempt takes long, and deletions wait behind it
+            try:
+                data = self._pieces.read(name)
+            except (FileNotFoundError, ValueError):  # it is deleted, or damaged
+                return
+            self._fence()
+            storage.put(f"{JOURNAL}/{name}", data)
+        finally:
+            self._to_copy.discard(name)
 
 
 class _Tasks:
@@ -298,6 +303,8 @@ class _Tasks:
         self._waiting: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
+        self._running = threading.Lock()
+        """Held while a function runs."""
         self._has_failed = False
         self._failed_at = -math.inf
 
@@ -320,6 +327,20 @@ class _Tasks:
         self.begin(done.set)
         return done.wait(timeout_s)
 
+    @contextlib.contextmanager
+    def held(self, timeout_s: float) -> Iterator[None]:
+        """Wait for what is under way, and let nothing else begin in the block.
+
+        Raises:
+            TimeoutError: it takes longer.
+        """
+        if not self._running.acquire(timeout=timeout_s):
+            raise TimeoutError("it does not answer")
+        try:
+            yield
+        finally:
+            self._running.release()
+
     def close(self, timeout_s: float) -> None:
         """End the thread. What has not begun by then is dropped."""
         self.wait(timeout_s)
@@ -333,7 +354,8 @@ class _Tasks:
     def _run(self) -> None:
         while (task := self._waiting.get()) is not None:
             try:
-                task()
+                with self._running:
+                    task()
                 if not self.has_just_failed:
                     self._has_failed = False
             except Exception as error:  # the thread must not end: nobody would notice

@@ -22,6 +22,7 @@ from trainer.objectives.base import GROUP, Experience, make_objective
 from trainer.objectives.batches import build_batch
 from trainer.parallel.batching import Batch, select
 from trainer.parallel.profiling import step_directory
+from trainer.parallel.shares import has_old_logprobs
 
 LOG = logging.getLogger(__name__)
 
@@ -131,6 +132,8 @@ class Learner:
         objective, batch, metrics = self.objective, experience.batch, dict(experience.metrics)
         roles, logprobs, entropy = objective.updates(step), None, None
         mini_batches = objective.mini_batches(batch, step)
+        if objective.reads_old_logprobs and "policy" in roles:
+            _check_old_logprobs(batch, mini_batches)
         tokens = sum(int(batch["lengths"][rows].sum()) for rows in mini_batches)
         self._epochs = tokens / int(batch["lengths"].sum())
         with self.timer("update"):
@@ -205,3 +208,9 @@ class Learner:
         computed = tokens * (1 - self._shared)
         flops = model_flops(computed, *self.ranks.num_parameters, self._epochs, self._forward_passes)
         return {**metrics, "perf/prefix_reuse_frac": self._shared, "perf/mfu": flops / seconds / self.peak_flops}
+
+
+def _check_old_logprobs(batch: Batch, mini_batches: Sequence[np.ndarray]) -> None:
+    known = has_old_logprobs(batch)
+    if any(known[rows].any() != known[rows].all() for rows in mini_batches):
+        raise ValueError("some rows of a mini-batch have old log-probs, and others have none")

@@ -26,6 +26,7 @@ LOG = logging.getLogger(__name__)
 CONTINUES = "continues_run"
 """Tag of a run that has begun because an earlier run has other numbers: the id of that run."""
 CONTINUED_BY = "continued_by_run"
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.5, 600.0
 _MOST_METRICS = 900
 """In one request: MLflow takes 1000."""
 _LONGEST_NAME = 250
@@ -36,7 +37,8 @@ _ALLOWED = frozenset("_-. /")
 @cache
 def legal_name(metric: str) -> str:
     """Return the name of a metric in MLflow, which takes no other characters: `val/pass@4` is `val/pass_4`."""
-    return "".join(c if c.isascii() and c.isalnum() or c in _ALLOWED else "_" for c in metric)[:_LONGEST_NAME]
+    name = "".join(c if c.isascii() and c.isalnum() or c in _ALLOWED else "_" for c in metric)[:_LONGEST_NAME]
+    return "/".join(part for part in name.split("/") if part not in ("", ".", "..")) or "_"
 
 
 class MLflow:
@@ -90,6 +92,7 @@ class MLflow:
         self._waiting: list[tuple[int, dict[str, float]]] = []
         self._stored: dict[int, dict[str, float]] | None = None
         """What the run has of the steps that wait or may come, as `_read_stored` returns it. None: unknown."""
+        self._retry_at, self._retry_s = 0.0, _FIRST_RETRY_S
         self._has_given_up = False
         self._has_warned = False
         self._thread = threading.Thread(target=self._send_all, name="mlflow", daemon=True)
@@ -117,7 +120,8 @@ class MLflow:
         may_get_more = True
         while may_get_more:
             may_get_more = self._take()
-            self._try(self._send)
+            if time.monotonic() >= self._retry_at or not may_get_more:
+                self._try(self._send)
 
     def _take(self) -> bool:
         """Wait for steps, and take all there are. Return whether more may come."""
@@ -125,7 +129,7 @@ class MLflow:
             rows, begins = entry
             if begins:
                 self._waiting, self._stored = [], None
-            self._waiting += _numbers_of(rows)
+            self._try(lambda rows=rows: self._waiting.extend(_numbers_of(rows)))
             if self._queue.empty():
                 return True
         return False
@@ -143,8 +147,11 @@ class MLflow:
             while (metrics := list(itertools.islice(lacking, _MOST_METRICS))) and not self._has_given_up:
                 self._client.log_batch(self.run_id, metrics)
         except Exception:
-            self._stored = None
+            self._stored = None  # to be read again, which takes seconds of a long run
+            self._retry_at = time.monotonic() + self._retry_s
+            self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
             raise
+        self._retry_s = _FIRST_RETRY_S
         last = self._waiting[-1][0]
         self._stored = {step: values for step, values in self._stored.items() if step > last}
         self._waiting = []

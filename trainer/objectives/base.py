@@ -154,7 +154,8 @@ class Objective:
     def totals(self, role: str, batch: Batch) -> Any:
         """Return what `loss` divides by: numbers of the whole mini-batch `batch`, of which it sees pieces on a rank.
 
-        By default a `Totals`, as `aggregate` takes it.
+        By default a `Totals`, as `aggregate` takes it. Each rank gets a copy, and what this method stores in the
+        objective stays on the driver.
         """
         return Totals.of(torch.from_numpy(np.ascontiguousarray(batch["mask"])))
 
@@ -167,7 +168,11 @@ class Objective:
         return spec.optimizer_steps(spec.optimizer.schedule_steps or self.cfg.total_steps)
 
     def entropy(self, batch: Batch | MicroBatch) -> str | None:
-        """Return whether the loss needs the entropy of the tokens: as a `value`, with its `gradient`, or None: not."""
+        """Return whether the loss needs the entropy of the tokens: as a `value`, with its `gradient`, or None: not.
+
+        Args:
+            batch: its arrays are those of some rows, so only their names may decide.
+        """
         return None
 
     def loss(

@@ -71,7 +71,7 @@ def _try_loss(objective: Objective, role: str, batch: Batch, step: int) -> list[
     size = len(mini_batch["lengths"])
     for rows in (range(size), ()):
         micro_batch = take_rows(mini_batch, rows, "cpu")
-        outputs = _outputs(objective, role, mini_batch, micro_batch)
+        outputs = _outputs(objective, role, micro_batch)
         loss, metrics = check_result(objective.loss(role, outputs, micro_batch, totals, numbers), "outputs")
         if not rows and loss.item() != 0:
             raise ValueError(
@@ -82,11 +82,11 @@ def _try_loss(objective: Objective, role: str, batch: Batch, step: int) -> list[
     return [*metrics, "loss", "grad_norm", "lr"]
 
 
-def _outputs(objective: Objective, role: str, mini_batch: Batch, mb: MicroBatch) -> Outputs:
+def _outputs(objective: Objective, role: str, mb: MicroBatch) -> Outputs:
     """Return what a model would compute, as `TrainedWorker.outputs` does."""
     given = torch.full(mb["mask"].shape, -1.0, requires_grad=True)
     if objective.roles[role].head != LM:
         return Outputs(values=given)
     if objective.reads_old_logprobs and "old_logprobs" not in mb:
         mb.arrays["old_logprobs"] = given.detach()
-    return Outputs(logprobs=given, entropy=None if objective.entropy(mini_batch) is None else given.abs())
+    return Outputs(logprobs=given, entropy=None if objective.entropy(mb) is None else given.abs())

@@ -38,7 +38,7 @@ class Part:
     tokens: float
     """Number of tokens to train on, of all ranks."""
     has_old_logprobs: bool
-    """The whole mini-batch has old log-probs. If not, it has none."""
+    """All rows of the mini-batch have old log-probs."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,6 @@ def divide(
         batch: `input_ids`, `mask`: `(B, T)`; `lengths`, `group_ids`: `(B,)`; further arrays of these shapes.
         parts: the rows of each mini-batch: whole groups.
         keeps_groups: no micro-batch has a part of a group.
-
-    Raises:
-        ValueError: some rows of a mini-batch have old log-probs, and others have none.
     """
     known = has_old_logprobs(batch)
     planned = [_plan(batch, rows, known, limits, num_ranks, keeps_groups) for rows in parts]
@@ -97,8 +94,6 @@ def _plan(
     shared = shared if shared is not None and shared.any() else None
     costs = Rows(own["lengths"], limits.quadratic, own["group_ids"], shared, keeps_groups)
     plan = plan_micro_batches(costs, num_ranks, limits.max_tokens)
-    if known[rows].any() != known[rows].all():
-        raise ValueError("some rows of a mini-batch have old log-probs, and others have none")
     of_batch = None
     if shared is not None:
         of_batch = np.zeros(len(known), np.int64)

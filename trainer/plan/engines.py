@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from trainer.config import Config
 from trainer.plan.hardware import CONTEXT_BYTES, GRAPHS_BYTES, Cluster, Device, prefill_tokens
-from trainer.plan.kv_cache import SequenceCache, cache_of
+from trainer.plan.kv_cache import SequenceCache, cache_of, expanded_bytes
 from trainer.plan.model_shape import ModelShape
 from trainer.plan.workload import Workload
 
@@ -87,7 +87,8 @@ def plan_engine(cfg: Config, policy: ModelShape, device: Device, workload: Workl
         widths = getattr(text, "intermediate_size", 0) + text.hidden_size  # transformers holds three tensors of each
         prompts = rows * (itemsize * r.max_prompt_tokens * 3 * widths + cache.size(r.max_prompt_tokens))
         size = rows * cache.size(longest)
-        workspace = max(prompts - size, _NOISE_BYTES * rows * text.vocab_size)
+        expanded = rows * longest * expanded_bytes(text, itemsize)
+        workspace = max(prompts - size, _NOISE_BYTES * rows * text.vocab_size) + expanded
     elif device.is_cpu:
         size = r.kv_cache_mb * 2**20
     else:

@@ -54,7 +54,8 @@ class SequenceCache:
 
 
 def cache_of(cfg: Config, model: ModelShape, itemsize: int, tp: int) -> SequenceCache:
-    """Return what vLLM keeps of a sequence on one of `tp` devices. transformers keeps as much, or a little less.
+    """Return what vLLM keeps of a sequence on one of `tp` devices. transformers keeps as much, or a little less, and
+    computes keys and values of latent attention anew in each step (see `expanded_bytes`).
 
     Args:
         model: the complete model, without tensor parallelism.
@@ -70,6 +71,8 @@ def cache_of(cfg: Config, model: ModelShape, itemsize: int, tp: int) -> Sequence
             raise _refusal(cfg, model, "its latent attention is not known")
         return SequenceCache(layers[FULL] * (text.kv_lora_rank + text.qk_rope_head_dim) * itemsize)  # on each device
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
+        heads = 1
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     token = 2 * max(1, heads // tp) * width * itemsize
     if not layers[STATE]:
@@ -78,6 +81,15 @@ def cache_of(cfg: Config, model: ModelShape, itemsize: int, tp: int) -> Sequence
     state = _state_bytes(text, itemsize, tp)
     block = math.ceil(state / token / _TOKENS_ALIGNED) * _TOKENS_ALIGNED
     return SequenceCache(layers[FULL] * token, states=layers[STATE] * _STATE_BLOCKS * block * token, block=block)
+
+
+def expanded_bytes(text: Any, itemsize: int) -> int:
+    """Return the bytes for each token of a sequence that transformers takes in a layer to expand latent attention."""
+    if not getattr(text, "kv_lora_rank", None):
+        return 0
+    keys = text.qk_nope_head_dim + text.qk_rope_head_dim
+    product = text.qk_nope_head_dim + text.v_head_dim
+    return text.num_attention_heads * (product + keys + text.v_head_dim) * itemsize  # values are copied, too
 
 
 def _layers(cfg: Config, model: ModelShape) -> Counter[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import socket
 import sqlite3
@@ -187,7 +188,8 @@ def test_other_numbers_that_a_kill_has_kept_from_the_server_begin_a_new_run(kill
     assert [found[run][1] for run in (old, new)] == ["KILLED", "FINISHED"]
     assert found[old][2]["reward/mean"] == [[step, step / 8] for step in range(6)]
     assert found[new][2] == logged(run_dir, 9)
-    assert "request with 21 metrics\n" in resumed.stderr, "three of each of the steps that are copied"
+    sizes = map(int, re.findall(r"request with (\d+) metrics", resumed.stderr))
+    assert max(sizes) >= 21, "three of each of the seven steps that are copied, in one request"
 
 
 @pytest.mark.parametrize("point", [("create_run", 1), ("log_batch", 3)], ids=["created", "half copied"])

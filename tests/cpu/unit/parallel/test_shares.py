@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -75,7 +74,7 @@ def test_rows_of_several_epochs_are_sent_once():
     assert [own_rows(share, part) for part in range(3)] == [[0, 1, 2, 3], [2, 3], [0, 1]]
 
 
-def test_a_mini_batch_has_all_its_old_logprobs_or_none():
+def test_ranks_know_whether_a_mini_batch_has_its_old_logprobs():
     batch = {
         "input_ids": np.ones((4, 3), np.int32),
         "mask": np.ones((4, 3), np.float32),
@@ -85,5 +84,3 @@ def test_a_mini_batch_has_all_its_old_logprobs_or_none():
     }
     shares = divide(batch, [np.array([2, 3]), np.array([0, 1])], Limits(100, 0.0, False), 2)
     assert [[part.has_old_logprobs for part in share.parts] for share in shares] == [[False, True]] * 2
-    with pytest.raises(ValueError, match="some rows of a mini-batch"):
-        divide(batch, [np.array([1, 2])], Limits(100, 0.0, False), 1)

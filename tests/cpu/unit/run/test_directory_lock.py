@@ -117,3 +117,22 @@ def test_a_lock_whose_owner_lives_is_not_taken_after_the_wait_for_another(tmp_pa
         has_ended.set()
         beating.join()
     assert json.loads((tmp_path / "shared/.lock").read_text()) == owner
+
+
+def test_a_job_that_beats_once_more_while_it_dies_is_dead_all_the_same(tmp_path):
+    """After this process has begun to wait for the lock before."""
+    owner = {"token": "x", "host": "elsewhere", "machine": "another", "pid": 1, "started": "1", "since": "then"}
+    for name in ("run", "shared"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".lock").write_text(json.dumps(owner))
+    last = threading.Timer(0.5, os.utime, [tmp_path / "shared/.lock"])
+    last.start()
+    with OpenRun(configured(tmp_path / "run", lock_lease_s=1, ckpt_path=str(tmp_path / "shared"))):
+        assert not last.is_alive() and json.loads((tmp_path / "shared/.lock").read_text()) != owner
+
+
+def test_checkpoints_on_a_disk_that_is_not_mounted_are_refused(tmp_path):
+    (tmp_path / "scratch").symlink_to(tmp_path / "not mounted")
+    path = tmp_path / "scratch/a/b"
+    with pytest.raises(UserError, match="trainer.ckpt_path=.*/scratch/a/b: checkpoints cannot be written there"):
+        RunDirectory(configured(tmp_path / "run", ckpt_path=str(path))).open()
