@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Collection, Iterator, Sequence
@@ -226,7 +227,9 @@ class Batches(Chance):
         self.needs_company = True
         self._engine = TransformersEngine(model, dtype="float32", seed=0, rollout=cfg.rollout, device="cpu")
 
-    def stream(self, requests: Sequence[Request], wanted: Collection[int] = ()) -> Iterator[dict[int, Completion]]:
+    def stream(
+        self, requests: Sequence[Request], wanted: Collection[int] = (), idle_s: float = math.inf
+    ) -> Iterator[dict[int, Completion]]:
         batches = by_length(requests, 1, 8)
         for batch in with_some_of(batches, wanted) if wanted else batches:
             self.seeds += [requests[place].seed for place in batch]

@@ -208,7 +208,7 @@ def test_engines_are_awake_for_the_streams_of_several_runners(tmp_path, uses_ran
         opened.append(bool(is_awake))
         return SimpleNamespace(wake=lambda: None)
 
-    engines = SimpleNamespace(awake=awake, open_stream=open_stream, repeats=False, stream=None)
+    engines = SimpleNamespace(awake=awake, open_stream=open_stream, repeats=False, stream=lambda *_, **__: iter(()))
     journal = Journal(cfg.trainer.run_dir, Identity("", ""), lambda: None, is_on=False)
     routes = {f"mix.{name}": Route(cfg.of_source(f"mix.{name}"), Streaming(), None) for name in ("echo", "loud")}
     sources = list(routes)
