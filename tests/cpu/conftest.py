@@ -78,7 +78,7 @@ def s3_url() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def shared_directory(tmp_path_factory) -> Path:
-    """One for all processes of the test run: who comes second waits for the first, and takes what it has made."""
+    """One for all processes of the test run: the first one makes it, and the others wait and use it."""
     base = tmp_path_factory.getbasetemp()
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 

@@ -22,6 +22,7 @@ from trainer.process.signals import SIGNALS
 
 LOG = logging.getLogger(__name__)
 _REMOVING_S = 0.01
+"""Pause before the next try while the last owner removes the directory."""
 
 NAME = ".lock"
 OWNER: dict[Any, Shape] = {
@@ -133,10 +134,10 @@ class RunLock:
         return taken_from
 
     def watch(self) -> None:
-        """Look at the heartbeat of the owner, again and again before `acquire`, which counts the time it has not moved.
+        """Look at the heartbeat of the owner. `acquire` counts the time for which it has not moved.
 
-        If it moves, or the storage does not answer, the time begins anew: a job may beat once more while it dies, and
-        cannot beat while the storage is away.
+        If it moves, or if the storage does not answer, that time begins at 0 again. For a job may send one more
+        heartbeat while it dies, and no job can send one while the storage does not answer.
         """
         try:
             owner, etag = self._fetch()

@@ -358,7 +358,7 @@ class _Tasks:
                     task()
                 if not self.has_just_failed:
                     self._has_failed = False
-            except Exception as error:  # the thread must not end: nobody would notice
+            except Exception as error:  # if the thread ended, nobody would notice
                 if not self._has_failed:
                     is_known = isinstance(error, (OSError, UserError))
                     LOG.warning(

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -138,9 +139,12 @@ class Learner:
         self._epochs = tokens / int(batch["lengths"].sum())
         with self.timer("update"):
             stored = StoredBatch(self.cluster, batch, mini_batches, keeps_groups=objective.unit == GROUP)
+            totals: dict[str, list[Any]] = {role: [] for role in roles}
+            for mini_batch in (select(batch, rows) for rows in mini_batches):  # a copy, for all roles
+                for role in roles:
+                    totals[role].append(objective.totals(role, mini_batch))
             for role in roles:
-                totals = [objective.totals(role, select(batch, rows)) for rows in mini_batches]
-                update = self.ranks.update(role, stored, step, totals, objective.numbers())
+                update = self.ranks.update(role, stored, step, totals[role], objective.numbers())
                 metrics |= zip(objective.metric_names(role, list(update.metrics)), update.metrics.values(), strict=True)
                 if role == "policy":
                     logprobs, entropy, self._shared = update.logprobs, update.entropy, 1 - update.tokens / tokens

@@ -62,25 +62,21 @@ def own_rows(share: Share, part: int) -> list[int]:
     return [int(share.rows[row]) for micro_batch in share.parts[part].micro_batches for row in micro_batch]
 
 
+FOUR_ROWS = {
+    "input_ids": np.ones((4, 3), np.int32),
+    "mask": np.ones((4, 3), np.float32),
+    "lengths": np.full(4, 3),
+    "group_ids": np.arange(4),
+}
+
+
 def test_rows_of_several_epochs_are_sent_once():
-    batch = {
-        "input_ids": np.ones((4, 3), np.int32),
-        "mask": np.ones((4, 3), np.float32),
-        "lengths": np.full(4, 3),
-        "group_ids": np.arange(4),
-    }
-    (share,) = divide(batch, [np.arange(4), np.array([2, 3]), np.array([0, 1])], Limits(100, 0.0, False), 1)
+    (share,) = divide(FOUR_ROWS, [np.arange(4), np.array([2, 3]), np.array([0, 1])], Limits(100, 0.0, False), 1)
     assert share.rows.tolist() == [0, 1, 2, 3]
     assert [own_rows(share, part) for part in range(3)] == [[0, 1, 2, 3], [2, 3], [0, 1]]
 
 
 def test_ranks_know_whether_a_mini_batch_has_its_old_logprobs():
-    batch = {
-        "input_ids": np.ones((4, 3), np.int32),
-        "mask": np.ones((4, 3), np.float32),
-        "lengths": np.full(4, 3),
-        "group_ids": np.arange(4),
-        "has_old_logprobs": np.array([True, True, False, False]),
-    }
+    batch = {**FOUR_ROWS, "has_old_logprobs": np.array([True, True, False, False])}
     shares = divide(batch, [np.array([2, 3]), np.array([0, 1])], Limits(100, 0.0, False), 2)
     assert [[part.has_old_logprobs for part in share.parts] for share in shares] == [[False, True]] * 2
