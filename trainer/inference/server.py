@@ -91,6 +91,7 @@ async def _serve(cfg: Config, token: str | None, listener: socket.socket, path: 
         "seed": cfg.trainer.seed,
         "trust_remote_code": cfg.model.trust_remote_code,
         "snapshot": snapshot_path(cfg.trainer.run_dir, f"server_{listener.getsockname()[1]}"),
+        "idle_check_s": cfg.inference.hang_timeout_s / 4,
     }
     description = {
         "engine": inference.engine,

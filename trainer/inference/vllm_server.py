@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import sys
+import time
 import uuid
 from collections.abc import AsyncIterator
 from typing import Any
@@ -29,7 +31,7 @@ def serve(_: Any, socket_path: str, settings: dict[str, Any]) -> None:
     for name, value in ENGINES["vllm"].environment_on(settings["device"]).items():
         if name != "VLLM_ENABLE_V1_MULTIPROCESSING":  # the API server wants its engine in another process
             os.environ.setdefault(name, value)
-    JobRoutes.snapshot = settings["snapshot"]
+    JobRoutes.snapshot, JobRoutes.idle_check_s = settings["snapshot"], settings["idle_check_s"]
     sys.argv = ["trainer inference", *arguments(socket_path, settings)]
     from vllm.entrypoints.launchers.api_server.entry import main
 
@@ -71,6 +73,9 @@ class JobRoutes:
 
     snapshot: str | None = None
     """The file beside which the engine's processes are still to be told to write their memory if it runs out."""
+    idle_check_s = 0.0
+    """Between two looks at the processes of an engine without requests. After each message, a process of vLLM waits
+    for the next one for a second with all of a core, which trainers need."""
 
     def __init__(self, app: Any):
         self._app = app
@@ -79,6 +84,7 @@ class JobRoutes:
         """Of a request that nobody waits for (see `_accompany`)."""
         self._longest = 0  # of the requests that run, in tokens
         self._admission = asyncio.Lock()
+        self._checked_at = -math.inf
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or not scope["path"].startswith("/trainer/"):
@@ -94,8 +100,7 @@ class JobRoutes:
                 if self.snapshot is not None:  # this is the first thing that anybody asks
                     path, self.snapshot = self.snapshot, None
                     await engine.collective_rpc("watch_memory", args=(path,))
-                await engine.collective_rpc("check_health")  # the engine answers between two steps
-                response = JSONResponse(_progress(engine))
+                response = JSONResponse(await self._check(engine))
             case protocol.GENERATE:
                 await self._generate(engine, protocol.decode_requests(await request.body()), scope, receive, send)
                 return
@@ -104,6 +109,15 @@ class JobRoutes:
             case _:
                 response = JSONResponse({}, 404)
         await response(scope, receive, send)
+
+    async def _check(self, engine: Any) -> dict[str, Any]:
+        """Return the engine's progress, if its processes are well. One that hangs does not answer."""
+        await engine.check_health()  # knows of a process that has died
+        progress, now = _progress(engine), time.monotonic()
+        if progress["busy"] or now > self._checked_at + self.idle_check_s:
+            await engine.collective_rpc("check_health")  # they answer between two steps
+            self._checked_at = now
+        return progress
 
     async def _generate(self, engine: Any, requests: dict[int, Request], *connection: Any) -> None:
         """Answer with completions. The requests are in line before the answer begins, so before later new weights."""

@@ -92,6 +92,15 @@ def _name(server: Server) -> str:
     return httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
 
 
+def test_an_engine_without_requests_leaves_the_cores_to_trainers(server):
+    """Each look at its processes lets them run for a second without a pause, so the server seldom looks."""
+    running = []
+    for _ in range(80):
+        running.append(any(process.status() == psutil.STATUS_RUNNING for process in server.engine()))
+        time.sleep(0.1)
+    assert sum(running) < len(running) / 4
+
+
 def test_weights_of_another_model_are_refused_and_the_engine_lives(server, weights):
     tensors = load_file(f"{weights.path}/model.safetensors")
     with engine(server.url) as one, SharedDirectory() as shared:
