@@ -191,6 +191,11 @@ class Journal:
         with self._replaying:
             return None if self._replay is None else self._replay.take(key, version, history)
 
+    def last_step(self, key: str, version: int, history: str) -> int:
+        """Return the last step for which one of the `candidates` is kept (see `add`). 0: it may be deleted now."""
+        with self._replaying:
+            return 0 if self._replay is None else self._replay.last_step(key, version, history)
+
     def oldest_version(self) -> int | None:
         """Return the oldest version that a record of a group in flight names, of those that may still be used."""
         with self._replaying:

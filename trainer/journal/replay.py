@@ -102,6 +102,12 @@ class Replay:
         others = sorted(one for one in found if one is not None)
         return list(dict.fromkeys([*trained, *others]))
 
+    def last_step(self, key: str, version: int, history: str) -> int:
+        """Return the last step for which a record of a group in flight is kept. 0: there is none."""
+        records = {step: opened.records.get(key, ()) for step, opened in self._open.items()}
+        steps = (step for step, of in records.items() if any(one.sampled_by == (version, history) for one in of))
+        return max(steps, default=0)
+
     def oldest_version(self) -> int | None:
         """Return the oldest version that a record names of a group that was sampled in flight; None: there is none."""
         records = (record for opened in self._open.values() for of in opened.records.values() for record in of)

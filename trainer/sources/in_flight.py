@@ -166,6 +166,7 @@ class _RecordedInFlight(RecordedGroups):
         self._thread = thread
         self.sampled_by: tuple[int, str] | None = None
         """Version and history of the record. None: there is none yet."""
+        self._last_step = 0
         super().__init__(journal, requests, _IN_FLIGHT)
         self.are_failures_judged = False
         self.failures: list[str] = []
@@ -187,7 +188,19 @@ class _RecordedInFlight(RecordedGroups):
             self._journal.note_in_flight(key, record is not None)
             if record is not None:
                 found[key], self.sampled_by = record
+                self._last_step = self._journal.last_step(key, *self.sampled_by)
         return found
+
+    def keep_longer(self, step: int, last_step: int) -> None:
+        """Record a group that the journal had once more if its record is deleted with those of `step`.
+
+        With a larger `rollout.window` than before, groups pass it, and a later step trains on it.
+        """
+        if self._found and self._last_step <= step:
+            assert self.sampled_by is not None
+            version, history = self.sampled_by
+            self._journal.add(last_step, self._found, history, version)
+            self._last_step = last_step
 
     def accept(self) -> None:
         """Record the groups with failures."""
@@ -256,6 +269,10 @@ class InFlightSource(SamplingSource):
         for number in self._trained:
             del self._threads[number]
         self._trained = []
+        last_step = self._window.last_step(self._version)
+        for thread in self._threads.values():
+            for call in list(thread.calls):
+                call.keep_longer(step, last_step)
         # Those of groups that no step has trained on, also of groups that a dead run has recorded, and that are not
         # admitted again yet: they were admitted when this step could still be their last one.
         versions = [self._version - self._window.last_step(0)]

@@ -17,6 +17,7 @@ from trainer.errors import UserError
 from trainer.generation.engine import Sampling
 from trainer.process import time_limits
 from trainer.process.signals import SIGNALS
+from trainer.sources.in_flight import GroupThread
 
 
 def in_flight(cfg: Config) -> None:
@@ -136,3 +137,54 @@ def test_a_step_that_waits_for_a_group_that_hangs_makes_no_progress(tmp_path, mo
         source.next(1)
         watcher.join()
     assert points[0] == points[1]
+
+
+def test_a_record_stays_until_the_last_step_that_a_larger_window_allows(tmp_path, model, monkeypatch):
+    """Other groups pass those of before the resume, because they are found later."""
+    journal = journal_in(tmp_path)
+    with source_of(tmp_path, model, longer, journal=journal, edit=in_flight) as source:
+        source.start(1, is_initial=True)
+        for thread in source._threads.values():
+            thread.result()
+        journal.wait()
+        source._cancel()
+    journal.close()
+    (name,) = {path.name for path in (tmp_path / "run/.journal").iterdir()}
+    assert name.startswith("step_2-"), "the last step for which it is needed, with a window of 1"
+
+    may_find, find, oldest, late = threading.Event(), GroupThread.find, [], []
+
+    def find_late(thread: GroupThread, journal: Any, key: str) -> Any:
+        if thread.row in oldest:
+            late.append(key)
+            may_find.wait(30)
+        return find(thread, journal, key)
+
+    def edit(cfg: Config) -> None:
+        in_flight(cfg)
+        cfg.rollout.window = 16
+
+    monkeypatch.setattr(GroupThread, "find", find_late)
+    monkeypatch.setattr(Replies, "sync_weights", lambda *_: None, raising=False)
+    monkeypatch.setattr(Replies, "synced_bytes", 0, raising=False)
+    journal = journal_in(tmp_path)
+    with source_of(tmp_path, model, longer, journal=journal, edit=edit) as source:
+        oldest += source.ledger.peek(4)
+        source.start(1, is_initial=True)
+        for step in (1, 2):
+            journal.trained(source.next(step))
+            source.publish(step + 1)
+            if step == 2:
+                may_find.set()
+                for thread in source._threads.values():
+                    thread.result()
+            source.commit(step)
+        journal.wait()
+        journal.remove_until(lambda: 2)
+        assert journal.settled(30)
+        source._cancel()
+    journal.close()
+    journal = journal_in(tmp_path)
+    journal.start(2, "any")
+    assert len(late) == 4 and all(journal.candidates(key) == [(1, "start")] for key in late)
+    journal.close()
