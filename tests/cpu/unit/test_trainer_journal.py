@@ -151,6 +151,33 @@ def test_nothing_comes_back_without_the_journal(tmp_path, model):
         run(cfg, model, repeats=True)
 
 
+def test_records_are_not_used_after_steps_that_were_trained_without_the_journal(tmp_path, model, caplog):
+    """The weights behind the checkpoint have another history."""
+    caplog.set_level("INFO")
+    cfg = settings(tmp_path)
+    cfg.trainer.ckpt_interval = 4
+    run(cfg, model, kill_in=4)
+    shutil.copytree(tmp_path / "run/.journal", tmp_path / "records")
+    cfg.rollout.journal, cfg.trainer.ckpt_interval, cfg.trainer.on_resume_mismatch = False, 2, "warn"
+    run(cfg, model, kill_in=4)
+    shutil.rmtree(tmp_path / "run/.journal", ignore_errors=True)
+    shutil.copytree(tmp_path / "records", tmp_path / "run/.journal")
+    cfg.rollout.journal = True
+    caplog.clear()
+    assert run(cfg, model, kill_in=4) == 2 * ONE_STEP - 2
+    assert "0 groups came from the journal" in caplog.text and "not used: 8 of another history" in caplog.text
+
+
+def test_a_start_without_the_journal_deletes_the_records_of_steps_that_it_trains_otherwise(tmp_path, model):
+    """The log has other steps than these records give, so a comparison with it would end the run."""
+    cfg = settings(tmp_path)
+    run(cfg, model, kill_in=4)
+    cfg.rollout.journal, cfg.trainer.on_resume_mismatch = False, "warn"
+    run(cfg, model, kill_in=4)
+    cfg.rollout.journal, cfg.trainer.on_resume_mismatch = True, "stop"
+    assert run(cfg, model, kill_in=4) == 2 * ONE_STEP - 2
+
+
 def test_a_step_with_episodes_of_its_own_ends_the_exact_comparison(tmp_path, model, caplog):
     """The records of a step in the middle are lost, and those after it are of other weights."""
     caplog.set_level("INFO")
