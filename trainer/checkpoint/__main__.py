@@ -255,8 +255,9 @@ def _prune(args: argparse.Namespace) -> Result:
 def _rollback(args: argparse.Namespace) -> Result:
     store = open_run(args.root)
     check_step(store, args.to, "--to")
-    manifests.verify(store.path(args.to), "hash")
+    checkpoint = manifests.verify(store.path(args.to), "hash")
     with _locked(store):
+        manifests.mark_rollback(checkpoint)  # the disks of other machines may still have records
         _forget_rollouts(store, args.root, args.to)
         archived = CheckpointManager(store).archive(after=args.to)
     lines = [f"archived {name}" for name in archived] or ["no checkpoint is newer"]

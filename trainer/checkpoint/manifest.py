@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import posixpath
+import secrets
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ Fields = dict[str, Any]
 """The fields of a manifest, of which `files` has a dict for each `FileEntry`."""
 FORMAT_VERSION = 2
 VERIFY = ("hash", "size", "off")
+_ROLLBACK = "rolled_back"
+"""A file of a checkpoint that no manifest names: it comes later, and may be missing."""
 _HASHERS = min(16, os.cpu_count() or 1)
 
 
@@ -213,6 +216,22 @@ def read_object(
         return {}
     with reading(checkpoint.path, name):
         return parse_object(checkpoint.files.read(name), shape)
+
+
+def mark_rollback(checkpoint: Checkpoint) -> None:
+    """Note in a checkpoint that a person has made the run go back to it: see `rollback_mark`."""
+    checkpoint.files.storage.put(_ROLLBACK, secrets.token_hex(16).encode())
+
+
+def rollback_mark(checkpoint: Checkpoint) -> str:
+    """Return a text that each rollback to a checkpoint changes. Empty: there was none.
+
+    Raises:
+        CorruptCheckpointError: it cannot be read.
+    """
+    with reading(checkpoint.path, _ROLLBACK), contextlib.suppress(FileNotFoundError):
+        return checkpoint.files.read(_ROLLBACK).hex()
+    return ""
 
 
 def verify(path: str, level: str = "hash", whole: bool = True) -> Checkpoint:
