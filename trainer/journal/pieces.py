@@ -88,13 +88,16 @@ class Pieces:
     def add_fetched(self, name: str, data: bytes) -> None:
         """Write a file of the store. It counts as older than all files that this machine has written.
 
+        If it replaces one of these that is damaged, it keeps the age of that one.
+
         Raises:
             OSError: it cannot be written.
             UserError: another job holds the run directory.
         """
-        staged = f"{self.path(name)}{_FETCHED}"
+        staged, written_at = f"{self.path(name)}{_FETCHED}", self._written_at(name)
         self._write(staged, data)
-        os.utime(staged, (0, 0))  # before it has its name: a kill in between must not leave it as a new file
+        # Before it has its name: a kill in between must not leave it as a new file.
+        os.utime(staged, ns=(written_at, written_at))
         os.replace(staged, self.path(name))
 
     def _write(self, path: str, data: bytes) -> None:
@@ -126,11 +129,24 @@ class Pieces:
             raise ValueError("its content does not agree with its name")
         return data
 
+    def is_damaged(self, name: str) -> bool:
+        """Return whether a file cannot be read, or has another content than its name says."""
+        try:
+            self.read(name)
+        except FileNotFoundError:  # deleted since, by a commit
+            return False
+        except (OSError, ValueError):
+            return True
+        return False
+
     def age(self, name: str) -> Age:
-        written_at = 0  # also of one that does not exist any more
+        return age_of_records(name, self._written_at(name))
+
+    def _written_at(self, name: str) -> int:
+        """Return when this machine wrote a file. 0: it came from the store, or does not exist."""
         with contextlib.suppress(OSError):
-            written_at = os.stat(self.path(name)).st_mtime_ns
-        return age_of_records(name, written_at)
+            return os.stat(self.path(name)).st_mtime_ns
+        return 0
 
     def delete(self, names: Collection[str]) -> None:
         """Delete files. One that cannot be deleted stays."""
@@ -180,7 +196,7 @@ class Upkeep:
         """Files whose copy has begun, and waits for others or is under way."""
 
     def fetch(self, step: int, is_wanted: Callable[[int], bool]) -> None:
-        """Bring the files of some steps to the disk, as far as it lacks them.
+        """Bring the files of some steps to the disk, as far as it lacks them, or has damaged ones.
 
         Args:
             step: behind which the run continues.
@@ -201,13 +217,22 @@ class Upkeep:
                     self.copy(name)  # an earlier start has not come to it
 
             def bring(name: str) -> None:
+                if name in here and not self._pieces.is_damaged(name):
+                    return
                 data = storage.get(f"{JOURNAL}/{name}")
-                if is_intact(name, data):
-                    self._pieces.add_fetched(name, data)
-                else:
+                if not is_intact(name, data):
                     LOG.warning("rollout.journal: %s in %s is damaged; %s", name, storage.root, effect_of_damage(name))
+                    return
+                self._pieces.add_fetched(name, data)
+                if name in here:
+                    LOG.warning(
+                        "rollout.journal: %s in %s was damaged, and is replaced by its copy in %s",
+                        name,
+                        self._pieces.directory,
+                        storage.root,
+                    )
 
-            for_each(bring, [name for name, step in there.items() if is_wanted(step) and name not in here], _PARALLEL)
+            for_each(bring, [name for name, step in there.items() if is_wanted(step)], _PARALLEL)
         except OSError as error:
             LOG.warning("rollout.journal: not all records in %s are used (%s)", storage.root, one_line(str(error)))
 
@@ -220,7 +245,8 @@ class Upkeep:
     def remove_after(self, step: int) -> None:
         """Delete the files of the steps after `step`, on the disk and in the store.
 
-        If the store fails, `fetch` tries again, and brings nothing before it has succeeded.
+        If the store fails, the next copy tries again, and so does `fetch`, which brings nothing before it has
+        succeeded.
         """
         if self._storage is None:
             self._remove_here(lambda of: of > step)
@@ -235,7 +261,7 @@ class Upkeep:
         except OSError as error:
             LOG.warning(
                 "rollout.journal: the records of the steps after %d in %s cannot be deleted (%s); the run does not use "
-                "them, and the next start deletes them",
+                "them, and deletes them once the store answers",
                 step,
                 self._storage.root,
                 one_line(str(error)),
@@ -276,10 +302,12 @@ class Upkeep:
     def _remove_abandoned(self, storage: Storage, last: int) -> None:
         """Delete in the store what the run has left behind when it went back, but not what it has recorded since."""
         self._fence()
-        here = self._pieces.names()
-        names = [name for name, step in records_in(storage).items() if step > last and name not in here]
+        there = records_in(storage)
+        here = self._pieces.names()  # after that: a file that is copied meanwhile is on the disk
+        names = [name for name, step in there.items() if step > last and name not in here]
         for_each(lambda name: storage.delete(f"{JOURNAL}/{name}"), names)
-        self._pieces.abandoned_after = None
+        if self._pieces.abandoned_after == last:  # else the run has gone back further meanwhile
+            self._pieces.abandoned_after = None
 
     def _copy(self, storage: Storage, name: str) -> None:
         try:
@@ -290,6 +318,8 @@ class Upkeep:
             except (FileNotFoundError, ValueError):  # it is deleted, or damaged
                 return
             self._fence()
+            if (last := self._pieces.abandoned_after) is not None:  # the store answers again, perhaps
+                self._remove_abandoned(storage, last)
             storage.put(f"{JOURNAL}/{name}", data)
         finally:
             self._to_copy.discard(name)

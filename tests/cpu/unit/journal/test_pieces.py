@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -18,6 +19,7 @@ from trainer.checkpoint.object_storage import ObjectStorage
 from trainer.checkpoint.storage import JOURNAL, open_storage, order_of_records, records_in, step_of_records
 from trainer.errors import UserError
 from trainer.journal.pieces import Pieces
+from trainer.process import time_limits
 
 _names = itertools.count()
 
@@ -44,6 +46,34 @@ def test_another_machine_trains_on_the_records_of_the_lost_one(storage, tmp_path
     assert not records_in(storage)
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert damaged in warning and storage.root in warning, "a damaged file is named"
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("content", [b"", None])
+def test_a_damaged_file_on_the_disk_is_replaced_by_its_copy_in_the_store(storage, tmp_path, caplog, own, content):
+    """It keeps its age: what this machine has written is newer than what it has fetched."""
+    journal = opened(tmp_path / "first", storage=storage)
+    train(journal, range(1, 4))
+    assert journal.settled(60)
+    journal.close()
+    here = tmp_path / ("first" if own else "second")
+    opened(here, storage=storage).close()
+    by_step = {step: name for name, step in records_in(storage).items()}
+    storage.put(f"{JOURNAL}/{by_step[3]}", b"?")
+    ages = {}
+    for step in (2, 3):
+        path = here / JOURNAL / by_step[step]
+        whole, status = path.read_bytes(), path.stat()
+        path.write_bytes(whole[:-9] if content is None else content)
+        os.utime(path, ns=(status.st_mtime_ns,) * 2)
+        ages[step] = status.st_mtime_ns
+    again = opened(here, storage=storage)
+    assert train(again, range(1, 4)) == {1: True, 2: True, 3: False}, "of step 3 no copy is whole"
+    path = here / JOURNAL / by_step[2]
+    assert path.stat().st_mtime_ns == ages[2] and (ages[2] > 0) == own
+    again.close()
+    (told,) = [message for message in caplog.messages if "is replaced by its copy" in message]
+    assert by_step[2] in told and storage.root in told
 
 
 def record(root: Path, tokens: int, storage: Any = None) -> str:
@@ -176,6 +206,58 @@ def test_records_that_a_run_has_left_behind_are_not_used_though_the_store_failed
     opened(tmp_path, 1, "h1", storage=storage).close()
     assert sorted(records_in(storage).values()) == [1, 2] == sorted(records_in(open_storage(str(tmp_path))).values())
     assert not list(tmp_path.glob(".journal/abandoned*"))
+
+
+def test_records_that_a_run_has_left_behind_are_deleted_once_the_store_answers(storage, tmp_path, monkeypatch):
+    """So a machine that has not the disk of this one does not use them."""
+    here = tmp_path / "here"
+    journal = opened(here, storage=storage)
+    train(journal, range(1, 5))
+    assert journal.settled(60)
+    journal.start(1, "h1")
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectStorage, "names", lambda *_: (_ for _ in ()).throw(OSError(110, "no answer")))
+        journal.remove_after(1)
+    assert sorted(records_in(storage).values()) == [1, 2, 3, 4]
+    key = journal.key(2, "new")
+    journal.add(2, {key: group("new")})
+    journal.wait()
+    assert journal.settled(60)
+    shutil.rmtree(here)
+    assert sorted(records_in(storage).values()) == [1, 2]
+    other = opened(tmp_path / "there", 1, "h1", storage=storage)
+    assert other.find(2, [key]) and steps_on_disk(tmp_path / "there") == {2}
+    other.close()
+    journal.close()
+
+
+def test_a_copy_under_way_does_not_forget_that_the_run_has_gone_back_further(storage, tmp_path, monkeypatch):
+    """The copy deletes what was left behind before. Then the store fails."""
+    is_listed, may_go_on = threading.Event(), threading.Event()
+    names = ObjectStorage.names
+
+    def names_slowly(self: ObjectStorage, prefix: str = "") -> list[str]:
+        if threading.current_thread() is threading.main_thread():
+            may_go_on.set()
+            raise OSError(110, "no answer")
+        found = names(self, prefix)
+        is_listed.set()
+        may_go_on.wait(60)
+        return found
+
+    journal = opened(tmp_path, storage=storage)
+    train(journal, range(1, 5))
+    assert journal.settled(60)
+    journal._pieces.abandoned_after = 3
+    monkeypatch.setattr(ObjectStorage, "names", names_slowly)
+    monkeypatch.setattr(time_limits, "JOURNAL_WAIT_S", 0.1)
+    journal.add(2, {journal.key(2, "new"): group("new")})
+    journal._writer.flush()
+    assert is_listed.wait(60)
+    journal._upkeep.remove_after(1)
+    may_go_on.set()
+    assert journal.settled(60) and journal._pieces.abandoned_after == 1
+    journal.close()
 
 
 def test_what_another_machine_has_recorded_since_stays(storage, tmp_path, monkeypatch):
