@@ -232,14 +232,11 @@ def test_records_that_a_run_has_left_behind_are_deleted_once_the_store_answers(s
 
 
 def test_a_copy_under_way_does_not_forget_that_the_run_has_gone_back_further(storage, tmp_path, monkeypatch):
-    """The copy deletes what was left behind before. Then the store fails."""
+    """The copy deletes what was left behind before. The store is too slow for more."""
     is_listed, may_go_on = threading.Event(), threading.Event()
     names = ObjectStorage.names
 
     def names_slowly(self: ObjectStorage, prefix: str = "") -> list[str]:
-        if threading.current_thread() is threading.main_thread():
-            may_go_on.set()
-            raise OSError(110, "no answer")
         found = names(self, prefix)
         is_listed.set()
         may_go_on.wait(60)
