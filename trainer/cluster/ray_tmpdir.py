@@ -28,7 +28,6 @@ def check_tmpdir(object_store: int) -> str:
     length = len(os.fsencode(os.path.join(directory, _SOCKET)))
     if length > _SOCKET_BYTES:
         raise UserError(
-            f"{name}={directory}: the path is {length - _SOCKET_BYTES} characters too long for the sockets "
             f"{name}={directory}: the path is {length - _SOCKET_BYTES} characters too long for Ray's sockets; {remedy}"
         )
     try:
