@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 
 from tests.support import jobs
-from trainer.cluster.fork_server import InheritingForkServer, run_fork_server
+from tests.support.inheriting_fork_server import InheritingForkServer
+from trainer.cluster.fork_server import run_fork_server
 
 _SANDBOXED = {
     "trainer.rewards.worker:RewardHandler": "reward",
@@ -36,10 +37,10 @@ class DetachedForkServer(InheritingForkServer):
 
 def run(module: str, *arguments: str) -> None:
     """Do what `python -m module arguments` does, in this process, whose ranks and engines are forks of it."""
+    from tests.support import inheriting_fork_server
     from tests.support.forks import run_module
-    from trainer.cluster import fork_server
 
-    fork_server.InheritingForkServer = DetachedForkServer  # type: ignore[misc]
+    inheriting_fork_server.InheritingForkServer = DetachedForkServer  # type: ignore[misc]
     run_module(module, *arguments)
 
 

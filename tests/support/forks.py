@@ -184,8 +184,8 @@ def _imported(path: str) -> Any:
 @functools.cache
 def fork_clusters() -> None:
     """Let the ranks and engines of this process be forks of it. Call it while this process has no threads."""
+    from tests.support.inheriting_fork_server import InheritingForkServer
     from trainer.cluster import early_start, process_cluster
-    from trainer.cluster.fork_server import InheritingForkServer
     from trainer.config.trainer import PROCESSES
 
     process_cluster.ProcessCluster = functools.partial(

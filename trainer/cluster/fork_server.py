@@ -125,23 +125,6 @@ class ForkServer:
         self.close()
 
 
-class InheritingForkServer(ForkServer):
-    """A fork server that is a fork of this process and stays in its process group.
-
-    This process must not have threads yet. Workers inherit the modules that this process has imported. For tests, which
-    start many jobs and kill each job with one signal.
-    """
-
-    def _start(self, remote: Connection, preload: Sequence[str], env: Mapping[str, str]) -> psutil.Process:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        child = os.fork()
-        if child == 0:
-            self._connection.close()
-            run_fork_server(remote.fileno(), preload)
-        return psutil.Process(child)
-
-
 def run_fork_server(descriptor: int, preload: Sequence[str]) -> NoReturn:
     """Fork workers until the driver closes its end of the connection or exits. Then kill all workers.
 

@@ -159,10 +159,11 @@ def test_a_driver_that_dies_while_modules_are_imported_leaves_no_process(tmp_pat
 DRIVER = """
 import os, signal, sys
 from tests.cpu.unit.cluster.hosted import Host
-from trainer.cluster.fork_server import InheritingForkServer, ForkServer
+from tests.support.inheriting_fork_server import InheritingForkServer
+from trainer.cluster.fork_server import ForkServer
 from trainer.cluster.process_cluster import ProcessCluster
 from trainer.config import Config
-with sys.modules["trainer.cluster.fork_server"].__dict__[sys.argv[1]]() as server:
+with globals()[sys.argv[1]]() as server:
     with ProcessCluster(Config(), "cpu", server) as cluster:
         group = cluster.launch_ranks("rank", Host, {})
         print(os.getpgid(group.call("pid")[0]) == os.getpgid(0), group.call("child")[0], flush=True)
