@@ -16,8 +16,10 @@ from typing import Any
 
 from trainer.config.logger import MlflowConfig
 from trainer.errors import UserError
+from trainer.files.documents import flatten
+from trainer.files.hf_hub import first_line
 from trainer.files.redaction import redact_text
-from trainer.metrics.sinks import TIMED, Samples, finite_values, reason_of, steps_of
+from trainer.metrics.sinks import TIMED, Samples, finite_values, steps_of
 from trainer.process import time_limits
 from trainer.process.signals import SIGNALS
 
@@ -82,7 +84,7 @@ class MLflow:
             self.run_id = self._continue(self._find(run_id) or self._create(self._experiment(), {}))
         except Exception as error:  # a database fails with errors of its driver
             raise UserError(
-                f"logger.mlflow.uri={redact_text(uri)}: {reason_of(error)}; correct that, or choose "
+                f"logger.mlflow.uri={redact_text(uri)}: {first_line(error)}; correct that, or choose "
                 "logger.mlflow.enabled=false"
             ) from error
         if abandoned is not None:
@@ -201,7 +203,7 @@ class MLflow:
         try:
             call(*args)
         except Exception as error:
-            self._warn(reason_of(error))
+            self._warn(first_line(error))
 
     def _warn(self, problem: str) -> None:
         if not self._has_warned:
@@ -237,7 +239,7 @@ class MLflow:
 
         run = self._newest(run)
         self._client.update_run(run.info.run_id, status="RUNNING")
-        params = {legal_name(key): str(value)[:_LONGEST_PARAM] for key, value in _flat(self._config)}
+        params = {legal_name(key): str(value)[:_LONGEST_PARAM] for key, value in flatten(self._config).items()}
         lacking = [Param(key, value) for key, value in params.items() if key not in run.data.params]
         self._client.log_batch(run.info.run_id, params=lacking)
         return run.info.run_id
@@ -265,12 +267,3 @@ def _numbers_of(rows: Iterable[Mapping[str, Any]]) -> list[tuple[int, dict[str, 
         (step, {legal_name(name): float(value) for name, value in finite_values(values).items()})
         for step, values in steps_of(rows)
     ]
-
-
-def _flat(config: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        dotted = f"{name}.{key}" if name else str(key)
-        if isinstance(value, Mapping):
-            yield from _flat(value, dotted)
-        else:
-            yield dotted, value

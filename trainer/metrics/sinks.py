@@ -54,12 +54,6 @@ class Service(Sink, Protocol):
     """The run that a resume continues. It may become another one."""
 
 
-def reason_of(error: Exception) -> str:
-    """Return why a service failed, in one line without secrets."""
-    lines = str(error).strip().splitlines()
-    return redact_text(lines[0] if lines else type(error).__name__)
-
-
 def steps_of(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, dict[str, float | None]]]:
     """Return the step and the values of each line of a `metrics.jsonl`."""
     return ((row["step"], {name: value for name, value in row.items() if name != "step"}) for row in rows)

@@ -11,7 +11,8 @@ from typing import Any
 
 from trainer.config.logger import TrackioConfig
 from trainer.errors import UserError
-from trainer.metrics.sinks import Samples, finite_values, reason_of, steps_of
+from trainer.files.hf_hub import first_line
+from trainer.metrics.sinks import Samples, finite_values, steps_of
 
 _ELSEWHERE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
 _ID = "tracking_id"
@@ -83,7 +84,7 @@ class Trackio:
                 )
         except Exception as error:
             raise UserError(
-                f"logger.trackio.project={project}: {reason_of(error)}; correct that, or choose "
+                f"logger.trackio.project={project}: {first_line(error)}; correct that, or choose "
                 "logger.trackio.enabled=false"
             ) from error
 
