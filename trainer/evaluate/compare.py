@@ -122,8 +122,6 @@ def _read(path: str) -> Results:
 
 
 def _print(a: Results, b: Results, differences: list[Difference], notes: list[str]) -> None:
-    from rich.text import Text
-
     show(f"A: {a.subject}")
     show(f"B: {b.subject}")
     rows = [
@@ -139,7 +137,7 @@ def _print(a: Results, b: Results, differences: list[Difference], notes: list[st
         )
         for one in differences
     ]
-    print_table(("set", "measure", "rows", "A", "B", "B - A", "95 % interval", ""), rows, Text)
+    print_table(("set", "measure", "rows", "A", "B", "B - A", "95 % interval", ""), rows)
     for line in [*sentence(differences), *notes]:
         show(line)
 

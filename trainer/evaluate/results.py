@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -129,14 +130,12 @@ def with_text_keys(values: Mapping[str, Mapping[int, float]]) -> dict[str, dict[
 
 def print_results(results: Results) -> None:
     """Print a table: one line for each measure of each set, with its interval of 95 %."""
-    from rich.text import Text
-
     rows = []
     for name, result in results.sets.items():
         for measure in result.values:
             if (estimate := result.estimate(measure)) is not None:
                 rows.append((name, str(estimate.rows), measure, *shown(estimate)))
-    print_table(("set", "rows", "measure", "value", "95 % interval"), rows, Text)
+    print_table(("set", "rows", "measure", "value", "95 % interval"), rows)
     for name, result in results.sets.items():
         mean = result.tokens / max(1, result.completions)
         failures = f", {result.failures} failed" if result.failures else ""
@@ -148,16 +147,15 @@ def shown(estimate: Estimate) -> tuple[str, str]:
     return f"{estimate.value:.4g}", f"{estimate.low:.4g} to {estimate.high:.4g}"
 
 
-def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], text: Callable[[str], Any]) -> None:
+def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table of texts."""
-    import sys
-
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table()
     for title in titles:
         table.add_column(title)
     for row in rows:
-        table.add_row(*(text(escape(cell, lines=False)) for cell in row))
+        table.add_row(*(Text(escape(cell, lines=False)) for cell in row))
     Console(file=sys.stdout, width=None if sys.stdout.isatty() else 200).print(table)
