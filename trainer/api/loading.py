@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_MAX_FILE_BYTES = 5 * 10**9
-
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
@@ -78,13 +76,14 @@ class SavedCheckpoint:
     @contextlib.contextmanager
     def _exported(self, dtype: str) -> Iterator[str]:
         from trainer.checkpoint.tensors import NamedFiles
+        from trainer.models.export import MAX_FILE_BYTES
         from trainer.models.export_checkpoint import DTYPES, export
 
         if dtype not in ("auto", *DTYPES):
             raise UserError(f"dtype={dtype}: must be one of auto, {', '.join(DTYPES)}")
         with tempfile.TemporaryDirectory(prefix="trainer-policy-") as directory:
             target = os.path.join(directory, "policy")
-            export(NamedFiles(self._checkpoint), target, dtype, _MAX_FILE_BYTES)
+            export(NamedFiles(self._checkpoint), target, dtype, MAX_FILE_BYTES)
             yield target
 
 

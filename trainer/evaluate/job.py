@@ -46,6 +46,7 @@ from trainer.journal.history import code_in, digest, identity, interpreters_of
 from trainer.journal.journal import Journal
 from trainer.metrics.row_values import row_values
 from trainer.metrics.tracker import METRICS_FILE
+from trainer.models.export import MAX_FILE_BYTES
 from trainer.models.export_checkpoint import adapter_files, export
 from trainer.models.files import resolve_model_path
 from trainer.models.tokenizer import stop_token_ids
@@ -71,7 +72,6 @@ LOG = logging.getLogger(__name__)
 _MODEL = ".model-"
 """Beginning of the name of the directory with the exported weights of a checkpoint, until the evaluation is finished.
 """
-_MAX_FILE_BYTES = 5 * 10**9
 
 
 def run_evaluation(cfg: Config, subject: Subject, device: str) -> Results:
@@ -205,7 +205,7 @@ class _Evaluating:
         path = os.path.abspath(os.path.join(self.directory, name))
         if not os.path.exists(path):
             with stage(f"exporting the weights of {checkpoint.path}"):
-                export(files, path, self._dtype, _MAX_FILE_BYTES, base=given if self._has_adapters else None)
+                export(files, path, self._dtype, MAX_FILE_BYTES, base=given if self._has_adapters else None)
         return path, FixedWeights(path, self.directory)
 
     @property
