@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainer.errors import UserError, describe_error
+from trainer.files.atomic_io import write_file
 from trainer.run.next_command import PASSED_FUNCTIONS
 
 _DIRECTORY = "functions"
@@ -90,15 +91,9 @@ def write_functions(run_dir: str, pickles: Mapping[str, tuple[str, bytes]]) -> N
         os.makedirs(package, exist_ok=True)
         os.chmod(os.path.join(run_dir, _DIRECTORY), 0o700)  # the functions hold what they have captured
         for parameter, (name, data) in pickles.items():
-            _write(os.path.join(package, f"{parameter}.pkl"), data)
-            _write(os.path.join(package, f"{parameter}.py"), _MODULE.format(name=name).encode())
+            write_file(os.path.join(package, f"{parameter}.pkl"), data)
+            write_file(os.path.join(package, f"{parameter}.py"), _MODULE.format(name=name))
     except OSError as error:
         raise UserError(f"trainer.run_dir={run_dir}: cannot be written ({error.strerror}); choose another") from error
     sys.path.insert(0, root)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-
-
-def _write(path: str, data: bytes) -> None:
-    with open(f"{path}.tmp", "wb") as file:
-        file.write(data)
-    os.replace(f"{path}.tmp", path)
