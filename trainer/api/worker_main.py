@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from trainer.api.functions import path_of, write_functions
 from trainer.cluster.supervisor import signal_on_death_of_parent
 from trainer.config import Config
-from trainer.config.command_line import run_to_end
+from trainer.config.command_line import exit_with, run_to_end
 from trainer.config.tasks import add_task
 from trainer.files.redaction import redact_text
 from trainer.files.uris import absolute
@@ -56,10 +56,7 @@ def main() -> NoReturn:
         outcome = run_to_end(job)
         LOG_FILE.write(outcome.shown)  # the parent shows it
         report(text=redact_text(outcome.trace or outcome.text))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        SIGNALS.end_watch()
-        os._exit(outcome.status)
+        exit_with(outcome)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.config.config_file import ConfigFiles
 from trainer.config.explanation import explain
@@ -112,11 +112,16 @@ def run_app(
     with SIGNALS.listening(), logging_to_file():
         outcome = run_to_end(job, begin)
         outcome.show()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        SIGNALS.end_watch()
-        # Not sys.exit: while the interpreter ends, a late signal would replace the status by death of a signal.
-        os._exit(outcome.status)
+        exit_with(outcome)
+
+
+def exit_with(outcome: Outcome) -> NoReturn:
+    """Exit with the status of a job that has ended."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    SIGNALS.end_watch()
+    # Not sys.exit: while the interpreter ends, a late signal would replace the status by death of a signal.
+    os._exit(outcome.status)
 
 
 def run_to_end(job: Job, begin: Begin = lambda words: words) -> Outcome:
