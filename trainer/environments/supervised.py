@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from trainer.environments.base import Environment, Message
+from trainer.environments.calls import ToolCall
 from trainer.environments.tools import ToolEnvironment
 from trainer.errors import UserError, describe_error
 
@@ -64,8 +65,7 @@ def _as_text(message: Message, world: Environment) -> Message:
                 world.check_call(function["name"], arguments)
             except Exception as error:
                 raise UserError(f"supervised_chat: a call of {function['name']}: {describe_error(error)}") from error
-        text = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
-        calls.append(f"<tool_call>\n{text}\n</tool_call>")
+        calls.append(str(ToolCall(function["name"], json.dumps(arguments))))
     return {"role": message["role"], "content": "\n".join(filter(None, [content, *calls]))}
 
 
