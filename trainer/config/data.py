@@ -211,12 +211,11 @@ class DataConfig(Section):
 
     def _check_mix(self, config: Config) -> None:
         """Refuse the keys of a single source."""
-        keys = {"train_files": "files", "synthetic": "synthetic", "train_size": "size", "curriculum": "curriculum"}
-        keys |= {"task": "task"}
         usual = DataConfig()
-        for key, successor in keys.items():
+        for key in ("train_files", "synthetic", "train_size", "curriculum", "task"):
             if getattr(self, key) != getattr(usual, key):
                 instead = "choose data=files" if key == "synthetic" else "drop the key"
+                successor = key.removeprefix("train_")
                 problem = f"data.mix names the training data; {instead}, or set data.mix.NAME.{successor}"
                 raise config_error(config, f"data.{key}", problem)
 
