@@ -35,7 +35,7 @@ class ConfigFiles:
     chooses_data: bool = False
     """The file chooses `data`, or names data files."""
 
-    def choose_data(self, experiments: Iterable[str], conf: str) -> bool:
+    def experiments_choose_data(self, experiments: Iterable[str], conf: str) -> bool:
         """Return whether one of the experiments, or one that it builds on, chooses the group `data`.
 
         Args:
@@ -147,7 +147,7 @@ def _store(path: str, groups: dict[str, list[str]], files: ConfigFiles, conf: st
     bases, choices = _defaults_of(entries, path, lines, groups)
     _check_keys(path, values, lines)
     files.lines |= {key: f"{path}:{line}" for key, line in lines.items()}
-    base_chooses_data = files.choose_data(bases, conf)
+    base_chooses_data = files.experiments_choose_data(bases, conf)
     names_files = {"train_files", "mix"} & (values.get("data") or {}).keys()
     if "data" not in choices and names_files and not base_chooses_data:
         choices["data"] = "files"

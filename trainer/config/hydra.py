@@ -85,7 +85,7 @@ def _with_files_group(overrides: list[str], files: ConfigFiles) -> list[str]:
     if not names_files or {"data", "data.synthetic"} & values.keys():
         return overrides
     experiments = re.findall(r"[\w.-]+", values.get("experiment", ""))
-    return overrides if files.choose_data(experiments, conf_dir()) else ["data=files", *overrides]
+    return overrides if files.experiments_choose_data(experiments, conf_dir()) else ["data=files", *overrides]
 
 
 @functools.cache
