@@ -10,13 +10,13 @@ import sys
 import threading
 import time
 from _signal import getsignal  # fifteen times as fast as signal.getsignal, which looks for a name
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 
 import psutil
 
 from trainer.errors import one_line
 from trainer.sandbox import limits
+from trainer.sandbox.reaper import is_tracker
 
 
 class ProcessState:
@@ -82,7 +82,7 @@ class ProcessState:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(child.pid, os.WNOHANG)
                 return False
-            if resource_tracker.__name__ in " ".join(child.cmdline()):  # Python's own, which ends with its parent
+            if is_tracker(child):  # it ends with its parent
                 self._helpers.add(child.pid)
                 return False
             return True
