@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import psutil
@@ -130,11 +131,7 @@ class RayHead:
             self._supervisor.kill()
             self._supervisor.wait()
         self._private.close()
-        for name, value in self._environment.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        _set(self._environment)
         if "ray" in sys.modules:
             _reload_environment(False)
         self._is_closed = True
@@ -169,12 +166,17 @@ def _set_environment() -> dict[str, str | None]:
         _LOOPBACK_VARIABLE: "0",
     }
     previous = {name: os.environ.get(name) for name in variables}
+    _set(variables)
+    return previous
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    """Set environment variables; None removes one."""
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    return previous
 
 
 def _reload_environment(local: bool) -> None:
