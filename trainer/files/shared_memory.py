@@ -15,6 +15,7 @@ import secrets
 import shutil
 import stat
 import tempfile
+from typing import Self
 
 from trainer.errors import UserError
 
@@ -53,7 +54,7 @@ class PrivateDirectory:
             os.close(self._handle)
             self._handle = -1
 
-    def __enter__(self) -> SharedDirectory:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

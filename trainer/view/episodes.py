@@ -75,9 +75,8 @@ def find_steps(run_dir: str) -> list[StepFiles]:
     records: dict[int, list[str]] = {}
     if os.path.isdir(os.path.join(run_dir, JOURNAL)):
         for name, step in records_in(open_storage(run_dir)).items():
-            if not name.endswith(RECORDS):
-                continue
-            records.setdefault(step, []).append(os.path.join(run_dir, JOURNAL, name))
+            if name.endswith(RECORDS):
+                records.setdefault(step, []).append(os.path.join(run_dir, JOURNAL, name))
     for step, paths in records.items():
         found.setdefault(step, StepFiles(step, TRAINING, "journal", tuple(sorted(paths))))
     folder = os.path.join(run_dir, VALIDATION_FOLDER)
