@@ -27,7 +27,6 @@ from trainer.config.rollout import RolloutConfig
 from trainer.config.supervised import SFTConfig
 from trainer.config.tasks import OPTIONS, TaskSpec, find_task
 from trainer.config.trainer import TrainerConfig
-from trainer.config.validation import is_due
 from trainer.errors import UserError, did_you_mean
 
 
@@ -128,7 +127,11 @@ class Config(Section):
         """Return whether validation prompts, or a named set of them, are evaluated at `step`."""
         sets = self.data.val_sets.values() if self.reads("data.val_sets") else ()
         intervals = (self.trainer.val_interval, *(one.interval_in(self) for one in sets))
-        return any(is_due(interval, step, self.total_steps) for interval in intervals)
+        return any(self.is_due(interval, step) for interval in intervals)
+
+    def is_due(self, interval: int, step: int) -> bool:
+        """Return whether a validation every `interval` steps (-1: never), and after the last one, is due at `step`."""
+        return interval > 0 and (step % interval == 0 or step == self.total_steps)
 
     @property
     def engine(self) -> EngineSpec:

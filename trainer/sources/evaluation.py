@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from trainer.config import Config, ValSetConfig
-from trainer.config.validation import is_due
 from trainer.data.datasets import Prompt
 from trainer.environments.episode_runner import RolloutRequest
 from trainer.episodes import Episode, Sample
@@ -69,10 +68,10 @@ class RolloutEvaluator:
 
     def evaluate(self, step: int) -> Evaluation:
         """Evaluate what is due at `step`, all of it with the weights that the engines have now."""
-        cfg, due = self.cfg, lambda interval: is_due(interval, step, self.cfg.total_steps)
-        names = [name for name in self._sets if due(cfg.data.val_sets[name].interval_in(cfg))]
+        cfg = self.cfg
+        names = [name for name in self._sets if cfg.is_due(cfg.data.val_sets[name].interval_in(cfg), step)]
         with TRACER.span(VALIDATION):
-            return self.evaluate_sets(step, names, with_default=due(cfg.trainer.val_interval))
+            return self.evaluate_sets(step, names, with_default=cfg.is_due(cfg.trainer.val_interval, step))
 
     def evaluate_sets(self, step: int, names: Sequence[str], with_default: bool) -> Evaluation:
         """Evaluate the named sets, and the prompts that belong to none if `with_default`.

@@ -6,6 +6,8 @@ import pytest
 
 from trainer.config import (
     OPEN_SECTIONS,
+    Config,
+    TrainerConfig,
     compose,
     valid_keys,
 )
@@ -52,3 +54,9 @@ def test_valid_keys_are_those_below_a_section():
 def test_who_gets_adapters_and_who_is_the_reference(overrides, adapter, base):
     config = compose(overrides)
     assert (config.syncs_adapter, any(role.is_policy_base for role in config.roles)) == (adapter, base)
+
+
+def test_validation_is_due_at_the_start_at_multiples_and_at_the_end():
+    config = Config(trainer=TrainerConfig(total_steps=7))
+    assert [step for step in range(8) if config.is_due(3, step)] == [0, 3, 6, 7]
+    assert not any(config.is_due(-1, step) for step in range(8))
