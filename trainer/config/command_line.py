@@ -19,6 +19,7 @@ from trainer.config.hydra import conf_dir, prepared, register, register_plugins,
 from trainer.config.launched import JobResult, note_end, noted_ends, wait_for_local_jobs
 from trainer.config.overrides import find_groups
 from trainer.config.schema import Config, is_name, no_such_key, valid_keys
+from trainer.config.tasks import ACCURACY
 from trainer.errors import (
     DivergedError,
     NonFiniteError,
@@ -259,7 +260,7 @@ def _run_swept(job: Job, dict_config: DictConfig) -> tuple[float | None, Outcome
             metric, _ = config.compared_by
             if value is None:
                 raise UserError(f"trainer.best_metric={metric}: no step has measured it")
-            if value == 0 and metric == "val/accuracy":
+            if value == 0 and metric == ACCURACY:
                 print(
                     "WARNING: val/accuracy is 0 in this job, which tells Optuna nothing if other jobs have 0 too; "
                     "a new sweep with trainer.best_metric=val/reward/mean compares such jobs",

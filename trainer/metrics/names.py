@@ -246,6 +246,11 @@ def set_of_metric(metric: str) -> tuple[str, str] | None:
     return (match[1], match[2]) if match else None
 
 
+def is_accuracy_of_set(metric: str) -> bool:
+    """Return whether this is the accuracy of a named validation set."""
+    return (set_of_metric(metric) or ("", ""))[1] == "accuracy"
+
+
 def _matches(name: str, known: str) -> bool:
     return _pattern(known).fullmatch(name) is not None
 

@@ -16,7 +16,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from trainer.metrics.names import PHASES, pass_at, set_of_metric
+from trainer.config.tasks import ACCURACY
+from trainer.metrics.names import PHASES, is_accuracy_of_set, pass_at
 from trainer.metrics.startup import StartUp, stage_text
 from trainer.metrics.timing import Timer, clock
 from trainer.process import time_limits
@@ -36,7 +37,7 @@ _CELLS = (
     ("tok/s", "perf/tokens_per_s", "6,.0f"),
     ("s/step", "time/step", "4,.1f"),
 )
-_ACCURACY, _REWARD, _LOSS = "val/accuracy", "val/reward/mean", "val/loss"
+_REWARD, _LOSS = "val/reward/mean", "val/loss"
 _LABELS = {_REWARD: "reward ", _LOSS: "loss "}
 
 
@@ -134,7 +135,7 @@ class Progress:
 
     def _remember_val(self, step: int, metrics: Mapping[str, Any]) -> None:
         for name, value in metrics.items():
-            is_shown = name in (_ACCURACY, _REWARD, _LOSS) or name.startswith(pass_at("")) or _is_of_set(name)
+            is_shown = name in (ACCURACY, _REWARD, _LOSS) or name.startswith(pass_at("")) or is_accuracy_of_set(name)
             if value is not None and is_shown:
                 best = min if name == _LOSS else max
                 # The initial weights are no result of training.
@@ -153,11 +154,13 @@ class Progress:
 
         The mean reward takes the place of an accuracy that has always been 0 (see `trainer.metrics.best`).
         """
-        measured = [name for name in (_ACCURACY, _REWARD, _LOSS) if name in self._vals]
-        sets = [f"{name.split('/')[1]} {value:.3f}" for name, (value, _) in self._vals.items() if _is_of_set(name)]
+        measured = [name for name in (ACCURACY, _REWARD, _LOSS) if name in self._vals]
+        sets = [
+            f"{name.split('/')[1]} {value:.3f}" for name, (value, _) in self._vals.items() if is_accuracy_of_set(name)
+        ]
         if not measured:
             return " ".join(sets)
-        name = _REWARD if _REWARD in measured and self._vals.get(_ACCURACY, (0.0, 0.0))[1] == 0 else measured[0]
+        name = _REWARD if _REWARD in measured and self._vals.get(ACCURACY, (0.0, 0.0))[1] == 0 else measured[0]
         value, best = self._vals[name]
         passes = [n for n in self._vals if n.startswith(pass_at(""))][-1:]  # the last: a resume may change k
         others = "".join(f" {n.removeprefix('val/')} {self._vals[n][0]:.3f}" for n in passes)
@@ -188,11 +191,6 @@ class Progress:
             shares = {phase: metrics.get(f"time/{phase}", 0.0) / step for phase in PHASES}
             largest_first = sorted((phase for phase in PHASES if shares[phase] > 0), key=lambda phase: -shares[phase])
             yield Text("  ".join(f"{phase} {shares[phase]:.0%}" for phase in largest_first), style="dim")
-
-
-def _is_of_set(name: str) -> bool:
-    """Return whether this is the accuracy of a named validation set."""
-    return (set_of_metric(name) or ("", ""))[1] == "accuracy"
 
 
 def seconds_left(ends: Sequence[float], steps: int, now: float) -> float | None:

@@ -16,9 +16,10 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import Metric
+from trainer.config.tasks import ACCURACY
 from trainer.errors import UserError, describe_error
 from trainer.metrics.advice import Advisor
-from trainer.metrics.names import PHASES, pass_at, set_of_metric
+from trainer.metrics.names import PHASES, is_accuracy_of_set, pass_at
 from trainer.metrics.tracker import METRICS_FILE, PARENT_FILE, read_metrics
 from trainer.process.failure_log import INFRASTRUCTURE, JOB, Incident, read_incidents
 from trainer.process.log_setup import run_tool, show
@@ -125,7 +126,7 @@ def _panels(rows: Rows, declared: Mapping[str, Metric]) -> list[Panel]:
     terms = [name for name in means if re.fullmatch(r"reward/.+/mean", name)]
     if terms and not (len(terms) == 1 and all(_is_whole(row, terms[0]) for row in rows)):
         panels.append(partial(_family, names=terms, title="Terms of the reward", unit="reward"))
-    sets = sorted(name for name in logged if (set_of_metric(name) or ("", ""))[1] == "accuracy")
+    sets = sorted(name for name in logged if is_accuracy_of_set(name))
     if sets:
         panels.append(partial(_family, names=sets, title="Validation sets", unit="accuracy"))
     # Tokens are on another scale.
@@ -156,11 +157,11 @@ def _reward(axes: Axes, rows: Rows) -> None:
 def _accuracy(axes: Axes, rows: Rows) -> None:
     passes = sorted({name for row in rows for name in row if name.startswith(pass_at(""))})  # a resume may change k
     colours = zip(passes, cycle((PURPLE, GREEN, SKY, RED)))  # noqa: B905, the colours do not end
-    values = drawing.series(rows, "val/accuracy")[1]
+    values = drawing.series(rows, ACCURACY)[1]
     best = max((value for value in values if not math.isnan(value)), default=math.nan)
     title = f"Validation accuracy: first {values[0]:.3f}, best {best:.3f}, last {values[-1]:.3f}"
     more = [(name, name.removeprefix("val/"), colour) for name, colour in colours]
-    _curves(axes, rows, title, "share of successes", [("val/accuracy", "greedy", ORANGE), *more])
+    _curves(axes, rows, title, "share of successes", [(ACCURACY, "greedy", ORANGE), *more])
 
 
 def _length(axes: Axes, rows: Rows) -> None:
@@ -253,7 +254,7 @@ def _overlap(axes: Axes, rows: Rows) -> None:
 # The metric that a panel needs, and the panel. Those of the task stand between the two lists.
 _OF_SAMPLES: tuple[tuple[str, Panel], ...] = (
     ("reward/mean", _reward),
-    ("val/accuracy", _accuracy),
+    (ACCURACY, _accuracy),
     ("response_length/mean", _length),
 )
 _PANELS: tuple[tuple[str, Panel], ...] = (
