@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from tests.support.agents import Policy, runs_of
+from tests.support.episodes import requests_of
 from tests.support.generation import SAMPLED
 from trainer.agents.runner import AgentRunner
 from trainer.config import Config, EnvironmentConfig
-from trainer.data.datasets import Prompt
 from trainer.environments.episode_runner import RolloutRequest
 from trainer.episodes import Episode
 from trainer.errors import UserError
@@ -39,14 +39,6 @@ def runner_of(tokenizer: Any, name: str, max_prompt_tokens: int = 200, **config:
 def one_call(tokenizer) -> Iterator[AgentRunner]:
     with runner_of(tokenizer, "OneCall", num_processes=2) as runner:
         yield runner
-
-
-def requests_of(*rows: dict[str, Any], n: int = 1) -> list[RolloutRequest]:
-    return [
-        RolloutRequest(Prompt(i, (), "", "", row), f"0:{i}", 5, number, SAMPLED)
-        for i, row in enumerate(rows)
-        for number in range(n)
-    ]
 
 
 def run(runner: AgentRunner, policy: Policy, requests: list[RolloutRequest], **options: Any) -> list[Episode]:

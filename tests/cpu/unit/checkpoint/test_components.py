@@ -23,10 +23,9 @@ from trainer.checkpoint.components import (
 )
 from trainer.checkpoint.manifest import Checkpoint, verify
 from trainer.checkpoint.start_weights import start_weights_part
-from trainer.config import LOAD_COMPONENTS, Config, ModelConfig, TinyConfig
+from trainer.config import LOAD_COMPONENTS, Config, ModelConfig
 from trainer.errors import UserError
 from trainer.files.documents import parse_yaml
-from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
 
 
@@ -144,13 +143,6 @@ def test_configs_that_lack_keys_are_compared(run_dir, capsys):
 
 def test_the_config_of_a_run_is_read_as_it_was_written():
     assert parse_yaml(config_yaml(Config())) == yaml.safe_load(config_yaml(Config()))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128, seed=3), str(path))
-    return path
 
 
 def test_a_model_with_several_templates_is_saved_with_all_of_them(model, tmp_path):

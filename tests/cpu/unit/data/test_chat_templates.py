@@ -9,20 +9,10 @@ from typing import Any
 import pytest
 
 from tests.support.templates import ESCAPES
-from trainer.config import TinyConfig
 from trainer.data.datasets import render_text
 from trainer.errors import UserError
-from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
 from trainer.process import time_limits
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128, seed=3), str(path))
-    return path
-
 
 FAILURES = [
     "{% if %}", "{{ undefined.x }}", "{{ 1 / 0 }}", "{{ range(10 ** 9) | list }}", "{{ none() }}", "{{ messages + 1 }}",
@@ -31,11 +21,11 @@ FAILURES = [
 ]  # fmt: skip
 
 
-def tokenizer_with(model: Path, tmp_path: Path, template: str, own: bool) -> Any:
+def tokenizer_with(model: str, tmp_path: Path, template: str, own: bool) -> Any:
     """A tokenizer with this template, its own or that of `model.chat_template`."""
     if not own:
         (tmp_path / "template.jinja").write_text(template)
-        return load_tokenizer(str(model), str(tmp_path / "template.jinja"))
+        return load_tokenizer(model, str(tmp_path / "template.jinja"))
     copy = shutil.copytree(model, tmp_path / "copy", dirs_exist_ok=True)
     (copy / "chat_template.jinja").write_text(template)
     return load_tokenizer(str(copy))

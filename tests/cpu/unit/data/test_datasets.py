@@ -13,26 +13,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from trainer.config import DataConfig, SFTConfig, TinyConfig
+from trainer.config import DataConfig, SFTConfig
 from trainer.data.datasets import check_files, load_prompts, load_rows, read_examples
 from trainer.data.sft_dataset import load_train
 from trainer.errors import UserError
-from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("tiny")
-    build_tiny(TinyConfig(), str(path))
-    return path
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model):
-    return load_tokenizer(str(model))
 
 
 def jsonl(path: Path, *rows: object) -> str:
@@ -286,7 +273,7 @@ def test_over_long_prompts_are_dropped_and_counted(tmp_path, tokenizer):
 def test_a_template_that_refuses_a_chat_is_named(tmp_path, model):
     template = tmp_path / "strict.jinja"
     template.write_text("{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system!') }}{% endif %}hi")
-    strict = load_tokenizer(str(model), str(template))
+    strict = load_tokenizer(model, str(template))
     data = files(jsonl(tmp_path / "a.jsonl", {"prompt": "a", "answer": "b"}))
     assert strict.decode(load_prompts(data, "train", strict, 9).prompts[0].token_ids) == "hi"
     data.system_prompt = "Think."

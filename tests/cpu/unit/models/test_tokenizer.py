@@ -4,26 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
-from trainer.config import TinyConfig
 from trainer.errors import UserError
-from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer, stop_token_ids
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("tiny")
-    build_tiny(TinyConfig(), str(path))
-    return path
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model):
-    return load_tokenizer(str(model))
 
 
 def test_tokenizers_that_cannot_serve_are_refused(tmp_path, model):
@@ -32,7 +17,7 @@ def test_tokenizers_that_cannot_serve_are_refused(tmp_path, model):
     weights_only = tmp_path / "weights"
     weights_only.mkdir()
     for name in ("config.json", "model.safetensors"):
-        shutil.copy(model / name, weights_only)
+        shutil.copy(f"{model}/{name}", weights_only)
     template = tmp_path / "t.jinja"
     template.write_text("x")
     for chat_template in (None, str(template)):
@@ -45,7 +30,7 @@ def test_tokenizers_that_cannot_serve_are_refused(tmp_path, model):
         load_tokenizer(str(no_template))
     assert load_tokenizer(str(no_template), str(template)).chat_template == "x"
     with pytest.raises(UserError, match="model.chat_template=.*none.jinja: cannot be read"):
-        load_tokenizer(str(model), str(tmp_path / "none.jinja"))
+        load_tokenizer(model, str(tmp_path / "none.jinja"))
 
 
 def test_end_and_pad_tokens(tmp_path, model):
@@ -63,9 +48,9 @@ def test_end_and_pad_tokens(tmp_path, model):
 
 
 def test_every_end_token_of_the_model_stops_a_completion(tmp_path, model):
-    tokenizer = load_tokenizer(str(model))
+    tokenizer = load_tokenizer(model)
     eos = tokenizer.eos_token_id
-    assert stop_token_ids(str(model), tokenizer) == (eos,)
+    assert stop_token_ids(model, tokenizer) == (eos,)
     changed = tmp_path / "changed"
     shutil.copytree(model, changed)
     for named, expected in ([7, eos], (eos, 7)), (9, (eos, 9)), (None, (eos,)):
@@ -81,10 +66,10 @@ def test_variables_of_the_chat_template_are_set_and_saved(tmp_path, model):
         "{{ mood }}{{ messages[0].content }}"
     )
     chat = [{"role": "user", "content": "hi"}]
-    plain = load_tokenizer(str(model), str(template))
+    plain = load_tokenizer(model, str(template))
     assert plain.apply_chat_template(chat, tokenize=False) == "hi"
     variables = {"enable_thinking": False, "mood": 'so "so" ', "other": None}
-    tokenizer = load_tokenizer(str(model), str(template), chat_template_kwargs=variables)
+    tokenizer = load_tokenizer(model, str(template), chat_template_kwargs=variables)
     assert tokenizer.apply_chat_template(chat, tokenize=False) == '<think></think>so "so" hi'
     saved = tmp_path / "saved"
     shutil.copytree(model, saved)
@@ -101,9 +86,9 @@ def test_a_template_that_asks_for_the_date_always_gets_the_same(tmp_path, model)
         'Today: {{ date_string }}, {{ strftime_now("%Y-%m-%d") }} {{ messages[0].content }}'
     )
     chat = [{"role": "user", "content": "hi"}]
-    tokenizer = load_tokenizer(str(model), str(template))
+    tokenizer = load_tokenizer(model, str(template))
     assert tokenizer.apply_chat_template(chat, tokenize=False) == "Today: 26 Jul 2024, 2024-07-26 hi"
     template.write_text(tokenizer.chat_template)
-    assert load_tokenizer(str(model), str(template)).chat_template == tokenizer.chat_template
-    own = load_tokenizer(str(model), str(template), chat_template_kwargs={"date_string": "1 May 2026"})
+    assert load_tokenizer(model, str(template)).chat_template == tokenizer.chat_template
+    own = load_tokenizer(model, str(template), chat_template_kwargs={"date_string": "1 May 2026"})
     assert own.apply_chat_template(chat, tokenize=False) == "Today: 1 May 2026, 2024-07-26 hi"
