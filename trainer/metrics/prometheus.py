@@ -21,6 +21,7 @@ from trainer.errors import UserError
 from trainer.metrics.names import declared_as, is_counter
 from trainer.metrics.sinks import Samples
 from trainer.process import time_limits
+from trainer.process.log_setup import encodable
 from trainer.process.network import listen
 from trainer.process.signals import SIGNALS, Progress
 
@@ -55,7 +56,7 @@ class MetricsServer:
 
         self.progress: Callable[[], Progress] = _since_now()
         """Returns how the run gets on. It may be replaced at any time."""
-        self._run = _encodable(run_name)
+        self._run = encodable(run_name)
         self._total_steps = total_steps
         self._values: dict[str, float] = {}
         self._step: tuple[int, float] | None = None  # the last step, and when it was logged
@@ -118,7 +119,7 @@ class MetricsServer:
                 meaning = f"{metric.meaning} Unit: {metric.unit}." if metric else "A metric of the task."
                 kind = CounterMetricFamily if is_counter(name) else GaugeMetricFamily
                 families[legal] = kind(legal, meaning, labels=["run", "metric"])
-            families[legal].add_metric([self._run, _encodable(name)], value)
+            families[legal].add_metric([self._run, encodable(name)], value)
         yield from families.values()
 
     def health(self) -> dict[str, Any]:
@@ -234,8 +235,3 @@ def _since_now() -> Callable[[], Progress]:
 
 def _number(value: float | None) -> float:
     return math.nan if value is None else float(value)
-
-
-def _encodable(name: str) -> str:
-    """Return a name without the half surrogates that user code may give, which no answer can hold."""
-    return name.encode(errors="backslashreplace").decode()

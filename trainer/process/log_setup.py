@@ -51,6 +51,11 @@ def escape(text: str, lines: bool = True) -> str:
     return "".join(c if is_plain(i, c) else c.encode("unicode_escape").decode() for i, c in enumerate(text))
 
 
+def encodable(name: str) -> str:
+    """Return a name with escapes for its half surrogates: bytes of a path that are not UTF-8, or given by user code."""
+    return name.encode(errors="backslashreplace").decode()
+
+
 def show(text: str, error: bool = False) -> None:
     """Print `text` on stdout, or on stderr, with control characters escaped (see `escape`)."""
     print(escape(text), file=sys.stderr if error else sys.stdout, flush=True)

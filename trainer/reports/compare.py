@@ -25,8 +25,8 @@ from trainer.files.redaction import redact
 from trainer.metrics.best import Best, best_of, find_best
 from trainer.metrics.names import METRICS
 from trainer.metrics.tracker import METRICS_FILE, read_metrics, values_of
-from trainer.process.log_setup import escape, run_tool, show
-from trainer.reports.drawing import curve, drawable, label_steps, picture
+from trainer.process.log_setup import encodable, escape, run_tool, show
+from trainer.reports.drawing import curve, label_steps, picture
 from trainer.run.recorded_task import RecordedTask, last_start, recorded_task
 
 _PER_RUN = (
@@ -305,7 +305,7 @@ def _draw(runs: list[Run], metric: str, path: str) -> None:
     with picture(path, 8, 5) as figure:
         axes = figure.add_subplot()
         for run in runs:
-            curve(axes, run.rows, metric, drawable(_name(run)))
+            curve(axes, run.rows, metric, encodable(_name(run)))
         label_steps(axes)
         axes.set_ylabel(metric)
         if len(runs) <= _MOST_NAMES:

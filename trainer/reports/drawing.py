@@ -55,11 +55,6 @@ def label_steps(axes: Axes) -> None:
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 
-def drawable(name: str) -> str:
-    """Return the name of a file as matplotlib can draw it: with escapes for bytes that are not UTF-8."""
-    return name.encode(errors="backslashreplace").decode()
-
-
 def number(value: float | None) -> float:
     """Return a logged value. `null` is NaN, which is a gap in a curve."""
     return math.nan if value is None else value

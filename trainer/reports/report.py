@@ -22,7 +22,7 @@ from trainer.metrics.advice import Advisor
 from trainer.metrics.names import PHASES, is_accuracy_of_set, pass_at
 from trainer.metrics.tracker import METRICS_FILE, PARENT_FILE, read_metrics
 from trainer.process.failure_log import INFRASTRUCTURE, JOB, Incident, read_incidents
-from trainer.process.log_setup import run_tool, show
+from trainer.process.log_setup import encodable, run_tool, show
 from trainer.reports import drawing, timeline
 from trainer.reports.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, YELLOW, Panel, Rows, curve, number
 from trainer.run.recorded_task import last_start, recorded_task
@@ -82,7 +82,7 @@ def write_report(run_dir: str, out: str | None = None) -> str:
             first = min([rows[0]["step"], *drawing.draw_parent(axes, parent)])
             drawing.label_steps(axes)
             axes.set_xlim(first - 0.5, rows[-1]["step"] + 0.5)
-        name = drawing.drawable(os.path.basename(os.path.abspath(run_dir)))
+        name = encodable(os.path.basename(os.path.abspath(run_dir)))
         origin = f", forked after step {parent[-1]['step']} (lighter: its parent)" if parent else ""
         marks = f", {len(incidents)} incident(s) (dotted; red: the job's own)" if incidents else ""
         if notes:

@@ -12,6 +12,7 @@ from typing import Any
 from trainer.files.atomic_io import write_file
 from trainer.metrics.tracker import METRICS_FILE
 from trainer.process.failure_log import INCIDENTS_FILE
+from trainer.process.log_setup import encodable
 from trainer.reports.compare import Run, differing_keys, find_runs, read_run
 from trainer.run.run_metadata import STARTS_FILE
 from trainer.view.episodes import StepData, StepFiles, find_steps, read_step
@@ -218,4 +219,4 @@ def _names(paths: Sequence[str]) -> list[str]:
     depth = 1
     while depth < max(map(len, whole)) and len({tuple(parts[-depth:]) for parts in whole}) < len(whole):
         depth += 1
-    return ["/".join(parts[-depth:]).encode(errors="backslashreplace").decode() for parts in whole]
+    return [encodable("/".join(parts[-depth:])) for parts in whole]
