@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 from trainer.algorithms import ADVANTAGES, POLICY_LOSSES, aggregation, correction, kl, losses, reward_shaping
 from trainer.config import AlgorithmConfig, LoraConfig, field_docs
+from trainer.config.reference import as_written
 from trainer.models import lora
 from trainer.objectives.check import user_options
 
@@ -39,13 +40,9 @@ job's own merged export has them so; `trainer checkpoint export` merges into the
 def section(name: str, key: str, doc: str, options: Iterable[str] = (), function: Callable | None = None) -> list[str]:
     """One name with the keys it takes, and `function`'s defaults for those that are null in the schema."""
     defaults = inspect.signature(function).parameters if function else {}
-    shown = [f"`algorithm.{o}`" + (f" ({_shown(defaults[o].default)})" if o in defaults else "") for o in options]
+    shown = [f"`algorithm.{o}`" + (f" ({as_written(defaults[o].default)})" if o in defaults else "") for o in options]
     chosen = f"`{key}={name}`" + (f"; options, with their defaults: {', '.join(shown)}" if shown else "")
     return [f"### `{name}`", "", f"{chosen}.", "", *markdown(doc)]
-
-
-def _shown(value: object) -> object:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else value
 
 
 def markdown(doc: str) -> list[str]:
@@ -98,7 +95,7 @@ def keys(section: str, schema: type) -> list[str]:
     lines, defaults = ["| key | default | meaning |", "|---|---|---|"], schema()
     for name, meaning in field_docs(schema).items():
         value = getattr(defaults, name)
-        lines.append(f"| `{section}.{name}` | `{_shown(value)}` | {meaning} |")
+        lines.append(f"| `{section}.{name}` | `{as_written(value)}` | {meaning} |")
     return [*lines, ""]
 
 

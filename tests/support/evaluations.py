@@ -10,11 +10,13 @@ from tests.support.forks import run_forked
 from tests.support.jobs import environment, metrics
 
 
-def evaluate(subject: Path, *words: str, cwd: Path, to: str = "evaluated") -> dict[str, Any]:
+def evaluate(subject: Path, *words: str, cwd: Path) -> dict[str, Any]:
     """Run `trainer evaluate SUBJECT WORDS` to its end; return its results."""
-    done = run_forked("trainer", ["evaluate", str(subject), f"trainer.run_dir={to}", *words], cwd, environment(), 300)
+    done = run_forked(
+        "trainer", ["evaluate", str(subject), "trainer.run_dir=evaluated", *words], cwd, environment(), 300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads((cwd / to / "evaluation.json").read_text())
+    return json.loads((cwd / "evaluated/evaluation.json").read_text())
 
 
 def validation_of(run: Path, step: int) -> dict[str, float]:

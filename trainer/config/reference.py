@@ -45,7 +45,7 @@ def page() -> str:
         for f in dataclasses.fields(section):
             key, value = f"{name}.{f.name}", getattr(section, f.name)
             if not dataclasses.is_dataclass(value):
-                shown = "{}" if constraint_of(f).section else _shown(value)
+                shown = "{}" if constraint_of(f).section else as_written(value)
                 rows.append(f"| `{key}` | {_type_of(f)} | `{shown}` | {_rule(rules[key])} | {docs[f.name]} |")
             elif without_source(key) != key:
                 rows.append(f"| `{key}` | section | the run's | that of the key | {docs[f.name]} |")
@@ -82,5 +82,6 @@ def _rule(rule: ResumeRule) -> str:
     return f"{rule.change}: {rule.reason}" if rule.reason else rule.change
 
 
-def _shown(value: object) -> object:
+def as_written(value: object) -> object:
+    """Return the value of a key as YAML writes it."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else value
