@@ -45,6 +45,8 @@ class Device:
     """Bytes of a node's host. A node of fewer than eight GPUs is a part of such a node, and has a part of it."""
     flops_packed: float = 0.0
     """Of products of float32 on CPU with packed weights, as vLLM computes them. 0: not measured."""
+    host_bandwidth: float = 0.0
+    """Of the memory of a node's host, for each GPU."""
 
     @property
     def is_cpu(self) -> bool:
@@ -65,34 +67,59 @@ class Device:
 
 
 def _gpu(
-    name: str, memory: float, float32: float, bandwidth: float, link: float, network: float, pcie: float, host: int
+    name: str,
+    memory: float,
+    float32: float,
+    bandwidth: float,
+    link: float,
+    network: float,
+    pcie: float,
+    host: int,
+    host_bandwidth: float,
+    bfloat16: float | None = None,
 ) -> Device:
-    bfloat16 = peak_flops(name)
-    assert bfloat16 is not None, name
+    flops = peak_flops(name) if bfloat16 is None else bfloat16 * 1e12
+    assert flops is not None, name
+    speeds = [GB * speed for speed in (bandwidth, link, network, pcie)]
     return Device(
-        name, int(memory * GIB), float32 * 1e12, bfloat16, bandwidth * GB, link * GB, network * GB, pcie * GB, host * GB
+        name,
+        int(memory * GIB),
+        float32 * 1e12,
+        flops,
+        *speeds,
+        host * GB,
+        host_bandwidth=host_bandwidth * GB / _USUAL_GPUS,
     )
 
 
-# Memory: GiB that torch reports as the total. float32: TFLOP/s without tensor cores. Then GB/s: of the memory, of
-# NVLink in one direction (L40S: PCIe), of the network for each GPU (ConnectX-7 at 400 Gb/s; A100: HDR at 200 Gb/s;
-# L40S: 100 Gb/s), and of PCIe in one direction (Gen 4: 32, Gen 5: 64, of which copies reach about 80 %). Then GB of
-# host memory, as in NVIDIA's DGX or in clouds' nodes with these GPUs.
+_USUAL_GPUS = 8
+"""GPUs of the nodes whose hosts are in the table. Clouds rent a part of such a node with a part of its memory."""
+
+# Memory: GiB that torch reports as the total. float32: TFLOP/s without tensor cores. Then GB/s: of memory, of NVLink
+# in one direction (L40S and RTX 4090: PCIe, where those of the RTX 4090 go through the host), of the network for each
+# GPU (ConnectX-7 at 400 Gb/s; A100: HDR at 200 Gb/s; L40S: 100 Gb/s), and of PCIe in one direction (Gen 4: 32, Gen 5:
+# 64, of which copies reach about 80 %). Then of the host of a node of eight: GB of memory, as in NVIDIA's DGX or in
+# clouds' nodes with these GPUs, and GB/s of its two processors, eight channels each (A100: EPYC 7742 with DDR4-3200;
+# H100 and H200: Xeon 8480C with DDR5-4800; B200: Xeon 8570 with DDR5-5600).
 # Sources: NVIDIA's data sheets "H100 Tensor Core GPU", "H200 Tensor Core GPU", "A100 Tensor Core GPU", "L40S", "DGX
-# B200" and the user guides of DGX A100, H100, H200 and B200.
+# B200", the user guides of DGX A100, H100, H200 and B200, and for the RTX 4090 the white paper "NVIDIA Ada GPU
+# Architecture" (bfloat16 with sums in float32). Memory of the RTX 4090 and the A100 with 40 GB: by messages of torch.
+# No vendor sells a usual node of RTX 4090, nor says which hosts L40S have: host and network are assumptions (RTX 4090:
+# two EPYC as beside A100, half of its memory, one port of 25 Gb/s for the node; L40S: processors as beside H100).
 DEVICES = {
     device.name.casefold(): device
     for device in (
-        _gpu("A100", 79.2, 19.5, 2039, 300, 25, 26, 1000),
-        _gpu("L40S", 44.5, 91.6, 864, 26, 12.5, 26, 1000),
-        _gpu("H100", 79.1, 67, 3350, 450, 50, 51, 2000),
-        _gpu("H200", 139.8, 67, 4800, 450, 50, 51, 2000),
-        _gpu("B200", 178.3, 75, 8000, 900, 50, 51, 2000),
+        _gpu("A100", 79.2, 19.5, 2039, 300, 25, 26, 1000, 410),
+        _gpu("A100-40GB", 39.4, 19.5, 1555, 300, 25, 26, 1000, 410),
+        _gpu("L40S", 44.5, 91.6, 864, 26, 12.5, 26, 1000, 614),
+        _gpu("RTX4090", 23.6, 82.6, 1008, 26, 0.4, 26, 500, 410, 165),
+        _gpu("H100", 79.1, 67, 3350, 450, 50, 51, 2000, 614),
+        _gpu("H200", 139.8, 67, 4800, 450, 50, 51, 2000, 614),
+        _gpu("B200", 178.3, 75, 8000, 900, 50, 51, 2000, 717),
     )
 }
-
-_USUAL_GPUS = 8
-"""GPUs of the nodes whose host memory is in the table. Clouds rent a part of such a node with a part of its memory."""
+_SAME = {"a100-80gb": "a100", "h100-80gb": "h100", "h200-141gb": "h200", "b200-180gb": "b200", "4090": "rtx4090"}
+"""Other names of GPUs."""
 
 _REACHED = {(CPU, torch.float32): 1.0, (CPU, torch.bfloat16): 0.92}
 _REACHED_BY_GPUS = 0.40
@@ -181,6 +208,13 @@ RECOMPUTED = {"none": 0.0, "selective": 0.1, "full": 1.0}
 """Share of a forward pass that a backward pass computes again."""
 OPTIMIZER_BYTES = 28
 """Bytes that AdamW reads and writes for each number: weight, gradient and two moments."""
+CLIPPED_BYTES = 12
+"""Bytes that the host reads and writes for each gradient to clip it: once for the norm, and twice to scale it."""
+ADDED_BYTES = 12
+"""Bytes that the host reads and writes for each gradient to add it to that of the micro-batches before."""
+ADAPTER_COPIES = 6
+"""Copies of the adapters in host memory on their way to an engine, by the code: into the bytes of a file, out of the
+process of rank 0, into that of the driver, into the object store, into that of the engine, and into shared memory."""
 LOGIT_BYTES = {"scores": 44, "update": 84}
 """Bytes that the output layer reads and writes on CPU for each logit, beside products: by the passes over a chunk of
 logits in `trainer.models.chunked_logprobs`."""
@@ -259,19 +293,28 @@ def parse_cluster(text: str, host_memory_gb: float | None = None) -> Cluster:
     """
     if text.casefold() == CPU:
         return _with_host_memory(Cluster(1, usable_cores(), this_machine()), host_memory_gb)
-    found = re.fullmatch(r"(?:(\d{1,6})x)?(?:(\d{1,6})x)?([A-Za-z][\w-]*)", text.strip())
+    found = re.fullmatch(r"(?:(\d{1,6})x)?(?:(\d{1,6})x)?([A-Za-z][\w -]*|\d{4})", text.strip())
     nodes, per_node = (int(found[1] or 1), int(found[2] or 1)) if found else (0, 0)
     if found and not found[2]:
         nodes, per_node = 1, nodes
     if not found or nodes < 1 or per_node < 1:
         raise UserError(f"plan.gpus={text}: is no cluster; write NUMBERxGPU (8xH100), NODESxNUMBERxGPU, or cpu")
-    device = DEVICES.get(found[3].casefold())
+    device = _find_device(found[3])
     if device is None:
         known = ", ".join(one.name for one in DEVICES.values())
         raise UserError(f"plan.gpus={text}: the GPU {found[3]} is not known; choose one of {known}, or cpu")
     share = min(1.0, per_node / _USUAL_GPUS)
     cluster = Cluster(nodes, per_node, replace(device, host_memory=int(share * device.host_memory)))
     return _with_host_memory(cluster, host_memory_gb)
+
+
+def _find_device(name: str) -> Device | None:
+    """Return the GPU of a name, such as `A100-SXM4-40GB` or `GeForce RTX 4090`; None: there is none."""
+    words = [
+        word for word in re.split("[ _-]+", name.casefold()) if word not in ("nvidia", "geforce", "sxm", "sxm4", "sxm5")
+    ]
+    short = "-".join(words).replace("rtx-", "rtx")
+    return DEVICES.get(_SAME.get(short, short))
 
 
 def _with_host_memory(cluster: Cluster, host_memory_gb: float | None) -> Cluster:
@@ -295,7 +338,7 @@ def this_machine() -> Device:
         copying / _GLOO,
         copying,
         memory,
-        _packed_speed(),
+        flops_packed=_packed_speed(),
     )
 
 

@@ -21,14 +21,41 @@ def test_a_cluster_is_named_by_nodes_gpus_and_kind(text, nodes, per_node, name):
 
 
 @pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("8xA100-40GB", "A100-40GB"),
+        ("8xA100-SXM4-40GB", "A100-40GB"),
+        ("8xA100-80GB", "A100"),
+        ("8xH100-80GB", "H100"),
+        ("8x4090", "RTX4090"),
+        ("8xRTX4090", "RTX4090"),
+        ("8xrtx-4090", "RTX4090"),
+        ("8xGeForce RTX 4090", "RTX4090"),
+    ],
+)
+def test_gpus_have_the_names_that_people_type(text, name):
+    cluster = parse_cluster(text)
+    assert (cluster.nodes, cluster.per_node, cluster.device.name) == (1, 8, name)
+
+
+def test_small_gpus_have_their_own_memory_and_links():
+    large, small, card = (parse_cluster(f"8x{name}").device for name in ("A100", "A100-40GB", "4090"))
+    assert small.memory == pytest.approx(large.memory / 2, rel=0.01) and small.link == large.link
+    assert small.flops_bfloat16 == large.flops_bfloat16 and small.bandwidth < large.bandwidth
+    assert card.memory < 24 * 2**30 and card.link == card.pcie  # no NVLink
+    assert card.flops_bfloat16 == 165e12
+
+
+@pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("eight", "plan.gpus=eight: the GPU eight is not known; choose one of A100, L40S, H100, H200, B200, or cpu"),
+        ("eight", "the GPU eight is not known; choose one of A100, A100-40GB, L40S, RTX4090, H100, H200, B200, or cpu"),
         ("8xV100", "the GPU V100 is not known"),
         ("0xH100", "plan.gpus=0xH100: is no cluster; write NUMBERxGPU"),
         ("8H100", "is no cluster"),
         ("", "is no cluster"),
         ("8x8x8xH100", "is no cluster"),
+        ("8x5090", "the GPU 5090 is not known"),
     ],
 )
 def test_other_text_is_refused(text, sentence):
@@ -38,9 +65,10 @@ def test_other_text_is_refused(text, sentence):
 
 def test_constants_are_plausible():
     for device in DEVICES.values():
-        assert device.flops_bfloat16 == peak_flops(device.name) > device.flops_float32
+        assert device.flops_bfloat16 == (peak_flops(device.name) or 165e12) > device.flops_float32
         assert device.bandwidth > device.link >= device.network and device.link >= device.pcie / 2
-        assert 40e9 < device.memory < device.host_memory
+        assert 24e9 < device.memory < device.host_memory
+        assert device.pcie < device.host_bandwidth < device.bandwidth / 10
 
 
 def test_traffic_between_nodes_takes_the_network():
