@@ -63,7 +63,7 @@ HEADS = {
         "KV cache",
         "host of a node",
     ),
-    "time": ("run", "step", "rollout", "scores", "update", "sync", "tokens/s"),
+    "time": ("run", "step", "rollout", "scores", "update", "sync", "host copies", "tokens/s"),
     "state": (
         "run",
         "checkpoint",
@@ -99,7 +99,9 @@ def row_of(table: str, name: str, plan: Plan) -> str:
         ]
     elif table == "time":
         shares = [f"{time.phases.get(phase, 0.0) / time.total:.0%}" for phase in ("rollout", "scores", "update")]
-        cells += [f"{time.total:.0f} s", *shares, f"{time.phases['sync']:.1f} s", f"{time.tokens_per_s:,.0f}"]
+        copies = sum(time.phases.get(phase, 0.0) for phase in ("offload", "sleep"))
+        cells += [f"{time.total:.0f} s", *shares, f"{time.phases['sync']:.1f} s", f"{copies:.1f} s"]
+        cells += [f"{time.tokens_per_s:,.0f}"]
     else:
         cells += [
             f"{saves.checkpoint / GB:,.0f} GB",

@@ -246,16 +246,9 @@ class _Search:
                 plan = None if changes is None else self.plan(changes, self._cluster.device.is_cpu)
                 if plan is not None and plan.fits:
                     strength = sum(place for place, _ in values)
-                    candidates.append((self._seconds(changes, plan), plan.gpus, strength, len(candidates), changes))
+                    seconds = plan.time.total + plan.saves.blocked_s / plan.saves.interval_steps
+                    candidates.append((seconds, plan.gpus, strength, len(candidates), changes))
         return next(changes for *_, changes in sorted(candidates, key=lambda one: one[:-1]) if self.fits(changes))
-
-    def _seconds(self, changes: Change, plan: Plan) -> float:
-        """Return the seconds of a step with its share of a save, and with the copies of `trainer.offload`."""
-        offload = changes.get("trainer.offload", self._cfg.trainer.offload)
-        states = [role.state for role in plan.roles if not role.is_on_host]
-        moved = {"none": 0, "optimizer": sum(s[1] for s in states), "all": sum(map(sum, states))}[offload]
-        save = plan.saves.blocked_s / plan.saves.interval_steps
-        return plan.time.total + save + 2 * moved / plan.cluster.device.pcie
 
     def _without_unneeded(self, changes: Change) -> Change:
         """Return the fewest of the changes with which the run fits."""

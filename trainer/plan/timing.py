@@ -13,6 +13,7 @@ from trainer.config import Config, FSDPConfig
 from trainer.config.axes import axis_sizes
 from trainer.plan.engines import PlannedEngine
 from trainer.plan.hardware import (
+    ADAPTER_COPIES,
     CALL_RANK_S,
     CALL_ROW_S,
     CALL_S,
@@ -32,6 +33,7 @@ from trainer.plan.hardware import (
     Cluster,
     decode_step,
 )
+from trainer.plan.host_copies import copies_of_engine, copies_of_ranks, offloaded
 from trainer.plan.model_shape import ModelShape
 from trainer.plan.ranks import PlannedRole
 from trainer.plan.workload import Workload, scored_share
@@ -87,7 +89,7 @@ def plan_time(
     phases["scores"] = phases["update"] = 0.0
     call = CALL_S + workload.rows * CALL_ROW_S + workload.dp * CALL_RANK_S
     for role in roles:
-        passes = _Passes(cfg, cluster, role, workload)
+        passes = _Passes(cfg, cluster, role, workload, roles[0] if role.spec.is_policy_base else role)
         share = scored_share(cfg, role.spec, workload)
         if share > 0:
             phases["scores"] += share * crowd * passes.scores(workload.computed_tokens) + call
@@ -95,8 +97,11 @@ def plan_time(
             updates = workload.optimizer_steps * passes.optimizer_step(workload.computed_in_update)
             phases["update"] += crowd * updates + call
     if engine is not None:
-        phases["sync"] = sync_seconds(cfg, cluster, whole, engine)
+        phases["sync"] = sync_seconds(cfg, cluster, whole, engine, roles)
     phases["other"] = OTHER * sum(phases.values())
+    if not cluster.device.is_cpu:
+        phases["offload"] = copies_of_ranks(cfg, roles).seconds(cluster.device)
+        phases["sleep"] = copies_of_engine(cfg, engine).seconds(cluster.device)
     kept = {name: seconds for name, seconds in phases.items() if seconds > 0}
     return StepTime(kept, cfg.total_steps, cfg.rollout.works_ahead and engine is not None, workload.tokens)
 
@@ -107,10 +112,17 @@ def _crowd(cfg: Config, cluster: Cluster) -> float:
 
 
 class _Passes:
-    """The passes of a role's model on one rank."""
+    """The passes of a role's model on one rank.
 
-    def __init__(self, cfg: Config, cluster: Cluster, role: PlannedRole, workload: Workload):
+    Args:
+        holder: the role that holds the weights. None: it is the same role.
+    """
+
+    def __init__(
+        self, cfg: Config, cluster: Cluster, role: PlannedRole, workload: Workload, holder: PlannedRole | None = None
+    ):
         self.role, self.cluster, self.workload = role, cluster, workload
+        self.host = offloaded(holder or role, cluster.device)
         self.sizes = axis_sizes(cfg.trainer, cfg.trainer.num_workers)
         dtype = torch.bfloat16 if role.itemsize == 2 else torch.float32
         self.dtype, self.speed = dtype, cluster.device.reached(dtype)
@@ -208,8 +220,9 @@ class _Passes:
         traffic = count * self._gather(gathers) + reduced * self._reduce() + self._copied(count * gathers, reduced)
         states = role.model.shard(role.shards, trained=True) * OPTIMIZER_BYTES
         optimizer = states / (REACHED_BANDWIDTH * self.cluster.device.bandwidth)
-        if role.is_on_host:
-            optimizer += 2 * states / self.cluster.device.pcie
+        if self.host is not None:
+            traffic += self.host.reduce()
+            optimizer = (reduced - 1) * self.host.add() + self.host.optimizer_step()
         return self._overlapped(compute, traffic) + self._joined(tokens, 2 + again) + optimizer
 
     def _overlapped(self, compute: float, traffic: float) -> float:
@@ -219,7 +232,8 @@ class _Passes:
         """Return the seconds in which FSDP2 gathers all weights."""
         n = self.role.shards
         size = self.role.itemsize * self.role.model.numel() * (n - 1) / n
-        return times * (size / self.ring + self._latency(n))
+        from_host = 0.0 if self.host is None else self.host.gather()
+        return times * (size / self.ring + self._latency(n) + from_host)
 
     def _reduce(self) -> float:
         n, copies = self.role.shards, self.sizes["dp_replicate"]
@@ -322,12 +336,16 @@ def _sum_seconds(cluster: Cluster, policy: ModelShape, gpus: int, tokens: float)
     return 2 * policy.blocks * (traffic + LATENCY_S["cuda"])
 
 
-def sync_seconds(cfg: Config, cluster: Cluster, policy: ModelShape, engine: PlannedEngine) -> float:
+def sync_seconds(
+    cfg: Config, cluster: Cluster, policy: ModelShape, engine: PlannedEngine, roles: Sequence[PlannedRole]
+) -> float:
     """Return the seconds in which the weights go from the ranks to the engines.
 
     The ranks gather one tensor after the other; on the way the slower of the gather and the sending counts.
     """
     device = cluster.device
+    if cfg.syncs_adapter:
+        return _adapter_seconds(cfg, cluster, policy)
     size = engine.weights * max(1, engine.gpus)
     tensors = len(policy.parameters)
     if device.is_cpu:
@@ -338,4 +356,23 @@ def sync_seconds(cfg: Config, cluster: Cluster, policy: ModelShape, engine: Plan
     else:
         receivers = cfg.num_engines * max(1, engine.gpus)
         send = size / (cluster.bandwidth_between(cfg.trainer.num_workers + receivers) * REACHED_BANDWIDTH)
-    return gather + send + tensors * LATENCY_S["cuda"] * math.log2(max(2, cfg.trainer.num_workers))
+    host = next((offloaded(role, device) for role in roles if role.spec.name == "policy"), None)
+    from_host = 0.0 if host is None else host.send(size / policy.total)
+    return from_host + gather + send + tensors * LATENCY_S["cuda"] * math.log2(max(2, cfg.trainer.num_workers))
+
+
+def _adapter_seconds(cfg: Config, cluster: Cluster, policy: ModelShape) -> float:
+    """Return the seconds in which the adapters, in float32, go from the ranks to the engines in one piece.
+
+    Rank 0 gathers them and copies them to its host. There they become a file, go through the driver to each node, and
+    each engine writes them to shared memory, reads them and copies them to its GPU.
+    """
+    device, size = cluster.device, 4 * policy.trained
+    tensors = sum(parameter.trained for parameter in policy.parameters)
+    if device.is_cpu:
+        return ADAPTER_COPIES * 2 * size / device.bandwidth + tensors * LATENCY_S["cpu"]
+    gather = size / (cluster.bandwidth_between(cfg.trainer.num_workers) * REACHED_BANDWIDTH)
+    on_hosts = ADAPTER_COPIES * 2 * size / (REACHED_BANDWIDTH * device.host_bandwidth)
+    to_nodes = (cluster.nodes - 1) * size / (REACHED_BANDWIDTH * device.network)
+    latency = tensors * LATENCY_S["cuda"] * math.log2(max(2, cfg.trainer.num_workers))
+    return gather + 2 * size / device.pcie + on_hosts + to_nodes + latency

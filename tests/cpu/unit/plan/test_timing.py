@@ -101,6 +101,31 @@ def test_weights_take_time_to_the_engines(cfg, node, colocate):
     assert 3 < seconds(cfg, node, "sync") / small < 20
 
 
+def test_only_the_adapter_goes_to_engines_that_serve_it(cfg, node):
+    """Rank 8 in two layers of 28 blocks: q_proj is 1024 x 2048, v_proj is 1024 x 1024."""
+    cfg.rollout.colocate, cfg.trainer.offload = False, "none"
+    cfg.trainer.num_workers = cfg.rollout.num_engines = 4
+    cfg.trainer.policy.lora.rank, cfg.trainer.policy.lora.target_modules = 8, ["q_proj", "v_proj"]
+    size, tensors = 4 * 28 * 8 * (1024 + 2048 + 1024 + 1024), 28 * 4
+    gather = size / (0.7 * 450e9) + tensors * 2e-5 * 2
+    on_host = 2 * size / 51e9 + 12 * size / (0.7 * 614e9 / 8)
+    adapter = seconds(cfg, node, "sync")
+    assert adapter == pytest.approx(gather + on_host)
+    far = seconds(cfg, Cluster(2, 8, node.device), "sync")
+    assert far - adapter == pytest.approx(size / (0.7 * 50e9))
+    cfg.rollout.lora_sync = "merged"
+    assert seconds(cfg, node, "sync") > 1.5 * adapter
+
+
+def test_only_the_adapter_goes_to_engines_on_cpu(cfg, cpu):
+    cfg.model.path, cfg.rollout.colocate, cfg.trainer.offload = None, False, "none"
+    cfg.trainer.num_workers, cfg.rollout.num_engines, cfg.trainer.policy.lora.rank = 1, 1, 8
+    plan = make_plan(cfg, cpu, traced=False)
+    trained = [parameter.trained for parameter in plan.roles[0].model.parameters]
+    moved = 12 * 4 * plan.roles[0].model.trained
+    assert plan.time.phases["sync"] == pytest.approx(moved / 1e10 + sum(trained) * 1e-4)
+
+
 def test_tokens_take_the_time_of_the_experts_that_they_pass_through(cfg, node, save_config):
     experts = {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 2048, "hidden_size": 2048}
     times = []
