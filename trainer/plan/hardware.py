@@ -57,9 +57,14 @@ class Device:
         """`cpu` or `cuda`, as torch calls it."""
         return CPU if self.is_cpu else "cuda"
 
-    def reached(self, dtype: torch.dtype) -> float:
-        """Return the FLOP/s that forward and backward passes and decoding reach."""
-        return _REACHED.get((self.name, dtype), _REACHED_BY_GPUS) * self.flops(dtype)
+    def reached(self, dtype: torch.dtype, has_experts: bool = False) -> float:
+        """Return the FLOP/s that forward and backward passes and decoding reach.
+
+        Args:
+            has_experts: they are the passes of ranks with a model that has experts.
+        """
+        by_gpus = _REACHED_WITH_EXPERTS if has_experts else _REACHED_BY_GPUS
+        return _REACHED.get((self.name, dtype), by_gpus) * self.flops(dtype)
 
     def flops(self, dtype: torch.dtype) -> float:
         """Return the peak FLOP/s of matrix products."""
@@ -128,6 +133,10 @@ squares, without the time of the bytes of their factors and results, which count
 measured on one core with AVX-512 and its products of bfloat16, in processor time of each operator. GPU: of whole
 passes, what published runs of dense models with FSDP2 at 8k to 65k tokens reach (0.35 to 0.45). Measured: 0.446 on an
 H100, in the log-prob pass of a model with 1.7B parameters and 16,384 tokens."""
+_REACHED_WITH_EXPERTS = 0.15
+"""The same of GPUs for models with experts. Published: 0.15 for GPT-OSS 120B in bfloat16 on 64 H100 (153 TFLOP/s), 0.10
+on 64 B200 (NVIDIA Megatron Bridge, "Performance", 25.11), and 0.135 to 0.21 for DeepSeek-V3 16B with FSDP2 and torch's
+grouped products on 8 B200 (pytorch/torchtitan#1993). Not measured with our ranks."""
 REACHED_PACKED = 0.55
 """Share of `Device.flops_packed` that vLLM's products reach on CPU. Measured with 32 and 128 sequences and 384 hidden
 dimensions: 131 to 200 GFLOP/s, where large squares of packed weights reach 150 to 250 and those of torch's `mm` 110."""

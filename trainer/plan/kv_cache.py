@@ -92,13 +92,17 @@ def expanded_bytes(text: Any, itemsize: int) -> int:
     return text.num_attention_heads * (product + keys + text.v_head_dim) * itemsize  # values are copied, too
 
 
+def layer_types(text: Any) -> list[str]:
+    """Return the kind of each layer of a language model, as `layer_types` of transformers calls it."""
+    if types := getattr(text, "layer_types", None):
+        return list(types)
+    return [WINDOW if getattr(text, "sliding_window", None) else FULL] * text.num_hidden_layers
+
+
 def _layers(cfg: Config, model: ModelShape) -> Counter[str]:
     """Return how many layers of each kind the engine has memory for."""
     text = model.config.get_text_config()
-    types = getattr(text, "layer_types", None)
-    if not types:
-        types = [WINDOW if getattr(text, "sliding_window", None) else FULL] * text.num_hidden_layers
-    layers = Counter(types)
+    layers = Counter(layer_types(text))
     others = sorted(set(layers) - {FULL, WINDOW, STATE})
     if others:
         raise _refusal(cfg, model, f"what layers of the kind {others[0]} keep is not known")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from trainer.config import Config, FSDPConfig
 from trainer.config.axes import axis_sizes
+from trainer.plan.attention_flops import attention_flops
 from trainer.plan.engines import PlannedEngine
 from trainer.plan.hardware import (
     ADAPTER_COPIES,
@@ -125,7 +125,9 @@ class _Passes:
         self.host = offloaded(holder or role, cluster.device)
         self.sizes = axis_sizes(cfg.trainer, cfg.trainer.num_workers)
         dtype = torch.bfloat16 if role.itemsize == 2 else torch.float32
-        self.dtype, self.speed = dtype, cluster.device.reached(dtype)
+        self.dtype, self.speed = dtype, cluster.device.reached(dtype, has_experts=role.model.of_experts > 0)
+        text = role.model.config.get_text_config()
+        self.attention = attention_flops(cfg, text, dtype, cluster.device.kind, workload, self.sizes["tp"])
         self.stride = self.sizes["tp"]
         self.ring = cluster.bandwidth_between(role.shards, self.stride) * REACHED_BANDWIDTH
 
@@ -147,10 +149,7 @@ class _Passes:
         )
         responses = w.response / max(1e-9, tokens_per_row(w))
         head = model.head_rows * text.hidden_size * responses
-        width = text.num_attention_heads // self.sizes["tp"] * _head_width(text)
-        length = w.prompt + w.response
-        squares = length**2 - (w.prompt**2 * (w.n - 1) / w.n if w.shares_prompts else 0.0)
-        attention = 2 * text.num_hidden_layers * width * squares / tokens_per_row(w)
+        attention = self.attention / tokens_per_row(w)
         return tokens_of_rank * 2 * body, tokens_of_rank * attention, tokens_of_rank * 2 * head
 
     def _computation(self, tokens: float, passes: float, trained: bool) -> float:
@@ -266,13 +265,6 @@ class _Passes:
 def tokens_per_row(workload: Workload) -> float:
     """Return the tokens that are computed for a sequence, on average."""
     return workload.computed_tokens / workload.rows
-
-
-def _head_width(text: Any) -> float:
-    """Return the dimensions of a head: with latent attention, the mean of its keys and its values."""
-    if getattr(text, "kv_lora_rank", None):
-        return (text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim) / 2
-    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
 def rollout_seconds(

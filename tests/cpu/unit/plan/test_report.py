@@ -52,7 +52,7 @@ def test_json_has_the_same_numbers(cfg, node):
 def test_notes_name_a_network_and_experts_that_were_not_measured(cfg, node, save_config):
     cfg.model.path = save_config("qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=96)
     text = "\n".join(notes(cfg, make_plan(cfg, Cluster(2, 8, node.device), traced=False)))
-    assert "each GPU sends 50 GB/s to other nodes" in text and "models with experts were not measured" in text
+    assert "each GPU sends 50 GB/s to other nodes" in text and "models with experts count at 15%" in text
 
 
 def test_notes_name_what_counts_as_nothing(cfg, node):
