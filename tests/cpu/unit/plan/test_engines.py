@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from transformers import Qwen3Config
 
 from trainer.config import TinyConfig, compose, policy_role
 from trainer.config.axes import AXES
 from trainer.generation.engine import Request, Sampling
 from trainer.generation.transformers_engine import TransformersEngine
 from trainer.models.tiny import build_tiny
-from trainer.plan.engines import engine_problem, plan_engine
+from trainer.plan.engines import engine_problem, numbers_of_layer, plan_engine
 from trainer.plan.hardware import DEVICES, Cluster, prefill_tokens
 from trainer.plan.levers import has_gpus
 from trainer.plan.meter import MemoryMeter
@@ -48,6 +49,51 @@ def test_a_prefill_batch_is_that_of_vllm(cfg, gpu, tokens):
     for cfg.rollout.engine_args in ({}, {"max_num_batched_tokens": tokens}, {"max_num_batched_tokens": 2048}):
         taken.append(engine_of(cfg, Cluster(1, 8, DEVICES[gpu])).workspace)
     assert taken[0] == taken[1] > taken[2]
+
+
+@pytest.mark.parametrize(
+    ("path", "tp", "numbers"),
+    [
+        ("Qwen/Qwen3-0.6B", 1, 3 * 3072 + 4 * 1024),  # gate, up and their product; two inputs and two results
+        ("Qwen/Qwen3-8B", 1, 3 * 12288 + 4 * 4096),
+        ("Qwen/Qwen3-8B", 2, 3 * 6144 + 4 * 4096),
+        ("meta-llama/Llama-3.3-70B-Instruct", 4, 3 * 28672 // 4 + 4 * 8192),
+    ],
+)
+def test_a_prefill_takes_what_vllm_profiles(cfg, node, path, tp, numbers):
+    cfg.model.path, cfg.rollout.tensor_parallel_size, cfg.rollout.num_engines = path, tp, 8 // tp
+    engine = engine_of(cfg, node)
+    assert engine.workspace - engine.graphs == 2 * 16384 * numbers
+
+
+@pytest.mark.parametrize(
+    ("inner", "heads", "measured"), [(3072, 6, 13831), (1152, 6, 6148), (384, 6, 3458), (384, 12, 4611)]
+)
+def test_a_prefill_of_vllm_on_cpu_takes_what_was_measured(inner, heads, measured):
+    """Numbers for each of 2,000 tokens of a prompt, as `MemoryMeter` has counted them in vLLM 0.32."""
+    sizes = {"hidden_size": 384, "intermediate_size": inner, "num_attention_heads": heads, "num_key_value_heads": 2}
+    assert numbers_of_layer(Qwen3Config(**sizes, head_dim=64), 1, on_cpu=True) == pytest.approx(measured, rel=0.01)
+
+
+def test_attention_takes_most_in_models_with_wide_heads(save_config, cfg, node):
+    cfg.model.path = save_config("qwen3", head_dim=256, num_attention_heads=4, num_key_value_heads=2)
+    engine = engine_of(cfg, node)
+    assert engine.workspace - engine.graphs == 2 * 16384 * (3 * 6 * 256 + 3 * 64)
+
+
+def test_experts_take_buffers_for_each_expert_of_a_token(save_config, cfg, node):
+    cfg.model.path = save_config("qwen3_moe", num_experts_per_tok=8, moe_intermediate_size=48)
+    engine = engine_of(cfg, node)
+    assert engine.workspace - engine.graphs == 2 * 16384 * (8 * (64 + 96) + 4 * 64)
+
+
+@pytest.mark.parametrize(("tp", "bytes_of_logit"), [(1, 2 + 4), (2, 2 * 2.5 + 4)])
+def test_the_logits_of_many_sequences_take_more_than_a_short_prefill(cfg, node, tp, bytes_of_logit):
+    cfg.rollout.tensor_parallel_size, cfg.rollout.num_engines = tp, 8 // tp
+    cfg.rollout.max_num_seqs, cfg.rollout.engine_args = 1024, {"max_num_batched_tokens": 2048}
+    engine = engine_of(cfg, node)
+    logits = 1024 * 151_936 * bytes_of_logit
+    assert engine.workspace - engine.graphs == 2 * 2048 * 1024 + logits
 
 
 def test_transformers_holds_the_rows_that_run_together(cfg, node):
