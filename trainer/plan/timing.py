@@ -27,6 +27,7 @@ from trainer.plan.hardware import (
     LOGIT_BYTES,
     OPTIMIZER_BYTES,
     OTHER,
+    PACKED_BFLOAT16,
     REACHED_BANDWIDTH,
     REACHED_PACKED,
     RECOMPUTED,
@@ -303,8 +304,9 @@ def _batch_seconds(
     bandwidth = REACHED_BANDWIDTH * device.bandwidth
     is_float32 = engine.weights * gpus >= 4 * policy.total
     speed = device.reached(torch.float32 if is_float32 else torch.bfloat16)
-    if is_float32 and cfg.engine.streaming:
-        speed = max(speed, REACHED_PACKED * device.flops_packed)
+    if cfg.engine.streaming and device.flops_packed:
+        packed = max(device.reached(torch.float32), REACHED_PACKED * device.flops_packed)
+        speed = packed if is_float32 else min(speed, packed / PACKED_BFLOAT16)
     computed = policy.total - policy.idle() - (0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size)
     weights = engine.weights * (1 - policy.idle(running) / policy.total)
     read = (weights + running * engine.cache.size(context)) / bandwidth

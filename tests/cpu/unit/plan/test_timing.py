@@ -230,6 +230,23 @@ MODEL_17M = {"hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers":
 TWO_BLOCKS = {"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 1, "num_key_value_heads": 1}
 
 
+EPYC = {"flops_float32": 112e9, "flops_bfloat16": 438e9, "flops_packed": 250e9, "bandwidth": 39e9}
+"""Speeds of a core."""
+
+
+def decoding_step(cfg, cpu, rows):
+    """The seconds of a decoding step with so many sequences, between 4 and 24 tokens."""
+    cfg.rollout.colocate, cfg.trainer.offload, cfg.rollout.max_prompt_tokens = False, "none", 16
+    cfg.trainer.num_workers, cfg.rollout.num_engines, cfg.rollout.n = 1, 1, 2
+    cfg.plan.prompt_tokens, cfg.rollout.kv_cache_mb = 16, 600
+    cfg.trainer.train_batch_size = cfg.trainer.mini_batch_size = rows // 2
+    times = []
+    for cfg.plan.response_tokens in (4, 24):
+        cfg.rollout.max_response_tokens = cfg.plan.response_tokens
+        times.append(make_plan(cfg, cpu, traced=False).time.phases["rollout"])
+    return (times[1] - times[0]) / 20
+
+
 @pytest.mark.parametrize(
     ("shape", "vocabulary", "milliseconds"),
     [
@@ -241,19 +258,36 @@ TWO_BLOCKS = {"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_h
 )
 def test_a_decoding_step_of_vllm_on_cpu_takes_what_was_measured(cfg, cpu, save_config, shape, vocabulary, milliseconds):
     """Processor time of vLLM 0.32 with 2, 8, 32 and 128 sequences, between 4 and 24 tokens, on one core of an EPYC."""
-    speeds = {"flops_float32": 112e9, "flops_packed": 250e9, "bandwidth": 39e9}
-    cpu = replace(cpu, device=replace(cpu.device, **speeds))
+    cpu = replace(cpu, device=replace(cpu.device, **EPYC))
     cfg.model.path = save_config("qwen3", **shape, vocab_size=vocabulary, head_dim=64, tie_word_embeddings=True)
-    cfg.rollout.colocate, cfg.trainer.offload, cfg.rollout.max_prompt_tokens = False, "none", 16
-    cfg.trainer.num_workers, cfg.rollout.num_engines, cfg.rollout.n = 1, 1, 2
-    cfg.plan.prompt_tokens, cfg.rollout.kv_cache_mb = 16, 600
     for rows, measured in zip((2, 8, 32, 128), milliseconds, strict=True):
-        cfg.trainer.train_batch_size = cfg.trainer.mini_batch_size = rows // 2
-        times = []
-        for cfg.plan.response_tokens in (4, 24):
-            cfg.rollout.max_response_tokens = cfg.plan.response_tokens
-            times.append(make_plan(cfg, cpu, traced=False).time.phases["rollout"])
-        assert 1e3 * (times[1] - times[0]) / 20 == pytest.approx(measured, rel=0.4, abs=0.5), rows
+        assert 1e3 * decoding_step(cfg, cpu, rows) == pytest.approx(measured, rel=0.4, abs=0.5), rows
+
+
+@pytest.mark.parametrize(
+    ("blocks", "vocabulary", "ratios"),
+    [
+        (8, 8192, (0.77, 0.76, 0.73, 0.71)),
+        (8, 512, (0.82, 0.87, 0.73, 0.69)),
+        (2, 32768, (0.81, 0.79, 0.80, 0.85)),
+    ],
+)
+def test_half_precision_shortens_a_decoding_step_on_cpu_as_measured(cfg, cpu, save_config, blocks, vocabulary, ratios):
+    """Medians of seven ratios of processor time with 2, 8, 32 and 128 sequences, from engines that took turns."""
+    cpu = replace(cpu, device=replace(cpu.device, **EPYC))
+    shape = {**MODEL_17M, "num_hidden_layers": blocks, "num_key_value_heads": 2}
+    cfg.model.path = save_config("qwen3", **shape, vocab_size=vocabulary, head_dim=64, tie_word_embeddings=True)
+    for rows, measured in zip((2, 8, 32, 128), ratios, strict=True):
+        steps = []
+        for cfg.rollout.dtype in ("float32", "bfloat16"):
+            steps.append(decoding_step(cfg, cpu, rows))
+        assert steps[1] / steps[0] == pytest.approx(measured, abs=0.12), rows
+
+
+def test_half_precision_gains_nothing_without_its_instructions(cfg, cpu):
+    slow = replace(cpu, device=replace(cpu.device, **{**EPYC, "flops_bfloat16": 20e9}))
+    cfg.model.path, cfg.rollout.dtype = None, "bfloat16"
+    assert decoding_step(cfg, slow, 128) > decoding_step(cfg, replace(cpu, device=replace(cpu.device, **EPYC)), 128)
 
 
 def test_the_gpus_of_an_engine_add_up_their_results(cfg, node):
