@@ -119,8 +119,7 @@ def engines_of(cfg: Config, path: str) -> Iterator[EnginePool]:
     with ProcessCluster(cfg, "cpu") as cluster:
         ranks = TrainWorkers(cfg, cluster)
         engines = EnginePool(cfg, cluster, ranks, path)
-        ranks.connect()
-        ranks.build(path)
+        ranks.begin(path)()
         engines.start(version=1, is_initial=True)
         yield engines
 

@@ -97,8 +97,7 @@ def main() -> None:
         with ProcessCluster(cfg, "cpu") as cluster, RewardPool(reward) as pool:
             ranks = TrainWorkers(cfg, cluster)
             engines = EnginePool(cfg, cluster, ranks, path)
-            ranks.connect()
-            ranks.build(path)
+            ranks.begin(path)()
             engines.start(version=1, is_initial=True)
             engines.generate(requests)
             judge(pool, engines, requests[:8], early=True)  # starts the process

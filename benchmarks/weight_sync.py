@@ -41,8 +41,7 @@ def syncs(cfg: Config, device: str, path: str, count: int) -> tuple[list[float],
         ranks = TrainWorkers(cfg, cluster)
         pool = EnginePool(cfg, cluster, ranks, path)
         pool.wait_ready()
-        ranks.connect()
-        ranks.build(path)
+        ranks.begin(path)()
         pool.start(version=1, is_initial=True)
         seconds = []
         for version in range(2, count + 3):

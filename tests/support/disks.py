@@ -57,6 +57,5 @@ def ranks_on(nodes: Sequence[Path], cfg: Config, model: Path) -> Iterator[TrainW
         for number, node in enumerate(nodes):
             node.mkdir(exist_ok=True)
             ranks.ask([number], Process(), "live_on", str(node))
-        ranks.connect()
-        ranks.build(str(model))
+        ranks.begin(str(model))()
         yield ranks

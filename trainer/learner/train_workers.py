@@ -117,33 +117,26 @@ class TrainWorkers:
         axes = axis_sizes(t, self.count)
         return {"roles": self.saved_roles, "ranks": self.count, "replicas": t.dp_replicate, "axes": axes}
 
-    def connect(self) -> None:
-        """Form the process groups."""
-        _wait(self._begin_connect())
-
-    def _begin_connect(self) -> list[CallFutures]:
-        port = self.cfg.trainer.master_port
-        return [
-            group.start("connect", self.cluster.rendezvous_address(group, port + i if port else 0))
-            for i, (group, _) in enumerate(self._hosts())
-        ]
-
     def read_files(self, model_path: str) -> CallFutures:
         """Begin to read the model's files into host memory, while engines hold the GPUs."""
         return self.policy.start("read_files", model_path)
 
-    def build(self, model_path: str) -> None:
-        """Load the initial weights of every role."""
-        _wait(self._begin_build(model_path))
-
-    def _begin_build(self, model_path: str) -> list[CallFutures]:
-        paths = {name: spec.path and resolve_model_path(spec.path, spec.key) for name, spec in self.roles.items()}
-        specs = {name: dataclasses.replace(spec, path=paths[name]) for name, spec in self.roles.items()}
-        return [group.start("build", [specs[role] for role in roles], model_path) for group, roles in self._hosts()]
-
     def begin(self, model_path: str) -> Callable[[], None]:
         """Begin to form the process groups and to load the initial weights; what this returns waits for both."""
-        return functools.partial(_wait, [*self._begin_connect(), *self._begin_build(model_path)])
+        hosts, port = self._hosts(), self.cfg.trainer.master_port
+        calls = [
+            group.start("connect", self.cluster.rendezvous_address(group, port + i if port else 0))
+            for i, (group, _) in enumerate(hosts)
+        ]
+        paths = {name: spec.path and resolve_model_path(spec.path, spec.key) for name, spec in self.roles.items()}
+        specs = {name: dataclasses.replace(spec, path=paths[name]) for name, spec in self.roles.items()}
+        calls += [group.start("build", [specs[role] for role in roles], model_path) for group, roles in hosts]
+
+        def wait() -> None:
+            for call in calls:
+                call.result()
+
+        return wait
 
     def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call `method` of the worker of `role` on all its ranks; returns the answer of rank 0."""
@@ -342,8 +335,3 @@ def _assemble(parts: list[tuple[np.ndarray, np.ndarray]], shape: tuple[int, int]
     for rows, values in parts:
         out[rows, : values.shape[1]] = values
     return out
-
-
-def _wait(calls: Sequence[CallFutures]) -> None:
-    for call in calls:
-        call.result()

@@ -67,6 +67,11 @@ def no_uploads(method: str, path: str) -> str:
     return ERROR if method in ("PUT", "POST") and "global_step" in path else PASS
 
 
+def load(ranks: TrainWorkers, model: Path) -> None:
+    """Load the weights in `model` into ranks that are connected."""
+    ranks.policy.call("build", list(ranks.roles.values()), str(model))
+
+
 class Run(OpenRun):
     """A run on `ranks`, with a line of metrics for each step, which checkpoints carry."""
 
@@ -86,7 +91,7 @@ class Run(OpenRun):
         assert outcome.error is None, outcome.error
 
     def try_to_commit(self, step: int, model: Path):
-        self.ranks.build(str(model))
+        load(self.ranks, model)
         lines = [json.dumps({"step": number + 1}) + "\n" for number in range(step)]
         Path(self.directory.metrics_file).write_text("".join(lines))
         self.state["step"] = step
@@ -109,7 +114,7 @@ def same_tensors(ranks: TrainWorkers, model: Path, tmp_path: Path) -> bool:
     for store in (found, expected):
         shutil.rmtree(store.store.root, ignore_errors=True)
     save(found, 1, [models_part(ranks)])
-    ranks.build(str(model))
+    load(ranks, model)
     save(expected, 1, [models_part(ranks)])
     a, b = (NamedFiles(manifests.read(store.store.path(1))) for store in (found, expected))
     rows = [row for row in compare(a, b) if row["name"].startswith("policy/model.")]

@@ -357,8 +357,7 @@ def job(launcher) -> Iterator[ProcessCluster]:
 def ranks(job, tied, model_paths) -> TrainWorkers:
     """Two ranks that hold a policy, sharded."""
     ranks = TrainWorkers(job.cfg, job)
-    ranks.connect()
-    ranks.build(model_paths[tied])
+    ranks.begin(model_paths[tied])()
     return ranks
 
 
