@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from trainer.config import Config
+from trainer.data.ledger import Ledger, SampleIndex
+from trainer.data.mix_ledger import MixLedger
 from trainer.episodes import Episode
 
 
@@ -41,6 +43,16 @@ def failure_metrics(cfg: Config, episodes: Sequence[Episode]) -> dict[str, float
         key = "environment/failures" if has_environment[episode.source] else "reward/failures"
         counts[key] += bool(episode.failure)
     return counts
+
+
+def mix_progress(ledger: Ledger | MixLedger, indices: Sequence[SampleIndex]) -> dict[str, float]:
+    """Return how far each source of a mix is once these rows are trained; without a mix, nothing."""
+    if not isinstance(ledger, MixLedger):
+        return {}
+    metrics = {}
+    for name, (rows, epochs) in ledger.progress(indices).items():
+        metrics |= {f"data/{name}/prompts": float(rows), f"data/{name}/epoch": epochs}
+    return metrics
 
 
 def _metrics_of_source(cfg: Config, episodes: Sequence[Episode]) -> dict[str, float]:

@@ -29,7 +29,7 @@ from trainer.metrics.timing import Timer
 from trainer.sources.ahead import BatchesAhead, BatchProgress, steps_to_begin
 from trainer.sources.batches import StepBatch, UsedRow, ahead_part
 from trainer.sources.dynamic_sampling import choose_groups, have_different_rewards
-from trainer.sources.episode_metrics import episode_metrics, failure_metrics, staleness
+from trainer.sources.episode_metrics import episode_metrics, failure_metrics, mix_progress, staleness
 from trainer.sources.rollout_runner import RolloutRunner
 from trainer.sources.routes import VAL_SETS
 
@@ -236,10 +236,7 @@ class SamplingSource:
         thread = self._ahead.thread(step)
         duration = {} if thread is None else {"time/generation": thread.generated_at - thread.began_at}
         batch = self._batches[step]
-        progress = {}
-        if isinstance(self.ledger, MixLedger):
-            for name, (prompts, epochs) in self.ledger.progress([row.index for row in batch.used]).items():
-                progress |= {f"data/{name}/prompts": float(prompts), f"data/{name}/epoch": epochs}
+        progress = mix_progress(self.ledger, [row.index for row in batch.used])
         return metrics | batch.metrics | progress | self._speeds | duration
 
     def commit(self, step: int) -> None:

@@ -15,6 +15,7 @@ from trainer.data.ledger import Ledger, SampleIndex
 from trainer.data.mix_ledger import MixLedger
 from trainer.episodes import Episode, Sample
 from trainer.seeding import permutation
+from trainer.sources.episode_metrics import mix_progress
 
 
 class LedgerSource:
@@ -61,11 +62,7 @@ class LedgerSource:
         return [episode for _, episodes in drawn for episode in episodes]
 
     def add_metrics(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
-        progress = {}
-        if isinstance(self.ledger, MixLedger):
-            for name, (rows, epochs) in self.ledger.progress(self._steps[step]).items():
-                progress |= {f"data/{name}/prompts": float(rows), f"data/{name}/epoch": epochs}
-        return metrics | progress
+        return metrics | mix_progress(self.ledger, self._steps[step])
 
     def commit(self, step: int) -> None:
         self.ledger.commit(self._steps.pop(step))
