@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from trainer.config import Config
+from trainer.data.datasets import name_in_mix
 from trainer.data.ledger import Ledger, SampleIndex
 from trainer.data.mix_ledger import MixLedger
 from trainer.episodes import Episode
+from trainer.sources.routes import train_sources
 
 
 def episode_metrics(cfg: Config, episodes: Sequence[Episode]) -> dict[str, float]:
@@ -22,7 +24,7 @@ def episode_metrics(cfg: Config, episodes: Sequence[Episode]) -> dict[str, float
         for episode in episodes:
             by_source.setdefault(episode.source, []).append(episode)
         return {
-            f"data/{source.partition('.')[2]}/{name}": value
+            f"data/{name_in_mix(source)}/{name}": value
             for source, some in sorted(by_source.items())
             for name, value in _metrics_of_source(cfg.of_source(source), some).items()
         }
@@ -32,10 +34,7 @@ def episode_metrics(cfg: Config, episodes: Sequence[Episode]) -> dict[str, float
 
 def failure_metrics(cfg: Config, episodes: Sequence[Episode]) -> dict[str, float]:
     """Return how many episodes have failed, by what has failed: the reward or the environment."""
-    has_environment = {
-        source: cfg.of_source(source).environment.name is not None
-        for source in ({f"mix.{name}" for name in cfg.data.mix} or {""})
-    }
+    has_environment = {source: cfg.of_source(source).environment.name is not None for source in train_sources(cfg)}
     counts = {
         "environment/failures" if environment else "reward/failures": 0.0 for environment in has_environment.values()
     }

@@ -22,6 +22,11 @@ VAL_SETS = "val_sets."
 """Beginning of the names of the sources that are validation sets."""
 
 
+def train_sources(cfg: Config) -> list[str]:
+    """Return the sources of the training data, as `Prompt.source` names them. Without a mix, `""` alone."""
+    return [f"mix.{name}" for name in sorted(cfg.data.mix)] or [""]
+
+
 @dataclass(frozen=True)
 class Route:
     """How the episodes of one source are run, and what rewards them."""

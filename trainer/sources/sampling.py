@@ -16,7 +16,7 @@ import xxhash
 from trainer.algorithms import shape_rewards
 from trainer.checkpoint.components import Component
 from trainer.config import Config
-from trainer.data.datasets import Prompt, PromptSet, load_prompts, load_rows
+from trainer.data.datasets import Prompt, PromptSet, load_prompts, load_rows, name_in_mix
 from trainer.data.ledger import Ledger, SampleIndex
 from trainer.data.mix_ledger import MixLedger
 from trainer.data.row_digest import digest_rows
@@ -31,7 +31,7 @@ from trainer.sources.batches import StepBatch, UsedRow, ahead_part
 from trainer.sources.dynamic_sampling import choose_groups, have_different_rewards
 from trainer.sources.episode_metrics import episode_metrics, failure_metrics, mix_progress, staleness
 from trainer.sources.rollout_runner import RolloutRunner
-from trainer.sources.routes import VAL_SETS
+from trainer.sources.routes import VAL_SETS, train_sources
 
 LOG = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def read_prompts(cfg: Config, split: str, tokenizer: Any) -> PromptSet:
     The training prompts of a mix are those of its sources, one source after another.
     """
     if split == "train" and cfg.data.mix:
-        sets = [read_source(cfg, f"mix.{name}", tokenizer) for name in sorted(cfg.data.mix)]
+        sets = [read_source(cfg, source, tokenizer) for source in train_sources(cfg)]
         return PromptSet([prompt for one in sets for prompt in one.prompts], sum(one.dropped for one in sets))
     if cfg.environment.name:
         return load_rows(cfg.data, split)
@@ -82,14 +82,10 @@ def prompt_ledger(cfg: Config, prompts: Sequence[Prompt]) -> Ledger | MixLedger:
         return _ledger_of_source(cfg, prompts)
     rows: dict[str, list[Prompt]] = {name: [] for name in cfg.data.mix}
     for prompt in prompts:
-        rows[_name_in_mix(prompt)].append(prompt)
+        rows[name_in_mix(prompt.source)].append(prompt)
     ledgers = {name: _ledger_of_source(cfg.of_source(f"mix.{name}"), rows[name], name) for name in rows}
     weights = {name: source.weight for name, source in cfg.data.mix.items()}
     return MixLedger(ledgers, weights, {name: len(some) for name, some in rows.items()})
-
-
-def _name_in_mix(prompt: Prompt) -> str:
-    return prompt.source.partition(".")[2]
 
 
 def _ledger_of_source(cfg: Config, prompts: Sequence[Prompt], name: str = "") -> Ledger:
@@ -339,9 +335,9 @@ class SamplingSource:
     def _request(self, index: SampleIndex, step: int, number: int, sampling: Sampling) -> RolloutRequest:
         prompt: Prompt = self.ledger.row(index)
         group = f"{index.epoch}:{prompt.index}"
-        return RolloutRequest(
-            prompt, f"{_name_in_mix(prompt)}:{group}" if prompt.source else group, step, number, sampling
-        )
+        if prompt.source:
+            group = f"{name_in_mix(prompt.source)}:{group}"
+        return RolloutRequest(prompt, group, step, number, sampling)
 
     # ---------------------------------------------------------------------------------------------------
     # State

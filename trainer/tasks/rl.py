@@ -31,7 +31,7 @@ from trainer.sources.evaluation import RolloutEvaluator
 from trainer.sources.in_flight import InFlightSource
 from trainer.sources.preflight import check_source, find_refusals, with_keys_of
 from trainer.sources.rollout_runner import RolloutRunner
-from trainer.sources.routes import VAL_SETS, make_routes, make_scorers
+from trainer.sources.routes import VAL_SETS, make_routes, make_scorers, train_sources
 from trainer.sources.sampling import SamplingSource, prompt_ledger, read_prompts, read_source
 from trainer.tasks.base import Ingredients, SavedData, Task, read_ahead, tokenizer_of
 from trainer.tasks.warm_start import cached_model, check_cache, prepare_model
@@ -85,7 +85,7 @@ def sample_episodes(
         cfg, _sampled_sources(cfg), lambda own: make_scorer(given if own is cfg else given.with_config(own))
     )
     for source, scorer in scorers.items():
-        if scorer is None and source in _sources(cfg) and cfg.of_source(source).environment.name is None:
+        if scorer is None and source in train_sources(cfg) and cfg.of_source(source).environment.name is None:
             _check_without_rewards(cfg)
         if cfg.rollout.works_ahead and scorer is not None and scorer.uses_ranks:
             key, off = ("ahead", "0") if cfg.rollout.ahead > 0 else ("in_flight_updates", "false")
@@ -105,15 +105,10 @@ def sample_episodes(
     return source, RolloutEvaluator(cfg, runner, val_prompts, sets) if val_prompts or sets else None
 
 
-def _sources(cfg: Config) -> list[str]:
-    """Return the sources of the training data, as `Prompt.source` names them."""
-    return [f"mix.{name}" for name in sorted(cfg.data.mix)] or [""]
-
-
 def _sampled_sources(cfg: Config) -> list[str]:
     """Return the sources of all prompts, those of validation included."""
     own = [""] if cfg.data.mix and _has_validation_prompts(cfg) else []
-    return [*_sources(cfg), *own, *(f"{VAL_SETS}{name}" for name in _val_sets(cfg))]
+    return [*train_sources(cfg), *own, *(f"{VAL_SETS}{name}" for name in _val_sets(cfg))]
 
 
 def _has_validation_prompts(cfg: Config) -> bool:

@@ -12,6 +12,7 @@ from trainer.data.sft_dataset import load_train, load_val
 from trainer.models.files import load_config
 from trainer.process.startup import stage
 from trainer.sources.evaluation import LossEvaluator
+from trainer.sources.routes import train_sources
 from trainer.sources.supervised import SupervisedSource
 from trainer.tasks.base import Ingredients, Task
 
@@ -49,9 +50,10 @@ def _warn_of_curricula(cfg: Config) -> None:
 def _examples(cfg: Config, tokenizer: Any, path: str) -> SupervisedSource:
     vocab_size = load_config(cfg.model, path).get_text_config().vocab_size
     weights = {name: source.weight for name, source in sorted(cfg.data.mix.items())}
-    sources = [f"mix.{name}" for name in weights] or [""]
     parts = [
-        part for source in sources for part in load_train(cfg.of_source(source).data, cfg.sft, tokenizer, vocab_size)
+        part
+        for source in train_sources(cfg)
+        for part in load_train(cfg.of_source(source).data, cfg.sft, tokenizer, vocab_size)
     ]
     return SupervisedSource(cfg.sft, parts, cfg.trainer.seed, weights)
 
