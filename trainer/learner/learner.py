@@ -20,7 +20,7 @@ from trainer.learner.train_workers import StoredBatch, TrainWorkers
 from trainer.metrics.throughput import model_flops
 from trainer.metrics.timing import Timer
 from trainer.objectives.base import GROUP, Experience, make_objective
-from trainer.objectives.batches import build_batch
+from trainer.objectives.batches import batch_of, build_batch
 from trainer.parallel.batching import Batch, select
 from trainer.parallel.profiling import step_directory
 from trainer.parallel.shares import has_old_logprobs
@@ -94,32 +94,29 @@ class Learner:
 
     def score(self, episodes: Sequence[Episode], step: int) -> Experience:
         """Compute what the objective reads of a step's episodes: log-probs, values, advantages."""
-        rows = [(episode.group, sample) for episode in episodes for sample in episode.samples]
-        batch = build_batch([sample for _, sample in rows], [group for group, _ in rows], step)
+        batch = batch_of(episodes, step)
         experience = self.objective.experience(episodes, self._add_scores(batch, step))
         return dataclasses.replace(experience, sampled=batch["mask"])
 
     def _add_scores(self, batch: Batch, step: int) -> Batch:
         """Return `batch` with what the roles compute before the update (see `Objective.scores`)."""
-        size, width = batch["input_ids"].shape
-        scores = [score for score in self.objective.scores(batch, step) if score.rows is None or len(score.rows)]
-        counts = [size if score.rows is None else len(score.rows) for score in scores]
-        passes = [
-            (one.role, count / size) for one, count in zip(scores, counts, strict=True) if one.output == "logprobs"
-        ]
+        size = len(batch["lengths"])
+        scores = self.objective.scores(batch, step)
+        chosen = [(score, np.arange(size) if score.rows is None else score.rows) for score in scores]
+        chosen = [(score, rows) for score, rows in chosen if len(rows)]
+        passes = [(score.role, len(rows) / size) for score, rows in chosen if score.output == "logprobs"]
         self._forward_passes = sum(share * self.ranks.relative_sizes[role] for role, share in passes)
-        if not scores:
+        if not chosen:
             return batch
         inputs = {name: batch[name] for name in ("input_ids", "mask", "lengths", "group_ids")}
         found = {}
         with self.timer("logprob"):
             stored = StoredBatch(self.cluster, inputs)
-            for score, count in zip(scores, counts, strict=True):
-                if count == size:
+            for score, rows in chosen:
+                if len(rows) == size:
                     found[score.name] = self.ranks.score(score.role, score.output, stored)
                     continue
-                rows, array = score.rows, np.zeros((size, width), np.float32)
-                some = StoredBatch(self.cluster, select(inputs, rows))
+                array, some = np.zeros(batch["mask"].shape, np.float32), StoredBatch(self.cluster, select(inputs, rows))
                 array[rows] = self.ranks.score(score.role, score.output, some)
                 found |= {score.name: array, f"has_{score.name}": np.isin(np.arange(size), rows)}
         return batch | found
@@ -177,13 +174,13 @@ class Learner:
 
     def loss(self, samples: Sequence[Sample]) -> float:
         """Return the cross-entropy of validation samples under the policy, in nats per token."""
-        batch = build_batch(samples, [str(i) for i in range(len(samples))])
+        batch = build_batch(samples)
         totals = Totals.of(torch.from_numpy(batch["mask"]))
         return self.ranks.cross_entropy(StoredBatch(self.cluster, batch), totals)
 
     def last_scores(self, role: str, samples: Sequence[Sample]) -> np.ndarray:
         """Return what a role with a head `score` gives each sample after its last token, `(B,)`: a reward model."""
-        batch = build_batch(samples, [str(i) for i in range(len(samples))])
+        batch = build_batch(samples)
         scores = self.ranks.score(role, "values", StoredBatch(self.cluster, batch))
         return scores[np.arange(len(samples)), batch["lengths"] - 1]
 
@@ -192,7 +189,7 @@ class Learner:
 
         It would: if each token is the likeliest one after those before it, greedy decoding chooses them one by one.
         """
-        batch = build_batch(samples, [str(i) for i in range(len(samples))])
+        batch = build_batch(samples)
         chosen = self.ranks.score("policy", "is_likeliest", StoredBatch(self.cluster, batch)) > 0
         return float((chosen | (batch["mask"] == 0)).all(axis=1).mean())
 

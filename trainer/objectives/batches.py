@@ -6,15 +6,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trainer.episodes import Sample
+from trainer.episodes import Episode, Sample
 from trainer.parallel.batching import Batch, stack_padded
 
 
-def build_batch(samples: Sequence[Sample], groups: Sequence[str], step: int = 0) -> Batch:
+def batch_of(episodes: Sequence[Episode], step: int = 0) -> Batch:
+    """Return the samples of episodes as arrays, in the order of the episodes (see `build_batch`)."""
+    samples = [sample for episode in episodes for sample in episode.samples]
+    return build_batch(samples, [episode.group for episode in episodes for _ in episode.samples], step)
+
+
+def build_batch(samples: Sequence[Sample], groups: Sequence[str] | None = None, step: int = 0) -> Batch:
     """Return samples as arrays, one row each, padded on the right.
 
     Args:
-        groups: the group of each sample. Estimators compare the rows of a group.
+        groups: the group of each sample. Estimators compare the rows of a group. None: each is alone.
         step: the one that trains on them, with weights of this version.
 
     Returns:
@@ -23,6 +29,7 @@ def build_batch(samples: Sequence[Sample], groups: Sequence[str], step: int = 0)
     """
     lengths = np.asarray([len(sample.token_ids) for sample in samples], dtype=np.int64)
     width = int(lengths.max())
+    groups = [str(i) for i in range(len(samples))] if groups is None else groups
     names = {group: i for i, group in enumerate(dict.fromkeys(groups))}
     batch = {
         "input_ids": stack_padded([sample.token_ids for sample in samples], np.int32, width),

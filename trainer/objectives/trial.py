@@ -8,7 +8,7 @@ import torch
 from trainer.config import LM
 from trainer.import_utils import user_code
 from trainer.objectives.base import Experience, Objective, Outputs
-from trainer.objectives.batches import build_batch
+from trainer.objectives.batches import batch_of
 from trainer.objectives.check import check_result
 from trainer.parallel.batching import Batch, MicroBatch, select, take_rows
 
@@ -36,14 +36,14 @@ def _try(objective: Objective) -> None:
     episodes, step = objective.examples(), objective.cfg.total_steps
     if not episodes:
         return
-    rows = [(episode.group, sample) for episode in episodes for sample in episode.samples]
-    batch = build_batch([sample for _, sample in rows], [group for group, _ in rows])
+    batch = batch_of(episodes)
+    size = len(batch["lengths"])
     experience = objective.experience(episodes, _with_scores(objective, batch, step))
     if not isinstance(experience, Experience):
         raise TypeError(f"`experience` must return an Experience, not a {type(experience).__name__}")
     batch, metrics = dict(experience.batch), dict(experience.metrics)
     for name, array in batch.items():
-        if not isinstance(array, np.ndarray) or array.shape[:1] != (len(rows),):
+        if not isinstance(array, np.ndarray) or array.shape[:1] != (size,):
             raise TypeError(f"`experience` must return arrays with a row for each sample, and {name} is none")
     for role in objective.updates(step):
         found = _try_loss(objective, role, batch, step)
