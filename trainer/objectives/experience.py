@@ -22,6 +22,7 @@ from trainer.config import ESTIMATOR, AlgorithmConfig, chosen_options
 from trainer.config.functions import GIVEN
 from trainer.import_utils import parameter_names
 from trainer.parallel.batching import Batch, select
+from trainer.parallel.shares import has_old_logprobs
 from trainer.sandbox.limits import LARGEST_REWARD
 
 LOG = logging.getLogger(__name__)
@@ -33,18 +34,18 @@ def add_advantages(
     algorithm: AlgorithmConfig,
     kl_coef: float = 0.0,
     baselines: np.ndarray | None = None,
-    taught: np.ndarray | None = None,
+    learnable: np.ndarray | None = None,
 ) -> Batch:
     """Return `batch` with `advantages` and `returns` `(B, T)`.
 
     Args:
         rewards: `(B,)` (see `reward_tokens`).
         baselines: `(B,)`, subtracted by `remax`.
-        taught: `(B,)`, the rows that the estimator gets; the others have advantage and return 0. None: all rows.
+        learnable: `(B,)`, the rows that the estimator gets; the others have advantage and return 0. None: all rows.
     """
-    if taught is None or taught.all():
+    if learnable is None or learnable.all():
         return batch | _advantages(batch, rewards, algorithm, kl_coef, baselines)
-    rows = np.flatnonzero(taught)
+    rows = np.flatnonzero(learnable)
     found = {name: np.zeros_like(batch["mask"]) for name in ("advantages", "returns")}
     if len(rows):
         chosen = select(batch, rows)
@@ -97,7 +98,7 @@ def choose_learnable_rows(
         rewards: `(B,)`, with `overlong_penalty`.
         known: `(B,)`, false where the reward, or the baseline that `remax` subtracts from it, failed.
     """
-    taught = known.copy()
+    learnable = known.copy()
     if algorithm.overlong_buffer or (algorithm.kl_in == "reward" and "ref_logprobs" in batch):
         paid = masked(reward_tokens(batch, rewards, algorithm, kl_coef), torch.from_numpy(batch["mask"])).double()
         sums = np.maximum(np.abs(rewards), paid.sum(dim=1).abs().numpy())
@@ -109,12 +110,12 @@ def choose_learnable_rows(
                 (beyond & known).sum(),
                 LARGEST_REWARD,
             )
-        taught &= ~beyond
+        learnable &= ~beyond
     estimator = resolve(ADVANTAGES, algorithm.advantage_estimator, "algorithm.advantage_estimator")
-    if not taught.all() and needs_different_completions(estimator):
+    if not learnable.all() and needs_different_completions(estimator):
         _, groups = np.unique(batch["group_ids"], return_inverse=True)
-        taught &= np.bincount(groups, weights=taught)[groups] >= 2
-    return taught
+        learnable &= np.bincount(groups, weights=learnable)[groups] >= 2
+    return learnable
 
 
 def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
@@ -142,8 +143,8 @@ def correct_advantages(batch: Batch, algorithm: AlgorithmConfig, kind: str | Non
     if kind is None or "old_logprobs" not in batch or "rollout_logprobs" not in batch:
         return batch["advantages"]
     weights, _ = _correction_of(batch, algorithm, kind)
-    known = batch.get("has_old_logprobs", np.ones(len(batch["mask"]), bool))
-    return np.where(known[:, None], batch["advantages"] * weights.numpy(), batch["advantages"])
+    known = has_old_logprobs(batch)[:, None]
+    return np.where(known, batch["advantages"] * weights.numpy(), batch["advantages"])
 
 
 def correction_metrics(batch: Batch, algorithm: AlgorithmConfig, kind: str) -> dict[str, float]:
@@ -173,15 +174,15 @@ def correction_of_tokens(
 
 
 def mask_rows(
-    batch: Batch, rewards: np.ndarray, status: Sequence[str], a: AlgorithmConfig, taught: np.ndarray | None = None
+    batch: Batch, rewards: np.ndarray, status: Sequence[str], a: AlgorithmConfig, learnable: np.ndarray | None = None
 ) -> Batch:
     """Return `batch` with `mask` 0 in the rows that are not to be learnt from.
 
     Args:
         status: of each row's episode.
-        taught: `(B,)`, the rows that can be learnt from (see `choose_learnable_rows`). None: all rows.
+        learnable: `(B,)`, the rows that can be learnt from (see `choose_learnable_rows`). None: all rows.
     """
-    keep = np.ones(len(rewards), dtype=bool) if taught is None else taught.copy()
+    keep = np.ones(len(rewards), dtype=bool) if learnable is None else learnable.copy()
     if a.filter_zero_variance and keep.any():
         rows = np.flatnonzero(keep)
         group_ids = torch.from_numpy(batch["group_ids"][rows])

@@ -43,6 +43,7 @@ from trainer.objectives.experience import (
     mask_rows,
 )
 from trainer.parallel.batching import Batch, MicroBatch, mini_batches
+from trainer.parallel.shares import has_old_logprobs
 
 _OF_SAMPLES = ("clip_frac", "kl", "entropy")
 """Metrics that mean something only if the policy, or another one, sampled the tokens."""
@@ -145,8 +146,7 @@ class PolicyGradient(Objective):
     def token_scores(self, batch: Batch, logprobs: np.ndarray | None) -> dict[str, np.ndarray]:
         advantages = batch["advantages"]
         if logprobs is not None:  # the ranks have corrected the rows whose log-probs these are
-            were_given = batch.get("has_old_logprobs", np.full(len(advantages), "old_logprobs" in batch))
-            update = {**batch, "old_logprobs": logprobs, "has_old_logprobs": ~were_given}
+            update = {**batch, "old_logprobs": logprobs, "has_old_logprobs": ~has_old_logprobs(batch)}
             advantages = correct_advantages(update, self.cfg.algorithm, self._correction(batch))
         scores = {"advantages": np.where(batch["mask"] > 0, advantages, 0)}
         if not self._uses_rollout_logprobs and (logprobs is not None or "old_logprobs" in batch):

@@ -55,7 +55,7 @@ class Share:
 
 def has_old_logprobs(batch: Batch) -> np.ndarray:
     """Return which rows `(B,)` have old log-probs."""
-    return batch.get("has_old_logprobs", np.full(len(batch["lengths"]), "old_logprobs" in batch))
+    return batch.get("has_old_logprobs", np.full(len(batch["mask"]), "old_logprobs" in batch))
 
 
 @dataclass(frozen=True)

@@ -164,23 +164,26 @@ def test_rows_whose_reward_failed_change_nothing_for_the_others(estimator):
     a = AlgorithmConfig(advantage_estimator=estimator)
 
     def learnt(batch: dict, rewards: np.ndarray, baselines: np.ndarray, known: np.ndarray) -> tuple:
-        taught = choose_learnable_rows(batch, rewards, known, a, 0.0)
+        learnable = choose_learnable_rows(batch, rewards, known, a, 0.0)
         done = mask_rows(
-            add_advantages(batch, rewards, a, 0.0, baselines, taught), rewards, ["stop"] * len(rewards), a, taught
+            add_advantages(batch, rewards, a, 0.0, baselines, learnable), rewards, ["stop"] * len(rewards), a, learnable
         )
-        return taught, done
+        return learnable, done
 
-    taught, found = learnt(given, rewards, baselines, SOME_FAIL)
-    alone = taught.copy()  # a group of which one row is left teaches nothing if its rows are compared
+    learnable, found = learnt(given, rewards, baselines, SOME_FAIL)
+    alone = learnable.copy()  # a group of which one row is left teaches nothing if its rows are compared
     alone[6:] = False
     compares = estimator not in ("gae", "reward", "reinforce_plus_plus", "remax")
-    assert taught.tolist() == (alone if compares else SOME_FAIL).tolist()
+    assert learnable.tolist() == (alone if compares else SOME_FAIL).tolist()
     _, expected = learnt(
-        {name: array[taught] for name, array in given.items()}, rewards[taught], baselines[taught], taught[taught]
+        {name: array[learnable] for name, array in given.items()},
+        rewards[learnable],
+        baselines[learnable],
+        learnable[learnable],
     )
     for name in ("mask", "advantages", "returns"):
-        assert np.array_equal(found[name][taught], expected[name]), name
-        assert not found[name][~taught].any()
+        assert np.array_equal(found[name][learnable], expected[name]), name
+        assert not found[name][~learnable].any()
     everything, done = learnt(given, rewards, baselines, np.ones(9, bool))
     plain = mask_rows(add_advantages(given, rewards, a, 0.0, baselines), rewards, ["stop"] * 9, a)
     assert everything.all() and all(np.array_equal(done[name], plain[name]) for name in plain)
@@ -209,8 +212,8 @@ def test_a_reward_that_its_penalties_take_out_of_the_range_is_left_out(caplog, s
     far = np.zeros((4, 5), np.float32)
     far[2, 1:] = -1e6 * sign
     a = AlgorithmConfig(kl_in="reward", kl_estimator="k1", advantage_estimator="reward")
-    taught = choose_learnable_rows(batch(ref_logprobs=far), np.zeros(4), np.ones(4, bool), a, 1e7)
-    assert taught.tolist() == [True, True, False, True]
+    learnable = choose_learnable_rows(batch(ref_logprobs=far), np.zeros(4), np.ones(4, bool), a, 1e7)
+    assert learnable.tolist() == [True, True, False, True]
     far[2, 1] = np.nan
     assert choose_learnable_rows(batch(ref_logprobs=far), np.zeros(4), np.ones(4, bool), a, 1e7).all(), (
         "the loss ends the run"
