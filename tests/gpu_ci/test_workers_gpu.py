@@ -22,7 +22,7 @@ from tests.support.training import (
     stream_and_write,
     train_on_axes_of_one_rank,
     train_two_steps,
-    train_with_parking,
+    train_with_offloading,
     update,
 )
 from trainer.config import Config, FSDPConfig, TinyConfig
@@ -227,8 +227,8 @@ def test_half_precision_takes_the_variable_length_kernel(model_path, dtype, comp
         assert any("scaled_dot_product" in name for name in found)
 
 
-def allocated_while_parked(rank: Rank, path: str, directory: str) -> tuple[dict, int]:
-    result = train_with_parking(rank, path, directory)
+def allocated_while_offloaded(rank: Rank, path: str, directory: str) -> tuple[dict, int]:
+    result = train_with_offloading(rank, path, directory)
     rank.release_memory()
     return result, torch.cuda.memory_allocated()
 
@@ -238,13 +238,13 @@ def test_states_leave_the_gpu_while_engines_generate(model_path, tmp_path):
     for offload in ("none", "optimizer", "all"):
         cfg = in_float32(config(offload=offload))
         directory = str(tmp_path / offload)
-        result, allocated = run_ranks(1, allocated_while_parked, model_path, directory, cfg=cfg)[0]
+        result, allocated = run_ranks(1, allocated_while_offloaded, model_path, directory, cfg=cfg)[0]
         results[offload] = result, allocated, result.pop("held")
         resumed = run_ranks(1, load_then_step, model_path, directory, cfg=in_float32(config()))[0]
         for ours, theirs in zip(resumed, result["metrics"][2:], strict=True):
             assert_close(ours, dict(theirs))
-    (plain, most, _), (_, less, _), (parked, least, held) = (results[name] for name in ("none", "optimizer", "all"))
+    (plain, most, _), (_, less, _), (offloaded, least, held) = (results[name] for name in ("none", "optimizer", "all"))
     assert held == 0
     assert most > less > least or TRIED_ON_CPU
-    for ours, theirs in zip(parked["metrics"], plain["metrics"], strict=True):
+    for ours, theirs in zip(offloaded["metrics"], plain["metrics"], strict=True):
         assert_close(ours, theirs)

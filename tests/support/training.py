@@ -157,7 +157,7 @@ def held_bytes(rank: Rank) -> int:
     return sum(tensor.to_local().untyped_storage().nbytes() for tensor in tensors)
 
 
-def train_with_parking(rank: Rank, path: str, directory: str) -> dict:
+def train_with_offloading(rank: Rank, path: str, directory: str) -> dict:
     """Two steps and a save; before each, engines on the same GPU could have taken the memory."""
     rank.build(roles(rank.cfg, ["policy", "critic", "reference"]), path)
     rank.release_memory()

@@ -43,17 +43,17 @@ def engine_problem(needed: int, growth: int, device: DeviceMemory, cfg: Config) 
     )
 
 
-def rank_problem(parked: int, free: int, cfg: Config) -> str | None:
+def rank_problem(needed: int, free: int, cfg: Config) -> str | None:
     """Return why a rank cannot take back what it has moved to host memory, in one sentence; None: it can.
 
     Args:
-        parked: bytes in host memory.
+        needed: bytes in host memory.
         free: bytes that the rank can take.
     """
-    if parked <= free:
+    if needed <= free:
         return None
     return (
-        f"trainer.offload={cfg.trainer.offload}: a rank needs {_gb(parked)} of its GPU for what it has moved to host "
+        f"trainer.offload={cfg.trainer.offload}: a rank needs {_gb(needed)} of its GPU for what it has moved to host "
         f"memory, but only {_gb(free)} are free, although the engines sleep; end other programs on this GPU"
     )
 

@@ -22,19 +22,19 @@ class OffloadBuffer:
 
     def __init__(self, memory: HostMemory):
         self.memory = memory
-        self._parked: dict[int, UntypedStorage] = {}
+        self._offloaded: dict[int, UntypedStorage] = {}
         self._optimizer: set[int] = set()
         self._copy: HostCopy | None = None
 
-    def parked_bytes(self, optimizer: bool = True) -> int:
-        """Return the bytes that `restore` will take on the device."""
+    def offloaded_bytes(self, optimizer: bool = True) -> int:
+        """Return the bytes that `onload` will take on the device."""
         return sum(self._copied(number).numel() for number in self._chosen(optimizer))
 
     @torch.no_grad()
-    def park(self, weights: Iterable[Tensor], optimizer: Iterable[Tensor] = ()) -> None:
+    def offload(self, weights: Iterable[Tensor], optimizer: Iterable[Tensor] = ()) -> None:
         """Copy tensors to host memory (of DTensors, the local shards), and free their memory on the device.
 
-        Those that stay parked from an earlier call may be among them.
+        Those that an earlier call has offloaded may be among them.
         """
         states = storages_of(list(optimizer))
         here = {number: s for number, s in (storages_of(list(weights)) | states).items() if s.nbytes()}
@@ -42,35 +42,35 @@ class OffloadBuffer:
             return
         copy = self.memory.current
         if copy is None or not copy.covers(here):
-            assert not self._parked, "tensors that are parked cannot be copied again"
+            assert not self._offloaded, "tensors that are offloaded cannot be copied again"
             copy = self.memory.copy(here)
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()
         if self._copy is None:
             self._copy = self.memory.hold(copy)
-        assert self._copy is copy, "tensors have changed while others of the role were parked"
+        assert self._copy is copy, "tensors have changed while others of the role were offloaded"
         for storage in here.values():
             storage.resize_(0)
-        self._parked |= here
+        self._offloaded |= here
         self._optimizer |= states.keys()
 
     @torch.no_grad()
-    def restore(self, optimizer: bool = True) -> None:
-        """Give parked tensors their contents back.
+    def onload(self, optimizer: bool = True) -> None:
+        """Give offloaded tensors their contents back.
 
         Args:
             optimizer: also those of the optimizer.
         """
         for number in self._chosen(optimizer):
-            storage, host = self._parked.pop(number), self._copied(number)
+            storage, host = self._offloaded.pop(number), self._copied(number)
             storage.resize_(host.numel())
             bytes_of(storage).copy_(host, non_blocking=True)
-        if self._copy is not None and not self._parked:
+        if self._copy is not None and not self._offloaded:
             self.memory.release(self._copy)
             self._copy, self._optimizer = None, set()
 
     def _chosen(self, optimizer: bool) -> list[int]:
-        return [number for number in self._parked if optimizer or number not in self._optimizer]
+        return [number for number in self._offloaded if optimizer or number not in self._optimizer]
 
     def _copied(self, number: int) -> Tensor:
         assert self._copy is not None

@@ -64,7 +64,7 @@ class Rank:
         self.objective: Objective
         self.layout: Layout | None = None
         self.saver: AsyncSaver | None = None
-        self._parking: dict[str, OffloadBuffer] = {}
+        self._offload_buffers: dict[str, OffloadBuffer] = {}
         self._engine_has_fit = False  # beside this rank at its full size
         self._profiler = TorchProfiler(device)
 
@@ -123,7 +123,7 @@ class Rank:
     def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call `method` of the worker of `role`."""
         with self._memory_snapshots(role):
-            self._restore(optimizer=method in _WITH_OPTIMIZER)
+            self._onload(optimizer=method in _WITH_OPTIMIZER)
             return getattr(self.roles[role], method)(*args, **kwargs)
 
     def score(self, role: str, output: str, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
@@ -174,7 +174,7 @@ class Rank:
         """Take a snapshot of the state of `roles`, and write it through `files` on a thread."""
         assert self.saver is not None, "connect first"
         with self._memory_snapshots("save"):
-            self._restore(optimizer=True)
+            self._onload(optimizer=True)
             workers = {role: self.roles[role] for role in roles}
             self.saver.begin(
                 {role: worker.state() for role, worker in workers.items()},
@@ -227,18 +227,18 @@ class Rank:
                 for role, worker in self.roles.items():
                     weights = worker.weight_tensors() if self.cfg.trainer.offload == "all" else []
                     states = worker.optimizer_tensors() if isinstance(worker, TrainedWorker) else []
-                    self._park(role, weights, states)
+                    self._offload(role, weights, states)
             torch.cuda.empty_cache()
             if needed and self.rank in beside:
                 self._check_engine(needed)
 
-    def parked_bytes(self, optimizer: bool = True) -> int:
+    def offloaded_bytes(self, optimizer: bool = True) -> int:
         """Return the bytes that this rank has moved from its GPU to host memory. Not a collective.
 
         Args:
             optimizer: count the states of the optimizers, too.
         """
-        return sum(place.parked_bytes(optimizer) for place in self._parking.values())
+        return sum(buffer.offloaded_bytes(optimizer) for buffer in self._offload_buffers.values())
 
     def _check_engine(self, needed: int) -> None:
         trained = [worker for worker in self.roles.values() if isinstance(worker, TrainedWorker)]
@@ -251,14 +251,16 @@ class Rank:
         else:
             raise UserError(problem)
 
-    def _park(self, role: str, weights: list[Tensor], states: list[Tensor]) -> None:
+    def _offload(self, role: str, weights: list[Tensor], states: list[Tensor]) -> None:
         assert self.saver is not None
-        if role not in self._parking:
+        if role not in self._offload_buffers:
             # A save holds all that is trained. Frozen weights beside it need memory of their own.
             is_saved = not self.roles[role].has_frozen_weights
-            self._parking[role] = OffloadBuffer(self.saver.memory(role) if is_saved else self.saver.more_memory())
+            self._offload_buffers[role] = OffloadBuffer(
+                self.saver.memory(role) if is_saved else self.saver.more_memory()
+            )
         try:
-            self._parking[role].park(weights, states)
+            self._offload_buffers[role].offload(weights, states)
         except OSError as error:
             raise UserError(
                 f"trainer.offload={self.cfg.trainer.offload}: {error}; use a machine with more host memory, or offload "
@@ -268,18 +270,18 @@ class Rank:
     def _before_change(self, role: str) -> None:
         assert self.saver is not None
         self.saver.before_change(role)
-        if role in self._parking:
-            self._parking[role].memory.forget()
+        if role in self._offload_buffers:
+            self._offload_buffers[role].memory.forget()
 
-    def _restore(self, optimizer: bool) -> None:
-        parked = self.parked_bytes(optimizer)
-        if parked and self.device == "cuda":
+    def _onload(self, optimizer: bool) -> None:
+        needed = self.offloaded_bytes(optimizer)
+        if needed and self.device == "cuda":
             cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-            problem = rank_problem(parked, torch.cuda.mem_get_info()[0] + cached, self.cfg)
+            problem = rank_problem(needed, torch.cuda.mem_get_info()[0] + cached, self.cfg)
             if problem is not None:
                 raise WorkerError(problem, RESTART_HINT, "gpu_memory_in_use")
-        for place in self._parking.values():
-            place.restore(optimizer)
+        for buffer in self._offload_buffers.values():
+            buffer.onload(optimizer)
 
     def measure_peak(self) -> float:
         """Return the FLOP/s that this rank reaches in matrix products of the policy's forward dtype."""

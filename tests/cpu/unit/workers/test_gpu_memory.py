@@ -59,9 +59,9 @@ def growth_and_size(rank: Rank, path: str) -> list[int]:
     expected = policy.optimizer_growth()
     update(rank, "policy", make_batch(), 1)
     real = sum(tensor.to_local().nbytes for tensor in policy.optimizer_tensors())
-    parked = rank.parked_bytes()
+    offloaded = rank.offloaded_bytes()
     rank.release_memory()
-    return [expected, real, policy.optimizer_growth(), parked, rank.parked_bytes()]
+    return [expected, real, policy.optimizer_growth(), offloaded, rank.offloaded_bytes()]
 
 
 def test_the_growth_of_the_optimizer_is_known_before_its_first_step(tmp_path):
@@ -69,6 +69,6 @@ def test_the_growth_of_the_optimizer_is_known_before_its_first_step(tmp_path):
     cfg = config(offload="optimizer")
     cfg.trainer.policy.lora.rank = 4
     cfg.trainer.policy.fsdp = FSDPConfig(reshard_after_forward=False)
-    for expected, real, left, parked_before, parked in run_ranks(2, growth_and_size, str(tmp_path), cfg=cfg):
-        assert expected == real > 0 and left == parked_before == 0
-        assert parked == real
+    for expected, real, left, offloaded_before, offloaded in run_ranks(2, growth_and_size, str(tmp_path), cfg=cfg):
+        assert expected == real > 0 and left == offloaded_before == 0
+        assert offloaded == real

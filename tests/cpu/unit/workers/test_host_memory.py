@@ -55,7 +55,7 @@ def test_a_copy_that_is_written_stays_as_it_is():
     number = next(iter(storages_of(tensor)))
     memory.forget()
     tensor.fill_(2.0)
-    OffloadBuffer(memory).park([tensor])
+    OffloadBuffer(memory).offload([tensor])
     assert written.part(number).view(torch.float32).tolist() == [1.0] * 100
     assert memory.size == 2 * 448
 
@@ -85,7 +85,7 @@ def test_the_pages_say_how_much_host_memory_is_needed():
     assert f"For Qwen3-4B that is {alone}, and {both} with a reference and `trainer.offload=all`" in text
 
 
-def save_and_park(rank: Rank, path: str, directory: str) -> tuple[list[int], int, int, float, float]:
+def save_and_offload(rank: Rank, path: str, directory: str) -> tuple[list[int], int, int, float, float]:
     """Sizes of the memory for copies after each step, what a save needs, the parameters, and two numbers to compare."""
     rank.build(roles(rank.cfg, ["policy"]), path)
     sizes, memory = [], rank.saver.memory("policy")
@@ -105,7 +105,7 @@ def save_and_park(rank: Rank, path: str, directory: str) -> tuple[list[int], int
 
 def test_offload_and_saves_share_one_buffer(model_path, tmp_path):
     ((sizes, needed, parameters, before, again),) = run_ranks(
-        1, save_and_park, model_path, str(tmp_path), cfg=config(offload="all")
+        1, save_and_offload, model_path, str(tmp_path), cfg=config(offload="all")
     )
     assert sizes == [needed] * 3
     assert 0 <= needed - host_bytes(parameters) < 50_000  # small tensors, and rounding
