@@ -212,19 +212,17 @@ class SamplingSource:
         the step samples but does not need are sampled again in the next step.
         """
         self._begin_ahead()  # in case the run has gone back to a checkpoint
-        thread = self._ahead.thread(step)
-        if thread is not None:
+        if (thread := self._ahead.thread(step)) is not None:
             with self._timer("rollout"):
                 thread.wait_generated()
             with self._timer("reward"):
                 batch = thread.result()
+        elif (held := self._ahead.held(step)) is not None:
+            batch = held
+            self.runner.journal.note_found(step)
+            self.runner.note_rewards(batch.episodes)
         else:
-            batch = self._ahead.held(step)
-            if batch is not None:
-                self.runner.journal.note_found(step)
-                self.runner.note_rewards(batch.episodes)
-            else:
-                batch = self._make_batch(BatchProgress(step, step, None, self._timer))
+            batch = self._make_batch(BatchProgress(step, step, None, self._timer))
         self._batches[step] = batch
         return batch.episodes
 
