@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from trainer.config import Config, RoleSpec
+from typing import TYPE_CHECKING
+
+from trainer.config import Config
 from trainer.errors import UserError
 from trainer.models.files import load_config, resolve_model_path
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 def check_vocabularies(cfg: Config, model_path: str) -> None:
@@ -18,22 +23,20 @@ def check_vocabularies(cfg: Config, model_path: str) -> None:
     Raises:
         UserError: one has.
     """
-    others = {role.key: role for role in cfg.roles if role.path is not None}
-    tokens = _vocabulary(cfg, None, model_path) if others else None
-    for role in others.values():
-        known = _vocabulary(cfg, role, model_path)
+    others = {role.key: (role.name, role.path) for role in cfg.roles if role.path is not None}
+    if not others:
+        return
+    tokens = _vocab_size(load_config(cfg.model, model_path))
+    for key, (name, path) in others.items():
+        known = _vocab_size(load_config(cfg.model, resolve_model_path(path, key), key))
         if tokens is not None and known is not None and known < tokens:
             raise UserError(
-                f"{role.key}={role.path}: the vocabulary of the {role.name} has {known} tokens, and that of the "
-                f"policy, {cfg.model.path or model_path}, has {tokens}; choose a {role.name} with the tokenizer of the "
-                f"policy, or resize its embeddings to {tokens} tokens"
+                f"{key}={path}: the vocabulary of the {name} has {known} tokens, and that of the policy, "
+                f"{cfg.model.path or model_path}, has {tokens}; choose a {name} with the tokenizer of the policy, or "
+                f"resize its embeddings to {tokens} tokens"
             )
 
 
-def _vocabulary(cfg: Config, role: RoleSpec | None, model_path: str) -> int | None:
-    """Return the number of tokens that a role has embeddings of. None: its config does not say it."""
-    if role is None or role.path is None:
-        config = load_config(cfg.model, model_path)
-    else:
-        config = load_config(cfg.model, resolve_model_path(role.path, role.key), role.key)
+def _vocab_size(config: PretrainedConfig) -> int | None:
+    """Return the number of tokens that a model has embeddings of. None: its config does not say it."""
     return getattr(config.get_text_config(), "vocab_size", None)

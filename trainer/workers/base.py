@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.config import FSDPConfig, OptimizerConfig, RoleSpec
 from trainer.errors import NonFiniteError, UserError
-from trainer.files.documents import is_count, parse_object
+from trainer.files.documents import is_count, mismatch, parse_object
 from trainer.models.attention import can_pack, can_share_prefixes, quadratic_cost
 from trainer.objectives.base import GROUP, LossResult, Objective, Outputs
 from trainer.parallel.batching import MicroBatch, RankUpdate, take_rows
@@ -141,11 +141,12 @@ class ModelWorker:
             saved = parse_object(files.read_json(self.role, SHARDING_FILE), {"world_size": is_count})
             # Older versions wrote `data_size`, and still older ones had no other axes than those of the data.
             dp_size = saved.get("dp_size", saved.get("data_size", saved["world_size"]))
-            saved = parse_object(json.dumps({"dp_size": dp_size}), {"dp_size": is_count})
+            if (problem := mismatch(dp_size, is_count, "dp_size")) is not None:
+                raise ValueError(problem)
         except (OSError, ValueError) as error:
             raise UserError(f"{self.role}/{SHARDING_FILE} of the checkpoint cannot be read ({error})") from error
         # A data-parallel rank that did not exist at the save keeps its start RNG, which is keyed by its index.
-        state = self._state(set(kinds), with_rng="rng" in kinds and self.layout.dp_rank < saved["dp_size"])
+        state = self._state(set(kinds), with_rng="rng" in kinds and self.layout.dp_rank < dp_size)
         self.before_weights_change()  # reading fills the tensors in place
         # A checkpoint of CPU ranks has no state of a CUDA generator, which then keeps its start state.
         files.read(self.role, state, optional=(f"{self._rng}.cuda",))
