@@ -150,14 +150,8 @@ def _shard_and_fill(
         for name, parameter in module.named_parameters():
             if name.startswith(_VALUE_HEAD):  # the initial values are 0 on any number of ranks
                 parameter.zero_()
-
     initialise_adapters(module, seed)
-    parameters = {hugging_face_name(name): name for name, _ in module.named_parameters()}
-    names = {file_name: name for file_name, name in parameters.items() if file_name}
-    heads = {file_name: name for file_name, name in names.items() if file_name.startswith(_VALUE_HEAD)}
-    names = {file_name: name for file_name, name in names.items() if file_name not in heads}
-    if not spec.trained:
-        names |= {file_name.replace(_VALUE_HEAD, _SCORE_HEAD): name for file_name, name in heads.items()}
+    names = _names_in_files(module, has_score=not spec.trained)
     shapes = _shapes_in_safetensors(path, spec.key)
     if set(names) <= set(shapes):
         _check_shapes(module, f"{spec.key}={path}", names, shapes)
@@ -166,6 +160,22 @@ def _shard_and_fill(
     else:
         _scatter_from_rank0(module, model, path, spec.key, names)
     return module
+
+
+def _names_in_files(module: nn.Module, has_score: bool) -> dict[str, str]:
+    """Return the names of the parameters to load, by their names in the model's files.
+
+    Args:
+        has_score: the files have the head of a value model. Else it starts at 0.
+    """
+    names = {}
+    for name, _ in module.named_parameters():
+        file_name = hugging_face_name(name)
+        if name.startswith(_VALUE_HEAD):
+            file_name = name.replace(_VALUE_HEAD, _SCORE_HEAD) if has_score else None
+        if file_name is not None:
+            names[file_name] = name
+    return names
 
 
 def _scatter_from_rank0(module: nn.Module, model: ModelConfig, path: str, key: str, names: dict[str, str]) -> None:
