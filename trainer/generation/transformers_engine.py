@@ -140,13 +140,13 @@ class TransformersEngine:
             tokens[rows, done:end] = new.cpu().numpy()
             logprobs[rows, done:end] = torch.cat(sampler.logprobs, dim=-1).numpy()
             stopped = np.isin(tokens[rows, done:end], sampling.stop_token_ids).any(axis=1)
-            going_on = np.flatnonzero(~stopped).tolist() if end < sampling.max_tokens else []
-            rows, done = [rows[i] for i in going_on], end
+            continuing = np.flatnonzero(~stopped).tolist() if end < sampling.max_tokens else []
+            rows, done = [rows[i] for i in continuing], end
             if rows:
-                sampler.keep(going_on)
-                ids, cache = output.sequences[going_on], output.past_key_values
-                attention = torch.cat([attention, torch.ones_like(new)], dim=1)[going_on]
-                cache.batch_select_indices(torch.tensor(going_on, device=self._device))
+                sampler.keep(continuing)
+                ids, cache = output.sequences[continuing], output.past_key_values
+                attention = torch.cat([attention, torch.ones_like(new)], dim=1)[continuing]
+                cache.batch_select_indices(torch.tensor(continuing, device=self._device))
         return [self._completion(t, p, sampling) for t, p in zip(tokens, logprobs, strict=True)]
 
     def _extend(

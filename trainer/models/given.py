@@ -56,6 +56,7 @@ _SHORT = 200
 _MEDIUM = 1 << 16
 """An object whose JSON has at most this many characters is kept key by key."""
 _SHOWN = 4
+_DIGEST = "xxh3-128 "
 
 
 def read_given(directory: str, with_code: bool, patterns: tuple[str, ...] = MODEL_FILES) -> Given:
@@ -140,9 +141,6 @@ def _leaves(content: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any
         else:
             found.append((prefix + _RENAMED.get(key, key), value))
     return found
-
-
-_DIGEST = "xxh3-128 "
 
 
 def _short(value: Any) -> Any:

@@ -43,7 +43,7 @@ class RankUpdate:
     """The result of the update of a role in one step, on one rank. It is here because the driver reads it, too."""
 
     metrics: dict[str, float]
-    """Means over the mini-batches (see `TrainedWorker.train`)."""
+    """Means over the mini-batches (see `TrainedWorker.update`)."""
     rows: np.ndarray
     """`(n,)`: the rows of the batch whose old log-probs this rank computed; empty if the loss needed none."""
     logprobs: np.ndarray

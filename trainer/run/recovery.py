@@ -69,7 +69,7 @@ class Recovery:
                 machines are cured: a model that cannot be loaded is no accident.
 
         Raises:
-            JobFault: the run itself is at fault.
+            NonRetryableError: the run itself is at fault.
             Exception: `error`.
         """
         self._record_restart("restarted the ranks without success")

@@ -18,8 +18,8 @@ _HISTORY = 20
 _FEWEST = 3
 _SLOWER = 1.25
 """How far above the slowest of the steps before counts as slow. The speed of a run varies by itself."""
-
-
+OWN_SPEED = 0.75
+"""A rank below this share of the fastest rank's speed counts as slow. GPUs of one kind differ by less."""
 _WATCHED = (
     "policy/loss",
     "policy/grad_norm",
@@ -66,10 +66,6 @@ def _rises(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
 def _range(values: Sequence[float]) -> str:
     low, high = min(values), max(values)
     return f"{low:g}" if low == high else f"{low:g} to {high:g}"
-
-
-OWN_SPEED = 0.75
-"""A rank below this share of the fastest rank's speed counts as slow. GPUs of one kind differ by less."""
 
 
 def name_slow_ranks(speeds: Mapping[FailureSource, float]) -> str:

@@ -37,6 +37,16 @@ from trainer.run.run_metadata import HOLDS_A_RUN
 
 LOG = logging.getLogger(__name__)
 
+_NOT_SHOWN = ("trainer.resume_", "trainer.load_components", "trainer.allow_")
+_NAMED_AFTER_RUN = ("trainer.run_dir", "trainer.ckpt_path", "trainer.export_path", "logger.name", "logger.group")
+"""Keys that follow `trainer.run_name`, unless they are set."""
+_NOT_COMPARED = {
+    compatibility.ALL_METRICS: "replayed steps are not compared with what was logged",
+    compatibility.OF_UPDATE: "of the replayed steps, the first alone is compared with what was logged, and only in "
+    f"what comes before its update (not in {', '.join(compatibility.OF_UPDATE)})",
+    compatibility.OF_VALIDATION: "replayed steps are not compared with what was logged in val/",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Resume:
@@ -238,14 +248,3 @@ def compare(cfg: Config, checkpoint: Checkpoint, fork: bool) -> Resume:
         and compatibility.same_rounding(changes, rules),
         altered=altered,
     )
-
-
-_NOT_SHOWN = ("trainer.resume_", "trainer.load_components", "trainer.allow_")
-_NAMED_AFTER_RUN = ("trainer.run_dir", "trainer.ckpt_path", "trainer.export_path", "logger.name", "logger.group")
-"""Keys that follow `trainer.run_name`, unless they are set."""
-_NOT_COMPARED = {
-    compatibility.ALL_METRICS: "replayed steps are not compared with what was logged",
-    compatibility.OF_UPDATE: "of the replayed steps, the first alone is compared with what was logged, and only in "
-    f"what comes before its update (not in {', '.join(compatibility.OF_UPDATE)})",
-    compatibility.OF_VALIDATION: "replayed steps are not compared with what was logged in val/",
-}
