@@ -98,7 +98,7 @@ class Trainer:
         self.server = server
         self.audit: ReplayAudit | None = None
         self.schedule = SaveSchedule(t.ckpt_interval, t.ckpt_interval_minutes, t.mean_time_between_failures)
-        self._begin()
+        self._reset_state()
         self.recovery = Recovery(t, stop, cfg.task.optimizer)
         self.exporter = PolicyExporter(
             learner.ranks,
@@ -121,7 +121,7 @@ class Trainer:
             NotSavedError: the last save failed.
         """
         seed_rng(derive_seed(self.cfg.trainer.seed, "driver"))  # for user code
-        begin = [
+        resets = [
             partial(self.learner.kl.load_state_dict, self.learner.kl.state_dict()),
             partial(self.source.load_state_dict, self.source.state_dict()),
             partial(restore_rng, capture_rng()),
@@ -136,7 +136,7 @@ class Trainer:
                 except Exception as error:
                     SIGNALS.restarting()
                     self.recovery.accept(self.learner.cluster.examine(error), self.saves.last_good, is_loaded)
-                    load = partial(self._restart, begin)
+                    load = partial(self._restart, resets)
                 except Stopped as reason:
                     self.recovery.stopped(reason)
                     raise
@@ -241,15 +241,15 @@ class Trainer:
                 self.export(target)
         return metrics
 
-    def _begin(self) -> None:
+    def _reset_state(self) -> None:
         """Build the state with which ranks start. `_train` then loads the last commit."""
         t, resume = self.cfg.trainer, self.directory.resume
         self.state = TrainerState()
         self.saves = SaveTracker(t.ckpt_path, t.ckpt_failures_allowed, self.schedule)
         self.saves.last_good = resume.checkpoint.path if resume is not None else ""
 
-    def _restart(self, begin: Sequence[Callable[[], None]]) -> None:
-        """Start new ranks. `begin` brings KL controller, source and random generators back to where the run began."""
+    def _restart(self, resets: Sequence[Callable[[], None]]) -> None:
+        """Start new ranks. `resets` bring KL controller, source and random generators back to where the run began."""
         with stage("starting the ranks again"):
             self.checkpoints.wait(time_limits.SAVE_END_S)  # a save under way is good if its ranks live
             self.learner.close()
@@ -259,10 +259,10 @@ class Trainer:
             self.directory.rediscover()
             self.recovery.lost_s = self.directory.lost_seconds()
             self.recovery.watch(read_metrics(self.directory.metrics_file))
-            self._begin()
+            self._reset_state()
             self.timer.pop()
-            for bring_back in begin:
-                bring_back()
+            for reset in resets:
+                reset()
             self.learner.restart(self.model_path)
 
     def _accept_mismatch(self, problem: str) -> bool:

@@ -127,13 +127,7 @@ class ReplayAudit:
         """
         if not self._expected:
             if step <= self._start + _WATCHED_STEPS:
-                for jump in jumps(metrics, self._history, self._watched):
-                    LOG.warning(
-                        "after the resume, %s; if the next steps do not return to what was before, go back with "
-                        "`trainer checkpoint rollback %s --to` and a step before that",
-                        jump,
-                        shlex.quote(os.path.dirname(self._path)),
-                    )
+                self._warn_of_jumps(metrics)
             return None
         row = self._expected.pop(step, None)
         if row is not None:
@@ -148,17 +142,27 @@ class ReplayAudit:
             self._expected, self._all_steps = {}, False  # the weights are others from now on
         if not self._expected:
             self._discard()
-            if not self._matched:
-                return None
-            how = "identical" if self._tolerance == 0 else f"equal to {self._tolerance:g}"
-            limits = [f"without {', '.join(self._altered)}, which the new config alters"] if self._altered else []
-            first = "the first step" if self._matched == 1 else "these steps"
-            limits += [] if self._all_steps else [f"{first} alone can be compared with this config"]
-            limits += ["sampled values as far as chance allows"] if self._by_chance else []
-            shown = f" ({'; '.join(limits)})" if limits else ""
-            steps = "step" if self._matched == 1 else "steps"
-            LOG.info("resume verified: %d replayed %s %s%s", self._matched, steps, how, shown)
+            if self._matched:
+                self._log_verified()
         return None
+
+    def _warn_of_jumps(self, metrics: Mapping[str, float]) -> None:
+        for jump in jumps(metrics, self._history, self._watched):
+            LOG.warning(
+                "after the resume, %s; if the next steps do not return to what was before, go back with "
+                "`trainer checkpoint rollback %s --to` and a step before that",
+                jump,
+                shlex.quote(os.path.dirname(self._path)),
+            )
+
+    def _log_verified(self) -> None:
+        how = "identical" if self._tolerance == 0 else f"equal to {self._tolerance:g}"
+        limits = [f"without {', '.join(self._altered)}, which the new config alters"] if self._altered else []
+        steps, these = ("step", "the first step") if self._matched == 1 else ("steps", "these steps")
+        limits += [] if self._all_steps else [f"{these} alone can be compared with this config"]
+        limits += ["sampled values as far as chance allows"] if self._by_chance else []
+        shown = f" ({'; '.join(limits)})" if limits else ""
+        LOG.info("resume verified: %d replayed %s %s%s", self._matched, steps, how, shown)
 
     def _difference(self, logged: Mapping[str, Any], now: Mapping[str, float], from_journal: bool) -> str | None:
         """Return the first metric that differs by more than it may."""
