@@ -82,7 +82,7 @@ def load_config(model: ModelConfig, path: str, key: str = POLICY_KEY) -> Pretrai
         raise UserError(f"{key}={path}: its config.json cannot be used ({first_line(error)})") from error
 
 
-def write_assets(model_path: str, directory: str, tokenizer: Any, trust_remote_code: bool = False) -> None:
+def write_assets(model_path: str, directory: str, tokenizer: Any, trust_remote_code: bool) -> None:
     """Write the files of a model directory except weights: config, generation config and tokenizer."""
     from transformers import AutoConfig, GenerationConfig
 

@@ -72,7 +72,7 @@ def read_given(directory: str, with_code: bool, patterns: tuple[str, ...] = MODE
     return {name: read_file_given(os.path.join(directory, name)) for name in names}
 
 
-def given_files(directory: str, with_code: bool, patterns: tuple[str, ...] = MODEL_FILES) -> list[str]:
+def given_files(directory: str, with_code: bool, patterns: tuple[str, ...]) -> list[str]:
     """Return the names of these files, sorted. See `read_given`."""
     patterns = (*patterns, _CODE) if with_code else patterns
     found = {name for one in patterns for name in glob.glob(one, root_dir=directory, recursive=True)}

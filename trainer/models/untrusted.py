@@ -38,8 +38,11 @@ _STARTS_OF_BIN = (b"PK\x03\x04", b"\x80\x02")
 _checked: set[tuple[str, int, int]] = set()
 
 
-def check_model_files(path: str, key: str = "model.path") -> None:
+def check_model_files(path: str, key: str) -> None:
     """Check the files of the model directory `path`. Files that this process has checked before are not read again.
+
+    Args:
+        key: names the directory in messages.
 
     Raises:
         UserError: a file is no regular file, is too large for its kind, or has a header that cannot be true; or an

@@ -156,7 +156,7 @@ def check_stale(loss: Callable[..., Any], config: Config, owner: str) -> None:
         )
 
 
-def _try_estimator(function: Callable[..., Any], algorithm: AlgorithmConfig, scores: Collection[str] = ()) -> None:
+def _try_estimator(function: Callable[..., Any], algorithm: AlgorithmConfig, scores: Collection[str]) -> None:
     """Call an advantage estimator.
 
     Args:
@@ -172,7 +172,7 @@ def _try_estimator(function: Callable[..., Any], algorithm: AlgorithmConfig, sco
         raise TypeError("it must return (advantages, returns), both of the shape of the rewards")
 
 
-def _try_loss(function: Callable[..., Any], algorithm: AlgorithmConfig, scores: Collection[str] = ()) -> None:
+def _try_loss(function: Callable[..., Any], algorithm: AlgorithmConfig, scores: Collection[str]) -> None:
     """Call a policy loss.
 
     Args:

@@ -13,11 +13,12 @@ import torch.distributed as dist
 from trainer.config.engines import EngineSpec
 
 
-def pick_device(device: str, engine: EngineSpec | None = None) -> str:
+def pick_device(device: str, engine: EngineSpec | None) -> str:
     """Return `cuda` or `cpu` for the value of `trainer.device`.
 
     Args:
-        engine: with `auto`, a GPU is not used if the installed build of this engine cannot use it.
+        engine: with `auto`, a GPU is not used if the installed build of this engine cannot use it. None: no
+            engine runs.
     """
     if device != "auto":
         return device

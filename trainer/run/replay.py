@@ -204,7 +204,7 @@ def beyond_chance(
     logged: Mapping[str, Any],
     now: Mapping[str, float],
     history: Sequence[Mapping[str, Any]],
-    watched: Sequence[str] = WATCHED,
+    watched: Sequence[str],
 ) -> str | None:
     """Return the first metric that differs although some tokens may have been sampled differently.
 
