@@ -250,12 +250,12 @@ class PlainRank:
         self.compute()
         self._weights += 1
 
-    def release_memory(self, needed: int = 0, beside: Sequence[int] = ()) -> None:
+    def release_memory(self, needed: int = 0, colocated: Sequence[int] = ()) -> None:
         """It keeps 20 percent, or what a file `keeps` says."""
         path = self._directory / "keeps"
         kept = int(path.read_text()) if path.exists() else 20
         self._gpu.hold(kept)
-        if self._rank in beside and needed > 100 - kept:
+        if self._rank in colocated and needed > 100 - kept:
             raise UserError(f"an engine needs {needed} beside {kept}")
 
     def weight_bytes(self, dtype: str) -> int:
@@ -304,8 +304,8 @@ class PlainRanks:
     def start(self, role: str, method: str, *args: Any) -> CallFutures:
         return self.policy.start("call", role, method, *args)
 
-    def release_memory(self, needed: int = 0, beside: Sequence[int] = ()) -> None:
-        self.policy.call("release_memory", needed, beside)
+    def release_memory(self, needed: int = 0, colocated: Sequence[int] = ()) -> None:
+        self.policy.call("release_memory", needed, colocated)
 
     def check_shared(self, dtype: str) -> None:
         pass

@@ -54,7 +54,7 @@ class FixedWeights:
     def start(self, role: str, method: str, *args: Any) -> CallFutures:
         raise AssertionError("no ranks can send these weights")
 
-    def release_memory(self, needed: int = 0, beside: Sequence[int] = ()) -> None:
+    def release_memory(self, needed: int = 0, colocated: Sequence[int] = ()) -> None:
         """Do nothing: there is nothing on a GPU."""
 
     def check_shared(self, dtype: str) -> None:

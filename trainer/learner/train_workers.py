@@ -249,15 +249,15 @@ class TrainWorkers:
         moved = {"steps_added": steps_added} if steps_added else {}  # a reference has no schedule
         self.call(role, "load", files, kinds, **moved)
 
-    def release_memory(self, needed: int = 0, beside: Sequence[int] = ()) -> None:
+    def release_memory(self, needed: int = 0, colocated: Sequence[int] = ()) -> None:
         """Let every rank give unused GPU memory back.
 
         Args:
             needed: bytes that an engine will take of the GPU of a rank of the policy (see `Rank.release_memory`).
-            beside: the ranks of the policy that share their GPU with an engine.
+            colocated: the ranks of the policy that share their GPU with an engine.
         """
         for group, _ in self._hosts():
-            group.call("release_memory", *((needed, tuple(beside)) if group is self.policy else ()))
+            group.call("release_memory", *((needed, tuple(colocated)) if group is self.policy else ()))
 
     def pop_stall_seconds(self) -> float:
         """Seconds that the slowest rank has waited for a save since this was last asked."""

@@ -207,14 +207,14 @@ class Rank:
                 while file.read(_READ_BYTES):
                     pass
 
-    def release_memory(self, needed: int = 0, beside: Sequence[int] = ()) -> None:
+    def release_memory(self, needed: int = 0, colocated: Sequence[int] = ()) -> None:
         """Free GPU memory for engines: move what `trainer.offload` says, and return torch's cached memory.
 
         Methods that need it bring it back. Not a collective.
 
         Args:
             needed: bytes of each GPU that an engine will take. 0: do not check.
-            beside: the ranks that share their GPU with an engine.
+            colocated: the ranks that share their GPU with an engine.
 
         Raises:
             UserError: there will not be so much room beside this rank.
@@ -229,7 +229,7 @@ class Rank:
                     states = worker.optimizer_tensors() if isinstance(worker, TrainedWorker) else []
                     self._offload(role, weights, states)
             torch.cuda.empty_cache()
-            if needed and self.rank in beside:
+            if needed and self.rank in colocated:
                 self._check_engine(needed)
 
     def offloaded_bytes(self, optimizer: bool = True) -> int:
