@@ -54,7 +54,7 @@ _PURPOSES = ("step {}", "the baselines of step {}")
 """Names what the calls of a group are for, in messages."""
 
 
-class Lineage:
+class WeightHistories:
     """The histories of the weights of this run, by version. Thread-safe."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class GroupThread(BatchThread):
     def __init__(self, row: SampleIndex, last_step: int, version: int, source: InFlightSource):
         self.row = row
         self.last_step = last_step
-        self.lineage = source.lineage
+        self.histories = source.histories
         self.calls: list[_RecordedInFlight] = []
         """Its episodes, and its baselines."""
         self.is_needed = False
@@ -147,11 +147,11 @@ class GroupThread(BatchThread):
         Waits for the version of one that may become valid.
         """
         for version, history in journal.candidates(key):
-            while not self.lineage.wait(version) and not self.is_needed:
+            while not self.histories.wait(version) and not self.is_needed:
                 self.is_waiting = True
                 self.check()
             self.is_waiting = False
-            if self.lineage.includes(version, history) and (found := journal.take(key, version, history)) is not None:
+            if self.histories.includes(version, history) and (found := journal.take(key, version, history)) is not None:
                 return found, (version, history)
         return None
 
@@ -220,7 +220,7 @@ class _RecordedInFlight(RecordedGroups):
         """Other groups follow soon, and go into the same file."""
 
     def _record(self, groups: Mapping[str, list[Episode]]) -> None:
-        version, history = self._thread.lineage.newest  # the engines never have newer weights than that
+        version, history = self._thread.histories.newest  # the engines never have newer weights than that
         if groups:
             self.sampled_by = version, history
         self._journal.add(self._thread.last_step, groups, history, version)
@@ -235,7 +235,7 @@ class InFlightSource(SamplingSource):
         self, cfg: Config, runner: RolloutRunner, train: PromptSet, timer: Timer, needs_baselines: bool = False
     ):
         super().__init__(cfg, runner, train, timer, needs_baselines)
-        self.lineage = Lineage()
+        self.histories = WeightHistories()
         self.ended = threading.Condition()
         """Notified when the thread of a group ends."""
         self._threads: dict[int, GroupThread] = {}
@@ -253,13 +253,13 @@ class InFlightSource(SamplingSource):
         return False
 
     def start(self, version: int, is_initial: bool) -> None:
-        self.lineage.add(version, self.runner.journal.history)
+        self.histories.add(version, self.runner.journal.history)
         super().start(version, is_initial)
         self.running = "keep"
 
     def publish(self, version: int) -> None:
         """Give the engines the policy's new weights now; requests that are under way continue with these."""
-        self.lineage.add(version, self.runner.journal.history)  # before the first token of these weights
+        self.histories.add(version, self.runner.journal.history)  # before the first token of these weights
         super().publish(version)
         self.running = "keep"
         self._window.publish()
@@ -279,7 +279,7 @@ class InFlightSource(SamplingSource):
         versions += [thread.oldest_version for thread in self._threads.values()]
         if (recorded := self.runner.journal.oldest_version()) is not None:  # with a larger limit, perhaps
             versions.append(recorded)
-        self.lineage.forget_before(min(versions))
+        self.histories.forget_before(min(versions))
         super().commit(step)
 
     def _begin_ahead(self) -> None:
@@ -414,7 +414,7 @@ class InFlightSource(SamplingSource):
         The part of the steps ahead is empty. It warns of rollouts that a run with `rollout.ahead` has saved.
         """
         shape: dict[Any, Any] = {"histories": {str: str}}
-        part = json_part("in_flight", self.lineage.state_dict, self.lineage.load_state_dict, shape, kinds=("data",))
+        part = json_part("in_flight", self.histories.state_dict, self.histories.load_state_dict, shape, kinds=("data",))
         ahead = [dataclasses.replace(of_ahead, if_missing="") for of_ahead in super().parts()]
         return [*ahead, dataclasses.replace(part, if_missing="was not sampled in flight")]
 
