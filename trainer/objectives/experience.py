@@ -159,7 +159,11 @@ def _correction_of(batch: Batch, algorithm: AlgorithmConfig, kind: str) -> tuple
 
 
 def correction_of_tokens(
-    old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, mask: torch.Tensor, a: AlgorithmConfig, kind: str
+    old_logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    mask: torch.Tensor,
+    algorithm: AlgorithmConfig,
+    kind: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `correction_weights` with the options of the config."""
     return correction_weights(
@@ -167,14 +171,18 @@ def correction_of_tokens(
         rollout_logprobs,
         mask,
         kind=kind,
-        level=a.rollout_correction_level,
-        low=a.rollout_correction_low,
-        high=a.rollout_correction_high,
+        level=algorithm.rollout_correction_level,
+        low=algorithm.rollout_correction_low,
+        high=algorithm.rollout_correction_high,
     )
 
 
 def mask_rows(
-    batch: Batch, rewards: np.ndarray, status: Sequence[str], a: AlgorithmConfig, learnable: np.ndarray | None = None
+    batch: Batch,
+    rewards: np.ndarray,
+    status: Sequence[str],
+    algorithm: AlgorithmConfig,
+    learnable: np.ndarray | None = None,
 ) -> Batch:
     """Return `batch` with `mask` 0 in the rows that are not to be learnt from.
 
@@ -183,11 +191,11 @@ def mask_rows(
         learnable: `(B,)`, the rows that can be learnt from (see `choose_learnable_rows`). None: all rows.
     """
     keep = np.ones(len(rewards), dtype=bool) if learnable is None else learnable.copy()
-    if a.filter_zero_variance and keep.any():
+    if algorithm.filter_zero_variance and keep.any():
         rows = np.flatnonzero(keep)
         group_ids = torch.from_numpy(batch["group_ids"][rows])
         keep[rows] = informative_groups(torch.from_numpy(rewards[rows]), group_ids).numpy()
-    if a.overlong_masking:
+    if algorithm.overlong_masking:
         keep &= np.asarray(status) != "length"
     return batch if keep.all() else {**batch, "mask": batch["mask"] * keep[:, None]}
 

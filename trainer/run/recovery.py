@@ -35,10 +35,10 @@ class Recovery:
         optimizer: config section of the optimizer, for advice.
     """
 
-    def __init__(self, t: TrainerConfig, stop: StopRequest, optimizer: str):
-        self._run_dir = t.run_dir
-        self._limit = t.max_restarts
-        self._restarts = Restarts(t.max_restarts, 60 * t.restart_window_minutes)
+    def __init__(self, trainer: TrainerConfig, stop: StopRequest, optimizer: str):
+        self._run_dir = trainer.run_dir
+        self._limit = trainer.max_restarts
+        self._restarts = Restarts(trainer.max_restarts, 60 * trainer.restart_window_minutes)
         self._stop = stop
         self._optimizer = optimizer
         self._failure: Exception | None = None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from trainer.config import Config
-from trainer.environments.episode_runner import Generation, RolloutRequest
+from trainer.environments.episode_runner import EpisodeRunner, Generation, RolloutRequest
 from trainer.episodes import Episode
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.engine_pool import EnginePool
@@ -247,22 +247,16 @@ class RolloutRunner:
         progress: BatchProgress,
     ) -> Iterator[dict[int, Episode]]:
         """Yield the episodes of these requests as they end. Several runners share the rounds."""
-        indices: dict[int, list[int]] = {}
-        runners = {id(route.episodes): route.episodes for route in self.routes.values()}
-        of_source = {source: id(route.episodes) for source, route in self.routes.items()}
-        limits = {source: error_limit(route.cfg) for source, route in self.routes.items()}
+        by_runner: dict[EpisodeRunner, list[int]] = {}
         for index, request in enumerate(requests):
-            indices.setdefault(of_source[request.prompt.source], []).append(index)
+            by_runner.setdefault(self.routes[request.prompt.source].episodes, []).append(index)
+        limits = {source: error_limit(route.cfg) for source, route in self.routes.items()}
         totals = Counter(limits[request.prompt.source] for request in recorded.requests)
-        parts = [
-            RunnerPart(
-                runners[runner],
-                [requests[index] for index in own],
-                own,
-                totals[limits[requests[own[0]].prompt.source]] - len(own) if recorded.are_failures_judged else None,
-            )
-            for runner, own in indices.items()
-        ]
+        parts = []
+        for runner, indices in by_runner.items():
+            limit = limits[requests[indices[0]].prompt.source]
+            known = totals[limit] - len(indices) if recorded.are_failures_judged else None
+            parts.append(RunnerPart(runner, [requests[index] for index in indices], indices, known))
         if len(parts) == 1:
             yield from parts[0].episodes.run(requests, generate, progress.timer, parts[0].known, progress.check)
             return
