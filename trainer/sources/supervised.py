@@ -82,28 +82,32 @@ class SupervisedSource(LedgerSource):
     """Examples drawn in epochs, as many a step as fill `sft.batch_size` rows of `sft.max_length` tokens.
 
     Args:
-        parts: the data sets.
+        datasets: the examples of each.
         seed: of the run.
-        weights: of the sources of `data.mix`, by their names, in the order of `parts`. Empty: there is no mix.
+        weights: of the sources of `data.mix`, by their names, in the order of `datasets`. Empty: there is no mix.
     """
 
     def __init__(
-        self, sft: SFTConfig, parts: Sequence[Sequence[Sample]], seed: int, weights: Mapping[str, float] | None = None
+        self,
+        sft: SFTConfig,
+        datasets: Sequence[Sequence[Sample]],
+        seed: int,
+        weights: Mapping[str, float] | None = None,
     ):
         self.sft = sft
-        self._parts = parts
+        self._datasets = datasets
         self._seed = seed
         ledger: Ledger | MixLedger
         if weights:
-            by_name = dict(zip(weights, parts, strict=True))
+            by_name = dict(zip(weights, datasets, strict=True))
             ledgers = {
-                name: Ledger([part], seed, "examples", partial(fingerprint_of, [part]), source=name)
-                for name, part in by_name.items()
+                name: Ledger([dataset], seed, "examples", partial(fingerprint_of, [dataset]), source=name)
+                for name, dataset in by_name.items()
             }
-            ledger = MixLedger(ledgers, weights, {name: len(part) for name, part in by_name.items()})
+            ledger = MixLedger(ledgers, weights, {name: len(dataset) for name, dataset in by_name.items()})
         else:
-            ledger = Ledger(parts, seed, "examples", partial(fingerprint_of, parts), sft.weights)
-        super().__init__(ledger, f"{sum(map(len, parts)):,} examples")
+            ledger = Ledger(datasets, seed, "examples", partial(fingerprint_of, datasets), sft.weights)
+        super().__init__(ledger, f"{sum(map(len, datasets)):,} examples")
 
     def draw(self, step: int) -> list[tuple[SampleIndex, Sequence[Episode]]]:
         """Return the next examples: they fill rows in order, until the next one does not fit into the last row."""
@@ -126,16 +130,16 @@ class SupervisedSource(LedgerSource):
 
     def some_examples(self, count: int) -> list[Sample]:
         """Return at most `count` of the examples, drawn by the seed of the run."""
-        examples = [example for part in self._parts for example in part]
+        examples = [example for dataset in self._datasets for example in dataset]
         return [examples[i] for i in permutation(len(examples), self._seed, "some examples")[:count]]
 
 
-def fingerprint_of(parts: Sequence[Sequence[Sample]]) -> str:
+def fingerprint_of(datasets: Sequence[Sequence[Sample]]) -> str:
     """Return a digest of data sets of examples."""
     digest = xxhash.xxh3_128()
-    for part in parts:
-        digest.update(f"data set of {len(part)}".encode())
-        for sample in part:
+    for dataset in datasets:
+        digest.update(f"data set of {len(dataset)}".encode())
+        for sample in dataset:
             digest.update(f"example of {len(sample.token_ids)}".encode())
             digest.update(sample.token_ids.astype(np.int64).tobytes())
             for values in (sample.mask, [] if sample.logprobs is None else sample.logprobs):

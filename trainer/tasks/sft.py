@@ -50,12 +50,12 @@ def _warn_of_curricula(cfg: Config) -> None:
 def _examples(cfg: Config, tokenizer: Any, path: str) -> SupervisedSource:
     vocab_size = load_config(cfg.model, path).get_text_config().vocab_size
     weights = {name: source.weight for name, source in sorted(cfg.data.mix.items())}
-    parts = [
-        part
+    datasets = [
+        dataset
         for source in train_sources(cfg)
-        for part in load_train(cfg.of_source(source).data, cfg.sft, tokenizer, vocab_size)
+        for dataset in load_train(cfg.of_source(source).data, cfg.sft, tokenizer, vocab_size)
     ]
-    return SupervisedSource(cfg.sft, parts, cfg.trainer.seed, weights)
+    return SupervisedSource(cfg.sft, datasets, cfg.trainer.seed, weights)
 
 
 def _check_inputs(cfg: Config, asks_servers: bool) -> None:
