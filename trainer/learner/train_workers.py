@@ -48,17 +48,21 @@ class StoredBatch:
     """A batch whose shares are stored for the ranks. Roles whose micro-batches have the same limits have one copy.
 
     Args:
-        parts: the rows of each mini-batch. None: the batch is scored as a whole.
+        mini_batches: the rows of each. None: the batch is scored as a whole.
         keeps_groups: no micro-batch has a part of a group.
     """
 
     def __init__(
-        self, cluster: Cluster, batch: Batch, parts: Sequence[np.ndarray] | None = None, keeps_groups: bool = False
+        self,
+        cluster: Cluster,
+        batch: Batch,
+        mini_batches: Sequence[np.ndarray] | None = None,
+        keeps_groups: bool = False,
     ):
         self.shape: tuple[int, int] = batch["input_ids"].shape
         self._cluster = cluster
         self._batch = batch
-        self._parts = [np.arange(self.shape[0])] if parts is None else parts
+        self._mini_batches = [np.arange(self.shape[0])] if mini_batches is None else mini_batches
         self._keeps_groups = keeps_groups
         self._stored: dict[tuple[Limits, int], list[Any]] = {}
 
@@ -70,7 +74,7 @@ class StoredBatch:
         """
         key = limits, max(indices) + 1
         if key not in self._stored:
-            shares = divide(self._batch, self._parts, *key, self._keeps_groups)
+            shares = divide(self._batch, self._mini_batches, *key, self._keeps_groups)
             self._stored[key] = [self._cluster.put(share) for share in shares]
         return [self._stored[key][index] for index in indices]
 

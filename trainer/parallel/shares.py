@@ -72,17 +72,17 @@ class _Planned:
 
 
 def divide(
-    batch: Batch, parts: Sequence[np.ndarray], limits: Limits, num_ranks: int, keeps_groups: bool = False
+    batch: Batch, mini_batches: Sequence[np.ndarray], limits: Limits, num_ranks: int, keeps_groups: bool = False
 ) -> list[Share]:
     """Return the share of each data-parallel rank.
 
     Args:
         batch: `input_ids`, `mask`: `(B, T)`; `lengths`, `group_ids`: `(B,)`; further arrays of these shapes.
-        parts: the rows of each mini-batch: whole groups.
+        mini_batches: the rows of each: whole groups. A batch that is scored is one.
         keeps_groups: no micro-batch has a part of a group.
     """
     known = has_old_logprobs(batch)
-    planned = [_plan(batch, rows, known, limits, num_ranks, keeps_groups) for rows in parts]
+    planned = [_plan(batch, rows, known, limits, num_ranks, keeps_groups) for rows in mini_batches]
     return [_share(batch, planned, rank) for rank in range(num_ranks)]
 
 

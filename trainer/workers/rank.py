@@ -137,15 +137,15 @@ class Rank:
 
     def update(self, role: str, batch: Batch, step: int, numbers: Mapping[str, float] | None = None) -> RankUpdate:
         """Make all optimizer steps of a role in one step, without a driver: each rank has the whole batch."""
-        parts = self.objective.mini_batches(batch, step)
-        share = self._share(role, batch, parts, keeps_groups=self.objective.unit == GROUP)
-        totals = [self.objective.totals(role, select(batch, rows)) for rows in parts]
+        mini_batches = self.objective.mini_batches(batch, step)
+        share = self._share(role, batch, mini_batches, keeps_groups=self.objective.unit == GROUP)
+        totals = [self.objective.totals(role, select(batch, rows)) for rows in mini_batches]
         return self.call(role, "update", share, step, totals, numbers)
 
-    def _share(self, role: str, batch: Batch, parts: Sequence[np.ndarray], keeps_groups: bool = False) -> Share:
+    def _share(self, role: str, batch: Batch, mini_batches: Sequence[np.ndarray], keeps_groups: bool = False) -> Share:
         assert self.layout is not None, "connect first"
         index, limits = self.roles[role].limits()
-        return divide(batch, parts, limits, self.layout.dp_size, keeps_groups)[index]
+        return divide(batch, mini_batches, limits, self.layout.dp_size, keeps_groups)[index]
 
     def _memory_snapshots(self, role: str) -> AbstractContextManager[None]:
         dump = torch.cuda.memory._dump_snapshot if self.device == "cuda" else None
