@@ -84,44 +84,45 @@ class RolloutEvaluator:
         sets: dict[str, list[Episode]] = {}
         with self._runner.awake():
             if with_default and self._prompts:
-                greedy, sampled = self._run_default(step, metrics)
+                greedy, sampled = self._run_default(step)
+                metrics = self._reward_metrics(greedy, step) | (self._pass_at_k(sampled) if sampled else {})
             for name in names:
-                sets[name] = self._run_set(name, step, metrics)
+                sets[name] = self._run_set(name, step)
+                metrics |= self._set_metrics(name, sets[name], step)
         self._runner.journal.wait()  # what is logged must come back after a kill
         _check_version([*greedy, *sampled, *(episode for episodes in sets.values() for episode in episodes)])
         if greedy:
             self._warn_without_success(step)
         return Evaluation(metrics, greedy, sampled, sets)
 
-    def _run_default(self, step: int, metrics: dict[str, float]) -> tuple[list[Episode], list[Episode]]:
-        k, r, runner = self.cfg.rollout.val_n, self.cfg.rollout, self._runner
-        purpose = f"the evaluation of step {step}"
-        sampled: list[Episode] = []
-        greedy = runner.run(self._requests(step, [0], runner.greedy()), purpose)
-        metrics |= self._reward_metrics(greedy, purpose)
-        if k > 0:
-            sampling = runner.sampling(r.temperature or 1.0, r.top_p, r.top_k)
-            sampled = runner.run(self._requests(step, range(1, 1 + k), sampling), f"pass@{k} of step {step}")
-            metrics |= self._pass_at_k(sampled)
-        return greedy, sampled
+    def _run_default(self, step: int) -> tuple[list[Episode], list[Episode]]:
+        """Run the prompts that belong to no set; return their greedy episodes, and the sampled ones."""
+        r, runner = self.cfg.rollout, self._runner
+        greedy = runner.run(self._requests(step, [0], runner.greedy()), f"the evaluation of step {step}")
+        if r.val_n == 0:
+            return greedy, []
+        requests = self._requests(step, range(1, 1 + r.val_n), runner.sampling(r.temperature or 1.0, r.top_p, r.top_k))
+        return greedy, runner.run(requests, f"pass@{r.val_n} of step {step}")
 
-    def _run_set(self, name: str, step: int, metrics: dict[str, float]) -> list[Episode]:
-        """Run the episodes of a named set, those of one row together, and add its metrics."""
-        settings, purpose = self.cfg.data.val_sets[name], f"the evaluation of {name} in step {step}"
+    def _run_set(self, name: str, step: int) -> list[Episode]:
+        """Run the episodes of a named set, those of one row together."""
+        settings = self.cfg.data.val_sets[name]
         sampling = self._sampling_of(settings)
         requests = [
             RolloutRequest(prompt, f"val:{name}:{prompt.index}", step, number, sampling)
             for prompt in self._sets[name]
             for number in range(settings.n)
         ]
-        episodes = self._runner.run(requests, purpose)
-        rewards = rewards_by_row(episodes, settings.n)
-        found = means_of(row_values(rewards, settings.reward.success_threshold))
+        return self._runner.run(requests, f"the evaluation of {name} in step {step}")
+
+    def _set_metrics(self, name: str, episodes: Sequence[Episode], step: int) -> dict[str, float]:
+        """Return the metrics of the episodes of a named set."""
+        settings = self.cfg.data.val_sets[name]
+        found = means_of(row_values(rewards_by_row(episodes, settings.n), settings.reward.success_threshold))
         if not found:
-            LOG.warning("%s: no reward is known, so there is no accuracy", purpose)
+            LOG.warning("the evaluation of %s in step %d: no reward is known, so there is no accuracy", name, step)
         found["failures"] = float(sum(bool(episode.failure) for episode in episodes))
-        metrics |= {of_val_set(name, measure): value for measure, value in found.items()}
-        return episodes
+        return {of_val_set(name, measure): value for measure, value in found.items()}
 
     def _sampling_of(self, settings: ValSetConfig) -> Sampling:
         """Return how the completions of a named set are drawn."""
@@ -136,12 +137,15 @@ class RolloutEvaluator:
             RolloutRequest(p, f"val:{p.index}", step, number, sampling) for p in self._prompts for number in numbers
         ]
 
-    def _reward_metrics(self, greedy: Sequence[Episode], purpose: str) -> dict[str, float]:
+    def _reward_metrics(self, greedy: Sequence[Episode], step: int) -> dict[str, float]:
         """Return the metrics of greedy episodes. Without any whose reward is known, there is no mean."""
         metrics = {"val/failures": float(sum(bool(episode.failure) for episode in greedy))}
         rewards = np.asarray([episode.reward for episode in greedy if episode.reward is not None])
         if not len(rewards):
-            LOG.warning("%s: no reward is known, so there is no val/reward/mean and no val/accuracy", purpose)
+            LOG.warning(
+                "the evaluation of step %d: no reward is known, so there is no val/reward/mean and no val/accuracy",
+                step,
+            )
             return metrics
         metrics["val/reward/mean"] = float(rewards.mean())
         metrics["val/accuracy"] = float((rewards >= self.cfg.reward.success_threshold).mean())
