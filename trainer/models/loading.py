@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from trainer.config import SCORE, FSDPConfig, ModelConfig, RoleSpec
+from trainer.config import LM, SCORE, FSDPConfig, ModelConfig, RoleSpec
 from trainer.errors import UserError, describe_error, one_line
 from trainer.files.hf_hub import first_line
 from trainer.models.attention import PACKED, set_attention
@@ -40,27 +40,22 @@ _VALUE_HEAD, _SCORE_HEAD = "value_head.", "score."
 """Names of the head of a value model: in the module, and in files of transformers."""
 
 
-def load_causal_lm(model: ModelConfig, path: str, layout: Layout, spec: RoleSpec, seed: int = 0) -> nn.Module:
-    """Load the causal LM of the local directory `path`, split over the axes of `layout`. A collective.
+def load_model(model: ModelConfig, path: str, layout: Layout, spec: RoleSpec, seed: int = 0) -> nn.Module:
+    """Load the model of a role from the local directory `path`, split over the axes of `layout`. A collective.
+
+    Without the head of a language model, it has the same backbone with a value head. That of a trained model starts at
+    0. A frozen model has the head of its files (`score.weight`, as transformers saves a sequence classifier with one
+    label).
 
     Parameters are float32. Frozen ones are stored in the forward dtype, because no optimizer updates them.
 
     Args:
-        spec: the model's role: whether it is trained, its adapters, and its sharding.
+        spec: the model's role: its head, whether it is trained, its adapters, and its sharding.
         seed: seed of the adapters' initial values.
     """
-    lm, backbone = empty_causal_lm(model, load_config(model, path, spec.key), layout.sizes, spec)
-    return _shard_and_fill(lm, backbone, model, path, layout, spec, seed)
-
-
-def load_value_model(model: ModelConfig, path: str, layout: Layout, spec: RoleSpec, seed: int = 0) -> nn.Module:
-    """Load the same backbone with a value head instead of the LM head (see `load_causal_lm`). A collective.
-
-    The head of a trained model starts at 0. A frozen model has the head of its files (`score.weight`, as transformers
-    saves a sequence classifier with one label).
-    """
-    value_model, backbone = empty_value_model(model, load_config(model, path, spec.key), layout.sizes, spec)
-    return _shard_and_fill(value_model, backbone, model, path, layout, spec, seed)
+    empty_model = empty_causal_lm if spec.head == LM else empty_value_model
+    module, backbone = empty_model(model, load_config(model, path, spec.key), layout.sizes, spec)
+    return _shard_and_fill(module, backbone, model, path, layout, spec, seed)
 
 
 def empty_causal_lm(

@@ -19,7 +19,7 @@ from trainer.config.axes import axis_sizes
 from trainer.errors import RESTART_HINT, UserError, WorkerError
 from trainer.files.shared_memory import clear_abandoned
 from trainer.models.files import resolve_model_path
-from trainer.models.loading import load_causal_lm, load_value_model
+from trainer.models.loading import load_model
 from trainer.objectives.base import GROUP, Objective, make_objective
 from trainer.parallel.batching import Batch, RankUpdate, select
 from trainer.parallel.determinism import use_deterministic_kernels
@@ -38,7 +38,6 @@ from trainer.workers.gpu_memory import DeviceMemory, engine_problem, rank_proble
 from trainer.workers.offload import OffloadBuffer
 from trainer.workers.policy import FrozenWorker, PolicyWorker
 
-_LOADERS = {LM: load_causal_lm, VALUE: load_value_model, SCORE: load_value_model}
 _TRAINED: dict[str, type[TrainedWorker]] = {LM: PolicyWorker, VALUE: CriticWorker, SCORE: CriticWorker}
 _WITH_OPTIMIZER = ("update", "load")
 """Methods of workers that need the states of the optimizers."""
@@ -114,7 +113,7 @@ class Rank:
             assert policy is not None, "the role is the policy without its adapters"
             module = policy
         else:
-            module = _LOADERS[spec.head](cfg.model, path, layout, spec, cfg.trainer.seed)
+            module = load_model(cfg.model, path, layout, spec, cfg.trainer.seed)
         changing = partial(self._before_change, spec.name)
         if spec.trained:
             return _TRAINED[spec.head](spec, module, layout, self.objective, changing)

@@ -14,7 +14,7 @@ from torch import nn
 from tests.support.ranks import run_ranks
 from trainer.config import SCORE, Config, ModelConfig, RoleSpec, TinyConfig, critic_role, policy_role
 from trainer.errors import UserError
-from trainer.models.loading import load_causal_lm, load_value_model
+from trainer.models.loading import load_model
 from trainer.models.tiny import build_tiny
 from trainer.workers.rank import Rank
 
@@ -33,9 +33,9 @@ def full(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def load(rank: Rank, path: str) -> dict[str, Any]:
     model = ModelConfig(path=path)
-    policy = load_causal_lm(model, path, rank.layout, policy_role(rank.cfg))
-    critic = load_value_model(model, path, rank.layout, critic_role(rank.cfg))
-    frozen = load_value_model(model, path, rank.layout, RoleSpec("judge", head=SCORE, key="judge"))
+    policy = load_model(model, path, rank.layout, policy_role(rank.cfg))
+    critic = load_model(model, path, rank.layout, critic_role(rank.cfg))
+    frozen = load_model(model, path, rank.layout, RoleSpec("judge", head=SCORE, key="judge"))
     return {
         "policy": full(policy),
         "critic": full(critic),
@@ -51,7 +51,7 @@ def load(rank: Rank, path: str) -> dict[str, Any]:
 
 def refusal(rank: Rank, path: str) -> str:
     try:
-        load_causal_lm(ModelConfig(path=path), path, rank.layout, policy_role(rank.cfg))
+        load_model(ModelConfig(path=path), path, rank.layout, policy_role(rank.cfg))
     except UserError as error:
         return str(error)
     return ""
@@ -87,7 +87,7 @@ def test_a_model_in_another_format_is_loaded_on_rank_0_and_scattered(path):
 
 
 def load_policy(rank: Rank, path: str) -> dict[str, torch.Tensor]:
-    return full(load_causal_lm(ModelConfig(path=path), path, rank.layout, policy_role(rank.cfg)))
+    return full(load_model(ModelConfig(path=path), path, rank.layout, policy_role(rank.cfg)))
 
 
 @pytest.mark.parametrize(
