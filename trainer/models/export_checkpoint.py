@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from trainer.errors import UserError
-from trainer.files.atomic_io import digest_weights, read_file
-from trainer.files.documents import Shape, parse_object
+from trainer.files.atomic_io import digest_weights
+from trainer.files.documents import Shape
 from trainer.files.hf_hub import first_line
 from trainer.models.export import assign_to_files, atomic_directory, write_index
 from trainer.models.files import ADAPTER_CONFIG
 from trainer.models.lora import adapted_weight, adapter_parameters, peft_name
-from trainer.models.untrusted import check_model_files
+from trainer.models.untrusted import check_model_files, files_in_index, tensor_shapes
 
 DTYPES = ("float32", "bfloat16", "float16")
 _ADAPTER_FIELDS: dict[Any, Shape] = {
@@ -234,15 +234,12 @@ def _merged(files: SavedFiles, lora: dict[str, Any], base: str, target: torch.dt
 
 def _base_weights(base: str, target: torch.dtype) -> tuple[dict[str, str], dict[str, int]]:
     """Return the file of each weight in the directory `base`, and the size of each weight as `target`."""
-    from safetensors import SafetensorError, safe_open
-
     index = os.path.join(base, "model.safetensors.index.json")
     if os.path.exists(index):
         try:
-            weight_map = parse_object(read_file(os.path.realpath(index)), {"weight_map": {str: str}})["weight_map"]
+            shards = [os.path.join(base, name) for name in sorted(set(files_in_index(index).values()))]
         except (OSError, ValueError) as error:
             raise UserError(f"{index}: cannot be read ({first_line(error)})") from error
-        shards = [os.path.join(base, name) for name in sorted(set(weight_map.values()))]
     else:
         shards = sorted(glob.glob(os.path.join(glob.escape(base), "model*.safetensors")))
     if not shards:
@@ -250,13 +247,13 @@ def _base_weights(base: str, target: torch.dtype) -> tuple[dict[str, str], dict[
             f"{base}: contains no safetensors, and the adapters need the weights that were there; name their "
             "directory with --base, or write only the adapter with --adapter"
         )
-    file_of, sizes = {}, {}
+    file_of: dict[str, str] = {}
+    sizes: dict[str, int] = {}
     for file in shards:
         try:
-            with safe_open(file, framework="pt") as weights:
-                for name in weights.keys():  # noqa: SIM118, `weights` is not a dict
-                    file_of[name] = file
-                    sizes[name] = math.prod(weights.get_slice(name).get_shape()) * target.itemsize
-        except (OSError, SafetensorError) as error:
+            shapes = dict(sorted(tensor_shapes(file).items()))
+        except (OSError, ValueError) as error:
             raise UserError(f"{file}: cannot be read ({first_line(error)}); name the weights with --base") from error
+        file_of |= dict.fromkeys(shapes, file)
+        sizes |= {name: math.prod(shape) * target.itemsize for name, shape in shapes.items()}
     return file_of, sizes
