@@ -141,10 +141,10 @@ def cluster_of(cfg: Config, device: str, early: Early = None) -> Cluster:
 
 def _is_finished(directory: RunDirectory, steps: int, exported: bool) -> bool:
     """All steps are committed, uploaded and, if wanted, exported: restarting the command changes nothing."""
-    resume = directory.resume
-    if resume is None or resume.restore.fork or resume.checkpoint.step < steps:
+    continued = directory.continued
+    if continued is None or continued.step < steps:
         return False
     uploads = directory.checkpoints.store.uploads
     if uploads is not None and uploads.needs_ranks():
         return False
-    return not exported or is_exported(export_target(directory.cfg, resume.checkpoint.step))
+    return not exported or is_exported(export_target(directory.cfg, continued.step))

@@ -471,9 +471,9 @@ class Trainer:
             raise
 
     def _open_tracker(self) -> Tracker:
-        cfg, run_ids, resume = self.directory.cfg, self.state.run_ids, self.directory.resume
+        cfg, run_ids = self.directory.cfg, self.state.run_ids
         run_dir, config, check = cfg.trainer.run_dir, redact(dataclasses.asdict(cfg)), self.directory.check
-        begins = self.journal.beginning if resume is None or resume.restore.fork else None
+        begins = self.journal.beginning if self.directory.continued is None else None
         tracker = Tracker(run_dir, cfg.logger, config, run_ids, check, self.server, self.recovery.restarted, begins)
         # Without a checkpoint of its own, the run rewinds to before its first line: an earlier start may have died.
         tracker.rewind(self.state.step or -1)

@@ -12,7 +12,7 @@ from typing import Any
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint import record
 from trainer.checkpoint.manager import CheckpointManager, Retention
-from trainer.checkpoint.manifest import CorruptCheckpointError, UnreadableError
+from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, UnreadableError
 from trainer.checkpoint.replica_ranks import AskedRanks
 from trainer.checkpoint.start_weights import read_revisions
 from trainer.checkpoint.storage_access import check_access, give_access
@@ -74,6 +74,11 @@ class RunDirectory:
         self.lineage: dict[str, Any] = {}
         """For a fork: the checkpoint that it started from (see `trainer.run.lineage`). Empty for other runs."""
 
+    @property
+    def continued(self) -> Checkpoint | None:
+        """The checkpoint of this run from which it continues. None: it starts from the beginning, or is a new fork."""
+        return None if self.resume is None or self.resume.restore.fork else self.resume.checkpoint
+
     def _record_commit(self, step: int) -> None:
         record.write(self.cfg.trainer.run_dir, step, self.cfg.trainer.ckpt_path)
         self._timeline.flush()
@@ -126,8 +131,8 @@ class RunDirectory:
                     path = self.cfg.trainer.run_dir
                     LOG.info("%s holds no checkpoint to continue: training starts from the beginning", path)
                 self.lineage = lineage.read(self.cfg.trainer.run_dir)
-                if self.resume is not None and not self.resume.restore.fork:
-                    self._complete_record(self.resume)
+                if (continued := self.continued) is not None:
+                    self._complete_record(continued)
                 self._check_metrics()
                 if self.locks.taken_over:
                     self._record_death(self.locks.taken_over)
@@ -198,8 +203,7 @@ class RunDirectory:
 
     def lost_seconds(self) -> float:
         """Return the seconds of the logged steps that `resume` trains again."""
-        resume = self.resume
-        first = 0 if resume is None or resume.restore.fork else resume.checkpoint.step + 1
+        first = 0 if self.continued is None else self.continued.step + 1
         rows = read_metrics(self.metrics_file)
         return sum(row.get("time/step") or 0.0 for row in rows if row["step"] >= first)
 
@@ -218,14 +222,14 @@ class RunDirectory:
             except CorruptCheckpointError as error:
                 LOG.warning("the files of the run directory are not restored from a damaged checkpoint: %s", error)
 
-    def _complete_record(self, resume: Resume) -> None:
+    def _complete_record(self, continued: Checkpoint) -> None:
         """Record the commit of the resumed checkpoint if there is no record.
 
         The run may have been killed between the commit and its record, and older versions kept no record.
         """
         t = self.cfg.trainer
         if not record.exists(t.run_dir):
-            record.write(t.run_dir, resume.checkpoint.step, t.ckpt_path)
+            record.write(t.run_dir, continued.step, t.ckpt_path)
 
     def _check_metrics(self) -> None:
         """Check that `metrics.jsonl` has the lines that the run had logged when it saved the checkpoint."""
@@ -237,8 +241,7 @@ class RunDirectory:
                     first,
                     CUT_FILE,
                 )
-        elif not self.resume.restore.fork:
-            checkpoint = self.resume.checkpoint
+        elif (checkpoint := self.continued) is not None:
             check_lines(self.metrics_file, checkpoint.manifest.get("metrics_from"), checkpoint.step)
             self._warn_of_missing_lines(checkpoint.step)
 
