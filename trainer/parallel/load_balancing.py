@@ -41,7 +41,7 @@ class Rows:
     keeps_groups: bool = False
     """No group is divided, however long its rows are."""
 
-    def families(self) -> list[np.ndarray]:
+    def prefix_groups(self) -> list[np.ndarray]:
         """Return the rows that share tokens, the longest first, and each other row by itself.
 
         If groups are kept, return the rows of each group.
@@ -69,7 +69,7 @@ class Rows:
         return max(int(self._measure(rows, 0.0)), -(-keys // _MOST_KEYS))
 
     def num_tokens_of(self, pieces: Sequence[np.ndarray]) -> np.ndarray:
-        """Return `num_tokens` of each of these pieces of families, faster than one by one."""
+        """Return `num_tokens` of each of these pieces of groups, faster than one by one."""
         rows = np.concatenate(pieces)
         starts = np.cumsum([0, *map(len, pieces[:-1])])
         keys = np.add.reduceat(self.lengths[rows], starts)
@@ -118,40 +118,39 @@ def plan_micro_batches(rows: Rows, num_ranks: int, max_tokens: int) -> Plan:
     """Return the rows of each rank's micro-batches.
 
     Each micro-batch holds at most `max_tokens` tokens (a longer row, or a longer group that is kept together, goes
-    alone). Every rank gets the same number of
-    micro-batches, because each one is a collective. The ranks wait for the slowest at each of them, so the i-th
-    micro-batches of all ranks cost about the same. A rank with an empty micro-batch takes part in the collective and
-    contributes nothing.
+    alone). Every rank gets the same number of micro-batches, because each one is a collective. The ranks wait for the
+    slowest at each of them, so the i-th micro-batches of all ranks cost about the same. A rank with an empty
+    micro-batch takes part in the collective and contributes nothing.
 
     Rows that share tokens stay together, or are divided into as many slices as make the plan fastest: more slices can
     be balanced better, and repeat more tokens. With `Rows.keeps_groups` no group is divided.
     """
-    families = rows.families()
-    plans, parts = [_plan(rows, families, num_ranks, max_tokens)], 1
-    while not rows.keeps_groups and parts < max(map(len, families)):
-        parts *= 2
-        divided = [part for family in families for part in _divide(family, parts)]
+    groups = rows.prefix_groups()
+    plans, slices = [_plan(rows, groups, num_ranks, max_tokens)], 1
+    while not rows.keeps_groups and slices < max(map(len, groups)):
+        slices *= 2
+        divided = [piece for group in groups for piece in _divide(group, slices)]
         plans.append(_plan(rows, divided, num_ranks, max_tokens))
     return min(plans, key=lambda plan: plan_time(rows, plan))
 
 
-def _divide(family: np.ndarray, parts: int) -> list[np.ndarray]:
-    """Return a family as parts of similar length."""
-    count = min(parts, len(family))
-    return [family[i::count] for i in range(count)]
+def _divide(group: np.ndarray, slices: int) -> list[np.ndarray]:
+    """Return a group as slices of similar length."""
+    count = min(slices, len(group))
+    return [group[i::count] for i in range(count)]
 
 
-def _plan(rows: Rows, families: list[np.ndarray], num_ranks: int, max_tokens: int) -> Plan:
-    """Return a plan that keeps each family together, unless it is too large for a micro-batch and may be divided."""
+def _plan(rows: Rows, groups: list[np.ndarray], num_ranks: int, max_tokens: int) -> Plan:
+    """Return a plan that keeps each group together, unless it is too large for a micro-batch and may be divided."""
     pieces: list[np.ndarray] = []
-    for family, tokens in zip(families, rows.num_tokens_of(families).tolist(), strict=True):
+    for group, tokens in zip(groups, rows.num_tokens_of(groups).tolist(), strict=True):
         if rows.keeps_groups or tokens <= max_tokens:
-            pieces.append(family)
+            pieces.append(group)
             continue
-        parts = -(-tokens // max_tokens)
-        while parts < len(family) and any(rows.num_tokens(part) > max_tokens for part in _divide(family, parts)):
-            parts += 1
-        pieces += _divide(family, parts)
+        slices = -(-tokens // max_tokens)
+        while slices < len(group) and any(rows.num_tokens(piece) > max_tokens for piece in _divide(group, slices)):
+            slices += 1
+        pieces += _divide(group, slices)
     sizes = rows.num_tokens_of(pieces)
     costs = np.asarray([rows.cost(piece) for piece in pieces])
     order = np.lexsort(([piece[0] for piece in pieces], -sizes))
