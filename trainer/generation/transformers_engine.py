@@ -58,7 +58,7 @@ class KeyedSampler(LogitsProcessor):
         return torch.full_like(logprobs, -torch.inf).scatter_(-1, tokens, 0.0)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these rows alone."""
+        """Continue with these rows alone."""
         self._generators = [self._generators[row] for row in rows if self._generators]
         self.logprobs = []
 
@@ -70,7 +70,7 @@ class KeyedSampler(LogitsProcessor):
 
 
 class HalfHaveEnded(StoppingCriteria):
-    """Stops `generate` when at most half of the rows go on: it computes all of them until the last one ends."""
+    """Stops `generate` when at most half of the rows continue: it computes all of them until the last one ends."""
 
     def __init__(self, stop_token_ids: Sequence[int], rows: int):
         self._stop_token_ids = torch.tensor(stop_token_ids, dtype=torch.long)

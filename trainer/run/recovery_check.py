@@ -1,4 +1,4 @@
-"""Whether a run is as good and as fast as before: after a recovery, and while it goes on."""
+"""Whether a run is as good and as fast as before: after a recovery, and while it continues."""
 
 from __future__ import annotations
 

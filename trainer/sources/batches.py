@@ -108,7 +108,8 @@ def ahead_part(
         return write
 
     def load(checkpoint: Checkpoint, restore: Restore) -> None:
-        names = {int(match[1]): path for path in _paths(checkpoint) if (match := _FILE.fullmatch(path))}
+        paths = [entry["path"] for entry in checkpoint.manifest["files"]]
+        names = {int(match[1]): path for path in paths if (match := _FILE.fullmatch(path))}
         batches: dict[int, StepBatch] = {}
         changed: set[str] = set()
         for step, path in sorted(names.items()):
@@ -127,11 +128,6 @@ def ahead_part(
         hold(batches)
 
     return Component(_PART, begin, load, ("data",), "holds no rollouts of steps ahead" if works_ahead else "")
-
-
-def _paths(checkpoint: Checkpoint) -> Sequence[str]:
-    files: Sequence[Mapping[str, Any]] = checkpoint.manifest["files"]
-    return [entry["path"] for entry in files]
 
 
 def _listed(steps: Sequence[int]) -> str:
