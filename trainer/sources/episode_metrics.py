@@ -34,13 +34,13 @@ def episode_metrics(cfg: Config, episodes: Sequence[Episode]) -> dict[str, float
 
 def failure_metrics(cfg: Config, episodes: Sequence[Episode]) -> dict[str, float]:
     """Return how many episodes have failed, by what has failed: the reward or the environment."""
-    has_environment = {source: cfg.of_source(source).environment.name is not None for source in train_sources(cfg)}
-    counts = {
-        "environment/failures" if environment else "reward/failures": 0.0 for environment in has_environment.values()
+    names = {
+        source: "reward/failures" if cfg.of_source(source).environment.name is None else "environment/failures"
+        for source in train_sources(cfg)
     }
+    counts = dict.fromkeys(names.values(), 0.0)
     for episode in episodes:
-        key = "environment/failures" if has_environment[episode.source] else "reward/failures"
-        counts[key] += bool(episode.failure)
+        counts[names[episode.source]] += bool(episode.failure)
     return counts
 
 

@@ -252,24 +252,22 @@ class SamplingSource:
     def _make_batch(self, progress: BatchProgress) -> StepBatch:
         """Sample the episodes of a step, and compute their rewards. It changes nothing that is saved."""
         with self.runner.awake():
-            sampled, chosen, used, metrics = self._sample_groups(progress)
-            trained = [sampled[i] for i in chosen]
+            trained, used, metrics = self._sample_groups(progress)
             if self._needs_baselines:
                 trained = self._with_baselines(trained, progress)
         episodes = [episode for group in trained for episode in group.episodes]
         metrics |= episode_metrics(self.cfg, episodes)
         if self.cfg.rollout.works_ahead:
             metrics |= staleness(episodes, progress.step)
-        return StepBatch(episodes, [UsedRow(group.index, group.mean_reward) for group in sampled[:used]], metrics)
+        return StepBatch(episodes, [UsedRow(group.index, group.mean_reward) for group in used], metrics)
 
-    def _sample_groups(self, progress: BatchProgress) -> tuple[list[Group], list[int], int, dict[str, float]]:
+    def _sample_groups(self, progress: BatchProgress) -> tuple[list[Group], list[Group], dict[str, float]]:
         """Sample batches of groups until there are enough to train on.
 
         Returns:
-            the groups, the indices of those to train on, how many are used up, and metrics.
+            the groups to train on, those that are used up, and metrics.
         """
         a, wanted = self.cfg.algorithm, self.cfg.trainer.train_batch_size
-        most = a.max_gen_batches if a.dynamic_sampling else 1
         groups: list[Group] = []
         batch, choice = 0, None
         while choice is None:
@@ -277,7 +275,7 @@ class SamplingSource:
             groups += self._more_groups(groups, progress)
             rewards = _reward_table(groups)
             if a.dynamic_sampling:
-                choice = choose_groups(rewards, wanted, complete=batch == most)
+                choice = choose_groups(rewards, wanted, complete=batch == a.max_gen_batches)
             else:
                 choice = list(range(wanted)), wanted
         chosen, used = choice
@@ -295,7 +293,7 @@ class SamplingSource:
                     wanted,
                     progress.step,
                 )
-        return groups, chosen, used, metrics
+        return [groups[i] for i in chosen], groups[:used], metrics
 
     def _more_groups(self, groups: Sequence[Group], progress: BatchProgress) -> list[Group]:
         """Draw the next rows for a step that has these groups already, and sample their episodes."""

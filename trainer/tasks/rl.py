@@ -153,10 +153,12 @@ def _check_inputs(cfg: Config, asks_servers: bool) -> None:
         refused += sentences_of(error)
     if refused:
         raise UserError(as_list("the run cannot start:", list(dict.fromkeys(refused))))
-    with_rows = {source: own for source, own in sources.items() if source or not cfg.data.mix}
-    tried = {repr((own.reward, own.environment.name)): source for source, own in reversed(with_rows.items())}
-    for source in reversed(tried.values()):
-        own = sources[source]
+    tried = set()
+    for source, own in sources.items():
+        reward = repr((own.reward, own.environment.name))
+        if reward in tried or (cfg.data.mix and not source):  # in a mix, the run itself has no training data
+            continue
+        tried.add(reward)
         if _has_reward_functions(own) and (asks_servers or REMOTE not in own.reward.names()):
             with stage("trying the rewards"):
                 try:
