@@ -29,20 +29,6 @@ def buffer_bytes(sizes: Iterable[int]) -> int:
     return sum(_aligned(size) for size in sizes)
 
 
-def host_bytes(trained: int, frozen: int = 0, offload: str = "none") -> int:
-    """Return the host memory for copies of the state of all ranks, in bytes, but for small tensors and rounding.
-
-    Saves and `trainer.offload` share it. As much again is taken for what is trained if a save is still being written
-    when the next step ends.
-
-    Args:
-        trained: numbers in parameters of policy and critic that are trained: float32, with two moments of AdamW.
-        frozen: numbers in bfloat16 parameters that are not saved: of the reference, or under adapters.
-        offload: `trainer.offload`.
-    """
-    return 12 * trained + (2 * frozen if offload == "all" else 0)
-
-
 def copy_bytes(state: Any) -> int:
     """Return the size of a buffer for copies of the tensors in a nested value, in bytes."""
     return buffer_bytes(storage.nbytes() for storage in storages_of(state).values())
