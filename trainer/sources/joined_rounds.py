@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from trainer.environments.episode_runner import EpisodeRunner, Generation, PhaseTimer, RolloutRequest
 from trainer.episodes import Episode
@@ -132,24 +131,24 @@ class _Rounds:
         """Generate what the runners have asked for, and give it to them. Yields after each chunk of completions."""
         asking = [part for part in self._parts if part.asked is not None]
         requests = [request for part in asking for request in part.asked or ()]
-        owners = [(part, index) for part in asking for index in range(len(part.asked or ()))]
+        owners = [(number, index) for number, part in enumerate(asking) for index in range(len(part.asked or ()))]
         for part in asking:
             part.asked = None
         for chunk in self._generate(requests) if requests else ():
-            by_part: dict[int, dict[int, Completion]] = {}
-            for number, completion in chunk.items():
-                part, index = owners[number]
-                by_part.setdefault(id(part), {})[index] = completion
-            self._give(asking, lambda part, given=by_part: given.get(id(part)))  # type: ignore[misc]
+            replies: list[dict[int, Completion]] = [{} for _ in asking]
+            for request, completion in chunk.items():
+                number, index = owners[request]
+                replies[number][index] = completion
+            self._give(asking, replies)
             yield
-        self._give(asking, lambda part: None, is_last=True)
+        self._give(asking, [None] * len(asking))
 
-    def _give(self, parts: Sequence[RunnerPart], replies: Callable[[RunnerPart], Any], is_last: bool = False) -> None:
+    def _give(self, parts: Sequence[RunnerPart], replies: Sequence[dict[int, Completion] | None]) -> None:
+        """Give each runner its completions, if there are some. None: the round is over."""
         with self._changed:
-            for part in parts:
-                given = replies(part)
-                if given is not None or is_last:
-                    part.replies.append(given)
+            for part, reply in zip(parts, replies, strict=True):
+                if reply or reply is None:
+                    part.replies.append(reply)
             self._changed.notify_all()
 
     def ask(self, part: RunnerPart, requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
