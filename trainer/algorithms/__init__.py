@@ -1,4 +1,4 @@
-"""Pure tensor functions: advantages, policy and value losses, KL, aggregation. They import only torch.
+"""Pure tensor functions: advantages, policy and value losses, KL, aggregation. Their only package is torch.
 
 All functions use one convention: tensors are `(B, T)`, position t belongs to token t of the sequence (its log-prob, its
 reward, the value of the state before it), and `mask` is 1 for tokens that the policy has generated.
