@@ -64,7 +64,7 @@ def run_task(task: Task, device: str, early: Early = None) -> None:
                 server.progress = watchdog.progress
             trainer = make_trainer(task, cluster, directory, task.initial_weights(cluster, stop), stop, server)
             trainer.fit()
-            model = f"; model: {trainer.export_last()}" if task.exports_last else ""
+            model = f"; model: {trainer.exports.export_last(trainer.state.step)}" if task.exports_last else ""
     LOG.info(f"finished step {trainer.state.step} of {total}{_best_of(trainer)}{model}")
     if cfg.logger.plot:
         final_report(t.run_dir)
@@ -140,9 +140,9 @@ def cluster_of(cfg: Config, device: str, early: Early = None) -> Cluster:
 
 
 def _is_finished(directory: RunDirectory, steps: int, exported: bool) -> bool:
-    """All steps are committed, uploaded and, if wanted, exported: restarting the command changes nothing."""
+    """All steps are committed, validated, uploaded and, if wanted, exported: restarting the command changes nothing."""
     continued = directory.continued
-    if continued is None or continued.step < steps:
+    if continued is None or continued.step < steps or directory.lacks_validation():
         return False
     uploads = directory.checkpoints.store.uploads
     if uploads is not None and uploads.needs_ranks():

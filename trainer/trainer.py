@@ -18,7 +18,7 @@ from trainer.checkpoint.components import (
     json_part,
     models_part,
 )
-from trainer.checkpoint.exports import export_directory, is_exported, left_out_if_disk_is_full
+from trainer.checkpoint.exports import PolicyExports
 from trainer.checkpoint.start_weights import start_weights_part
 from trainer.config import Config
 from trainer.episodes import Episode
@@ -33,7 +33,7 @@ from trainer.metrics.progress import Progress
 from trainer.metrics.prometheus import MetricsServer
 from trainer.metrics.timing import Timer
 from trainer.metrics.tracker import Tracker, read_metrics
-from trainer.models.export import PolicyExporter, export_target
+from trainer.models.export import PolicyExporter
 from trainer.objectives.base import Experience
 from trainer.parallel.rng import capture_rng, restore_rng, rng_as_text, rng_from_text, seed_rng
 from trainer.process import time_limits
@@ -100,7 +100,7 @@ class Trainer:
         self.schedule = SaveSchedule(t.ckpt_interval, t.ckpt_interval_minutes, t.mean_time_between_failures)
         self._reset_state()
         self.recovery = Recovery(t, stop, cfg.task.optimizer)
-        self.exporter = PolicyExporter(
+        exporter = PolicyExporter(
             learner.ranks,
             model_path,
             tokenizer,
@@ -108,6 +108,7 @@ class Trainer:
             adapter_alone=t.policy.lora.rank is not None and t.hf_save_lora == "adapter",
             fence=directory.check,
         )
+        self.exports = PolicyExports(cfg, exporter)
         self._data_of: str | None = None  # the checkpoint whose position in the data is loaded
 
     # ---------------------------------------------------------------------------------------------------
@@ -156,9 +157,8 @@ class Trainer:
                 is_initial = self.directory.resume is None and not self.recovery.restarted
                 self.source.start(version=self.state.step + 1, is_initial=is_initial)
             self.recovery.complete()
-            with stage("evaluating the initial weights"):
-                if self.state.step == 0 and self.cfg.validates_start:
-                    self._log(0, self._evaluate(0))
+            with stage("evaluating the weights"):
+                self._evaluate_start()
             with SIGNALS.in_training_loop(), self._saves_completed():
                 metrics: dict[str, float] = {}  # of the last step, once this process has trained one
                 while self.state.step < self.cfg.total_steps and not self.is_enough(self.state.step):
@@ -169,11 +169,13 @@ class Trainer:
                         experience = self.learner.score(episodes, step)
                         metrics = self._update(experience, step)
                         self.journal.trained(episodes)  # the policy has new weights, which may sample from now on
-                        self._publish(step + 1)
+                        failpoint("trained")
+                        with self._left_out_at_stop():
+                            self.source.publish(step + 1)
                     metrics = self.finish_step(step, episodes, metrics)
                     if self.state.step == step:  # else a mismatch with the log has sent the run back
                         self.save_if_due(metrics)
-                self._export_if_missing()
+                self.exports.export_if_missing(self.state.step)
                 self._wait_for_saves()
 
     def _next_episodes(self, step: int, last_metrics: dict[str, float]) -> list[Episode]:
@@ -188,12 +190,16 @@ class Trainer:
                 self._save_last(last_metrics)
             raise
 
-    def _publish(self, version: int) -> None:
+    @contextmanager
+    def _left_out_at_stop(self) -> Iterator[None]:
+        """End the block if a signal ends its wait for inference servers: the step is saved, and the run stops."""
+        rng = capture_rng(with_gpu=False)
         try:
-            self.source.publish(version)
-        except NoServerStopped:  # the run stops after this step
+            yield
+        except NoServerStopped:
             if self.cfg.rollout.ahead > 0:
                 raise
+            restore_rng(rng)
 
     def _update(self, experience: Experience, step: int) -> dict[str, float]:
         # Ranks may have waited until the state of the step before was copied: now, or before engines got their memory.
@@ -211,7 +217,7 @@ class Trainer:
 
         Returns all metrics of the step. `state.step` is below `step` if the run has gone back to an earlier checkpoint.
         """
-        t, state = self.cfg.trainer, self.state
+        state = self.state
         samples = [sample for episode in episodes for sample in episode.samples]
         tokens = sum(len(sample.token_ids) for sample in samples)
         metrics = self.source.add_metrics(step, metrics)
@@ -227,24 +233,25 @@ class Trainer:
         metrics["progress/epoch"] = self.source.epoch
         if (uploads := self.checkpoints.store.uploads) is not None:
             metrics["time/upload_lag"] = uploads.lag_s()
-        last = step == self.cfg.total_steps
-        if self.cfg.validates(step):
-            metrics |= self._evaluate(step)
+        self._lacks_validation = self.cfg.validates(step)
+        with self._left_out_at_stop():
+            if self._lacks_validation:
+                metrics |= self._evaluate(step)
+            self._lacks_validation = False
         problem = self.audit.check(step, metrics, self.journal.has_all(step)) if self.audit else None
         if problem is not None and not self._accept_mismatch(problem):
             return metrics
         self._log(step, metrics)
         failpoint("logged")
         self.saves.collect(self.checkpoints.results())
-        if t.hf_save_interval > 0 and (step % t.hf_save_interval == 0 or last):
-            with left_out_if_disk_is_full(export_target(self.cfg, step)) as target:
-                self.export(target)
+        self.exports.export_if_due(step)
         return metrics
 
     def _reset_state(self) -> None:
         """Build the state with which ranks start. `_train` then loads the last commit."""
         t, resume = self.cfg.trainer, self.directory.resume
         self.state = TrainerState()
+        self._lacks_validation = False  # of the last step: a signal has ended it
         self.saves = SaveTracker(t.ckpt_path, t.ckpt_failures_allowed, self.schedule)
         self.saves.last_good = resume.checkpoint.path if resume is not None else ""
 
@@ -321,14 +328,15 @@ class Trainer:
         step, total = self.state.step, self.cfg.total_steps
         self.stop.consider_deadline(2 * metrics["time/step"] + 2 * self.saves.seconds + 5)
         last = step == total
-        stopping = self.stop.reason is not None and not last
+        stopping = self.stop.reason is not None and (not last or self._lacks_validation)
         with self.timer("checkpoint_blocked"):
             if stopping or last:
                 self._save_last(metrics)
             elif self.schedule.due(step):
                 self.save_checkpoint(metrics)
         if stopping:
-            raise Stopped(f"stopped after step {step} of {total} ({self.stop.reason}); {CONTINUES}")
+            left = " before its validation" if self._lacks_validation else ""
+            raise Stopped(f"stopped after step {step} of {total}{left} ({self.stop.reason}); {CONTINUES}")
 
     def save_checkpoint(self, metrics: dict[str, float]) -> None:
         """Begin to write `global_step_{step}`; training continues meanwhile, unless `trainer.ckpt_async` is false."""
@@ -342,6 +350,7 @@ class Trainer:
             **score_of(self.state.best, *self.cfg.compared_by, metrics),
             "parent": self.directory.lineage or None,
             "metrics_from": self.tracker.first_step,
+            "lacks_validation": self._lacks_validation,
         }
         # A checkpoint must not outlive what was logged of its steps.
         self.checkpoints.save(step, self.parts, description, before=(self.tracker.flush, self.transcripts.flush))
@@ -420,29 +429,6 @@ class Trainer:
             restore_rng(rng_from_text(state["rng"]))
 
     # ---------------------------------------------------------------------------------------------------
-    # Exports
-
-    def export(self, target: str) -> None:
-        """Write the policy in Hugging Face format to the directory `target`, whole or not at all."""
-        with SIGNALS.waiting(), export_directory(target, self.cfg.trainer.run_dir) as directory:
-            self.exporter.export(directory, self.cfg.export_dtype)
-        self.state.exported = self.state.step
-        LOG.info("exported %s", target)
-
-    def export_last(self) -> str:
-        """Export the last step, unless this process has exported it before; return the directory."""
-        target = export_target(self.cfg, self.state.step)
-        if self.state.exported != self.state.step:
-            self.export(target)
-        return target
-
-    def _export_if_missing(self) -> None:
-        """A run that was killed between its last checkpoint and its last export still owes it."""
-        target = export_target(self.cfg, self.state.step)
-        if self.cfg.trainer.hf_save_interval > 0 and not is_exported(target):
-            self.export(target)
-
-    # ---------------------------------------------------------------------------------------------------
     # Helpers
 
     def _evaluate(self, step: int) -> dict[str, float]:
@@ -452,6 +438,16 @@ class Trainer:
         evaluation = self.evaluator.evaluate(step)
         self.transcripts.add_evaluation(step, evaluation)
         return evaluation.metrics
+
+    def _evaluate_start(self) -> None:
+        """Evaluate the initial weights, or those of the checkpoint if a signal has ended the validation of its step."""
+        step = self.state.step
+        if step == 0 and self.cfg.validates_start:
+            self._log(0, self._evaluate(0))
+        elif self.directory.lacks_validation():
+            row = self.tracker.complete(self._evaluate(step), self.transcripts.pop(step))
+            self.state.best = better(self.state.best, *self.cfg.compared_by, step, row)
+            self._begin_checks()
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         self.state.best = better(self.state.best, *self.cfg.compared_by, step, metrics)

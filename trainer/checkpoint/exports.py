@@ -11,8 +11,11 @@ from pathlib import Path
 
 from trainer.checkpoint.checkpoint_files import files_at
 from trainer.checkpoint.storage import for_each
+from trainer.config import Config
 from trainer.errors import failure_source_of, is_disk_unwritable
 from trainer.files.atomic_io import naming
+from trainer.models.export import PolicyExporter, export_target
+from trainer.process.signals import SIGNALS
 from trainer.process.tracing import TRACER
 
 LOG = logging.getLogger(__name__)
@@ -20,6 +23,42 @@ LOG = logging.getLogger(__name__)
 _LAST = ("config.json", "adapter_config.json")
 """No model can be loaded without one of these files. They are put last, so an export is whole where one is there."""
 _PARALLEL = 8
+
+
+class PolicyExports:
+    """The exports of a run's policy: while it trains, as `trainer.hf_save_interval` says, and at its end."""
+
+    def __init__(self, cfg: Config, exporter: PolicyExporter):
+        self._cfg = cfg
+        self._exporter = exporter
+        self._exported: int | None = None  # the step that this process has exported last
+
+    def export(self, target: str) -> None:
+        """Write the policy in Hugging Face format to the directory `target`, whole or not at all."""
+        with SIGNALS.waiting(), export_directory(target, self._cfg.trainer.run_dir) as directory:
+            self._exporter.export(directory, self._cfg.export_dtype)
+        LOG.info("exported %s", target)
+
+    def export_if_due(self, step: int) -> None:
+        """Export the policy after `step` if the interval says so. A full disk costs this export alone."""
+        interval = self._cfg.trainer.hf_save_interval
+        if interval > 0 and (step % interval == 0 or step == self._cfg.total_steps):
+            with left_out_if_disk_is_full(export_target(self._cfg, step)) as target:
+                self.export(target)
+                self._exported = step
+
+    def export_if_missing(self, step: int) -> None:
+        """Export the policy after the last step if the run was killed between its last checkpoint and that export."""
+        if self._cfg.trainer.hf_save_interval > 0 and not is_exported(export_target(self._cfg, step)):
+            self.export_last(step)
+
+    def export_last(self, step: int) -> str:
+        """Export the policy after the last step, unless this process has done so; return the directory."""
+        target = export_target(self._cfg, step)
+        if self._exported != step:
+            self.export(target)
+            self._exported = step
+        return target
 
 
 def is_exported(target: str) -> bool:

@@ -155,6 +155,7 @@ _LATER_FIELDS: dict[Any, Shape] = {
     "metrics_from": (is_count, NoneType),
     "axes": {str: is_count},
     "nodes": {str: [_is_path]},
+    "lacks_validation": bool,
 }
 
 

@@ -137,15 +137,31 @@ class Tracker:
         """
         assert self._last_step is not None, f"{self._path} has lines of an earlier process: rewind first"
         assert step > self._last_step, f"step {step} is logged after step {self._last_step}"
-        values = {name: _plain(metrics[name]) for name in sorted(metrics)}
-        assert "step" not in values
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._file.append(json.dumps({"step": step, **finite}, allow_nan=False).encode() + b"\n")
+        values = _plain_values(metrics)
+        self._file.append(as_lines([{"step": step, **_without_nan(values)}]).encode())
         self._last_step = step
         self.first_step = step if self.first_step is None else self.first_step
+        self._send(step, values, samples or {})
+
+    def complete(
+        self, metrics: Mapping[str, float], samples: Mapping[str, Sequence[Transcript]] | None = None
+    ) -> dict[str, Any]:
+        """Add metrics to the last line, which an earlier process has logged without them, and return that line.
+
+        W&B does not get them: it cannot change a step.
+        """
+        values = _plain_values(metrics)
+        *rows, last = read_metrics(self._path)
+        assert last["step"] == self._last_step, f"{self._path} has lines of an earlier process: rewind first"
+        last |= _without_nan(values)
+        self._file.rewrite(as_lines([*rows, last]).encode())
+        self._send(last["step"], values, samples or {})
+        return last
+
+    def _send(self, step: int, values: Mapping[str, float], samples: Mapping[str, Sequence[Transcript]]) -> None:
         for sink in self._all:
             try:
-                sink.log(step, values, samples or {})
+                sink.log(step, values, samples)
             except OSError as error:
                 if not is_disk_unwritable(error):
                     raise
@@ -312,6 +328,16 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         return with_new_metrics(parse_object(line, {"step": is_count, str: (is_number, NoneType)}))
     except ValueError:
         return None
+
+
+def _plain_values(metrics: Mapping[str, float]) -> dict[str, float]:
+    assert "step" not in metrics
+    return {name: _plain(metrics[name]) for name in sorted(metrics)}
+
+
+def _without_nan(values: Mapping[str, float]) -> dict[str, float | None]:
+    """Return values as `metrics.jsonl` has them."""
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
 def _plain(value: float) -> float:

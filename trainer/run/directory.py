@@ -207,6 +207,14 @@ class RunDirectory:
         rows = read_metrics(self.metrics_file)
         return sum(row.get("time/step") or 0.0 for row in rows if row["step"] >= first)
 
+    def lacks_validation(self) -> bool:
+        """Return whether a signal has ended the validation of the checkpoint's step, and no later start has done it."""
+        resume = self.resume
+        if resume is None or resume.restore.fork or not resume.checkpoint.manifest.get("lacks_validation"):
+            return False
+        rows = [row for row in read_metrics(self.metrics_file) if row["step"] == resume.checkpoint.step]
+        return not any(name.startswith("val/") for row in rows for name in row)
+
     def _restore_run_files(self) -> None:
         """Restore the files of the run directory that the newest checkpoint carries, if the disk has lost them."""
         if self.cfg.trainer.resume_mode in (None, "none") or not self.checkpoints.store.keeps_record:

@@ -38,8 +38,6 @@ class TrainerState:
     """The best value so far of the metric that is compared (see `trainer.metrics.best`), and its step."""
     run_ids: dict[str, str | None] = field(default_factory=dict)
     """The runs of services such as W&B (see `Tracker.state_dict`)."""
-    exported: int | None = None
-    """The step that this process has exported last."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what of it a checkpoint holds. The tracker saves `run_ids`."""

@@ -88,7 +88,7 @@ def _train(cfg: Config, cluster: Cluster, directory: RunDirectory, stop: StopReq
     rows, step = _checked_rows(trainer.source), trainer.state.step
     share = trainer.learner.accuracy(rows)
     LOG.info(f"warm start: after {step} steps the model answers {share:.1%} of {len(rows)} training prompts exactly")
-    trainer.export(target)
+    trainer.exports.export(target)
     trainer.learner.close()
 
 

@@ -130,19 +130,31 @@ def test_a_job_that_is_stopped_while_its_server_starts_leaves_it(servers, tmp_pa
     assert server.status()["job"] is None
 
 
-def test_a_signal_ends_the_wait_for_a_server_that_is_gone_and_the_last_step_is_saved(servers, plain, tmp_path):
+@pytest.mark.parametrize(
+    "place, last, text",
+    [
+        ("logged,1", 1, "while no inference server answered"),
+        pytest.param("trained,2", 2, "stopped after step 2 of 4 before its val", marks=pytest.mark.slow),
+    ],
+    ids=["rollouts", "validation"],
+)
+def test_a_signal_ends_the_wait_for_a_server_that_is_gone_and_the_last_step_is_saved(
+    servers, plain, tmp_path, place, last, text
+):
     """The run, which saves at its stop alone, continues with the numbers of one that was not stopped."""
-    server, log = servers[0].wait(), tmp_path / "run/log.txt"
+    server, log, reached = servers[0].wait(), tmp_path / "run/log.txt", tmp_path / "reached"
     words = ["rollout=server", f"rollout.urls=[{server.url}]", *SETTINGS, "trainer.ckpt_interval=-1"]
-    process = start_forked_job("trainer.run_dir=run", *words, cwd=tmp_path, log=tmp_path / "output")
-    at_step(tmp_path / "run", 1, server.kill)
-    wait_until(lambda: log.exists() and "waits for the server" in log.read_text())
+    env = {"TRAINER_FAILPOINT": f"{place},{reached}"}
+    process = start_forked_job("trainer.run_dir=run", *words, cwd=tmp_path, env=env, log=tmp_path / "output")
+    wait_until(reached.exists)
+    server.kill()
+    reached.unlink()
+    wait_until(lambda: "waits for the server" in log.read_text())
     process.send_signal(signal.SIGTERM)
     assert process.wait(120) == 75, (tmp_path / "output").read_text()
     server.start()
-    last = metrics(tmp_path / "run")[-1]["step"]
     assert [path.name for path in (tmp_path / "run/checkpoints").glob("global_step_*")] == [f"global_step_{last}"]
-    assert log.read_text().splitlines()[-1].count("stopped by SIGTERM while no inference server answered") == 1
+    assert text in log.read_text().splitlines()[-1]
     server.wait()
     done = run_served([server], tmp_path, "trainer.resume_mode=latest", "trainer.ckpt_interval=-1")
     assert done.returncode == 0, done.stderr

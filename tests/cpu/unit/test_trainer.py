@@ -31,12 +31,14 @@ from trainer.errors import (
     WorkerError,
     set_failure_source,
 )
+from trainer.jobs import _is_finished
 from trainer.metrics.tracker import Tracker
 from trainer.parallel.rng import capture_rng, rng_as_text
 from trainer.process.failure_log import INFRASTRUCTURE, JOB, read_incidents
 from trainer.process.signals import NoServerStopped, Stopped
 from trainer.run.directory import RunDirectory
 from trainer.run.stopping import StopRequest
+from trainer.sources.base import Evaluation
 from trainer.trainer import Trainer
 
 
@@ -179,6 +181,45 @@ def test_a_signal_that_ends_a_wait_for_servers_costs_no_step_that_is_trained(tmp
         trainer.fit()
     assert generators[0] == generators[1] or wait == "publish"
     assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
+
+
+class NumberEvaluator:
+    """Measures the number, and draws from the generator of the user's code."""
+
+    def __init__(self, trainer: Trainer, waits_in: int | None = None):
+        self._trainer = trainer
+        self._waits_in = waits_in
+
+    def evaluate(self, step: int) -> Evaluation:
+        drawn = random.random()
+        if step == self._waits_in:
+            self._trainer.stop.ask("SIGTERM")
+            raise NoServerStopped("no server")
+        return Evaluation({"val/accuracy": self._trainer.learner.ranks.number + drawn})
+
+
+@pytest.mark.parametrize("step", [3, 5])
+def test_a_signal_that_ends_a_validation_costs_no_step_and_the_next_start_validates(tmp_path, model, step):
+    """After the last step, too: then the run is finished only once that has been done."""
+
+    def train(root: Path, waits_in: int | None = None) -> tuple[Trainer, bool]:
+        cfg = toy_config(root, ckpt_interval=100, val_interval=1, val_before_train=False)
+        with RunDirectory(cfg).open() as directory:
+            is_finished = _is_finished(directory, 5, exported=False)
+            trainer = toy_trainer(cfg, directory, model)
+            trainer.evaluator = NumberEvaluator(trainer, waits_in)
+            trainer.fit()
+        return trainer, is_finished
+
+    whole, _ = train(tmp_path / "whole")
+    with pytest.raises(Stopped, match=f"^stopped after step {step} of 5 before its validation .SIGTERM"):
+        train(tmp_path / "run", waits_in=step)
+    assert [path.name for path in (tmp_path / "run/checkpoints").glob("global*")] == [f"global_step_{step}"]
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [*range(1, step + 1)]
+    trainer, was_finished = train(tmp_path / "run")
+    assert comparable(metrics(tmp_path / "run")) == comparable(metrics(tmp_path / "whole"))
+    assert trainer.state.best == whole.state.best and not was_finished
+    assert train(tmp_path / "run")[1]
 
 
 @pytest.mark.parametrize("reason", [None, "SIGTERM"])

@@ -15,11 +15,9 @@ def test_a_state_comes_back_as_it_was_saved():
     state = TrainerState(7, 28, 112, 4000, {"val/accuracy": 0.5, "step": 4})
     saved = state.state_dict() | OTHERS
     assert mismatch(saved, shape_of_state(saved)) is None
-    loaded = TrainerState(exported=3)
+    loaded = TrainerState()
     loaded.load_state_dict(saved)
-    assert loaded == TrainerState(
-        7, 28, 112, 4000, {"val/accuracy": 0.5, "step": 4}, {"wandb_run_id": "abc"}, exported=3
-    )
+    assert loaded == TrainerState(7, 28, 112, 4000, {"val/accuracy": 0.5, "step": 4}, {"wandb_run_id": "abc"})
 
 
 def test_the_short_state_of_earlier_supervised_runs_is_taken():
