@@ -18,6 +18,8 @@ from trainer.checkpoint.storage import open_storage
 from trainer.config import TrainerConfig
 from trainer.errors import UserError
 from trainer.files.documents import Shape, parse_object
+from trainer.process import time_limits
+from trainer.process.bounded_calls import ends_within
 from trainer.process.signals import SIGNALS
 
 LOG = logging.getLogger(__name__)
@@ -183,11 +185,21 @@ class RunLock:
             )
 
     def release(self) -> None:
-        """Release the lock if this process holds it."""
+        """Release the lock if this process holds it. A storage that does not answer is left behind."""
         self._stop.set()
+        if not ends_within(self._release, time_limits.LOCK_RELEASE_S):
+            LOG.warning(
+                "%s: the %s is still locked by this job, because the storage has not answered for %g s; it can be "
+                "taken when this process is gone, on another machine %g s later (trainer.lock_lease_s)",
+                self.path,
+                self._name,
+                time_limits.LOCK_RELEASE_S,
+                self.lease_s,
+            )
+
+    def _release(self) -> None:
         if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+            self._thread.join()  # the heartbeat may hang
         with contextlib.suppress(OSError):  # the directory is gone, and the lock with it
             owner, etag = self._fetch()
             if etag is None or owner is None or owner.get("token") != self._token:

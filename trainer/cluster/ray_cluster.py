@@ -7,7 +7,6 @@ import logging
 import os
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +39,7 @@ from trainer.cluster.worker_groups import WorkerGroup, stacks_of
 from trainer.config import Config
 from trainer.errors import RESTART_HINT, UserError, WorkerError, one_line
 from trainer.process import time_limits
+from trainer.process.bounded_calls import ends_within
 from trainer.process.failure_log import INCIDENTS, INFRASTRUCTURE, Incident
 from trainer.process.signals import SIGNALS, Stopped
 from trainer.process.startup import stage
@@ -451,14 +451,6 @@ class RayCluster:
                 f"trainer.num_workers={t.num_workers}: ranks and engines need {slots} CPUs, and the "
                 f"cluster of trainer.ray_address={t.ray_address} has {cpus}"
             )
-
-
-def ends_within(action: Callable[[], object], limit_s: float) -> bool:
-    """Call `action` on another thread, and return whether it ends within `limit_s` seconds."""
-    thread = threading.Thread(target=action, daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    return not thread.is_alive()
 
 
 def _probe(address: str) -> None:

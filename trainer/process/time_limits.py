@@ -80,6 +80,8 @@ STORAGE_RETRY_S = 60.0
 """No further attempt of a request to an object store begins after this time."""
 STORAGE_LONGEST_BACKOFF_S = 10.0
 """Longest wait between two attempts of such a request."""
+LOCK_RELEASE_S = 10.0
+"""Longest wait at the end until the storage has taken the release of a lock."""
 UPLOAD_FIRST_BACKOFF_S = 1.0
 """Wait after the first failed upload of a checkpoint. Each further failure doubles it."""
 UPLOAD_LONGEST_BACKOFF_S = 60.0

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 import pytest
 
+from tests.support.buckets import make_bucket, use_s3
 from tests.support.jobs import wait_until
 from tests.support.odd_files import ODD_JSON
 from trainer.checkpoint.lock import RunLock
 from trainer.errors import UserError
+from trainer.process import time_limits
 
 
 def test_two_jobs_cannot_have_one_run_directory(tmp_path):
@@ -130,6 +135,49 @@ def test_a_lost_lock_is_not_released(tmp_path):
     with RunLock(str(tmp_path), 60) as lock:
         lock.acquire()
     assert not (tmp_path / ".lock").exists()
+
+
+def test_a_disk_that_hangs_does_not_hold_up_the_end_of_a_job(tmp_path, monkeypatch, caplog):
+    """What hangs is the lock of the file system, which another process never gives back."""
+    monkeypatch.setattr(time_limits, "LOCK_RELEASE_S", 0.2)
+    lock = RunLock(str(tmp_path), 60)
+    lock.acquire()
+    with open(f"{lock.path}.guard", "w") as guard:
+        fcntl.flock(guard, fcntl.LOCK_EX)
+        lock.release()
+    assert caplog.messages == [
+        f"{lock.path}: the run directory is still locked by this job, because the storage has not answered for 0.2 s; "
+        "it can be taken when this process is gone, on another machine 60 s later (trainer.lock_lease_s)"
+    ]
+    wait_until(lambda: not os.path.exists(lock.path))  # the disk answers again
+
+
+def functions_of(thread: threading.Thread) -> list[str]:
+    """The functions that a thread is in."""
+    return [frame.name for frame in traceback.extract_stack(sys._current_frames()[thread.ident])]
+
+
+def test_a_store_that_hangs_at_a_heartbeat_does_not_hold_up_the_end_of_a_job(tmp_path, monkeypatch, caplog):
+    code = (
+        "import signal\n"
+        "from tests.support.buckets import s3_server\n"
+        "with s3_server() as url:\n"
+        "    print(url, flush=True)\n"
+        "    signal.pause()"
+    )
+    store = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        use_s3(monkeypatch, store.stdout.readline().strip())
+        lock = RunLock(make_bucket("runs"), 0.6)
+        lock.acquire()
+        store.send_signal(signal.SIGSTOP)
+        wait_until(lambda: "_renew" in functions_of(lock._thread))
+        monkeypatch.setattr(time_limits, "LOCK_RELEASE_S", 0.5)
+        lock.release()
+    finally:
+        store.kill()
+        store.communicate()
+    assert "s3://runs/.lock: the run directory is still locked by this job" in caplog.text
 
 
 def test_a_held_lock_has_a_heartbeat(tmp_path):

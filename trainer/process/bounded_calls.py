@@ -1,0 +1,17 @@
+"""Calls that may hang without end, and are left behind then."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from trainer.process.signals import SIGNALS
+
+
+def ends_within(action: Callable[[], object], limit_s: float) -> bool:
+    """Call `action` on another thread, and return whether it ends within `limit_s` seconds."""
+    thread = threading.Thread(target=action, daemon=True)
+    with SIGNALS.blocked():
+        thread.start()
+    thread.join(limit_s)
+    return not thread.is_alive()
