@@ -86,6 +86,12 @@ class NodeHealth:
             time.sleep(time_limits.NODE_CHECK_INTERVAL_S / 5)
         return self.failed()
 
+    def has_exited(self, node_id: str) -> bool:
+        """Return whether the raylet of a watched node has exited."""
+        return any(
+            node.id == node_id and record.refusals >= _MAX_REFUSALS for node, record in list(self._records.items())
+        )
+
     def failures(self, address: str) -> int:
         """Return how often a node with this address has failed while another node answered."""
         return self._failures[address]

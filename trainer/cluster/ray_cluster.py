@@ -88,6 +88,7 @@ class RayCluster:
                 _probe(address)
             self._join(address)
             if self._head is None:
+                self._own_node = ray.get_runtime_context().get_node_id()
                 self._node_health = NodeHealth(self.cfg.trainer.node_timeout_s, ray.util.get_node_ip_address())
                 self._node_health.watch(placement.alive_nodes())
             self._check_resources()
@@ -142,6 +143,8 @@ class RayCluster:
             SIGNALS.reinstall()  # Ray has reset SIGTERM to its default, which ends the process
 
     def _failed_process(self) -> str | None:
+        if self._node_health is not None and self._node_health.has_exited(self._own_node):
+            return "Ray's raylet on this machine"
         process = self._head.failed_process() if self._head is not None else None
         return process and f"Ray's {process}"
 
@@ -180,6 +183,7 @@ class RayCluster:
 
         Raises:
             UserError: the capacity is too small for `trainer.min_world_size`.
+            WorkerError: Ray has died on this machine.
         """
         t = self.cfg.trainer
         if self._node_health is None or t.min_world_size is None:
@@ -191,6 +195,7 @@ class RayCluster:
         with contextlib.ExitStack() as demand:
             asked: tuple[PlacementGroup, dict[str, str]] | None = None  # for all, on nodes with a label
             while True:
+                self._timeouts.check_cluster()
                 excluded = self._excluded_nodes()
                 label = placement.exclude_nodes(excluded)
                 if asked is not None and asked[1] != label:

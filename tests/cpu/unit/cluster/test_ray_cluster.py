@@ -207,6 +207,43 @@ def test_an_autoscaler_sees_what_a_start_that_waits_for_nodes_lacks(cluster):
     assert done.stdout.splitlines() == [str([[{"CPU": 1.0}] * 3]), "2", "free"], done
 
 
+LOSES_RAYLET = """
+import subprocess, sys
+import psutil, ray
+from trainer.cluster.ray_cluster import RayCluster
+from trainer.config import Config, compose
+from trainer.errors import WorkerError
+
+def wait(address):
+    keys = [f"trainer.ray_address={address}", "trainer.placement_timeout_s=10000"]
+    with RayCluster(compose([*keys, "trainer.num_workers=9", "trainer.min_world_size=1"]), "cpu") as cluster:
+        print("waits", flush=True)
+        try:
+            cluster.count_ranks()
+        except WorkerError as error:
+            print(error)
+
+def kill_raylet():
+    with RayCluster(Config(), "cpu"):
+        command = [sys.executable, "-c", sys.argv[1], sys.argv[1], ray.get_runtime_context().gcs_address]
+        waiting = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert waiting.stdout.readline() == "waits\\n"
+        next(one for one in psutil.Process().children(recursive=True) if one.name() == "raylet").kill()
+        print(waiting.communicate(timeout=60)[0], end="")
+
+wait(sys.argv[2]) if len(sys.argv) > 2 else kill_raylet()
+"""
+
+
+@pytest.mark.slow
+def test_a_start_that_waits_for_nodes_notices_that_ray_has_died(tmp_path):
+    command = [sys.executable, "-c", LOSES_RAYLET, LOSES_RAYLET]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment(tmp_path))
+    died = "Ray's raylet on this machine died, and the job with it; restart it with the same command\n"
+    assert died in done.stdout, done
+    assert left_running(str(tmp_path)) == []
+
+
 def test_each_of_several_nodes_is_excluded(cluster):
     group = create_placement_group([{"CPU": 1}], exclude_nodes(["0" * 56, ray.nodes()[0]["NodeID"]]))
     assert not group.wait(2)
