@@ -102,8 +102,8 @@ class EnginePool:
         self._build = engine_builder(cfg, model_path, self._device, joins or cfg.streams_requests, self._job)
         group = cluster.launch_engines(self._build, numbers, environment, assignment)
         window_s, has_capacity = 60 * cfg.trainer.restart_window_minutes, functools.partial(cluster.has_capacity, group)
-        limit = cfg.trainer.max_restarts
-        self._engines = Engines(group, self._memory, limit, window_s, has_capacity, spec.served)
+        limit, urls = cfg.trainer.max_restarts, cfg.rollout.urls if spec.served else ()
+        self._engines = Engines(group, self._memory, limit, window_s, has_capacity, urls)
         self._dispatcher = Dispatcher(
             self._engines,
             spec.streaming,

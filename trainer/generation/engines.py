@@ -51,7 +51,7 @@ class Engines:
         limit: largest number of new engines within the window (`trainer.max_restarts`).
         window_s: length of the window.
         has_capacity: returns whether the cluster has capacity for at least one of them.
-        served: they wait for inference servers while they start.
+        urls: of the inference servers of the engines, for which they wait while they start. Empty: there are none.
     """
 
     def __init__(
@@ -61,10 +61,11 @@ class Engines:
         limit: int,
         window_s: float,
         has_capacity: Callable[[], bool],
-        served: bool = False,
+        urls: Sequence[str] = (),
     ):
         self.group = group
-        self._served = served
+        self._urls = urls
+        self._asked_at = -math.inf  # when the servers were asked whether they answer
         self._memory = memory
         self.unplaced: set[int] = set()
         """Engines that have no GPUs. They stay dead."""
@@ -96,7 +97,7 @@ class Engines:
             NoServerStopped: one has arrived, also within a step that is to be finished first: no server may ever come.
         """
         SIGNALS.check()
-        if self._served and SIGNALS.first:
+        if self._urls and SIGNALS.first:
             raise NoServerStopped(
                 f"stopped by {SIGNALS.first} while no inference server answered (rollout.urls): the step under way is "
                 f"not saved; {CONTINUES}"
@@ -126,6 +127,7 @@ class Engines:
     def poll(self, wait_s: float = time_limits.POLL_INTERVAL_S) -> None:
         """Start the new processes that are due, and note which engines have loaded. Waits a moment for them."""
         SIGNALS.check()
+        self._drop_silent_servers()
         now = time.monotonic()
         for engine in [engine for engine, due in self._due.items() if due <= now and self._may_start(engine)]:
             del self._due[engine]
@@ -210,12 +212,31 @@ class Engines:
         """Return the results of calls by engine, in their order. Engines that have failed are lost."""
         results = {}
         while calls.is_running:
+            for engine in self._drop_silent_servers():
+                calls.drop_calls(engine)
             for engine, result, error in calls.poll():
                 if error is None:
                     results[engine] = result
                 else:
                     self.mark_failed([engine], error)
         return dict(sorted(results.items()))
+
+    def _drop_silent_servers(self) -> list[int]:
+        """After a signal, end the engines whose servers do not answer, and return them.
+
+        A machine that is gone closes no connection, and the step that is to be finished would wait for it for long.
+        """
+        if not (self._urls and SIGNALS.first) or time.monotonic() < self._asked_at + time_limits.SERVER_POLL_S:
+            return []
+        from trainer.generation.server_engine import silent_servers  # imports httpx
+
+        engines, limit_s = self.lifecycle.loaded, time_limits.SERVER_ANSWER_S
+        silent = [engines[index] for index in silent_servers([self._urls[one] for one in engines], limit_s)]
+        self._asked_at = time.monotonic()
+        for engine in silent:
+            text = f"after {SIGNALS.first} the inference server {self._urls[engine]} has not answered for {limit_s:g} s"
+            self.mark_failed([engine], WorkerError(text, "", "server"))
+        return silent
 
     def mark_failed(self, engines: Iterable[int], error: Exception) -> None:
         """End engines after a failure. New ones start in their place, at once or after a delay.

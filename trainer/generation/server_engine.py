@@ -385,22 +385,44 @@ def leave_servers(urls: Sequence[str], job: Job, limit_s: float) -> bool:
     Returns:
         whether all have answered within `limit_s` seconds.
     """
-    left: list[str] = []
-    headers = {**_authorization(), protocol.OWNER: job.owner}
+    answers = _ask_all(urls, "POST", protocol.RELEASE, limit_s, {protocol.OWNER: job.owner})
+    return len(answers) == len(urls) and set(answers.values()) <= {200}
 
-    def leave(url: str) -> None:
+
+def silent_servers(urls: Sequence[str], limit_s: float) -> list[int]:
+    """Return the indices of the servers that do not answer within `limit_s` seconds."""
+    answers = _ask_all(urls, "GET", protocol.STATUS, limit_s)
+    return [index for index in range(len(urls)) if index not in answers]
+
+
+def _ask_all(
+    urls: Sequence[str], method: str, path: str, limit_s: float, headers: Mapping[str, str] | None = None
+) -> dict[int, int]:
+    """Send a request to all servers at the same time.
+
+    Returns:
+        the statuses of the answers that come within `limit_s` seconds, by the indices of the servers.
+    """
+    answers: dict[int, int] = {}
+    client = httpx.Client(
+        headers={**_authorization(), **(headers or {})},
+        timeout=limit_s,
+        limits=httpx.Limits(max_connections=None),
+        trust_env=False,
+    )
+
+    def ask(index: int, url: str) -> None:
         with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL):
-            address = url.rstrip("/") + protocol.RELEASE
-            if httpx.post(address, json={}, headers=headers, timeout=limit_s, trust_env=False).status_code == 200:
-                left.append(url)
+            json_body = {} if method == "POST" else None
+            answers[index] = client.request(method, url.rstrip("/") + path, json=json_body).status_code
 
-    threads = [threading.Thread(target=leave, args=(url,), daemon=True) for url in urls]
+    threads = [threading.Thread(target=ask, args=item, daemon=True) for item in enumerate(urls)]
     for thread in threads:
         thread.start()
     end = time.monotonic() + limit_s
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
-    return len(left) == len(urls)
+    return dict(answers)
 
 
 def _authorization() -> dict[str, str]:

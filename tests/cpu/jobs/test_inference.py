@@ -161,6 +161,36 @@ def test_a_signal_ends_the_wait_for_a_server_that_is_gone_and_the_last_step_is_s
     assert comparable(metrics(tmp_path / "run")) == plain
 
 
+def unread_bytes(port: int) -> int:
+    """The most that a connection of a server holds and that the server has not read."""
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return max([int(line[4].split(":")[1], 16) for line in lines if line[1].endswith(f":{port:04X}")], default=0)
+
+
+@pytest.mark.usefixtures("plain")
+@pytest.mark.parametrize("place", ["logged", "trained"], ids=["rollouts", "weights"])
+def test_a_signal_ends_the_wait_for_a_server_whose_machine_has_vanished(servers, tmp_path, place):
+    """It closes no connection, so the job would wait for signs of life."""
+    server, log, reached = servers[0].wait(), tmp_path / "run/log.txt", tmp_path / "reached"
+    words = ["rollout=server", f"rollout.urls=[{server.url}]", *SETTINGS, "trainer.ckpt_interval=-1"]
+    env = {"TRAINER_FAILPOINT": f"{place},1,{reached}"}
+    process = start_forked_job("trainer.run_dir=run", *words, cwd=tmp_path, env=env, log=tmp_path / "output")
+    wait_until(reached.exists)
+    server.process.send_signal(signal.SIGSTOP)
+    try:
+        reached.unlink()
+        if place == "logged":
+            wait_until(lambda: unread_bytes(server.port) > 2000)  # the requests of the next step
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == 75, (tmp_path / "output").read_text()
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+    told = log.read_text()
+    assert f"after SIGTERM the inference server {server.url} has not answered for 2 s" in told
+    assert "no sign of life" not in told
+    assert [path.name for path in (tmp_path / "run/checkpoints").glob("global_step_*")] == ["global_step_1"]
+
+
 def test_the_other_server_takes_the_requests_of_one_that_is_gone(servers, tmp_path):
     first, second = (server.wait() for server in servers)
     thread = at_step(tmp_path / "run", 1, second.kill)
