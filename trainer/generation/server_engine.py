@@ -85,7 +85,8 @@ class ServerEngine:
                     waited = f"{error.message}; waited for {timeout_s:g} s (rollout.server_timeout_s)"
                     raise WorkerError(waited, RESTART_HINT, "server_absent") from error
                 if now > warned:
-                    show(f"WARNING: {error.message}; waiting for it (rollout.server_timeout_s)", error=True)
+                    limit = f"up to {timeout_s:g} s (rollout.server_timeout_s)"
+                    show(f"WARNING: {error.message}; waiting for it, {limit}", error=True)
                     warned = deadline
             time.sleep(time_limits.SERVER_RETRY_S)
 

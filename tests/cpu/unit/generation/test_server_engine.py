@@ -160,12 +160,17 @@ def test_a_model_with_equal_shapes_that_computes_something_else_is_refused(start
         pool.start(0, False)
 
 
-def test_a_copy_of_a_run_waits_for_the_end_of_the_original(server, weights):
+def test_a_copy_of_a_run_waits_for_the_end_of_the_original(server, weights, monkeypatch, capsys):
+    monkeypatch.setattr(time_limits, "SERVER_WARNING_S", 0.1)
     with engine(server.url, original := job("a")) as one:
         one.sync_weights(weights, 3)
         with pytest.raises(WorkerError, match=r"is in use by run a 1, another copy of this run, until that has ended"):
             with engine(server.url, copied(original), server_timeout_s=1):
                 pass
+        warning = (
+            "another copy of this run, until that has ended); waiting for it, up to 1 s (rollout.server_timeout_s)\n"
+        )
+        assert capsys.readouterr().err.count(warning) == 1
         assert len(one.generate(REQUESTS[:1])) == 1
     with engine(server.url, copied(original)) as second, pytest.raises(WorkerError, match="no weights of this job"):
         second.generate(REQUESTS[:1])
