@@ -122,8 +122,11 @@ class _Explanation:
 
     def _with_wrong_keys(self, key: str = "", text: str = "") -> str:
         """Return a sentence about `key`, or `text`, and one about each other wrong key on the command line."""
-        keys = dict.fromkeys([*filter(None, [key]), *self._wrong_keys()])
-        sentences = [no_such_key(wrong, self._groups) for wrong in keys]
+        wrong = self._wrong_keys()
+        if any(one.startswith(f"{key}.") for one in wrong):
+            key = ""  # a section that there is not; the key in it says more
+        keys = dict.fromkeys([*filter(None, [key]), *wrong])
+        sentences = [no_such_key(one, self._groups) for one in keys]
         return as_list("the command has wrong keys:", [*filter(None, [text]), *sentences])
 
     def _wrong_keys(self) -> list[str]:

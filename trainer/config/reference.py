@@ -9,6 +9,7 @@ import inspect
 from typing import Any
 
 from trainer.config.fields import RESUME, ResumeRule, constraint_of, resume_rules, walk_sections
+from trainer.config.foreign import table
 from trainer.config.schema import with_sections, without_source
 from trainer.process.log_setup import guard_output
 
@@ -58,7 +59,7 @@ def page() -> str:
                 *rows,
                 "",
             ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *table()])
 
 
 def field_docs(cls: type) -> dict[str, str]:

@@ -16,6 +16,7 @@ from trainer.config.data import DataConfig, NamedData
 from trainer.config.engines import EngineSpec, find_engine
 from trainer.config.environment import EnvironmentConfig
 from trainer.config.fields import Section, config_error, subsection, value_of, walk_keys, walk_sections
+from trainer.config.foreign import counterpart_of
 from trainer.config.inference import InferenceConfig
 from trainer.config.logger import LoggerConfig
 from trainer.config.model import ModelConfig
@@ -270,8 +271,9 @@ def no_such_key(key: str, groups: Iterable[str] = ()) -> str:
     section = key.rpartition(".")[0]
     if is_open(section):
         return f"{key}: {section} takes keys of your choice; write +{key}=VALUE"
-    suggestion = _suggestion(key, groups)
-    if f"{section}.options" in OPEN_SECTIONS and f" {section}." not in suggestion:
+    counterpart = counterpart_of(key)
+    suggestion = counterpart or _suggestion(key, groups)
+    if f"{section}.options" in OPEN_SECTIONS and (counterpart or f" {section}." not in suggestion):
         suggestion += f"; an option of your own function or task is +{section}.options.{key.rpartition('.')[2]}=VALUE"
     return f"{key}: no such key; {suggestion}"
 

@@ -49,7 +49,7 @@ def without_torch(*overrides: str, cwd) -> subprocess.CompletedProcess[str]:
         (["--cfg", "job", "rollout.m=2"], "rollout.m: no such key; docs/config.md lists the keys of rollout$"),
         (
             ["algorithm.beta=2"],
-            r"beta: no such key; did you .*; an option of .* task is \+algorithm.options.beta=VALUE$",
+            r"beta: no such key; in place of .*; an option of .* task is \+algorithm.options.beta=VALUE$",
         ),
         (["algorithm.clip_hihg=2"], r"algorithm.clip_hihg: no such key; did you mean [^;]*$"),
         (["nothing=2"], "nothing: no such key; valid are trainer, algorithm"),
