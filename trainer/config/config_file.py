@@ -20,6 +20,7 @@ from trainer.errors import UserError, as_list, did_you_mean, one_line
 GROUP = "config_file"
 """The group in `conf/config.yaml` whose only choice is the file."""
 _CHOICE, _RECORDED = "file", "recorded"
+_SEARCHED = "hydra.searchpath="
 _GLOBAL = re.compile(r"^#\s*@package\s+_global_\s*$", re.MULTILINE)
 _DEFAULTS = "defaults"
 
@@ -86,11 +87,12 @@ def load(words: Sequence[str], conf: str, files: ConfigFiles) -> list[str]:
     paths = [word.partition("=")[2] for word in words if word.startswith(f"{CONFIG}=")]
     directories = [word.partition("=")[2] for word in words if word.startswith("--config-dir=")]
     words = [word for word in words if not word.startswith(f"{CONFIG}=")]
+    directories += [path for word in words if _SEARCHED in word for path in re.findall(r"file://([^\]\"',]+)", word)]
     files.directories += [path for path in directories if os.path.isdir(path)]
     if len(paths) > 1:
         raise UserError(f"{CONFIG}={paths[1]}: one file can be given; {paths[0]} is another")
     if paths:
-        if any(word.lstrip("+").startswith("hydra.searchpath=") for word in words):
+        if any(word.lstrip("+").startswith(_SEARCHED) for word in words):
             raise UserError(f"hydra.searchpath: does not go with {CONFIG}; name one more directory with --config-dir")
         directory = os.path.dirname(os.path.abspath(paths[0]))
         if directory != conf:
@@ -275,6 +277,9 @@ def _check_keys(path: str, values: dict[str, Any], lines: dict[str, int]) -> Non
             elif is_section:
                 inner = "nothing" if value is None else value
                 problems.append(f"{where}: {key}: is a section and needs keys below it, not {inner}")
+            elif "." in name and is_name(key):
+                nested = name.replace(".", ": {") + ": …" + "}" * name.count(".")
+                problems.append(f"{where}: {key}: has dots, which nest nothing in YAML; write `{nested}`")
             elif not is_name(key) and key != "hydra":
                 problems.append(f"{where}: {no_such_key(key)}")
 

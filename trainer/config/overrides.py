@@ -40,8 +40,6 @@ _FLAGS = {
     "--package": "-p",
     CONFIG: "",
     "--config-dir": "-cd",
-    "--config-name": "-cn",
-    "--config-path": "-cp",
     "--info": "-i",
     "--hydra-help": "",
     "--experimental-rerun": "",
@@ -49,6 +47,8 @@ _FLAGS = {
     "--help": "-h",
 }
 """Long and short name of each flag."""
+_OTHER_CONFIGS = ("--config-name", "-cn", "--config-path", "-cp")
+"""Flags of Hydra that replace the project's own config, without which no job runs."""
 _WITHOUT_VALUE = {MULTIRUN, "--run", "--resolve", "--hydra-help", "--shell-completion", "--help"}
 _CHOICES_OF_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
@@ -87,6 +87,11 @@ def arranged(words: Sequence[str]) -> list[str]:
 
 def _unknown_flag(word: str) -> str:
     key, _, value = word.lstrip("-").partition("=")
+    if word.partition("=")[0] in _OTHER_CONFIGS:
+        return (
+            f"{word}: the project's own config is always read; name a YAML file of yours with {CONFIG} FILE, or a "
+            "directory of groups with --config-dir DIRECTORY (docs/experiments.md)"
+        )
     if re.search(r"[._]", key):
         return f"{word}: keys have no dashes before them; write {key}={value or 'VALUE'}"
     meant = did_you_mean(word.partition("=")[0], _FLAGS)

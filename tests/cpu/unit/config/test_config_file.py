@@ -129,10 +129,35 @@ def test_all_wrong_keys_of_a_file_are_listed(file):
         compose([], config_file=str(file))
 
 
+@pytest.mark.parametrize(
+    "text, sentence",
+    [
+        (
+            "trainer.seed: 1\n",
+            "own.yaml:1: trainer.seed: has dots, which nest nothing in YAML; write `trainer: {seed: …}`",
+        ),
+        (
+            "trainer: {policy.optimizer.lr: 1}\n",
+            "trainer.policy.optimizer.lr: has dots, which nest nothing in YAML; write `policy: {optimizer: {lr: …}}`",
+        ),
+        ("generator: {n_samples: 2}\n", "own.yaml:1: generator: no such key; in place of SkyRL's generator, "),
+    ],
+)
+def test_keys_that_are_habits_from_elsewhere_are_explained(text, sentence, file):
+    file.write_text(text)
+    with pytest.raises(UserError) as refusal:
+        compose([], config_file=str(file))
+    assert sentence in str(refusal.value)
+
+
 def test_a_wrong_group_file_is_named_with_its_line(file):
     group = file.parent / "algorithm/mine.yaml"
     group.write_text("kl_coef: 0.1\nclip_hihg: 0.3\n")
-    for words in (["--config=own.yaml"], ["--config-dir=.", "algorithm=mine"]):
+    for words in (
+        ["--config=own.yaml"],
+        ["--config-dir=.", "algorithm=mine"],
+        [f"hydra.searchpath=[file://{file.parent}]", "algorithm=mine"],
+    ):
         done = command(*words, "--cfg", "job", cwd=file.parent)
         assert (
             done.returncode == 2 and "algorithm/mine.yaml:2: algorithm.clip_hihg: no such key; did you" in done.stderr
