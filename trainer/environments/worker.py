@@ -17,7 +17,7 @@ from trainer.import_utils import is_agent
 from trainer.rewards.parsing import read_number, read_terms
 from trainer.sandbox.limits import MAX_MESSAGE_EXTRAS, MAX_MESSAGES
 from trainer.sandbox.user_threads import UserThreads
-from trainer.sandbox.worker import Handler
+from trainer.sandbox.worker import Handler, line_of
 
 RESERVED = frozenset(("turns", "tokens"))
 """Names of `episode/<name>/mean` that no metric of an environment may have."""
@@ -41,6 +41,7 @@ class UserObjects(Handler):
     def __init__(self, kind: Callable[..., Any], options: Mapping[str, Any]):
         self._kind = kind
         self._options = options
+        self._files = _files_of(kind)
 
     def _make(self) -> Any:
         try:
@@ -50,8 +51,15 @@ class UserObjects(Handler):
 
     def describe(self, error: BaseException, call: list[Any]) -> str:
         if isinstance(error, _NotMadeError) and error.__cause__ is not None:
-            return f"was not called, because __init__ {super().describe(error.__cause__, call)}"
-        return super().describe(error, call)
+            return f"was not called, because __init__ {self.describe(error.__cause__, call)}"
+        return super().describe(error, call) + line_of(error, self._files)
+
+
+def _files_of(kind: Any) -> set[str]:
+    """Return the source files of a class and its base classes, without those of this package."""
+    own = [base for base in getattr(kind, "__mro__", ()) if not base.__module__.startswith("trainer.")]
+    codes = [getattr(value, "__code__", None) for base in own for value in vars(base).values()]
+    return {code.co_filename for code in codes if code is not None}
 
 
 class _NotMadeError(Exception):

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import os
-import traceback
 from collections.abc import Callable
 from typing import Any
 
-from trainer.errors import one_line
 from trainer.rewards.functions import REMOTE, REWARDS, resolve
 from trainer.rewards.parsing import Terms, read_value, read_values
 from trainer.rewards.signature import RewardSignature, signature_of
-from trainer.sandbox.worker import Handler
+from trainer.sandbox.worker import Handler, line_of
 
 Results = list[list[Terms | str]]
 """For each call, and each completion of the call: the terms of its reward, or the reason why it has none."""
@@ -37,8 +34,7 @@ class _Reward:
     def line_of(self, error: BaseException) -> str:
         """Return ` in FILE:LINE`, the last line of the function's own file that `error` has passed; "" if unknown."""
         file = getattr(getattr(inspect.unwrap(self._function), "__code__", None), "co_filename", None)
-        lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
-        return f" in {one_line(os.path.basename(str(file)))}:{lines[-1]}" if lines else ""
+        return line_of(error, {file})
 
 
 class RewardHandler(Handler):

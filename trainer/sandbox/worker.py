@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Sequence
+import traceback
+from collections.abc import Collection, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from trainer.errors import describe_error
+from trainer.errors import describe_error, one_line
 from trainer.import_utils import import_function
 from trainer.sandbox.call_clock import CallClock
 from trainer.sandbox.process_state import ProcessState
@@ -43,6 +44,13 @@ class Handler:
     def describe(self, error: BaseException, call: list[Any]) -> str:
         """Return why the call has failed."""
         return f"raised {describe_error(error)}"
+
+
+def line_of(error: BaseException, files: Collection[str]) -> str:
+    """Return ` in FILE:LINE`, the last line of one of these source files that `error` has passed; "" if of none."""
+    passed = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [(file, line) for file, line in passed if file in files]
+    return f" in {one_line(os.path.basename(own[-1][0]))}:{own[-1][1]}" if own else ""
 
 
 def send(pipe: Connection, message: Any) -> None:

@@ -75,7 +75,7 @@ def test_agents_ask_and_give_the_reward(one_call, tokenizer):
 
 
 @pytest.mark.parametrize(
-    "do, reason", [("raise", "run raised RuntimeError: it broke"), ("die", "run ended its process")]
+    "do, reason", [("raise", "run raised RuntimeError: it broke in agents.py:"), ("die", "run ended its process")]
 )
 def test_an_agent_that_fails_runs_again_from_the_start(one_call, tokenizer, tmp_path, do, reason):
     """Those that fail again are named, and nothing else is lost."""

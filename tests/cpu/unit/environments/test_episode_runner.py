@@ -162,7 +162,7 @@ def test_an_episode_whose_environment_fails_has_reward_0_and_says_why(runner, to
     assert (failed.status, failed.turns, failed.reward, failed.length) == ("failed", turns, 0.0, length)
     assert len(failed.samples) == 1 and len(failed.samples[0].token_ids) > 0
     assert (good.status, good.reward) == ("stop", 3.0)
-    assert failed.failure.endswith("raised RuntimeError: it broke") and not good.failure
+    assert "raised RuntimeError: it broke in environments.py:" in failed.failure and not good.failure
 
 
 def test_a_lost_environment_leaves_no_trace_in_its_episode(runner, tokenizer, tmp_path):
@@ -180,7 +180,8 @@ def test_a_step_in_which_too_many_environments_fail_ends_the_run(tokenizer, sche
         run(runner, Policy(tokenizer, "a"), requests_of(bad, good))
         sentence = (
             r"^environment.max_error_rate=0.5: 2 of 3 episodes of step 5 \(66.7%\) failed \(the first: step raised "
-            r"RuntimeError: it broke\); nothing was trained on them, and once the environment works, the same command"
+            r"RuntimeError: it broke in environments.py:\d+\); nothing was trained on them, and once the environment "
+            "works, the same command"
         )
         with pytest.raises(UserError, match=sentence):
             run(runner, Policy(tokenizer, "a"), requests_of(bad, good, bad))
