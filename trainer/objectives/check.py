@@ -163,13 +163,15 @@ def _try_estimator(function: Callable[..., Any], algorithm: AlgorithmConfig, sco
         scores: arrays that roles of the run compute for it.
     """
     rewards, mask = torch.zeros(4, 3), torch.ones(4, 3)
-    rewards[::2, -1] = 1.0
+    rewards[[0, 2, 3], -1] = 1.0  # one group whose rewards differ, and one whose rewards are equal
     arrays = dict.fromkeys((*INPUTS[ESTIMATOR], *scores), torch.full((4, 3), -1.0)) | {"baselines": torch.zeros(4)}
     inputs = {name: arrays[name] for name in parameter_names(function) if name in arrays}
     options = chosen_options(function, algorithm, ESTIMATOR) | inputs
     results = function(rewards, mask, torch.tensor([0, 0, 1, 1]), **options)
     if not (isinstance(results, tuple) and [getattr(x, "shape", None) for x in results] == [mask.shape, mask.shape]):
         raise TypeError("it must return (advantages, returns), both of the shape of the rewards")
+    if not all(bool(x.isfinite().all()) for x in results):
+        raise ValueError("it returned NaN or an infinity; mind a group of equal rewards, whose deviation is 0")
 
 
 def _try_loss(function: Callable[..., Any], algorithm: AlgorithmConfig, scores: Collection[str]) -> None:

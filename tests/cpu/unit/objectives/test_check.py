@@ -30,6 +30,11 @@ def open_to_any(logprobs, old_logprobs, advantages, mask, *, aggregation, totals
 def one_tensor(rewards, mask, group_ids):
     return rewards
 
+def whitened(rewards, mask, group_ids):
+    scores = rewards.sum(dim=1).view(2, 2)
+    scores = (scores - scores.mean(dim=1, keepdim=True)) / scores.std(dim=1, keepdim=True)
+    return scores.view(4, 1) * mask, rewards
+
 def needs_values(rewards, mask, group_ids, *, values, baselines):
     return values, values - baselines[:, None]
 
@@ -98,6 +103,7 @@ def test_valid_functions_are_accepted(settings, own_functions):
             "algorithm.clip_low=0.1: .*open_to_any does not take it",
         ),
         ({"advantage_estimator": "own_functions:one_tensor"}, r"it must return \(advantages, returns\)"),
+        ({"advantage_estimator": "own_functions:whitened"}, "it returned NaN or an infinity; mind a group of equal"),
         ({"advantage_estimator": "own_functions:needs_other"}, "TypeError: .* missing .* 'entropies'"),
         ({"policy_loss": "own_functions:numbers"}, "its metrics must be scalar tensors by their names"),
         ({"policy_loss": "own_functions:taken"}, "its metric grad_norm has the name of one of the trainer's"),
