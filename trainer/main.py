@@ -141,8 +141,13 @@ def too_few_gpus(ranks: int, gpus: int, cuda: str | None) -> str:
     Args:
         cuda: the CUDA version of torch; None: torch is built without CUDA, or the machine has no driver.
     """
+    if gpus == 0 and cuda is None:
+        return (
+            "trainer.device=cuda: torch finds no CUDA device on this machine; set trainer.device=cpu, install the "
+            "packages for GPUs (docs/install.md), or join a cluster with trainer.ray_address"
+        )
     text = f"trainer.num_workers={ranks}: more ranks than CUDA devices, this machine has {gpus}; "
-    if gpus == 0 and cuda is not None:
+    if gpus == 0:
         return text + (
             f"it has an NVIDIA driver, so perhaps that is too old for the CUDA {cuda} of torch (nvidia-smi shows what "
             "it can), or CUDA_VISIBLE_DEVICES hides the GPUs"

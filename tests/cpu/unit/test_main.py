@@ -21,8 +21,12 @@ from trainer.main import too_few_gpus
 @pytest.mark.parametrize(
     "module, overrides, sentence",
     [
-        ("trainer.main", ["trainer.device=cuda"], "trainer.num_workers=1: more ranks than CUDA devices"),
-        ("trainer.sft", ["trainer.device=cuda", "--config=both.yaml"], "trainer.num_workers=1: more ranks than CUDA"),
+        ("trainer.main", ["trainer.device=cuda"], "trainer.device=cuda: torch finds no CUDA device"),
+        (
+            "trainer.sft",
+            ["trainer.device=cuda", "--config=both.yaml"],
+            "trainer.device=cuda: torch finds no CUDA device",
+        ),
         (
             "trainer.sft",
             ["--config=both.yaml", "rollout.n=2", "algorithm=ppo"],
@@ -56,7 +60,8 @@ def test_a_new_run_is_recorded_before_the_long_imports(tmp_path):
 
 def test_a_driver_without_gpus_is_perhaps_too_old():
     assert "driver, so perhaps that is too old for the CUDA 13.0 of torch" in too_few_gpus(1, 0, "13.0")
-    assert too_few_gpus(8, 4, "13.0").endswith("has 4; " + too_few_gpus(1, 0, None).partition("; ")[2])
+    assert too_few_gpus(1, 0, None).startswith("trainer.device=cuda: torch finds no CUDA device on this machine; set ")
+    assert "this machine has 4; use fewer, " in too_few_gpus(8, 4, "13.0")
 
 
 @pytest.mark.parametrize(
