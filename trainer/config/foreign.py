@@ -203,8 +203,8 @@ def table() -> list[str]:
         "## Keys of verl, SkyRL and TRL",
         "",
         "What they are called here. A command with such a key is refused, and the message has the key of this table.",
-        "Some take other values, which the row of that key names. [rewards.md](rewards.md) has the same for the arguments of "
-        "reward functions.",
+        "Some take other values, which the row of that key names. [rewards.md](rewards.md) has the same for the "
+        "arguments of reward functions.",
         "",
         "| key | of | here |",
         "|---|---|---|",
