@@ -208,6 +208,8 @@ def main(argv: list[str] | None = None) -> int:
 
     def tool(args: argparse.Namespace) -> None:
         for path in args.paths:
+            if not os.path.exists(path):
+                raise UserError(f"{path}: no such file or directory; name the directory of a run or an evaluation")
             files = ([*kept_files(path).values()] or evaluated_files(path)) if os.path.isdir(path) else [path]
             if not files:
                 raise UserError(f"{path}: no rollouts are kept there; logger.save_rollouts=true makes a run keep them")

@@ -87,6 +87,8 @@ def _conversion(file: str) -> str:
     if suffix == ".json":
         code = f"[print(json.dumps(row)) for row in json.load(open('{file}'))]"
         return f'; convert its list of objects with python -c "import json; {code}" > {stem}.jsonl'
+    if re.fullmatch(r"[\w-]+/[\w-]+", file):
+        return f"; a data set of the Hub is hf://{file}?split=train"
     return ""
 
 

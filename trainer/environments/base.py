@@ -92,7 +92,10 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
     try:
         inspect.signature(kind).bind(**options)
     except TypeError as error:
-        raise UserError(f"environment.kwargs: {name}: {error}") from error
+        taken = ", ".join(one for one in inspect.signature(kind).parameters) or "nothing"
+        raise UserError(
+            f"environment.kwargs: {name}: {error}; it takes {taken}, set by +environment.kwargs.NAME=VALUE"
+        ) from error
     except ValueError:  # some functions in C have no signature
         pass
     if hasattr(kind, "check_options"):

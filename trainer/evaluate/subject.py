@@ -135,8 +135,11 @@ def _has_config(path: str) -> bool:
 def _words_of_model(path: str | None, name: str, rest: list[str], given: set[str]) -> list[str]:
     names_data = any(key == "data" or key.startswith(("data.", "experiment")) for key in given)
     if not names_data and not any(word.startswith("--config") for word in rest):
+        is_here = path is None or os.path.isdir(path)
+        where = "" if is_here else "no such directory here; if it is a model of the Hub, "
         raise UserError(
-            f"{name}: name the data to evaluate it on, such as data=gsm8k, data.val_files=[FILE] or data.val_sets"
+            f"{name}: {where}name the data to evaluate it on, such as data=gsm8k, data.val_files=[FILE] or "
+            "data.val_sets"
         )
     reads_files = any(key == "data.val_files" or key.startswith("data.val_sets") for key in given)
     is_chosen = {"data", "data.synthetic", "experiment"} & given or any(word.startswith("--config") for word in rest)

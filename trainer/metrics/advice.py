@@ -220,7 +220,8 @@ RULES = (
         "`response_length/clip_ratio` is above 0.5",
         "A completion that is cut off seldom has its answer, so most rewards then say nothing of the answers.",
         "more than half of the completions have been cut off (response_length/clip_ratio is above 0.5); try a larger "
-        "rollout.max_response_tokens, or algorithm.overlong_buffer, which makes long completions cost reward",
+        "rollout.max_response_tokens, with an environment also environment.max_tokens, or algorithm.overlong_buffer, "
+        "which makes long completions cost reward",
     ),
     Rule(
         "mismatch",

@@ -77,7 +77,9 @@ METRICS: dict[str, Metric] = {
     ),
     "response_length/mean": Metric("Mean length of the step's completions.", "tokens"),
     "response_length/max": Metric("Length of the longest completion.", "tokens"),
-    "response_length/clip_ratio": Metric("Completions cut at `rollout.max_response_tokens`.", "share"),
+    "response_length/clip_ratio": Metric(
+        "Completions cut at `rollout.max_response_tokens`, and episodes that ended because they grew too long.", "share"
+    ),
     "policy/loss": Metric("Policy loss with all its terms, mean over the step's mini-batches.", "loss"),
     "policy/kl": Metric("KL to the reference; without a reference, KL of the old policy to the new one.", "nats"),
     "policy/kl_coef": Metric("Weight of the KL, with `algorithm.kl_controller=adaptive`.", "1"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import glob
 import os
 import shlex
 import sys
@@ -69,6 +70,9 @@ def diagnose(run_dir: str, seconds: float = time_limits.DIAGNOSE_READ_S) -> list
         raise UserError(f"{run_dir}: {what}; name the directory of a run, which has a {STARTS_FILE}")
     start = last_start(run_dir)
     if start is None:
+        if inside := sorted(glob.glob(os.path.join(glob.escape(run_dir), "*", STARTS_FILE))):
+            one = os.path.dirname(inside[0])
+            raise UserError(f"{run_dir}: holds {len(inside)} runs and is none; name one of them, such as {one}")
         raise UserError(f"{run_dir}: holds no run ({STARTS_FILE} is missing or damaged)")
     rows, incidents = read_metrics(os.path.join(run_dir, METRICS_FILE)), read_incidents(run_dir)
     step = rows[-1]["step"] if rows else 0

@@ -196,6 +196,7 @@ def test_data_that_is_no_file_is_refused_before_it_is_read(tmp_path, name):
         ),
         ("/missing.jsonl", "data.train_files=/missing.jsonl: no such file; correct the path, or set hf://.*"),
         ("missing.csv", "data.train_files=missing.csv: must end in .jsonl, .parquet or .arrow, or be hf://.*"),
+        ("openai/gsm8k", ".* or be hf://.*; a data set of the Hub is hf://openai/gsm8k.split=train"),
         ("hf://a/b?name=c", "data.train_files=hf://a/b.name=c: takes config, split and revision, not name"),
         ("hf://a/b?revision=main", "data.train_files=hf://a/b.revision=main: revision must be a commit, of 40 hex.*"),
         ("hf://", "data.train_files=hf://: cannot be loaded from the Hub .*"),

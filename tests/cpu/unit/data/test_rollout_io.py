@@ -55,7 +55,7 @@ def test_kept_rollouts_are_printed_as_lines_and_read_by_other_tools(tmp_path, ca
     assert loaded[0]["samples"] == tokens and loaded[0]["key"] is None
 
 
-@pytest.mark.parametrize("path", ["empty", "other.arrow", "cut.arrow", "other.jsonl", "missing.arrow"])
+@pytest.mark.parametrize("path", ["empty", "other.arrow", "cut.arrow", "other.jsonl", "missing.arrow", "no_run"])
 def test_what_holds_no_rollouts_is_refused_in_one_sentence(tmp_path, capsys, path):
     write_rollouts(str(tmp_path), 1, [Episode("0:1:0", "0:1", [])])
     (tmp_path / "empty").mkdir()
@@ -66,6 +66,9 @@ def test_what_holds_no_rollouts_is_refused_in_one_sentence(tmp_path, capsys, pat
     printed = capsys.readouterr()
     assert (
         printed.err.startswith("error: ") and printed.err.count("\n") == 1 and path in printed.err and not printed.out
+    )
+    assert ("no such file or directory; name the directory of a run" in printed.err) == (
+        path in ("missing.arrow", "no_run")
     )
 
 

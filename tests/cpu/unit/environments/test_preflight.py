@@ -92,6 +92,9 @@ def test_what_cannot_run_is_refused_in_one_sentence(python, inside):
     if not inside:
         assert "No module named 'clashing'" in refused()
         assert "unexpected keyword argument 'tires'" in refused("trainer.environments.retry:RetryEnv", tires=3)
+        assert "; it takes tries, again, prompt_key, answer_key, set by +environment.kwargs.NAME=VALUE" in refused(
+            "trainer.environments.retry:RetryEnv", tires=3
+        )
         return
     assert "environment.kwargs: own_environment:Own: ValueError: size=0 is too small" in refused(size=0)
     assert "unexpected keyword argument 'sizes'" in refused(sizes=0)

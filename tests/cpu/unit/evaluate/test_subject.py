@@ -169,6 +169,7 @@ def test_a_model_is_a_directory_or_an_id_or_the_key(tmp_path):
         (["{run}", "-m", "trainer.seed=1,2"], "^-m: an evaluation is one job; give one command for each$"),
         (["{run}", "data=arithmetic"], "^data=arithmetic: the config is that of .*; override keys of it instead$"),
         (["{run}", "--config=x.yaml"], "^--config=x.yaml: the config is that of"),
+        (["owner/model"], "^owner/model: no such directory here; if it is a model of the Hub, name the data to "),
         (["{model}"], "name the data to evaluate it on, such as data=gsm8k"),
         (["{model}", "--step=3", "data=gsm8k"], "^--best and --step choose a checkpoint of a run, and no run"),
         (["{adapter}", "data=gsm8k"], "adapter: holds an adapter alone; evaluate the checkpoint, or export it with"),

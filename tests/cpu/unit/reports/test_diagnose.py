@@ -242,6 +242,10 @@ def test_a_fault_of_the_job_is_to_be_corrected_first(run, capsys):
 def test_a_directory_without_a_run(tmp_path, capsys):
     (line,) = said(tmp_path, capsys, status=2)
     assert line == f"error: {tmp_path}: holds no run (starts.jsonl is missing or damaged)"
+    (tmp_path / "sweep/job=1").mkdir(parents=True)
+    (tmp_path / "sweep/job=1/starts.jsonl").write_text("")
+    (line,) = said(tmp_path / "sweep", capsys, status=2)
+    assert line.endswith(f"sweep: holds 1 runs and is none; name one of them, such as {tmp_path}/sweep/job=1")
     (tmp_path / "file").write_text("")
     for name, what in (("none", "no such directory"), ("file", "is a file")):
         (line,) = said(tmp_path / name, capsys, status=2)
