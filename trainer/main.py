@@ -21,6 +21,7 @@ from trainer.files.uris import is_url
 from trainer.metrics.best import find_best
 from trainer.metrics.estimates import attempts_of
 from trainer.metrics.names import is_metric, pass_at, set_of_metric
+from trainer.metrics.own_sink import find_sink
 from trainer.metrics.startup import StartUp
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.process.startup import importing, stage
@@ -39,6 +40,8 @@ def prepare(cfg: Config) -> str:
     t = cfg.trainer
     with _run_dir(t.run_dir) as is_new:
         _check_metrics(cfg)
+        if cfg.logger.sink.name is not None:
+            find_sink(cfg.logger.sink)
         # What an object store has of an earlier directory comes first.
         early = is_new and not is_url(t.ckpt_path)
         with recorded_early(t.run_dir, cfg) if early else contextlib.nullcontext():

@@ -20,7 +20,7 @@ from trainer.config.engines import ENGINES, EngineSpec
 from trainer.config.environment import EnvironmentConfig
 from trainer.config.hydra import compose, conf_dir, register, to_config
 from trainer.config.inference import InferenceConfig
-from trainer.config.logger import LoggerConfig, MlflowConfig, TrackioConfig, WandbConfig
+from trainer.config.logger import LoggerConfig, MlflowConfig, SinkConfig, TrackioConfig, WandbConfig
 from trainer.config.model import ModelConfig, TinyConfig
 from trainer.config.reference import field_docs
 from trainer.config.renamed import with_new_metrics, with_new_names, with_new_words

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from trainer.config.fields import Section, choice, config_error, number, setting, subsection
+from trainer.config.fields import Section, choice, config_error, number, open_section, setting, subsection
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -63,6 +63,15 @@ class TrackioConfig(Section):
         _check_package(config, name, self.enabled)
 
 
+@dataclass
+class SinkConfig(Section):
+    name: str | None = setting(None, resume="harmless")
+    """Import path `package.module:Class` of a sink of your own, for metrics and samples (see docs/extending.md). null:
+    there is none."""
+    kwargs: dict[str, Any] = open_section(resume="harmless")
+    """Arguments for the class, by name."""
+
+
 def _check_package(config: Config, section: str, enabled: bool) -> None:
     """Refuse a section whose package is missing. The package and the extra have the name of the section."""
     package = section.rpartition(".")[2]
@@ -80,6 +89,8 @@ class LoggerConfig(Section):
     """MLflow."""
     trackio: TrackioConfig = subsection(TrackioConfig)
     """Trackio."""
+    sink: SinkConfig = subsection(SinkConfig)
+    """Another service, or a file of your own."""
     tensorboard: bool = setting(False, resume="harmless")
     """Write TensorBoard events to `{run_dir}/tensorboard`."""
     prometheus_port: int | None = number(None, at_least=1, at_most=65535, resume="harmless")
@@ -125,5 +136,6 @@ class LoggerConfig(Section):
             wandb=dataclasses.replace(self.wandb, mode="off"),
             mlflow=dataclasses.replace(self.mlflow, enabled=False),
             trackio=dataclasses.replace(self.trackio, enabled=False),
+            sink=SinkConfig(),
             prometheus_port=None,
         )

@@ -24,6 +24,7 @@ from trainer.errors import UserError, is_disk_unwritable
 from trainer.files.appended import AppendedFile
 from trainer.files.atomic_io import write_file
 from trainer.files.documents import is_count, is_number, parse_object
+from trainer.metrics.own_sink import OwnSink
 from trainer.metrics.samples import Transcript
 from trainer.metrics.service_runs import ServiceRuns
 from trainer.metrics.sinks import TIMED, Service, Sink, TensorBoard, WandB
@@ -85,6 +86,9 @@ class Tracker:
         sinks: list[Sink] = []
         if logger.tensorboard:
             sinks.append(TensorBoard(run_dir))
+        if logger.sink.name is not None:
+            with self._left_out_if_it_fails():
+                sinks.append(OwnSink(run_dir, logger.sink, config))
         services: dict[str, Callable[[str | None], Service]] = {}
         if logger.wandb.mode != "off":
             services["wandb_run_id"] = partial(WandB, run_dir, logger, config)

@@ -7,7 +7,9 @@ import functools
 import importlib
 import importlib.metadata
 import json
+import math
 import re
+import sqlite3
 import sys
 from pathlib import Path
 from random import Random
@@ -37,6 +39,8 @@ from trainer.files.uris import StoreSpec
 from trainer.generation.engine import Engine, Request, Sampling
 from trainer.generation.engine_pool import EnginePool
 from trainer.import_utils import import_function, options_of
+from trainer.metrics.own_sink import find_sink
+from trainer.metrics.tracker import Tracker
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
 from trainer.objectives import Outputs, make_objective
@@ -49,6 +53,7 @@ from trainer.run.directory import RunDirectory
 from trainer.sources.base import EpisodeSource
 from trainer.tasks import Metric, Task, TaskSpec
 
+KL_AND_REWARD = (("policy/kl", None), ("reward/mean", 0.5))
 PAGE = (Path(__file__).parents[3] / "docs/extending.md").read_text()
 
 
@@ -94,6 +99,27 @@ def test_the_advantage(module):
     cfg.rollout.n = 1
     with pytest.raises(ValueError, match="rollout.n=1"):
         check_functions(cfg)
+
+
+def test_the_service_for_metrics(module, tmp_path, caplog):
+    module("my_sink", examples("A service for metrics")[0])
+    cfg = compose(overrides("A service for metrics"))
+    find_sink(cfg.logger.sink)
+
+    def stored(step: int, *steps: int, value: float = 0.5) -> list[tuple]:
+        tracker = Tracker(str(tmp_path), cfg.logger, {})
+        tracker.rewind(step)
+        for one in steps:
+            tracker.log(one, {"policy/kl": math.nan, "reward/mean": value})
+        tracker.close()
+        table = sqlite3.connect(tmp_path / "table.db").execute("SELECT * FROM metrics ORDER BY step, name")
+        return [row for row in table if row[1] != "policy/kl" or row[2] is None]
+
+    assert stored(-1, 1, 2, 3) == [(n, name, v) for n in (1, 2, 3) for name, v in KL_AND_REWARD]
+    again = stored(2, 3, 4, value=0.75)
+    assert [row[2] for row in again if row[1] == "reward/mean"] == [0.5, 0.5, 0.75, 0.75]
+    assert len(again) == 8
+    assert "logger.sink" not in caplog.text
 
 
 def test_the_policy_loss(module):

@@ -1,0 +1,125 @@
+"""A class of the user's own gets the metrics, and cannot end a run that has begun."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from trainer.config import LoggerConfig, SinkConfig, compose
+from trainer.errors import UserError
+from trainer.main import prepare
+from trainer.metrics.own_sink import find_sink
+from trainer.metrics.tracker import Tracker, read_metrics
+
+CODE = """
+CALLS = []
+
+
+class Own:
+    def __init__(self, run_dir, config, fails_at=None):
+        if fails_at == "start":
+            raise ValueError("no route to the service")
+        self.fails_at = fails_at
+
+    def begin(self, rows, step):
+        CALLS.append(("begin", [row["step"] for row in rows], step))
+
+    def log(self, step, values, samples):
+        if step == self.fails_at:
+            raise ConnectionError("the service is gone")
+        CALLS.append(("log", step, values["reward/mean"]))
+
+    def close(self, exit_code):
+        CALLS.append(("close", exit_code))
+
+
+class Half:
+    def log(self, step, values, samples): ...
+    def begin(self, rows, step): ...
+"""
+
+
+@pytest.fixture
+def calls(tmp_path, monkeypatch):
+    (tmp_path / "own_service.py").write_text(CODE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_service", raising=False)
+    import own_service
+
+    return own_service.CALLS
+
+
+def tracker(tmp_path, **kwargs) -> Tracker:
+    sink = SinkConfig(name="own_service:Own", kwargs=kwargs)
+    return Tracker(str(tmp_path / "run"), LoggerConfig(sink=sink), config={})
+
+
+def test_a_sink_gets_each_step_and_at_a_restart_those_that_count(tmp_path, calls):
+    first = tracker(tmp_path)
+    first.rewind(-1)
+    for step in (1, 2, 3):
+        first.log(step, {"reward/mean": step / 4})
+    first.close(1)
+    again = tracker(tmp_path)
+    again.rewind(2)
+    again.log(3, {"reward/mean": 0.75})
+    again.close()
+    logged = [("log", step, step / 4) for step in (1, 2, 3)]
+    assert calls == [
+        ("begin", [], -1), *logged, ("close", 1), ("begin", [1, 2], 2), logged[-1], ("close", 0),
+    ]  # fmt: skip
+
+
+def test_a_sink_that_fails_is_left_out_until_the_next_start(tmp_path, calls, caplog):
+    one = tracker(tmp_path, fails_at=2)
+    one.rewind(-1)
+    for step in (1, 2, 3):
+        one.log(step, {"reward/mean": step / 4})
+    one.close()
+    assert calls == [("begin", [], -1), ("log", 1, 0.25)]
+    assert [row["step"] for row in read_metrics(str(tmp_path / "run/metrics.jsonl"))] == [1, 2, 3]
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "ConnectionError: the service is gone" in warning and "own_service.py:16, in log" in warning
+    assert warning.endswith("it gets no more steps; metrics.jsonl has them all")
+
+
+def test_a_sink_that_cannot_be_built_ends_the_first_start_alone(tmp_path, calls, caplog):
+    with pytest.raises(UserError, match="own_service:Own: ValueError: no route to the service"):
+        tracker(tmp_path, fails_at="start")
+    begun = tracker(tmp_path)
+    begun.rewind(-1)
+    begun.log(1, {"reward/mean": 0.25})
+    begun.close()
+    resumed = tracker(tmp_path, fails_at="start")
+    resumed.rewind(1)
+    resumed.log(2, {"reward/mean": 0.5})
+    resumed.close()
+    assert "no route to the service" in caplog.text and calls[-1] == ("close", 0)
+
+
+@pytest.mark.parametrize(
+    "name, kwargs, problem",
+    [
+        ("own_service:Half", {}, "has no method close; it needs begin, log and close"),
+        ("own_service:Own", {"url": 1}, "got an unexpected keyword argument 'url'"),
+        ("own_service:Owm", {}, "own_service has no class Owm"),
+        ("own_servce:Own", {}, "cannot be imported"),
+    ],
+)
+def test_a_sink_that_cannot_work_is_refused_before_anything_starts(calls, name, kwargs, problem):
+    with pytest.raises(UserError, match="logger.sink") as refused:
+        find_sink(SinkConfig(name=name, kwargs=kwargs))
+    assert problem in str(refused.value)
+
+
+def test_a_job_looks_for_the_sink_first(tmp_path, calls):
+    with pytest.raises(UserError, match="own_service has no class Other"):
+        prepare(compose([f"trainer.run_dir={tmp_path}/run", "logger.sink.name=own_service:Other"]))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_warm_start_does_not_send_its_metrics():
+    cfg = compose(["logger.sink.name=own_service:Own", "+logger.sink.kwargs.fails_at=2"])
+    assert cfg.logger.sink.kwargs == {"fails_at": 2}
+    assert cfg.logger.without_services().sink.name is None
