@@ -31,6 +31,7 @@ def test_a_key_below_a_foreign_section_names_the_section_and_a_section_before_a_
     assert counterpart_of("actor_rollout_ref.rollout.free_cache_engine").endswith("this project has rollout")
     assert counterpart_of("trainer.learning_rate").startswith("in place of TRL's learning_rate, ")
     assert counterpart_of("trainer.policy.optimizer.beta") == counterpart_of("trainer.sed") == ""
+    assert counterpart_of("environment.max_steps") == ""
 
 
 def test_a_wrong_section_is_not_named_beside_the_key_in_it():
