@@ -82,7 +82,8 @@ class TrainerConfig(Section):
     Runs on CPU repeat without it."""
     offload: str = choice("none", ("none", "optimizer", "all"), resume="harmless")
     """What ranks move to host memory while engines on the same GPUs generate, to leave them memory: nothing, the
-    `optimizer`'s states, or `all` (weights too). It takes two copies over PCIe a step. Needs `rollout.colocate`."""
+    `optimizer`'s states, or `all` (weights too). In a step, the states cross PCIe twice, and weights three times.
+    Needs `rollout.colocate`."""
     ray_address: str | None = setting(None, resume="harmless")
     """`host:port` (or `auto`) of a Ray cluster to join. null: start one on this machine for this run. `processes`: use
     plain processes of this machine in place of Ray, for debugging; their output goes to the terminal. Numbers,
