@@ -36,7 +36,7 @@ versions pass both numbers of heads to the same kernel without a check."""
 
 PACKED = "packed"
 _VARLEN_WIDTHS = range(8, 257, 8)  # head dimensions that the kernel supports
-_PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def set_attention(lm: PreTrainedModel) -> None:
@@ -52,7 +52,7 @@ def can_pack(module: nn.Module) -> bool:
     attention functions ignore the boundaries. Both types of models get one sequence at a time.
     """
     lm = _language_model(module)
-    layers = set(getattr(lm.config.get_text_config(), "layer_types", None) or ()) - _PACKABLE_LAYERS
+    layers = set(getattr(lm.config.get_text_config(), "layer_types", None) or ()) - PACKABLE_LAYERS
     return lm._supports_attention_backend and not is_stateful(lm) and not layers
 
 

@@ -7,12 +7,10 @@ from typing import Any
 import torch
 
 from trainer.config import Config
-from trainer.models.attention import uses_varlen
+from trainer.models.attention import PACKABLE_LAYERS, uses_varlen
 from trainer.plan.kv_cache import STATE, WINDOW, layer_types
 from trainer.plan.workload import Workload
 
-CHUNKED = "chunked_attention"
-"""Kind of layers whose tokens attend to those before them in a chunk of the sequence (Llama 4)."""
 _DELTA_CHUNK = 64
 """Tokens of a chunk in the kernels of gated delta nets (transformers and flash-linear-attention)."""
 
@@ -35,7 +33,7 @@ def attention_flops(cfg: Config, text: Any, dtype: torch.dtype, device: str, wor
             total += length * _delta_flops(text) / tp
             continue
         span = _span(cfg, text, kind, dtype, device)
-        pairs = [_pairs(tokens, span, kind == CHUNKED) for tokens in (length, w.prompt)]
+        pairs = [_pairs(tokens, span) for tokens in (length, w.prompt)]
         total += 4 * width * (pairs[0] - shared * pairs[1])
     return total
 
@@ -47,28 +45,28 @@ def head_width(text: Any) -> float:
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
-def _pairs(length: int, span: int | None, in_chunks: bool = False) -> float:
+def _pairs(length: int, span: int | None) -> float:
     """Return how many pairs of tokens attention computes in a sequence, half of the diagonal among them.
 
     Args:
         span: most tokens that a token attends to. None: all before it.
-        in_chunks: these are in a chunk of so many tokens, not the last ones.
     """
     if span is None or span >= length:
         return length**2 / 2
-    if in_chunks:
-        return (length // span * span**2 + (length % span) ** 2) / 2
     return span**2 / 2 + (length - span) * span
 
 
 def _span(cfg: Config, text: Any, kind: str, dtype: torch.dtype, device: str) -> int | None:
-    """Return how many tokens a token attends to, if the kernel computes no others; None: all before it."""
+    """Return how many tokens a token attends to, if the kernel computes no others; None: all before it.
+
+    Models with other kinds of layers cannot pack rows. They have the masks of transformers, behind which all pairs are
+    computed.
+    """
     softcap = getattr(text, "attn_logit_softcapping", None)
-    if cfg.model.attn_implementation != "sdpa" or not uses_varlen(device, dtype, int(head_width(text)), softcap):
-        return None  # masks, behind which all pairs are computed
-    if kind == WINDOW:
-        return text.sliding_window
-    return getattr(text, "attention_chunk_size", None) if kind == CHUNKED else None
+    can_pack = cfg.model.attn_implementation == "sdpa" and set(layer_types(text)) <= PACKABLE_LAYERS
+    if kind != WINDOW or not can_pack or not uses_varlen(device, dtype, int(head_width(text)), softcap):
+        return None
+    return text.sliding_window
 
 
 def _delta_flops(text: Any) -> float:
