@@ -212,6 +212,8 @@ class RunDirectory:
         resume = self.resume
         if resume is None or resume.restore.fork or not resume.checkpoint.manifest.get("lacks_validation"):
             return False
+        if not self.cfg.validates(resume.checkpoint.step):
+            return False
         rows = [row for row in read_metrics(self.metrics_file) if row["step"] == resume.checkpoint.step]
         return not any(name.startswith("val/") for row in rows for name in row)
 

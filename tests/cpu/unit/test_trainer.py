@@ -216,6 +216,9 @@ def test_a_signal_that_ends_a_validation_costs_no_step_and_the_next_start_valida
         train(tmp_path / "run", waits_in=step)
     assert [path.name for path in (tmp_path / "run/checkpoints").glob("global*")] == [f"global_step_{step}"]
     assert [row["step"] for row in metrics(tmp_path / "run")] == [*range(1, step + 1)]
+    without = toy_config(tmp_path / "run", ckpt_interval=100, val_interval=-1, val_before_train=False)
+    with RunDirectory(without).open() as directory:
+        assert not directory.lacks_validation(), "a config without validation needs none"
     trainer, was_finished = train(tmp_path / "run")
     assert comparable(metrics(tmp_path / "run")) == comparable(metrics(tmp_path / "whole"))
     assert trainer.state.best == whole.state.best and not was_finished
