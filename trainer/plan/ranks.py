@@ -204,10 +204,10 @@ def rank_phases(cfg: Config, roles: Sequence[PlannedRole], workload: Workload, d
         if not role.is_on_host:
             held["weights"] += role.state[0]
             held["optimizer"] += role.state[1]
-    parked = {"none": (), "optimizer": ("optimizer",), "all": ("weights", "optimizer")}[cfg.trainer.offload]
+    offloaded = {"none": (), "optimizer": ("optimizer",), "all": ("weights", "optimizer")}[cfg.trainer.offload]
     phases = []
     if cfg.task.generates:
-        phases.append(Phase("rollout", {kind: 0 if kind in parked else size for kind, size in held.items()}))
+        phases.append(Phase("rollout", {kind: 0 if kind in offloaded else size for kind, size in held.items()}))
     for role in roles:
         if scored_share(cfg, role.spec, workload) > 0:
             phases.append(_largest(f"scores of the {role.spec.name}", held, role.moments_of_scores()))
