@@ -170,9 +170,11 @@ class Trainer:
                         metrics = self._update(experience, step)
                         self.journal.trained(episodes)  # the policy has new weights, which may sample from now on
                         failpoint("trained")
+                        is_published = False
                         with self._left_out_at_stop():
                             self.source.publish(step + 1)
-                    metrics = self.finish_step(step, episodes, metrics)
+                            is_published = True
+                    metrics = self.finish_step(step, episodes, metrics, is_published)
                     if self.state.step == step:  # else a mismatch with the log has sent the run back
                         self.save_if_due(metrics)
                 self.exports.export_if_missing(self.state.step)
@@ -212,8 +214,13 @@ class Trainer:
             self.saves.blocked_s += blocked
         return metrics
 
-    def finish_step(self, step: int, episodes: list[Episode], metrics: dict[str, float]) -> dict[str, float]:
+    def finish_step(
+        self, step: int, episodes: list[Episode], metrics: dict[str, float], is_published: bool
+    ) -> dict[str, float]:
         """Move the ledger, evaluate, compare a replayed step with the log, log, export.
+
+        Args:
+            is_published: engines can get the weights of the step. If not, the run stops, and they would validate others.
 
         Returns all metrics of the step. `state.step` is below `step` if the run has gone back to an earlier checkpoint.
         """
@@ -233,11 +240,11 @@ class Trainer:
         metrics["progress/epoch"] = self.source.epoch
         if (uploads := self.checkpoints.store.uploads) is not None:
             metrics["time/upload_lag"] = uploads.lag_s()
-        self._lacks_validation = self.cfg.validates(step)
+        self._lacks_validation = self.evaluator is not None and self.cfg.validates(step)
         with self._left_out_at_stop():
-            if self._lacks_validation:
+            if self._lacks_validation and is_published:
                 metrics |= self._evaluate(step)
-            self._lacks_validation = False
+                self._lacks_validation = False
         problem = self.audit.check(step, metrics, self.journal.has_all(step)) if self.audit else None
         if problem is not None and not self._accept_mismatch(problem):
             return metrics

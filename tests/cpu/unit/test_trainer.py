@@ -225,6 +225,43 @@ def test_a_signal_that_ends_a_validation_costs_no_step_and_the_next_start_valida
     assert train(tmp_path / "run")[1]
 
 
+class ScoresOf:
+    """Gives the third step the best score."""
+
+    def __init__(self, trainer: Trainer, waits_in: int | None = None):
+        self._trainer = trainer
+        self._waits_in = waits_in
+        self.steps: list[int] = []
+
+    def evaluate(self, step: int) -> Evaluation:
+        self.steps.append(step)
+        if step == self._waits_in:
+            self._trainer.stop.ask("SIGTERM")
+            raise NoServerStopped("no server")
+        return Evaluation({"val/accuracy": 0.9 if step == 3 else 0.1})
+
+
+def test_weights_that_engines_did_not_get_are_not_validated_by_them(tmp_path, model):
+    """A server that comes back a moment later has the weights of the step before."""
+    stop = StopRequest(None)
+    cfg = toy_config(tmp_path, ckpt_interval=100, val_interval=1, val_before_train=False)
+    with RunDirectory(cfg).open() as directory:
+        trainer = toy_trainer(cfg, directory, model, stop)
+        trainer.evaluator, publish = ScoresOf(trainer), trainer.source.publish
+
+        def wait_in_vain(version):
+            if version == 3:
+                stop.ask("SIGTERM")
+                raise NoServerStopped("no server")
+            publish(version)
+
+        trainer.source.publish = wait_in_vain
+        with pytest.raises(Stopped, match="^stopped after step 2 of 5 before its validation .SIGTERM"):
+            trainer.fit()
+    assert trainer.evaluator.steps == [1]
+    assert [row.get("val/accuracy") for row in metrics(tmp_path)] == [0.1, None]
+
+
 @pytest.mark.parametrize("reason", [None, "SIGTERM"])
 def test_a_run_whose_last_save_fails_does_not_end_well(tmp_path, model, reason):
     toy_run(toy_config(tmp_path, total_steps=1), model)
