@@ -451,10 +451,12 @@ class Trainer:
         step = self.state.step
         if step == 0 and self.cfg.validates_start:
             self._log(0, self._evaluate(0))
-        elif self.directory.lacks_validation():
-            row = self.tracker.complete(self._evaluate(step), self.transcripts.pop(step))
+        elif (continued := self.directory.continued) is not None and continued.manifest.get("lacks_validation"):
+            if self.directory.lacks_validation():
+                self.tracker.complete(self._evaluate(step), self.transcripts.pop(step))
+                self._begin_checks()
+            *_, row = read_metrics(self.directory.metrics_file)  # perhaps an earlier start has completed it
             self.state.best = better(self.state.best, *self.cfg.compared_by, step, row)
-            self._begin_checks()
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         self.state.best = better(self.state.best, *self.cfg.compared_by, step, metrics)

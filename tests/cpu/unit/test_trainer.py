@@ -7,7 +7,7 @@ import random
 import shlex
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -239,6 +239,31 @@ class ScoresOf:
             self._trainer.stop.ask("SIGTERM")
             raise NoServerStopped("no server")
         return Evaluation({"val/accuracy": 0.9 if step == 3 else 0.1})
+
+
+def test_the_score_of_a_validation_that_came_later_outlives_a_kill(tmp_path, model):
+    """The checkpoint does not know it, and the line of the step has it, so nothing validates again."""
+
+    def train(waits_in: int | None = None, dies: bool = False) -> Trainer:
+        cfg = toy_config(tmp_path, ckpt_interval=100, val_interval=1, val_before_train=False)
+        with RunDirectory(cfg).open() as directory:
+            trainer = toy_trainer(cfg, directory, model)
+            trainer.evaluator = ScoresOf(trainer, waits_in)
+
+            def die(*_):
+                raise Killed
+
+            if dies:
+                trainer.learner.update = die
+            with pytest.raises(Killed) if dies else nullcontext():
+                trainer.fit()
+        return trainer
+
+    with pytest.raises(Stopped):
+        train(waits_in=3)
+    assert train(dies=True).evaluator.steps == [3]
+    last = train()
+    assert last.evaluator.steps == [4, 5] and last.state.best == {"val/accuracy": 0.9, "step": 3}
 
 
 def test_weights_that_engines_did_not_get_are_not_validated_by_them(tmp_path, model):
