@@ -220,7 +220,7 @@ class Trainer:
         """Move the ledger, evaluate, compare a replayed step with the log, log, export.
 
         Args:
-            is_published: engines can get the weights of the step. If not, the run stops, and they would validate others.
+            is_published: the engines have the step's weights. If not, the run stops, and its next start validates.
 
         Returns all metrics of the step. `state.step` is below `step` if the run has gone back to an earlier checkpoint.
         """
