@@ -62,9 +62,14 @@ class WeightHistories:
         self._histories: dict[int, str] = {}
 
     def add(self, version: int, history: str) -> None:
-        """Add the next version, or the first one of a start."""
+        """Add the next version, or the first one of a start.
+
+        If a checkpoint has another history for it, there was a rollback (see `history_at`): no earlier record counts.
+        """
         with self._changed:
-            self._histories = {v: h for v, h in self._histories.items() if v < version} | {version: history}
+            is_same = self._histories.get(version, history) == history
+            earlier = {v: h for v, h in self._histories.items() if v < version and is_same}
+            self._histories = earlier | {version: history}
             self._changed.notify_all()
 
     @property

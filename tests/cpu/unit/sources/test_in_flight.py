@@ -66,6 +66,18 @@ def test_a_record_is_valid_once_the_run_has_come_to_its_weights(replayed):
     assert episode.samples[0].version_spans == ((3, 1), (4, 1)) and episode.samples[0].token_ids.tolist() == [40, 40]
 
 
+def test_a_rollback_gives_up_the_records_of_earlier_weights_too(replayed):
+    """It changes the history of the checkpoint's weights. The checkpoint also has the histories before these."""
+    histories = WeightHistories()
+    histories.load_state_dict({"histories": {"4": "h4", "5": "h5"}})
+    histories.add(5, "h5")
+    assert histories.includes(4, "h4"), "a resume"
+    histories.load_state_dict({"histories": {"4": "h4", "5": "h5"}})
+    histories.add(5, "rolled back")
+    with pytest.raises(AssertionError):
+        looking(replayed, histories).result()  # it has found nothing
+
+
 def test_a_record_of_other_weights_is_not_used(replayed):
     """Another record of the group may still be valid."""
     histories = WeightHistories()
