@@ -219,9 +219,7 @@ class Trainer:
     ) -> dict[str, float]:
         """Move the ledger, evaluate, compare a replayed step with the log, log, export.
 
-        Args:
-            is_published: the engines have the step's weights. If not, the run stops, and its next start validates.
-
+        If the weights are not published, engines may have older ones: the run stops, and its next start evaluates.
         Returns all metrics of the step. `state.step` is below `step` if the run has gone back to an earlier checkpoint.
         """
         state = self.state
