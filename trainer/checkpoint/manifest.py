@@ -235,6 +235,12 @@ def rollback_mark(checkpoint: Checkpoint) -> str:
     return ""
 
 
+def copy_rollback_mark(checkpoint: Checkpoint, target: CheckpointFiles) -> None:
+    """Give a copy of a checkpoint its `rollback_mark`, if it has one."""
+    with contextlib.suppress(FileNotFoundError):
+        target.storage.put(_ROLLBACK, checkpoint.files.read(_ROLLBACK))
+
+
 def verify(path: str, level: str = "hash", whole: bool = True) -> Checkpoint:
     """Read the manifest of the checkpoint at `path`, and check the files that it names.
 

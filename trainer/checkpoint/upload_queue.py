@@ -237,6 +237,7 @@ class UploadQueue:
                 if staging.written.get(entry.path) != entry:
                     source = os.path.join(checkpoint.path, entry.path)
                     raise CorruptCheckpointError(f"{source}: does not have the content that was saved")
+            manifests.copy_rollback_mark(checkpoint, staging)
             failpoint("upload:copied")
             manifest = {name: value for name, value in checkpoint.manifest.items() if name != "nodes"}
             with self.moving:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.checkpoints import save
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.checkpoint.manifest import verify
+from trainer.checkpoint.manifest import mark_rollback, read, rollback_mark, verify
 from trainer.checkpoint.store import open_store
 from trainer.checkpoint.upload_queue import UploadQueue
 from trainer.process.tracing import TRACER
@@ -59,6 +59,18 @@ def test_the_newest_is_uploaded_first_and_all_of_them_in_the_end(local, remote, 
     for step in (1, 2, 3):
         verify(remote.path(step))
         assert Path(remote.path(step), "weights/shard").read_bytes() == b"abc"
+
+
+def test_the_mark_of_a_rollback_is_uploaded(local, remote):
+    """A machine that reads the checkpoint from the remote store must not use what the run had recorded."""
+    mark_rollback(read(local.path(3)))
+    queue = UploadQueue(local, remote)
+    queue.start(lambda: None)
+    while 3 in queue.waiting():
+        threading.Event().wait(0.02)
+    queue.finish(10)
+    assert rollback_mark(read(remote.path(3))) == rollback_mark(read(local.path(3))) != ""
+    assert rollback_mark(read(remote.path(2))) == ""
 
 
 def test_damage_on_the_disk_is_not_uploaded(local, remote, caplog):
