@@ -66,7 +66,7 @@ def test_the_mark_of_a_rollback_is_uploaded(local, remote):
     mark_rollback(read(local.path(3)))
     queue = UploadQueue(local, remote)
     queue.start(lambda: None)
-    while 3 in queue.waiting():
+    while queue.waiting():
         threading.Event().wait(0.02)
     queue.finish(10)
     assert rollback_mark(read(remote.path(3))) == rollback_mark(read(local.path(3))) != ""
