@@ -38,6 +38,8 @@ LOG = logging.getLogger(__name__)
 _SERVER_LOSSES = 20
 """Losses of an inference server within one step after which a further one counts as a restart."""
 _SERVER_CAUSES = ("server", "server_absent")
+_ASKED = 2
+"""How often a server is asked before it is lost for its silence: it, or this process, may have paused for a moment."""
 _NO_WEIGHTS = -1
 """Version of an engine whose weights are not those of the policy. Its completions would be refused."""
 
@@ -230,11 +232,15 @@ class Engines:
             return []
         from trainer.generation.server_engine import silent_servers  # imports httpx
 
-        engines, limit_s = self.lifecycle.loaded, time_limits.SERVER_ANSWER_S
-        silent = [engines[index] for index in silent_servers([self._urls[one] for one in engines], limit_s)]
+        silent, limit_s = self.lifecycle.loaded, time_limits.SERVER_ANSWER_S
+        for _ in range(_ASKED):
+            silent = [silent[index] for index in silent_servers([self._urls[one] for one in silent], limit_s)]
         self._asked_at = time.monotonic()
         for engine in silent:
-            text = f"after {SIGNALS.first} the inference server {self._urls[engine]} has not answered for {limit_s:g} s"
+            text = (
+                f"after {SIGNALS.first} the inference server {self._urls[engine]} has not answered for "
+                f"{_ASKED * limit_s:g} s"
+            )
             self.mark_failed([engine], WorkerError(text, "", "server"))
         return silent
 

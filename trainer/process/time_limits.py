@@ -102,7 +102,7 @@ SERVER_CONNECT_S = 10.0
 SERVER_SILENCE_S = 30.0
 """Longest time without a sign of life from an inference server that has a request."""
 SERVER_ANSWER_S = 2.0
-"""Longest wait, after a signal, for an answer of an inference server. One that does not answer is lost at once."""
+"""Longest wait, after a signal, for an answer of an inference server. One that does not answer twice is lost."""
 SERVER_RETRY_S = 0.5
 """Between two attempts to reach an inference server."""
 SERVER_WARNING_S = 5.0
