@@ -23,11 +23,11 @@ from trainer.checkpoint.inspection import CHECKED, axes_of, check_step, describe
 from trainer.checkpoint.manager import CheckpointManager, Retention
 from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, UnreadableError
 from trainer.checkpoint.storage import open_storage, remove_records
-from trainer.checkpoint.store import BOOKKEEPING, CheckpointStore
+from trainer.checkpoint.store import BOOKKEEPING, CheckpointStore, open_store
 from trainer.config import TrainerConfig
 from trainer.errors import UserError
 from trainer.files.documents import flatten
-from trainer.files.uris import is_url, problem_of
+from trainer.files.uris import is_same, is_url, problem_of
 from trainer.process.log_setup import escape, run_tool
 
 
@@ -256,12 +256,42 @@ def _rollback(args: argparse.Namespace) -> Result:
     store = open_run(args.root)
     check_step(store, args.to, "--to")
     checkpoint = manifests.verify(store.path(args.to), "hash")
-    with _locked(store):
-        manifests.mark_rollback(checkpoint)  # the disks of other machines may still have records
+    with contextlib.ExitStack() as locked:
+        locked.enter_context(_locked(store))
+        tiers = _tiers(store, checkpoint)
+        for tier in tiers:
+            if tier is not store:
+                locked.enter_context(_locked(tier))
+        copies = [manifests.read(tier.path(args.to)) for tier in tiers if args.to in tier.steps()]
+        # The disks of other machines may still have records. Given on them, too, the command leaves the mark as it is.
+        if not manifests.rollback_mark(copies[0]) or max(tiers[0].steps(), default=0) > args.to:
+            manifests.mark_rollback(copies[0])
+        for copy in copies[1:]:
+            manifests.copy_rollback_mark(copies[0], copy.files)
         _forget_rollouts(store, args.root, args.to)
-        archived = CheckpointManager(store).archive(after=args.to)
+        archived = [name for tier in tiers for name in CheckpointManager(tier).archive(after=args.to)]
     lines = [f"archived {name}" for name in archived] or ["no checkpoint is newer"]
     return {"step": args.to, "archived": archived}, lines, 0
+
+
+def _tiers(store: CheckpointStore, checkpoint: Checkpoint) -> list[CheckpointStore]:
+    """Return the stores at `trainer.ckpt_path` and `trainer.ckpt_cache_dir` of the run, one of which is `store`.
+
+    Raises:
+        UserError: the second is not on this machine. The run would continue the newer checkpoints that are there.
+    """
+    saved = read_config(checkpoint).get("trainer", {})
+    cache = saved.get("ckpt_cache_dir")
+    if not isinstance(cache, str):
+        return [store]
+    if is_same(store.root, cache):
+        return [open_store(saved["ckpt_path"]), store]
+    if not os.path.isdir(cache):
+        raise UserError(
+            f"trainer.ckpt_cache_dir={cache}: is not on this machine, and the run goes on with what is newer there; "
+            f"give the command on each machine that has it, or, if it is lost, make it: mkdir -p {cache}"
+        )
+    return [store, open_store(cache)]
 
 
 def _forget_rollouts(store: CheckpointStore, root: str, step: int) -> None:

@@ -14,6 +14,7 @@ import pytest
 from tests.support.buckets import KEY, SECRET, make_bucket, use_s3
 from tests.support.toy import toy_config, toy_run
 from trainer.checkpoint.__main__ import main
+from trainer.checkpoint.manifest import read, rollback_mark
 from trainer.checkpoint.storage import JOURNAL, open_storage, records_in
 from trainer.checkpoint.store import open_store
 from trainer.checkpoint.tiers import open_tiers
@@ -53,6 +54,22 @@ def test_the_commands_take_urls(s3, capsys, tmp_path, tmp_path_factory):
     assert [[*records_in(storage).values()] for storage in records] == [[3], [3]], "they are generated again"
     assert "not a checkpoint" in run(capsys, "verify", f"{root}/global_step_9")[1]
     assert "no checkpoint is there" in run(capsys, "ls", f"{root}/elsewhere")[1]
+
+
+def test_a_rollback_reaches_both_tiers(s3, capsys, tmp_path, tmp_path_factory):
+    root, cache = make_bucket("tiers") + "/run", tmp_path / "cache"
+    cfg = toy_config(tmp_path / "run", ckpt_path=root, ckpt_cache_dir=str(cache), total_steps=4)
+    toy_run(cfg, tmp_path_factory.mktemp("start"))
+    cache.rename(tmp_path / "away")
+    status, refused = run(capsys, "rollback", root, "--to", "3")
+    assert status == 2 and f"mkdir -p {cache}" in refused and open_store(root).steps()[-1] == 4
+    (tmp_path / "away").rename(cache)
+    marks = []
+    for place in (root, root, str(cache)):  # as on several nodes, each with its own directory
+        assert run(capsys, "rollback", place, "--to", "3")[0] == 0
+        assert {open_store(one).steps()[-1] for one in (root, str(cache))} == {3}
+        marks += [rollback_mark(read(open_store(one).path(3))) for one in (root, str(cache))]
+    assert open_tiers(root, str(cache)).steps()[-1] == 3 and marks[0] and len(set(marks)) == 1
 
 
 def test_a_policy_is_exported_from_a_url_and_to_a_url(s3, saved_run, capsys, tmp_path):
