@@ -13,6 +13,7 @@ from trainer.process import time_limits
 from trainer.process.signals import SIGNALS
 
 _MAX_REFUSALS = 3  # refused connections in a row after which the node counts as failed
+_EXITED = "its raylet has exited"
 
 
 @dataclass(frozen=True)
@@ -87,10 +88,8 @@ class NodeHealth:
         return self.failed()
 
     def has_exited(self, node_id: str) -> bool:
-        """Return whether the raylet of a watched node has exited."""
-        return any(
-            node.id == node_id and record.refusals >= _MAX_REFUSALS for node, record in list(self._records.items())
-        )
+        """Return whether the raylet of a node has exited. Ray may have dropped the node since."""
+        return any(node.id == node_id and reason == _EXITED for node, reason in list(self._failed.items()))
 
     def failures(self, address: str) -> int:
         """Return how often a node with this address has failed while another node answered."""
@@ -141,4 +140,4 @@ class NodeHealth:
             self._failures[node.address] += 1
             self._counted.add(node)
         has_exited = record.refusals >= _MAX_REFUSALS
-        self._failed[node] = "its raylet has exited" if has_exited else f"it has not answered for {age_s:.0f} s"
+        self._failed[node] = _EXITED if has_exited else f"it has not answered for {age_s:.0f} s"

@@ -154,6 +154,18 @@ def test_nodes_that_are_no_longer_watched_do_not_count_as_failed():
     watch.close()
 
 
+def test_a_raylet_that_has_exited_has_done_so_also_when_ray_has_dropped_its_node():
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        own = Node("own", "127.0.0.1", closed.getsockname()[1])  # nobody listens
+    watch = NodeHealth(limit_s=30.0)
+    watch.watch([own])
+    wait_until(lambda: watch.has_exited("own"))
+    watch.watch([])
+    assert watch.has_exited("own")
+    watch.close()
+
+
 def test_single_refused_connections_are_no_failure():
     """Only refusals in a row count. The thread of `NodeHealth` opens no connections here."""
     watch = NodeHealth(limit_s=60.0)
