@@ -258,7 +258,8 @@ def _rollback(args: argparse.Namespace) -> Result:
     checkpoint = manifests.verify(store.path(args.to), "hash")
     with contextlib.ExitStack() as locked:
         locked.enter_context(_locked(store))
-        tiers = _tiers(store, checkpoint)
+        saved = read_config(checkpoint).get("trainer", {})
+        tiers = _tiers(store, saved)
         for tier in tiers:
             if tier is not store:
                 locked.enter_context(_locked(tier))
@@ -268,19 +269,21 @@ def _rollback(args: argparse.Namespace) -> Result:
             manifests.mark_rollback(copies[0])
         for copy in copies[1:]:
             manifests.copy_rollback_mark(copies[0], copy.files)
-        _forget_rollouts(store, args.root, args.to)
+        _forget_rollouts(store, args.root, saved.get("run_dir"), args.to)
         archived = [name for tier in tiers for name in CheckpointManager(tier).archive(after=args.to)]
     lines = [f"archived {name}" for name in archived] or ["no checkpoint is newer"]
     return {"step": args.to, "archived": archived}, lines, 0
 
 
-def _tiers(store: CheckpointStore, checkpoint: Checkpoint) -> list[CheckpointStore]:
+def _tiers(store: CheckpointStore, saved: dict[str, Any]) -> list[CheckpointStore]:
     """Return the stores at `trainer.ckpt_path` and `trainer.ckpt_cache_dir` of the run, one of which is `store`.
+
+    Args:
+        saved: `trainer.*` of the run.
 
     Raises:
         UserError: the second is not on this machine. The run would continue the newer checkpoints that are there.
     """
-    saved = read_config(checkpoint).get("trainer", {})
     cache = saved.get("ckpt_cache_dir")
     if not isinstance(cache, str):
         return [store]
@@ -289,15 +292,14 @@ def _tiers(store: CheckpointStore, checkpoint: Checkpoint) -> list[CheckpointSto
     if not os.path.isdir(cache):
         raise UserError(
             f"trainer.ckpt_cache_dir={cache}: is not on this machine, and the run goes on with what is newer there; "
-            f"give the command on each machine that has it, or, if it is lost, make it: mkdir -p {cache}"
+            f"give the command on each machine that has it, or, if it is lost, make it: mkdir -p {shlex.quote(cache)}"
         )
     return [store, open_store(cache)]
 
 
-def _forget_rollouts(store: CheckpointStore, root: str, step: int) -> None:
+def _forget_rollouts(store: CheckpointStore, root: str, run_dir: Any, step: int) -> None:
     """Delete the records of rollouts after `step`: the run generates them again."""
-    saved = read_config(manifests.read(store.path(step))).get("trainer", {}).get("run_dir")
-    run_dirs = {root, os.path.dirname(store.root), *([saved] if isinstance(saved, str) else [])}
+    run_dirs = {root, os.path.dirname(store.root), *([run_dir] if isinstance(run_dir, str) else [])}
     for place in {store.root, *(place for place in run_dirs if not is_url(place))}:
         remove_records(open_storage(place), lambda of: of > step)
 

@@ -189,8 +189,9 @@ class RunLock:
         self._stop.set()
         if not ends_within(self._release, time_limits.LOCK_RELEASE_S):
             LOG.warning(
-                "%s: the %s is still locked by this job, because the storage has not answered for %g s; it can be "
-                "taken when this process is gone, on another machine %g s later (trainer.lock_lease_s)",
+                "%s: the %s is still locked by this job, because the storage has not answered for %g s; another "
+                "job can take it when this process has ended, on another machine %g s after that "
+                "(trainer.lock_lease_s)",
                 self.path,
                 self._name,
                 time_limits.LOCK_RELEASE_S,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from trainer.config import SinkConfig
@@ -60,7 +60,7 @@ class OwnSink:
             self._sink = None
             LOG.warning("%s; it %s", error, consequence)
 
-    def _calling(self):
+    def _calling(self) -> AbstractContextManager[None]:
         return user_code(f"{KEY}={self._name}: {{}}", has_place=True)
 
 

@@ -209,12 +209,12 @@ class RunDirectory:
 
     def lacks_validation(self) -> bool:
         """Return whether a signal has ended the validation of the checkpoint's step, and no later start has done it."""
-        resume = self.resume
-        if resume is None or resume.restore.fork or not resume.checkpoint.manifest.get("lacks_validation"):
+        checkpoint = self.continued
+        if checkpoint is None or not checkpoint.manifest.get("lacks_validation"):
             return False
-        if not self.cfg.validates(resume.checkpoint.step):
+        if not self.cfg.validates(checkpoint.step):
             return False
-        rows = [row for row in read_metrics(self.metrics_file) if row["step"] == resume.checkpoint.step]
+        rows = [row for row in read_metrics(self.metrics_file) if row["step"] == checkpoint.step]
         return not any(name.startswith("val/") for row in rows for name in row)
 
     def _restore_run_files(self) -> None:

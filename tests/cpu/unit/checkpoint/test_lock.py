@@ -138,7 +138,7 @@ def test_a_lost_lock_is_not_released(tmp_path):
 
 
 def test_a_disk_that_hangs_does_not_hold_up_the_end_of_a_job(tmp_path, monkeypatch, caplog):
-    """What hangs is the lock of the file system, which another process never gives back."""
+    """Another process holds a lock of the file system and never releases it, so `release` would wait for ever."""
     monkeypatch.setattr(time_limits, "LOCK_RELEASE_S", 0.2)
     lock = RunLock(str(tmp_path), 60)
     lock.acquire()
@@ -147,7 +147,8 @@ def test_a_disk_that_hangs_does_not_hold_up_the_end_of_a_job(tmp_path, monkeypat
         lock.release()
     assert caplog.messages == [
         f"{lock.path}: the run directory is still locked by this job, because the storage has not answered for 0.2 s; "
-        "it can be taken when this process is gone, on another machine 60 s later (trainer.lock_lease_s)"
+        "another job can take it when this process has ended, on another machine 60 s after that "
+        "(trainer.lock_lease_s)"
     ]
     wait_until(lambda: not os.path.exists(lock.path))  # the disk answers again
 

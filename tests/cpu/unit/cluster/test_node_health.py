@@ -157,7 +157,7 @@ def test_nodes_that_are_no_longer_watched_do_not_count_as_failed():
 def test_a_raylet_that_has_exited_has_done_so_also_when_ray_has_dropped_its_node():
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        own = Node("own", "127.0.0.1", closed.getsockname()[1])  # nobody listens
+        own = Node("own", "127.0.0.1", closed.getsockname()[1])  # a free port
     watch = NodeHealth(limit_s=30.0)
     watch.watch([own])
     wait_until(lambda: watch.has_exited("own"))

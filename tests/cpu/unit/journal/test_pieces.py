@@ -232,7 +232,7 @@ def test_records_that_a_run_has_left_behind_are_deleted_once_the_store_answers(s
 
 
 def test_a_copy_under_way_does_not_forget_that_the_run_has_gone_back_further(storage, tmp_path, monkeypatch):
-    """The copy deletes what was left behind before. The store is too slow for more."""
+    """The run goes back further after the copy has listed the files of a slow store."""
     is_listed, may_go_on = threading.Event(), threading.Event()
     names = ObjectStorage.names
 
