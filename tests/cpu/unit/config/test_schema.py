@@ -27,6 +27,7 @@ def test_open_sections_are_those_with_keys_of_the_users_choice():
         "data.mix.<name>.environment.kwargs",
         "environment.kwargs",
         "rollout.engine_args",
+        "logger.sink.kwargs",
     )
 
 
