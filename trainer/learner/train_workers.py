@@ -92,6 +92,7 @@ class TrainWorkers:
         self.saved_roles = [spec.name for spec in cfg.roles if spec.saved]
         self._groups: dict[str, WorkerGroup] = {}
         self._known_limits: dict[str, tuple[list[int], Limits]] = {}
+        self._peaks: CallFutures | None = None  # FLOP/s, which the ranks of the policy measure
         self.launch()
 
     def launch(self) -> None:
@@ -135,6 +136,8 @@ class TrainWorkers:
         paths = {name: spec.path and resolve_model_path(spec.path, spec.key) for name, spec in self.roles.items()}
         specs = {name: dataclasses.replace(spec, path=paths[name]) for name, spec in self.roles.items()}
         calls += [group.start("build", [specs[role] for role in roles], model_path) for group, roles in hosts]
+        # Of a CPU there is no data sheet. Its ranks measure before anyone waits for them.
+        self._peaks = self.policy.start("measure_peak") if self.cluster.device == "cpu" else None
 
         def wait() -> None:
             for call in calls:
@@ -278,11 +281,13 @@ class TrainWorkers:
             group.call("stop_profile")
 
     def peak_flops(self) -> float:
-        """FLOP/s of the policy's ranks together: by the data sheet, or else as measured now."""
-        known = peak_flops(self.policy.call_one(0, "device_name"))
-        if known is not None:
-            return known * self.count
-        return sum(self.policy.call("measure_peak"))
+        """FLOP/s of the policy's ranks together: by the data sheet, or else as measured after the last `begin`."""
+        if self._peaks is None:
+            known = peak_flops(self.policy.call_one(0, "device_name"))
+            if known is not None:
+                return known * self.count
+            self._peaks = self.policy.start("measure_peak")
+        return sum(self._peaks.result())
 
     def speeds(self) -> dict[FailureSource, float]:
         """Return the FLOP/s of each rank, measured now: all compute at the same time, and none waits for another."""
