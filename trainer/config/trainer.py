@@ -81,9 +81,9 @@ class TrainerConfig(Section):
     in the same way in any batch, and requests go to engines by plan, not by which engine is free first. It costs speed.
     Runs on CPU repeat without it."""
     offload: str = choice("none", ("none", "optimizer", "all"), resume="harmless")
-    """What ranks move to host memory while engines on the same GPUs generate, to leave them memory: nothing, the
-    `optimizer`'s states, or `all` (weights too). In a step, the states cross PCIe twice, and weights three times.
-    Needs `rollout.colocate`."""
+    """What ranks move to host memory while engines on the same GPUs generate, and of a role also while another is
+    trained: nothing, the `optimizer`'s states, or `all` (weights too). In a step, states cross PCIe twice, the policy's
+    weights three times, with a critic four times. Needs `rollout.colocate`."""
     ray_address: str | None = setting(None, resume="harmless")
     """`host:port` (or `auto`) of a Ray cluster to join. null: start one on this machine for this run. `processes`: use
     plain processes of this machine in place of Ray, for debugging; their output goes to the terminal. Numbers,

@@ -14,6 +14,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -158,7 +159,8 @@ def _write_block(handle: int, entry: TensorEntry, first: tuple[int, ...], block:
     strides = [math.prod(entry.shape[axis + 1 :]) * entry.dtype.itemsize for axis in range(len(entry.shape))]
     start = entry.offset + sum(index * stride for index, stride in zip(first, strides, strict=True))
     block = block.to(entry.dtype)  # on the device, because a combined copy and cast would cast on the CPU
-    data = memoryview(block.to("cpu").contiguous().view(-1).view(torch.uint8).numpy())
+    content = block.to("cpu").contiguous().view(-1).view(torch.uint8)
+    data = memoryview(np.from_dlpack(content))  # with `numpy()`, weights on CPU could not be offloaded any more
     # A block of complete rows is contiguous in the file. In other blocks, only each row is.
     runs = 1 if block.shape[1:] == entry.shape[1:] else len(block)
     size = len(data) // runs

@@ -9,6 +9,7 @@ from trainer.config import Config
 from trainer.plan.engines import PlannedEngine
 from trainer.plan.hardware import ADDED_BYTES, CLIPPED_BYTES, OPTIMIZER_BYTES, REACHED_BANDWIDTH, Device
 from trainer.plan.ranks import PlannedRole
+from trainer.plan.workload import Workload, scored_share
 
 
 @dataclass(frozen=True)
@@ -23,28 +24,32 @@ class HostCopies:
         return (self.to_host + self.to_gpu) / device.pcie
 
 
-def copies_of_ranks(cfg: Config, roles: Sequence[PlannedRole]) -> HostCopies:
+def copies_of_ranks(cfg: Config, roles: Sequence[PlannedRole], workload: Workload) -> HostCopies:
     """Return what `trainer.offload` copies on each GPU, if it is that of a rank with these roles.
 
-    Ranks leave the GPU twice in a step: before engines take new weights, and before they generate. They return to
-    score and to train, with the optimizer's states, and to send weights, without them; then all roles of the process
-    return. What has not changed since it was copied to the host is not copied there again (`OffloadBuffer`).
+    Ranks leave the GPU twice in a step: before engines take new weights, and before they generate. Each role returns to
+    score and to train, with the optimizer's states, and the policy to send its weights, without them. A role leaves the
+    GPU while another trains, so the policy returns once more if others train between its scores and its update. What
+    has not changed since it was copied to the host is not copied there again (`OffloadBuffer`).
     """
     mode = cfg.trainer.offload
     to_host = to_gpu = 0.0
     if mode == "none" or not cfg.rollout.colocate:
         return HostCopies()
+    several = sum(role.spec.trained for role in roles) > 1
     for role in roles:
         if role.is_on_host:
             continue
         weights, optimizer = role.state
-        weights = weights if mode == "all" else 0
-        beside_policy = cfg.trainer.colocate_roles or role.spec.name == "policy"
-        to_gpu += weights * (2 if beside_policy else 1) + optimizer
-        if role.spec.trained:
+        weights, spec = weights if mode == "all" else 0, role.spec
+        to_gpu += weights + optimizer
+        if spec.name == "policy":
+            to_gpu += weights * (1 + (several and scored_share(cfg, spec, workload) > 0))
+        if spec.trained:
             to_host += weights + optimizer
-        elif role.spec.sync_interval is not None:
-            to_host += weights / role.spec.sync_interval
+        elif spec.sync_interval is not None:
+            to_host += weights / spec.sync_interval
+            to_gpu += weights / spec.sync_interval
     return HostCopies(to_host, to_gpu)
 
 

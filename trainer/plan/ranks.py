@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -198,25 +198,36 @@ def plan_role(
 
 
 def rank_phases(cfg: Config, roles: Sequence[PlannedRole], workload: Workload, device: Device) -> list[Phase]:
-    """Return the phases of a rank that holds these roles, without what an engine on its GPU takes."""
-    held = {"weights": 0, "optimizer": 0}
-    for role in roles:
-        if not role.is_on_host:
-            held["weights"] += role.state[0]
-            held["optimizer"] += role.state[1]
-    offloaded = {"none": (), "optimizer": ("optimizer",), "all": ("weights", "optimizer")}[cfg.trainer.offload]
+    """Return the phases of a rank that holds these roles, without what an engine on its GPU takes.
+
+    What `trainer.offload` moves is on the GPU for the roles that a phase needs, and for no others (see `Rank.call`).
+    """
+    mode, on_device = cfg.trainer.offload, [role for role in roles if not role.is_on_host]
+
+    def held(weights: Collection[str], optimizer: Collection[str]) -> dict[str, int]:
+        """What is on the device while a phase needs the weights, and the optimizer's states, of these roles."""
+        return {
+            "weights": sum(role.state[0] for role in on_device if mode != "all" or role.spec.name in weights),
+            "optimizer": sum(role.state[1] for role in on_device if mode == "none" or role.spec.name in optimizer),
+        }
+
     phases = []
     if cfg.task.generates:
-        phases.append(Phase("rollout", {kind: 0 if kind in offloaded else size for kind, size in held.items()}))
-    for role in roles:
-        if scored_share(cfg, role.spec, workload) > 0:
-            phases.append(_largest(f"scores of the {role.spec.name}", held, role.moments_of_scores()))
-    for role in roles:
-        if role.spec.trained:
-            moments = [_on_device(role, moment) for moment in role.moments_of_update(workload.may_accumulate)]
-            phases.append(_largest(f"update of the {role.spec.name}", held, moments))
+        phases.append(Phase("rollout", held((), ())))
+    scored = [role for role in roles if scored_share(cfg, role.spec, workload) > 0]
+    needed = {"policy" if role.spec.is_policy_base else role.spec.name for role in scored}
+    for role in scored:
+        phases.append(_largest(f"scores of the {role.spec.name}", held(needed, ()), role.moments_of_scores()))
+    trained = [role for role in roles if role.spec.trained]
+    for role in trained:
+        moments = [_on_device(role, moment) for moment in role.moments_of_update(workload.may_accumulate)]
+        name = role.spec.name
+        phases.append(_largest(f"update of the {name}", held({name}, {name}), moments))
+    if mode != "none" and len(trained) > 1:
+        names = {role.spec.name for role in trained}
+        phases.append(Phase("save", held(names, names)))
     if cfg.task.generates and any(role.spec.name == "policy" for role in roles):
-        phases.append(Phase("weights to engines", {**held, "buffers": sync_buffers(cfg, roles)}))
+        phases.append(Phase("weights to engines", {**held({"policy"}, ()), "buffers": sync_buffers(cfg, roles)}))
     return phases
 
 

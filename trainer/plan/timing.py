@@ -101,7 +101,7 @@ def plan_time(
         phases["sync"] = sync_seconds(cfg, cluster, whole, engine, roles)
     phases["other"] = OTHER * sum(phases.values())
     if not cluster.device.is_cpu:
-        phases["offload"] = copies_of_ranks(cfg, roles).seconds(cluster.device)
+        phases["offload"] = copies_of_ranks(cfg, roles, workload).seconds(cluster.device)
         phases["sleep"] = copies_of_engine(cfg, engine).seconds(cluster.device)
     kept = {name: seconds for name, seconds in phases.items() if seconds > 0}
     return StepTime(kept, cfg.total_steps, cfg.rollout.works_ahead and engine is not None, workload.tokens)

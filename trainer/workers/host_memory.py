@@ -207,14 +207,13 @@ class HostMemory:
             copy.buffer.users -= 1
 
     def _find(self, size: int) -> HostBuffer:
-        free = [buffer for buffer in self._buffers if buffer.users == 0]
-        fitting = [buffer for buffer in free if buffer.size >= size]
-        if fitting:
-            return min(fitting, key=lambda buffer: buffer.size)
-        self._buffers = [buffer for buffer in self._buffers if buffer.users]
-        del free  # their memory goes before more is taken
-        self._buffers.append(HostBuffer(size, self._gpu))
-        return self._buffers[-1]
+        # Unused buffers that are too small would never be used again. They go before more memory is taken.
+        self._buffers = [buffer for buffer in self._buffers if buffer.users or buffer.size >= size]
+        fitting = [buffer for buffer in self._buffers if not buffer.users]
+        if not fitting:
+            fitting = [HostBuffer(size, self._gpu)]
+            self._buffers += fitting
+        return min(fitting, key=lambda buffer: buffer.size)
 
 
 def bytes_of(storage: UntypedStorage) -> Tensor:

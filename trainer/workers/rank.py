@@ -5,14 +5,13 @@ from __future__ import annotations
 import glob
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from trainer.config import LM, SCORE, VALUE, Config, RoleSpec
 from trainer.config.axes import axis_sizes
@@ -122,7 +121,10 @@ class Rank:
     def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call `method` of the worker of `role`."""
         with self._memory_snapshots(role):
-            self._onload(optimizer=method in _WITH_OPTIMIZER)
+            needed = {self._holder(role)} | ({"policy"} if method == "sync_from_policy" else set())
+            if method == "update":  # it takes the most memory
+                self._offload(set(self.roles) - needed)
+            self._onload(needed, optimizer=method in _WITH_OPTIMIZER)
             return getattr(self.roles[role], method)(*args, **kwargs)
 
     def score(self, role: str, output: str, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
@@ -167,13 +169,14 @@ class Rank:
         assert self.saver is not None, "connect first"
         if self.device == "cuda":
             with self._memory_snapshots("save"):
+                self._onload(roles, optimizer=True)
                 self.saver.reserve({role: self.roles[role].state() for role in roles})
 
     def begin_save(self, roles: list[str], files: StateFiles) -> None:
         """Take a snapshot of the state of `roles`, and write it through `files` on a thread."""
         assert self.saver is not None, "connect first"
         with self._memory_snapshots("save"):
-            self._onload(optimizer=True)
+            self._onload(roles, optimizer=True)
             workers = {role: self.roles[role] for role in roles}
             self.saver.begin(
                 {role: worker.state() for role, worker in workers.items()},
@@ -220,24 +223,19 @@ class Rank:
             WorkerError: there is not, but there has been.
         """
         with self._memory_snapshots("offload"):
-            if self.roles and self.cfg.trainer.offload != "none":
-                assert self.saver is not None, "connect first"
-                self.saver.wait_until_staged()
-                for role, worker in self.roles.items():
-                    weights = worker.weight_tensors() if self.cfg.trainer.offload == "all" else []
-                    states = worker.optimizer_tensors() if isinstance(worker, TrainedWorker) else []
-                    self._offload(role, weights, states)
+            self._offload(self.roles)
             torch.cuda.empty_cache()
             if needed and self.rank in colocated:
                 self._check_engine(needed)
 
-    def offloaded_bytes(self, optimizer: bool = True) -> int:
-        """Return the bytes that this rank has moved from its GPU to host memory. Not a collective.
+    def offloaded_bytes(self, roles: Collection[str], optimizer: bool = True) -> int:
+        """Return the bytes of these roles that this rank has moved from its GPU to host memory. Not a collective.
 
         Args:
             optimizer: count the states of the optimizers, too.
         """
-        return sum(buffer.offloaded_bytes(optimizer) for buffer in self._offload_buffers.values())
+        buffers = (self._offload_buffers[role] for role in roles if role in self._offload_buffers)
+        return sum(buffer.offloaded_bytes(optimizer) for buffer in buffers)
 
     def _check_engine(self, needed: int) -> None:
         trained = [worker for worker in self.roles.values() if isinstance(worker, TrainedWorker)]
@@ -250,21 +248,38 @@ class Rank:
         else:
             raise UserError(problem)
 
-    def _offload(self, role: str, weights: list[Tensor], states: list[Tensor]) -> None:
-        assert self.saver is not None
+    def _holder(self, role: str) -> str:
+        """Return the role that has the tensors which `role` computes with."""
+        return "policy" if self.roles[role].spec.is_policy_base else role
+
+    def _offload(self, roles: Collection[str]) -> None:
+        """Move what `trainer.offload` says of these roles to host memory."""
+        if self.cfg.trainer.offload == "none" or not roles:
+            return
+        assert self.saver is not None, "connect first"
+        self.saver.wait_until_staged()
+        for role in roles:
+            worker = self.roles[role]
+            if self._holder(role) != role:
+                continue
+            weights = worker.weight_tensors() if self.cfg.trainer.offload == "all" else []
+            states = worker.optimizer_tensors() if isinstance(worker, TrainedWorker) else []
+            try:
+                self._offload_buffer(role).offload(weights, states)
+            except OSError as error:
+                raise UserError(
+                    f"trainer.offload={self.cfg.trainer.offload}: {error}; use a machine with more host memory, or "
+                    "offload less"
+                ) from error
+
+    def _offload_buffer(self, role: str) -> OffloadBuffer:
         if role not in self._offload_buffers:
+            assert self.saver is not None
             # A save holds all that is trained. Frozen weights beside it need memory of their own.
             is_saved = not self.roles[role].has_frozen_weights
-            self._offload_buffers[role] = OffloadBuffer(
-                self.saver.memory(role) if is_saved else self.saver.more_memory()
-            )
-        try:
-            self._offload_buffers[role].offload(weights, states)
-        except OSError as error:
-            raise UserError(
-                f"trainer.offload={self.cfg.trainer.offload}: {error}; use a machine with more host memory, or offload "
-                "less"
-            ) from error
+            memory = self.saver.memory(role) if is_saved else self.saver.more_memory()
+            self._offload_buffers[role] = OffloadBuffer(memory)
+        return self._offload_buffers[role]
 
     def _before_change(self, role: str) -> None:
         assert self.saver is not None
@@ -272,15 +287,19 @@ class Rank:
         if role in self._offload_buffers:
             self._offload_buffers[role].memory.forget()
 
-    def _onload(self, optimizer: bool) -> None:
-        needed = self.offloaded_bytes(optimizer)
-        if needed and self.device == "cuda":
+    def _onload(self, roles: Collection[str], optimizer: bool) -> None:
+        """Bring these roles back to the GPU, with or without the states of their optimizers."""
+        needed = self.offloaded_bytes(roles, optimizer)
+        if not needed:
+            return
+        if self.device == "cuda":
             cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
             problem = rank_problem(needed, torch.cuda.mem_get_info()[0] + cached, self.cfg)
             if problem is not None:
                 raise WorkerError(problem, RESTART_HINT, "gpu_memory_in_use")
-        for buffer in self._offload_buffers.values():
-            buffer.onload(optimizer)
+        for role in roles:
+            if role in self._offload_buffers:
+                self._offload_buffers[role].onload(optimizer)
 
     def measure_peak(self) -> float:
         """Return the FLOP/s that this rank reaches in matrix products of the policy's forward dtype."""

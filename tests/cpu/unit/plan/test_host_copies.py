@@ -14,6 +14,7 @@ from tests.support.roles import roles
 from trainer.config import Config, TinyConfig
 from trainer.config.axes import AXES
 from trainer.models.tiny import build_tiny
+from trainer.plan.hardware import Cluster
 from trainer.plan.host_copies import HostCopies, copies_of_engine, copies_of_ranks
 from trainer.plan.plan import make_plan
 from trainer.plan.ranks import plan_role
@@ -59,12 +60,15 @@ def one_step(rank: Rank, path: str, names: list[str]) -> int:
         **dict.fromkeys(("old_logprobs", "rollout_logprobs", "advantages"), -mask),
     }
     scored = {name: batch[name] for name in ("input_ids", "mask", "lengths", "group_ids")}
+    batch |= dict.fromkeys(("values", "returns"), mask)
     rank.build(roles(rank.cfg, names), path)
 
     def train() -> None:
         for name in names:
-            rank.score(name, "logprobs", scored)
-        rank.update("policy", batch, 1)
+            rank.score(name, "values" if name == "critic" else "logprobs", scored)
+        for name in ("critic", "policy"):
+            if name in names:
+                rank.update(name, batch, 1)
         rank.release_memory()  # engines wake their weights
         rank.call("policy", "send_weights", Receiver(), "float32")
         rank.release_memory()  # engines generate
@@ -75,17 +79,25 @@ def one_step(rank: Rank, path: str, names: list[str]) -> int:
     return copied.size
 
 
-@pytest.mark.parametrize(("offload", "names"), [("all", ["policy", "reference"]), ("optimizer", ["policy"])])
+@pytest.mark.parametrize(
+    ("offload", "names"),
+    [
+        ("all", ["policy", "reference"]),
+        ("all", ["policy", "critic", "reference"]),
+        ("optimizer", ["policy", "critic"]),
+    ],
+)
 def test_offload_copies_what_a_rank_copies(tmp_path, offload, names):
     cfg = Config()
     cfg.model.tiny = TinyConfig(hidden_size=64, num_layers=2)
     cfg.trainer.train_batch_size = cfg.trainer.mini_batch_size = 1
+    cfg.trainer.update_epochs = 2  # so the policy scores its rows, too
     cfg.trainer.offload, cfg.rollout.colocate, cfg.rollout.n = offload, True, 4
     build_tiny(cfg.model.tiny, str(tmp_path / "model"))
     copied = run_ranks(1, one_step, str(tmp_path / "model"), names, cfg=cfg, device="cpu")[0]
     workload = workload_of(cfg, ALONE)
     planned = [plan_role(cfg, role, ALONE, workload, "cpu", traced=False) for role in roles(cfg, names)]
-    copies = copies_of_ranks(cfg, planned)
+    copies = copies_of_ranks(cfg, planned, workload)
     assert copies.to_host + copies.to_gpu == copied > 0
 
 
@@ -96,22 +108,22 @@ def test_offload_copies_what_a_rank_copies(tmp_path, offload, names):
 def test_states_leave_the_gpu_once_and_weights_come_back_twice(cfg, node, offload, to_host, to_gpu):
     cfg.trainer.offload = offload
     plan = make_plan(cfg, node, traced=False)
-    copies = copies_of_ranks(cfg, plan.roles)
+    copies = copies_of_ranks(cfg, plan.roles, plan.workload)
     assert copies == HostCopies(to_host * NUMBERS / 8, to_gpu * NUMBERS / 8)
     assert plan.time.phases.get("offload", 0.0) == pytest.approx((to_host + to_gpu) * NUMBERS / 8 / PCIE)
 
 
-def test_a_reference_is_copied_back_and_leaves_again_only_if_it_has_changed(cfg, node):
-    before = copies_of_ranks(cfg, make_plan(cfg, node, traced=False).roles)
+def copies_of(cfg: Config, node: Cluster) -> HostCopies:
+    plan = make_plan(cfg, node, traced=False)
+    return copies_of_ranks(cfg, plan.roles, plan.workload)
+
+
+def test_a_reference_is_copied_back_to_score_and_leaves_again_only_if_it_has_changed(cfg, node):
+    before = copies_of(cfg, node)
     cfg.algorithm.kl_coef, size = 0.1, 2 * NUMBERS / 8
-    shared = copies_of_ranks(cfg, make_plan(cfg, node, traced=False).roles)
-    assert shared == HostCopies(before.to_host, before.to_gpu + 2 * size)
+    assert copies_of(cfg, node) == HostCopies(before.to_host, before.to_gpu + size)
     cfg.algorithm.ref_sync_interval = 10
-    synced = copies_of_ranks(cfg, make_plan(cfg, node, traced=False).roles)
-    assert synced == HostCopies(before.to_host + size / 10, before.to_gpu + 2 * size)
-    cfg.trainer.colocate_roles = False  # its ranks do not come back to send weights
-    alone = copies_of_ranks(cfg, make_plan(cfg, node, traced=False).roles)
-    assert alone == HostCopies(before.to_host + size / 10, before.to_gpu + size)
+    assert copies_of(cfg, node) == HostCopies(before.to_host + size / 10, before.to_gpu + size + size / 10)
 
 
 @pytest.mark.parametrize(("engine", "to_host"), [("vllm", 1), ("transformers", 2)])

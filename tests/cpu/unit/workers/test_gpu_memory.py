@@ -59,9 +59,9 @@ def growth_and_size(rank: Rank, path: str) -> list[int]:
     expected = policy.optimizer_growth()
     update(rank, "policy", make_batch(), 1)
     real = sum(tensor.to_local().nbytes for tensor in policy.optimizer_tensors())
-    offloaded = rank.offloaded_bytes()
+    offloaded = rank.offloaded_bytes(["policy"])
     rank.release_memory()
-    return [expected, real, policy.optimizer_growth(), offloaded, rank.offloaded_bytes()]
+    return [expected, real, policy.optimizer_growth(), offloaded, rank.offloaded_bytes(["policy"])]
 
 
 def test_the_growth_of_the_optimizer_is_known_before_its_first_step(tmp_path):

@@ -67,6 +67,16 @@ def test_a_larger_buffer_takes_the_place_of_a_smaller_one():
     assert memory.size == buffer_bytes([800])
 
 
+def test_a_smaller_buffer_that_was_in_use_goes_when_a_larger_one_is_needed_again():
+    memory = HostMemory(None)
+    memory.copy(storages_of(torch.ones(100)))  # a role leaves the GPU before its saves are prepared
+    memory.reserve(buffer_bytes([800]))
+    assert memory.size == buffer_bytes([400, 800])
+    memory.copy(storages_of(torch.ones(200)))
+    memory.copy(storages_of(torch.ones(200)))
+    assert memory.size == buffer_bytes([800])
+
+
 def test_a_buffer_that_the_machine_has_no_memory_for_is_refused(monkeypatch):
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 10**9)
     with pytest.raises(OSError, match=r"^2\.00 GB of host memory are needed .* 1\.00 GB are available"):

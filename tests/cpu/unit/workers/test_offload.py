@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 
 from tests.support.ranks import run_ranks
-from tests.support.training import config, load_then_step, train_with_offloading
+from tests.support.roles import roles
+from tests.support.training import config, load_then_step, make_batch, train_with_offloading, update
 from trainer.workers.host_memory import HostMemory
 from trainer.workers.offload import OffloadBuffer
+from trainer.workers.rank import Rank
 
 
 def test_offloaded_tensors_lose_their_memory_and_get_their_values_back():
@@ -53,3 +55,67 @@ def test_training_and_checkpoints_do_not_notice_that_states_were_away(model_path
     assert held["none"] > held["optimizer"] > 0 == held["all"], held
     for offload in ("optimizer", "all"):
         assert results[offload] == results["none"] and resumed[offload] == resumed["none"]
+
+
+def bytes_of_roles(rank: Rank) -> dict[str, tuple[int, int]]:
+    """The bytes that the weights and the optimizer's states of each role take on the device of this rank."""
+
+    def taken(tensors: list) -> int:
+        return sum(tensor.to_local().untyped_storage().nbytes() for tensor in tensors)
+
+    optimizers = {name: rank.roles[name].optimizer_tensors() for name in ("policy", "critic")}
+    return {
+        name: (taken(worker.weight_tensors()), taken(optimizers.get(name, []))) for name, worker in rank.roles.items()
+    }
+
+
+def held_in_a_step(rank: Rank, path: str) -> dict[str, dict[str, tuple[int, int]]]:
+    """What each role has on the device in the phases of a step."""
+    rank.build(roles(rank.cfg, ["policy", "critic", "reference"]), path)
+    batch = make_batch()
+    for role in ("critic", "policy"):
+        update(rank, role, batch, 1)  # the states of the optimizers are there now
+    held = {}
+
+    def watch(role: str, method: str) -> None:
+        worker = rank.roles[role]
+        original = getattr(worker, method)
+
+        def watched(*args, **kwargs):
+            held[f"{method} {role}"] = bytes_of_roles(rank)
+            return original(*args, **kwargs)
+
+        setattr(worker, method, watched)
+
+    for role, method in (("reference", "logprobs"), ("critic", "update"), ("policy", "update"), ("policy", "limits")):
+        watch(role, method)
+    rank.release_memory()
+    rank.score("reference", "logprobs", batch)
+    for role in ("critic", "policy"):
+        update(rank, role, batch, 2)
+    rank.release_memory()
+    rank.call("policy", "limits")
+    return held
+
+
+def test_a_rank_has_only_what_a_phase_needs(model_path):
+    held = {
+        offload: run_ranks(1, held_in_a_step, model_path, cfg=config(offload=offload))[0]
+        for offload in ("none", "optimizer", "all")
+    }
+    whole = held["none"]["update policy"]
+    weights, states = ({name: sizes[i] for name, sizes in whole.items()} for i in (0, 1))
+    assert all(weights.values()) and states["policy"] and states["critic"]
+    assert all(found == whole for found in held["none"].values())
+    needed = {"logprobs reference": "", "update critic": "critic", "update policy": "policy", "limits policy": ""}
+    assert held["optimizer"] == {
+        phase: {name: (weights[name], states[name] if name == role else 0) for name in whole}
+        for phase, role in needed.items()
+    }
+    assert held["all"] == {
+        phase: {
+            name: (weights[name], states[name] if "update" in phase else 0) if name == phase.split()[1] else (0, 0)
+            for name in whole
+        }
+        for phase in needed
+    }

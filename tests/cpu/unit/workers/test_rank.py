@@ -306,7 +306,7 @@ def test_a_rank_that_runs_out_of_memory_outside_of_its_workers_names_the_snapsho
     rank: Any = Rank(cfg, 0, 1, "cpu")
     rank.device, rank.roles["policy"] = "cuda", SimpleNamespace()
     rank.saver = SimpleNamespace(reserve=fail, begin=fail, finish=fail, wait_until_staged=fail)
-    monkeypatch.setattr(rank, "_onload", lambda optimizer: None)
+    monkeypatch.setattr(rank, "_onload", lambda roles, optimizer: None)
     arguments = {"prepare_saves": ([],), "begin_save": ([], None)}.get(method, ())
     with pytest.raises(torch.OutOfMemoryError, match="See .*/profile/out_of_memory/[a-z]*_rank_0.pickle"):
         getattr(rank, method)(*arguments)
