@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import http.server
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +122,24 @@ def engine(url: str, user: Job | None = None, **options: Any) -> Iterator[Server
         yield one
     finally:
         one.shutdown()
+
+
+@contextlib.contextmanager
+def answering(answers: Mapping[str, bytes]) -> Iterator[str]:
+    """Serve the same answer to each request to a path, and `{}` where there is none. Yields the address."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            answer = answers.get(self.path, b"{}")
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listener:
+        threading.Thread(target=listener.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.server_port}"
+        listener.shutdown()

@@ -17,6 +17,7 @@ import httpx
 from trainer.config import RolloutConfig
 from trainer.config.inference import TOKEN, read_token
 from trainer.errors import RESTART_HINT, UserError, WorkerError, one_line
+from trainer.files.documents import ObjectShape, is_number, parse_object
 from trainer.files.shared_memory import SharedDirectory, choose_directory
 from trainer.generation import server_protocol as protocol
 from trainer.generation.engine import Completion, Request, RunningRequests, generate_in_steps
@@ -27,6 +28,7 @@ from trainer.process.log_setup import show
 if TYPE_CHECKING:
     from trainer.generation.weight_sync import Broadcast, SharedMemory
 
+_LEASE_SHAPE: dict[Any, Any] = {"start": str, "lease_s": is_number}
 _LARGEST_ERROR = 1 << 16
 _ATTEMPTS = 3
 """Attempts of a request that cannot reach the server, before the server counts as lost."""
@@ -78,7 +80,7 @@ class ServerEngine:
         deadline, warned = time.monotonic() + timeout_s, time.monotonic() + time_limits.SERVER_WARNING_S
         while True:
             try:
-                return self._post(protocol.LEASE, self._claim)
+                return self._post(protocol.LEASE, self._claim, shape=_LEASE_SHAPE)
             except WorkerError as error:
                 now = time.monotonic()
                 if now > deadline:
@@ -151,7 +153,8 @@ class ServerEngine:
                         return
                     if not line:
                         continue
-                    answer = protocol.decode_completions(line)
+                    with self._answers():
+                        answer = protocol.decode_completions(line)
                     completions = {done: one for done, one in answer.items() if done in missing}
                     missing -= completions.keys()
                     if completions:
@@ -257,7 +260,8 @@ class ServerEngine:
             answer = line or answer
         if not answer:
             raise self._lost("the answer has ended before the weights were loaded")
-        result = json.loads(answer)
+        with self._answers():
+            result = parse_object(answer)
         if "kind" in result:
             raise self._error_of(result)
 
@@ -311,12 +315,14 @@ class ServerEngine:
                 self._results.put((self._batches, error))
                 return
 
-    def _post(self, path: str, message: Any, headers: Mapping[str, str] | None = None) -> dict[str, Any]:
+    def _post(
+        self, path: str, message: Any, headers: Mapping[str, str] | None = None, shape: ObjectShape | None = None
+    ) -> dict[str, Any]:
         for attempt in range(_ATTEMPTS):
             try:
                 with self._answers():
                     response = self._checked(self._client.post(path, json=message, headers=headers))
-                    return response.json()
+                    return parse_object(response.content, shape)
             except WorkerError as error:
                 cause = error.__cause__
                 passes = isinstance(cause, httpx.TransportError) and not isinstance(cause, httpx.ReadTimeout)

@@ -158,13 +158,25 @@ def encode_completions(completions: Mapping[int, Completion]) -> bytes:
 
 
 def decode_completions(line: str | bytes) -> dict[int, Completion]:
-    """Return the completions of a line."""
-    return {
-        number: Completion(
-            _unpacked(tokens, "<i4"), _unpacked(logprobs, "<f4"), reason, tuple(versions), tuple(map(tuple, spans))
-        )
-        for number, tokens, logprobs, reason, versions, spans in json.loads(line)
-    }
+    """Return the completions of a line.
+
+    Raises:
+        ValueError: they are no completions.
+    """
+    try:
+        return {int(number): _completion(*fields) for number, *fields in json.loads(line)}
+    except TypeError as error:
+        raise ValueError(f"no completions ({error})") from error
+
+
+def _completion(tokens: str, logprobs: str, reason: str, versions: list[int], spans: list[list[int]]) -> Completion:
+    oldest, newest = map(int, versions)
+    completion = Completion(
+        _unpacked(tokens, "<i4"), _unpacked(logprobs, "<f4"), reason, (oldest, newest), tuple(map(tuple, spans))
+    )
+    if len(completion.token_ids) != len(completion.logprobs):
+        raise ValueError("not as many log-probs as tokens")
+    return completion
 
 
 def fingerprint(directory: str) -> dict[str, list[int]]:

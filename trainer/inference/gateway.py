@@ -104,7 +104,7 @@ class Gateway:
             given = request.headers.get("Authorization", "").encode(errors="replace")
             if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
                 return web.json_response({"error": "this server needs its token"}, status=401)
-        elif "Origin" in request.headers or not is_loopback(request.url.host or ""):
+        elif "Origin" in request.headers or not is_loopback(_host(request)):
             # A web page that the user reads could send requests to this machine, under any name.
             return web.json_response({"error": "web pages may not use this server"}, status=403)
         try:
@@ -127,7 +127,8 @@ class Gateway:
         message = await _json(request)
         try:
             job, tokens = _job(message["job"]), int(message["needs"]["tokens"])
-        except (KeyError, TypeError, ValueError) as error:
+            architecture = dict(message["job"].get("architecture") or {})
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise web.HTTPBadRequest(text=f"no job: {error!r}") from error
         if tokens > self._description["max_tokens"]:
             raise RefusedError(
@@ -140,7 +141,7 @@ class Gateway:
                 "and this job has rollout.in_flight_updates=true; start it with inference.engine=vllm, or choose "
                 "rollout.ahead"
             )
-        if (difference := find_difference(self._architecture, message["job"].get("architecture") or {})) is not None:
+        if (difference := find_difference(self._architecture, architecture)) is not None:
             raise RefusedError(difference)
         self._listen()
         if self._leases.take(job):
@@ -312,6 +313,14 @@ def _cut_on_failure(request: web.Request) -> Iterator[None]:
         if request.transport is not None:
             request.transport.abort()
         raise
+
+
+def _host(request: web.Request) -> str:
+    """Return the name by which a request calls this server. Empty: it has none that can be read."""
+    try:
+        return request.url.host or ""
+    except ValueError:
+        return ""
 
 
 def is_loopback(host: str) -> bool:

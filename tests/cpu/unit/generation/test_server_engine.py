@@ -22,14 +22,14 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.fault_proxy import CUT, LOST, PASS, Faults, fault_proxy
 from tests.support.generation import GREEDY, ROLLOUT, contents, make_requests, with_sampling
-from tests.support.inference import TOKEN, copied, engine, free_port, job
+from tests.support.inference import TOKEN, answering, copied, engine, free_port, job
 from tests.support.jobs import wait_until
 from tests.support.namespaces import small_disk
 from trainer.errors import UserError, WorkerError
 from trainer.files.shared_memory import SharedDirectory
 from trainer.generation import server_engine
 from trainer.generation.lifecycle import State
-from trainer.generation.server_protocol import GENERATE, LEASE
+from trainer.generation.server_protocol import GENERATE, LEASE, WEIGHTS
 from trainer.generation.transformers_engine import TransformersEngine
 from trainer.generation.weight_sync import SharedMemory
 from trainer.process import time_limits
@@ -278,6 +278,22 @@ def test_another_program_at_the_address_is_no_inference_server():
     finally:
         listener.shutdown()
         listener.server_close()
+
+
+ONE_TOKEN = ["AQAAAA==", "", "stop", [1, 1], []]
+NONSENSE = [(LEASE, answer) for answer in (b"[]", b"{}", b"null", b'{"start": 1, "lease_s": 9}')]
+NONSENSE += [(WEIGHTS, answer) for answer in (b"5", b"<html>")]
+NONSENSE += [(GENERATE, answer) for answer in (b"<html>", b"null", b"[[0, 1]]", b"[0]", b"\xff")]
+NONSENSE += [(GENERATE, json.dumps([[0, *ONE_TOKEN]]).encode())]  # a token without its log-prob
+
+
+@pytest.mark.parametrize(("path", "answer"), NONSENSE)
+def test_a_server_that_answers_nonsense_is_no_inference_server(path, answer, weights):
+    answers = {LEASE: b'{"start": "1", "lease_s": 60}', path: answer}
+    with answering(answers) as url, pytest.raises(UserError, match=f"{url} is no inference server of this project"):
+        with engine(url) as one:
+            one.sync_weights(weights, 1)
+            one.generate(make_requests(1))
 
 
 def test_the_claim_of_a_job_is_read_by_servers_of_older_builds():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import re
 import socket
@@ -56,8 +57,11 @@ def test_calls_of_a_job_need_its_lease(server):
     for path in (protocol.RENEW, protocol.GENERATE, protocol.WEIGHTS):
         answer = httpx.post(server.url + path, headers=server.headers, json={})
         assert (answer.status_code, answer.json()["kind"]) == (409, protocol.LOST)
-    for message in ({}, {"job": {}}, {"job": {"run": "a"}, "needs": {}}, [], "x"):
-        assert httpx.post(server.url + protocol.LEASE, headers=server.headers, json=message).status_code == 400
+    named = asdict(job("a", owner="1"))
+    odd = ({"job": named, "needs": {"tokens": math.inf}}, {"job": named | {"architecture": 7}, "needs": {"tokens": 1}})
+    for message in ({}, {"job": {}}, {"job": {"run": "a"}, "needs": {}}, [], "x", *odd):
+        body = json.dumps(message)  # httpx encodes no infinity
+        assert httpx.post(server.url + protocol.LEASE, headers=server.headers, content=body).status_code == 400
 
 
 def test_a_job_that_loses_the_server_while_it_sends_a_request_is_refused(server, tmp_path):
@@ -135,7 +139,8 @@ def test_without_a_token_web_pages_are_refused(tmp_path):
         server.wait("starting")
         assert httpx.get(server.url + protocol.STATUS).status_code == 200
         assert httpx.get(server.url + protocol.STATUS, headers={"Origin": "http://evil"}).status_code == 403
-        assert httpx.get(server.url + protocol.STATUS, headers={"Host": "evil.example"}).status_code == 403
+        for name in ("evil.example", "", "::1", "127.0.0.1:99999"):
+            assert httpx.get(server.url + protocol.STATUS, headers={"Host": name}).status_code == 403
 
 
 def test_only_files_that_are_these_very_files_are_here(tmp_path):
