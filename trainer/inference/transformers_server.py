@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,6 +19,7 @@ from aiohttp import web
 from transformers import AutoTokenizer
 
 from trainer.config import RolloutConfig
+from trainer.errors import one_line
 from trainer.generation import server_protocol as protocol
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.memory_watch import snapshots, watch_methods
@@ -129,34 +131,55 @@ class TransformersServer:
         return web.json_response({"object": "list", "data": [{"id": self._name, "object": "model"}]})
 
     async def _complete(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        prompt = body["prompt"]
-        ids = prompt if isinstance(prompt, list) else self._tokenizer(prompt)["input_ids"]
-        text, reason, usage = await self._answer(ids, body)
+        with _refusing():
+            body = await request.json()
+            prompt = body["prompt"]
+            ids = self._tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+            wanted = self._wanted(ids, body)
+        text, reason, usage = await self._answer(wanted)
         choice = {"index": 0, "text": text, "finish_reason": reason}
         return web.json_response(self._envelope("text_completion", choice, usage))
 
     async def _chat(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        ids = self._tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=False)
-        text, reason, usage = await self._answer(ids, body)
+        with _refusing():
+            body = await request.json()
+            ids = self._tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=False)
+            wanted = self._wanted(ids, body)
+        text, reason, usage = await self._answer(wanted)
         choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": reason}
         return web.json_response(self._envelope("chat.completion", choice, usage))
 
-    async def _answer(self, ids: Sequence[int], body: dict[str, Any]) -> tuple[str, str, dict[str, int]]:
+    def _wanted(self, ids: Any, body: dict[str, Any]) -> Request:
+        """Return what a person asks the engine for.
+
+        Raises:
+            Exception: it cannot be generated.
+        """
         if body.get("stream"):
-            raise web.HTTPBadRequest(text="the transformers engine streams nothing; leave out `stream`")
+            raise ValueError("the transformers engine streams nothing; leave out `stream`")
+        if body.get("n", 1) != 1:
+            raise ValueError("the transformers engine gives one answer to a request; leave out `n`")
+        vocabulary = self._model.get_input_embeddings().num_embeddings
+        is_list = isinstance(ids, list) and ids
+        if not is_list or not all(type(token) is int and 0 <= token < vocabulary for token in ids):
+            raise ValueError(f"a prompt is one text, or a list of tokens from 0 to {vocabulary - 1}")
         most = self._rollout.max_prompt_tokens + self._rollout.max_response_tokens - len(ids)
         tokens = min(most, int(body.get("max_completion_tokens") or body.get("max_tokens") or _DEFAULT_TOKENS))
         if tokens < 1:
-            raise web.HTTPBadRequest(text="the prompt is too long for this server")
+            raise ValueError("the prompt is too long for this server")
+        temperature, top_p = float(body.get("temperature", 1.0)), float(body.get("top_p", 1.0))
+        if not 0 <= temperature < math.inf or not 0 < top_p <= 1:
+            raise ValueError("`temperature` is at least 0, and `top_p` above 0 and at most 1")
+        seed = uuid.uuid4().int % 2**31 if body.get("seed") is None else int(body["seed"])
+        if not -(2**63) <= seed < 2**63:
+            raise ValueError("`seed` has at most 64 bits")
         stop = [token for token in (self._tokenizer.eos_token_id,) if token is not None]
-        sampling = Sampling(float(body.get("temperature", 1.0)), float(body.get("top_p", 1.0)), -1, tokens, tuple(stop))
-        seed = body.get("seed")
-        request = Request(ids, uuid.uuid4().int % 2**31 if seed is None else int(seed), sampling)
-        completion = await self._call_again(request)
+        return Request(ids, seed, Sampling(temperature, top_p, -1, tokens, tuple(stop)))
+
+    async def _answer(self, wanted: Request) -> tuple[str, str, dict[str, int]]:
+        completion = await self._call_again(wanted)
         text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        counts = {"prompt_tokens": len(ids), "completion_tokens": len(completion.token_ids)}
+        counts = {"prompt_tokens": len(wanted.prompt_token_ids), "completion_tokens": len(completion.token_ids)}
         return text, completion.finish_reason, {**counts, "total_tokens": sum(counts.values())}
 
     async def _call_again(self, request: Request) -> Completion:
@@ -175,6 +198,16 @@ class TransformersServer:
             "choices": [choice],
             "usage": usage,
         }
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Refuse the request of a person if the block, which only reads it, fails."""
+    try:
+        yield
+    except Exception as error:
+        text = str(error) if type(error) is ValueError else repr(error)
+        raise web.HTTPBadRequest(text=one_line(text)) from error
 
 
 async def _send(request: web.Request, lines: AsyncIterator[bytes]) -> web.StreamResponse:

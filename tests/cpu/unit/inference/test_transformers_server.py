@@ -31,13 +31,27 @@ def test_people_get_models_texts_and_chats(server):
     assert chat["choices"][0]["message"]["role"] == "assistant" and chat["object"] == "chat.completion"
 
 
-@pytest.mark.parametrize(
-    ("body", "text"), [({"stream": True}, "streams nothing"), ({"prompt": [1] * 400}, "the prompt is too long")]
-)
+REFUSED = [
+    ({"stream": True}, "streams nothing"),
+    ({"n": 2}, "leave out `n`"),
+    ({"prompt": [1] * 400}, "the prompt is too long"),
+    *(
+        ({"prompt": prompt}, "a prompt is one text, or a list of tokens")
+        for prompt in ([], [10**6], [-1], ["a", "b"], 3)
+    ),
+    *(({name: value}, "`temperature` is at least 0") for name, value in (("temperature", -1), ("top_p", 0))),
+    ({"seed": 2**70}, "`seed` has"),
+    ({"messages": [{"role": "user"}]}, "has no attribute 'content'"),
+    ({"messages": "x"}, "Error"),
+]
+
+
+@pytest.mark.parametrize(("body", "text"), REFUSED)
 def test_what_it_cannot_do_is_refused(server, body, text):
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     body = {"prompt": "a", "max_tokens": 3, **body}
-    answer = httpx.post(f"{server.url}/v1/completions", headers=server.headers, json=body)
-    assert answer.status_code == 400 and text in answer.text
+    answer = httpx.post(server.url + path, headers=server.headers, json=body)
+    assert answer.status_code == 400 and text in answer.text and "\n" not in answer.text
 
 
 def test_an_engine_that_runs_out_of_memory_names_the_snapshot(tmp_path, monkeypatch):
