@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, constants, try_to_load_from_cache
+from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
@@ -149,9 +149,8 @@ def find_config(cfg: Config, role: RoleSpec) -> PretrainedConfig:
     if (cached := _cached_directory(path)) is not None:
         return load_config(cfg.model, cached, role.key)
     try:
-        if not constants.HF_HUB_OFFLINE:
-            # Queried first, because transformers would retry for a minute without a network, and print each attempt.
-            with_retries(lambda: HfApi().model_info(path, timeout=10))
+        # Queried first, because transformers would retry for a minute without a network, and print each attempt.
+        with_retries(lambda: HfApi().model_info(path, timeout=10))
     except Exception as error:  # each of the libraries below has its own error classes
         problem = "the Hub cannot be reached" if is_connection_error(error) else "the Hub has no such model"
         raise UserError(
@@ -200,9 +199,12 @@ def _shape_of(cfg: Config, role: RoleSpec, sizes: Mapping[str, int]) -> ModelSha
     name = "the model" if role.path is None else f"the {role.name}"
     check_model_axes(cfg, config.get_text_config(), name)
     with refusing(cfg, role, config):
+        for needed in _NEEDED:
+            if getattr(config.get_text_config(), needed) < 1:
+                raise UserError(
+                    f"{role.key}={role.path or cfg.model.path}: {needed} of its config.json must be at least 1"
+                )
         module, backbone = empty_module(cfg, role, config, sizes)
-        for name in _NEEDED:
-            getattr(config.get_text_config(), name)
         return ModelShape(
             config,
             tuple(_parameters(module, backbone, sizes["tp"])),

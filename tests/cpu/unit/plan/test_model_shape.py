@@ -103,10 +103,27 @@ def test_a_model_in_the_cache_needs_no_hub(pauses, tmp_path):
     assert not pauses
 
 
-def test_words_that_are_no_id_are_refused(pauses):
+@pytest.mark.parametrize("name", ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"])
+def test_a_model_that_lacks_a_dimension_is_refused(save_config, name):
+    cfg = config(save_config("qwen3", **{name: 0}))
+    with pytest.raises(UserError, match=f"{name} of its config.json must be at least 1"):
+        shape_of(cfg, policy_role(cfg), ALONE)
+
+
+@pytest.mark.parametrize("is_offline", [False, True])
+def test_words_that_are_no_id_are_refused(pauses, monkeypatch, is_offline):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
     cfg = config("/no/such/directory")
     with pytest.raises(UserError, match="no such directory, and the Hub has no such model"):
         find_config(cfg, policy_role(cfg))
+
+
+def test_a_model_that_is_not_in_the_cache_is_refused_without_the_hub(pauses, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    cfg = config("nobody/nothing")
+    with pytest.raises(UserError, match="no such directory, and .* qwen3-8b"):
+        find_config(cfg, policy_role(cfg))
+    assert not pauses
 
 
 def test_a_directory_comes_before_a_known_name(tmp_path):
