@@ -227,6 +227,10 @@ class Signals:
             self._steps = "after"
             self._handled = max(self._handled, min(self.count, 1))  # the training loop has handled the first signal
 
+    def starting(self) -> None:
+        """Record that the next run of this process starts: the last step of a warm start is none of its steps."""
+        self._steps = "before"
+
     def restarting(self) -> None:
         """Record that training is interrupted: until the next step begins, a signal ends the run without a save."""
         self._steps = "interrupted"

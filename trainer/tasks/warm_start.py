@@ -20,6 +20,7 @@ from trainer.config.fields import walk_keys
 from trainer.config.schema import without_source
 from trainer.errors import UserError
 from trainer.learner.learner import Learner
+from trainer.process.signals import SIGNALS
 from trainer.run.directory import RunDirectory
 from trainer.run.stopping import StopRequest
 from trainer.seeding import derive_seed
@@ -85,6 +86,7 @@ def _train(cfg: Config, cluster: Cluster, directory: RunDirectory, stop: StopReq
     LOG.info("warm start of the built-in model: at most %d supervised steps, once for this config", cfg.total_steps)
     trainer = make_trainer(task, cluster, directory, task.initial_weights(cluster, stop), stop)
     trainer.fit()
+    SIGNALS.starting()
     rows, step = _checked_rows(trainer.source), trainer.state.step
     share = trainer.learner.accuracy(rows)
     LOG.info(f"warm start: after {step} steps the model answers {share:.1%} of {len(rows)} training prompts exactly")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.support.runs import configured, on_files
 from trainer.config import Config, DataConfig, EnvironmentConfig, RewardConfig, TinyConfig
 from trainer.config.data import SourceConfig, ValSetConfig
 from trainer.config.fields import walk_keys
-from trainer.process.signals import Stopped
+from trainer.process.signals import SIGNALS, Stopped
 from trainer.run.stopping import StopRequest
 from trainer.tasks import warm_start
 from trainer.tasks.warm_start import cached_model, prepare_model
@@ -96,6 +97,19 @@ class StopAfter(StopRequest):
         self._left -= 1
         if self._left == 0:
             self.ask("the test")
+
+
+def test_after_the_warm_start_the_run_is_still_starting(tmp_path):
+    cfg = configured(tmp_path / "run", num_workers=1)
+    cfg.model.cache_dir, cfg.sft.steps, cfg.sft.batch_size = str(tmp_path / "cache"), 1, 2
+    cfg.model.tiny = TinyConfig(hidden_size=64, intermediate_size=128, start_accuracy=None)
+    cfg.data = DataConfig(synthetic="arithmetic", synthetic_args={"max_value": 4}, train_size=12, val_size=1)
+    with SIGNALS.listening(), local_cluster(1, cfg, "cpu") as cluster:
+        prepare_model(cfg, cluster, StopRequest(None))
+        assert SIGNALS.moment == "starting"
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Stopped, match="SIGTERM before the first step"):
+            SIGNALS.check()
 
 
 def test_the_warm_start_ends_when_the_model_is_good_enough_also_after_a_stop(tmp_path, caplog):
