@@ -1,4 +1,4 @@
-"""The picture of a run: `trainer report RUN_DIR` draws `RUN_DIR/report.png`."""
+"""The picture of a run: `trainer report RUN_DIR` draws `RUN_DIR/report.png`, for a sweep that of each run."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from trainer.metrics.tracker import METRICS_FILE, PARENT_FILE, read_metrics
 from trainer.process.failure_log import INFRASTRUCTURE, JOB, Incident, read_incidents
 from trainer.process.log_setup import encodable, run_tool, show
 from trainer.reports import drawing, timeline
+from trainer.reports.compare import find_runs
 from trainer.reports.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, YELLOW, Panel, Rows, curve, number
 from trainer.run.recorded_task import last_start, recorded_task
 
@@ -269,6 +270,21 @@ _PANELS: tuple[tuple[str, Panel], ...] = (
 def main(argv: list[str] | None = None) -> int:
     """Draw the report of the run on the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="trainer report", description="Draw RUN_DIR/report.png.")
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="directory with metrics.jsonl")
+    help = "directory of a run, or of several, such as a sweep: then each gets its own picture"
+    parser.add_argument("run_dir", metavar="RUN_DIR", help=help)
     parser.add_argument("--out", help="another file for the picture, for example of a run that you may only read")
-    return run_tool(parser, lambda args: show(write_report(args.run_dir, args.out)), argv)
+    return run_tool(parser, lambda args: _write_reports(args.run_dir, args.out), argv)
+
+
+def _write_reports(directory: str, out: str | None) -> None:
+    """Draw the report of a run, or of each run in the directory of a sweep."""
+    runs = find_runs([directory])
+    if len(runs) > 1 and out is not None:
+        raise UserError(f"--out={out}: is one picture, and {directory} holds {len(runs)} runs; name one of them")
+    for run in runs:
+        try:
+            show(write_report(run, out))
+        except UserError as error:
+            if len(runs) == 1:
+                raise
+            show(f"left out {error}", error=True)

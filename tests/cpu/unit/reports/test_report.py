@@ -17,7 +17,7 @@ from trainer.config import Metric
 from trainer.errors import UserError
 from trainer.metrics.tracker import PARENT_FILE
 from trainer.process.failure_log import INCIDENTS, INFRASTRUCTURE, JOB, Incident
-from trainer.reports.report import _notes, _panels, write_report
+from trainer.reports.report import _notes, _panels, main, write_report
 
 ROOT = Path(__file__).parents[4]
 
@@ -146,7 +146,20 @@ def test_a_report_of_nothing_says_so(tmp_path):
         [sys.executable, "-m", "trainer", "report", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
     )
     assert result.returncode == 2
-    assert result.stderr == f"error: {tmp_path}/metrics.jsonl does not exist; give the directory of a run\n"
+    assert result.stderr == f"error: {tmp_path}: is no run directory; it has no metrics.jsonl\n"
+
+
+def test_the_report_of_a_sweep_is_one_of_each_of_its_runs(tmp_path, capsys):
+    for name, row in (("lr=1", step_metrics(1)), ("lr=2", step_metrics(2)), ("lr=3", {"policy/lr": 1.0})):
+        make_tracker(tmp_path / name).log(1, row)
+    assert main([str(tmp_path)]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.splitlines() == [f"{tmp_path}/lr={number}/report.png" for number in (1, 2)]
+    assert printed.err == f"left out {tmp_path}/lr=3/metrics.jsonl has nothing to draw yet\n"
+    assert (tmp_path / "lr=1/report.png").exists() and (tmp_path / "lr=2/report.png").exists()
+    assert main([str(tmp_path), "--out=one.png"]) == 2
+    expected = f"error: --out=one.png: is one picture, and {tmp_path} holds 3 runs; name one of them\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_the_report_of_a_run_that_may_only_be_read_goes_elsewhere(tmp_path):
