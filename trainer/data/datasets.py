@@ -83,6 +83,9 @@ def load_prompts(data: DataConfig, split: str, tokenizer: Any, max_prompt_tokens
             token_ids = render(tokenizer, messages, add_generation_prompt=True, limit=limit)
         except TextTooLong:
             continue
+        if not token_ids:
+            where = _where(data, split, index)
+            raise UserError(f"{_prompt_key(data)}: {where} has a prompt of which the chat template writes no token")
         lengths.append(len(token_ids))
         if len(token_ids) <= max_prompt_tokens:
             text, answer, row = messages[-1]["content"], example["answer"], example.get("row", example)
@@ -127,7 +130,7 @@ def read_files(data: DataConfig, split: str, as_rows: bool = False) -> list[list
             return [generated]
         where = f"{data.name_of('synthetic')}={data.synthetic}"
         return [[_example(row, where, data) for row in generated]]
-    key, files = data.name_of(f"{split}_files"), data.train_files if split == "train" else data.val_files
+    key, files = _files_of(data, split)
     if not files:
         raise UserError(f"{key}: names no file")
     convert, problems = _row if as_rows else _example, _Problems()
@@ -138,6 +141,20 @@ def read_files(data: DataConfig, split: str, as_rows: bool = False) -> list[list
         datasets.append(list(problems.skip_invalid(rows, key, lambda row, where: convert(row, where, data))))
     problems.check()
     return datasets
+
+
+def _files_of(data: DataConfig, split: str) -> tuple[str, list[str]]:
+    """Return the key of the files of `train` or `val`, and the files."""
+    return data.name_of(f"{split}_files"), data.train_files if split == "train" else data.val_files
+
+
+def _where(data: DataConfig, split: str, index: int) -> str:
+    """Return the location of an example, for errors. The files are read again."""
+    if data.synthetic:
+        return f"example {index + 1} of {data.name_of('synthetic')}={data.synthetic}"
+    key, files = _files_of(data, split)
+    rows = itertools.chain.from_iterable(lines(file, key) for file in files)
+    return next(itertools.islice(rows, index, None))[0]
 
 
 def _generated(data: DataConfig, size: int, split: str) -> list[Example]:
@@ -313,9 +330,14 @@ def deadline(seconds: float) -> Iterator[None]:
 def _row(row: Any, where: str, data: DataConfig) -> Example:
     if not isinstance(row, dict):
         keys = data.messages_key or f"{data.prompt_key} and {data.answer_key}"
-        name = "messages_key" if data.messages_key else "prompt_key"
-        raise UserError(f"{data.name_of(name)}={getattr(data, name)}: {where} must be an object with {keys}")
+        raise UserError(f"{_prompt_key(data)}: {where} must be an object with {keys}")
     return row
+
+
+def _prompt_key(data: DataConfig) -> str:
+    """Return the key that names the column of the prompt, with its value."""
+    name = "messages_key" if data.messages_key else "prompt_key"
+    return f"{data.name_of(name)}={getattr(data, name)}"
 
 
 def _example(row: Any, where: str, data: DataConfig) -> Example:
@@ -327,7 +349,7 @@ def _example(row: Any, where: str, data: DataConfig) -> Example:
                 f"{data.name_of('messages_key')}={data.messages_key}: {where} must have a list of chat messages there, "
                 "with role and content, and the last one must be the assistant's"
             )
-        return _checked({"prompt": chat[:-1], "answer": chat[-1]["content"], "row": row}, where)
+        return _checked({"prompt": chat[:-1], "answer": chat[-1]["content"], "row": row}, where, data)
     for key, name in (("prompt_key", data.prompt_key), ("answer_key", data.answer_key)):
         if name not in row:
             chats = [column for column, value in row.items() if _is_chat(value)]
@@ -345,16 +367,15 @@ def _example(row: Any, where: str, data: DataConfig) -> Example:
             f"{data.name_of('answer_key')}={data.answer_key}: {where} must have a string or a number, not "
             f"{type(answer).__name__}"
         )
-    return _checked({"prompt": prompt, "answer": str(answer), "row": row}, where)
+    return _checked({"prompt": prompt, "answer": str(answer), "row": row}, where, data)
 
 
-def _checked(example: Example, where: str) -> Example:
-    prompt = example["prompt"]
+def _checked(example: Example, where: str, data: DataConfig) -> Example:
+    messages = as_messages(example["prompt"], None)
+    if not any(message["content"] for message in messages):
+        raise UserError(f"{_prompt_key(data)}: {where} has an empty prompt")
     try:
-        for text in (
-            example["answer"],
-            *([prompt] if isinstance(prompt, str) else (m[key] for m in prompt for key in ("role", "content"))),
-        ):
+        for text in (example["answer"], *(message[key] for message in messages for key in ("role", "content"))):
             text.encode()
     except UnicodeEncodeError as error:  # JSON can contain half of a surrogate pair, which no tokenizer accepts
         raise UserError(f"{where}: contains half of a surrogate pair ({error})") from error

@@ -115,6 +115,8 @@ def test_size_cuts_and_stops_reading(tmp_path):
         (b'{"prompt": "a", "text": "b"}', "data.answer_key=answer: {file}:1 has no such key; it has prompt, text"),
         (b'{"prompt": 3, "answer": "b"}', "data.prompt_key=prompt: {file}:1 must have a string, or .* chat messages.*"),
         (b'{"prompt": [], "answer": "b"}', "data.prompt_key=prompt: {file}:1 must have a string.*"),
+        (b'{"prompt": "", "answer": "b"}', "data.prompt_key=prompt: {file}:1 has an empty prompt"),
+        (b'{"prompt": [{"role": "user", "content": ""}], "answer": "b"}', "data.prompt_key=prompt: {file}:1 has an.*"),
         (b'{"prompt": ["a"], "answer": "b"}', "data.prompt_key=prompt: {file}:1 must have a string.*"),
         (b'{"prompt": [{"role": "user"}], "answer": "b"}', "data.prompt_key=prompt: {file}:1 must have a string.*"),
         (b'{"prompt": [{"role": "user", "content": 1}], "answer": "b"}', "data.prompt_key=prompt: {file}:1 must.*"),
@@ -159,7 +161,8 @@ def test_several_problems_are_listed_together(tmp_path):
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_the_rest_of_a_large_file_is_checked_when_it_is_read(tmp_path, kind):
-    rows = [{"prompt": "a" * 2**20 * (kind == "jsonl"), "answer": "b"}] * 80 + [{"prompt": "a", "answer": None}] * 2
+    length = 2**20 if kind == "jsonl" else 1
+    rows = [{"prompt": "a" * length, "answer": "b"}] * 80 + [{"prompt": "a", "answer": None}] * 2
     file = tmp_path / f"large.{kind}"
     if kind == "jsonl":
         jsonl(file, *rows)
@@ -280,6 +283,28 @@ def test_a_template_that_refuses_a_chat_is_named(tmp_path, model):
     data.system_prompt = "Think."
     with pytest.raises(UserError, match="model.chat_template: .* system, user .No system!"):
         load_prompts(data, "train", strict, 9)
+
+
+def test_a_prompt_without_a_token_is_refused_by_its_line(tmp_path, model):
+    template = tmp_path / "bare.jinja"
+    template.write_text("{{ messages[-1]['content'].strip() }}")
+    bare = load_tokenizer(model, str(template))
+    first = jsonl(tmp_path / "a.jsonl", {"prompt": "a", "answer": "b"})
+    second = tmp_path / "b.jsonl"
+    second.write_text('{"prompt": "c", "answer": "d"}\n\n{"prompt": " ", "answer": "f"}\n')
+    with pytest.raises(UserError) as refused:
+        load_prompts(files(first, str(second)), "train", bare, 9)
+    assert str(refused.value) == (
+        f"data.prompt_key=prompt: {second}:3 has a prompt of which the chat template writes no token"
+    )
+    assert len(load_prompts(files(first, str(second), train_size=2), "train", bare, 9).prompts) == 2
+
+
+def test_a_chat_with_nothing_before_the_answer_is_refused(tmp_path):
+    chat = [{"role": "user", "content": ""}, {"role": "assistant", "content": "b"}]
+    data = files(jsonl(tmp_path / "a.jsonl", {"chat": chat}), messages_key="chat")
+    with pytest.raises(UserError, match=r"^data.messages_key=chat: \S+a.jsonl:1 has an empty prompt$"):
+        read_examples(data, "train")
 
 
 def test_files_are_checked_before_anything_starts(tmp_path):
