@@ -56,7 +56,8 @@ class EnvironmentConfig(Section):
     than two others is left out as a whole. `zero`: its reward is 0."""
     max_error_rate: float = number(0.5, at_least=0, at_most=1, resume="harmless")
     """The run ends if a greater fraction of the episodes of a batch fails, with `data.mix` of those of all sources that
-    have an environment and the same limit. 1: never."""
+    have an environment and the same limit. 1: never, and an environment that fails for the first row of the data is no
+    reason not to start."""
     agent_sampling: str = choice("refuse", ("refuse", "override"), resume="rollouts")
     """What happens to requests of agents whose `temperature`, `top_p` or `top_k` is not that of the run. `refuse`: they
     get an error. `override`: the values do not count. The run can learn from its own way of sampling alone."""

@@ -1,15 +1,24 @@
-"""Check the environment of the config before anything expensive starts."""
+"""Check and try the environment of the config before anything expensive starts."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from trainer.config import EnvironmentConfig
 from trainer.environments.base import check_options
+from trainer.environments.sessions import EnvironmentPool, Session
 from trainer.errors import UserError, one_line
 from trainer.sandbox.process import run_code
 
+LOG = logging.getLogger(__name__)
+
 _REFUSED = "refused: "
+_MOST_CHARACTERS = 1 << 16
+"""Of the first messages of a trial. Nobody reads them."""
 
 
 def check_environment(config: EnvironmentConfig) -> None:
@@ -43,3 +52,41 @@ except UserError as error:
         raise UserError(f"{last.removeprefix(_REFUSED)} (in the interpreter {config.python})")
     problem = f"cannot run environments ({last}); it needs Python 3.11 or newer, and the package psutil"
     raise UserError(f"environment.python={config.python}: {problem}")
+
+
+def try_environment(
+    config: EnvironmentConfig, row: Mapping[str, Any], seed: int, meanwhile: Callable[[], None] = lambda: None
+) -> None:
+    """Make an environment, call its `reset` for a row of the data, and close it, in a process of its own.
+
+    Nothing is repeated: what an environment does elsewhere, such as a request to a server, it does once. A warning
+    names one that takes longer than its time limit, because the first call may be the slowest.
+
+    Args:
+        meanwhile: called while the process starts.
+
+    Raises:
+        UserError: the environment fails.
+        WorkerError: its process cannot start.
+    """
+    trial = _Trial(row, seed)
+    with EnvironmentPool(dataclasses.replace(config, num_processes=1), _MOST_CHARACTERS) as pool:
+        with pool.round() as tasks:
+            tasks.submit([trial])
+            meanwhile()
+            tasks.wait()
+        if not trial.failure:
+            trial.ended = True
+            pool.step_all([trial])  # closes it
+            return
+    problem = f"environment.name={config.name}: fails for the first row of the data"
+    if trial.status == "timeout" or config.max_error_rate == 1:
+        LOG.warning("%s: %s", problem, trial.failure)
+    else:
+        raise UserError(f"{problem} ({trial.failure}); `reset` returns the first messages for every row")
+
+
+class _Trial(Session):
+    """The environment of a trial."""
+
+    retried = frozenset()

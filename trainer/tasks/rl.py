@@ -11,7 +11,8 @@ from typing import Any
 
 from trainer.config import Config
 from trainer.config.fields import config_error
-from trainer.data.datasets import PromptSet, as_messages, check_files, read_examples
+from trainer.data.datasets import PromptSet, as_messages, check_files, load_rows, read_examples
+from trainer.environments.preflight import try_environment
 from trainer.environments.rendering import AUTO, TEMPLATE, find_renderer
 from trainer.errors import UserError, as_list, sentences_of
 from trainer.generation.engine_pool import EnginePool
@@ -26,6 +27,7 @@ from trainer.rewards.preflight import try_rewards
 from trainer.rewards.scorer import Scorer
 from trainer.rewards.scoring import RewardPool
 from trainer.rewards.terms import RewardInput
+from trainer.seeding import environment_seed
 from trainer.sources.base import EpisodeSource, Evaluator
 from trainer.sources.evaluation import RolloutEvaluator
 from trainer.sources.in_flight import InFlightSource
@@ -155,16 +157,19 @@ def _check_inputs(cfg: Config, asks_servers: bool) -> None:
         raise UserError(as_list("the run cannot start:", list(dict.fromkeys(refused))))
     tried = set()
     for source, own in sources.items():
-        reward = repr((own.reward, own.environment.name))
-        if reward in tried or (cfg.data.mix and not source):  # in a mix, the run itself has no training data
+        used = repr(own.environment if own.environment.name else own.reward)
+        has_train = bool(source) or not cfg.data.mix  # in a mix, the run itself has no training data
+        if used in tried or not (has_train or own.environment.name):
             continue
-        tried.add(reward)
-        if _has_reward_functions(own) and (asks_servers or REMOTE not in own.reward.names()):
-            with stage("trying the rewards"):
-                try:
+        tried.add(used)
+        try:
+            if own.environment.name:
+                _try_environment(own, "train" if has_train else "val", asks_servers)
+            elif _has_reward_functions(own) and (asks_servers or REMOTE not in own.reward.names()):
+                with stage("trying the rewards"):
                     _try_rewards(own)
-                except UserError as error:
-                    raise UserError(with_keys_of(source, cfg, str(error))) from error
+        except UserError as error:
+            raise UserError(with_keys_of(source, cfg, str(error))) from error
 
 
 def _has_reward_functions(cfg: Config) -> bool:
@@ -214,3 +219,13 @@ def _try_rewards(cfg: Config) -> None:
         for chat in [as_messages(example["prompt"], cfg.data.system_prompt)]
     ]
     try_rewards(cfg.reward, attempts, cfg.rollout.n, meanwhile=import_configs)
+
+
+def _try_environment(cfg: Config, split: str, asks_servers: bool) -> None:
+    """Begin an episode of the first row (see `try_environment`). An agent does not begin: it would ask the policy."""
+    if cfg.environment.is_agent or not asks_servers:
+        return
+    with stage("trying the environment"):
+        row = load_rows(dataclasses.replace(cfg.data, train_size=1, val_size=1), split).prompts[0].row
+        seed = environment_seed(cfg.trainer.seed, "trial")
+        try_environment(cfg.environment, row, seed, meanwhile=import_configs)

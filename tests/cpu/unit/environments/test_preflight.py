@@ -1,4 +1,4 @@
-"""Environments are checked before the start, in the interpreter in which they will run."""
+"""Environments are checked and tried before the start, in the interpreter in which they will run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 
 from tests.support.environments import user
 from trainer.config import EnvironmentConfig
-from trainer.environments.preflight import check_environment
+from trainer.environments.preflight import check_environment, try_environment
 from trainer.environments.sessions import EnvironmentPool, Session
-from trainer.errors import UserError
+from trainer.errors import UserError, WorkerError
 
 OWN = """
 import clashing
@@ -110,3 +110,94 @@ def test_an_interpreter_that_cannot_run_environments_is_refused(tmp_path):
     broken.chmod(0o755)
     with pytest.raises(UserError, match="cannot run environments .no such thing.; it needs Python 3.11"):
         check_environment(config(str(broken)))
+
+
+COUNTED = """
+import os
+import time
+
+class Counted:
+    def __init__(self, calls, fails_in="", **how):
+        self.calls, self.fails_in, self.how = calls, fails_in, how
+        self.note("__init__")
+
+    def note(self, method):
+        with open(self.calls, "a") as file:
+            file.write(method + " ")
+        if method == self.fails_in:
+            if "seconds" in self.how:
+                time.sleep(self.how["seconds"])
+            elif "status" in self.how:
+                os._exit(self.how["status"])
+            else:
+                raise KeyError("price")
+
+    def reset(self, row, seed):
+        self.note("reset")
+        return [{"role": "user", "content": row["prompt"]}] if "empty" not in self.how else []
+
+    def step(self, reply):
+        self.note("step")
+
+    def close(self):
+        self.note("close")
+"""
+
+
+@pytest.fixture
+def calls(tmp_path) -> Path:
+    (tmp_path / "counted.py").write_text(COUNTED)
+    return tmp_path / "calls"
+
+
+def tried(calls: Path, row: dict[str, object], max_error_rate: float = 0.5, timeout_s: float = 5.0, **kwargs) -> str:
+    """Try the environment; return its calls."""
+    given = {"calls": str(calls), **kwargs}
+    config = EnvironmentConfig("counted:Counted", given, max_error_rate=max_error_rate, timeout_s=timeout_s)
+    calls.write_text("")
+    try:
+        try_environment(config, row, 1)
+    finally:
+        assert not [name for name in sys.modules if name == "counted"], "user code has run in this process"
+    return calls.read_text().strip()
+
+
+def test_an_environment_that_works_is_made_reset_and_closed_once(calls):
+    assert tried(calls, {"prompt": "?"}) == "__init__ reset close"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "row", "reason", "made"),
+    [
+        ({"fails_in": "__init__"}, {"prompt": "?"}, r"reset was not called, because __init__ raised KeyError: 'price' "
+         r"in counted.py:\d+", "__init__"),
+        ({"fails_in": "reset"}, {"prompt": "?"}, r"reset raised KeyError: 'price' in counted.py:\d+",
+         "__init__ reset close"),
+        ({}, {}, r"reset raised KeyError: 'prompt' in counted.py:\d+", "__init__ reset close"),
+        ({"empty": True}, {}, "reset raised ValueError: there is no message, and the episode is not done",
+         "__init__ reset close"),
+        ({"fails_in": "reset", "status": 5}, {"prompt": "?"}, "ended its process .*5.*", "__init__ reset"),
+    ],
+)  # fmt: skip
+def test_an_environment_that_fails_is_refused_after_one_call(calls, kwargs, row, reason, made):
+    sentence = (
+        rf"environment.name=counted:Counted: fails for the first row of the data \({reason}\); `reset` returns the"
+    )
+    with pytest.raises(UserError, match=f"^{sentence} first messages for every row$"):
+        tried(calls, row, **kwargs)
+    assert calls.read_text().strip() == made
+
+
+def test_a_slow_environment_and_one_that_may_fail_are_no_reason_not_to_start(calls, caplog):
+    tried(calls, {"prompt": "?"}, timeout_s=0.3, fails_in="reset", seconds=60)
+    tried(calls, {"prompt": "?"}, max_error_rate=1.0, fails_in="reset")
+    start = "environment.name=counted:Counted: fails for the first row of the data: "
+    slow, failing = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert slow == f"{start}took longer than environment.timeout_s=0.3"
+    assert failing.startswith(f"{start}reset raised KeyError: 'price' in counted.py:")
+
+
+def test_an_environment_is_tried_in_its_own_interpreter(python):
+    try_environment(config(python), {}, 1)
+    with pytest.raises(WorkerError, match="environment.name=own_environment:Own die as they start: .*'clashing'"):
+        try_environment(config(None), {}, 1)

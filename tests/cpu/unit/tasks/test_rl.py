@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.runs import configured
 from trainer.config import TASKS, Config, DataConfig, EnvironmentConfig, RewardConfig, TinyConfig
-from trainer.config.data import SourceConfig
+from trainer.config.data import SourceConfig, ValSetConfig
 from trainer.config.overrides import unread_words
 from trainer.errors import UserError
 from trainer.models.tiny import build_tiny
@@ -120,6 +120,38 @@ def test_the_rewards_of_all_sources_are_tried(cfg):
 def test_a_reward_that_fails_for_the_first_rows_is_refused(cfg):
     cfg.reward.name = f"{HERE}:fails"
     with pytest.raises(UserError, match=f"^reward.name={HERE}:fails: fails for the first 3 rows of the data"):
+        build(cfg).check_inputs(True)
+
+
+def test_the_environments_of_all_sources_are_tried(cfg, tmp_path):
+    """Each with the first row of a source that has it. The run's own answers the rows of its validation files."""
+    good, bad = (EnvironmentConfig(name=f"tests.support.environments:{name}") for name in ("Echo", "Wrong"))
+
+    def refused(key: str, reason: str) -> None:
+        with pytest.raises(UserError, match=f"^{key}=tests.support.environments:Wrong: fails for the .* {reason}"):
+            build(cfg).check_inputs(True)
+
+    cfg.environment = bad
+    refused("environment.name", "raised KeyError: 'reset'")
+    build(cfg).check_inputs(False)  # a report of what a command would do begins no episode
+    (tmp_path / "val.jsonl").write_text('{"reset": []}\n')
+    mix = {"good": SourceConfig(synthetic="arithmetic", size=4, environment=good)}
+    cfg.data = DataConfig(mix=mix, val_files=[str(tmp_path / "val.jsonl")])
+    refused("environment.name", "raised ValueError: there is no message")
+    cfg.environment = good
+    mix["bad"] = SourceConfig(synthetic="arithmetic", size=4, environment=bad)
+    refused("data.mix.bad.environment.name", "raised KeyError: 'reset'")
+    del mix["bad"]
+    cfg.data.val_sets["bad"] = ValSetConfig(synthetic="arithmetic", size=4, environment=bad)
+    refused("data.val_sets.bad.environment.name", "raised KeyError: 'reset'")
+
+
+def test_an_agent_is_imported_and_not_tried(cfg):
+    """It would ask the policy, which is not there."""
+    cfg.environment = EnvironmentConfig(name="tests.support.agents:OneCall")
+    build(cfg).check_inputs(True)
+    cfg.environment.kwargs = {"no_such": 1}
+    with pytest.raises(UserError, match="^environment.kwargs: tests.support.agents:OneCall: .*no_such"):
         build(cfg).check_inputs(True)
 
 
