@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Iterator
 
 from trainer.config import Config
-from trainer.config.command_line import run_app
+from trainer.config.command_line import lines_of_files, run_app
 from trainer.config.hydra import words_given
 from trainer.config.overrides import refuse_unread
 from trainer.config.trainer import PROCESSES
@@ -161,7 +161,7 @@ def too_few_gpus(ranks: int, gpus: int, cuda: str | None) -> str:
 def train(cfg: Config) -> float | None:
     """Do what `trainer.task` names; returns `best_value`."""
     with StartUp(cfg.logger.progress):
-        refuse_unread(words_given(), cfg)
+        refuse_unread(words_given(), cfg, lines_of_files())
         # Takes a moment, which a refused config need not wait.
         from trainer.cluster.early_start import early_for, early_start
 

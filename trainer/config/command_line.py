@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.config.config_file import ConfigFiles
@@ -64,6 +64,11 @@ Flags:
 
 _FILES = ConfigFiles()
 """The YAML files of the user that the command line names."""
+
+
+def lines_of_files() -> Mapping[str, str]:
+    """Return `FILE:LINE` of each dotted key in the YAML files of the user that the command line names."""
+    return _FILES.lines
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,9 +8,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 
+from trainer.config.fields import value_of
 from trainer.config.renamed import successor_of
 from trainer.config.schema import (
     MAPPINGS,
@@ -26,11 +28,15 @@ from trainer.config.schema import (
 )
 from trainer.config.tasks import OPTIONS
 from trainer.errors import UserError, as_list, did_you_mean
+from trainer.files.documents import flatten
 
 MULTIRUN = "--multirun"
 CONFIG = "--config"
 _SEVERAL = "experiment"
 """The group that takes several choices."""
+
+_READ_OF_REWARD = "reward.success_threshold"
+"""The key of a reward that is read where an environment gives the rewards, too."""
 
 _FLAGS = {
     MULTIRUN: "-m",
@@ -142,10 +148,14 @@ def unread_words(words: Sequence[str], config: Config) -> list[str]:
     return unread
 
 
-def refuse_unread(words: Sequence[str], config: Config) -> None:
+def refuse_unread(words: Sequence[str], config: Config, lines: Mapping[str, str] = MappingProxyType({})) -> None:
     """Refuse overrides that the task does not read: they would change nothing.
 
-    Files are not searched for such keys, because one file may serve several tasks.
+    Files are not searched for such keys, because one file may serve several tasks. But a file with an environment and
+    a reward beside it, which nothing reads, is refused, too.
+
+    Args:
+        lines: `FILE:LINE` of each dotted key in the files of the user.
 
     Raises:
         UserError: names all of them.
@@ -156,6 +166,41 @@ def refuse_unread(words: Sequence[str], config: Config) -> None:
             f"{', '.join(unread)}: trainer.task={task} does not read {them}, so leave {them} out or choose another "
             "task (a config file may have keys of several tasks)"
         )
+    by_environment: dict[str, list[str]] = {}
+    for key in dict.fromkeys([*_set_keys(words), *(key for key in lines if _is_beside_environment(key, lines))]):
+        if environment := _replaces_reward(key, config):
+            by_environment.setdefault(environment, []).append(key)
+    for environment, keys in by_environment.items():
+        are, them = ("is", "it") if len(keys) == 1 else ("are", "them")
+        raise UserError(
+            f"{keys[0]}: {environment}={value_of(config, environment)} gives the rewards, so {' and '.join(keys)} "
+            f"{are} not read; leave {them} out, or set {environment}=null"
+        )
+
+
+def _set_keys(words: Sequence[str]) -> list[str]:
+    """Return the dotted keys that overrides set, those in mappings included."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    overrides = OverridesParser.create().parse_overrides(list(words))
+    return [key for override in overrides for key in flatten({override.key_or_group: override.value()})]
+
+
+def _is_beside_environment(key: str, lines: Mapping[str, str]) -> bool:
+    """Return whether a key of a reward is in the file that names the environment of the same rows."""
+    beside = lines.get(f"{key.removesuffix(without_source(key))}environment.name", "")
+    return bool(beside) and beside.rpartition(":")[0] == lines[key].rpartition(":")[0]
+
+
+def _replaces_reward(key: str, config: Config) -> str:
+    """Return the key of the environment that gives the rewards where `key` says how to compute them; empty: none."""
+    shown = without_source(key)
+    is_read = not config.task.reward_functions or shown == _READ_OF_REWARD or not config.reads(key)
+    if not shown.startswith("reward.") or section_named(shown) is not None or is_read:
+        return ""
+    source = key.removesuffix(shown)
+    given = [value_of(config, f"{source}environment")] if source else config.environments
+    return f"{source}environment.name" if all(one.name for one in given) else ""
 
 
 def _problem(word: str, groups: dict[str, list[str]], sweeps: bool) -> str | None:

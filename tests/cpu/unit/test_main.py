@@ -82,6 +82,16 @@ def test_inputs_that_are_missing_are_refused_with_status_2(overrides, sentence, 
     assert "Traceback" not in done.stderr
 
 
+def test_a_file_with_a_reward_that_its_environment_replaces_is_refused_by_its_line(tmp_path):
+    (tmp_path / "own.yaml").write_text("environment: {name: 'my:World'}\nreward:\n  name: math\n")
+    done = run_forked_job("--config=own.yaml", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: own.yaml:3: reward.name: environment.name=my:World gives the rewards, so reward.name is not read; "
+        "leave it out, or set environment.name=null\n",
+    )
+
+
 @pytest.mark.parametrize("module", ["trainer.main", "trainer.sft"])
 def test_all_bad_rows_are_listed_before_models_or_ranks_start(module, tmp_path, monkeypatch):
     monkeypatch.setenv("TRAINER_CACHE", str(tmp_path / "cache"))

@@ -15,7 +15,7 @@ from tests.support.jobs import environment
 from trainer.config import Config, TrainerConfig, compose
 from trainer.config.config_file import ConfigFiles
 from trainer.config.hydra import prepared
-from trainer.config.overrides import arranged, kind_of, unread_words
+from trainer.config.overrides import arranged, kind_of, refuse_unread, unread_words
 from trainer.errors import UserError
 
 
@@ -176,6 +176,61 @@ def test_the_kind_of_a_value_in_words(key, kind):
 )
 def test_overrides_that_the_task_does_not_read_are_named(task, words, unread):
     assert unread_words(words, Config(trainer=TrainerConfig(task=task))) == unread
+
+
+ENVIRONMENT = "environment.name=my:World"
+MIX = ["data.mix={a: {synthetic: arithmetic, size: 4}, b: {synthetic: arithmetic, size: 4}}", "trainer.val_interval=-1"]
+OF_SOURCE = "data.mix.a.environment.name=my:World"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            [ENVIRONMENT, "reward.name=math"],
+            "reward.name: environment.name=my:World gives the rewards, so reward.name is not read; leave it out, or "
+            "set environment.name=null",
+        ),
+        (
+            [ENVIRONMENT, "reward={name: math, weights: [2]}", "reward.remote.deadline_s=3"],
+            "reward.name: environment.name=my:World gives the rewards, so reward.name and reward.weights and "
+            "reward.remote.deadline_s are not read; leave them out, or set environment.name=null",
+        ),
+        (
+            [*MIX, OF_SOURCE, "data.mix.a.reward.name=math"],
+            "data.mix.a.reward.name: data.mix.a.environment.name=my:World gives the rewards, so data.mix.a.reward.name "
+            "is not read; leave it out, or set data.mix.a.environment.name=null",
+        ),
+        ([*MIX, ENVIRONMENT, "reward.timeout_s=3"], "reward.timeout_s: environment.name=my:World gives the rewards, "),
+        ([ENVIRONMENT, "reward.success_threshold=0.5"], ""),
+        ([ENVIRONMENT, "data=gsm8k"], ""),
+        (["experiment=look_up", "reward.success_threshold=0.5"], ""),
+        (["experiment=look_up", "reward.name=math"], "reward.name: environment.name=trainer.environments.look_up:Lo"),
+        ([ENVIRONMENT, "environment.name=null", "reward.name=math"], ""),
+        ([*MIX, OF_SOURCE, "data.mix.b.reward.name=math"], ""),
+        ([*MIX, OF_SOURCE, "reward.name=math"], ""),
+        ([*MIX, ENVIRONMENT, "data.mix.a.environment.name=null", "reward.name=math"], ""),
+        ([ENVIRONMENT, "reward.on_failure=zero", "trainer.task=tests.support.reward_model:TASK"], ""),
+    ],
+)
+def test_a_reward_that_an_environment_replaces_is_refused(words, sentence):
+    if not sentence:
+        refuse_unread(words, compose(words))
+        return
+    with pytest.raises(UserError) as refused:
+        refuse_unread(words, compose(words))
+    assert str(refused.value).startswith(sentence)
+
+
+def test_a_file_that_names_an_environment_and_a_reward_is_refused():
+    """In different files, each may serve other runs as well."""
+    cfg = compose([ENVIRONMENT])
+    lines = {"environment.name": "a.yaml:3", "reward": "a.yaml:4", "reward.name": "a.yaml:5"}
+    with pytest.raises(UserError, match="^reward.name: environment.name=my:World gives the rewards"):
+        refuse_unread([], cfg, lines)
+    refuse_unread([], compose([]), lines)
+    refuse_unread([], compose(["trainer.task=sft", ENVIRONMENT]), lines)
+    refuse_unread([], cfg, lines | {"environment.name": "b.yaml:3"})
 
 
 def test_supervised_stages_of_examples_get_the_words_that_they_read():
