@@ -16,7 +16,7 @@ from typing import Any
 
 from trainer.checkpoint.storage import open_storage
 from trainer.config import TrainerConfig
-from trainer.errors import UserError
+from trainer.errors import UserError, describe_error
 from trainer.files.documents import Shape, parse_object
 from trainer.process import time_limits
 from trainer.process.bounded_calls import ends_within
@@ -185,23 +185,27 @@ class RunLock:
             )
 
     def release(self) -> None:
-        """Release the lock if this process holds it. A storage that does not answer is left behind."""
+        """Release the lock if this process holds it. If that fails, say so: how the job ends matters more."""
         self._stop.set()
-        if not ends_within(self._release, time_limits.LOCK_RELEASE_S):
-            LOG.warning(
-                "%s: the %s is still locked by this job, because the storage has not answered for %g s; another "
-                "job can take it when this process has ended, on another machine %g s after that "
-                "(trainer.lock_lease_s)",
-                self.path,
-                self._name,
-                time_limits.LOCK_RELEASE_S,
-                self.lease_s,
-            )
+        try:
+            if ends_within(self._release, time_limits.LOCK_RELEASE_S):
+                return
+            reason = f"the storage has not answered for {time_limits.LOCK_RELEASE_S:g} s"
+        except Exception as error:
+            reason = describe_error(error)
+        LOG.warning(
+            "%s: the %s is still locked by this job (%s); another job can take it when this process has ended, on "
+            "another machine %g s after that (trainer.lock_lease_s)",
+            self.path,
+            self._name,
+            reason,
+            self.lease_s,
+        )
 
     def _release(self) -> None:
         if self._thread is not None:
             self._thread.join()  # the heartbeat may hang
-        with contextlib.suppress(OSError):  # the directory is gone, and the lock with it
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # the directory is gone, and the lock with it
             owner, etag = self._fetch()
             if etag is None or owner is None or owner.get("token") != self._token:
                 return

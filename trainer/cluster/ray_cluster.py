@@ -37,7 +37,7 @@ from trainer.cluster.resources import (
 from trainer.cluster.timeouts import timeouts_of
 from trainer.cluster.worker_groups import WorkerGroup, stacks_of
 from trainer.config import Config
-from trainer.errors import RESTART_HINT, UserError, WorkerError, one_line
+from trainer.errors import RESTART_HINT, UserError, WorkerError, describe_error, one_line
 from trainer.process import time_limits
 from trainer.process.bounded_calls import ends_within
 from trainer.process.failure_log import INCIDENTS, INFRASTRUCTURE, Incident
@@ -136,10 +136,12 @@ class RayCluster:
 
     def _shut_ray_down(self) -> None:
         with SIGNALS.blocked():
-            if not ends_within(ray.shutdown, time_limits.RAY_SHUTDOWN_S):
-                LOG.warning(
-                    "Ray has not shut down within %g s; the job exits without waiting", time_limits.RAY_SHUTDOWN_S
-                )
+            try:
+                if not ends_within(ray.shutdown, time_limits.RAY_SHUTDOWN_S):
+                    limit = f"{time_limits.RAY_SHUTDOWN_S:g} s"
+                    LOG.warning("Ray has not shut down within %s; the job exits without waiting", limit)
+            except Exception as error:  # how the job ends matters more
+                LOG.warning("Ray has not shut down (%s); the job exits without it", describe_error(error))
             SIGNALS.reinstall()  # Ray has reset SIGTERM to its default, which ends the process
 
     def _failed_process(self) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -146,11 +147,38 @@ def test_a_disk_that_hangs_does_not_hold_up_the_end_of_a_job(tmp_path, monkeypat
         fcntl.flock(guard, fcntl.LOCK_EX)
         lock.release()
     assert caplog.messages == [
-        f"{lock.path}: the run directory is still locked by this job, because the storage has not answered for 0.2 s; "
-        "another job can take it when this process has ended, on another machine 60 s after that "
-        "(trainer.lock_lease_s)"
+        f"{lock.path}: the run directory is still locked by this job (the storage has not answered for 0.2 s); another "
+        "job can take it when this process has ended, on another machine 60 s after that (trainer.lock_lease_s)"
     ]
     wait_until(lambda: not os.path.exists(lock.path))  # the disk answers again
+
+
+def test_a_release_that_fails_in_any_way_is_reported_and_does_not_hide_how_the_job_ends(tmp_path, caplog):
+    """The lock is larger than the memory that this process may have, so reading it raises MemoryError."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    lock = RunLock(str(tmp_path), 60)
+    try:
+        with pytest.raises(ZeroDivisionError), lock:
+            lock.acquire()
+            os.truncate(lock.path, 64 << 30)
+            resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 30), before[1]))
+            raise ZeroDivisionError
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+        os.truncate(lock.path, 0)
+    (told,) = caplog.messages
+    assert f"{lock.path}: the run directory is still locked by this job (MemoryError" in told
+
+
+def test_a_disk_that_fails_at_the_release_is_reported(tmp_path, caplog):
+    lock = RunLock(str(tmp_path), 60)
+    lock.acquire()
+    os.remove(f"{lock.path}.guard")
+    os.mkdir(f"{lock.path}.guard")
+    lock.release()
+    (told,) = caplog.messages
+    assert "still locked by this job (IsADirectoryError" in told
 
 
 def functions_of(thread: threading.Thread) -> list[str]:
