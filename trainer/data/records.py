@@ -103,25 +103,23 @@ def encode(
     return sink.getvalue().to_pybytes()
 
 
-def keys_in(path: str) -> tuple[list[str], dict[str, str]]:
-    """Return the keys of the groups of a file, and its metadata. Nothing else of the file is read.
+def keys_in(data: bytes) -> tuple[list[str], dict[str, str]]:
+    """Return the keys of the groups of a file, and its metadata. Nothing else is decoded.
 
     Raises:
         ValueError: the file is damaged, or is another one.
-        OSError: it cannot be read, or is damaged.
     """
     import pyarrow as pa
 
     try:
-        with pa.OSFile(path) as file:
-            of_file = pa.ipc.open_file(file).schema
-            if "key" not in of_file.names:
-                raise ValueError("it has other columns")
-            options = pa.ipc.IpcReadOptions(included_fields=[of_file.names.index("key")])
-            keys = pa.ipc.open_file(file, options=options).read_all().column("key")
+        of_file = pa.ipc.open_file(pa.BufferReader(data)).schema
+        if "key" not in of_file.names:
+            raise ValueError("it has other columns")
+        options = pa.ipc.IpcReadOptions(included_fields=[of_file.names.index("key")])
+        keys = pa.ipc.open_file(pa.BufferReader(data), options=options).read_all().column("key")
         keys.validate(full=True)
         return list(dict.fromkeys(keys.to_pylist())), _metadata(of_file)
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OSError) as error:
         raise ValueError(str(error)) from error
 
 

@@ -170,7 +170,7 @@ class Replay:
                     if name.endswith(TAKEN):
                         self._open_taken(name, age, opened)
                         continue
-                    keys, about = keys_in(self._pieces.path(name))
+                    keys, about = keys_in(self._pieces.read(name))  # a damaged index may lack keys
                     if "version" in about and not ("history" in about and about["version"].isdecimal()):
                         raise ValueError("its metadata is damaged")
                 except FileNotFoundError:  # deleted since, by a commit

@@ -119,7 +119,7 @@ def test_what_a_step_has_taken_comes_back_with_the_same_weights_and_config(tmp_p
 @pytest.mark.parametrize("in_flight", [True, False])
 @pytest.mark.parametrize("damage", [50, -3])
 def test_a_damaged_record_gives_way_to_another_one_of_the_group(tmp_path, caplog, in_flight, damage):
-    """The index does not read byte 50, and cannot be read without the last ones."""
+    """Arrow does not notice another byte 50, and cannot read a file without the last ones."""
     names = [record(tmp_path, 1, "a", *others, version=1 if in_flight else None) for others in ((), ("b",))]
     for broken in names:
         path = tmp_path / ".journal" / broken
@@ -136,15 +136,25 @@ def test_a_damaged_record_gives_way_to_another_one_of_the_group(tmp_path, caplog
     assert all(warning.endswith("its groups are generated again") for warning in warnings)
 
 
-def test_no_damage_of_the_index_ends_the_run(tmp_path):
-    """The metadata is read before the checksum is compared."""
-    path = tmp_path / ".journal" / record(tmp_path, 1, "a", version=12)
+@pytest.mark.parametrize("version", [12, None])
+def test_any_flipped_bit_is_named_once_and_its_groups_are_generated_again(tmp_path, caplog, version):
+    """Also one of the keys and of the metadata, with which Arrow reads a file of other groups."""
+    caplog.set_level(logging.INFO)
+    path = tmp_path / ".journal" / record(tmp_path, 1, "a", version=version)
     whole = path.read_bytes()
-    for at in range(max(0, len(whole) - 2500), len(whole)):
+    for at in range(0, len(whole), 11):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
-        replay = Replay(Pieces(str(tmp_path), lambda: None), "", {path.name: 1})
-        for version, history in replay.candidates("a"):
-            assert replay.take("a", version, history) is None, at
+        caplog.clear()
+        replay = Replay(Pieces(str(tmp_path), lambda: None), "rollouts", {path.name: 1})
+        assert (
+            replay.find(1, "start", ["a"]) == {}
+            and replay.candidates("a") == []
+            and replay.find(1, "start", ["b"]) == {}
+        )
+        replay.report()
+        warning, line = caplog.messages
+        assert path.name in warning and warning.endswith("its groups are generated again"), at
+        assert line.endswith("not used: 1 damaged files"), at
 
 
 def test_the_newest_of_two_records_is_used(tmp_path):

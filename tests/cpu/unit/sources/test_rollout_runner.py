@@ -97,7 +97,7 @@ def test_rewards_are_computed_while_completions_are_generated(tmp_path, model, m
 
 def count_groups(run: Path) -> int:
     """The groups in the journal of a run."""
-    return sum(len(keys_in(str(file))[0]) for file in run.rglob("step_1-*.arrow"))
+    return sum(len(keys_in(file.read_bytes())[0]) for file in run.rglob("step_1-*.arrow"))
 
 
 def test_groups_are_recorded_while_nothing_is_completed(tmp_path, model, monkeypatch):
