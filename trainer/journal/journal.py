@@ -9,6 +9,7 @@ from typing import Any
 
 from trainer.checkpoint.storage import Storage
 from trainer.episodes import Episode
+from trainer.errors import one_line
 from trainer.journal.history import Identity, after, digest
 from trainer.journal.pieces import Pieces, Upkeep
 from trainer.journal.replay import Replay
@@ -97,7 +98,10 @@ class Journal:
         def is_ahead(of: int) -> bool:
             return of > step or step == 0  # the initial weights are evaluated as step 0
 
-        self._upkeep.fetch(step, is_ahead)
+        try:
+            self._upkeep.fetch(step, is_ahead)
+        except OSError as error:
+            self._writer.free_space(one_line(str(error)))
         here = self._pieces.names()
         self._pieces.continue_after(here)
         names = {name: of for name, of in here.items() if is_ahead(of)}
@@ -133,7 +137,7 @@ class Journal:
     def free_space(self) -> None:
         """Stop, and delete all records: a checkpoint had no space on the disk. Any thread may call this."""
         if self.is_on:
-            self._writer.free_space()
+            self._writer.free_space("a checkpoint has found the disk full")
 
     def settled(self, timeout_s: float) -> bool:
         """Wait until all deletions and copies that have begun are done; return whether they are."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
 import os
@@ -200,6 +201,9 @@ class Upkeep:
 
         Args:
             step: behind which the run continues.
+
+        Raises:
+            OSError: the disk is full.
         """
         if self._storage is None:
             return
@@ -234,6 +238,8 @@ class Upkeep:
 
             for_each(bring, [name for name, step in there.items() if is_wanted(step)], _PARALLEL)
         except OSError as error:
+            if is_full(error):
+                raise
             LOG.warning("rollout.journal: not all records in %s are used (%s)", storage.root, one_line(str(error)))
 
     def copy(self, name: str) -> None:
@@ -401,6 +407,11 @@ class _Tasks:
 def _is_interrupted(name: str) -> bool:
     record = name.removesuffix(_STAGED).removesuffix(_FETCHED)
     return record != name and step_of_records(record) is not None
+
+
+def is_full(error: Exception) -> bool:
+    """Return whether an error says that the disk or a quota is full: checkpoints need the room more than records."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def effect_of_damage(name: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import math
 import threading
@@ -15,14 +14,13 @@ from trainer.checkpoint.storage import RECORDS, TAKEN
 from trainer.data.records import encode_groups
 from trainer.episodes import Episode
 from trainer.errors import UserError, describe_error, one_line
-from trainer.journal.pieces import Pieces
+from trainer.journal.pieces import Pieces, is_full
 from trainer.journal.taken import TakenGroups
 from trainer.process import time_limits
 from trainer.process.tracing import TRACER
 
 LOG = logging.getLogger(__name__)
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _MOST_DOUBLINGS = 4
 
 
@@ -114,11 +112,11 @@ class Writer:
             if self._is_stopped and self._lost is None and self._written_batches == self._added and is_due:
                 self._is_stopped = False
 
-    def free_space(self) -> None:
-        """Stop, and delete all records: a checkpoint had no space on the disk. Any thread may call this."""
+    def free_space(self, reason: str) -> None:
+        """Stop, and delete all records: something else had no space on the disk. Any thread may call this."""
         with self._condition:
             if not self._is_given_up:
-                self._stop("a checkpoint has found the disk full", is_full=True)
+                self._stop(reason, disk_is_full=True)
         self._delete_all()
         with self._condition:
             self._condition.notify_all()
@@ -189,11 +187,10 @@ class Writer:
             with self._condition:
                 self._lost, self._is_stopped = error, True
         except Exception as error:  # a step must not train on groups that it takes for recorded
-            is_full = isinstance(error, OSError) and error.errno in _FULL
             known = isinstance(error, (OSError, ValueError))
             with self._condition:
-                self._stop(one_line(str(error)) if known else describe_error(error), is_full)
-            if is_full:  # checkpoints need the room more
+                self._stop(one_line(str(error)) if known else describe_error(error), is_full(error))
+            if is_full(error):  # checkpoints need the room more
                 self._delete_all()
         else:
             if self._is_given_up:  # by another thread, during the write
@@ -212,21 +209,21 @@ class Writer:
         with contextlib.suppress(OSError, UserError):
             self._pieces.delete(list(self._pieces.names()))
 
-    def _stop(self, reason: str, is_full: bool = False) -> None:
+    def _stop(self, reason: str, disk_is_full: bool = False) -> None:
         if not self._is_stopped:  # else by a wait that has ended
             self._is_stopped, self._written_batches = True, self._written_batches + len(self._queue)
             self._queue = []
             delay_s = time_limits.JOURNAL_RETRY_S * 2 ** min(self._failures, _MOST_DOUBLINGS)
             self._retry_at = time.monotonic() + delay_s
             self._failures += 1
-        if is_full:
+        if disk_is_full:
             self._retry_at = math.inf
-        if self._is_told and not is_full:
+        if self._is_told and not disk_is_full:
             return
         self._is_told = True
         LOG.warning(
             "rollout.journal: rollouts are not recorded %s (%s); training continues, and a kill costs the rollouts "
             "since the last checkpoint",
-            "any more" if is_full else "until a later try succeeds",
+            "any more" if disk_is_full else "until a later try succeeds",
             reason,
         )

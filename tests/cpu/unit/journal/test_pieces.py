@@ -14,7 +14,9 @@ import pytest
 from tests.cpu.unit.journal.test_journal import files, group, opened, steps_on_disk, train
 from tests.support.buckets import make_bucket, use_s3
 from tests.support.fault_proxy import Faults, fault_proxy
+from tests.support.full_disk import fill
 from tests.support.jobs import wait_until
+from tests.support.namespaces import small_disk
 from trainer.checkpoint.object_storage import ObjectStorage
 from trainer.checkpoint.storage import JOURNAL, open_storage, order_of_records, records_in, step_of_records
 from trainer.errors import UserError
@@ -74,6 +76,29 @@ def test_a_damaged_file_on_the_disk_is_replaced_by_its_copy_in_the_store(storage
     again.close()
     (told,) = [message for message in caplog.messages if "is replaced by its copy" in message]
     assert by_step[2] in told and storage.root in told
+
+
+def test_a_start_that_finds_the_disk_full_leaves_the_room_to_checkpoints(storage, tmp_path, caplog):
+    """Another start tries again, because other programs may have freed space."""
+    caplog.set_level("WARNING")
+    journal = opened(tmp_path, storage=storage)
+    train(journal, range(1, 6))
+    assert journal.settled(60)
+    size = sum(path.stat().st_size for path in (tmp_path / JOURNAL).iterdir())
+    with small_disk("64k") as disk:
+        ballast, run = Path(disk) / "ballast", Path(disk) / "run"
+        fill(Path(disk))
+        os.truncate(ballast, ballast.stat().st_size - size // 2 // 4096 * 4096)
+        again = opened(run, storage=storage)
+        assert train(again, range(1, 3)) == {1: False, 2: False} and files(run) == []
+        (warning,) = caplog.messages
+        assert "rollouts are not recorded any more ([Errno 28] No space left on device" in warning
+        ballast.unlink()
+        again.start(0, "start")
+        assert train(again, range(1, 7)) == {**dict.fromkeys(range(1, 6), True), 6: False}
+        assert steps_on_disk(run) == {*range(1, 7)}
+        again.close()
+    journal.close()
 
 
 def record(root: Path, tokens: int, storage: Any = None) -> str:
