@@ -377,13 +377,10 @@ class CallFutures:
         results = dict(self.completed())
         return [results[index] for index in sorted(results)]
 
-    def completed(self, sets_aside: Callable[[int, Exception], bool] = lambda *_: False) -> Iterator[tuple[int, Any]]:
+    def completed(self) -> Iterator[tuple[int, Any]]:
         """Yield the index of the worker and the result of each call as it ends, until no call runs.
 
         A failure is raised within seconds, without waiting for the other workers.
-
-        Args:
-            sets_aside: returns whether the failure of a worker is not to be raised, because no other depends on it.
 
         Raises:
             Exception: the exception of the worker that failed, with the name of the worker in a note.
@@ -397,7 +394,7 @@ class CallFutures:
                 if error is None:
                     if not failures:
                         yield index, value
-                elif not sets_aside(index, error):
+                else:
                     failures.append(error)
                     deadline = min(deadline, time.monotonic() + time_limits.ECHO_S)
         if failures:

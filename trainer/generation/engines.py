@@ -7,9 +7,10 @@ import functools
 import logging
 import math
 import os
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,6 +43,32 @@ _ASKED = 2
 """How often a server is asked before it is lost for its silence: it, or this process, may have paused for a moment."""
 _NO_WEIGHTS = -1
 """Version of an engine whose weights are not those of the policy. Its completions would be refused."""
+
+
+class _Receiving(CallFutures):
+    """Calls of engines that take weights. An engine that its server fails is set aside: no other depends on it.
+
+    Args:
+        silent: returns the engines whose servers have vanished, with what to say of them.
+    """
+
+    def __init__(self, group: WorkerGroup, silent: Callable[[], Mapping[int, Exception]]):
+        super().__init__(group)
+        self._silent = silent
+        self.lost: dict[int, Exception] = {}
+
+    def poll(
+        self, timeout_s: float | None = None, check_health: bool = True
+    ) -> list[tuple[int, Any, Exception | None]]:
+        for engine, error in self._silent().items():
+            self.lost[engine] = error
+            self.drop_calls(engine)
+        outcomes = super().poll(timeout_s, check_health)
+        failed = {
+            one: error for one, _, error in outcomes if isinstance(error, WorkerError) and error.cause == "server"
+        }
+        self.lost |= failed
+        return [outcome for outcome in outcomes if outcome[0] not in failed]
 
 
 class Engines:
@@ -183,21 +210,20 @@ class Engines:
         Raises:
             Exception: an engine or a rank failed. The others may wait for it without end.
         """
-        receiving = CallFutures(self.group)
+        is_sent = threading.Event()
+
+        def send() -> None:
+            sending.result()
+            is_sent.set()
+
+        # Before all is sent, the ranks and the other engines wait for each engine, also for one whose server is gone.
+        receiving = _Receiving(self.group, lambda: self._silent_servers() if is_sent.is_set() else {})
         for engine in engines:
             receiving.begin(engine, "sync_weights", *arguments)
-        lost: dict[int, Exception] = {}
-
-        def set_aside(engine: int, error: Exception) -> bool:
-            if not isinstance(error, WorkerError) or error.cause != "server":
-                return False
-            lost[engine] = error
-            return True
-
-        wait_for_all(lambda: list(receiving.completed(set_aside)), sending.result)
-        for engine, error in lost.items():
+        wait_for_all(receiving.result, send)
+        for engine, error in receiving.lost.items():
             self.mark_failed([engine], error)
-        return [engine for engine in engines if engine not in lost]
+        return [engine for engine in engines if engine not in receiving.lost]
 
     def placements(self) -> list[dict[str, Any]]:
         """Return host, node id and GPU ids of each engine, once all are loaded. Those that die are replaced."""
@@ -224,25 +250,28 @@ class Engines:
         return dict(sorted(results.items()))
 
     def _drop_silent_servers(self) -> list[int]:
-        """After a signal, end the engines whose servers do not answer, and return them.
+        """End the engines of `_silent_servers`, and return them."""
+        silent = self._silent_servers()
+        for engine, error in silent.items():
+            self.mark_failed([engine], error)
+        return list(silent)
+
+    def _silent_servers(self) -> dict[int, WorkerError]:
+        """After a signal, return the engines whose servers do not answer, with what to say of them.
 
         A machine that is gone closes no connection, and the step that is to be finished would wait for it for long.
         """
         if not (self._urls and SIGNALS.first) or time.monotonic() < self._asked_at + time_limits.SERVER_POLL_S:
-            return []
+            return {}
         from trainer.generation.server_engine import silent_servers  # imports httpx
 
         silent, limit_s = self.lifecycle.loaded, time_limits.SERVER_ANSWER_S
         for _ in range(_ASKED):
             silent = [silent[index] for index in silent_servers([self._urls[one] for one in silent], limit_s)]
         self._asked_at = time.monotonic()
-        for engine in silent:
-            text = (
-                f"after {SIGNALS.first} the inference server {self._urls[engine]} has not answered for "
-                f"{_ASKED * limit_s:g} s"
-            )
-            self.mark_failed([engine], WorkerError(text, "", "server"))
-        return silent
+        signal, waited_s = SIGNALS.first, _ASKED * limit_s
+        texts = {one: f"the inference server {self._urls[one]} has not answered for {waited_s:g} s" for one in silent}
+        return {one: WorkerError(f"after {signal} {text}", "", "server") for one, text in texts.items()}
 
     def mark_failed(self, engines: Iterable[int], error: Exception) -> None:
         """End engines after a failure. New ones start in their place, at once or after a delay.

@@ -168,11 +168,16 @@ def unread_bytes(port: int) -> int:
 
 
 @pytest.mark.usefixtures("plain")
-@pytest.mark.parametrize("place", ["logged", "trained"], ids=["rollouts", "weights"])
-def test_a_signal_ends_the_wait_for_a_server_whose_machine_has_vanished(servers, tmp_path, place):
+@pytest.mark.parametrize(
+    "place, way",
+    [("logged", "auto"), ("trained", "auto"), ("trained", "broadcast")],
+    ids=["rollouts", "weights", "broadcast"],
+)
+def test_a_signal_ends_the_wait_for_a_server_whose_machine_has_vanished(servers, tmp_path, place, way):
     """It closes no connection, so the job would wait for signs of life."""
     server, log, reached = servers[0].wait(), tmp_path / "run/log.txt", tmp_path / "reached"
     words = ["rollout=server", f"rollout.urls=[{server.url}]", *SETTINGS, "trainer.ckpt_interval=-1"]
+    words += [f"rollout.weight_sync={way}"]
     env = {"TRAINER_FAILPOINT": f"{place},1,{reached}"}
     process = start_forked_job("trainer.run_dir=run", *words, cwd=tmp_path, env=env, log=tmp_path / "output")
     wait_until(reached.exists)
@@ -181,6 +186,8 @@ def test_a_signal_ends_the_wait_for_a_server_whose_machine_has_vanished(servers,
         reached.unlink()
         if place == "logged":
             wait_until(lambda: unread_bytes(server.port) > 2000)  # the requests of the next step
+        if way == "broadcast":
+            wait_until(lambda: unread_bytes(server.port) > 1000)  # the names of the files with the weights
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 75, (tmp_path / "output").read_text()
     finally:
