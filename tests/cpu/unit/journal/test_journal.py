@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainer.checkpoint.storage import open_storage
 from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
 from trainer.journal.history import Identity, after, identity
@@ -309,3 +310,91 @@ def test_a_full_disk_stops_the_journal_and_gives_the_room_back(tmp_path):
     assert full.returncode == 0, full.stderr
     assert "No space left" in full.stderr and full.stderr.count("rollouts are not recorded any more") == 1
     assert full.stdout.strip() == "[]", "checkpoints need the room more"
+
+
+EVENTS = [
+    "train",
+    "commit",
+    "kill",
+    "kill_with_another_config",
+    "continue_on_another_machine",
+    "go_back",
+    "damage",
+]
+
+
+class RandomRun:
+    """A run whose engine never repeats itself: each group that it generates has a reward of its own."""
+
+    def __init__(self, root: Path, store: Path):
+        self.root, self.store, self.machine = root, open_storage(str(store)), 0
+        self.commits = [(0, "start")]
+        self.generated: dict[str, set[float]] = {}  # by key
+        self.last: dict[str, float] = {}  # what a step has trained on last, as far as it must come back
+        self.left_behind: set[float] = set()
+        self.rewards = itertools.count(1.0)
+        self.start()
+
+    def start(self, settings: Identity = SETTINGS) -> None:
+        self.step, history = self.commits[-1]
+        self.journal = opened(self.root / str(self.machine), self.step, history, settings, storage=self.store)
+
+    def train(self) -> None:
+        self.step += 1
+        keys, trained = [self.journal.key(self.step, name) for name in "ab"], []
+        found = self.journal.find(self.step, keys)
+        for key in keys:
+            made = found.get(key) or group("g", reward=next(self.rewards))
+            reward = made[0].reward
+            if key in found:
+                assert reward in self.generated[key] - self.left_behind
+            assert self.last.get(key, reward) == reward, "the step trains on other episodes than before the kill"
+            if key not in found:
+                self.generated.setdefault(key, set()).add(reward)
+                self.journal.add(self.step, {key: made})
+            self.last[key] = reward
+            trained += made
+        self.journal.wait()
+        self.journal.trained(trained)
+
+    def commit(self) -> None:
+        self.commits.append((self.step, self.journal.history))
+        self.journal.remove_until(lambda: self.commits[-2][0])
+
+    def kill(self, settings: Identity = SETTINGS) -> None:
+        assert self.journal.settled(60)
+        self.journal.close()
+        self.start(settings)
+
+    def kill_with_another_config(self) -> None:
+        self.kill(Identity("other rollouts", "updates"))
+
+    def continue_on_another_machine(self) -> None:
+        self.machine += 1
+        self.kill()
+
+    def go_back(self) -> None:
+        self.commits = self.commits[:-1] or self.commits
+        self.step, history = self.commits[-1]
+        self.journal.start(self.step, history)
+        self.journal.remove_after(self.step)
+        self.left_behind = {reward for rewards in self.generated.values() for reward in rewards}
+        self.last.clear()
+
+    def damage(self) -> None:
+        assert self.journal.settled(60)
+        for path in sorted((self.root / str(self.machine) / ".journal").glob("step_*"))[:1]:
+            data, status = path.read_bytes(), path.stat()
+            path.write_bytes(data[:-20] + bytes([data[-20] ^ 1]) + data[-19:])
+            os.utime(path, ns=(status.st_mtime_ns,) * 2)
+        self.kill()  # the copy in the store replaces it
+
+
+@given(st.lists(st.sampled_from([*EVENTS, "train", "train"]), min_size=4, max_size=20))
+@settings(deadline=None, max_examples=100)
+def test_whatever_happens_a_step_trains_on_what_it_had_or_on_what_is_new(tmp_path_factory, events):
+    root = tmp_path_factory.mktemp("run")
+    run = RandomRun(root, root / "store")
+    for event in events:
+        getattr(run, event)()
+    run.journal.close()
