@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trainer.config import EnvironmentConfig
@@ -55,12 +55,15 @@ except UserError as error:
 
 
 def try_environment(
-    config: EnvironmentConfig, row: Mapping[str, Any], seed: int, meanwhile: Callable[[], None] = lambda: None
+    config: EnvironmentConfig,
+    rows: Sequence[Mapping[str, Any]],
+    seed: int,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> None:
     """Make an environment, call its `reset` for a row of the data, and close it, in a process of its own.
 
-    Nothing is repeated: what an environment does elsewhere, such as a request to a server, it does once. A warning
-    names one that takes longer than its time limit, because the first call may be the slowest.
+    It fails if it fails for all of `rows`, because one that fails now and then must not keep a job from its restart.
+    A warning names one that takes longer than its time limit, because the first call may be the slowest.
 
     Args:
         meanwhile: called while the process starts.
@@ -69,21 +72,27 @@ def try_environment(
         UserError: the environment fails.
         WorkerError: its process cannot start.
     """
-    trial = _Trial(row, seed)
+    failures = []
     with EnvironmentPool(dataclasses.replace(config, num_processes=1), _MOST_CHARACTERS) as pool:
-        with pool.round() as tasks:
-            tasks.submit([trial])
-            meanwhile()
-            tasks.wait()
-        if not trial.failure:
-            trial.ended = True
-            pool.step_all([trial])  # closes it
-            return
+        for row in rows:
+            trial = _Trial(row, seed)
+            with pool.round() as tasks:
+                tasks.submit([trial])
+                meanwhile()
+                tasks.wait()
+            if not trial.failure:
+                trial.ended = True
+                pool.step_all([trial])  # closes it
+                return
+            failures.append(trial.failure)
+            if trial.status == "timeout":
+                break
     problem = f"environment.name={config.name}: fails for the first row of the data"
     if trial.status == "timeout" or config.max_error_rate == 1:
-        LOG.warning("%s: %s", problem, trial.failure)
+        LOG.warning("%s: %s", problem, failures[-1])
     else:
-        raise UserError(f"{problem} ({trial.failure}); `reset` returns the first messages for every row")
+        others = f", and for the {len(failures) - 1} after it" if len(failures) > 1 else ""
+        raise UserError(f"{problem}{others} ({failures[0]}); `reset` returns the first messages for every row")
 
 
 class _Trial(Session):

@@ -39,7 +39,7 @@ from trainer.tasks.base import Ingredients, SavedData, Task, read_ahead, tokeniz
 from trainer.tasks.warm_start import cached_model, check_cache, prepare_model
 
 _TRIED_ROWS = 3
-"""Rows of the data that the rewards are tried with."""
+"""Rows of the data that rewards are tried with, and an environment until it works."""
 
 
 def build(cfg: Config, source: Callable[[Ingredients], tuple[EpisodeSource, Evaluator | None]] | None = None) -> Task:
@@ -205,8 +205,7 @@ def _check_model(cfg: Config) -> None:
 
 def _try_rewards(cfg: Config) -> None:
     """Compute the rewards of some reference answers (see `try_rewards`)."""
-    size = _TRIED_ROWS if cfg.data.train_size < 0 else min(_TRIED_ROWS, cfg.data.train_size)
-    examples = read_examples(dataclasses.replace(cfg.data, train_size=size), "train")
+    examples = read_examples(dataclasses.replace(cfg.data, train_size=_tried(cfg.data.train_size)), "train")
     attempts = [
         RewardInput(
             completion=example["answer"],
@@ -222,10 +221,16 @@ def _try_rewards(cfg: Config) -> None:
 
 
 def _try_environment(cfg: Config, split: str, asks_servers: bool) -> None:
-    """Begin an episode of the first row (see `try_environment`). An agent does not begin: it would ask the policy."""
+    """Begin an episode of a row (see `try_environment`). An agent does not begin: it would ask the policy."""
     if cfg.environment.is_agent or not asks_servers:
         return
     with stage("trying the environment"):
-        row = load_rows(dataclasses.replace(cfg.data, train_size=1, val_size=1), split).prompts[0].row
+        sizes = {name: _tried(getattr(cfg.data, name)) for name in ("train_size", "val_size")}
+        rows = [prompt.row for prompt in load_rows(dataclasses.replace(cfg.data, **sizes), split).prompts]
         seed = environment_seed(cfg.trainer.seed, "trial")
-        try_environment(cfg.environment, row, seed, meanwhile=import_configs)
+        try_environment(cfg.environment, rows, seed, meanwhile=import_configs)
+
+
+def _tried(size: int) -> int:
+    """Return how many rows to read of data of a size; below 0: of all that there are."""
+    return _TRIED_ROWS if size < 0 else min(_TRIED_ROWS, size)

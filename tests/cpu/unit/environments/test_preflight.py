@@ -124,7 +124,9 @@ class Counted:
     def note(self, method):
         with open(self.calls, "a") as file:
             file.write(method + " ")
-        if method == self.fails_in:
+        with open(self.calls) as file:
+            count = file.read().split().count(method)
+        if method == self.fails_in and count <= self.how.get("times", count):
             if "seconds" in self.how:
                 time.sleep(self.how["seconds"])
             elif "status" in self.how:
@@ -150,13 +152,15 @@ def calls(tmp_path) -> Path:
     return tmp_path / "calls"
 
 
-def tried(calls: Path, row: dict[str, object], max_error_rate: float = 0.5, timeout_s: float = 5.0, **kwargs) -> str:
+def tried(
+    calls: Path, row: dict[str, object], max_error_rate: float = 0.5, timeout_s: float = 5.0, rows: int = 1, **kwargs
+) -> str:
     """Try the environment; return its calls."""
     given = {"calls": str(calls), **kwargs}
     config = EnvironmentConfig("counted:Counted", given, max_error_rate=max_error_rate, timeout_s=timeout_s)
     calls.write_text("")
     try:
-        try_environment(config, row, 1)
+        try_environment(config, [row] * rows, 1)
     finally:
         assert not [name for name in sys.modules if name == "counted"], "user code has run in this process"
     return calls.read_text().strip()
@@ -188,6 +192,13 @@ def test_an_environment_that_fails_is_refused_after_one_call(calls, kwargs, row,
     assert calls.read_text().strip() == made
 
 
+def test_an_environment_that_fails_now_and_then_keeps_no_job_from_its_start(calls):
+    assert tried(calls, {"prompt": "?"}, fails_in="reset", times=2, rows=3) == " ".join(["__init__ reset close"] * 3)
+    reason = r"\(reset raised KeyError: 'price' in counted.py:\d+\)"
+    with pytest.raises(UserError, match=rf"fails for the first row of the data, and for the 2 after it {reason}; "):
+        tried(calls, {"prompt": "?"}, fails_in="reset", rows=3)
+
+
 def test_a_slow_environment_and_one_that_may_fail_are_no_reason_not_to_start(calls, caplog):
     tried(calls, {"prompt": "?"}, timeout_s=0.3, fails_in="reset", seconds=60)
     tried(calls, {"prompt": "?"}, max_error_rate=1.0, fails_in="reset")
@@ -198,6 +209,6 @@ def test_a_slow_environment_and_one_that_may_fail_are_no_reason_not_to_start(cal
 
 
 def test_an_environment_is_tried_in_its_own_interpreter(python):
-    try_environment(config(python), {}, 1)
+    try_environment(config(python), [{}], 1)
     with pytest.raises(WorkerError, match="environment.name=own_environment:Own die as they start: .*'clashing'"):
-        try_environment(config(None), {}, 1)
+        try_environment(config(None), [{}], 1)
