@@ -27,7 +27,7 @@ from trainer.files.redaction import redact
 from trainer.journal.history import first_history, history_at
 from trainer.journal.journal import Journal
 from trainer.learner.learner import Learner
-from trainer.metrics.best import better, score_of
+from trainer.metrics.best import best_so_far, better, score_of
 from trainer.metrics.health import MetricChecks
 from trainer.metrics.progress import Progress
 from trainer.metrics.prometheus import MetricsServer
@@ -452,9 +452,9 @@ class Trainer:
         elif (continued := self.directory.continued) is not None and continued.manifest.get("lacks_validation"):
             if self.directory.lacks_validation():
                 self.tracker.complete(self._evaluate(step), self.transcripts.pop(step))
+                self.directory.add_validation(self.transcripts.flush)
                 self._begin_checks()
-            *_, row = read_metrics(self.directory.metrics_file)  # perhaps an earlier start has completed it
-            self.state.best = better(self.state.best, *self.cfg.compared_by, step, row)
+            self.state.best = best_so_far(read_metrics(self.directory.metrics_file), *self.cfg.compared_by)
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         self.state.best = better(self.state.best, *self.cfg.compared_by, step, metrics)

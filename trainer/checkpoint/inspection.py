@@ -9,8 +9,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
+from trainer.checkpoint import late_validation, record
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint import record
 from trainer.checkpoint.checkpoint_files import step_in
 from trainer.checkpoint.components import read_config
 from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, ElsewhereError, UnreadableError
@@ -42,9 +42,8 @@ def describe(path: str, level: str) -> dict[str, Any]:
         row["bytes"] = sum(open_storage(path).list().values())
         checkpoint = manifests.read(path)
         manifest = checkpoint.manifest
-        row |= {name: manifest.get(name) for name in ("saved_at", "ranks", "score", "score_metric")} | {
-            "axes": checkpoint.axes
-        }
+        fields = {**manifest, **late_validation.score_of(checkpoint), "axes": checkpoint.axes}
+        row |= {name: fields.get(name) for name in ("saved_at", "ranks", "axes", "score", "score_metric")}
         row["score_metric"] = METRICS.get(row["score_metric"], row["score_metric"])
         row["age"] = age(manifest["saved_at"])
         row["files"] = len(manifest["files"])
@@ -81,8 +80,9 @@ def find_best(rows: list[dict[str, Any]]) -> int | None:
 def _mode(path: str) -> str:
     """Return whether the score of a checkpoint is better if it is higher (`max`) or lower (`min`)."""
     checkpoint = manifests.read(path)
-    if "score_mode" in checkpoint.manifest:
-        return checkpoint.manifest["score_mode"]
+    score = late_validation.score_of(checkpoint)
+    if "score_mode" in score:
+        return score["score_mode"]
     try:  # a checkpoint of an earlier version
         return read_config(checkpoint)["trainer"]["best_mode"]
     except (CorruptCheckpointError, KeyError):

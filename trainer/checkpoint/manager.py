@@ -21,6 +21,7 @@ from importlib.metadata import version
 from typing import Any
 
 from trainer import __version__
+from trainer.checkpoint import late_validation
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.checkpoint_files import CheckpointFiles
 from trainer.checkpoint.components import Component, Restore
@@ -267,12 +268,12 @@ class CheckpointManager:
     def _score(self, step: int, metric: str) -> float | None:
         """Return the `metric` of `step`; None if it was not measured, or if the run was compared by another metric."""
         try:
-            manifest = manifests.read(self.store.path(step)).manifest
+            score = late_validation.score_of(manifests.read(self.store.path(step)))
         except CorruptCheckpointError:
             return None
-        saved = manifest.get("score_metric", self.retention.best_metric)
+        saved = score.get("score_metric", self.retention.best_metric)
         saved = METRICS.get(saved, saved)  # what an earlier version called it
-        return manifest.get("score") if saved == metric else None
+        return score.get("score") if saved == metric else None
 
     # ---------------------------------------------------------------------------------------------------
     # Finding and loading

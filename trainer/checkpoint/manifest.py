@@ -108,7 +108,7 @@ def dump(fields: Fields) -> bytes:
     assert len(set(paths)) == len(paths), f"written twice: {paths}"
     others = {name: value for name, value in fields.items() if name not in ("format_version", "files", "self")}
     body = {"format_version": FORMAT_VERSION, **others, "files": files}
-    return json.dumps({**body, "self": _digest(body)}, indent=2).encode()
+    return json.dumps({**body, "self": digest_of(body)}, indent=2).encode()
 
 
 def _is_time(value: Any) -> bool:
@@ -128,6 +128,14 @@ def _is_name(value: Any) -> bool:
 
 LINEAGE: dict[Any, Shape] = {"forked_from": str, "step": is_count, "manifest": str}
 """The origin of a fork: a checkpoint, its step, and the hash of its manifest."""
+
+
+def _is_hash(value: Any) -> bool:
+    return isinstance(value, str) and len(value) == 32 and set(value) <= set("0123456789abcdef")
+
+
+CARRIED: dict[Any, Shape] = {str: [{"bytes": is_count, "hash": _is_hash}]}
+"""The files of the run directory that a checkpoint carries: the pieces of each (see `CheckpointStore.piece`)."""
 
 # Fields of every manifest.
 _FIELDS: dict[Any, Shape] = {
@@ -157,12 +165,13 @@ _LATER_FIELDS: dict[Any, Shape] = {
     "nodes": {str: [_is_path]},
     "lacks_validation": bool,
 }
+OPTIONAL_FIELDS = _RUN_FIELDS | _LATER_FIELDS
+"""The shapes of the fields that a manifest may have."""
 
 
 def _problem(manifest: dict[str, Any]) -> str | None:
     """Return a description of the first error in the fields of a manifest; None: they are correct."""
-    optional = _RUN_FIELDS | _LATER_FIELDS
-    shape = _FIELDS | {name: field for name, field in optional.items() if name in manifest}
+    shape = _FIELDS | {name: field for name, field in OPTIONAL_FIELDS.items() if name in manifest}
     problem = mismatch(manifest, shape)
     if problem:
         return problem
@@ -192,7 +201,7 @@ def read(path: str) -> Checkpoint:
             f"{path}: its format is version {manifest['format_version']}, this program reads {FORMAT_VERSION}; "
             "resume with the version that wrote it"
         )
-    if manifest.get("self") != _digest({k: v for k, v in manifest.items() if k != "self"}):
+    if manifest.get("self") != digest_of({k: v for k, v in manifest.items() if k != "self"}):
         raise CorruptCheckpointError(f"{path}: {MANIFEST} is damaged (its content does not match its own hash)")
     problem = _problem(manifest)
     if problem:
@@ -324,5 +333,6 @@ def _path(checkpoint: Checkpoint, entry: FileEntry) -> str:
     return posixpath.join(checkpoint.manifest.get("folder", ""), entry.path)
 
 
-def _digest(body: dict[str, Any]) -> str:
+def digest_of(body: Fields) -> str:
+    """Return a hash of the fields of a document, which the document itself holds as `self`."""
     return digest_bytes(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())

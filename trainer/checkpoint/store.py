@@ -153,6 +153,10 @@ class CheckpointStore:
         """Delete pieces."""
         for_each(lambda name: self.storage.delete(f"{_RECORD}/{name}"), names)
 
+    def add_file(self, step: int, name: str, data: bytes) -> None:
+        """Add to a checkpoint a file that no manifest names, or replace it. The pieces that it names must be kept."""
+        manifests.read(self.path(step)).files.storage.put(name, data)
+
     # ---------------------------------------------------------------------------------------------------
     # Several nodes (see `trainer.checkpoint.tiers`)
 

@@ -20,7 +20,7 @@ from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.checkpoint_files import CheckpointFiles
 from trainer.checkpoint.local_tier import LocalTier
 from trainer.checkpoint.lock import RunLock
-from trainer.checkpoint.manifest import Checkpoint, Fields
+from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, Fields
 from trainer.checkpoint.replica_ranks import AskedRanks, NodeDisks
 from trainer.checkpoint.storage import LocalStorage
 from trainer.checkpoint.store import CheckpointStore, LocalStore, open_store
@@ -154,6 +154,17 @@ class TieredStore(CheckpointStore):
     def keep_piece(self, name: str, data: bytes) -> None:
         """Keep a piece of a file of the run directory on the disk; it is uploaded with the next checkpoint."""
         self._local.keep_piece(name, data)
+
+    def add_file(self, step: int, name: str, data: bytes) -> None:
+        """Add a file to a checkpoint on the disk, then in the remote store, unless it is still to be uploaded."""
+        if self._uploads.readable(step):
+            with contextlib.suppress(CorruptCheckpointError):
+                self._local.add_file(step, name, data)
+        with self._uploads.moving:
+            if step in self._uploads.uploaded():
+                self._uploads.check()
+                self._uploads.upload_pieces()
+                self._remote.add_file(step, name, data)
 
     def piece(self, name: str) -> bytes:
         with contextlib.suppress(FileNotFoundError):

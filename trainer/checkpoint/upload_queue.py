@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from trainer.checkpoint import late_validation
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manifest import CorruptCheckpointError
@@ -221,7 +222,7 @@ class UploadQueue:
         """
         checkpoint = manifests.read(self._local.path(step))
         self.check()
-        self._upload_pieces()
+        self.upload_pieces()
         staging, nodes = self._remote.begin(step), self.nodes
         paths = [entry.path for entry in checkpoint.entries]
         here = [path for path in paths if os.path.exists(os.path.join(checkpoint.path, path))]
@@ -237,12 +238,14 @@ class UploadQueue:
                 if staging.written.get(entry.path) != entry:
                     source = os.path.join(checkpoint.path, entry.path)
                     raise CorruptCheckpointError(f"{source}: does not have the content that was saved")
-            manifests.copy_rollback_mark(checkpoint, staging)
             failpoint("upload:copied")
             manifest = {name: value for name, value in checkpoint.manifest.items() if name != "nodes"}
             with self.moving:
                 if step not in self._local.steps():
                     raise FileNotFoundError(errno.ENOENT, "it was archived", checkpoint.path)
+                manifests.copy_rollback_mark(checkpoint, staging)
+                late_validation.copy(checkpoint, staging)
+                self.upload_pieces()  # those of a validation that has just been added
                 self._remote.commit(staging, step, manifest, self.check)
                 self._state(step).is_uploaded = True
         except BaseException:
@@ -256,7 +259,8 @@ class UploadQueue:
                 self._remote.remove(name)
         LOG.info("uploaded %s to %s", checkpoint.path, self._remote.path(step))
 
-    def _upload_pieces(self) -> None:
+    def upload_pieces(self) -> None:
+        """Copy the pieces of the files of the run directory that the remote store lacks."""
         new = [name for name in self._local.pieces() if name not in self._uploaded_pieces]
         for_each(lambda name: self._remote.keep_piece(name, self._local.piece(name)), new)
         self._uploaded_pieces.update(new)

@@ -9,7 +9,7 @@ says which step is the best.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,15 +81,31 @@ def score_of(best: Mapping[str, float], best_metric: str, mode: str, metrics: Ma
     return {"score_metric": metric, "score_mode": mode, "score": score if is_known else None}
 
 
-def best_of(rows: Iterable[Mapping[str, Any]], best_metric: str, mode: str) -> Best | None:
-    """Return the best step in the lines of a `metrics.jsonl`, by the rule of the run itself; None if there is none."""
+def best_so_far(rows: Iterable[Mapping[str, Any]], best_metric: str, mode: str) -> dict[str, float]:
+    """Return what `better` returns after the lines of a `metrics.jsonl`."""
     best: dict[str, float] = {}
     for row in rows:
-        metrics = {name: value for name, value in row.items() if isinstance(value, (int, float))}
-        best = better(best, best_metric, mode, row["step"], metrics)
+        best = better(best, best_metric, mode, row["step"], _numbers(row))
+    return best
+
+
+def score_in(rows: Sequence[Mapping[str, Any]], best_metric: str, mode: str) -> dict[str, Any]:
+    """Return what the manifest of a checkpoint of the last line of a `metrics.jsonl` says of its score."""
+    best = best_so_far(rows, best_metric, mode)
+    return score_of(best, best_metric, mode, _numbers(rows[-1]))
+
+
+def best_of(rows: Iterable[Mapping[str, Any]], best_metric: str, mode: str) -> Best | None:
+    """Return the best step in the lines of a `metrics.jsonl`, by the rule of the run itself; None if there is none."""
+    best = best_so_far(rows, best_metric, mode)
     return next((Best(name, float(value), int(best["step"])) for name, value in best.items() if name != "step"), None)
 
 
 def instead_of(best_metric: str) -> str:
     """Return the metric of the best checkpoint if none has a `best_metric` that says something."""
     return compared_metric({}, best_metric, {})
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the values of a line that are finite: `null` stands for the others."""
+    return {name: value for name, value in row.items() if isinstance(value, (int, float))}

@@ -9,8 +9,8 @@ import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from trainer.checkpoint import late_validation, record
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint import record
 from trainer.checkpoint.manager import CheckpointManager, Retention
 from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, UnreadableError
 from trainer.checkpoint.replica_ranks import AskedRanks
@@ -22,7 +22,7 @@ from trainer.errors import UserError
 from trainer.files.appended import AppendedFile, repair_last_line
 from trainer.files.hf_hub import is_data, pin
 from trainer.files.uris import is_url
-from trainer.metrics.best import instead_of
+from trainer.metrics.best import instead_of, score_in
 from trainer.metrics.trace_file import Timeline
 from trainer.metrics.tracker import CUT_FILE, METRICS_FILE, check_lines, first_step, read_metrics
 from trainer.process.failure_log import INCIDENTS, INFRASTRUCTURE, Incident
@@ -134,6 +134,7 @@ class RunDirectory:
                 if (continued := self.continued) is not None:
                     self._complete_record(continued)
                 self._check_metrics()
+                self._check_validation()
                 if self.locks.taken_over:
                     self._record_death(self.locks.taken_over)
         except BaseException:
@@ -209,13 +210,54 @@ class RunDirectory:
 
     def lacks_validation(self) -> bool:
         """Return whether a signal has ended the validation of the checkpoint's step, and no later start has done it."""
+        late = self._late
+        return late is not None and self.cfg.validates(late.step) and late_validation.read(late) is None
+
+    def add_validation(self, flush: Callable[[], None]) -> None:
+        """Add to the checkpoint what its late validation, which `metrics.jsonl` has, makes known.
+
+        Args:
+            flush: writes the files of the validation that wait.
+        """
+        late, rows = self._late, read_metrics(self.metrics_file)
+        assert late is not None and late.step == rows[-1]["step"]
+        if not any(name.startswith("val/") for name in rows[-1]):
+            LOG.warning("%s gets no validation: there is no data for it any more", late.path)
+        with self._adding_to(late):
+            flush()
+            files = self.run_files.keep() if self.checkpoints.store.keeps_record else {}
+            content = late_validation.dump(score_in(rows, *self.cfg.compared_by), files)
+            self.checkpoints.store.add_file(late.step, late_validation.NAME, content)
+
+    @contextlib.contextmanager
+    def _adding_to(self, late: Checkpoint) -> Iterator[None]:
+        """Return a block that adds a late validation to a checkpoint. If it fails, the next start does it."""
+        self.locks.check()
+        try:
+            yield
+        except OSError as error:
+            LOG.warning("%s: its validation is not added (%s); the next start does it", late.path, error)
+
+    @property
+    def _late(self) -> Checkpoint | None:
+        """The checkpoint of this run from which it continues, if that was saved before its validation."""
         checkpoint = self.continued
-        if checkpoint is None or not checkpoint.manifest.get("lacks_validation"):
-            return False
-        if not self.cfg.validates(checkpoint.step):
-            return False
-        rows = [row for row in read_metrics(self.metrics_file) if row["step"] == checkpoint.step]
-        return not any(name.startswith("val/") for row in rows for name in row)
+        return checkpoint if checkpoint is not None and checkpoint.manifest.get("lacks_validation") else None
+
+    def _check_validation(self) -> None:
+        """Add a late validation to both tiers, because an earlier start may not have reached the remote store.
+
+        If the config asks for no validation any more, a line says so.
+        """
+        late, store = self._late, self.checkpoints.store
+        if late is None:
+            return
+        if late_validation.read(late) is None:
+            if not self.cfg.validates(late.step):
+                LOG.info("%s gets no validation: the config does not ask for it any more", late.path)
+        elif store.uploads is not None:
+            with self._adding_to(late):
+                store.add_file(late.step, late_validation.NAME, late.files.read(late_validation.NAME))
 
     def _restore_run_files(self) -> None:
         """Restore the files of the run directory that the newest checkpoint carries, if the disk has lost them."""

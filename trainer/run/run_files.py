@@ -10,20 +10,21 @@ import glob
 import json
 import logging
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
+from trainer.checkpoint import late_validation
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.checkpoint_files import CheckpointFiles
 from trainer.checkpoint.components import Component
-from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, FileEntry, read_object
+from trainer.checkpoint.manifest import CARRIED, Checkpoint, CorruptCheckpointError, FileEntry, read_object
 from trainer.checkpoint.storage import StoreError
 from trainer.checkpoint.store import CheckpointStore
 from trainer.errors import one_line
 from trainer.files.atomic_io import digest_bytes, write_file
-from trainer.files.documents import is_count
 
 LOG = logging.getLogger(__name__)
 
@@ -67,16 +68,14 @@ class RunFiles:
         """Return the part of a checkpoint that lists the pieces."""
 
         def begin(staging: CheckpointFiles) -> Callable[[], list[FileEntry]]:
-            paths = (path for pattern in PATTERNS for path in glob.glob(pattern, root_dir=self._run_dir))
-            stamps = {path: self._stamp(path) for path in sorted(paths)}
-
-            def write() -> list[FileEntry]:
-                files = {path: [vars(piece) for piece in self._pieces(path, stamp)] for path, stamp in stamps.items()}
-                return [staging.write(FILE, json.dumps({"files": files}, indent=1).encode())]
-
-            return write
+            stamps = self._stamps()
+            return lambda: [staging.write(FILE, json.dumps({"files": self._keep(stamps)}, indent=1).encode())]
 
         return Component(PART, begin, kinds=())
+
+    def keep(self) -> dict[str, list[dict[str, Any]]]:
+        """Keep the pieces of all files, as they are now, in the store, and list them by file."""
+        return self._keep(self._stamps())
 
     def restore(self, checkpoint: Checkpoint, only: Collection[str] | None = None) -> None:
         """Write the files that the checkpoint carries, unless the run directory has them.
@@ -133,9 +132,16 @@ class RunFiles:
         listed = _listed(manifests.read(self._store.path(step)))
         return {piece.hash for pieces in listed.values() for piece in pieces}
 
+    def _stamps(self) -> dict[str, tuple[int, int, int]]:
+        paths = (path for pattern in PATTERNS for path in glob.glob(pattern, root_dir=self._run_dir))
+        return {path: self._stamp(path) for path in sorted(paths)}
+
     def _stamp(self, path: str) -> tuple[int, int, int]:
         status = os.stat(os.path.join(self._run_dir, path))
         return status.st_size, status.st_mtime_ns, status.st_ino
+
+    def _keep(self, stamps: Mapping[str, tuple[int, int, int]]) -> dict[str, list[dict[str, Any]]]:
+        return {path: [vars(piece) for piece in self._pieces(path, stamp)] for path, stamp in stamps.items()}
 
     def _pieces(self, path: str, stamp: tuple[int, int, int]) -> list[Piece]:
         """Return the pieces of a file up to the size in `stamp`, and keep in the store those that it lacks."""
@@ -182,7 +188,7 @@ def _listed(checkpoint: Checkpoint) -> dict[str, list[Piece]]:
     """Return the pieces of the files that a checkpoint carries, by file."""
     if PART not in checkpoint.manifest["parts"]:
         return {}
-    saved = read_object(checkpoint, FILE, {"files": {str: [{"bytes": is_count, "hash": _is_hash}]}})["files"]
+    saved = (late_validation.read(checkpoint) or read_object(checkpoint, FILE, {"files": CARRIED}))["files"]
     return {path: [Piece(**entry) for entry in entries] for path, entries in saved.items()}
 
 
@@ -195,10 +201,6 @@ def _common(pieces: list[Piece], data: bytes) -> list[Piece]:
             return pieces[:number]
         start = end
     return pieces
-
-
-def _is_hash(value: object) -> bool:
-    return isinstance(value, str) and len(value) == 32 and set(value) <= set("0123456789abcdef")
 
 
 def _is_carried(path: str) -> bool:
