@@ -459,7 +459,7 @@ class Trainer:
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         self.state.best = better(self.state.best, *self.cfg.compared_by, step, metrics)
         metrics |= self.recovery.end_step(metrics, self.learner.ranks.speeds)
-        self.tracker.log(step, metrics, self.transcripts.pop(step))
+        self.tracker.log(step, metrics, self.transcripts.pop(step), self._lacks_validation)
         self.progress.update(step, metrics)
         if (divergence := self.checks.update(step, metrics)) is not None:
             raise self.recovery.diverged(divergence, self.checkpoints.store.steps())
@@ -479,7 +479,7 @@ class Trainer:
         begins = self.journal.beginning if self.directory.continued is None else None
         tracker = Tracker(run_dir, cfg.logger, config, run_ids, check, self.server, self.recovery.restarted, begins)
         # Without a checkpoint of its own, the run rewinds to before its first line: an earlier start may have died.
-        tracker.rewind(self.state.step or -1)
+        tracker.rewind(self.state.step or -1, self.directory.lacks_validation())
         self.transcripts.rewind(self.state.step)
         return tracker
 

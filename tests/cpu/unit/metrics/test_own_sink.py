@@ -71,6 +71,21 @@ def test_a_sink_gets_each_step_and_at_a_restart_those_that_count(tmp_path, calls
     ]  # fmt: skip
 
 
+def test_a_sink_gets_a_step_once_its_late_validation_is_done(tmp_path, calls):
+    first = tracker(tmp_path)
+    first.rewind(-1)
+    first.log(1, {"reward/mean": 0.25})
+    first.log(2, {"reward/mean": 0.5}, lacks_validation=True)
+    first.close()
+    assert calls[1:] == [("log", 1, 0.25), ("close", 0)]
+    again = tracker(tmp_path)
+    again.rewind(2, lacks_validation=True)
+    again.complete({"val/accuracy": 0.75})
+    assert calls[3:] == [("begin", [1], 1), ("log", 2, 0.5)]
+    row = {"step": 2, "reward/mean": 0.5, "val/accuracy": 0.75}
+    assert read_metrics(str(tmp_path / "run/metrics.jsonl"))[-1] == row
+
+
 def test_a_sink_that_fails_is_left_out_until_the_next_start(tmp_path, calls, caplog):
     one = tracker(tmp_path, fails_at=2)
     one.rewind(-1)
