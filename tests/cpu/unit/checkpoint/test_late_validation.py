@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -44,6 +45,26 @@ class Evaluator:
         folder.mkdir(exist_ok=True)
         (folder / f"step_{step}.jsonl").write_text("{}\n")
         return Evaluation({"val/accuracy": 0.9 if step == self._best else step / 100})
+
+
+class Steps:
+    """A sink that keeps the steps, and whether each is whole."""
+
+    logged: ClassVar[list[tuple[int, bool]]] = []
+
+    def __init__(self, run_dir, config):
+        pass
+
+    def begin(self, rows, step):
+        self.logged.clear()
+        for row in rows:
+            self.log(row["step"], row, {})
+
+    def log(self, step, values, samples):
+        self.logged.append((step, {"policy/loss", "val/accuracy"} <= set(values)))
+
+    def close(self, exit_code):
+        pass
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +151,16 @@ def test_retention_keeps_the_best_checkpoint_that_was_validated_later(tmp_path, 
     cfg.trainer.total_steps = steps
     train(cfg, model, best=3)  # keeps step 4, from which it continues, too
     assert open_store(cfg.trainer.ckpt_path).steps() == [3, 4, 5]
+
+
+def test_a_sink_of_the_users_gets_each_step_once_and_whole(tmp_path, model, monkeypatch):
+    monkeypatch.setattr(Steps, "logged", [])
+    cfg = config(tmp_path)
+    cfg.logger.sink.name = f"{__name__}:Steps"
+    with pytest.raises(Stopped):
+        train(cfg, model, waits_in=3)
+    train(cfg, model)
+    assert Steps.logged == [(step, True) for step in range(1, 6)]
 
 
 def test_a_validation_whose_data_was_removed_is_forgotten_in_one_line(tmp_path, model, caplog):

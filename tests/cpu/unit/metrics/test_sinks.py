@@ -163,7 +163,7 @@ def test_wandb_offline_keeps_the_run_and_loses_no_step_to_a_kill(tmp_path, liste
 
 
 LATE_RUN = """
-import sys
+import sys, time
 from trainer.config import LoggerConfig, MlflowConfig, WandbConfig
 from trainer.metrics.tracker import Tracker
 
@@ -181,6 +181,7 @@ for start in ("first", "killed", "last"):
         if start == "last":
             tracker.log(3, {"reward/mean": 0.375})
     tracker.close()
+    time.sleep(1)  # W&B names directories by the second
 """
 
 
@@ -191,12 +192,15 @@ def test_services_get_a_late_validation_at_its_step(tmp_path, listener):
 
     done = run_python(LATE_RUN, str(tmp_path), env=wandb_environment(tmp_path, listener))
     assert done.returncode == 0, done.stderr
-    (newest,) = (tmp_path / "wandb/latest-run").glob("run-*.wandb")
-    history = {
-        step: [json.loads(row[name]) for name in ("reward/mean", "val/accuracy") if name in row]
-        for step, row in wandb_history(newest).items()
-    }
-    assert history == {1: [0.125], 2: [0.25, 0.5], 3: [0.375]}
+    histories = [
+        {
+            step: [json.loads(row[name]) for name in ("reward/mean", "val/accuracy") if name in row]
+            for step, row in wandb_history(file).items()
+        }
+        for file in sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    ]
+    validated = {1: [0.125], 2: [0.25, 0.5]}
+    assert histories == [{1: [0.125]}, validated, {**validated, 3: [0.375]}]
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     shown = {name: {(e.step, e.value) for e in events.Scalars(name)} for name in ("reward/mean", "val/accuracy")}
