@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -19,6 +18,7 @@ from typing import Any
 import httpx
 import psutil
 
+from tests.support.forks import fork_server
 from tests.support.jobs import environment
 from trainer.config import RolloutConfig
 from trainer.config.inference import TOKEN as VARIABLE
@@ -36,7 +36,10 @@ def free_port() -> int:
 
 
 class Server:
-    """A server started as a user starts it. A context manager."""
+    """A server, as a fork of a process that has imported everything. A context manager.
+
+    It fails if the server leaves processes behind.
+    """
 
     def __init__(self, log: Path, *overrides: str, port: int = 0, token: str | None = None):
         self.port, self.token, self.log = port or free_port(), token, log
@@ -48,10 +51,13 @@ class Server:
         env = {name: value for name, value in environment().items() if name != VARIABLE}
         env |= {VARIABLE: self.token} if self.token else {}
         with open(self.log, "a") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "trainer.inference", f"inference.port={self.port}", *self._overrides],
-                stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True,
-            )  # fmt: skip
+            self.process = fork_server().start(
+                *("tests.support.forks:run_module", "trainer.inference"),
+                *(f"inference.port={self.port}", *self._overrides),
+                cwd=Path.cwd(),
+                env=env,
+                stdout=output,
+            )
 
     def status(self) -> dict[str, Any]:
         return httpx.get(f"{self.url}/trainer/status", headers=self.headers, timeout=60).json()
@@ -80,7 +86,7 @@ class Server:
         return [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
 
     def kill(self) -> None:
-        self.process.kill()
+        self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
     def __enter__(self) -> Server:
@@ -91,10 +97,10 @@ class Server:
         for process in family:
             with contextlib.suppress(psutil.Error):
                 process.send_signal(signal.SIGCONT)
-        self.process.terminate()
+        self.process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(60)
-        self.process.kill()
+        self.process.send_signal(signal.SIGKILL)
         assert not psutil.wait_procs(family, 120)[1], "processes are left"
 
 
