@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
+import math
 import os
 import signal
 import threading
@@ -167,16 +168,20 @@ class FaultyEngine(PlainEngine):
         self._meet("start")
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        for request in requests:
-            self._meet(str(request.prompt_token_ids[0]))
-        return super().generate(requests)
+        kinds = [self._meet(str(request.prompt_token_ids[0])) for request in requests]
+        completions = super().generate(requests)
+        return [
+            dataclasses.replace(completion, logprobs=[math.nan]) if kind == "nan" else completion
+            for kind, completion in zip(kinds, completions, strict=True)
+        ]
 
     def sync_weights(self, source: WeightSource, version: int) -> None:
         self._meet("sync")
         super().sync_weights(source, version)
         self._meet("synced")
 
-    def _meet(self, place: str) -> None:
+    def _meet(self, place: str) -> str | None:
+        """Fail, or return the kind of fault that the caller brings about."""
         for path in self._directory.glob(f"fault * {place}"):
             try:
                 path.unlink()
@@ -189,8 +194,11 @@ class FaultyEngine(PlainEngine):
                 raise WorkerError("its server has gone", "", "server")
             while kind == "wait" and not (self._directory / "go on").exists():
                 threading.Event().wait(0.01)
+            if kind == "nan":
+                return kind
             if kind != "wait":
                 os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[kind])
+        return None
 
 
 class FaultyStreamingEngine(_Streaming, FaultyEngine):

@@ -12,7 +12,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from trainer.cluster.worker_groups import CallFutures
+from trainer.errors import RESTART_HINT, FailureSource, WorkerError, set_failure_source
 from trainer.generation.engine import Completion, Request, join_interval_s
 from trainer.generation.engines import Engines
 from trainer.generation.lifecycle import State
@@ -332,16 +335,29 @@ class Dispatcher:
         with self._lock:
             for engine, result, error in ended:
                 numbers = self._busy.pop(engine).numbers
+                chunk = {} if error else result if self._streaming else dict(zip(numbers, result, strict=True))
+                if any(np.isnan(completion.logprobs).any() for completion in chunk.values()):
+                    error = self._nonsense(engine)
                 if error is not None:
                     self._scheduler.requeue(engine)
                     failed.append((engine, error))
                     continue
-                chunk = result if self._streaming else dict(zip(numbers, result, strict=True))
                 self._scheduler.mark_done(engine, chunk)
                 for number, completion in chunk.items():
                     self._hand_out(number, completion, engines.lifecycle.version(engine))
         for engine, error in failed:
             engines.mark_failed([engine], error)
+
+    def _nonsense(self, engine: int) -> WorkerError:
+        """Return the failure of an engine whose logits are NaN: its tokens are none of the policy's."""
+        name = f"{self._engines.group.name} {engine}"
+        error = WorkerError(
+            f"{name} has returned a token whose log-prob is NaN (its GPU is faulty, or rollout.dtype or "
+            "rollout.engine_args do not suit the model)",
+            RESTART_HINT,
+        )
+        set_failure_source(error, FailureSource(name))
+        return error
 
     def _begin_calls(self) -> None:
         lifecycle = self._engines.lifecycle

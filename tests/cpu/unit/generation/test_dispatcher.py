@@ -9,6 +9,7 @@ import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from tests.support import plain_engine
@@ -172,6 +173,23 @@ def test_many_threads_read_while_weights_change_and_engines_die(start, monkeypat
             reader.result()
     assert version > 3 and len({newest for _, newest in versions}) > 2
     assert all(one.role == "engine" for one in read_incidents(str(incidents)))
+
+
+@pytest.mark.parametrize("engine", ["FaultyStreamingEngine", "FaultyEngine"])
+def test_log_probs_that_are_nan_are_a_failure_of_their_engine(start, monkeypatch, incidents, engine):
+    """Nobody gets such a token, because it would make the loss NaN, and come back from the journal after a restart."""
+    spec = dataclasses.replace(streaming(engine), streaming="Streaming" in engine)
+    monkeypatch.setitem(ENGINES, "plain", spec)
+    monkeypatch.setattr(time_limits, "RESTART_FIRST_DELAY_S", 0.0)
+    pool, _ = start(num_engines=2, max_restarts=1, max_num_seqs=64)
+    pool.start(version=1, is_initial=True)
+    fault(incidents, "nan 3")
+    completions = pool.generate([Request([i], 7, SAMPLED) for i in range(6)])
+    assert tokens_of(completions) == [[i, 7, 0] for i in range(6)]
+    assert not any(np.isnan(one.logprobs).any() for one in completions)
+    fault(incidents, "nan 3")
+    with pytest.raises(WorkerError, match="^engine . has returned a token whose log-prob is NaN .*rollout.dtype"):
+        pool.generate([Request([i], 7, SAMPLED) for i in range(6)])
 
 
 def test_a_failure_ends_the_streams_of_all_threads(start, monkeypatch, incidents):
