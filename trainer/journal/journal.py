@@ -59,6 +59,8 @@ class Journal:
         self._has_started = False
         self._step = 0  # the last one that is trained
         self._has_all: dict[int, bool] = {}
+        self._left_in_store = False
+        """Whether the store has records of the next steps for which the disk has no room."""
 
     @property
     def settings(self) -> Mapping[str, str]:
@@ -98,9 +100,11 @@ class Journal:
         def is_ahead(of: int) -> bool:
             return of > step or step == 0  # the initial weights are evaluated as step 0
 
+        self._left_in_store = False
         try:
             self._upkeep.fetch(step, is_ahead)
         except OSError as error:
+            self._left_in_store = True
             self._writer.free_space(one_line(str(error)))
         here = self._pieces.names()
         self._pieces.continue_after(here)
@@ -111,6 +115,9 @@ class Journal:
         """Note the episodes that the next step has trained on: the weights have another history now."""
         self._check_thread()
         self._history = after(self.history, episodes, self._settings)
+        if self._left_in_store:  # the run logs these steps in another way now (see `start`)
+            self._upkeep.remove_after(self._step)
+            self._left_in_store = False
         self._step += 1
         self._writer.retry()
         with self._replaying:
