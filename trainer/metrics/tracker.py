@@ -165,7 +165,8 @@ class Tracker:
         values = _plain_values(metrics)
         *rows, last = read_metrics(self._path)
         assert last["step"] == self._last_step, f"{self._path} has lines of an earlier process: rewind first"
-        whole = {name: value for name, value in last.items() if name != "step"} | values
+        known = {name: math.nan if value is None else value for name, value in last.items() if name != "step"}
+        whole = known | values
         self._send(last["step"], values, samples or {}, whole)
         last |= _without_nan(values)
         self._file.rewrite(as_lines([*rows, last]).encode())
@@ -176,7 +177,7 @@ class Tracker:
         step: int,
         values: Mapping[str, float],
         samples: Mapping[str, Sequence[Transcript]],
-        whole: Mapping[str, float | None] | None,
+        whole: Mapping[str, float] | None,
     ) -> None:
         """Send `values` to the sinks, and to those that take a step once its `whole` metrics (None: not yet)."""
         for sink in self._all:
