@@ -155,6 +155,7 @@ class TransformersServer:
         Raises:
             Exception: it cannot be generated.
         """
+        body = {name: value for name, value in body.items() if value is not None}  # `null` leaves a field out
         if body.get("stream"):
             raise ValueError("the transformers engine streams nothing; leave out `stream`")
         if body.get("n", 1) != 1:
@@ -170,7 +171,7 @@ class TransformersServer:
         temperature, top_p = float(body.get("temperature", 1.0)), float(body.get("top_p", 1.0))
         if not 0 <= temperature < math.inf or not 0 < top_p <= 1:
             raise ValueError("`temperature` is at least 0, and `top_p` above 0 and at most 1")
-        seed = uuid.uuid4().int % 2**31 if body.get("seed") is None else int(body["seed"])
+        seed = int(body.get("seed", uuid.uuid4().int % 2**31))
         if not -(2**63) <= seed < 2**63:
             raise ValueError("`seed` has at most 64 bits")
         stop = [token for token in (self._tokenizer.eos_token_id,) if token is not None]

@@ -27,6 +27,9 @@ def test_people_get_models_texts_and_chats(server):
     first = post(server, "/v1/completions", prompt="abc", max_tokens=5, seed=3)
     again = post(server, "/v1/completions", prompt="abc", max_tokens=5, seed=3)
     assert first["choices"] == again["choices"] and first["usage"]["completion_tokens"] <= 5
+    nulls = dict.fromkeys(("n", "stream", "temperature", "top_p", "max_completion_tokens", "stop", "logprobs"))
+    assert post(server, "/v1/completions", prompt="abc", max_tokens=5, seed=3, **nulls)["choices"] == first["choices"]
+    assert "text" in post(server, "/v1/completions", prompt="a", max_tokens=3, seed=None)["choices"][0]
     chat = post(server, "/v1/chat/completions", messages=[{"role": "user", "content": "hi"}], max_tokens=3)
     assert chat["choices"][0]["message"]["role"] == "assistant" and chat["object"] == "chat.completion"
 
