@@ -224,6 +224,7 @@ class RunDirectory:
         if not any(name.startswith("val/") for name in rows[-1]):
             LOG.warning("%s gets no validation: there is no data for it any more", late.path)
         with self._adding_to(late):
+            self.locks.check()
             flush()
             files = self.run_files.keep() if self.checkpoints.store.keeps_record else {}
             content = late_validation.dump(score_in(rows, *self.cfg.compared_by), files)
@@ -232,10 +233,9 @@ class RunDirectory:
     @contextlib.contextmanager
     def _adding_to(self, late: Checkpoint) -> Iterator[None]:
         """Return a block that adds a late validation to a checkpoint. If it fails, the next start does it."""
-        self.locks.check()
         try:
             yield
-        except OSError as error:
+        except OSError as error:  # also that of a store that does not answer
             LOG.warning("%s: its validation is not added (%s); the next start does it", late.path, error)
 
     @property
@@ -257,6 +257,7 @@ class RunDirectory:
                 LOG.info("%s gets no validation: the config does not ask for it any more", late.path)
         elif store.uploads is not None:
             with self._adding_to(late):
+                self.locks.check()
                 store.add_file(late.step, late_validation.NAME, late.files.read(late_validation.NAME))
 
     def _restore_run_files(self) -> None:

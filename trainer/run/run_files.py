@@ -129,8 +129,8 @@ class RunFiles:
     # ---------------------------------------------------------------------------------------------------
 
     def _names_in(self, step: int) -> set[str]:
-        listed = _listed(manifests.read(self._store.path(step)))
-        return {piece.hash for pieces in listed.values() for piece in pieces}
+        lists = _lists(manifests.read(self._store.path(step)))
+        return {piece.hash for files in lists for pieces in files.values() for piece in pieces}
 
     def _stamps(self) -> dict[str, tuple[int, int, int]]:
         paths = (path for pattern in PATTERNS for path in glob.glob(pattern, root_dir=self._run_dir))
@@ -186,10 +186,18 @@ class RunFiles:
 
 def _listed(checkpoint: Checkpoint) -> dict[str, list[Piece]]:
     """Return the pieces of the files that a checkpoint carries, by file."""
+    return _lists(checkpoint)[-1]
+
+
+def _lists(checkpoint: Checkpoint) -> list[dict[str, list[Piece]]]:
+    """Return the same at the save, and after a late validation: if its file is damaged, the first one counts again."""
     if PART not in checkpoint.manifest["parts"]:
-        return {}
-    saved = (late_validation.read(checkpoint) or read_object(checkpoint, FILE, {"files": CARRIED}))["files"]
-    return {path: [Piece(**entry) for entry in entries] for path, entries in saved.items()}
+        return [{}]
+    lists = [read_object(checkpoint, FILE, {"files": CARRIED})["files"]]
+    late = late_validation.read(checkpoint)
+    if late is not None and late["files"]:  # none: it was validated in a store that carries no files
+        lists.append(late["files"])
+    return [{path: [Piece(**entry) for entry in entries] for path, entries in files.items()} for files in lists]
 
 
 def _common(pieces: list[Piece], data: bytes) -> list[Piece]:

@@ -10,6 +10,7 @@ from typing import ClassVar
 import pytest
 
 from tests.support.buckets import make_bucket, use_s3
+from tests.support.fault_proxy import ERROR, PASS, Faults, fault_proxy
 from tests.support.jobs import metrics
 from tests.support.toy import toy_config, toy_trainer
 from trainer.checkpoint import late_validation
@@ -19,8 +20,10 @@ from trainer.checkpoint.manifest import read
 from trainer.checkpoint.store import open_store
 from trainer.config import Config
 from trainer.jobs import _is_finished
+from trainer.process import time_limits
 from trainer.process.signals import NoServerStopped, Stopped
 from trainer.run.directory import RunDirectory
+from trainer.run.run_files import RunFiles
 from trainer.sources.base import Evaluation
 from trainer.trainer import Trainer
 
@@ -140,6 +143,57 @@ def test_the_next_start_reaches_a_store_that_did_not_answer(tmp_path, model, s3_
     remote.files.storage.delete(late_validation.NAME)  # as if the put had failed
     assert late_validation.read(remote) is None
     assert train(cfg, model) and late_validation.read(remote)["score"] == 0.9
+
+
+def test_a_store_that_fails_when_the_validation_is_added_does_not_end_the_run(
+    tmp_path, model, s3_url, monkeypatch, caplog
+):
+    faults = Faults()
+    monkeypatch.setattr(time_limits, "STORAGE_RETRY_S", 0.1)
+    with fault_proxy(s3_url, faults) as url:
+        use_s3(monkeypatch, url)
+        cfg = config(tmp_path, ckpt_path=make_bucket(f"late-{os.urandom(4).hex()}") + "/run", total_steps=2)
+        with pytest.raises(Stopped):
+            train(cfg, model, waits_in=2)
+
+        class Failing(Evaluator):
+            def evaluate(self, step: int) -> Evaluation:
+                faults.plan = lambda method, path: ERROR
+                return super().evaluate(step)
+
+        with RunDirectory(cfg).open() as directory:
+            trainer = toy_trainer(cfg, directory, model)
+            trainer.evaluator = Failing(trainer, 2, None)
+            with directory.settling():
+                trainer.fit()
+            faults.plan = lambda method, path: PASS
+        assert "its validation is not added (the object store fails" in caplog.text
+
+
+def test_a_damaged_file_costs_nothing_that_the_checkpoint_carried_before(tmp_path, model, s3_url, monkeypatch):
+    use_s3(monkeypatch, s3_url)
+    cfg = config(tmp_path, ckpt_path=make_bucket(f"late-{os.urandom(4).hex()}") + "/run", total_steps=2)
+    with pytest.raises(Stopped):
+        train(cfg, model, waits_in=2)
+    assert not train(cfg, model, best=2)
+    assert train(cfg, model, best=2), "and deletes the pieces that no checkpoint names"
+    storage = read(open_store(cfg.trainer.ckpt_path).path(2)).files.storage
+    storage.put(late_validation.NAME, b"{}")
+    shutil.rmtree(tmp_path / "run")
+    assert not train(cfg, model, best=2) and metrics(tmp_path / "run")[-1]["val/accuracy"] == 0.9
+
+
+def test_a_copy_on_a_disk_that_is_validated_there_keeps_what_it_carries(tmp_path, model, s3_url, monkeypatch):
+    use_s3(monkeypatch, s3_url)
+    store = open_store(make_bucket(f"late-{os.urandom(4).hex()}") + "/run")
+    cfg = config(tmp_path, ckpt_path=store.root, total_steps=2)
+    with pytest.raises(Stopped):
+        train(cfg, model, waits_in=2)
+    checkpoint = read(store.path(2))
+    content = {"score_metric": "val/accuracy", "score_mode": "max", "score": 0.9}
+    checkpoint.files.storage.put(late_validation.NAME, late_validation.dump(content, {}))
+    RunFiles(str(tmp_path / "restored"), store).restore(checkpoint)
+    assert [row["step"] for row in metrics(tmp_path / "restored")] == [1, 2]
 
 
 def test_retention_keeps_the_best_checkpoint_that_was_validated_later(tmp_path, model):
