@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import mmap
 import threading
 import weakref
@@ -163,6 +164,7 @@ class HostMemory:
         """A copy of the tensors as they are now, if there is one."""
         self._gpu = gpu
         self._buffers: list[HostBuffer] = []
+        self._last_size = math.inf
         self._lock = threading.Lock()
 
     @property
@@ -207,9 +209,12 @@ class HostMemory:
             copy.buffer.users -= 1
 
     def _find(self, size: int) -> HostBuffer:
-        # Unused buffers that are too small would never be used again. They go before more memory is taken.
-        self._buffers = [buffer for buffer in self._buffers if buffer.users or buffer.size >= size]
-        fitting = [buffer for buffer in self._buffers if not buffer.users]
+        # Saves and offloading take turns, with two sizes. Unused buffers that are too small for both are of no use.
+        least, self._last_size = min(size, self._last_size), size
+        if not any(buffer.size >= size for buffer in self._buffers if not buffer.users):
+            least = math.inf  # the memory of all unused ones goes before more is taken
+        self._buffers = [buffer for buffer in self._buffers if buffer.users or buffer.size >= least]
+        fitting = [buffer for buffer in self._buffers if not buffer.users and buffer.size >= size]
         if not fitting:
             fitting = [HostBuffer(size, self._gpu)]
             self._buffers += fitting
