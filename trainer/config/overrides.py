@@ -6,9 +6,10 @@ Hydra reads overrides as well, but its errors explain its grammar, and its flags
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 
@@ -30,6 +31,8 @@ from trainer.config.tasks import OPTIONS
 from trainer.errors import UserError, as_list, did_you_mean
 from trainer.files.documents import flatten
 
+LOG = logging.getLogger(__name__)
+
 MULTIRUN = "--multirun"
 CONFIG = "--config"
 _SEVERAL = "experiment"
@@ -37,6 +40,9 @@ _SEVERAL = "experiment"
 
 _READ_OF_REWARD = "reward.success_threshold"
 """The key of a reward that is read where an environment gives the rewards, too."""
+
+_SECTIONS = {"trainer", "algorithm", "rollout", "model", "data", "reward", "environment", "sft", "logger"}
+"""A file with all of these is the whole config that a run has recorded."""
 
 _FLAGS = {
     MULTIRUN: "-m",
@@ -148,14 +154,18 @@ def unread_words(words: Sequence[str], config: Config) -> list[str]:
     return unread
 
 
-def refuse_unread(words: Sequence[str], config: Config, lines: Mapping[str, str] = MappingProxyType({})) -> None:
+def refuse_unread(
+    words: Sequence[str], config: Config, lines: Mapping[str, str] = MappingProxyType({}), continues: bool = False
+) -> None:
     """Refuse overrides that the task does not read: they would change nothing.
 
     Files are not searched for such keys, because one file may serve several tasks. But a file with an environment and
-    a reward beside it, which nothing reads, is refused, too.
+    a reward beside it, which nothing reads, is refused, too, if it is not the whole config that a run has recorded.
 
     Args:
         lines: `FILE:LINE` of each dotted key in the files of the user.
+        continues: the run has started before. A reward beside an environment, which earlier versions accepted, gives a
+            warning.
 
     Raises:
         UserError: names all of them.
@@ -167,15 +177,18 @@ def refuse_unread(words: Sequence[str], config: Config, lines: Mapping[str, str]
             "task (a config file may have keys of several tasks)"
         )
     by_environment: dict[str, list[str]] = {}
-    for key in dict.fromkeys([*_set_keys(words), *(key for key in lines if _is_beside_environment(key, lines))]):
+    for key in dict.fromkeys([*_set_keys(words), *_beside_environments(lines)]):
         if environment := _replaces_reward(key, config):
             by_environment.setdefault(environment, []).append(key)
     for environment, keys in by_environment.items():
         are, them = ("is", "it") if len(keys) == 1 else ("are", "them")
-        raise UserError(
+        problem = (
             f"{keys[0]}: {environment}={value_of(config, environment)} gives the rewards, so {' and '.join(keys)} "
             f"{are} not read; leave {them} out, or set {environment}=null"
         )
+        if not continues:
+            raise UserError(problem)
+        LOG.warning(problem)
 
 
 def _set_keys(words: Sequence[str]) -> list[str]:
@@ -186,10 +199,14 @@ def _set_keys(words: Sequence[str]) -> list[str]:
     return [key for override in overrides for key in flatten({override.key_or_group: override.value()})]
 
 
-def _is_beside_environment(key: str, lines: Mapping[str, str]) -> bool:
-    """Return whether a key of a reward is in the file that names the environment of the same rows."""
-    beside = lines.get(f"{key.removesuffix(without_source(key))}environment.name", "")
-    return bool(beside) and beside.rpartition(":")[0] == lines[key].rpartition(":")[0]
+def _beside_environments(lines: Mapping[str, str]) -> Iterator[str]:
+    """Yield the keys in files that name the environment of the same rows, but not those that a run has recorded."""
+    by_file: dict[str, list[str]] = {}
+    for key, line in lines.items():
+        by_file.setdefault(line.rpartition(":")[0], []).append(key)
+    for keys in by_file.values():
+        if not {key.partition(".")[0] for key in keys} >= _SECTIONS:
+            yield from (key for key in keys if f"{key.removesuffix(without_source(key))}environment.name" in keys)
 
 
 def _replaces_reward(key: str, config: Config) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from trainer.config.config_file import ConfigFiles
 from trainer.config.hydra import prepared
 from trainer.config.overrides import arranged, kind_of, refuse_unread, unread_words
 from trainer.errors import UserError
+from trainer.files.documents import flatten
 
 
 @pytest.mark.parametrize(
@@ -231,6 +233,19 @@ def test_a_file_that_names_an_environment_and_a_reward_is_refused():
     refuse_unread([], compose([]), lines)
     refuse_unread([], compose(["trainer.task=sft", ENVIRONMENT]), lines)
     refuse_unread([], cfg, lines | {"environment.name": "b.yaml:3"})
+
+
+def test_the_recorded_config_of_a_run_with_an_environment_is_accepted():
+    cfg = compose([ENVIRONMENT])
+    recorded = flatten(dataclasses.asdict(cfg))
+    assert {"environment.name", "reward.name"} <= recorded.keys()
+    refuse_unread([], cfg, {key: f"config.yaml:{number}" for number, key in enumerate(recorded)})
+
+
+def test_a_run_that_an_earlier_version_has_started_continues_with_the_same_words(caplog):
+    words = [ENVIRONMENT, "reward.name=math"]
+    refuse_unread(words, compose(words), continues=True)
+    assert "so reward.name is not read" in caplog.text
 
 
 def test_supervised_stages_of_examples_get_the_words_that_they_read():
