@@ -37,6 +37,11 @@ def copies_of_ranks(cfg: Config, roles: Sequence[PlannedRole], workload: Workloa
     if mode == "none" or not cfg.rollout.colocate:
         return HostCopies()
     several = sum(role.spec.trained for role in roles) > 1
+    scored = any(
+        scored_share(cfg, role.spec, workload) > 0
+        for role in roles
+        if role.spec.name == "policy" or role.spec.is_policy_base
+    )
     for role in roles:
         if role.is_on_host:
             continue
@@ -44,7 +49,7 @@ def copies_of_ranks(cfg: Config, roles: Sequence[PlannedRole], workload: Workloa
         weights, spec = weights if mode == "all" else 0, role.spec
         to_gpu += weights + optimizer
         if spec.name == "policy":
-            to_gpu += weights * (1 + (several and scored_share(cfg, spec, workload) > 0))
+            to_gpu += weights * (1 + (several and scored))
         if spec.trained:
             to_host += weights + optimizer
         elif spec.sync_interval is not None:

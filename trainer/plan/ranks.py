@@ -223,9 +223,9 @@ def rank_phases(cfg: Config, roles: Sequence[PlannedRole], workload: Workload, d
         moments = [_on_device(role, moment) for moment in role.moments_of_update(workload.may_accumulate)]
         name = role.spec.name
         phases.append(_largest(f"update of the {name}", held({name}, {name}), moments))
-    if mode != "none" and len(trained) > 1:
-        names = {role.spec.name for role in trained}
-        phases.append(Phase("save", held(names, names)))
+    saved = {role.spec.name for role in roles if role.spec.saved}
+    if mode != "none" and len(saved) > 1:
+        phases.append(Phase("save", held(saved, saved)))
     if cfg.task.generates and any(role.spec.name == "policy" for role in roles):
         phases.append(Phase("weights to engines", {**held({"policy"}, ()), "buffers": sync_buffers(cfg, roles)}))
     return phases

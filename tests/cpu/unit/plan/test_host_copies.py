@@ -17,7 +17,7 @@ from trainer.models.tiny import build_tiny
 from trainer.plan.hardware import Cluster
 from trainer.plan.host_copies import HostCopies, copies_of_engine, copies_of_ranks
 from trainer.plan.plan import make_plan
-from trainer.plan.ranks import plan_role
+from trainer.plan.ranks import plan_role, rank_phases
 from trainer.plan.workload import workload_of
 from trainer.workers.rank import Rank
 
@@ -124,6 +124,21 @@ def test_a_reference_is_copied_back_to_score_and_leaves_again_only_if_it_has_cha
     assert copies_of(cfg, node) == HostCopies(before.to_host, before.to_gpu + size)
     cfg.algorithm.ref_sync_interval = 10
     assert copies_of(cfg, node) == HostCopies(before.to_host + size / 10, before.to_gpu + size + size / 10)
+
+
+def test_a_policy_whose_base_is_the_reference_comes_back_to_score_and_again_after_the_critic(cfg, node):
+    cfg.algorithm.advantage_estimator, cfg.algorithm.kl_coef, cfg.trainer.policy.lora.rank = "gae", 0.1, 8
+    cfg.algorithm.old_logprobs = "rollout"  # so the policy itself scores nothing
+    plan, copies = make_plan(cfg, node, traced=False), copies_of(cfg, node)
+    policy, critic = (next(r for r in plan.roles if r.spec.name == name) for name in ("policy", "critic"))
+    assert copies.to_gpu == 3 * policy.state[0] + policy.state[1] + sum(critic.state)
+
+
+def test_a_reference_that_is_saved_is_on_the_gpu_beside_the_policy(cfg, node):
+    cfg.algorithm.kl_coef, cfg.algorithm.ref_sync_interval = 0.1, 10
+    plan = make_plan(cfg, node, traced=False)
+    saved = next(p for p in rank_phases(cfg, plan.roles, plan.workload, node.device) if p.name == "save")
+    assert saved.total == sum(sum(role.state) for role in plan.roles)
 
 
 @pytest.mark.parametrize(("engine", "to_host"), [("vllm", 1), ("transformers", 2)])
