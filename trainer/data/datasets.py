@@ -72,13 +72,15 @@ def load_prompts(data: DataConfig, split: str, tokenizer: Any, max_prompt_tokens
     """Render the prompts of `train` or `val` with the chat template. Drop and count those that are too long.
 
     Raises:
-        UserError: the data cannot be read (see `read_examples`), or every prompt is too long.
+        UserError: the data cannot be read (see `read_examples`), a prompt is empty, or every prompt is too long.
     """
     prompts, lengths, total = [], [], 0
     limit = max_characters(tokenizer, max_prompt_tokens)
     for index, example in enumerate(read_examples(data, split)):
         messages = as_messages(example["prompt"], data.system_prompt)
         total += 1
+        if not any(message["content"] for message in messages):
+            raise UserError(f"{_prompt_key(data)}: {_where(data, split, index)} has an empty prompt")
         try:
             token_ids = render(tokenizer, messages, add_generation_prompt=True, limit=limit)
         except TextTooLong:
@@ -349,7 +351,7 @@ def _example(row: Any, where: str, data: DataConfig) -> Example:
                 f"{data.name_of('messages_key')}={data.messages_key}: {where} must have a list of chat messages there, "
                 "with role and content, and the last one must be the assistant's"
             )
-        return _checked({"prompt": chat[:-1], "answer": chat[-1]["content"], "row": row}, where, data)
+        return _checked({"prompt": chat[:-1], "answer": chat[-1]["content"], "row": row}, where)
     for key, name in (("prompt_key", data.prompt_key), ("answer_key", data.answer_key)):
         if name not in row:
             chats = [column for column, value in row.items() if _is_chat(value)]
@@ -367,13 +369,11 @@ def _example(row: Any, where: str, data: DataConfig) -> Example:
             f"{data.name_of('answer_key')}={data.answer_key}: {where} must have a string or a number, not "
             f"{type(answer).__name__}"
         )
-    return _checked({"prompt": prompt, "answer": str(answer), "row": row}, where, data)
+    return _checked({"prompt": prompt, "answer": str(answer), "row": row}, where)
 
 
-def _checked(example: Example, where: str, data: DataConfig) -> Example:
+def _checked(example: Example, where: str) -> Example:
     messages = as_messages(example["prompt"], None)
-    if not any(message["content"] for message in messages):
-        raise UserError(f"{_prompt_key(data)}: {where} has an empty prompt")
     try:
         for text in (example["answer"], *(message[key] for message in messages for key in ("role", "content"))):
             text.encode()

@@ -281,10 +281,12 @@ def _write_reports(directory: str, out: str | None) -> None:
     runs = find_runs([directory])
     if len(runs) > 1 and out is not None:
         raise UserError(f"--out={out}: is one picture, and {directory} holds {len(runs)} runs; name one of them")
+    failures = []
     for run in runs:
         try:
             show(write_report(run, out))
         except UserError as error:
-            if len(runs) == 1:
+            failures.append(error)
+            if len(failures) == len(runs):
                 raise
             show(f"left out {error}", error=True)

@@ -115,8 +115,6 @@ def test_size_cuts_and_stops_reading(tmp_path):
         (b'{"prompt": "a", "text": "b"}', "data.answer_key=answer: {file}:1 has no such key; it has prompt, text"),
         (b'{"prompt": 3, "answer": "b"}', "data.prompt_key=prompt: {file}:1 must have a string, or .* chat messages.*"),
         (b'{"prompt": [], "answer": "b"}', "data.prompt_key=prompt: {file}:1 must have a string.*"),
-        (b'{"prompt": "", "answer": "b"}', "data.prompt_key=prompt: {file}:1 has an empty prompt"),
-        (b'{"prompt": [{"role": "user", "content": ""}], "answer": "b"}', "data.prompt_key=prompt: {file}:1 has an.*"),
         (b'{"prompt": ["a"], "answer": "b"}', "data.prompt_key=prompt: {file}:1 must have a string.*"),
         (b'{"prompt": [{"role": "user"}], "answer": "b"}', "data.prompt_key=prompt: {file}:1 must have a string.*"),
         (b'{"prompt": [{"role": "user", "content": 1}], "answer": "b"}', "data.prompt_key=prompt: {file}:1 must.*"),
@@ -300,11 +298,21 @@ def test_a_prompt_without_a_token_is_refused_by_its_line(tmp_path, model):
     assert len(load_prompts(files(first, str(second), train_size=2), "train", bare, 9).prompts) == 2
 
 
-def test_a_chat_with_nothing_before_the_answer_is_refused(tmp_path):
-    chat = [{"role": "user", "content": ""}, {"role": "assistant", "content": "b"}]
-    data = files(jsonl(tmp_path / "a.jsonl", {"chat": chat}), messages_key="chat")
-    with pytest.raises(UserError, match=r"^data.messages_key=chat: \S+a.jsonl:1 has an empty prompt$"):
-        read_examples(data, "train")
+@pytest.mark.parametrize(
+    "row, key",
+    [
+        ({"prompt": "", "answer": "b"}, "prompt_key=prompt"),
+        ({"prompt": [{"role": "user", "content": ""}], "answer": "b"}, "prompt_key=prompt"),
+        ({"chat": [{"role": "user", "content": ""}, {"role": "assistant", "content": "b"}]}, "messages_key=chat"),
+    ],
+)
+def test_a_prompt_without_a_text_is_refused_unless_there_is_a_system_prompt(tmp_path, model, row, key):
+    path, tokenizer = jsonl(tmp_path / "a.jsonl", row), load_tokenizer(model)
+    columns = {"messages_key": "chat"} if "chat" in row else {}
+    with pytest.raises(UserError, match=rf"^data.{key}: \S+a.jsonl:1 has an empty prompt$"):
+        load_prompts(files(path, **columns), "train", tokenizer, 99)
+    assert load_prompts(files(path, system_prompt="Write a poem.", **columns), "train", tokenizer, 99).prompts
+    assert read_examples(files(path, **columns), "train"), "an example to train on may have no prompt"
 
 
 def test_files_are_checked_before_anything_starts(tmp_path):

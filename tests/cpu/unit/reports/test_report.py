@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -160,6 +161,10 @@ def test_the_report_of_a_sweep_is_one_of_each_of_its_runs(tmp_path, capsys):
     assert main([str(tmp_path), "--out=one.png"]) == 2
     expected = f"error: --out=one.png: is one picture, and {tmp_path} holds 3 runs; name one of them\n"
     assert capsys.readouterr().err == expected
+    for name in ("lr=1", "lr=2"):
+        shutil.rmtree(tmp_path / name)
+    make_tracker(tmp_path / "lr=4").log(1, {"policy/lr": 1.0})
+    assert main([str(tmp_path)]) == 2, "there is no picture"
 
 
 def test_the_report_of_a_run_that_may_only_be_read_goes_elsewhere(tmp_path):
