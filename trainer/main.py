@@ -25,8 +25,7 @@ from trainer.metrics.own_sink import find_sink
 from trainer.metrics.startup import StartUp
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.process.startup import importing, stage
-from trainer.run.recorded_task import last_start
-from trainer.run.run_metadata import recorded_early
+from trainer.run.run_metadata import STARTS_FILE, recorded_early
 
 _RANK_MODULES = ("trainer.workers.rank", "torch._dynamo")
 """What every rank imports. The first optimizer of a process imports the second one."""
@@ -162,8 +161,8 @@ def too_few_gpus(ranks: int, gpus: int, cuda: str | None) -> str:
 def train(cfg: Config) -> float | None:
     """Do what `trainer.task` names; returns `best_value`."""
     with StartUp(cfg.logger.progress):
-        continues = last_start(cfg.trainer.run_dir) is not None
-        refuse_unread(words_given(), cfg, lines_of_files(), continues)
+        has_started = os.path.exists(os.path.join(cfg.trainer.run_dir, STARTS_FILE))
+        refuse_unread(words_given(), cfg, lines_of_files(), has_started)
         # Takes a moment, which a refused config need not wait.
         from trainer.cluster.early_start import early_for, early_start
 
