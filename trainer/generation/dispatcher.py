@@ -349,7 +349,7 @@ class Dispatcher:
             engines.mark_failed([engine], error)
 
     def _nonsense(self, engine: int) -> WorkerError:
-        """Return the failure of an engine whose logits are NaN: its tokens are none of the policy's."""
+        """Return the failure of an engine that has returned NaN: its tokens do not come from the policy."""
         name = f"{self._engines.group.name} {engine}"
         error = WorkerError(
             f"{name} has returned a token whose log-prob is NaN (its GPU is faulty, or rollout.dtype or "

@@ -216,7 +216,7 @@ class Engines:
             sending.result()
             is_sent.set()
 
-        # Before all is sent, the ranks and the other engines wait for each engine, also for one whose server is gone.
+        # While weights are sent, everybody waits for every engine, so none can be set aside.
         receiving = _Receiving(self.group, lambda: self._silent_servers() if is_sent.is_set() else {})
         for engine in engines:
             receiving.begin(engine, "sync_weights", *arguments)
