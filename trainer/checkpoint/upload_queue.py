@@ -161,13 +161,17 @@ class UploadQueue:
         self._wake.set()
 
     def finish(self, timeout_s: float) -> None:
-        """Wait until the newest checkpoint is uploaded, and end the uploads."""
+        """Wait until the newest checkpoint is uploaded, and end the uploads.
+
+        Args:
+            timeout_s: the longest that it waits. An older checkpoint that is being uploaded may take the rest of it.
+        """
         if self._thread is None:
             return
+        deadline = time.monotonic() + timeout_s
         missing = [step for step in self._ready() if step in self.not_yet_uploaded()]
         if missing:
             LOG.info("waiting up to %g s until global_step_%d is in %s", timeout_s, missing[-1], self._remote.root)
-            deadline = time.monotonic() + timeout_s
             while missing[-1] not in self.uploaded() and time.monotonic() < deadline:
                 time.sleep(0.1)
         self._ending.set()
@@ -185,7 +189,7 @@ class UploadQueue:
                 self._problem or reason,
             )
         else:
-            self._thread.join()
+            self._thread.join(max(0.0, deadline - time.monotonic()))
         self._thread = None
 
     def _run(self) -> None:

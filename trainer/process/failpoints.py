@@ -1,8 +1,8 @@
 """Named points at which a test can stop the process and kill it.
 
 With `TRAINER_FAILPOINT=name,n,path`, the n-th call of `failpoint(name)` creates the file `path` and waits until the
-test deletes it. The test waits for the file, and then kills the processes or lets them continue. Without the variable,
-a call costs one look-up.
+test deletes it. The test waits for the file, and then kills the processes or lets them continue. Several points are
+separated by semicolons. Without the variable, a call costs one look-up.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ _passed: dict[str, itertools.count] = defaultdict(lambda: itertools.count(1))
 
 def failpoint(name: str) -> None:
     """Stop here if the environment requests a stop at `name`."""
-    spec = os.environ.get("TRAINER_FAILPOINT")
-    if not spec:
+    points = os.environ.get("TRAINER_FAILPOINT")
+    if not points:
         return
-    wanted, nth, path = spec.rsplit(",", 2)
-    if name == wanted and next(_passed[name]) == int(nth):
-        with open(path, "w"):
-            pass
-        while os.path.exists(path):
-            time.sleep(0.05)
+    for point in points.split(";"):
+        wanted, nth, path = point.rsplit(",", 2)
+        if name == wanted and next(_passed[name]) == int(nth):
+            with open(path, "w"):
+                pass
+            while os.path.exists(path):
+                time.sleep(0.05)

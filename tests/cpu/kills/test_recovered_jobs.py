@@ -134,10 +134,15 @@ def empty_bucket(kind: str, patch: pytest.MonkeyPatch) -> Iterator[str]:
             yield "gs://bucket"
 
 
-def kill_at(place: str, log: Path, *overrides: str, logged: str = "") -> None:
-    """Run a job, and kill all its processes when it waits at the failpoint `name,n` and has logged a text."""
+def kill_at(place: str, log: Path, *overrides: str, logged: str = "", no_further: str = "") -> None:
+    """Run a job, and kill all its processes when it waits at the failpoint `name,n` and has logged a text.
+
+    Args:
+        no_further: a failpoint at which another thread waits if it is there before.
+    """
     reached = log.parent / "reached"
-    env = {"TRAINER_FAILPOINT": f"{place},{reached}"}
+    points = [f"{place},{reached}"] + ([f"{no_further},{reached}_further"] if no_further else [])
+    env = {"TRAINER_FAILPOINT": ";".join(points)}
 
     def is_there(_: float) -> bool:
         return reached.exists() and logged in log.read_text()
@@ -169,7 +174,7 @@ def test_a_job_with_two_tiers_survives_a_kill_and_the_loss_of_its_disk(overrides
         disk = Path(memory) / "disk"
         above = open_store(f"{bucket}/run")
         tiers = (*overrides, f"trainer.ckpt_path={bucket}/run", f"trainer.ckpt_cache_dir={disk}")
-        kill_at("upload:copied,1", log, *tiers, f"trainer.run_dir={first}")
+        kill_at("upload:copied,1", log, *tiers, f"trainer.run_dir={first}", no_further="logged,5")
         assert above.steps() == []
         on_disk = max(open_store(str(disk)).steps())
         resumed = f"resumed from {disk}/global_step_{on_disk}, "

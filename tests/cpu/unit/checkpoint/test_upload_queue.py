@@ -63,6 +63,23 @@ def test_the_newest_is_uploaded_first_and_all_of_them_in_the_end(local, remote, 
         assert Path(remote.path(step), "weights/shard").read_bytes() == b"abc"
 
 
+def test_an_older_checkpoint_that_hangs_does_not_hold_the_end(local, remote, monkeypatch):
+    queue, commit, held, released = UploadQueue(local, remote), remote.commit, threading.Event(), threading.Event()
+
+    def hold(staging, step, *arguments) -> None:
+        if step == 2:
+            held.set()
+            assert released.wait(60)
+        commit(staging, step, *arguments)
+
+    monkeypatch.setattr(remote, "commit", hold)
+    queue.start(lambda: None)
+    assert held.wait(60)
+    queue.finish(0.2)
+    assert remote.steps() == [3]
+    released.set()
+
+
 def test_the_mark_of_a_rollback_is_uploaded(local, remote):
     """A machine that reads the checkpoint from the remote store must not use what the run had recorded."""
     mark_rollback(read(local.path(3)))
