@@ -21,6 +21,13 @@ class UserError(ValueError):
     """
 
 
+class TrialError(UserError):
+    """Rewards or an environment fail when they are tried before anything expensive starts.
+
+    A service that they ask may be down, so it is a warning for a run that has trained with them.
+    """
+
+
 class WorkerError(RuntimeError):
     """A process of the job died, does not answer, takes too long, or has no memory left.
 

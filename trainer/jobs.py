@@ -16,7 +16,7 @@ from trainer.cluster.watchdog import Watchdog
 from trainer.cluster.worker_groups import Cluster
 from trainer.config import Config
 from trainer.config.trainer import PROCESSES
-from trainer.errors import UserError, as_list, sentences_of
+from trainer.errors import TrialError, UserError, as_list, sentences_of
 from trainer.files.hf_hub import pin
 from trainer.files.shared_memory import clear_abandoned
 from trainer.metrics.prometheus import MetricsServer
@@ -45,11 +45,17 @@ def run_task(task: Task, device: str, early: Early = None) -> None:
     stop = StopRequest(t.deadline)
     with open_run(task) as directory:
         record_start(t.run_dir, cfg)
-        task.check_inputs(True)
         total = cfg.total_steps
         if _is_finished(directory, total, task.exports_last or t.hf_save_interval > 0):
             LOG.info(f"finished step {total} of {total} before; nothing is left to do in {t.run_dir}")
             return
+        try:
+            task.check_inputs(True)
+        except TrialError as error:
+            if directory.continued is None:
+                raise
+            for sentence in sentences_of(error):
+                LOG.warning("%s; the run continues, because it has trained with it", sentence)
         with contextlib.ExitStack() as ends:
             server = None
             if (port := cfg.logger.prometheus_port) is not None:

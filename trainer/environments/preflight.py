@@ -11,7 +11,7 @@ from typing import Any
 from trainer.config import EnvironmentConfig
 from trainer.environments.base import check_options
 from trainer.environments.sessions import EnvironmentPool, Session
-from trainer.errors import UserError, one_line
+from trainer.errors import TrialError, UserError, one_line
 from trainer.sandbox.process import run_code
 
 LOG = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def try_environment(
         meanwhile: called while the process starts.
 
     Raises:
-        UserError: the environment fails.
+        TrialError: the environment fails.
         WorkerError: its process cannot start.
     """
     failures = []
@@ -92,7 +92,7 @@ def try_environment(
         LOG.warning("%s: %s", problem, failures[-1])
     else:
         others = f", and for the {len(failures) - 1} after it" if len(failures) > 1 else ""
-        raise UserError(f"{problem}{others} ({failures[0]}); `reset` returns the first messages for every row")
+        raise TrialError(f"{problem}{others} ({failures[0]}); `reset` returns the first messages for every row")
 
 
 class _Trial(Session):

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from trainer.config import RewardConfig
-from trainer.errors import UserError
+from trainer.errors import TrialError, UserError
 from trainer.rewards.cache import Result
 from trainer.rewards.scores import aggregate
 from trainer.rewards.scoring import RewardPool
@@ -30,7 +30,8 @@ def try_rewards(
         meanwhile: called while the process starts.
 
     Raises:
-        UserError: a reward fails for all of them, or takes the answer of a group for a list.
+        TrialError: a reward fails for all of them.
+        UserError: a reward takes the answer of a group for a list.
     """
     pool = RewardPool(dataclasses.replace(config, num_processes=1))
     n = n if any(function.signature.grouped for function in pool.functions) else 1
@@ -80,7 +81,7 @@ def _check_failures(
         if failures.first.startswith("took longer than ") or config.max_error_rate == 1:
             LOG.warning("%scompletions: %s", tried, failures.first)
         else:
-            raise UserError(
+            raise TrialError(
                 f"{tried}completions ({failures.first}); a reward gives a number for every completion, 0 for a bad one"
             )
 

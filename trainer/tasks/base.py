@@ -94,8 +94,8 @@ class Task:
     """Returns the directory or the Hugging Face id of the policy's initial weights; makes them if they are made here.
     None: those of `model.path`, or the built-in model with random weights."""
     check_inputs: Callable[[bool], None] = _accept
-    """Refuses bad input before anything expensive starts, with a `UserError`. It may try what servers give, which
-    costs time and perhaps money, if its argument is true."""
+    """Refuses bad input before anything expensive starts, with a `UserError`; a `TrialError` says that rewards or an
+    environment fail now. It may try what servers give, which costs time and perhaps money, if its argument is true."""
     data: Callable[[Any, str], SavedData] | None = None
     """(tokenizer, directory of the initial weights) -> the training data, which refuses a position in other data. It is
     called for a resume that is refused for other reasons, too, to list all reasons together. None: it is not compared

@@ -14,7 +14,7 @@ from trainer.config.fields import config_error
 from trainer.data.datasets import PromptSet, as_messages, check_files, load_rows, read_examples
 from trainer.environments.preflight import try_environment
 from trainer.environments.rendering import AUTO, TEMPLATE, find_renderer
-from trainer.errors import UserError, as_list, sentences_of
+from trainer.errors import TrialError, UserError, as_list, sentences_of
 from trainer.generation.engine_pool import EnginePool
 from trainer.import_utils import import_function
 from trainer.metrics.timing import Timer
@@ -155,7 +155,7 @@ def _check_inputs(cfg: Config, asks_servers: bool) -> None:
         refused += sentences_of(error)
     if refused:
         raise UserError(as_list("the run cannot start:", list(dict.fromkeys(refused))))
-    tried = set()
+    tried, failed = set(), []
     for source, own in sources.items():
         used = repr(own.environment if own.environment.name else own.reward)
         has_train = bool(source) or not cfg.data.mix  # in a mix, the run itself has no training data
@@ -168,8 +168,12 @@ def _check_inputs(cfg: Config, asks_servers: bool) -> None:
             elif _has_reward_functions(own) and (asks_servers or REMOTE not in own.reward.names()):
                 with stage("trying the rewards"):
                     _try_rewards(own)
+        except TrialError as error:
+            failed.append(with_keys_of(source, cfg, str(error)))
         except UserError as error:
             raise UserError(with_keys_of(source, cfg, str(error))) from error
+    if failed:
+        raise TrialError(as_list("the run cannot start:", failed))
 
 
 def _has_reward_functions(cfg: Config) -> bool:

@@ -32,10 +32,11 @@ def vowels(completion):
     return {"vowels": sum(c in "aeiou" for c in completion) / 100, "letters": len(completion) / 1000}
 
 def rank(completions, answer):
-    # Fails from the call that the environment names.
+    # Fails before and after the calls that the environment names.
     with open("calls.txt", "a") as file:
         file.write("x")
-    if os.path.getsize("calls.txt") > int(os.environ.get("FAILS_AFTER", 10**9)):
+    first, last = int(os.environ.get("FAILS_BEFORE", 0)), int(os.environ.get("FAILS_AFTER", 10**9))
+    if not first < os.path.getsize("calls.txt") <= last:
         raise ConnectionError("the judge is down")
     return [sorted(completions).index(c) / len(completions) for c in completions]
 """
@@ -90,7 +91,8 @@ def shown_samples(output: str) -> dict[str, list[str]]:
 
 @pytest.mark.slow
 def test_a_run_ends_when_its_rewards_fail_and_continues_when_they_work(directory, monkeypatch):
-    """With a reward of several parts, which never is a success."""
+    """With a reward of several parts, which never is a success. While the run that continues is still starting, they
+    fail; that refuses only a new run."""
     monkeypatch.setenv("FAILS_AFTER", str(6 + 16 + 8 + 8 + 16))  # two trials, two validations, two steps
     ended = run_forked_job(*JOB, "trainer.run_name=ended", cwd=directory)
     assert ended.returncode == 2, ended.stdout + ended.stderr
@@ -104,8 +106,12 @@ def test_a_run_ends_when_its_rewards_fail_and_continues_when_they_work(directory
     assert (run / "checkpoints" / "global_step_2" / "manifest.json").exists()
 
     monkeypatch.delenv("FAILS_AFTER")
+    monkeypatch.setenv("FAILS_BEFORE", str((directory / "calls.txt").stat().st_size + 3))
     continued = run_forked_job(*JOB, "trainer.run_name=ended", cwd=directory)
     assert continued.returncode == 0, continued.stderr
+    assert "WARNING: reward.name=mine:rank: fails for the first 3 rows" in continued.stdout + continued.stderr
+    assert "the run continues, because it has trained with it" in continued.stdout + continued.stderr
+    monkeypatch.delenv("FAILS_BEFORE")
     whole = run_forked_job(*JOB, "trainer.run_name=whole", cwd=directory)
     assert whole.returncode == 0, whole.stderr
     rows = metrics(directory / "outputs" / "whole")
