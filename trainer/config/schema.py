@@ -174,6 +174,9 @@ class Config(Section):
             if not is_name(allowed) and allowed not in [role.key for role in config.roles]:
                 problem = f"there is no key or section {allowed}; {_instead_of(allowed)}"
                 raise config_error(config, "trainer.allow_config_change", problem)
+        if late := [step for step in self.trainer.profile if step > self.total_steps]:
+            problem = f"the run ends with step {self.total_steps}, before step {late[0]}; choose steps of the run"
+            raise config_error(config, "trainer.profile", problem)
 
 
 _FEW = 14

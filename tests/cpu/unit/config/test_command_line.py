@@ -76,6 +76,10 @@ def without_torch(*overrides: str, cwd) -> subprocess.CompletedProcess[str]:
         (["experiment=nothing"], "experiment=nothing: no such choice; choose one of gsm8k.*, smoke$"),
         (["trainer.run_name=../../x"], "trainer.run_name=../../x: must be a plain name"),
         (["trainer.allow_config_change=[nothing]"], "trainer.allow_config_change=.*no key or section nothing"),
+        (
+            ["trainer.total_steps=9", "trainer.profile=[2,10]"],
+            r"trainer.profile=\[2, 10\]: the run ends with step 9, before step 10; choose steps of the run$",
+        ),
         (["trainer.run_dir=/dev/null/run"], "trainer.run_dir=/dev/null/run: cannot be written"),
         (["trainer.run_dir=x", "trainer.best_metric=accuracy"], "trainer.best_metric=accuracy: there is no such"),
         (
