@@ -21,7 +21,7 @@ from tests.support import killed_jobs
 from tests.support.jobs import send
 from tests.support.nodes import Node
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.storage import JOURNAL, open_storage
+from trainer.checkpoint.storage import JOURNAL, RECORDS, TAKEN, open_storage
 from trainer.checkpoint.store import open_store
 
 _END_S = 60
@@ -202,15 +202,15 @@ def _tear_lines(workspace: Workspace, job: int, numbers: random.Random) -> str |
 
 
 def _damage_journal(workspace: Workspace, job: int, numbers: random.Random) -> str | None:
-    """Kill the job and damage or delete some of the records that it would train again on, or all."""
+    """Kill the job, and damage or delete some of its records and of its lists of the groups of a step, or all."""
     directory = workspace.run / JOURNAL
     if not any(directory.glob("*.arrow")):
         return None
     _kill_job(workspace, job, numbers)
-    files = sorted(directory.glob("*.arrow"))
+    files = sorted(file for file in directory.iterdir() if file.suffix in (RECORDS, TAKEN))
     if numbers.random() < 0.2:
         shutil.rmtree(directory)
-        return f"deleted {len(files)} records"
+        return f"deleted {len(files)} files"
     done = []
     for file in numbers.sample(files, numbers.randint(1, len(files))) if files else []:
         if numbers.random() < 0.3:
@@ -220,7 +220,7 @@ def _damage_journal(workspace: Workspace, job: int, numbers: random.Random) -> s
             data, text = _damaged(file.read_bytes(), numbers)
             file.write_bytes(data)
             done.append(f"{text} one")
-    return f"{', '.join(done)} of {len(files)} records"
+    return f"{', '.join(done)} of {len(files)} files"
 
 
 def _lose_machine(workspace: Workspace, job: int, numbers: random.Random) -> str:

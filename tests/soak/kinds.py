@@ -79,6 +79,16 @@ KINDS = {
     for kind in (
         _rollouts("grpo", "trainer.num_workers=2", "rollout.num_engines=2", "algorithm.kl_coef=0.01"),
         _rollouts("ppo", "trainer.num_workers=2", "algorithm=ppo", "trainer.critic.optimizer.lr=1e-3"),
+        _rollouts(
+            "offload",
+            "trainer.num_workers=2",
+            "rollout.num_engines=2",
+            "rollout.colocate=true",
+            "trainer.offload=all",
+            "algorithm=ppo",
+            "trainer.critic.optimizer.lr=1e-3",
+            "algorithm.kl_coef=0.01",
+        ),
         _rollouts("dapo", "algorithm=dapo", "data.curriculum=tests.support.curriculum:hardest_first"),
         _rollouts(
             "ahead",
