@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
-import dataclasses
 import json
 import math
 from collections import Counter, defaultdict
@@ -27,6 +25,7 @@ from trainer.environments.tools import with_tools
 from trainer.episodes import Sample
 from trainer.errors import UserError
 from trainer.generation.engine import Completion
+from trainer.generation.stop_strings import cut_at
 
 
 @dataclass(eq=False)
@@ -271,31 +270,3 @@ def _common(some: Sequence[Message], others: Sequence[Message]) -> int:
     """Return how many messages two lists have in common at their beginnings."""
     equal = [a == b for a, b in zip(some, others, strict=False)]
     return (equal + [False]).index(False)
-
-
-def cut_at(completion: Completion, stops: Sequence[str], tokenizer: Any) -> tuple[Completion, str]:
-    """Return a completion up to the token that completes one of `stops`, and its text before that stop."""
-
-    def text(count: int) -> str:
-        return tokenizer.decode(completion.token_ids[:count], skip_special_tokens=True)
-
-    length = len(completion.token_ids)
-    if not any(stop in text(length) for stop in stops):
-        return completion, text(length)
-    count = bisect.bisect_left(range(length + 1), True, key=lambda count: any(stop in text(count) for stop in stops))
-    shown = text(count)
-    end = min(shown.find(stop) for stop in stops if stop in shown)
-    spans, left = [], count
-    for version, size in completion.version_spans:
-        spans.append((version, min(size, left)))
-        left -= min(size, left)
-    spans = [span for span in spans if span[1] > 0]
-    kept = dataclasses.replace(
-        completion,
-        token_ids=completion.token_ids[:count],
-        logprobs=completion.logprobs[:count],
-        finish_reason="stop",
-        weight_versions=(spans[0][0], spans[-1][0]) if spans else completion.weight_versions,
-        version_spans=tuple(spans) if len(spans) > 1 else (),
-    )
-    return kept, shown[:end]

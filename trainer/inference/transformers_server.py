@@ -24,6 +24,7 @@ from trainer.generation import server_protocol as protocol
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.memory_watch import snapshots, watch_methods
 from trainer.generation.request_scheduler import by_length
+from trainer.generation.stop_strings import cut_at
 from trainer.generation.transformers_engine import TransformersEngine
 from trainer.generation.weight_check import refused_weights, weights_of
 from trainer.generation.weight_sync import SharedMemory
@@ -31,6 +32,14 @@ from trainer.inference.streams import with_signs_of_life
 
 _DEFAULT_TOKENS = 256
 """Longest answer to a person who does not say how long it may be."""
+_MOST_STOPS = 4
+_UNSUPPORTED = (
+    *("audio", "best_of", "echo", "frequency_penalty", "functions", "logit_bias", "logprobs", "min_p", "modalities"),
+    *("presence_penalty", "prompt_logprobs", "repetition_penalty", "response_format", "suffix", "tools"),
+    "top_logprobs",
+)
+"""Fields that would change the answer, and that this server does not support."""
+_NEUTRAL = {"best_of": 1, "repetition_penalty": 1, "response_format": {"type": "text"}}
 
 
 class _AbortedError(Exception):
@@ -134,9 +143,11 @@ class TransformersServer:
         with _refusing():
             body = await request.json()
             prompt = body["prompt"]
+            if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+                (prompt,) = prompt
             ids = self._tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
-            wanted = self._wanted(ids, body)
-        text, reason, usage = await self._answer(wanted)
+            wanted, stops = self._wanted(ids, body), _stops(body)
+        text, reason, usage = await self._answer(wanted, stops)
         choice = {"index": 0, "text": text, "finish_reason": reason}
         return web.json_response(self._envelope("text_completion", choice, usage))
 
@@ -144,8 +155,8 @@ class TransformersServer:
         with _refusing():
             body = await request.json()
             ids = self._tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=False)
-            wanted = self._wanted(ids, body)
-        text, reason, usage = await self._answer(wanted)
+            wanted, stops = self._wanted(ids, body), _stops(body)
+        text, reason, usage = await self._answer(wanted, stops)
         choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": reason}
         return web.json_response(self._envelope("chat.completion", choice, usage))
 
@@ -158,6 +169,8 @@ class TransformersServer:
         body = {name: value for name, value in body.items() if value is not None}  # `null` leaves a field out
         if body.get("stream"):
             raise ValueError("the transformers engine streams nothing; leave out `stream`")
+        if refused := [name for name in _UNSUPPORTED if body.get(name) and body[name] != _NEUTRAL.get(name)]:
+            raise ValueError(f"the transformers engine does not support `{refused[0]}`; leave it out")
         if body.get("n", 1) != 1:
             raise ValueError("the transformers engine gives one answer to a request; leave out `n`")
         vocabulary = self._model.get_input_embeddings().num_embeddings
@@ -165,21 +178,25 @@ class TransformersServer:
         if not is_list or not all(type(token) is int and 0 <= token < vocabulary for token in ids):
             raise ValueError(f"a prompt is one text, or a list of tokens from 0 to {vocabulary - 1}")
         most = self._rollout.max_prompt_tokens + self._rollout.max_response_tokens - len(ids)
-        tokens = min(most, int(body.get("max_completion_tokens") or body.get("max_tokens") or _DEFAULT_TOKENS))
-        if tokens < 1:
+        if most < 1:
             raise ValueError("the prompt is too long for this server")
+        tokens = min(most, int(body.get("max_completion_tokens", body.get("max_tokens", _DEFAULT_TOKENS))))
+        if tokens < 1:
+            raise ValueError("`max_tokens` is at least 1")
         temperature, top_p = float(body.get("temperature", 1.0)), float(body.get("top_p", 1.0))
         if not 0 <= temperature < math.inf or not 0 < top_p <= 1:
             raise ValueError("`temperature` is at least 0, and `top_p` above 0 and at most 1")
+        top_k = int(body.get("top_k", -1)) or -1  # 0: off, as in vLLM
+        if top_k < -1:
+            raise ValueError("`top_k` is at least 1, or -1 for no limit")
         seed = int(body.get("seed", uuid.uuid4().int % 2**31))
         if not -(2**63) <= seed < 2**63:
             raise ValueError("`seed` has at most 64 bits")
         stop = [token for token in (self._tokenizer.eos_token_id,) if token is not None]
-        return Request(ids, seed, Sampling(temperature, top_p, -1, tokens, tuple(stop)))
+        return Request(ids, seed, Sampling(temperature, top_p, top_k, tokens, tuple(stop)))
 
-    async def _answer(self, wanted: Request) -> tuple[str, str, dict[str, int]]:
-        completion = await self._call_again(wanted)
-        text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+    async def _answer(self, wanted: Request, stops: list[str]) -> tuple[str, str, dict[str, int]]:
+        completion, text = cut_at(await self._call_again(wanted), stops, self._tokenizer)
         counts = {"prompt_tokens": len(wanted.prompt_token_ids), "completion_tokens": len(completion.token_ids)}
         return text, completion.finish_reason, {**counts, "total_tokens": sum(counts.values())}
 
@@ -199,6 +216,19 @@ class TransformersServer:
             "choices": [choice],
             "usage": usage,
         }
+
+
+def _stops(body: dict[str, Any]) -> list[str]:
+    """Return the texts that end the answer.
+
+    Raises:
+        ValueError: `stop` is something else.
+    """
+    given = body.get("stop") or []
+    stops = [given] if isinstance(given, str) else given
+    if not isinstance(stops, list) or len(stops) > _MOST_STOPS or not all(isinstance(s, str) and s for s in stops):
+        raise ValueError(f"`stop` is a text, or a list of up to {_MOST_STOPS}")
+    return stops
 
 
 @contextlib.contextmanager

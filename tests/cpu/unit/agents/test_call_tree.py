@@ -8,14 +8,13 @@ import sys
 import tracemalloc
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.agents import runs_of
 from tests.support.chat_templates import LAST_USER
-from trainer.agents.call_tree import CallTree, cut_at
+from trainer.agents.call_tree import CallTree
 from trainer.agents.chat_request import ChatRequest, Rules, parse_request
 from trainer.agents.errors import ApiError
 from trainer.agents.messages import ChatMessage
@@ -209,28 +208,6 @@ def test_a_chat_that_the_template_refuses_is_refused(tokenizer):
             Talk(tokenizer).ask([user("a")], "1<|end|>")
     finally:
         tokenizer.chat_template = before
-
-
-@pytest.mark.parametrize(
-    "text, stops, kept, shown",
-    [
-        ("abcdef", ["d"], "abcd", "abc"),
-        ("abcdef", ["ef", "bc"], "abc", "a"),
-        ("abcdef", ["x"], "abcdef", "abcdef"),
-        ("abcdef", ["a"], "a", ""),
-        ("aéb", ["é"], "aé", "a"),
-    ],
-)
-def test_a_stop_ends_a_reply_at_the_token_that_completes_it(tokenizer, text, stops, kept, shown):
-    tokens = tokenizer.encode(text)
-    completion = Completion(tokens, np.arange(len(tokens)), "length", (3, 5), ((3, 2), (5, len(tokens) - 2)))
-    cut, said = cut_at(completion, stops, tokenizer)
-    count = len(tokenizer.encode(kept))
-    assert (tokenizer.decode(cut.token_ids), said) == (kept, shown)
-    assert cut.logprobs.tolist() == list(range(count))
-    assert cut.finish_reason == ("length" if kept == text else "stop")
-    spans = cut.version_spans or [(cut.weight_versions[0], count)]
-    assert sum(size for _, size in spans) == count and cut.weight_versions == (spans[0][0], spans[-1][0])
 
 
 def test_a_reply_that_a_stop_ended_is_continued_as_it_was_sampled(tokenizer):

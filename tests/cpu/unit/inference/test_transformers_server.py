@@ -27,6 +27,10 @@ def test_people_get_models_texts_and_chats(server):
     first = post(server, "/v1/completions", prompt="abc", max_tokens=5, seed=3)
     again = post(server, "/v1/completions", prompt="abc", max_tokens=5, seed=3)
     assert first["choices"] == again["choices"] and first["usage"]["completion_tokens"] <= 5
+    neutral = {"top_k": 0, "best_of": 1, "repetition_penalty": 1.0, "presence_penalty": 0, "tools": []}
+    assert post(server, "/v1/completions", prompt="abc", max_tokens=5, seed=3, **neutral)["choices"] == first["choices"]
+    greedy = {post(server, "/v1/completions", prompt="abc", seed=s, top_k=1)["choices"][0]["text"] for s in (1, 2, 3)}
+    assert len(greedy) == 1
     nulls = dict.fromkeys(("n", "stream", "temperature", "top_p", "max_completion_tokens", "stop", "logprobs"))
     assert post(server, "/v1/completions", prompt="abc", max_tokens=5, seed=3, **nulls)["choices"] == first["choices"]
     assert "text" in post(server, "/v1/completions", prompt="a", max_tokens=3, seed=None)["choices"][0]
@@ -34,15 +38,35 @@ def test_people_get_models_texts_and_chats(server):
     assert chat["choices"][0]["message"]["role"] == "assistant" and chat["object"] == "chat.completion"
 
 
+def test_an_answer_ends_before_a_stop(server):
+    def ask(**body) -> tuple[str, str, int]:
+        answer = post(server, "/v1/completions", prompt=["abc"], max_tokens=24, seed=3, **body)
+        (choice,) = answer["choices"]
+        return choice["text"], choice["finish_reason"], answer["usage"]["completion_tokens"]
+
+    whole, reason, tokens = ask()
+    stop = whole[-3:]
+    assert len(whole) > 6 and reason == "length"
+    text, reason, fewer = ask(stop=stop)
+    assert (text, reason) == (whole[: whole.index(stop)], "stop") and fewer <= tokens
+    assert ask(stop=[stop, whole[:2]])[:2] == ("", "stop")
+    assert ask(stop=["no such text"]) == (whole, "length", tokens)
+
+
 REFUSED = [
     ({"stream": True}, "streams nothing"),
     ({"n": 2}, "leave out `n`"),
+    ({"logprobs": 1}, "does not support `logprobs`; leave it out"),
+    ({"best_of": 4}, "does not support `best_of`"),
+    *(({"stop": stop}, "`stop` is a text, or a list of up to 4") for stop in (3, [""], ["a"] * 5)),
+    *(({"max_tokens": tokens}, "`max_tokens` is at least 1") for tokens in (0, -3)),
     ({"prompt": [1] * 400}, "the prompt is too long"),
     *(
         ({"prompt": prompt}, "a prompt is one text, or a list of tokens")
         for prompt in ([], [10**6], [-1], ["a", "b"], 3)
     ),
     *(({name: value}, "`temperature` is at least 0") for name, value in (("temperature", -1), ("top_p", 0))),
+    ({"top_k": -2}, "`top_k` is at least 1"),
     ({"seed": 2**70}, "`seed` has"),
     ({"messages": [{"role": "user"}]}, "has no attribute 'content'"),
     ({"messages": "x"}, "Error"),
