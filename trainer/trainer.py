@@ -32,7 +32,7 @@ from trainer.metrics.health import MetricChecks
 from trainer.metrics.progress import Progress
 from trainer.metrics.prometheus import MetricsServer
 from trainer.metrics.timing import Timer
-from trainer.metrics.tracker import Tracker, read_metrics
+from trainer.metrics.tracker import Tracker
 from trainer.models.export import PolicyExporter
 from trainer.objectives.base import Experience
 from trainer.parallel.rng import capture_rng, restore_rng, rng_as_text, rng_from_text, seed_rng
@@ -270,7 +270,7 @@ class Trainer:
             self.recovery.wait()
             self.directory.rediscover()
             self.recovery.lost_s = self.directory.lost_seconds()
-            self.recovery.watch(read_metrics(self.directory.metrics_file))
+            self.recovery.watch(self.directory.metrics())
             self._reset_state()
             self.timer.pop()
             for reset in resets:
@@ -301,6 +301,7 @@ class Trainer:
         self.transcripts.rewind(self.state.step)
         self._begin_checks()
         self.source.publish(version=self.state.step + 1)
+        self._evaluate_start()
         return False
 
     # ---------------------------------------------------------------------------------------------------
@@ -454,7 +455,7 @@ class Trainer:
                 self.tracker.complete(self._evaluate(step), self.transcripts.pop(step))
                 self.directory.add_validation(self.transcripts.flush)
                 self._begin_checks()
-            self.state.best = best_so_far(read_metrics(self.directory.metrics_file), *self.cfg.compared_by)
+            self.state.best = best_so_far(self.directory.metrics(), *self.cfg.compared_by)
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         self.state.best = better(self.state.best, *self.cfg.compared_by, step, metrics)
@@ -484,17 +485,16 @@ class Trainer:
         return tracker
 
     def _open_progress(self) -> Progress:
-        cfg, state, history = self.cfg, self.state, read_metrics(self.directory.metrics_file)
+        cfg, state, history = self.cfg, self.state, self.directory.metrics()
         return Progress(cfg.total_steps, cfg.logger.progress, state.step, history, self.timer, cfg.task.shown)
 
     def _begin_checks(self) -> None:
         """Let the checks of the metrics begin with the steps that are logged."""
-        history = read_metrics(self.directory.metrics_file)
-        self.checks = MetricChecks(self.cfg, self.learner.compares_completions, history)
+        self.checks = MetricChecks(self.cfg, self.learner.compares_completions, self.directory.metrics())
 
     def _announce(self) -> None:
         t, resume, size = self.cfg.trainer, self.directory.resume, self.learner.ranks.size()
         LOG.info("run %s in %s: %s, %s, %s", t.run_name, t.run_dir, self.model_path, size, self.source)
         if resume is not None:
-            origin = "forked from" if resume.restore.fork else "resumed from"
-            LOG.info("%s %s, step %d of %d", origin, resume.checkpoint.path, self.state.step, self.cfg.total_steps)
+            origin = f"{'forked' if resume.restore.fork else 'resumed'} from {resume.checkpoint.path}"
+            LOG.info("%s, step %d of %d", origin, self.state.step, self.cfg.total_steps)

@@ -79,6 +79,10 @@ class RunDirectory:
         """The checkpoint of this run from which it continues. None: it starts from the beginning, or is a new fork."""
         return None if self.resume is None or self.resume.restore.fork else self.resume.checkpoint
 
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the lines of `metrics.jsonl` (see `trainer.metrics.tracker.read_metrics`)."""
+        return read_metrics(self.metrics_file)
+
     def _record_commit(self, step: int) -> None:
         record.write(self.cfg.trainer.run_dir, step, self.cfg.trainer.ckpt_path)
         self._timeline.flush()
@@ -157,7 +161,7 @@ class RunDirectory:
 
     def _record_death(self, text: str) -> None:
         """Record that the driver of the last start died."""
-        rows = read_metrics(self.metrics_file)
+        rows = self.metrics()
         step = rows[-1]["step"] + 1 if rows else 0
         node, cost_s = socket.gethostname(), round(self.lost_seconds(), 3)
         cause, action = "killed process", "started again with the same command"
@@ -205,7 +209,7 @@ class RunDirectory:
     def lost_seconds(self) -> float:
         """Return the seconds of the logged steps that `resume` trains again."""
         first = 0 if self.continued is None else self.continued.step + 1
-        rows = read_metrics(self.metrics_file)
+        rows = self.metrics()
         return sum(row.get("time/step") or 0.0 for row in rows if row["step"] >= first)
 
     def lacks_validation(self) -> bool:
@@ -219,7 +223,7 @@ class RunDirectory:
         Args:
             flush: writes the files of the validation that wait.
         """
-        late, rows = self._late, read_metrics(self.metrics_file)
+        late, rows = self._late, self.metrics()
         assert late is not None and late.step == rows[-1]["step"]
         if not any(name.startswith("val/") for name in rows[-1]):
             LOG.warning("%s gets no validation: there is no data for it any more", late.path)
@@ -301,7 +305,7 @@ class RunDirectory:
     def _warn_of_missing_lines(self, resumed: int) -> None:
         """Warn if lines are missing that a newer checkpoint, which cannot be used, proves."""
         newest = max(self.checkpoints.store.steps(), default=resumed)
-        logged = {row["step"] for row in read_metrics(self.metrics_file)}
+        logged = {row["step"] for row in self.metrics()}
         missing = [step for step in range(resumed + 1, newest + 1) if step not in logged]
         if missing:
             LOG.warning(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from tests.support.buckets import make_bucket, use_s3
 from tests.support.fault_proxy import ERROR, PASS, Faults, fault_proxy
-from tests.support.jobs import metrics
+from tests.support.jobs import comparable, metrics
 from tests.support.toy import toy_config, toy_trainer
 from trainer.checkpoint import late_validation
 from trainer.checkpoint.choice import choose_checkpoint
@@ -130,6 +131,27 @@ def test_the_checkpoint_has_its_score_and_carries_the_metrics_also_after_a_kill(
         shutil.rmtree(tmp_path / lost, ignore_errors=True)
     assert train(cfg, model), "nothing is left to do on a machine with an empty disk"
     assert metrics(tmp_path / "run") == logged and (tmp_path / "run/validation/step_5.jsonl").exists()
+
+
+def test_a_run_that_goes_back_to_the_checkpoint_knows_its_score(tmp_path, model):
+    cfg = config(tmp_path, max_ckpts_to_keep=10)
+    with pytest.raises(Stopped):
+        train(cfg, model, best=2, waits_in=2)
+    assert not train(cfg, model, best=2)
+    logged = metrics(tmp_path / "run")
+    for step in (4, 5):
+        shutil.rmtree(tmp_path / f"run/checkpoints/global_step_{step}")
+    lines = [{**row, "policy/loss": row["policy/loss"] + (row["step"] == 4)} for row in logged]
+    (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    cfg.trainer.on_resume_mismatch = "fallback"
+    with RunDirectory(cfg).open() as directory:
+        trainer = toy_trainer(cfg, directory, model)
+        trainer.evaluator = Evaluator(trainer, 2, None)
+        with directory.settling():
+            trainer.fit()
+        assert directory.continued.step == 2, "it resumes from step 3, and goes back"
+    assert trainer.state.best == {"step": 2, "val/accuracy": 0.9}
+    assert comparable(metrics(tmp_path / "run")) == comparable(logged)
 
 
 def test_the_next_start_reaches_a_store_that_did_not_answer(tmp_path, model, s3_url, monkeypatch):
