@@ -9,7 +9,7 @@ import torch
 from benchmarks.memory import peak_bytes
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
-from tests.support.training import config, make_batch, update
+from tests.support.training import config, left_after_scores, make_batch, update
 from trainer.cluster.resources import rank_environment
 from trainer.config import Config, FSDPConfig
 from trainer.models.chunked_logprobs import _ADDS_IN_PLACE, Head, _add_product, _ChunkedScores
@@ -67,6 +67,13 @@ def test_the_reference_is_held_in_the_precision_of_its_forward_pass(device, wide
     assert dtypes == {torch.bfloat16}
     if device == "cuda":
         assert grown < 3 * parameters  # 4 bytes a parameter in float32
+
+
+@pytest.mark.parametrize("offload", ["none", "optimizer"])
+def test_scores_leave_no_memory_taken_beside_engines(device, wide_path, offload):
+    cfg = in_bfloat16(config(offload=offload))
+    ((gathered, grown),) = run_ranks(1, left_after_scores, wide_path, cfg=cfg, device=device)
+    assert gathered == [] and grown < 2**20, (gathered, grown)
 
 
 def step_optimizer(rank: Rank, path: str) -> tuple[int, int]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from tests.support.roles import roles
 from trainer.checkpoint.sharded import ShardedFiles
@@ -172,3 +173,23 @@ def train_with_offloading(rank: Rank, path: str, directory: str) -> dict:
     rank.release_memory()
     metrics += [update(rank, role, batch, 2) for role in ("critic", "policy")]
     return {"metrics": metrics, "logprobs": float(np.abs(logprobs).sum()), "held": held}
+
+
+def left_after_scores(rank: Rank, path: str) -> tuple[list[str], int]:
+    """What scores leave on the device when engines get the memory: gathered parameters, and bytes on a GPU."""
+    for role in (rank.cfg.trainer.policy, rank.cfg.trainer.reference):
+        role.fsdp.reshard_after_forward = False
+    rank.build(roles(rank.cfg, ["policy", "reference"]), path)
+    rank.score("reference", "logprobs", make_batch())
+    rank.release_memory()  # kernels have their workspaces now
+    before = torch.cuda.memory_allocated() if rank.device == "cuda" else 0
+    for role in ("policy", "reference"):
+        rank.score(role, "logprobs", make_batch())
+    rank.release_memory()
+    grown = torch.cuda.memory_allocated() - before if rank.device == "cuda" else 0
+    parameters = [
+        (f"{role} {name}", parameter)
+        for role, worker in rank.roles.items()
+        for name, parameter in worker.module.named_parameters()
+    ]
+    return [name for name, parameter in parameters if not isinstance(parameter, DTensor)], grown

@@ -27,7 +27,7 @@ from trainer.parallel.measure_flops import measure_peak, measure_speed
 from trainer.parallel.mesh import SideGroup, init_process_group, listen
 from trainer.parallel.profiling import TorchProfiler, memory_snapshots, record_allocations, snapshot_path
 from trainer.parallel.rng import seed_rng
-from trainer.parallel.shard import param_dtype
+from trainer.parallel.shard import param_dtype, reshard
 from trainer.parallel.shares import Share, divide
 from trainer.seeding import derive_seed
 from trainer.workers.async_saver import AsyncSaver, StateFiles
@@ -223,6 +223,8 @@ class Rank:
             WorkerError: there is not, but there has been.
         """
         with self._memory_snapshots("offload"):
+            for worker in self.roles.values():
+                reshard(worker.module)
             self._offload(self.roles)
             torch.cuda.empty_cache()
             if needed and self.rank in colocated:

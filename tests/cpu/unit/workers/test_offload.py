@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
-from tests.support.training import config, load_then_step, make_batch, train_with_offloading, update
+from tests.support.training import (
+    config,
+    left_after_scores,
+    load_then_step,
+    make_batch,
+    train_with_offloading,
+    update,
+)
 from trainer.workers.host_memory import HostMemory
 from trainer.workers.offload import OffloadBuffer
 from trainer.workers.rank import Rank
@@ -119,3 +127,9 @@ def test_a_rank_has_only_what_a_phase_needs(model_path):
         }
         for phase in needed
     }
+
+
+@pytest.mark.parametrize("offload", ["none", "optimizer", "all"])
+def test_scores_leave_no_gathered_weights_beside_engines(model_path, offload):
+    ((gathered, _),) = run_ranks(1, left_after_scores, model_path, cfg=config(offload=offload))
+    assert gathered == []
