@@ -62,9 +62,10 @@ class OffloadBuffer:
             optimizer: also those of the optimizer.
         """
         for number in self._chosen(optimizer):
-            storage, host = self._offloaded.pop(number), self._copied(number)
-            storage.resize_(host.numel())
+            storage, host = self._offloaded[number], self._copied(number)
+            storage.resize_(host.numel())  # if the memory has run out, the tensor stays offloaded
             bytes_of(storage).copy_(host, non_blocking=True)
+            del self._offloaded[number]
         if self._copy is not None and not self._offloaded:
             self.memory.release(self._copy)
             self._copy, self._optimizer = None, set()
