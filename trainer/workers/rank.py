@@ -122,7 +122,7 @@ class Rank:
         """Call `method` of the worker of `role`."""
         with self._memory_snapshots(role):
             needed = {self._holder(role)} | ({"policy"} if method == "sync_from_policy" else set())
-            if method == "update":  # it takes the most memory
+            if method in _WITH_OPTIMIZER:  # they take the most memory
                 self._offload(set(self.roles) - needed)
             self._onload(needed, optimizer=method in _WITH_OPTIMIZER)
             return getattr(self.roles[role], method)(*args, **kwargs)

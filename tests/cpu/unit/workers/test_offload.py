@@ -17,6 +17,7 @@ from tests.support.training import (
     train_with_offloading,
     update,
 )
+from trainer.checkpoint.sharded import ShardedFiles
 from trainer.workers.host_memory import HostMemory
 from trainer.workers.offload import OffloadBuffer
 from trainer.workers.rank import Rank
@@ -156,3 +157,24 @@ def test_a_rank_has_only_what_a_phase_needs(model_path):
 def test_scores_leave_no_gathered_weights_beside_engines(model_path, offload):
     ((gathered, _),) = run_ranks(1, left_after_scores, model_path, cfg=config(offload=offload))
     assert gathered == []
+
+
+def held_at_loads(rank: Rank, path: str, directory: str) -> list[dict[str, tuple[int, int]]]:
+    """What each role has on the device after the load of the critic, and of the policy."""
+    rank.build(roles(rank.cfg, ["policy", "critic", "reference"]), path)
+    for role in ("critic", "policy"):
+        update(rank, role, make_batch(), 1)
+    files = ShardedFiles(directory)
+    rank.begin_save(["policy", "critic"], files)
+    rank.finish_save()
+    held = []
+    for role in ("critic", "policy"):
+        rank.call(role, "load", files)
+        held.append(bytes_of_roles(rank))
+    return held
+
+
+def test_a_resume_loads_one_role_at_a_time(model_path, tmp_path):
+    (held,) = run_ranks(1, held_at_loads, model_path, str(tmp_path), cfg=config(offload="all"))
+    for role, sizes in zip(("critic", "policy"), held, strict=True):
+        assert [name for name, size in sizes.items() if size != (0, 0)] == [role]
