@@ -6,8 +6,8 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -94,10 +94,24 @@ class AsyncSaver:
     def wait_until_staged(self) -> None:
         """Wait until the tensors given to `begin` are copied."""
         if not self._staged.is_set():
-            started = time.monotonic()
-            with TRACER.span("wait for the copy of the save"):
+            with self._blocks("wait for the copy of the save"):
                 self._staged.wait()
-            self._blocked += time.monotonic() - started
+
+    def wait_until_written(self) -> bool:
+        """Wait until no save uses host memory; returns whether one did."""
+        thread = self._thread
+        if thread is None or not thread.is_alive():
+            return False
+        with self._blocks("wait for the save"):
+            thread.join()
+        return True
+
+    @contextmanager
+    def _blocks(self, name: str) -> Iterator[None]:
+        started = time.monotonic()
+        with TRACER.span(name):
+            yield
+        self._blocked += time.monotonic() - started
 
     def finish(self) -> list[dict]:
         """Wait for the save; returns the files that this rank wrote (`FileEntry` as dicts).
@@ -113,7 +127,7 @@ class AsyncSaver:
         return self._entries
 
     def pop_stall_seconds(self) -> float:
-        """Return the seconds that this rank has waited for staging since the last call."""
+        """Return the seconds that this rank has waited for saves since the last call."""
         blocked, self._blocked = self._blocked, 0.0
         return blocked
 

@@ -266,13 +266,17 @@ class Rank:
                 continue
             weights = worker.weight_tensors() if self.cfg.trainer.offload == "all" else []
             states = worker.optimizer_tensors() if isinstance(worker, TrainedWorker) else []
-            try:
-                self._offload_buffer(role).offload(weights, states)
-            except OSError as error:
-                raise UserError(
-                    f"trainer.offload={self.cfg.trainer.offload}: {error}; use a machine with more host memory, or "
-                    "offload less"
-                ) from error
+            while True:
+                try:
+                    self._offload_buffer(role).offload(weights, states)
+                    break
+                except OSError as error:
+                    if self.saver.wait_until_written():  # the memory of its copies is free now
+                        continue
+                    raise UserError(
+                        f"trainer.offload={self.cfg.trainer.offload}: {error}; use a machine with more host memory, or "
+                        "offload less"
+                    ) from error
 
     def _offload_buffer(self, role: str) -> OffloadBuffer:
         if role not in self._offload_buffers:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+import time
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ from tests.support.training import (
     update,
 )
 from trainer.checkpoint.sharded import ShardedFiles
+from trainer.errors import UserError
+from trainer.workers import host_memory
 from trainer.workers.host_memory import HostMemory
 from trainer.workers.offload import OffloadBuffer
 from trainer.workers.rank import Rank
@@ -178,3 +182,34 @@ def test_a_resume_loads_one_role_at_a_time(model_path, tmp_path):
     (held,) = run_ranks(1, held_at_loads, model_path, str(tmp_path), cfg=config(offload="all"))
     for role, sizes in zip(("critic", "policy"), held, strict=True):
         assert [name for name, size in sizes.items() if size != (0, 0)] == [role]
+
+
+class SlowFiles(ShardedFiles):
+    """Files whose writing takes a while."""
+
+    def write(self, *args: Any) -> list[dict]:
+        time.sleep(1.0)
+        return super().write(*args)
+
+
+def offload_during_a_save(rank: Rank, path: str, directory: str) -> float:
+    """Leave the device while a save is written, on a machine with memory for one copy; return the seconds waited."""
+    rank.build(roles(rank.cfg, ["policy"]), path)
+    update(rank, "policy", make_batch(), 1)
+    rank.begin_save(["policy"], SlowFiles(directory))
+    update(rank, "policy", make_batch(), 2)
+    host_memory.available_bytes = lambda: 0
+    rank.release_memory()
+    waited = rank.pop_stall_seconds()
+    rank.finish_save()
+    rank.score("policy", "logprobs", make_batch())
+    update(rank, "policy", make_batch(), 3)
+    rank.saver.memory("policy").hold(rank.saver.memory("policy").copy({}))  # somebody else needs the only buffer
+    with pytest.raises(UserError, match="use a machine with more host memory"):
+        rank.release_memory()
+    return waited
+
+
+def test_a_rank_waits_for_a_save_if_the_machine_has_memory_for_one_copy(model_path, tmp_path):
+    (waited,) = run_ranks(1, offload_during_a_save, model_path, str(tmp_path), cfg=config(offload="all"))
+    assert waited > 0
