@@ -63,6 +63,7 @@ class Rank:
         self.layout: Layout | None = None
         self.saver: AsyncSaver | None = None
         self._offload_buffers: dict[str, OffloadBuffer] = {}
+        self._has_updated = False  # NCCL, kernels and their workspaces have taken their memory
         self._engine_has_fit = False  # beside this rank at its full size
         self._profiler = TorchProfiler(device)
 
@@ -125,6 +126,7 @@ class Rank:
             if method in _WITH_OPTIMIZER:  # they take the most memory
                 self._offload(set(self.roles) - needed)
             self._onload(needed, optimizer=method in _WITH_OPTIMIZER)
+            self._has_updated |= method == "update"
             return getattr(self.roles[role], method)(*args, **kwargs)
 
     def score(self, role: str, output: str, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
@@ -228,7 +230,7 @@ class Rank:
             self._offload(self.roles)
             torch.cuda.empty_cache()
             if needed and self.rank in colocated:
-                self._check_engine(needed)
+                self._check_engine(needed, DeviceMemory(*torch.cuda.mem_get_info()))
 
     def offloaded_bytes(self, roles: Collection[str], optimizer: bool = True) -> int:
         """Return the bytes of these roles that this rank has moved from its GPU to host memory. Not a collective.
@@ -239,12 +241,12 @@ class Rank:
         buffers = (self._offload_buffers[role] for role in roles if role in self._offload_buffers)
         return sum(buffer.offloaded_bytes(optimizer) for buffer in buffers)
 
-    def _check_engine(self, needed: int) -> None:
+    def _check_engine(self, needed: int, device: DeviceMemory) -> None:
         trained = [worker for worker in self.roles.values() if isinstance(worker, TrainedWorker)]
         growth = sum(worker.optimizer_growth() for worker in trained) if self.cfg.trainer.offload == "none" else 0
-        problem = engine_problem(needed, growth, DeviceMemory(*torch.cuda.mem_get_info()), self.cfg)
+        problem = engine_problem(needed, growth, device, self.cfg)
         if problem is None:
-            self._engine_has_fit |= growth == 0
+            self._engine_has_fit |= growth == 0 and self._has_updated
         elif self._engine_has_fit:  # then another program has taken the room
             raise WorkerError(problem, RESTART_HINT, "gpu_memory_in_use")
         else:

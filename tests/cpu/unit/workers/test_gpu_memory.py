@@ -8,6 +8,7 @@ from tests.support.ranks import run_ranks
 from tests.support.roles import roles
 from tests.support.training import config, make_batch, update
 from trainer.config import Config, FSDPConfig, TinyConfig
+from trainer.errors import UserError, WorkerError
 from trainer.models.tiny import build_tiny
 from trainer.workers.gpu_memory import DeviceMemory, engine_problem, rank_problem
 from trainer.workers.rank import Rank
@@ -72,3 +73,24 @@ def test_the_growth_of_the_optimizer_is_known_before_its_first_step(tmp_path):
     for expected, real, left, offloaded_before, offloaded in run_ranks(2, growth_and_size, str(tmp_path), cfg=cfg):
         assert expected == real > 0 and left == offloaded_before == 0
         assert offloaded == real
+
+
+def refusals(rank: Rank, path: str) -> list[type[Exception]]:
+    """The errors of an engine that does not fit any more: after it has fit before the first step, and after that."""
+    rank.build(roles(rank.cfg, ["policy"]), path)
+    rank.release_memory()
+    errors = []
+    for fits in (True, False, True):
+        if fits:
+            rank._check_engine(GB, DeviceMemory(free=2 * GB, total=80 * GB))
+        with pytest.raises((UserError, WorkerError)) as error:
+            rank._check_engine(2 * GB, DeviceMemory(free=GB, total=80 * GB))
+        errors.append(error.type)
+        update(rank, "policy", make_batch(), 1)
+    return errors
+
+
+def test_an_engine_that_fits_only_before_the_first_step_is_a_mistake_of_the_config(model_path):
+    """The first step takes memory that nothing knows before: NCCL, kernels and their workspaces."""
+    (errors,) = run_ranks(1, refusals, model_path, cfg=config(offload="all"))
+    assert errors == [UserError, UserError, WorkerError]
