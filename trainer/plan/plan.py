@@ -166,10 +166,11 @@ def _members(
 def _beside_engine(phase: Phase, engine: PlannedEngine | None) -> Phase:
     """Return a phase of a rank that shares its GPU with an engine.
 
-    The engine sleeps in all phases but the rollouts. It wakes its weights for new ones.
+    The engine sleeps in all phases but the rollouts. It wakes its weights for new ones, and a save may follow.
     """
     assert engine is not None
-    awake = {"rollout": engine.waking + engine.workspace, "weights to engines": engine.weights + engine.graphs}
+    awake = {"rollout": engine.waking + engine.workspace}
+    awake |= dict.fromkeys(("save", "weights to engines"), engine.weights + engine.graphs)
     return Phase(phase.name, {**phase.sizes, "engine": awake.get(phase.name, engine.graphs)})
 
 

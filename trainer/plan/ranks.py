@@ -224,7 +224,7 @@ def rank_phases(cfg: Config, roles: Sequence[PlannedRole], workload: Workload, d
         name = role.spec.name
         phases.append(_largest(f"update of the {name}", held({name}, {name}), moments))
     saved = {role.spec.name for role in roles if role.spec.saved}
-    if mode != "none" and len(saved) > 1:
+    if mode != "none" and saved:
         phases.append(Phase("save", held(saved, saved)))
     if cfg.task.generates and any(role.spec.name == "policy" for role in roles):
         phases.append(Phase("weights to engines", {**held({"policy"}, ()), "buffers": sync_buffers(cfg, roles)}))

@@ -54,7 +54,7 @@ def rank_problem(needed: int, free: int, cfg: Config) -> str | None:
         return None
     return (
         f"trainer.offload={cfg.trainer.offload}: a rank needs {_gb(needed)} of its GPU for what it has moved to host "
-        f"memory, but only {_gb(free)} are free, although the engines sleep; end other programs on this GPU"
+        f"memory, but only {_gb(free)} are free; end other programs on this GPU, or use more GPUs"
     )
 
 

@@ -18,6 +18,15 @@ def test_a_small_model_fits_a_node(cfg, node):
     assert engine["weights to engines"] == plan.engine.weights + plan.engine.graphs < engine["rollout"]
 
 
+def test_a_save_needs_the_states_beside_the_weights_that_an_engine_has_just_got(cfg, node):
+    cfg.trainer.offload = "all"
+    plan = make_plan(cfg, node, traced=False)
+    (member,) = plan.members
+    (save,) = (phase for phase in member.phases if phase.name == "save")
+    assert save.sizes["weights"] + save.sizes["optimizer"] == sum(plan.roles[0].state) > 0
+    assert save.sizes["engine"] == plan.engine.weights + plan.engine.graphs
+
+
 def test_a_large_model_does_not_fit_one_gpu(cfg, node):
     cfg.model.path = "Qwen/Qwen3-8B"
     cfg.trainer.num_workers = cfg.rollout.num_engines = 1

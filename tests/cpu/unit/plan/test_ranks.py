@@ -244,9 +244,9 @@ def test_offload_leaves_room_while_engines_generate():
     planned, workload = plan_of(cfg)
     totals = []
     for cfg.trainer.offload in ("none", "optimizer", "all"):
-        rollout, *_, update, _ = rank_phases(cfg, planned, workload, DEVICES["h100"])
-        totals.append(rollout.total)
-        assert update.sizes["optimizer"] == planned[0].state[1]
+        phases = {phase.name: phase for phase in rank_phases(cfg, planned, workload, DEVICES["h100"])}
+        totals.append(phases["rollout"].total)
+        assert phases["update of the policy"].sizes["optimizer"] == planned[0].state[1]
     assert totals == [sum(planned[0].state), planned[0].state[0], 0]
 
 

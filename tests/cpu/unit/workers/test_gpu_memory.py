@@ -49,7 +49,7 @@ def test_a_rank_needs_room_for_what_was_offloaded():
     assert rank_problem(12 * GB, 12 * GB, settings("all")) is None
     assert rank_problem(12 * GB, 11 * GB, settings("all")) == (
         "trainer.offload=all: a rank needs 12.0 GB of its GPU for what it has moved to host memory, but only 11.0 GB "
-        "are free, although the engines sleep; end other programs on this GPU"
+        "are free; end other programs on this GPU, or use more GPUs"
     )
 
 
