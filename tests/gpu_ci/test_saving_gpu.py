@@ -74,6 +74,50 @@ def test_a_save_has_the_state_of_its_moment_while_kernels_run(device, wide_path,
     run_ranks(1, save_twice_under_load, wide_path, str(tmp_path), cfg=cfg, device=device)
 
 
+def states(worker: PolicyWorker) -> list[Tensor]:
+    """A copy of this rank's shards and of its optimizer's states, on their device."""
+    moments = [state.to_local().clone() for state in worker.optimizer_tensors()]
+    return [*weights(worker).values(), *moments]
+
+
+def leave_and_save_under_load(rank: Rank, path: str, directory: str) -> None:
+    """Leave the GPU, come back for a save and leave again, each while kernels are queued."""
+    rank.build(roles(rank.cfg, ["policy"]), path)
+    worker = rank.roles["policy"]
+    assert isinstance(worker, PolicyWorker)
+    batch = make_batch()
+    update(rank, "policy", batch, 1)
+    for number in (1, 2):  # all copies use one pinned buffer
+        keep_busy(rank.device)
+        for parameter in worker.module.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        worker.before_weights_change()
+        worker.optimizer.step()  # queued behind the busy kernel, and not waited for
+        worker.optimizer.zero_grad()
+        expected = states(worker)
+        rank.release_memory()
+        files = ShardedFiles(f"{directory}/{number}")
+        keep_busy(rank.device)
+        rank.begin_save(["policy"], files)  # the states are still on their way back
+        keep_busy(rank.device)
+        rank.release_memory()
+        if rank.device == "cuda":
+            torch.full((2**26,), float("nan"), device="cuda")  # others use the memory
+        rank.score("policy", "logprobs", batch)
+        rank.prepare_saves(["policy"])  # brings the optimizer's states back, on a GPU
+        rank.finish_save()
+        if rank.device == "cuda":
+            assert all(map(torch.equal, states(worker), expected))
+        update(rank, "policy", batch, 2)
+        rank.call("policy", "load", files)
+        assert all(map(torch.equal, states(worker), expected))
+
+
+def test_states_that_leave_the_gpu_while_kernels_run_are_complete(device, wide_path, tmp_path):
+    cfg = in_float32(config(offload="all"))
+    run_ranks(1, leave_and_save_under_load, wide_path, str(tmp_path), cfg=cfg, device=device)
+
+
 def draw_after_load(rank: Rank, path: str, directory: str) -> None:
     rank.build(roles(rank.cfg, ["policy"]), path)
     files = ShardedFiles(directory)
