@@ -18,7 +18,7 @@ from torch.utils.mkldnn import to_mkldnn
 
 from trainer.errors import UserError
 from trainer.metrics.throughput import peak_flops
-from trainer.plan.machine_limits import usable_cores, usable_memory
+from trainer.process.machine_limits import usable_cores, usable_memory
 
 GB, GIB = 10**9, 2**30
 CPU = "cpu"

@@ -16,6 +16,7 @@ from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
 from trainer.errors import format_size
+from trainer.process.machine_limits import available_bytes
 
 LOG = logging.getLogger(__name__)
 
@@ -224,16 +225,6 @@ class HostMemory:
 def bytes_of(storage: UntypedStorage) -> Tensor:
     """Return the memory of a tensor as a tensor of bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def available_bytes() -> int | None:
-    """Return the host memory that programs can take without swapping; None: the kernel does not say."""
-    try:
-        with open("/proc/meminfo") as file:
-            sizes = dict(line.split(":", 1) for line in file)
-        return int(sizes["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return None
 
 
 def _aligned(size: int) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.plan.machine_limits import usable_cores, usable_memory
+from trainer.process.machine_limits import available_bytes, usable_cores, usable_memory
 
 CORES = len(os.sched_getaffinity(0))
 MEMORY = usable_memory("/nowhere")
@@ -72,3 +72,41 @@ def test_affinity_counts():
         assert usable_cores() == 1
     finally:
         os.sched_setaffinity(0, before)
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/", {"memory.max": "max", "memory.current": "5000"}, 9000 * 1024),
+        (
+            "0::/job/step",
+            {
+                "job/memory.max": "1000000",
+                "job/memory.current": "700000",
+                "job/memory.stat": "anon 5\nfile 50000\ninactive_file 40000",
+                "job/step/memory.max": "2000000",
+                "job/step/memory.current": "600000",
+            },
+            340_000,
+        ),
+        (
+            "4:memory:/docker/a\n0::/",
+            {
+                "memory/memory.limit_in_bytes": "1000000",
+                "memory/memory.usage_in_bytes": "700000",
+                "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 50000",
+            },
+            350_000,
+        ),
+        ("0::/", {"memory.max": "1000", "memory.current": "2000"}, 0),
+    ],
+)
+def test_a_container_leaves_less_memory_than_its_machine_has(tmp_path, groups, files, expected):
+    root = machine(tmp_path, groups, {f"sys/fs/cgroup/{name}": text for name, text in files.items()})
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 10000 kB\nMemAvailable: 9000 kB\n")
+    assert available_bytes(root) == expected
+
+
+def test_a_kernel_that_says_nothing_of_its_memory_limits_nothing(tmp_path):
+    assert available_bytes(str(tmp_path)) is None
+    assert available_bytes() > 0

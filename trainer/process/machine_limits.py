@@ -36,6 +36,24 @@ def usable_memory(root: str = "/") -> int:
     return min(limits)
 
 
+def available_bytes(root: str = "/") -> int | None:
+    """Return how many more bytes of memory this process may take without swapping; None: the kernel does not say.
+
+    Args:
+        root: directory that holds `proc` and `sys`.
+    """
+    available = _numbers(Path(root, "proc/meminfo")).get("MemAvailable:")
+    free = [] if available is None else [1024 * available]
+    for group in _groups(root, "memory"):
+        for limit, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            words = [*_words(group / limit)[:1], *_words(group / usage)[:1]]
+            if len(words) == 2 and all(word.isdigit() for word in words):
+                stat = _numbers(group / "memory.stat")
+                cache = stat.get("total_inactive_file", stat.get("inactive_file", 0))  # the kernel frees it first
+                free.append(max(0, int(words[0]) - int(words[1]) + cache))
+    return min(free, default=None)
+
+
 def _share(quota: str, period: str) -> list[float]:
     """Return the cores of a limit as a list; of no limit, `max` or -1, an empty one."""
     return [int(quota) / int(period)] if quota.isdigit() and period.isdigit() and int(period) else []
@@ -60,6 +78,12 @@ def _groups(root: str, controller: str) -> Iterator[Path]:
 
 def _words(file: Path) -> list[str]:
     return _text(file).split()
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    """Return the first number of each line by the word before it."""
+    lines = [line.split() for line in _text(file).splitlines()]
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
 
 
 def _text(file: Path) -> str:
