@@ -123,6 +123,7 @@ def _address(token: str, device: str) -> str:
 def _outside_of_expandable_segments(size: int) -> Tensor:
     """Return a buffer in memory of its own: other processes open expandable segments slowly, if they may at all."""
     settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    settings = settings.replace(" ", "")
     if "expandable_segments:True" not in settings:
         return torch.empty(size, dtype=torch.uint8, device="cuda")
     set_allocator = torch._C._accelerator_setAllocatorSettings  # torch has no public function for it

@@ -207,6 +207,7 @@ class TransformersEngine:
         if stale:
             raise ValueError(f"the engine got no new values for {len(stale)} weights, {stale[0]} among them")
         self._version = version
+        torch.cuda.empty_cache()  # gives back what was received: a rank on the same GPU may save now
 
     def set_version(self, version: int) -> None:
         """Set the version of the weights that are loaded."""
@@ -215,8 +216,7 @@ class TransformersEngine:
     def sleep(self) -> int:
         """Move the weights to host memory."""
         self._model.to("cpu")
-        if self._device == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
         self._asleep = True
         return sum(parameter.nbytes for parameter in self._model.parameters())
 

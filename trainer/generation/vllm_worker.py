@@ -154,6 +154,7 @@ class Receiver(WeightTransferEngine[SourceInfo, PassInfo]):
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
         repack_tied_head(self.model)
+        torch.cuda.empty_cache()  # gives back what was received: a rank on the same GPU may save now
 
     def shutdown(self) -> None:
         pass
