@@ -87,8 +87,8 @@ def row_of(table: str, name: str, plan: Plan) -> str:
     cells = [f"{model} on {int(gpus):,} GPU{'s' if gpus != '1' else ''}"]
     time, saves = plan.time, plan.saves
     if table == "memory":
-        peak, update = plan.members[0].peak, plan.members[0].phases[-2]
-        sizes = update.sizes
+        peak = plan.members[0].peak
+        (sizes,) = (phase.sizes for phase in plan.members[0].phases if phase.name == "update of the policy")
         cells += [
             "yes" if plan.fits else "no",
             f"{peak.total / GB:.0f} of {plan.members[0].capacity / GB:.0f} GB, {peak.name}",
