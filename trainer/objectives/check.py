@@ -168,8 +168,12 @@ def _try_estimator(function: Callable[..., Any], algorithm: AlgorithmConfig, sco
     inputs = {name: arrays[name] for name in parameter_names(function) if name in arrays}
     options = chosen_options(function, algorithm, ESTIMATOR) | inputs
     results = function(rewards, mask, torch.tensor([0, 0, 1, 1]), **options)
-    if not (isinstance(results, tuple) and [getattr(x, "shape", None) for x in results] == [mask.shape, mask.shape]):
-        raise TypeError("it must return (advantages, returns), both of the shape of the rewards")
+    returns_tensors = isinstance(results, tuple) and all(isinstance(result, torch.Tensor) for result in results)
+    if not (returns_tensors and [result.shape for result in results] == [mask.shape, mask.shape]):
+        raise TypeError(
+            "it must return (advantages, returns), both tensors of the shape of the rewards, "
+            f"{tuple(mask.shape)}; it returned {_kind(results)}"
+        )
     if not all(bool(x.isfinite().all()) for x in results):
         raise ValueError("it returned NaN or an infinity; mind a group of equal rewards, whose deviation is 0")
 
@@ -180,12 +184,35 @@ def _try_loss(function: Callable[..., Any], algorithm: AlgorithmConfig, scores: 
     Args:
         scores: arrays that roles of the run compute for it.
     """
+    _check_parameters(function)
     logprobs, mask = torch.full((4, 3), -1.0, requires_grad=True), torch.ones(4, 3)
     given = {"aggregation": aggregation_of(function, algorithm), "totals": Totals.of(mask)}
     arrays = dict.fromkeys((*INPUTS[LOSS], *scores), logprobs.detach()) | {"group_ids": torch.tensor([0, 0, 1, 1])}
     inputs = {name: arrays[name] for name in parameter_names(function) if name in arrays}
     options = chosen_options(function, algorithm, LOSS) | given | inputs
     check_result(function(logprobs, logprobs.detach(), mask - 0.5, mask, **options), "log-probs")
+
+
+def _check_parameters(function: Callable[..., Any]) -> None:
+    """Refuse a policy loss of another framework: it would get arrays for others, or lacks what this one passes."""
+    names = parameter_names(function)
+    if names and names[0].startswith("old"):
+        raise TypeError(f"its first parameter is {names[0]}; the order is logprobs, old_logprobs, advantages, mask")
+    missing = [] if takes_any_option(function) else [name for name in ("aggregation", "totals") if name not in names]
+    if names and missing:
+        raise TypeError(
+            f"it has no parameter {' and no '.join(missing)}; begin it with "
+            "def NAME(logprobs, old_logprobs, advantages, mask, *, aggregation, totals), and return "
+            "aggregate(losses, mask, aggregation, totals) with metrics (docs/extending.md)"
+        )
+
+
+def _kind(result: Any) -> str:
+    """Return the type of what a function returned, with shapes, for messages."""
+    if isinstance(result, tuple):
+        return f"({', '.join(map(_kind, result))})"
+    shape = f" {tuple(result.shape)}" if hasattr(result, "shape") else ""
+    return f"{type(result).__name__}{shape}"
 
 
 def check_result(result: Any, outputs: str) -> Loss:
@@ -198,12 +225,12 @@ def check_result(result: Any, outputs: str) -> Loss:
         TypeError: it is not.
     """
     if not (isinstance(result, tuple) and len(result) == 2 and getattr(result[0], "shape", None) == ()):
-        raise TypeError("it must return (loss, metrics), the loss a scalar tensor")
+        raise TypeError(f"it must return (loss, metrics), the loss a scalar tensor; it returned {_kind(result)}")
     loss, metrics = result
     if not loss.requires_grad:
         raise TypeError(f"its loss does not depend on the {outputs}")
     if not (isinstance(metrics, dict) and all(getattr(value, "shape", None) == () for value in metrics.values())):
-        raise TypeError("its metrics must be scalar tensors by their names")
+        raise TypeError("its metrics must be scalar tensors by their names, such as {'share': torch.tensor(0.5)}")
     if taken := _OF_THE_TRAINER & metrics.keys():
         raise TypeError(f"its metric {min(taken)} has the name of one of the trainer's; choose another")
     return loss, metrics

@@ -54,6 +54,18 @@ def numbers(logprobs, old_logprobs, advantages, mask, *, aggregation, totals):
 def taken(logprobs, old_logprobs, advantages, mask, *, aggregation, totals):
     return logprobs.sum(), {"grad_norm": logprobs.sum().detach()}
 
+def arrays_of_numpy(rewards, mask, group_ids):
+    return rewards.numpy(), rewards.numpy()
+
+def no_metrics(logprobs, old_logprobs, advantages, mask, *, aggregation, totals):
+    return logprobs
+
+def old_first(old_log_prob, log_prob, advantages, response_mask, aggregation, totals):
+    return log_prob.sum(), {}
+
+def no_totals(logprobs, old_logprobs, advantages, mask, aggregation="token_mean"):
+    return logprobs.sum(), {}
+
 def detached(logprobs, old_logprobs, advantages, mask, *, aggregation, totals):
     return logprobs.sum().detach(), {"clip_frac": 0.0, "approx_kl": 0.0}
 """
@@ -102,10 +114,23 @@ def test_valid_functions_are_accepted(settings, own_functions):
             {"policy_loss": "own_functions:open_to_any", "clip_low": 0.1},
             "algorithm.clip_low=0.1: .*open_to_any does not take it",
         ),
-        ({"advantage_estimator": "own_functions:one_tensor"}, r"it must return \(advantages, returns\)"),
+        (
+            {"advantage_estimator": "own_functions:one_tensor"},
+            r"it must return \(advantages, returns\), .* of the rewards, \(4, 3\); it returned Tensor \(4, 3\)$",
+        ),
+        (
+            {"advantage_estimator": "own_functions:arrays_of_numpy"},
+            r"it returned \(ndarray \(4, 3\), ndarray \(4, 3\)\)$",
+        ),
         ({"advantage_estimator": "own_functions:whitened"}, "it returned NaN or an infinity; mind a group of equal"),
         ({"advantage_estimator": "own_functions:needs_other"}, "TypeError: .* missing .* 'entropies'"),
         ({"policy_loss": "own_functions:numbers"}, "its metrics must be scalar tensors by their names"),
+        ({"policy_loss": "own_functions:no_metrics"}, r"the loss a scalar tensor; it returned Tensor \(4, 3\)$"),
+        (
+            {"policy_loss": "own_functions:old_first"},
+            "its first parameter is old_log_prob; the order is logprobs, old_logprobs, advantages, mask$",
+        ),
+        ({"policy_loss": "own_functions:no_totals"}, "it has no parameter totals; begin it with def NAME"),
         ({"policy_loss": "own_functions:taken"}, "its metric grad_norm has the name of one of the trainer's"),
         ({"policy_loss": "own_functions:detached"}, "its loss does not depend on the log-probs"),
         ({"policy_loss": "math:sqrt"}, "algorithm.policy_loss=math:sqrt: on four completions .* TypeError"),
