@@ -17,6 +17,9 @@ LOG = logging.getLogger(__name__)
 
 KEY = "logger.sink.name"
 
+_METHODS: dict[str, tuple[Any, ...]] = {"begin": ((), 0), "log": (0, {}, {}), "close": (0,)}
+"""Arguments of the kind that each method of a sink gets."""
+
 
 class OwnSink:
     """A `Sink` around that of `logger.sink`, which cannot end a run that has begun.
@@ -68,13 +71,16 @@ def find_sink(sink: SinkConfig) -> Callable[..., Sink]:
     """Import the class of a sink.
 
     Raises:
-        UserError: there is none, it lacks a method, or does not take `logger.sink.kwargs`.
+        UserError: there is none, it lacks a method, a method does not take its arguments, or the class does not take
+            `logger.sink.kwargs`.
     """
     assert sink.name is not None
     kind = import_function(sink.name, KEY)
-    lacking = [name for name in ("begin", "log", "close") if not callable(getattr(kind, name, None))]
+    lacking = [name for name in _METHODS if not callable(getattr(kind, name, None))]
     if lacking:
         raise UserError(f"{KEY}={sink.name}: has no method {lacking[0]}; it needs begin, log and close")
+    for name, arguments in _METHODS.items():
+        _check_method(kind, name, arguments, sink.name)
     try:
         inspect.signature(kind).bind("", {}, **sink.kwargs)
     except TypeError as error:
@@ -82,3 +88,17 @@ def find_sink(sink: SinkConfig) -> Callable[..., Sink]:
             f"{KEY}={sink.name}: {error}; it gets run_dir, config, and each logger.sink.kwargs.NAME by name"
         ) from error
     return kind
+
+
+def _check_method(kind: Callable[..., Sink], name: str, arguments: tuple[Any, ...], path: str) -> None:
+    """Refuse a method that each step would call in vain: it is `async`, or does not take its arguments."""
+    method = inspect.getattr_static(kind, name)
+    if not inspect.isfunction(method):  # built in, or no plain method: what it takes is not known
+        return
+    if inspect.iscoroutinefunction(method):
+        raise UserError(f"{KEY}={path}: {name} is async, and nothing awaits it; put what takes long on a thread")
+    try:
+        inspect.signature(method).bind(kind, *arguments)
+    except TypeError as error:
+        expected = ", ".join(list(inspect.signature(getattr(Sink, name)).parameters)[1:])
+        raise UserError(f"{KEY}={path}: {name}: {error}; it gets {expected}") from error

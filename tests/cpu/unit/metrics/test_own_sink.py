@@ -38,6 +38,14 @@ class Own:
 class Half:
     def log(self, step, values, samples): ...
     def begin(self, rows, step): ...
+
+
+class WithoutSamples(Own):
+    def log(self, step, values): ...
+
+
+class Async(Own):
+    async def log(self, step, values, samples): ...
 """
 
 
@@ -131,6 +139,8 @@ def test_a_sink_that_cannot_be_built_ends_the_first_start_alone(tmp_path, calls,
     "name, kwargs, problem",
     [
         ("own_service:Half", {}, "has no method close; it needs begin, log and close"),
+        ("own_service:WithoutSamples", {}, "log: too many positional arguments; it gets step, values, samples"),
+        ("own_service:Async", {}, "log is async, and nothing awaits it; put what takes long on a thread"),
         ("own_service:Own", {"url": 1}, "got an unexpected keyword argument 'url'"),
         ("own_service:Owm", {}, "own_service has no class Owm"),
         ("own_servce:Own", {}, "cannot be imported"),
