@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
@@ -14,7 +15,7 @@ import xxhash
 
 from trainer.errors import UserError
 from trainer.files.documents import Shape, is_count, is_number, mismatch
-from trainer.import_utils import user_code
+from trainer.import_utils import import_function, user_code
 from trainer.seeding import permutation
 
 _FORMAT = 2  # of `state_dict`; format 1 had one layout for prompts and one for examples
@@ -37,6 +38,22 @@ Curriculum = Callable[[Sequence[Any], int, Mapping[int, float]], Sequence[int]]
 has, by index, the mean reward of a prompt's completions in the last committed step that trained on it. The function is
 called when the run comes to the epoch, and again after a restart from a step before it: its result must depend on its
 arguments alone."""
+
+
+def find_curriculum(path: str, key: str) -> Curriculum:
+    """Import the curriculum that the config key `key` names.
+
+    Raises:
+        UserError: it cannot be imported, or does not take (prompts, epoch, rewards).
+    """
+    curriculum = import_function(path, key)
+    try:
+        inspect.signature(curriculum).bind([], 0, {})
+    except TypeError as error:
+        raise UserError(f"{key}={path}: {error}; it gets prompts, epoch and rewards") from error
+    except ValueError:  # some functions in C have no signature
+        pass
+    return curriculum
 
 
 @dataclass(frozen=True)

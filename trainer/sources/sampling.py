@@ -17,13 +17,12 @@ from trainer.algorithms import shape_rewards
 from trainer.checkpoint.components import Component
 from trainer.config import Config
 from trainer.data.datasets import Prompt, PromptSet, load_prompts, load_rows, name_in_mix
-from trainer.data.ledger import Ledger, SampleIndex
+from trainer.data.ledger import Ledger, SampleIndex, find_curriculum
 from trainer.data.mix_ledger import MixLedger
 from trainer.data.row_digest import digest_rows
 from trainer.environments.episode_runner import RolloutRequest
 from trainer.episodes import Episode
 from trainer.generation.engine import RunningRequests, Sampling
-from trainer.import_utils import import_function
 from trainer.journal.history import digest
 from trainer.metrics.timing import Timer
 from trainer.sources.ahead import BatchesAhead, BatchProgress, steps_to_begin
@@ -105,7 +104,7 @@ def _ledger_of_source(cfg: Config, prompts: Sequence[Prompt], name: str = "") ->
         return digest_rows((prompt.row for prompt in prompts), system_prompt)
 
     path = cfg.data.curriculum
-    curriculum = import_function(path, cfg.data.name_of("curriculum")) if path else None
+    curriculum = find_curriculum(path, cfg.data.name_of("curriculum")) if path else None
     return Ledger(
         [prompts],
         cfg.trainer.seed,

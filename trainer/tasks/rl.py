@@ -12,11 +12,11 @@ from typing import Any
 from trainer.config import Config
 from trainer.config.fields import config_error
 from trainer.data.datasets import PromptSet, as_messages, check_files, load_rows, read_examples
+from trainer.data.ledger import find_curriculum
 from trainer.environments.preflight import try_environment
 from trainer.environments.rendering import AUTO, TEMPLATE, find_renderer
 from trainer.errors import TrialError, UserError, as_list, sentences_of
 from trainer.generation.engine_pool import EnginePool
-from trainer.import_utils import import_function
 from trainer.metrics.timing import Timer
 from trainer.models.files import import_configs, resolve_model_path
 from trainer.models.positions import check_episode_length
@@ -184,7 +184,7 @@ def _has_reward_functions(cfg: Config) -> bool:
 def _check_functions(cfg: Config) -> None:
     check_source(cfg)
     if cfg.data.curriculum is not None:
-        import_function(cfg.data.curriculum, cfg.data.name_of("curriculum"))
+        find_curriculum(cfg.data.curriculum, cfg.data.name_of("curriculum"))
 
 
 def _check_data(cfg: Config) -> None:

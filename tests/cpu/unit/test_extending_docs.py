@@ -30,6 +30,7 @@ from trainer.config import Config, ModelConfig, RolloutConfig, compose
 from trainer.config.engines import find_engine
 from trainer.config.fields import SavedRun
 from trainer.config.overrides import unread_words
+from trainer.data.ledger import Ledger, find_curriculum
 from trainer.environments import Environment
 from trainer.environments.sessions import EnvironmentPool, Session
 from trainer.episodes import Episode, Sample
@@ -236,6 +237,16 @@ def test_the_reward(module):
         row = {"prompt": "3 + 4", "answer": "7", "max_chars": 10}
         rewards, failures = score(pool, ["7", " " * 20 + "7", "8", "7"], ["7"] * 4, [row, row, row, {}])
     assert (rewards, failures.count) == ([1.0, 0.5, 0.0, 1.0], 0)
+
+
+def test_the_curriculum(module):
+    module("my_data", examples("A curriculum")[0])
+    cfg = compose(overrides("A curriculum"))
+    hardest_first = find_curriculum(cfg.data.curriculum, "data.curriculum")
+    ledger = Ledger([["a", "b", "c"]], 1, "prompts", lambda: "rows", curriculum=hardest_first)
+    assert [row.index for row in ledger.peek(3)] == [0, 1, 2]
+    ledger.commit([ledger.peek(3)[i] for i in range(3)], [0.5, 1.0, 0.25])
+    assert [(row.epoch, row.index) for row in ledger.peek(2)] == [(1, 2), (1, 0)]
 
 
 def test_the_environment(module):

@@ -44,6 +44,12 @@ def test_inputs_that_can_be_used_are_accepted(cfg):
     [
         ("reward", "name", "no.such:reward", "reward.name=no.such:reward"),
         ("data", "curriculum", "no.such:curriculum", "data.curriculum=no.such:curriculum"),
+        (
+            "data",
+            "curriculum",
+            "math:sqrt",
+            "data.curriculum=math:sqrt: too many positional arguments; it gets prompts, epoch and rewards",
+        ),
         ("environment", "name", "no.such:World", "environment.name=no.such:World"),
         ("model", "path", "/no/such/model", "model.path=/no/such/model"),
     ],
