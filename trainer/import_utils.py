@@ -12,7 +12,7 @@ import os
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -162,6 +162,22 @@ def user_code(message: str, has_place: bool = False) -> Iterator[None]:
             raise
         described = describe_with_place(error) if has_place else describe_error(error)
         raise UserError(message.format(described)) from error
+
+
+def problem_of_method(kind: Any, name: str, arguments: Sequence[str]) -> str | None:
+    """Return why a call of the method `name` of the class `kind` would fail, or None if it would not, as far as known.
+
+    Args:
+        arguments: names of what the method gets, by position.
+    """
+    method = inspect.getattr_static(kind, name, None)
+    if not inspect.isfunction(method):  # no plain method: what it takes is not known
+        return None
+    try:
+        inspect.signature(method).bind(kind, *arguments)
+    except TypeError as error:
+        return f"{name}: {error}; it gets {', '.join(arguments) or 'nothing'}"
+    return None
 
 
 def options_of(function: Callable[..., Any]) -> tuple[str, ...]:

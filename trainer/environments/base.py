@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from trainer.errors import UserError
-from trainer.import_utils import import_function, is_agent, user_code
+from trainer.import_utils import import_function, is_agent, problem_of_method, user_code
 
 Message = dict[str, Any]
 """A chat message: `role` and `content`, both text; what else it holds is for the chat template."""
@@ -30,7 +30,9 @@ class StepResult:
     """Other numbers of this reply, to be logged. Those of an episode are the sums over its steps."""
 
 
-METHODS = ("reset", "step", "close")
+METHODS = {"reset": ("row", "seed"), "step": ("reply",), "close": ()}
+"""The methods of an environment, and what they get."""
+_AGENT_METHODS = {"run": ("row", "seed", "endpoint")}
 
 
 class Environment(Protocol):
@@ -66,17 +68,19 @@ def find_environment(name: str) -> Callable[..., Environment]:
     The class of an agent is returned, too (see `is_agent`).
 
     Raises:
-        UserError: it cannot be imported, or the class lacks a method.
+        UserError: it cannot be imported, the class lacks a method, or a method does not take what it gets.
     """
     kind = import_function(name, "environment.name")
-    if is_agent(kind):
-        return kind
-    missing = [method for method in METHODS if inspect.isclass(kind) and not hasattr(kind, method)]
+    agent = is_agent(kind)
+    missing = [] if agent else [method for method in METHODS if inspect.isclass(kind) and not hasattr(kind, method)]
     if missing:
         raise UserError(
             f"environment.name={name}: the class has no method `{missing[0]}`; an environment has the methods "
             f"{', '.join(METHODS)} (docs/environments.md), and an agent has `run` alone (docs/agents.md)"
         )
+    for method, arguments in (_AGENT_METHODS if agent else METHODS).items():
+        if problem := problem_of_method(kind, method, arguments):
+            raise UserError(f"environment.name={name}: {problem}")
     return kind
 
 

@@ -10,15 +10,15 @@ from typing import Any
 
 from trainer.config import SinkConfig
 from trainer.errors import UserError
-from trainer.import_utils import import_function, user_code
+from trainer.import_utils import import_function, problem_of_method, user_code
 from trainer.metrics.sinks import Samples, Sink
 
 LOG = logging.getLogger(__name__)
 
 KEY = "logger.sink.name"
 
-_METHODS: dict[str, tuple[Any, ...]] = {"begin": ((), 0), "log": (0, {}, {}), "close": (0,)}
-"""Arguments of the kind that each method of a sink gets."""
+_METHODS = {"begin": ("rows", "step"), "log": ("step", "values", "samples"), "close": ("exit_code",)}
+"""The methods of a sink, and what they get."""
 
 
 class OwnSink:
@@ -80,7 +80,12 @@ def find_sink(sink: SinkConfig) -> Callable[..., Sink]:
     if lacking:
         raise UserError(f"{KEY}={sink.name}: has no method {lacking[0]}; it needs begin, log and close")
     for name, arguments in _METHODS.items():
-        _check_method(kind, name, arguments, sink.name)
+        if problem := problem_of_method(kind, name, arguments):
+            raise UserError(f"{KEY}={sink.name}: {problem}")
+        if inspect.iscoroutinefunction(getattr(kind, name)):
+            raise UserError(
+                f"{KEY}={sink.name}: {name} is async, and nothing awaits it; put what takes long on a thread"
+            )
     try:
         inspect.signature(kind).bind("", {}, **sink.kwargs)
     except TypeError as error:
@@ -88,17 +93,3 @@ def find_sink(sink: SinkConfig) -> Callable[..., Sink]:
             f"{KEY}={sink.name}: {error}; it gets run_dir, config, and each logger.sink.kwargs.NAME by name"
         ) from error
     return kind
-
-
-def _check_method(kind: Callable[..., Sink], name: str, arguments: tuple[Any, ...], path: str) -> None:
-    """Refuse a method that each step would call in vain: it is `async`, or does not take its arguments."""
-    method = inspect.getattr_static(kind, name)
-    if not inspect.isfunction(method):  # built in, or no plain method: what it takes is not known
-        return
-    if inspect.iscoroutinefunction(method):
-        raise UserError(f"{KEY}={path}: {name} is async, and nothing awaits it; put what takes long on a thread")
-    try:
-        inspect.signature(method).bind(kind, *arguments)
-    except TypeError as error:
-        expected = ", ".join(list(inspect.signature(getattr(Sink, name)).parameters)[1:])
-        raise UserError(f"{KEY}={path}: {name}: {error}; it gets {expected}") from error

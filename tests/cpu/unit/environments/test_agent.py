@@ -7,12 +7,23 @@ import pytest
 from trainer.environments import Endpoint
 from trainer.environments.base import find_environment
 from trainer.environments.retry import RetryEnv
+from trainer.errors import UserError
 from trainer.import_utils import is_agent
 
 
 class Runs:
     def run(self, row, seed, endpoint):
         return 1
+
+
+class WithoutSeed:
+    def run(self, row, endpoint):
+        return 1
+
+
+class WithoutReply(RetryEnv):
+    def step(self):
+        """Does not take the reply."""
 
 
 class Both(RetryEnv):
@@ -27,6 +38,18 @@ def test_a_class_that_has_run_and_not_step_is_an_agent(kind, expected):
 
 def test_an_agent_is_found_by_its_import_path():
     assert find_environment(f"{__name__}:Runs") is Runs
+
+
+@pytest.mark.parametrize(
+    "kind, problem",
+    [
+        (WithoutSeed, "run: too many positional arguments; it gets row, seed, endpoint"),
+        (WithoutReply, "step: too many positional arguments; it gets reply"),
+    ],
+)
+def test_a_method_that_does_not_take_its_arguments_is_refused(kind, problem):
+    with pytest.raises(UserError, match=f"^environment.name={__name__}:{kind.__name__}: {problem}$"):
+        find_environment(f"{__name__}:{kind.__name__}")
 
 
 def test_clients_in_other_processes_find_the_endpoint_in_variables():
