@@ -12,6 +12,7 @@ from typing import Any
 
 from trainer.config.inference import TOKEN
 from trainer.config.transports import TransportSpec
+from trainer.errors import UserError
 from trainer.import_utils import import_function, import_spec
 
 KEY = "rollout.engine"
@@ -160,6 +161,10 @@ ENGINES: dict[str, EngineSpec] = {
 }
 
 
+_METHODS = ("generate", "sync_weights", "set_version", "sleep", "wake", "shutdown")
+"""Of an engine that is given as a class."""
+
+
 def find_engine(name: str) -> EngineSpec:
     """Return the engine that `rollout.engine` names: one of `ENGINES`, or the value or class of an import path.
 
@@ -172,7 +177,11 @@ def find_engine(name: str) -> EngineSpec:
 @functools.cache
 def _import_engine(path: str) -> EngineSpec:
     usual = "an EngineSpec (trainer.config), or a class like Engine (trainer.generation.engine)"
-    return import_spec(path, KEY, EngineSpec, ENGINES, usual)
+    spec = import_spec(path, KEY, EngineSpec, ENGINES, usual)
+    found = import_function(path, KEY, ENGINES)
+    if lacking := [name for name in _METHODS if isinstance(found, type) and not callable(getattr(found, name, None))]:
+        raise UserError(f"{KEY}={path}: the class has no method {lacking[0]}; an engine has {', '.join(_METHODS)}")
+    return spec
 
 
 def engines_with(feature: str) -> str:

@@ -34,6 +34,13 @@ class Engine:
     def __init__(self, *arguments):
         self.arguments = arguments
 
+    def generate(self, requests): ...
+
+    sync_weights = set_version = sleep = wake = shutdown = generate
+
+class Half(Engine):
+    wake = None
+
 SPEC = EngineSpec("my_engines:Engine", gpus=False)
 NUMBER = int
 text = "no engine"
@@ -50,5 +57,7 @@ def test_an_engine_of_the_user_is_named_by_the_path_of_its_class_or_spec(tmp_pat
     for name, problem in (("text", "has no function text"), ("function", "is a function; it must be an EngineSpec")):
         with pytest.raises(UserError, match=f"rollout.engine=my_engines:{name}: .*{problem}"):
             compose([f"rollout.engine=my_engines:{name}"])
+    with pytest.raises(UserError, match="rollout.engine=my_engines:Half: the class has no method wake; an engine has"):
+        compose(["rollout.engine=my_engines:Half"])
     with pytest.raises(UserError, match="rollout.colocate=True: rollout.engine=my_engines:SPEC takes no GPUs"):
         compose(["rollout.engine=my_engines:SPEC", "rollout.colocate=true"])
