@@ -223,9 +223,11 @@ def rank_phases(cfg: Config, roles: Sequence[PlannedRole], workload: Workload, d
         moments = [_on_device(role, moment) for moment in role.moments_of_update(workload.may_accumulate)]
         name = role.spec.name
         phases.append(_largest(f"update of the {name}", held({name}, {name}), moments))
-    saved = {role.spec.name for role in roles if role.spec.saved}
+    saved = [role.spec for role in roles if role.spec.saved]
+    # What is in host memory is saved from there (see `Rank.begin_save`). The policy has just been trained.
+    here = {spec.name for spec in saved if mode != "all" or spec.name == "policy" or spec.has_adapters}
     if mode != "none" and saved:
-        phases.append(Phase("save", held(saved, saved)))
+        phases.append(Phase("save", held(here, here)))
     if cfg.task.generates and any(role.spec.name == "policy" for role in roles):
         phases.append(Phase("weights to engines", {**held({"policy"}, ()), "buffers": sync_buffers(cfg, roles)}))
     return phases

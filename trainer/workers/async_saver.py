@@ -74,7 +74,7 @@ class AsyncSaver:
         """Start a save. The tensors in `states` must not change until `before_change` or `wait_until_staged` returns.
 
         Args:
-            states: tensors of this rank and plain values, by name.
+            states: tensors of this rank and plain values, by name. Those of the role's offloaded tensors may be away.
             extras: small files that rank 0 adds to each state, by name.
         """
         assert self._thread is None, "finish the save before beginning another"
@@ -148,13 +148,14 @@ class AsyncSaver:
                 if self._stream is not None and ready is not None:
                     self._stream.wait_event(ready)
                 for name, state in states.items():
-                    copies[name] = memory[name].hold(memory[name].copy(storages_of(state)))
+                    copies[name] = memory[name].take(storages_of(state))
                 if self._stream is not None:
                     self._stream.synchronize()
         except BaseException:
             for name, copy in copies.items():
                 memory[name].release(copy)
-                memory[name].forget()
+                if copy is memory[name].current:
+                    memory[name].forget()
             raise
         return copies
 

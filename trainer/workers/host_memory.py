@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import math
 import mmap
@@ -127,6 +128,22 @@ class HostCopy:
         """Return whether this has copies of all of these."""
         return self._storages.keys() >= storages.keys()
 
+    def has_freed(self, storages: Storages) -> bool:
+        """Return whether the memory of some of these has been freed since they were copied."""
+        return any(number in self._parts and not storage.nbytes() for number, storage in storages.items())
+
+    @torch.no_grad()
+    def with_more(self, storages: Storages) -> HostCopy:
+        """Return the same with copies of those of the tensors that it lacks, which are few, in memory of their own."""
+        more = {number: storage for number, storage in storages.items() if number not in self._storages}
+        new = copy.copy(self)
+        new._storages = self._storages | more
+        new._parts = dict(self._parts)
+        for number, storage in more.items():
+            if storage.nbytes():
+                new._parts[number] = torch.empty(storage.nbytes(), dtype=torch.uint8).copy_(bytes_of(storage))
+        return new
+
     def part(self, number: int) -> Tensor:
         """Return the copied bytes of the memory with this number."""
         return self._parts[number]
@@ -191,6 +208,15 @@ class HostMemory:
             buffer.users -= 1
             raise
         return self.current
+
+    def take(self, storages: Storages) -> HostCopy:
+        """Return copies of tensors as they are now, which the caller holds (see `copy` and `hold`).
+
+        Those whose memory on the device is freed have one already.
+        """
+        if self.current is not None and self.current.has_freed(storages):
+            return self.hold(self.current.with_more(storages))
+        return self.hold(self.copy(storages))
 
     def forget(self) -> None:
         """Note that the tensors change: no copy is current."""

@@ -170,15 +170,16 @@ class Rank:
         """Begin to take the host memory that saves of `roles` need. Only GPUs need it pinned, which takes long."""
         assert self.saver is not None, "connect first"
         if self.device == "cuda":
+            here = [role for role in roles if not self._is_away(role)]  # the others have theirs
             with self._memory_snapshots("save"):
-                self._onload(roles, optimizer=True)
-                self.saver.reserve({role: self.roles[role].state() for role in roles})
+                self._onload(here, optimizer=True)
+                self.saver.reserve({role: self.roles[role].state() for role in here})
 
     def begin_save(self, roles: list[str], files: StateFiles) -> None:
         """Take a snapshot of the state of `roles`, and write it through `files` on a thread."""
         assert self.saver is not None, "connect first"
         with self._memory_snapshots("save"):
-            self._onload(roles, optimizer=True)
+            self._onload([role for role in roles if not self._is_away(role)], optimizer=True)
             workers = {role: self.roles[role] for role in roles}
             self.saver.begin(
                 {role: worker.state() for role, worker in workers.items()},
@@ -288,6 +289,13 @@ class Rank:
             memory = self.saver.memory(role) if is_saved else self.saver.more_memory()
             self._offload_buffers[role] = OffloadBuffer(memory)
         return self._offload_buffers[role]
+
+    def _is_away(self, role: str) -> bool:
+        """Whether host memory has a copy of all that a save of `role` writes, but counters and generators."""
+        worker, buffer = self.roles[role], self._offload_buffers.get(role)
+        is_whole = not isinstance(worker, TrainedWorker) or worker.optimizer_growth() == 0
+        all_of_it = self.cfg.trainer.offload == "all" and not worker.has_frozen_weights and is_whole
+        return all_of_it and buffer is not None and buffer.offloaded_bytes() > 0
 
     def _before_change(self, role: str) -> None:
         assert self.saver is not None

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.buckets import make_bucket, use_s3
 from tests.support.fault_proxy import ERROR, PASS, Faults, fault_proxy
-from tests.support.jobs import comparable, metrics
+from tests.support.jobs import comparable, metrics, wait_until
 from tests.support.toy import toy_config, toy_trainer
 from trainer.checkpoint import late_validation
 from trainer.checkpoint.choice import choose_checkpoint
@@ -105,8 +105,12 @@ def train(
 
         if dies:
             directory.add_validation = die
-        with directory.settling():
-            trainer.fit()
+        try:
+            with directory.settling():
+                trainer.fit()
+        finally:
+            uploads = directory.checkpoints.store.uploads
+            wait_until(lambda: uploads is None or not uploads.waiting())  # a run waits for its newest checkpoint alone
     return False
 
 

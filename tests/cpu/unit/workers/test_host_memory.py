@@ -131,6 +131,6 @@ def test_offload_and_saves_share_one_buffer(model_path, tmp_path):
     ((sizes, needed, parameters, before, again),) = run_ranks(
         1, save_and_offload, model_path, str(tmp_path), cfg=config(offload="all")
     )
-    assert sizes == [needed] * 3
-    assert 0 <= needed - 12 * parameters < 50_000  # small tensors, and rounding
+    assert sizes == [sizes[0]] * 3 and 12 * parameters <= sizes[0] <= needed
+    assert needed - 12 * parameters < 50_000  # small tensors, and rounding
     assert before == again

@@ -22,7 +22,7 @@ from tests.support.training import (
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.errors import UserError
 from trainer.workers import host_memory
-from trainer.workers.host_memory import HostMemory
+from trainer.workers.host_memory import HostMemory, local_part
 from trainer.workers.offload import OffloadBuffer
 from trainer.workers.rank import Rank
 
@@ -190,6 +190,52 @@ class SlowFiles(ShardedFiles):
     def write(self, *args: Any) -> list[dict]:
         time.sleep(1.0)
         return super().write(*args)
+
+
+def save_what_is_away(rank: Rank, path: str, directory: str) -> list[dict[str, tuple[int, int]]]:
+    """Save roles whose states are in host memory, and then those of the policy in part; return what each has on the
+    device while it is saved.
+    """
+    rank.build(roles(rank.cfg, ["policy", "critic", "reference"]), path)
+    batch = make_batch()
+    for role in ("critic", "policy"):
+        update(rank, role, batch, 1)
+    rank.begin_save(["policy"], ShardedFiles(f"{directory}/here"))
+    rank.finish_save()
+    held = []
+    for number, leaves in enumerate((rank.release_memory, lambda: rank.score("policy", "logprobs", batch))):
+        leaves()
+        rank.begin_save(["policy", "critic"], SlowFiles(f"{directory}/{number}"))
+        held.append(bytes_of_roles(rank))
+        rank.finish_save()
+    rank.begin_save(["policy", "critic"], SlowFiles(f"{directory}/2"))
+    for role in ("critic", "policy"):  # what is written is of the time before
+        update(rank, role, batch, 2)
+    rank.release_memory()
+    rank.finish_save()
+    return held
+
+
+def read_back(rank: Rank, path: str, directory: str, name: str) -> list[list[float]]:
+    """Load the roles; return for each the number of its optimizer steps, and a number for each tensor."""
+    rank.build(roles(rank.cfg, ["policy", "critic", "reference"]), path)
+    found = []
+    for role in ("policy",) if name == "here" else ("policy", "critic"):
+        rank.call(role, "load", ShardedFiles(f"{directory}/{name}"))
+        worker = rank.roles[role]
+        tensors = [local_part(tensor) for tensor in worker.weight_tensors() + worker.optimizer_tensors()]
+        found.append([worker.optimizer_steps, *(float(tensor.detach().double().abs().sum()) for tensor in tensors)])
+    return found
+
+
+def test_a_save_takes_what_is_away_from_host_memory(model_path, tmp_path):
+    directory = str(tmp_path)
+    (held,) = run_ranks(1, save_what_is_away, model_path, directory, cfg=config(offload="all"))
+    assert all(size == (0, 0) for size in held[0].values())
+    weights, states = held[1].pop("policy")
+    assert weights > 0 == states and all(size == (0, 0) for size in held[1].values())
+    read = {name: run_ranks(1, read_back, model_path, directory, name, cfg=config())[0] for name in ("here", *"012")}
+    assert read["0"] == read["1"] == read["2"] and read["0"][0] == read["here"][0] != []
 
 
 def offload_during_a_save(rank: Rank, path: str, directory: str) -> float:
