@@ -108,6 +108,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or from_torch or from_vllm
 
 
+def is_unreachable(text: str) -> bool:
+    """Return whether the text of a failure reports that a service could not be reached."""
+    return re.search(r"Connect(ion)?\w*Error|ConnectTimeout|gaierror|Connection refused", text) is not None
+
+
 def text_of(error: BaseException) -> str:
     """Return the text of an error, without the number with which an OSError that names no file begins."""
     if isinstance(error, OSError) and error.strerror and error.filename is None:

@@ -7,12 +7,26 @@ import torch
 
 from trainer.config import Config
 from trainer.config.fields import walk_keys
-from trainer.errors import describe_error, describe_with_place, did_you_mean, is_out_of_memory, one_line
+from trainer.errors import describe_error, describe_with_place, did_you_mean, is_out_of_memory, is_unreachable, one_line
 
 
 class Rude(Exception):
     def __str__(self) -> str:
         raise SystemExit("my text is my own")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_it"),
+    [
+        ("reset raised ConnectionRefusedError: [Errno 111] Connection refused in shop.py:7", True),
+        ("raised ClientConnectorError: Cannot connect to host judge:80", True),
+        ("no answer within reward.remote.deadline_s=3 (the last: ConnectError: All connection attempts failed)", True),
+        ("raised KeyError: 'connection'", False),
+        ("raised ValueError: no grade in the answer", False),
+    ],
+)
+def test_a_service_that_cannot_be_reached_is_told_from_other_failures(text, is_it):
+    assert is_unreachable(text) == is_it
 
 
 @pytest.mark.parametrize(

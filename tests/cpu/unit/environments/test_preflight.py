@@ -131,6 +131,8 @@ class Counted:
                 time.sleep(self.how["seconds"])
             elif "status" in self.how:
                 os._exit(self.how["status"])
+            elif "refused" in self.how:
+                raise ConnectionRefusedError("Connection refused")
             else:
                 raise KeyError("price")
 
@@ -197,6 +199,11 @@ def test_an_environment_that_fails_now_and_then_keeps_no_job_from_its_start(call
     reason = r"\(reset raised KeyError: 'price' in counted.py:\d+\)"
     with pytest.raises(UserError, match=rf"fails for the first row of the data, and for the 2 after it {reason}; "):
         tried(calls, {"prompt": "?"}, fails_in="reset", rows=3)
+
+
+def test_an_environment_whose_service_is_not_there_says_so(calls):
+    with pytest.raises(UserError, match=r"raised ConnectionRefusedError: .*\); start the service that it asks, or "):
+        tried(calls, {"prompt": "?"}, fails_in="reset", refused=True)
 
 
 def test_a_slow_environment_and_one_that_may_fail_are_no_reason_not_to_start(calls, caplog):

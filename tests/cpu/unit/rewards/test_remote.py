@@ -129,7 +129,9 @@ def test_one_bad_number_costs_one_completion_and_a_dead_server_ends_the_run():
     ):
         judged(server, "x", "y", deadline_s=1, max_error_rate=0.5, step="step 7")
     config = RewardConfig(name="remote", url=server.url, remote=RemoteConfig(deadline_s=3))
-    with pytest.raises(UserError, match="^reward.name=remote: fails for the first 2 rows .*ConnectError"):
+    with pytest.raises(
+        UserError, match="^reward.name=remote: fails for the first 2 rows .*ConnectError.*start the service"
+    ):
         try_rewards(config, attempts("x", "y"), 1)
 
 
