@@ -79,11 +79,16 @@ class AsyncSaver:
         """
         assert self._thread is None, "finish the save before beginning another"
         memory = {name: self.memory(name) for name in states}  # made on this thread alone
+        # On this thread, because offloaded tensors may be on their way back when the other begins.
+        held = {name: memory[name].hold_freed(storages_of(state)) for name, state in states.items()}
+        copies = {name: copy for name, copy in held.items() if copy is not None}
         self._entries, self._problem = [], None
         self._staged.clear()
         # The copies wait for the kernels that have been queued, and for no others.
         ready = torch.cuda.current_stream().record_event() if self._stream is not None else None
-        self._thread = threading.Thread(target=self._run, args=(states, extras, files, memory, ready), daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(states, extras, files, memory, copies, ready), daemon=True
+        )
         self._thread.start()
 
     def before_change(self, role: str) -> None:
@@ -139,25 +144,29 @@ class AsyncSaver:
             LOG.info("rank %d could not reserve memory for saves: %s", self._group.rank, error)
 
     def _stage(
-        self, states: dict[str, dict[str, Any]], memory: dict[str, HostMemory], ready: torch.cuda.Event | None
-    ) -> dict[str, HostCopy]:
-        """Copy the states; returns the copies, which are held for the caller."""
-        copies: dict[str, HostCopy] = {}
+        self,
+        states: dict[str, dict[str, Any]],
+        memory: dict[str, HostMemory],
+        copies: dict[str, HostCopy],
+        ready: torch.cuda.Event | None,
+    ) -> None:
+        """Copy the states; of those in `copies`, what these lack. Adds copies that are held for the caller."""
+        offloaded = set(copies)
         try:
             with self._on_own_stream():
                 if self._stream is not None and ready is not None:
                     self._stream.wait_event(ready)
                 for name, state in states.items():
-                    copies[name] = memory[name].take(storages_of(state))
+                    if name in offloaded:
+                        copies[name] = copies[name].with_more(storages_of(state))
+                    else:
+                        copies[name] = memory[name].hold(memory[name].copy(storages_of(state)))
                 if self._stream is not None:
                     self._stream.synchronize()
         except BaseException:
-            for name, copy in copies.items():
-                memory[name].release(copy)
-                if copy is memory[name].current:
-                    memory[name].forget()
+            for name in copies.keys() - offloaded:
+                memory[name].forget()
             raise
-        return copies
 
     def _on_own_stream(self) -> AbstractContextManager[Any]:
         if self._gpu is None:
@@ -171,15 +180,15 @@ class AsyncSaver:
         extras: dict[str, dict[str, str]],
         files: StateFiles,
         memory: dict[str, HostMemory],
+        copies: dict[str, HostCopy],
         ready: torch.cuda.Event | None,
     ) -> None:
-        copies: dict[str, HostCopy] = {}
         staged: dict[str, dict[str, Any]] = {}
         try:
             try:
                 failpoint("save:staging")
                 with TRACER.span("copy", _SAVES):
-                    copies = self._stage(states, memory, ready)
+                    self._stage(states, memory, copies, ready)
                 staged = {name: copy.state(states[name]) for name, copy in copies.items()}
             except Exception as error:
                 self._agree(OSError(f"rank {self._group.rank} could not copy its state: {error}"))

@@ -209,14 +209,11 @@ class HostMemory:
             raise
         return self.current
 
-    def take(self, storages: Storages) -> HostCopy:
-        """Return copies of tensors as they are now, which the caller holds (see `copy` and `hold`).
-
-        Those whose memory on the device is freed have one already.
-        """
-        if self.current is not None and self.current.has_freed(storages):
-            return self.hold(self.current.with_more(storages))
-        return self.hold(self.copy(storages))
+    def hold_freed(self, storages: Storages) -> HostCopy | None:
+        """Hold the current copy if the memory of some of these tensors on the device is freed; return it."""
+        if self.current is None or not self.current.has_freed(storages):
+            return None
+        return self.hold(self.current)
 
     def forget(self) -> None:
         """Note that the tensors change: no copy is current."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -213,6 +215,19 @@ def save_what_is_away(rank: Rank, path: str, directory: str) -> list[dict[str, t
         update(rank, role, batch, 2)
     rank.release_memory()
     rank.finish_save()
+    rank.begin_save(["policy"], ShardedFiles(f"{directory}/later"))
+    rank.finish_save()
+    rank.release_memory()
+    reached = Path(directory, "reached")
+    os.environ["TRAINER_FAILPOINT"] = f"save:staging,1,{reached}"
+    rank.begin_save(["policy"], ShardedFiles(f"{directory}/returning"))
+    while not reached.exists():
+        time.sleep(0.01)
+    rank._onload(["policy"], optimizer=True)  # a GPU may still be copying when the save begins
+    for tensor in rank.roles["policy"].weight_tensors():
+        local_part(tensor.detach()).zero_()
+    reached.unlink()
+    rank.finish_save()
     return held
 
 
@@ -220,7 +235,7 @@ def read_back(rank: Rank, path: str, directory: str, name: str) -> list[list[flo
     """Load the roles; return for each the number of its optimizer steps, and a number for each tensor."""
     rank.build(roles(rank.cfg, ["policy", "critic", "reference"]), path)
     found = []
-    for role in ("policy",) if name == "here" else ("policy", "critic"):
+    for role in ("policy", "critic") if name.isdigit() else ("policy",):
         rank.call(role, "load", ShardedFiles(f"{directory}/{name}"))
         worker = rank.roles[role]
         tensors = [local_part(tensor) for tensor in worker.weight_tensors() + worker.optimizer_tensors()]
@@ -234,8 +249,10 @@ def test_a_save_takes_what_is_away_from_host_memory(model_path, tmp_path):
     assert all(size == (0, 0) for size in held[0].values())
     weights, states = held[1].pop("policy")
     assert weights > 0 == states and all(size == (0, 0) for size in held[1].values())
-    read = {name: run_ranks(1, read_back, model_path, directory, name, cfg=config())[0] for name in ("here", *"012")}
+    names = ("here", "0", "1", "2", "later", "returning")
+    read = {name: run_ranks(1, read_back, model_path, directory, name, cfg=config())[0] for name in names}
     assert read["0"] == read["1"] == read["2"] and read["0"][0] == read["here"][0] != []
+    assert read["returning"] == read["later"] != read["here"]
 
 
 def offload_during_a_save(rank: Rank, path: str, directory: str) -> float:
