@@ -174,7 +174,7 @@ def problem_of_method(kind: Any, name: str, arguments: Sequence[str]) -> str | N
     if not inspect.isfunction(method):  # no plain method: what it takes is not known
         return None
     try:
-        inspect.signature(method).bind(kind, *arguments)
+        inspect.signature(method, follow_wrapped=False).bind(kind, *arguments)  # a decorator may pass more
     except TypeError as error:
         return f"{name}: {error}; it gets {', '.join(arguments) or 'nothing'}"
     return None
@@ -185,9 +185,13 @@ def options_of(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(p.name for p in _parameters(function) if p.kind is p.KEYWORD_ONLY or p.default is not p.empty)
 
 
-def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of all parameters of the function."""
-    return tuple(parameter.name for parameter in _parameters(function))
+def parameter_names(function: Callable[..., Any], follow_wrapped: bool = True) -> tuple[str, ...]:
+    """Return the names of all parameters of the function.
+
+    Args:
+        follow_wrapped: of a decorated function, those of the function below (see `inspect.signature`).
+    """
+    return tuple(parameter.name for parameter in _parameters(function, follow_wrapped))
 
 
 def default_of(function: Callable[..., Any], name: str) -> Any:
@@ -195,13 +199,13 @@ def default_of(function: Callable[..., Any], name: str) -> Any:
     return next((p.default for p in _parameters(function) if p.name == name and p.default is not p.empty), None)
 
 
-def takes_any_option(function: Callable[..., Any]) -> bool:
-    """Return whether the function has a parameter `**options`."""
-    return any(p.kind is p.VAR_KEYWORD for p in _parameters(function))
+def takes_any_option(function: Callable[..., Any], follow_wrapped: bool = True) -> bool:
+    """Return whether the function has a parameter `**options` (see `parameter_names`)."""
+    return any(p.kind is p.VAR_KEYWORD for p in _parameters(function, follow_wrapped))
 
 
-def _parameters(function: Callable[..., Any]) -> Iterable[inspect.Parameter]:
+def _parameters(function: Callable[..., Any], follow_wrapped: bool = True) -> Iterable[inspect.Parameter]:
     try:
-        return inspect.signature(function).parameters.values()
+        return inspect.signature(function, follow_wrapped=follow_wrapped).parameters.values()
     except ValueError:  # some functions in C have no signature
         return ()

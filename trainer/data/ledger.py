@@ -48,7 +48,7 @@ def find_curriculum(path: str, key: str) -> Curriculum:
     """
     curriculum = import_function(path, key)
     try:
-        inspect.signature(curriculum).bind([], 0, {})
+        inspect.signature(curriculum, follow_wrapped=False).bind([], 0, {})  # a decorator may pass more
     except TypeError as error:
         raise UserError(f"{key}={path}: {error}; it gets prompts, epoch and rewards") from error
     except ValueError:  # some functions in C have no signature

@@ -195,10 +195,11 @@ def _try_loss(function: Callable[..., Any], algorithm: AlgorithmConfig, scores: 
 
 def _check_parameters(function: Callable[..., Any]) -> None:
     """Refuse a policy loss of another framework: it would get arrays for others, or lacks what this one passes."""
-    names = parameter_names(function)
+    names = parameter_names(function, follow_wrapped=False)
     if names and names[0].startswith("old"):
         raise TypeError(f"its first parameter is {names[0]}; the order is logprobs, old_logprobs, advantages, mask")
-    missing = [] if takes_any_option(function) else [name for name in ("aggregation", "totals") if name not in names]
+    takes_any = takes_any_option(function, follow_wrapped=False)
+    missing = [] if takes_any else [name for name in ("aggregation", "totals") if name not in names]
     if names and missing:
         raise TypeError(
             f"it has no parameter {' and no '.join(missing)}; begin it with "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from trainer.config import DataConfig, SFTConfig, TinyConfig
 from trainer.data.datasets import load_prompts
-from trainer.data.ledger import Ledger, SampleIndex
+from trainer.data.ledger import Ledger, SampleIndex, find_curriculum
 from trainer.data.rollout_io import write_rollouts
 from trainer.data.sft_dataset import load_train
 from trainer.episodes import Episode, Sample
@@ -337,6 +338,20 @@ def test_a_mixture_draws_from_the_data_set_that_is_furthest_behind():
     assert parts(1, 1) == [0, 1] * 4
     assert parts(1, 3) == [1, 0, 1, 1] * 2
     assert parts(1, 1, 2) == [2, 0, 1, 2] * 2
+
+
+def with_order(choose):
+    """Decorate a curriculum: it gets an order first."""
+    return functools.wraps(choose)(lambda *arguments: choose(sorted, *arguments))
+
+
+@with_order
+def ordered(order, prompts, epoch, rewards):
+    return order(range(len(prompts)))
+
+
+def test_a_decorator_may_pass_a_curriculum_more_than_it_gets():
+    assert find_curriculum(f"{__name__}:ordered", "data.curriculum") is ordered
 
 
 def test_a_curriculum_has_an_effect_and_bounds():

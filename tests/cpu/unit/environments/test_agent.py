@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from trainer.environments import Endpoint
@@ -24,6 +26,22 @@ class WithoutSeed:
 class WithoutReply(RetryEnv):
     def step(self):
         """Does not take the reply."""
+
+
+def with_client(method):
+    """Decorate a method: it gets a client first."""
+
+    @functools.wraps(method)
+    def call(self, *arguments):
+        return method(self, "client", *arguments)
+
+    return call
+
+
+class WithClient(RetryEnv):
+    @with_client
+    def step(self, client, reply):
+        return super().step(reply)
 
 
 class Both(RetryEnv):
@@ -50,6 +68,10 @@ def test_an_agent_is_found_by_its_import_path():
 def test_a_method_that_does_not_take_its_arguments_is_refused(kind, problem):
     with pytest.raises(UserError, match=f"^environment.name={__name__}:{kind.__name__}: {problem}$"):
         find_environment(f"{__name__}:{kind.__name__}")
+
+
+def test_a_decorator_may_pass_a_method_more_than_it_gets():
+    assert find_environment(f"{__name__}:WithClient") is WithClient
 
 
 def test_clients_in_other_processes_find_the_endpoint_in_variables():

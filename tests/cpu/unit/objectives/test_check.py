@@ -15,6 +15,7 @@ from trainer.errors import UserError
 from trainer.objectives.check import check_functions, user_options
 
 FUNCTIONS = """
+import functools
 import torch
 from trainer.algorithms import ADVANTAGES, POLICY_LOSSES
 
@@ -47,6 +48,16 @@ def bare(logprobs, old_logprobs, advantages, mask, *, aggregation, totals):
 def reading(logprobs, old_logprobs, advantages, mask, ref_logprobs, *, group_ids, values, returns, beta=0.1, **_):
     margin = logprobs.sum() - ref_logprobs.sum() + (values - returns).sum()
     return beta * margin, {"groups": torch.tensor(float(len(group_ids.unique())))}
+
+def averaged(losses):
+    @functools.wraps(losses)
+    def loss(*arrays, aggregation, totals):
+        return losses(*arrays).sum() / totals.tokens, {}
+    return loss
+
+@averaged
+def decorated(logprobs, old_logprobs, advantages, mask):
+    return -logprobs * advantages * mask
 
 def numbers(logprobs, old_logprobs, advantages, mask, *, aggregation, totals):
     return logprobs.sum(), {"share": 0.5}
@@ -83,6 +94,7 @@ def own_functions(tmp_path, monkeypatch) -> None:
     [
         {},
         {"advantage_estimator": "own_functions:scaled", "options": {"scale": 3}},
+        {"policy_loss": "own_functions:decorated"},
         {"policy_loss": "own_functions:open_to_any", "options": {"whatever": 3}},
         {"policy_loss": "own_functions:open_to_any", "aggregation": "seq_mean_token_sum"},
         {"advantage_estimator": "own_functions:needs_values"},
