@@ -49,7 +49,8 @@ def available_bytes(root: str = "/") -> int | None:
             words = [*_words(group / limit)[:1], *_words(group / usage)[:1]]
             if len(words) == 2 and all(word.isdigit() for word in words):
                 stat = _numbers(group / "memory.stat")
-                cache = stat.get("total_inactive_file", stat.get("inactive_file", 0))  # the kernel frees it first
+                lists = ("inactive_file", "active_file")  # files read once, and more often: the kernel frees both
+                cache = sum(stat.get(f"total_{name}", stat.get(name, 0)) for name in lists)
                 free.append(max(0, int(words[0]) - int(words[1]) + cache))
     return min(free, default=None)
 

@@ -83,7 +83,7 @@ def test_affinity_counts():
             {
                 "job/memory.max": "1000000",
                 "job/memory.current": "700000",
-                "job/memory.stat": "anon 5\nfile 50000\ninactive_file 40000",
+                "job/memory.stat": "anon 5\nfile 50000\ninactive_file 30000\nactive_file 10000",
                 "job/step/memory.max": "2000000",
                 "job/step/memory.current": "600000",
             },
@@ -94,7 +94,7 @@ def test_affinity_counts():
             {
                 "memory/memory.limit_in_bytes": "1000000",
                 "memory/memory.usage_in_bytes": "700000",
-                "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 50000",
+                "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 40000\ntotal_active_file 10000",
             },
             350_000,
         ),
