@@ -20,10 +20,10 @@ def failpoint(name: str) -> None:
     points = os.environ.get("TRAINER_FAILPOINT")
     if not points:
         return
-    for point in points.split(";"):
-        wanted, nth, path = point.rsplit(",", 2)
-        if name == wanted and next(_passed[name]) == int(nth):
-            with open(path, "w"):
-                pass
-            while os.path.exists(path):
-                time.sleep(0.05)
+    wanted = [point.rsplit(",", 2) for point in points.split(";")]
+    paths = {int(nth): path for point, nth, path in wanted if point == name}
+    if paths and (path := paths.get(next(_passed[name]))) is not None:
+        with open(path, "w"):
+            pass
+        while os.path.exists(path):
+            time.sleep(0.05)

@@ -34,6 +34,16 @@ def test_a_process_waits_at_the_nth_call_until_the_file_is_deleted(tmp_path):
     assert process.communicate(timeout=300)[0] == "a\na\n"
 
 
+def test_a_process_waits_at_several_calls_of_one_failpoint(tmp_path):
+    first, third = tmp_path / "first", tmp_path / "third"
+    process = start(f"a,3,{third};a,1,{first}")
+    for file, lines in ((first, ""), (third, "aba")):
+        wait_until(file.exists)
+        assert [process.stdout.readline() for _ in lines] == [f"{name}\n" for name in lines]
+        file.unlink()
+    assert process.communicate(timeout=300)[0] == "a\n"
+
+
 def test_other_failpoints_are_passed(tmp_path, monkeypatch):
     monkeypatch.setenv("TRAINER_FAILPOINT", f"another,1,{tmp_path}/reached")
     failpoint("one")
