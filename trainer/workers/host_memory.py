@@ -165,6 +165,7 @@ class HostCopy:
         part = self._parts.get(tensor.untyped_storage()._cdata)
         view = torch.empty(0, dtype=tensor.dtype)
         if part is None:
+            assert not tensor.numel(), "a tensor has no copy"
             return view.new_empty(tensor.shape)
         return view.set_(part.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
