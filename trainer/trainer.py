@@ -297,7 +297,7 @@ class Trainer:
             self.load_checkpoint()
         self.saves.begun = None  # a later step has gone with the history that is given up
         self.journal.remove_after(self.state.step)
-        self.tracker.rewind(self.state.step)
+        self.tracker.rewind(self.state.step, self.directory.lacks_validation())
         self.transcripts.rewind(self.state.step)
         self._begin_checks()
         self.source.publish(version=self.state.step + 1)

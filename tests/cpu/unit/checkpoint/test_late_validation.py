@@ -19,7 +19,7 @@ from trainer.checkpoint.choice import choose_checkpoint
 from trainer.checkpoint.inspection import describe_all
 from trainer.checkpoint.manifest import read
 from trainer.checkpoint.store import open_store
-from trainer.config import Config
+from trainer.config import Config, SinkConfig
 from trainer.jobs import _is_finished
 from trainer.process import time_limits
 from trainer.process.signals import NoServerStopped, Stopped
@@ -137,7 +137,8 @@ def test_the_checkpoint_has_its_score_and_carries_the_metrics_also_after_a_kill(
     assert metrics(tmp_path / "run") == logged and (tmp_path / "run/validation/step_5.jsonl").exists()
 
 
-def test_a_run_that_goes_back_to_the_checkpoint_knows_its_score(tmp_path, model):
+@pytest.mark.parametrize("is_added", [True, False])
+def test_a_run_that_goes_back_to_the_checkpoint_knows_its_score(tmp_path, model, is_added):
     cfg = config(tmp_path, max_ckpts_to_keep=10)
     with pytest.raises(Stopped):
         train(cfg, model, best=2, waits_in=2)
@@ -147,7 +148,10 @@ def test_a_run_that_goes_back_to_the_checkpoint_knows_its_score(tmp_path, model)
         shutil.rmtree(tmp_path / f"run/checkpoints/global_step_{step}")
     lines = [{**row, "policy/loss": row["policy/loss"] + (row["step"] == 4)} for row in logged]
     (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if not is_added:  # the store did not answer, so the run validates once more
+        os.remove(tmp_path / "run/checkpoints/global_step_2" / late_validation.NAME)
     cfg.trainer.on_resume_mismatch = "fallback"
+    cfg.logger.sink = SinkConfig(name=f"{__name__}:Steps")
     with RunDirectory(cfg).open() as directory:
         trainer = toy_trainer(cfg, directory, model)
         trainer.evaluator = Evaluator(trainer, 2, None)
@@ -155,6 +159,7 @@ def test_a_run_that_goes_back_to_the_checkpoint_knows_its_score(tmp_path, model)
             trainer.fit()
         assert directory.continued.step == 2, "it resumes from step 3, and goes back"
     assert trainer.state.best == {"step": 2, "val/accuracy": 0.9}
+    assert Steps.logged == [(step, True) for step in range(1, 6)]
     assert comparable(metrics(tmp_path / "run")) == comparable(logged)
 
 
