@@ -34,9 +34,10 @@ _DEFAULT_TOKENS = 256
 """Longest answer to a person who does not say how long it may be."""
 _MOST_STOPS = 4
 _UNSUPPORTED = (
-    *("audio", "best_of", "echo", "frequency_penalty", "functions", "logit_bias", "logprobs", "min_p", "modalities"),
-    *("presence_penalty", "prompt_logprobs", "repetition_penalty", "response_format", "suffix", "tools"),
-    "top_logprobs",
+    *("allowed_token_ids", "audio", "bad_words", "best_of", "echo", "frequency_penalty", "functions", "ignore_eos"),
+    *("include_stop_str_in_output", "logit_bias", "logprobs", "min_p", "min_tokens", "modalities", "presence_penalty"),
+    *("prompt_logprobs", "repetition_penalty", "response_format", "stop_token_ids", "structured_outputs", "suffix"),
+    *("tools", "top_logprobs"),
 )
 """Fields that would change the answer, and that this server does not support."""
 _NEUTRAL = {"best_of": 1, "repetition_penalty": 1, "response_format": {"type": "text"}}

@@ -58,6 +58,8 @@ REFUSED = [
     ({"n": 2}, "leave out `n`"),
     ({"logprobs": 1}, "does not support `logprobs`; leave it out"),
     ({"best_of": 4}, "does not support `best_of`"),
+    ({"stop_token_ids": [7]}, "does not support `stop_token_ids`"),
+    ({"min_tokens": 5}, "does not support `min_tokens`"),
     *(({"stop": stop}, "`stop` is a text, or a list of up to 4") for stop in (3, [""], ["a"] * 5)),
     *(({"max_tokens": tokens}, "`max_tokens` is at least 1") for tokens in (0, -3)),
     ({"prompt": [1] * 400}, "the prompt is too long"),
