@@ -24,7 +24,7 @@ class UserError(ValueError):
 class TrialError(UserError):
     """Rewards or an environment fail when they are tried before anything expensive starts.
 
-    A service that they ask may be down, so it is a warning for a run that has trained with them.
+    A service that they ask may be down, so it is a warning for a run that has trained before.
     """
 
 

@@ -55,7 +55,7 @@ def run_task(task: Task, device: str, early: Early = None) -> None:
             if directory.continued is None:
                 raise
             for sentence in sentences_of(error):
-                LOG.warning("%s; the run continues, because it has trained with it", sentence)
+                LOG.warning("%s; the run continues, because it has trained before", sentence)
         with contextlib.ExitStack() as ends:
             server = None
             if (port := cfg.logger.prometheus_port) is not None:

@@ -40,7 +40,7 @@ _UNSUPPORTED = (
     *("tools", "top_logprobs"),
 )
 """Fields that would change the answer, and that this server does not support."""
-_NEUTRAL = {"best_of": 1, "repetition_penalty": 1, "response_format": {"type": "text"}}
+_NEUTRAL = {"best_of": 1, "modalities": ["text"], "repetition_penalty": 1, "response_format": {"type": "text"}}
 
 
 class _AbortedError(Exception):
@@ -170,7 +170,10 @@ class TransformersServer:
         body = {name: value for name, value in body.items() if value is not None}  # `null` leaves a field out
         if body.get("stream"):
             raise ValueError("the transformers engine streams nothing; leave out `stream`")
-        if refused := [name for name in _UNSUPPORTED if body.get(name) and body[name] != _NEUTRAL.get(name)]:
+        wanted = {name for name in _UNSUPPORTED if body.get(name) and body[name] != _NEUTRAL.get(name)}
+        if body.get("logprobs") is not False and "logprobs" in body:  # 0 asks for those of the sampled tokens
+            wanted.add("logprobs")
+        if refused := sorted(wanted):
             raise ValueError(f"the transformers engine does not support `{refused[0]}`; leave it out")
         if body.get("n", 1) != 1:
             raise ValueError("the transformers engine gives one answer to a request; leave out `n`")

@@ -110,7 +110,7 @@ def test_a_run_ends_when_its_rewards_fail_and_continues_when_they_work(directory
     continued = run_forked_job(*JOB, "trainer.run_name=ended", cwd=directory)
     assert continued.returncode == 0, continued.stderr
     assert "WARNING: reward.name=mine:rank: fails for the first 3 rows" in continued.stdout + continued.stderr
-    assert "the run continues, because it has trained with it" in continued.stdout + continued.stderr
+    assert "the run continues, because it has trained before" in continued.stdout + continued.stderr
     monkeypatch.delenv("FAILS_BEFORE")
     whole = run_forked_job(*JOB, "trainer.run_name=whole", cwd=directory)
     assert whole.returncode == 0, whole.stderr

@@ -28,6 +28,7 @@ def test_people_get_models_texts_and_chats(server):
     again = post(server, "/v1/completions", prompt="abc", max_tokens=5, seed=3)
     assert first["choices"] == again["choices"] and first["usage"]["completion_tokens"] <= 5
     neutral = {"top_k": 0, "best_of": 1, "repetition_penalty": 1.0, "presence_penalty": 0, "tools": []}
+    neutral["logprobs"] = False
     assert post(server, "/v1/completions", prompt="abc", max_tokens=5, seed=3, **neutral)["choices"] == first["choices"]
     greedy = {post(server, "/v1/completions", prompt="abc", seed=s, top_k=1)["choices"][0]["text"] for s in (1, 2, 3)}
     assert len(greedy) == 1
@@ -56,6 +57,7 @@ def test_an_answer_ends_before_a_stop(server):
 REFUSED = [
     ({"stream": True}, "streams nothing"),
     ({"n": 2}, "leave out `n`"),
+    ({"logprobs": 0}, "does not support `logprobs`"),
     ({"logprobs": 1}, "does not support `logprobs`; leave it out"),
     ({"best_of": 4}, "does not support `best_of`"),
     ({"stop_token_ids": [7]}, "does not support `stop_token_ids`"),

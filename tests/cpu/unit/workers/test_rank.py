@@ -304,7 +304,7 @@ def test_a_rank_that_runs_out_of_memory_outside_of_its_workers_names_the_snapsho
     cfg = Config()
     cfg.trainer.run_dir, cfg.trainer.offload = str(tmp_path), "all"
     rank: Any = Rank(cfg, 0, 1, "cpu")
-    rank.device, rank.roles["policy"] = "cuda", SimpleNamespace()
+    rank.device, rank.roles["policy"] = "cuda", SimpleNamespace(module=torch.nn.Module())
     rank.saver = SimpleNamespace(reserve=fail, begin=fail, finish=fail, wait_until_staged=fail)
     monkeypatch.setattr(rank, "_onload", lambda roles, optimizer: None)
     arguments = {"prepare_saves": ([],), "begin_save": ([], None)}.get(method, ())
