@@ -134,11 +134,15 @@ def test_a_policy_whose_base_is_the_reference_comes_back_to_score_and_again_afte
     assert copies.to_gpu == 3 * policy.state[0] + policy.state[1] + sum(critic.state)
 
 
-def test_a_reference_that_is_saved_is_on_the_gpu_beside_the_policy(cfg, node):
+def test_a_reference_is_saved_from_the_host_if_its_weights_are_there(cfg, node):
     cfg.algorithm.kl_coef, cfg.algorithm.ref_sync_interval = 0.1, 10
-    plan = make_plan(cfg, node, traced=False)
-    saved = next(p for p in rank_phases(cfg, plan.roles, plan.workload, node.device) if p.name == "save")
-    assert saved.total == sum(sum(role.state) for role in plan.roles)
+    totals = {}
+    for cfg.trainer.offload in ("optimizer", "all"):
+        plan = make_plan(cfg, node, traced=False)
+        phases = rank_phases(cfg, plan.roles, plan.workload, node.device)
+        totals[cfg.trainer.offload] = next(phase.total for phase in phases if phase.name == "save")
+    states = {role.spec.name: sum(role.state) for role in plan.roles}
+    assert totals == {"optimizer": sum(states.values()), "all": states["policy"]} and states["reference"] > 0
 
 
 @pytest.mark.parametrize(("engine", "to_host"), [("vllm", 1), ("transformers", 2)])
