@@ -113,6 +113,11 @@ def is_unreachable(text: str) -> bool:
     return re.search(r"Connect(ion)?\w*Error|ConnectTimeout|gaierror|Connection refused", text) is not None
 
 
+def remedy_of(failure: str, usual: str) -> str:
+    """Return what a user can do about a failure of a reward or an environment: `usual`, or to start a service."""
+    return "start the service that it asks, or correct its address" if is_unreachable(failure) else usual
+
+
 def text_of(error: BaseException) -> str:
     """Return the text of an error, without the number with which an OSError that names no file begins."""
     if isinstance(error, OSError) and error.strerror and error.filename is None:

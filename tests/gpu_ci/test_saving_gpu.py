@@ -39,6 +39,15 @@ def keep_busy(device: str) -> None:
         torch.cuda._sleep(2_000_000_000)
 
 
+def step_behind_kernels(worker: PolicyWorker) -> None:
+    """Queue a step of the optimizer, with random gradients, behind a busy kernel, and do not wait for it."""
+    keep_busy(worker.device)
+    for parameter in worker.module.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    worker.optimizer.step()
+    worker.optimizer.zero_grad()
+
+
 def save_twice_under_load(rank: Rank, path: str, directory: str) -> None:
     rank.build(roles(rank.cfg, ["policy"]), path)
     worker = rank.roles["policy"]
@@ -46,11 +55,7 @@ def save_twice_under_load(rank: Rank, path: str, directory: str) -> None:
     batch = make_batch()
     update(rank, "policy", batch, 1)
     for number in (1, 2):  # the second save writes into the pinned memory of the first
-        keep_busy(rank.device)
-        for parameter in worker.module.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        worker.optimizer.step()  # queued behind the busy kernel, and not waited for
-        worker.optimizer.zero_grad()
+        step_behind_kernels(worker)
         expected = weights(worker)
         files = ShardedFiles(f"{directory}/{number}")
         rank.begin_save(["policy"], files)
@@ -81,24 +86,20 @@ def states(worker: PolicyWorker) -> list[Tensor]:
 
 
 def leave_and_save_under_load(rank: Rank, path: str, directory: str) -> None:
-    """Leave the GPU, come back for a save and leave again, each while kernels are queued."""
+    """Leave the GPU, be saved, return in part and as a whole, each while kernels are queued."""
     rank.build(roles(rank.cfg, ["policy"]), path)
     worker = rank.roles["policy"]
     assert isinstance(worker, PolicyWorker)
     batch = make_batch()
     update(rank, "policy", batch, 1)
     for number in (1, 2):  # all copies use one pinned buffer
-        keep_busy(rank.device)
-        for parameter in worker.module.parameters():
-            parameter.grad = torch.randn_like(parameter)
         worker.before_weights_change()
-        worker.optimizer.step()  # queued behind the busy kernel, and not waited for
-        worker.optimizer.zero_grad()
+        step_behind_kernels(worker)
         expected = states(worker)
         rank.release_memory()
         files = ShardedFiles(f"{directory}/{number}")
         keep_busy(rank.device)
-        rank.begin_save(["policy"], files)  # the states are still on their way back
+        rank.begin_save(["policy"], files)
         keep_busy(rank.device)
         rank.release_memory()
         if rank.device == "cuda":

@@ -11,7 +11,7 @@ from typing import Any
 from trainer.config import EnvironmentConfig
 from trainer.environments.base import check_options
 from trainer.environments.sessions import EnvironmentPool, Session
-from trainer.errors import TrialError, UserError, is_unreachable, one_line
+from trainer.errors import TrialError, UserError, one_line, remedy_of
 from trainer.sandbox.process import run_code
 
 LOG = logging.getLogger(__name__)
@@ -92,9 +92,7 @@ def try_environment(
         LOG.warning("%s: %s", problem, failures[-1])
     else:
         others = f", and for the {len(failures) - 1} after it" if len(failures) > 1 else ""
-        remedy = "`reset` returns the first messages for every row"
-        if is_unreachable(failures[0]):
-            remedy = "start the service that it asks, or correct its address"
+        remedy = remedy_of(failures[0], "`reset` returns the first messages for every row")
         raise TrialError(f"{problem}{others} ({failures[0]}); {remedy}")
 
 

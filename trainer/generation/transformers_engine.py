@@ -207,7 +207,7 @@ class TransformersEngine:
         if stale:
             raise ValueError(f"the engine got no new values for {len(stale)} weights, {stale[0]} among them")
         self._version = version
-        torch.cuda.empty_cache()  # gives back what was received: a rank on the same GPU may save now
+        torch.cuda.empty_cache()  # the rank on the same GPU may need the memory for a save
 
     def set_version(self, version: int) -> None:
         """Set the version of the weights that are loaded."""

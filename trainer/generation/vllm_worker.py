@@ -154,7 +154,7 @@ class Receiver(WeightTransferEngine[SourceInfo, PassInfo]):
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
         repack_tied_head(self.model)
-        torch.cuda.empty_cache()  # gives back what was received: a rank on the same GPU may save now
+        torch.cuda.empty_cache()  # the rank on the same GPU may need the memory for a save
 
     def shutdown(self) -> None:
         pass

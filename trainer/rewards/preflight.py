@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from trainer.config import RewardConfig
-from trainer.errors import TrialError, UserError, is_unreachable
+from trainer.errors import TrialError, UserError, remedy_of
 from trainer.rewards.cache import Result
 from trainer.rewards.scores import aggregate
 from trainer.rewards.scoring import RewardPool
@@ -81,9 +81,7 @@ def _check_failures(
         if failures.first.startswith("took longer than ") or config.max_error_rate == 1:
             LOG.warning("%scompletions: %s", tried, failures.first)
         else:
-            remedy = "a reward gives a number for every completion, 0 for a bad one"
-            if is_unreachable(failures.first):
-                remedy = "start the service that it asks, or correct its address"
+            remedy = remedy_of(failures.first, "a reward gives a number for every completion, 0 for a bad one")
             raise TrialError(f"{tried}completions ({failures.first}); {remedy}")
 
 
