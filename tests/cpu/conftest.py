@@ -25,7 +25,7 @@ os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - with Ray's 15, others 
 sys.addaudithook(process_marks.refuse_processes)
 
 _LIBRARIES = ("AITER_", "KMP_", "LD_LIBRARY_PATH", "NCCL_", "PYTORCH_", "RAY_", "TILELANG_", "TORCH", "TRITON_")
-_SET_FOR_THE_PROCESS = (*_LIBRARIES, "VLLM_", "HF_HUB_", "HYDRA_", "TQDM_", "PYTEST_CURRENT_TEST")
+_SET_FOR_THE_PROCESS = (*_LIBRARIES, "VLLM_", "_TORCHINDUCTOR_", "HF_HUB_", "HYDRA_", "TQDM_", "PYTEST_CURRENT_TEST")
 """Beginnings of variables that libraries set when they are imported, and that a command sets at its start."""
 
 

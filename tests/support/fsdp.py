@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +14,21 @@ Prefetches = dict[str, list[str]]
 
 def prefetches(function: Callable[[], Any]) -> tuple[Prefetches, Prefetches]:
     """The prefetches of the forward pass and of the backward pass of one micro-batch. The whole model's name is ''."""
+    names = _events(function)
+    return _of_pass("forward", names), _of_pass("backward", names)
+
+
+def gathers(function: Callable[[], Any]) -> Counter[str]:
+    """How many times FSDP gathers each unit."""
+    copied = "all_gather_copy_out"
+    return Counter(name.removeprefix(copied).strip(" ()") for name in _events(function) if name.startswith(copied))
+
+
+def _events(function: Callable[[], Any]) -> list[str]:
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         function()
     events = sorted(recorded.events() or (), key=lambda event: event.time_range.start)
-    names = [event.name.removeprefix("FSDP::") for event in events if event.name.startswith("FSDP::")]
-    return _of_pass("forward", names), _of_pass("backward", names)
+    return [event.name.removeprefix("FSDP::") for event in events if event.name.startswith("FSDP::")]
 
 
 def _of_pass(direction: str, names: list[str]) -> Prefetches:

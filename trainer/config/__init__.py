@@ -45,5 +45,6 @@ from trainer.config.training import (
     FSDPConfig,
     LoraConfig,
     OptimizerConfig,
+    ShardingConfig,
 )
 from trainer.config.transports import TransportSpec

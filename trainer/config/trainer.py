@@ -260,6 +260,11 @@ class TrainerConfig(Section):
         if self.min_world_size is not None and not self.layout_size <= self.min_world_size <= self.num_workers:
             problem = f"must be from {self.layout_size} to trainer.num_workers={self.num_workers}"
             raise config_error(config, "trainer.min_world_size", problem)
+        for role in config.roles if self.deterministic else ():
+            if role.sharding.compile:
+                setting = f"{role.setting('sharding')}.compile=True"
+                problem = "what a kernel is compiled to depends on the sizes that a process meets first"
+                raise UserError(f"{setting}: cannot be combined with trainer.deterministic=True: {problem}")
         for key, axis in used.items():
             if axis.attention not in ("", config.model.attn_implementation):
                 raise config_error(config, f"trainer.{key}", f"needs model.attn_implementation={axis.attention}")

@@ -61,8 +61,10 @@ class ShardingConfig(Section):
     param_dtype: str = choice("auto", ("auto", "bfloat16", "float32"), resume="rollouts")
     """Precision of parameters in forward and backward passes: `auto` (bfloat16 on CUDA, float32 on CPU), `bfloat16`
     or `float32`. The optimizer always keeps float32 master weights. bfloat16 is faster on CPUs with matrix units."""
-    reshard_after_forward: bool = setting(True, resume="rounding")
-    """Free a block's gathered parameters after its forward pass (less memory, one more all-gather)."""
+    reshard_after_forward: bool | None = setting(None, resume="rounding")
+    """Free a block's gathered parameters after its forward pass, which takes less memory. An update then gathers them
+    twice for each micro-batch. false: they stay, and are gathered once for a mini-batch. null: false on one GPU without
+    `cpu_offload`, else true."""
     cpu_offload: bool = setting(False, resume="rounding")
     """Keep parameters, gradients and optimizer state in host memory between uses."""
     prefetch: int | None = number(None, at_least=0, resume="rounding")
@@ -70,9 +72,10 @@ class ShardingConfig(Section):
     slower network, and takes the memory of as many blocks. 0: torch decides, which gathers one block ahead, but in
     forward passes as late as it can. null: 1 on CUDA if the weights are sharded over several ranks, else 0."""
     compile: bool | None = setting(None, resume="rounding")
-    """Compile the blocks with `torch.compile`: faster passes, but the first ones wait for the compiler. null: on CUDA
-    without `trainer.context_parallel_size` and `trainer.tensor_parallel_size`; not on CPU. With tensor parallelism
-    true is refused."""
+    """Compile the blocks and the softmax with `torch.compile`: faster passes, but the first ones wait for the compiler.
+    null: on CUDA without `trainer.context_parallel_size`, `trainer.tensor_parallel_size` and `trainer.deterministic`;
+    not on CPU. true is refused with tensor parallelism, and with `trainer.deterministic`: what a kernel is compiled to
+    depends on the sizes that a process meets first."""
 
 
 CHECKPOINTING_OF_BOOL = {"True": "full", "False": "none"}

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from trainer.models.online_softmax import OnlineSoftmax, Slopes, Vocabulary, gradient_of_logits
 from trainer.parallel.collectives import AxisGroup
 from trainer.parallel.packing import index_select
 
@@ -42,42 +42,6 @@ class Head:
     scale: float = 1.0
     softcap: float | None = None
     """None: the logits are `scale z`."""
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """The slice of the vocabulary whose logits this rank computes."""
-
-    first: int = 0
-    axis: AxisGroup | None = None
-    """The ranks that have the other slices. None: this rank has the full vocabulary."""
-
-    def maximum(self, values: Tensor) -> Tensor:
-        """Return the maxima `(n,)` over all ranks of this rank's `values`."""
-        return values if self.axis is None else self.axis.all_reduce_max(values)
-
-    def total(self, *sums: Tensor) -> tuple[Tensor, ...]:
-        """Return sums `(n,)` over the full vocabulary from the sums over this rank's slice."""
-        return sums if self.axis is None else tuple(self.axis.all_reduce(torch.stack(sums)))
-
-    def block(self, start: int) -> Vocabulary:
-        """Return the slice that begins at index `start` of this slice."""
-        return Vocabulary(self.first + start)
-
-    def pick(self, z: Tensor, targets: Tensor) -> Tensor:
-        """Return the entries `(n,)` of the targets. An entry is 0 if its target is in another slice."""
-        columns, is_local = self._columns(z, targets)
-        return z.gather(-1, columns[:, None])[:, 0].where(is_local, 0)
-
-    def add(self, z: Tensor, targets: Tensor, values: Tensor) -> None:
-        """Add values `(n,)` to the entries of the targets that are in this slice."""
-        columns, is_local = self._columns(z, targets)
-        z.scatter_add_(-1, columns[:, None], values.where(is_local, 0)[:, None])
-
-    def _columns(self, z: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        columns = targets - self.first
-        is_local = (columns >= 0) & (columns < z.shape[1])
-        return columns * is_local, is_local
 
 
 _FULL = Vocabulary()
@@ -119,8 +83,20 @@ def set_head(lm: PreTrainedModel) -> bool:
     return head is not None
 
 
+def compile_head(lm: nn.Module) -> None:
+    """Compile what is done to the logits of `lm` if its head computes them in chunks. Call it after `set_head`."""
+    forward = getattr(lm, "forward", None)
+    if isinstance(forward, functools.partial) and forward.func is _chunked_forward:
+        lm.forward = functools.partial(forward, compiled=True)
+
+
 def _chunked_forward(
-    lm: PreTrainedModel, head: Head, input_ids: Tensor, targets: Targets, arguments: dict[str, Any]
+    lm: PreTrainedModel,
+    head: Head,
+    input_ids: Tensor,
+    targets: Targets,
+    arguments: dict[str, Any],
+    compiled: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     states = lm.base_model(input_ids=input_ids, use_cache=False, **arguments).last_hidden_state
     hidden, weight, vocabulary = index_select(states[0], targets.indices), lm.get_output_embeddings().weight, _FULL
@@ -128,7 +104,9 @@ def _chunked_forward(
         axis = AxisGroup.along(weight.device_mesh)
         hidden, weight = axis.all_reduce_grad(hidden), weight.to_local()
         vocabulary = Vocabulary(axis.rank * len(weight), axis)
-    return _ChunkedScores.apply(hidden, weight, targets.ids, head, targets.temperature, targets.entropy, vocabulary)
+    return _ChunkedScores.apply(
+        hidden, weight, targets.ids, head, targets.temperature, targets.entropy, vocabulary, compiled
+    )
 
 
 def _unchunked_forward(
@@ -164,6 +142,7 @@ class _ChunkedScores(torch.autograd.Function):
         temperature: float,
         entropy: str | None,
         vocabulary: Vocabulary = _FULL,
+        compiled: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         n = len(hidden)
         logprobs = hidden.new_empty(n, dtype=_sum_dtype(weight))
@@ -176,7 +155,8 @@ class _ChunkedScores(torch.autograd.Function):
             for block in blocks:
                 z = _logits(hidden[chunk], weight[block], head, temperature, buffer)
                 of_targets = vocabulary.block(block.start).pick(z, targets[chunk])
-                of_block = OnlineSoftmax.of(z, of_targets, entropy is not None)
+                of_block = OnlineSoftmax.of(z, of_targets, entropy is not None, compiled)
+                del z  # before those of the next chunk are computed
                 sums = of_block if sums is None else sums.merged(of_block)
             assert sums is not None
             maximum = vocabulary.maximum(sums.maximum)
@@ -189,7 +169,7 @@ class _ChunkedScores(torch.autograd.Function):
             logprobs[chunk] = of_targets - maximum - total.log()
             normalizers[chunk] = total.log() + maximum
         ctx.save_for_backward(hidden, weight, targets, normalizers, entropies)
-        ctx.options = vocabulary, head, temperature, entropy
+        ctx.options = vocabulary, head, temperature, entropy, compiled
         if entropy is None:
             return logprobs, None
         if entropy != "grad":
@@ -199,7 +179,7 @@ class _ChunkedScores(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, normalizers, entropies = ctx.saved_tensors
-        vocabulary, head, temperature, entropy = ctx.options
+        vocabulary, head, temperature, entropy, compiled = ctx.options
         factor = -head.scale / temperature
         of_logprobs, of_entropies = (None if grad is None else grad * factor for grad in grads)
         dtype = _sum_dtype(weight)
@@ -210,90 +190,37 @@ class _ChunkedScores(torch.autograd.Function):
         buffer = _logits_buffer(chunks, blocks, weight)
         for chunk, block in itertools.product(chunks, blocks):
             z = _logits(hidden[chunk], weight[block], head, temperature, buffer)
-            slope = None if head.softcap is None else 1 - (z * (temperature / head.softcap)).square_()
-            z -= normalizers[chunk, None]  # log p
-            _avoid_denormals(z)
-            if entropy == "grad":
-                p = z.exp()
-                z += entropies[chunk, None]
-                z *= of_entropies[chunk, None]
-                z += of_logprobs[chunk, None]
-                z *= p
-                del p
-            else:
-                z.exp_()
-                z *= of_logprobs[chunk, None]
-            # z is now the gradient without the term of the target.
-            vocabulary.block(block.start).add(z, targets[chunk], -of_logprobs[chunk])
-            if slope is not None:
-                z *= slope
-            d_logits = z.to(weight.dtype)
+            slopes = Slopes(
+                normalizers[chunk],
+                of_logprobs[chunk],
+                entropies[chunk] if entropy == "grad" else None,
+                of_entropies[chunk] if entropy == "grad" else None,
+                None if head.softcap is None else temperature / head.softcap,
+            )
+            of_block = vocabulary.block(block.start)
+            d_logits = gradient_of_logits(z, targets[chunk], of_block, slopes, weight.dtype, compiled)
+            del z
             if d_hidden is not None:
                 _add_product(d_hidden[chunk], d_logits, weight[block])
             if d_weight is not None:
                 _add_product(d_weight[block], d_logits.T, hidden[chunk])
+            del d_logits
         gradients = (None if d is None else d.to(weight.dtype) for d in (d_hidden, d_weight))
-        return *gradients, None, None, None, None, None
-
-
-@dataclass(frozen=True)
-class OnlineSoftmax:
-    """The sums over a slice of the logits `z` that the softmax of n tokens needs. All tensors are `(n,)`."""
-
-    maximum: Tensor
-    """The largest logits."""
-    total: Tensor
-    """Sums of `exp(z - maximum)`."""
-    dot: Tensor | None
-    """Sums of `exp(z - maximum) (z - maximum)`, for the entropy."""
-    of_targets: Tensor
-    """The logits of the targets. 0 where the target is in another slice."""
-
-    @classmethod
-    def of(cls, z: Tensor, of_targets: Tensor, with_dot: bool) -> OnlineSoftmax:
-        """Return the sums over the logits `(n, v)`, which are overwritten."""
-        maximum = z.amax(dim=-1)
-        z -= maximum[:, None]
-        _avoid_denormals(z)
-        if not with_dot:
-            return cls(maximum, z.exp_().sum(dim=-1), None, of_targets)
-        p = z.exp()
-        return cls(maximum, p.sum(dim=-1), z.mul_(p).sum(dim=-1), of_targets)
-
-    def merged(self, other: OnlineSoftmax) -> OnlineSoftmax:
-        """Return the sums over both slices."""
-        maximum = torch.maximum(self.maximum, other.maximum)
-        a, b = self.relative_to(maximum), other.relative_to(maximum)
-        dot = None if a.dot is None or b.dot is None else a.dot + b.dot
-        return OnlineSoftmax(maximum, a.total + b.total, dot, a.of_targets + b.of_targets)
-
-    def relative_to(self, maximum: Tensor) -> OnlineSoftmax:
-        """Return the same sums with `maximum` in place of the largest logits."""
-        lower = self.maximum - maximum
-        factor = lower.exp()
-        dot = None if self.dot is None else factor * (self.dot + lower * self.total)
-        return OnlineSoftmax(maximum, factor * self.total, dot, self.of_targets)
-
-
-def _avoid_denormals(z: Tensor) -> None:
-    """Clamp logarithms in place, so that their exponentials are normal numbers.
-
-    CPUs take thirty times as long for `exp` if the result is a denormal number.
-    """
-    if not z.is_cuda:
-        z.clamp_(min=math.ceil(math.log(torch.finfo(z.dtype).tiny)))
+        return *gradients, None, None, None, None, None, None
 
 
 def logits_at_a_time(rows: int, targets: int, device: str) -> int:
-    """Return how many logits exist at the same time.
+    """Return how many logits exist at the same time; on a GPU, with up to so many targets.
 
     Args:
         rows: tokens of the vocabulary that the rank has.
         targets: tokens whose log-probs are needed.
         device: `cpu` or `cuda`.
     """
+    if device == "cuda":  # the largest chunks are not those of the most targets
+        return min(targets, _most_tokens(rows, device)) * rows
     longest = -(-targets // _count_chunks(targets, rows, device)) if targets else 0
-    return longest * min(rows, rows if device == "cuda" else max(1, _CHUNK_LOGITS // max(longest, 1)))
+    return longest * min(rows, max(1, _CHUNK_LOGITS // max(longest, 1)))
 
 
 def _chunks(n: int, weight: Tensor) -> list[slice]:
@@ -303,8 +230,12 @@ def _chunks(n: int, weight: Tensor) -> list[slice]:
 
 
 def _count_chunks(n: int, rows: int, device: str) -> int:
-    most = max(_CHUNK_TOKENS[device], _CHUNK_LOGITS // rows)
-    return max(1, -(-n // most))
+    return max(1, -(-n // _most_tokens(rows, device)))
+
+
+def _most_tokens(rows: int, device: str) -> int:
+    """Return the most tokens of a chunk."""
+    return max(_CHUNK_TOKENS[device], _CHUNK_LOGITS // rows)
 
 
 def _sum_dtype(weight: Tensor) -> torch.dtype:

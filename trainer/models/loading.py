@@ -25,14 +25,14 @@ from trainer.config import LM, SCORE, FSDPConfig, ModelConfig, RoleSpec
 from trainer.errors import UserError, describe_error, one_line
 from trainer.files.hf_hub import first_line
 from trainer.models.attention import PACKED, set_attention
-from trainer.models.chunked_logprobs import set_head
+from trainer.models.chunked_logprobs import compile_head, set_head
 from trainer.models.critic import CriticModel
 from trainer.models.files import load_config
 from trainer.models.lora import add_adapters, hugging_face_name, initialise_adapters
 from trainer.models.parallel_checks import refuse_axis
 from trainer.models.tensor_parallel import apply_tp
 from trainer.models.untrusted import tensor_shapes
-from trainer.parallel.ac_and_compile import prepare_blocks
+from trainer.parallel.ac_and_compile import compiles_blocks, prepare_blocks
 from trainer.parallel.layout import Layout
 from trainer.parallel.shard import param_dtype, shard_model, transformer_blocks
 
@@ -133,7 +133,10 @@ def _shard_and_fill(
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     if layout.tp_mesh is not None:
         apply_tp(module, backbone, layout.tp_mesh)
-    prepare_blocks(transformer_blocks(module), fsdp, layout)
+    compiled = compiles_blocks(fsdp, device, layout.sizes, torch.are_deterministic_algorithms_enabled())
+    prepare_blocks(transformer_blocks(module), fsdp, compiled)
+    if compiled:
+        compile_head(module)
     shard_model(module, layout.fsdp_mesh, fsdp)
     module.to_empty(device="cpu" if fsdp.cpu_offload else device)
     for name, buffer in module.named_buffers():

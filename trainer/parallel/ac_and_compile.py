@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from trainer.config import FSDPConfig
+from trainer.config import FSDPConfig, ShardingConfig
 from trainer.config.axes import AXES
-from trainer.parallel.layout import Layout
 
 _EXPENSIVE = {
     f"{namespace}::{name}"
@@ -41,12 +40,11 @@ _MAX_GRAPHS = 64
 """Largest number of graphs that torch compiles for one function."""
 
 
-def prepare_blocks(blocks: Sequence[nn.Module], config: FSDPConfig, layout: Layout) -> None:
-    """Replace the `forward` of each block, in place, as the config requires.
+def prepare_blocks(blocks: Sequence[nn.Module], config: FSDPConfig, compiled: bool) -> None:
+    """Replace the `forward` of each block, in place, as the config requires. `compiled`: see `compiles_blocks`.
 
     Call it before `fully_shard`, whose hooks stay outside the new `forward`. Names in the state dict do not change.
     """
-    compiled = compiles_blocks(config, layout.device, layout.sizes)
     if compiled:
         # Graphs differ by role, by whether gradients are computed, and by type of layer. Above the limit, torch would
         # stop compiling without an error.
@@ -56,15 +54,18 @@ def prepare_blocks(blocks: Sequence[nn.Module], config: FSDPConfig, layout: Layo
         block.forward = torch.compile(forward, dynamic=True) if compiled else forward
 
 
-def compiles_blocks(config: FSDPConfig, device: str, sizes: Mapping[str, int]) -> bool:
+def compiles_blocks(config: ShardingConfig, device: str, sizes: Mapping[str, int], deterministic: bool) -> bool:
     """Return whether blocks on `device` (`cpu` or `cuda`) are compiled.
 
     Args:
         sizes: sizes of the layout's axes.
+        deterministic: `trainer.deterministic`.
     """
-    if config.compile is None:
-        return device == "cuda" and all(size == 1 for name, size in sizes.items() if AXES[name].joins_blocks)
-    return config.compile
+    if config.compile is not None:
+        return config.compile
+    # What a kernel is compiled to depends on the sizes that a process has met first, which a resume changes.
+    alone = all(size == 1 for name, size in sizes.items() if AXES[name].joins_blocks)
+    return device == "cuda" and alone and not deterministic
 
 
 def recomputed(forward: Callable[..., Any], mode: str) -> Callable[..., Any]:

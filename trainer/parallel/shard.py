@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from trainer.config import FSDPConfig
+from trainer.config import FSDPConfig, ShardingConfig
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -25,9 +25,10 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig) -> None:
     The model may be on the meta device. Parameters stay float32, because they are the optimizer's master weights. The
     mixed-precision policy casts them for forward and backward.
     """
+    shards = mesh.size(mesh.ndim - 1)
     options = {
         "mesh": mesh,
-        "reshard_after_forward": config.reshard_after_forward,
+        "reshard_after_forward": frees_after_forward(config, mesh.device_type, shards),
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=param_dtype(config.param_dtype, mesh.device_type),
             reduce_dtype=_DTYPES[config.reduce_dtype],
@@ -40,9 +41,24 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig) -> None:
     for block in blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
-    depth = prefetch_depth(config, mesh.device_type, mesh.size(mesh.ndim - 1))
+    depth = prefetch_depth(config, mesh.device_type, shards)
     if depth > 0:
         _prefetch(model, blocks, depth)
+
+
+def frees_after_forward(config: ShardingConfig, device: str, shards: int) -> bool:
+    """Return whether a block's gathered parameters are freed after its forward pass, and after each backward pass.
+
+    One rank has nothing to gather, but FSDP copies each parameter. On a GPU that takes as long as the products of a
+    small model, and the copies are small beside the optimizer's state.
+
+    Args:
+        device: `cpu` or `cuda`.
+        shards: number of ranks over which a parameter is sharded.
+    """
+    if config.reshard_after_forward is not None:
+        return config.reshard_after_forward
+    return device == "cpu" or shards > 1 or config.cpu_offload
 
 
 def prefetch_depth(config: FSDPConfig, device: str, shards: int) -> int:

@@ -131,8 +131,8 @@ _REACHED_BY_GPUS = 0.40
 """Share of the peak FLOP/s. CPU: of products in updates of a model with 384 hidden dimensions beside those of large
 squares, without the time of the bytes of their factors and results, which counts apart like the rest of a pass;
 measured on one core with AVX-512 and its products of bfloat16, in processor time of each operator. GPU: of whole
-passes, what published runs of dense models with FSDP2 at 8k to 65k tokens reach (0.35 to 0.45). Measured: 0.446 on an
-H100, in the log-prob pass of a model with 1.7B parameters and 16,384 tokens."""
+passes, what published runs of dense models with FSDP2 at 8k to 65k tokens reach (0.35 to 0.45). Measured on an H100
+with a model of 1.7B parameters and 16,384 tokens: 0.449 in the log-prob pass, 0.408 in the update."""
 _REACHED_WITH_EXPERTS = 0.15
 """The same of GPUs for models with experts. Published: 0.15 for GPT-OSS 120B in bfloat16 on 64 H100 (153 TFLOP/s), 0.10
 on 64 B200 (NVIDIA Megatron Bridge, "Performance", 25.11), and 0.135 to 0.21 for DeepSeek-V3 16B with FSDP2 and torch's
@@ -150,6 +150,12 @@ that a causal mask leaves. Measured like the products: torch's kernel computes m
 bfloat16."""
 REACHED_BANDWIDTH = 0.7
 """Share of the bandwidth of links and memory that collectives, copies and decoding reach."""
+GPU_BLOCK_S = {"scores": 2.1e-3, "update": 4.5e-3}
+"""The least seconds of a block in a pass without gradients, and in forward and backward pass, because Python starts the
+kernels. Taken from a profile on an H100 whose host has slow cores, with Qwen3-0.6B in micro-batches of 8,448 tokens:
+112 blocks took 0.363 s and 0.81 s with `GPU_GATHER_S`, and their kernels 0.15 s and 0.48 s."""
+GPU_GATHER_S = 1.1e-3
+"""The same of gathering a block. In that profile it was a third of the time of a pass without gradients."""
 CPU_BLOCK_S = {"alone": 4e-3, "shards": 5e-3, "tp": 1e-2}
 """Seconds of Python and of hooks in a block's forward and backward pass on CPU: on one rank, and more if FSDP2 shards
 the block, or with tensor parallelism. Measured with six blocks of 64 hidden dimensions, where nothing else counts."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from trainer.cluster.resources import rank_groups
-from trainer.config import Config, FSDPConfig
-from trainer.config.axes import AXES
+from trainer.config import Config, FSDPConfig, RoleSpec
+from trainer.config.axes import AXES, axis_sizes
+from trainer.parallel.shard import frees_after_forward
 from trainer.plan.engines import most_engines
 from trainer.plan.hardware import Cluster
 from trainer.plan.model_shape import shape_of
@@ -150,6 +152,7 @@ def levers(cfg: Config, cluster: Cluster, colocate: bool) -> list[Lever]:
     to_host = {f"{role.section}.fsdp.cpu_offload": True for role in sections if not role.sharding.cpu_offload}
     stays = {f"{role.section}.fsdp.cpu_offload": False for role in sections if role.sharding.cpu_offload}
     if not on_cpu:
+        found.append(_sparing_host(_freeing(cfg, sections)))
         found += [Lever((change,), lightest) for change, lightest in ((to_host, to_host), (stays, {})) if change]
     return [lever for lever in found if lever.options]
 
@@ -163,6 +166,14 @@ def _offload(cfg: Config, colocate: bool) -> Lever:
 def _sparing_host(options: Iterator[Change]) -> Lever:
     found = tuple(options)
     return Lever(found, found[-1] if found else {}, spares_host=True)
+
+
+def _freeing(cfg: Config, roles: Sequence[RoleSpec]) -> Iterator[Change]:
+    sizes = axis_sizes(cfg.trainer, cfg.trainer.num_workers)
+    shards = math.prod(size for name, size in sizes.items() if AXES[name].shards_weights)
+    kept = [role.section for role in roles if not frees_after_forward(role.sharding, "cuda", shards)]
+    if kept:
+        yield {f"{section}.fsdp.reshard_after_forward": True for section in kept}
 
 
 def _recomputations(cfg: Config) -> Iterator[Change]:

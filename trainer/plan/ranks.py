@@ -10,7 +10,8 @@ import torch
 
 from trainer.config import Config, FSDPConfig, RoleSpec
 from trainer.config.axes import AXES
-from trainer.parallel.shard import prefetch_depth
+from trainer.parallel.ac_and_compile import compiles_blocks
+from trainer.parallel.shard import frees_after_forward, prefetch_depth
 from trainer.plan.activations import Activations, Row, head_bytes, trace
 from trainer.plan.hardware import CONTEXT_BYTES, FRAGMENTATION, Device
 from trainer.plan.model_shape import ModelShape, forward_dtype, shape_of
@@ -69,10 +70,17 @@ class PlannedRole:
     """Updates compute entropies."""
     cp: int = 1
     """Ranks that have a slice of each micro-batch."""
+    compiled: bool = False
+    """Blocks and softmax are compiled."""
 
     @property
     def fsdp(self) -> FSDPConfig:
         return self.spec.sharding  # type: ignore[return-value]
+
+    @property
+    def frees_gathered(self) -> bool:
+        """What FSDP2 has gathered is freed after a block's pass."""
+        return frees_after_forward(self.spec.sharding, self.device, self.shards)
 
     @property
     def is_on_host(self) -> bool:
@@ -104,7 +112,7 @@ class PlannedRole:
 
     def gathered(self, blocks: float) -> int:
         """Return the bytes of the unit around the blocks, and of this number of blocks, put together."""
-        every = self.model.blocks if not self.spec.sharding.reshard_after_forward else blocks
+        every = blocks if self.frees_gathered else self.model.blocks
         return int(self.itemsize * (self.model.numel(-1) + min(every, self.model.blocks) * self._block()))
 
     def ahead(self) -> int:
@@ -136,6 +144,7 @@ class PlannedRole:
             model.numel(-1, trained=True) > 0,
             self.entropy,
             self.cp,
+            self.compiled,
         )
         of_head = self.itemsize * min(model.head_rows * width, model.numel(-1, trained=True))
         of_block, of_rest = self._block(trained=True), model.numel(-1, trained=True)
@@ -194,7 +203,10 @@ def plan_role(
     itemsize = torch.finfo(forward_dtype(spec, device)).bits // 8
     update = activations(rows[0], True) if spec.trained else None
     scores = activations(rows[1], False)
-    return PlannedRole(spec, model, itemsize, shards, update, scores, rows, device, cfg.task.generates, sizes["cp"])
+    compiled = compiles_blocks(spec.sharding, device, sizes, cfg.trainer.deterministic)
+    return PlannedRole(
+        spec, model, itemsize, shards, update, scores, rows, device, cfg.task.generates, sizes["cp"], compiled
+    )
 
 
 def rank_phases(cfg: Config, roles: Sequence[PlannedRole], workload: Workload, device: Device) -> list[Phase]:

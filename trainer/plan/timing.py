@@ -23,6 +23,8 @@ from trainer.plan.hardware import (
     CPU_BLOCK_S,
     CPU_COMPLETION_S,
     CPU_GROUP_S,
+    GPU_BLOCK_S,
+    GPU_GATHER_S,
     LATENCY_S,
     LOGIT_BYTES,
     OPTIMIZER_BYTES,
@@ -160,7 +162,7 @@ class _Passes:
         """
         blocks, attention, head = self.forward_flops(tokens)
         if not self.cluster.device.is_cpu:
-            return passes * (blocks + attention + head) / self.speed
+            return max(passes * (blocks + attention + head) / self.speed, self._host_seconds(tokens, passes, trained))
         device, role, row = self.cluster.device, self.role, self.role.rows[0 if trained else 1]
         products = passes * (blocks + head) + trained * head  # a backward pass computes logits again
         traced = role.update if trained else role.scores
@@ -175,6 +177,14 @@ class _Passes:
         calls = w.micro_batches(tokens) * block + groups * CPU_GROUP_S
         calls *= (role.model.blocks + CPU_AROUND_BLOCKS) * passes / 3
         return products / self.speed + slow + moved / (REACHED_BANDWIDTH * device.bandwidth) + calls
+
+    def _host_seconds(self, tokens: float, passes: float, trained: bool) -> float:
+        """Return the least seconds of passes on a GPU: those in which Python starts their kernels."""
+        count = self.workload.micro_batches(tokens)
+        gathers = (2 if trained else 1) * count if self.role.frees_gathered else 1
+        started = GPU_BLOCK_S["update"] * passes / 3 if trained else GPU_BLOCK_S["scores"]
+        each = count * started + gathers * GPU_GATHER_S
+        return self.role.model.blocks * each
 
     def _moved_by_head(self, flops: float, trained: bool) -> float:
         """Return the bytes that the output layer moves on CPU, whose forward pass has so many FLOPs.
@@ -205,7 +215,8 @@ class _Passes:
         """Return the seconds of a pass without gradients over `tokens` tokens."""
         count = self.workload.micro_batches(tokens)
         compute = self._computation(tokens, 1, trained=False)
-        traffic = count * self._gather(1) + self._copied(count, 0)
+        gathers = count if self.role.frees_gathered else 1
+        traffic = self._gather(gathers) + self._copied(gathers, 0)
         return self._overlapped(compute, traffic) + self._joined(tokens, 1)
 
     def optimizer_step(self, tokens: float) -> float:
@@ -215,9 +226,9 @@ class _Passes:
         again = RECOMPUTED[role.spec.sharding.activation_checkpointing]
         passes = 2 + again + role.model.trained / role.model.total
         compute = self._computation(tokens, passes, trained=True)
-        gathers = 2 if role.spec.sharding.reshard_after_forward else 1
+        gathers = 2 * count if role.frees_gathered else 1
         reduced = count if role.spec.sharding.reduce_gradients == "micro_batch" else 1
-        traffic = count * self._gather(gathers) + reduced * self._reduce() + self._copied(count * gathers, reduced)
+        traffic = self._gather(gathers) + reduced * self._reduce() + self._copied(gathers, reduced)
         states = role.model.shard(role.shards, trained=True) * OPTIMIZER_BYTES
         optimizer = states / (REACHED_BANDWIDTH * self.cluster.device.bandwidth)
         if self.host is not None:

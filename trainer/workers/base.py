@@ -28,7 +28,7 @@ from trainer.objectives.base import GROUP, LossResult, Objective, Outputs
 from trainer.parallel.batching import MicroBatch, RankUpdate, take_rows
 from trainer.parallel.layout import Layout
 from trainer.parallel.rng import capture_rng, restore_rng
-from trainer.parallel.shard import reshard
+from trainer.parallel.shard import frees_after_forward, reshard
 from trainer.parallel.shares import Limits, Part, Share
 from trainer.process.tracing import TRACER
 from trainer.workers.async_saver import StateFiles
@@ -78,6 +78,8 @@ class ModelWorker:
         self.max_tokens = tokens if can_pack(module) else 1  # 1: one sequence per micro-batch
         self.shares_prompts = config.share_prefixes and can_share_prefixes(module)
         self.quadratic = quadratic_cost(module)
+        shards = layout.fsdp_mesh.size(layout.fsdp_mesh.ndim - 1)
+        self.frees_each_micro_batch = frees_after_forward(spec.sharding, layout.device, shards)
         self.before_weights_change = before_weights_change
 
     def limits(self) -> tuple[int, Limits]:
@@ -105,6 +107,8 @@ class ModelWorker:
                 values = function(micro_batch)
                 if micro_batch.rows and self.layout.is_first_of_dp_rank:
                     results.append((share.rows[micro_batch.rows], values.float().cpu().numpy()))
+        if not self.frees_each_micro_batch:
+            reshard(self.module)
         return stack_rows(results)
 
     def num_parameters(self) -> tuple[int, int]:
@@ -283,6 +287,7 @@ class TrainedWorker(ModelWorker):
             last = i == len(plan) - 1
             self.module.set_requires_gradient_sync(last or self.reduces_each_micro_batch)
             self.module.set_is_last_backward(last)
+            self.module.set_reshard_after_backward(last or self.frees_each_micro_batch)
             micro_batch = take()
             if micro_batch.rows and self.layout.is_first_of_dp_rank:
                 self.tokens_computed += micro_batch.packing.tokens

@@ -32,6 +32,10 @@ CONTRADICTIONS = [
         ["trainer.num_workers=2", "trainer.tensor_parallel_size=2", "trainer.policy.fsdp.compile=true"],
         "trainer.policy.fsdp.compile=True: cannot be combined with trainer.tensor_parallel_size: torch 2.13 fails",
     ),
+    (
+        ["trainer.deterministic=true", "trainer.reference.fsdp.compile=true", "algorithm.kl_coef=0.1"],
+        "trainer.reference.fsdp.compile=True: cannot be combined with trainer.deterministic=True: what a kernel is",
+    ),
     *(
         (
             [

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
-from tests.support.fsdp import in_order, prefetches
+from tests.support.fsdp import gathers, in_order, prefetches
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
 from tests.support.training import GROUPS, config, make_batch, update
 from trainer.config import FSDPConfig, TinyConfig
 from trainer.models.tiny import build_tiny
-from trainer.parallel.shard import prefetch_depth
+from trainer.parallel.shard import frees_after_forward, prefetch_depth
 from trainer.workers.rank import Rank
 
 LAYERS = [f"model.layers.{i}" for i in range(4)]
@@ -42,6 +43,55 @@ def test_prefetching_follows_the_order_of_execution_with_the_same_bits(tmp_path)
         (metrics, weights), (expected_metrics, expected_weights) = run["result"], runs[0]["result"]
         assert metrics == expected_metrics
         assert all(map(torch.equal, weights, expected_weights))
+
+
+def count_gathers(rank: Rank, path: str) -> dict[str, Any]:
+    """A pass without gradients and an update of three micro-batches in one mini-batch, twice."""
+    rank.build(roles(rank.cfg, ["policy"]), path)
+    worker, batch, found = rank.roles["policy"], make_batch(), {"scores": [], "update": [], "metrics": []}
+    for step in (1, 2):
+        found["scores"].append(gathers(lambda: rank.score("policy", "logprobs", batch)))
+        left = any(not isinstance(parameter, DTensor) for parameter in worker.module.parameters())
+        update_once = lambda step=step: found["metrics"].append(update(rank, "policy", batch, step))  # noqa: E731
+        found["update"].append(gathers(update_once))
+        found.setdefault("left", []).append(left)
+    return {**found, "weights": [p.full_tensor() for p in worker.module.parameters()]}
+
+
+def test_weights_that_stay_are_gathered_once_for_all_micro_batches(tmp_path):
+    build_tiny(TinyConfig(hidden_size=32, intermediate_size=64, num_layers=2, seed=3), str(tmp_path))
+    cfg = config(mini_batch_size=GROUPS, max_tokens_per_micro_batch=100)
+    runs = {}
+    for frees in (True, False):
+        cfg.trainer.policy.fsdp = FSDPConfig(reshard_after_forward=frees)
+        runs[frees] = run_ranks(2, count_gathers, str(tmp_path), cfg=cfg)[0]
+    freed, kept = runs[True], runs[False]
+    for block in LAYERS[:2]:
+        for scores, updated, again, once in zip(
+            freed["scores"], freed["update"], kept["scores"], kept["update"], strict=True
+        ):
+            micro_batches = scores[block]
+            assert micro_batches > 1 and updated[block] == 2 * micro_batches
+            assert again[block] == once[block] == 1
+    assert kept["left"] == [False, False]  # engines and other roles get the memory after a pass
+    assert kept["metrics"] == freed["metrics"]
+    assert all(map(torch.equal, kept["weights"], freed["weights"]))
+
+
+@pytest.mark.parametrize(
+    "setting, device, shards, offload, expected",
+    [
+        (None, "cuda", 1, False, False),
+        (None, "cuda", 1, True, True),
+        (None, "cuda", 2, False, True),
+        (None, "cpu", 1, False, True),
+        (True, "cuda", 1, False, True),
+        (False, "cuda", 8, False, False),
+    ],
+)
+def test_only_one_gpu_keeps_what_it_has_gathered(setting, device, shards, offload, expected):
+    config = FSDPConfig(reshard_after_forward=setting, cpu_offload=offload)
+    assert frees_after_forward(config, device, shards) is expected
 
 
 @pytest.mark.parametrize(

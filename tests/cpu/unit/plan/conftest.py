@@ -8,6 +8,7 @@ import pytest
 from transformers import AutoConfig
 
 from trainer.config import Config, compose
+from trainer.plan import timing
 from trainer.plan.hardware import DEVICES, Cluster, Device
 
 
@@ -62,3 +63,10 @@ def cfg() -> Config:
             "rollout.max_response_tokens=512",
         ]
     )
+
+
+@pytest.fixture
+def fast_host(monkeypatch) -> None:
+    """A host that starts kernels in no time, so that small passes take as long as what they compute or copy."""
+    monkeypatch.setattr(timing, "GPU_BLOCK_S", dict.fromkeys(timing.GPU_BLOCK_S, 0.0))
+    monkeypatch.setattr(timing, "GPU_GATHER_S", 0.0)

@@ -6,12 +6,18 @@ import dataclasses
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from benchmarks.memory import allocator_peak
-from trainer.config import Config, TinyConfig, policy_role
+from trainer.config import Config, FSDPConfig, TinyConfig, policy_role
 from trainer.config.axes import AXES
+from trainer.models.attention import packing_arguments, set_attention
 from trainer.models.chunked_logprobs import Head, Targets, _ChunkedScores
 from trainer.models.tiny import tiny_config
+from trainer.parallel.ac_and_compile import prepare_blocks
+from trainer.parallel.packing import Packing
+from trainer.parallel.shard import transformer_blocks
 from trainer.plan.activations import Row, head_bytes, trace
 
 ALONE = dict.fromkeys(AXES, 1)
@@ -21,7 +27,7 @@ SHARED = Row((256,) * 4, (0, 64, 64, 64), 768)
 
 def config(**tiny) -> Config:
     cfg = Config()
-    cfg.model.tiny = TinyConfig(hidden_size=128, intermediate_size=384, **{"num_layers": 6, **tiny})
+    cfg.model.tiny = TinyConfig(**{"hidden_size": 128, "intermediate_size": 384, "num_layers": 6, **tiny})
     return cfg
 
 
@@ -98,3 +104,47 @@ def test_the_output_layer_takes_what_is_computed(rows, dtype):
 
 def test_a_value_head_takes_next_to_nothing():
     assert head_bytes(0, 64, ROW, 4, "cpu", True) == (0, 0)
+
+
+def saved_by(mode: str, row: Row, cfg: Config) -> int:
+    """The bytes that a forward pass of compiled blocks in bfloat16 leaves for the backward pass, without weights."""
+    shape = tiny_config(cfg.model.tiny)
+    lm = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16, attn_implementation="sdpa")
+    set_attention(lm)
+    body, packing, found = lm.base_model, Packing(row.lengths, "cpu", None, row.prefix_lengths), {}
+    weights = {parameter.untyped_storage()._cdata for parameter in lm.parameters()}
+    prepare_blocks(transformer_blocks(body), FSDPConfig(activation_checkpointing=mode), compiled=True)
+    body.train()
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            found[storage._cdata] = storage
+        return tensor
+
+    inputs = torch.randn(1, packing.tokens, shape.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        body(inputs_embeds=inputs, use_cache=False, **packing_arguments(body.config, packing))
+    return sum(storage.nbytes() for storage in found.values())
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("mode", ["none", "selective"])
+def test_compiled_blocks_save_what_the_plan_says(mode, monkeypatch):
+    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1, raising=False)
+    cfg = with_mode(mode, hidden_size=256, intermediate_size=768, num_layers=3, head_dim=64)
+    cfg.trainer.policy.fsdp = FSDPConfig(activation_checkpointing=mode, param_dtype="bfloat16", compile=True)
+    planned = traced(cfg, SHARED, "cuda").saved
+    assert saved_by(mode, SHARED, cfg) == pytest.approx(planned, rel=0.07)
+    cfg.trainer.policy.fsdp.compile = False
+    assert traced(cfg, SHARED, "cuda").saved > 1.05 * planned
+
+
+def test_a_compiled_softmax_holds_logits_and_their_gradients_alone():
+    rows, row = 150_000, Row((16_384,), None, 16_000)
+    eager, compiled = (head_bytes(rows, 64, row, 2, "cuda", False, True, compiled=flag) for flag in (False, True))
+    logits = 4096 * rows
+    assert eager[1] == pytest.approx(8 * logits, rel=0.02) and compiled[1] == pytest.approx(6 * logits, rel=0.02)
+    assert eager[0] == compiled[0] == pytest.approx(4 * logits, rel=0.01)
+    fewer = Row((16_384,), None, 8_200)  # three chunks, which are smaller than two full ones
+    assert head_bytes(rows, 64, fewer, 2, "cuda", False)[0] == pytest.approx(4 * logits, rel=0.01)

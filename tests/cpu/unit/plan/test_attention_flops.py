@@ -92,7 +92,7 @@ def test_states_take_the_products_of_their_chunks(lengths, save_config):
     assert flops_of(lengths, save_config("qwen3_next", **delta, layer_types=[STATE] * 4)) == 2 * states
 
 
-def test_a_window_shortens_the_passes_of_long_rows(cfg, node, save_config):
+def test_a_window_shortens_the_passes_of_long_rows(cfg, node, save_config, fast_host):
     cfg.plan.prompt_tokens, cfg.plan.response_tokens = 1000, 30_000
     cfg.rollout.max_prompt_tokens, cfg.rollout.max_response_tokens = 1000, 31_000
     times = []

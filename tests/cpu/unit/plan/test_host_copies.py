@@ -156,7 +156,7 @@ def test_engines_that_share_gpus_sleep_and_wake_in_each_step(cfg, node, engine, 
     assert copies_of_engine(cfg, plan.engine) == HostCopies()
 
 
-def test_weights_on_the_host_cross_pcie_for_each_gather(cfg, node):
+def test_weights_on_the_host_cross_pcie_for_each_gather(cfg, node, fast_host):
     """The passes are too small to hide the copies."""
     cfg.trainer.num_workers = cfg.rollout.num_engines = 1
     cfg.trainer.offload, cfg.rollout.n = "none", 2
@@ -179,7 +179,7 @@ def test_weights_on_the_host_cross_pcie_for_each_gather(cfg, node):
     assert "offload" not in far.time.phases
 
 
-def test_a_reference_on_the_host_is_gathered_from_there_to_score(cfg, node):
+def test_a_reference_on_the_host_is_gathered_from_there_to_score(cfg, node, fast_host):
     cfg.algorithm.kl_coef, cfg.trainer.offload = 0.1, "none"
     cfg.trainer.num_workers = cfg.rollout.num_engines = 1
     cfg.plan.prompt_tokens, cfg.plan.response_tokens = 4, 4

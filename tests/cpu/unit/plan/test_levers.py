@@ -55,6 +55,14 @@ def test_each_trained_model_recomputes(node):
     assert modes == {f"trainer.{role}.fsdp.activation_checkpointing" for role in ("policy", "critic")}
 
 
+def test_one_rank_frees_the_weights_that_stay_gathered(cfg, node):
+    key = "trainer.policy.fsdp.reshard_after_forward"
+    for ranks, setting, expected in ((1, None, True), (8, None, False), (8, False, True), (1, True, False)):
+        cfg.trainer.num_workers, cfg.trainer.policy.fsdp.reshard_after_forward = ranks, setting
+        changes = [option for lever in levers(cfg, node, True) for option in lever.options]
+        assert ({key: True} in changes) is expected
+
+
 def test_micro_batches_hold_the_longest_sequence(cfg, node):
     (tokens,) = [
         [option["trainer.max_tokens_per_micro_batch"] for option in lever.options]

@@ -61,25 +61,29 @@ def test_weights_come_back_before_the_states_of_the_optimizer():
     assert buffer.memory.size == 128  # one buffer, with two numbers of bytes rounded up to 64
 
 
-def test_memory_that_runs_out_while_tensors_come_back_loses_none():
+def onload_without_memory(_: Rank) -> None:
     tensors, buffer = (
-        [torch.full((2**26,), value, dtype=torch.uint8) for value in (1, 2)],
+        [torch.full((2**27,), value, dtype=torch.uint8) for value in (1, 2)],
         OffloadBuffer(HostMemory(None)),
     )
     buffer.offload(tensors)
     with open("/proc/self/statm") as file:
         taken = int(file.read().split()[0]) * resource.getpagesize()
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (taken + 3 * 2**25, limits[1]))  # enough for one of the two
+    resource.setrlimit(resource.RLIMIT_AS, (taken + 3 * 2**26, limits[1]))  # enough for one of the two
     try:
         with pytest.raises(RuntimeError, match="allocate memory"):
             buffer.onload()
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
-    assert sorted(tensor.untyped_storage().nbytes() for tensor in tensors) == [0, 2**26]
+    assert sorted(tensor.untyped_storage().nbytes() for tensor in tensors) == [0, 2**27]
     buffer.onload()
     for value, tensor in enumerate(tensors, 1):
-        assert tensor.untyped_storage().nbytes() == 2**26 and tensor.unique().tolist() == [value]
+        assert tensor.untyped_storage().nbytes() == 2**27 and tensor.unique().tolist() == [value]
+
+
+def test_memory_that_runs_out_while_tensors_come_back_loses_none():
+    run_ranks(1, onload_without_memory)  # in a process whose other threads neither take nor free memory
 
 
 def test_training_and_checkpoints_do_not_notice_that_states_were_away(model_path, tmp_path):

@@ -1,0 +1,200 @@
+"""The softmax of a chunk of logits: its sums in the forward pass, and the gradient of the logits in the backward pass.
+
+On a GPU these take as long as the memory is read and written. So what is done to a logit is compiled into one kernel
+where blocks are compiled, too. Else it is one operator after another, in place.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer.parallel.collectives import AxisGroup
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The slice of the vocabulary whose logits this rank computes."""
+
+    first: int = 0
+    axis: AxisGroup | None = None
+    """The ranks that have the other slices. None: this rank has the full vocabulary."""
+
+    def maximum(self, values: Tensor) -> Tensor:
+        """Return the maxima `(n,)` over all ranks of this rank's `values`."""
+        return values if self.axis is None else self.axis.all_reduce_max(values)
+
+    def total(self, *sums: Tensor) -> tuple[Tensor, ...]:
+        """Return sums `(n,)` over the full vocabulary from the sums over this rank's slice."""
+        return sums if self.axis is None else tuple(self.axis.all_reduce(torch.stack(sums)))
+
+    def block(self, start: int) -> Vocabulary:
+        """Return the slice that begins at index `start` of this slice."""
+        return Vocabulary(self.first + start)
+
+    def pick(self, z: Tensor, targets: Tensor) -> Tensor:
+        """Return the entries `(n,)` of the targets. An entry is 0 if its target is in another slice."""
+        columns, is_local = self._columns(z, targets)
+        return z.gather(-1, columns[:, None])[:, 0].where(is_local, 0)
+
+    def add(self, z: Tensor, targets: Tensor, values: Tensor) -> None:
+        """Add values `(n,)` to the entries of the targets that are in this slice."""
+        columns, is_local = self._columns(z, targets)
+        z.scatter_add_(-1, columns[:, None], values.where(is_local, 0)[:, None])
+
+    def _columns(self, z: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        columns = targets - self.first
+        is_local = (columns >= 0) & (columns < z.shape[1])
+        return columns * is_local, is_local
+
+
+@dataclass(frozen=True)
+class OnlineSoftmax:
+    """The sums over a slice of the logits `z` that the softmax of n tokens needs. All tensors are `(n,)`."""
+
+    maximum: Tensor
+    """The largest logits."""
+    total: Tensor
+    """Sums of `exp(z - maximum)`."""
+    dot: Tensor | None
+    """Sums of `exp(z - maximum) (z - maximum)`, for the entropy."""
+    of_targets: Tensor
+    """The logits of the targets. 0 where the target is in another slice."""
+
+    @classmethod
+    def of(cls, z: Tensor, of_targets: Tensor, with_dot: bool, compiled: bool = False) -> OnlineSoftmax:
+        """Return the sums over the logits `(n, v)`, which may be overwritten."""
+        if compiled:
+            return cls(*_compiled(_sums)(z, with_dot), of_targets)
+        maximum = z.amax(dim=-1)
+        z -= maximum[:, None]
+        _avoid_denormals(z)
+        if not with_dot:
+            return cls(maximum, z.exp_().sum(dim=-1), None, of_targets)
+        p = z.exp()
+        return cls(maximum, p.sum(dim=-1), z.mul_(p).sum(dim=-1), of_targets)
+
+    def merged(self, other: OnlineSoftmax) -> OnlineSoftmax:
+        """Return the sums over both slices."""
+        maximum = torch.maximum(self.maximum, other.maximum)
+        a, b = self.relative_to(maximum), other.relative_to(maximum)
+        dot = None if a.dot is None or b.dot is None else a.dot + b.dot
+        return OnlineSoftmax(maximum, a.total + b.total, dot, a.of_targets + b.of_targets)
+
+    def relative_to(self, maximum: Tensor) -> OnlineSoftmax:
+        """Return the same sums with `maximum` in place of the largest logits."""
+        lower = self.maximum - maximum
+        factor = lower.exp()
+        dot = None if self.dot is None else factor * (self.dot + lower * self.total)
+        return OnlineSoftmax(maximum, factor * self.total, dot, self.of_targets)
+
+
+@dataclass(frozen=True)
+class Slopes:
+    """What a loss needs of the log-probs and entropies of n tokens, for the gradient of their logits."""
+
+    normalizers: Tensor
+    """`(n,)`: the logarithms of the sums of `exp(z)` over the full vocabulary."""
+    of_logprobs: Tensor
+    """`(n,)`: the gradients of the log-probs, times minus the slope of the logits."""
+    entropies: Tensor | None
+    """`(n,)`. None: the entropies have no gradients."""
+    of_entropies: Tensor | None
+    """`(n,)`: the gradients of the entropies, times minus the slope of the logits."""
+    inverse_bound: float | None
+    """1 over the largest logit that the soft cap allows. None: there is no cap."""
+
+
+def gradient_of_logits(
+    z: Tensor, targets: Tensor, vocabulary: Vocabulary, slopes: Slopes, dtype: torch.dtype, compiled: bool
+) -> Tensor:
+    """Return the gradient `(n, v)` of the logits `z`, which may be overwritten, in precision `dtype`."""
+    if compiled:
+        columns = targets - vocabulary.first
+        return _compiled(_gradient)(
+            z,
+            columns,
+            slopes.normalizers,
+            slopes.of_logprobs,
+            slopes.entropies,
+            slopes.of_entropies,
+            slopes.inverse_bound,
+            dtype,
+        )
+    of_logprobs = slopes.of_logprobs
+    curvature = None if slopes.inverse_bound is None else 1 - (z * slopes.inverse_bound).square_()
+    z -= slopes.normalizers[:, None]  # log p
+    _avoid_denormals(z)
+    if slopes.entropies is not None:
+        assert slopes.of_entropies is not None
+        p = z.exp()
+        z += slopes.entropies[:, None]
+        z *= slopes.of_entropies[:, None]
+        z += of_logprobs[:, None]
+        z *= p
+        del p
+    else:
+        z.exp_()
+        z *= of_logprobs[:, None]
+    # z is now the gradient without the term of the target.
+    vocabulary.add(z, targets, -of_logprobs)
+    if curvature is not None:
+        z *= curvature
+    return z.to(dtype)
+
+
+@functools.cache
+def _compiled(function: Callable) -> Callable:
+    return torch.compile(function, dynamic=True)
+
+
+def _sums(z: Tensor, with_dot: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the first three tensors of an `OnlineSoftmax`."""
+    maximum = z.amax(dim=-1)
+    lower = _without_denormals(z - maximum[:, None])
+    p = lower.exp()
+    return maximum, p.sum(dim=-1), (p * lower).sum(dim=-1) if with_dot else None
+
+
+def _gradient(
+    z: Tensor,
+    columns: Tensor,
+    normalizers: Tensor,
+    of_logprobs: Tensor,
+    entropies: Tensor | None,
+    of_entropies: Tensor | None,
+    inverse_bound: float | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """See `gradient_of_logits`. `columns`: `(n,)`, those of the targets; outside of the slice there is none."""
+    logp = _without_denormals(z - normalizers[:, None])
+    slope = of_logprobs[:, None]
+    if entropies is not None and of_entropies is not None:
+        slope = slope + (logp + entropies[:, None]) * of_entropies[:, None]
+    is_target = torch.arange(z.shape[1], device=z.device) == columns[:, None]
+    gradient = logp.exp() * slope - torch.where(is_target, of_logprobs[:, None], 0)
+    if inverse_bound is not None:
+        gradient = gradient * (1 - (z * inverse_bound).square())
+    return gradient.to(dtype)
+
+
+def _without_denormals(z: Tensor) -> Tensor:
+    return z if z.is_cuda else z.clamp(min=_least(z.dtype))
+
+
+def _avoid_denormals(z: Tensor) -> None:
+    """Clamp logarithms in place, so that their exponentials are normal numbers.
+
+    CPUs take thirty times as long for `exp` if the result is a denormal number.
+    """
+    if not z.is_cuda:
+        z.clamp_(min=_least(z.dtype))
+
+
+def _least(dtype: torch.dtype) -> int:
+    return math.ceil(math.log(torch.finfo(dtype).tiny))
