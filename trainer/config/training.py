@@ -61,7 +61,7 @@ class ShardingConfig(Section):
     param_dtype: str = choice("auto", ("auto", "bfloat16", "float32"), resume="rollouts")
     """Precision of parameters in forward and backward passes: `auto` (bfloat16 on CUDA, float32 on CPU), `bfloat16`
     or `float32`. The optimizer always keeps float32 master weights. bfloat16 is faster on CPUs with matrix units."""
-    reshard_after_forward: bool | None = setting(None, resume="rounding")
+    reshard_after_forward: bool | None = setting(None, resume="harmless")
     """Free a block's gathered parameters after its forward pass, which takes less memory. An update then gathers them
     twice for each micro-batch. false: they stay, and are gathered once for a mini-batch. null: false on one GPU without
     `cpu_offload`, else true."""
