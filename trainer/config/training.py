@@ -63,8 +63,8 @@ class ShardingConfig(Section):
     or `float32`. The optimizer always keeps float32 master weights. bfloat16 is faster on CPUs with matrix units."""
     reshard_after_forward: bool | None = setting(None, resume="harmless")
     """Free a block's gathered parameters after its forward pass, which takes less memory. An update then gathers them
-    twice for each micro-batch. false: they stay, and are gathered once for a mini-batch. null: false on one GPU without
-    `cpu_offload`, else true."""
+    twice for each micro-batch. false: they stay, and are gathered once for a mini-batch. null: false on GPUs if each
+    rank has all weights, all of them are trained, and `cpu_offload` is off; else true."""
     cpu_offload: bool = setting(False, resume="rounding")
     """Keep parameters, gradients and optimizer state in host memory between uses."""
     prefetch: int | None = number(None, at_least=0, resume="rounding")

@@ -10,10 +10,12 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from trainer.parallel.ac_and_compile import allow_graphs
 from trainer.parallel.collectives import AxisGroup
 
 
@@ -127,7 +129,7 @@ def gradient_of_logits(
             dtype,
         )
     of_logprobs = slopes.of_logprobs
-    curvature = None if slopes.inverse_bound is None else 1 - (z * slopes.inverse_bound).square_()
+    curvature = None if slopes.inverse_bound is None else (z * slopes.inverse_bound).square_().neg_().add_(1)
     z -= slopes.normalizers[:, None]  # log p
     _avoid_denormals(z)
     if slopes.entropies is not None:
@@ -150,7 +152,13 @@ def gradient_of_logits(
 
 @functools.cache
 def _compiled(function: Callable) -> Callable:
-    return torch.compile(function, dynamic=True)
+    compiled = torch.compile(function, dynamic=True)
+
+    def call(*args: Any) -> Any:
+        allow_graphs()  # here, because on a GPU the backward pass is in a thread of its own
+        return compiled(*args)
+
+    return call
 
 
 def _sums(z: Tensor, with_dot: bool) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -46,12 +46,19 @@ def prepare_blocks(blocks: Sequence[nn.Module], config: FSDPConfig, compiled: bo
     Call it before `fully_shard`, whose hooks stay outside the new `forward`. Names in the state dict do not change.
     """
     if compiled:
-        # Graphs differ by role, by whether gradients are computed, and by type of layer. Above the limit, torch would
-        # stop compiling without an error.
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_GRAPHS)
+        allow_graphs()
     for block in blocks:
         forward = recomputed(block.forward, config.activation_checkpointing)
         block.forward = torch.compile(forward, dynamic=True) if compiled else forward
+
+
+def allow_graphs() -> None:
+    """Let torch compile enough graphs of a function in this thread.
+
+    They differ by role, by whether gradients are computed, and by type of layer. Above the limit, torch would stop
+    compiling without an error.
+    """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_GRAPHS)
 
 
 def compiles_blocks(config: ShardingConfig, device: str, sizes: Mapping[str, int], deterministic: bool) -> bool:

@@ -28,7 +28,7 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig) -> None:
     shards = mesh.size(mesh.ndim - 1)
     options = {
         "mesh": mesh,
-        "reshard_after_forward": frees_after_forward(config, mesh.device_type, shards),
+        "reshard_after_forward": frees_after_forward(config, mesh.device_type, shards, is_trained_whole(model)),
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=param_dtype(config.param_dtype, mesh.device_type),
             reduce_dtype=_DTYPES[config.reduce_dtype],
@@ -46,19 +46,25 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig) -> None:
         _prefetch(model, blocks, depth)
 
 
-def frees_after_forward(config: ShardingConfig, device: str, shards: int) -> bool:
+def frees_after_forward(config: ShardingConfig, device: str, shards: int, trained_whole: bool) -> bool:
     """Return whether a block's gathered parameters are freed after its forward pass, and after each backward pass.
 
-    One rank has nothing to gather, but FSDP copies each parameter. On a GPU that takes as long as the products of a
-    small model, and the copies are small beside the optimizer's state.
+    A rank that has all of a parameter has nothing to gather, but FSDP copies it. On a GPU that takes as long as the
+    products of a small model. The copies are small beside the optimizer's state, but as large as frozen weights.
 
     Args:
         device: `cpu` or `cuda`.
         shards: number of ranks over which a parameter is sharded.
+        trained_whole: all parameters are trained.
     """
     if config.reshard_after_forward is not None:
         return config.reshard_after_forward
-    return device == "cpu" or shards > 1 or config.cpu_offload
+    return device == "cpu" or shards > 1 or config.cpu_offload or not trained_whole
+
+
+def is_trained_whole(model: nn.Module) -> bool:
+    """Return whether all parameters of `model` are trained."""
+    return all(parameter.requires_grad for parameter in model.parameters())
 
 
 def prefetch_depth(config: FSDPConfig, device: str, shards: int) -> int:

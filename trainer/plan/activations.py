@@ -148,9 +148,10 @@ def head_bytes(
     itemsize: int,
     device: str,
     trained: bool,
-    entropy: bool = False,
+    entropy: str | None = None,
     cp: int = 1,
     compiled: bool = False,
+    softcap: bool = False,
 ) -> tuple[int, int]:
     """Return the bytes that the output layer takes without gradients, and at most in forward and backward pass.
 
@@ -161,9 +162,10 @@ def head_bytes(
         width: of the hidden states.
         itemsize: bytes of a number of the weights.
         trained: the output layer gets gradients.
-        entropy: the update computes entropies, too.
+        entropy: of the update (see `Objective.entropy`).
         cp: ranks that have a slice of the row each.
         compiled: the softmax is one kernel, which holds nothing but the logits and their gradients.
+        softcap: the logits have a soft cap.
     """
     if rows == 0:
         return 0, 0
@@ -175,10 +177,12 @@ def head_bytes(
     copies = 2 if logits < rows * targets and device == "cpu" else 1
     forward = 4 * logits + (half * logits if device == "cpu" else 0)
     of_weights, of_inputs = 4 * rows * width * trained, 4 * targets * width
-    chunks = (4 + copies * half) * logits + of_inputs + of_weights
+    gradients = itemsize if compiled else copies * half  # operators in place need no copy of the same precision
+    slope, probabilities = (0, 0) if compiled else (4 * softcap, 4 * (entropy == "gradient"))
+    chunks = (4 + slope + max(probabilities, gradients)) * logits + of_inputs + of_weights
     after = half * rows * width * trained + of_weights + (half + 4) * targets * width
     spread = itemsize * rows * width * trained + (itemsize * targets + (half + 4) * tokens) * width
-    with_entropy = forward + 4 * logits * (entropy and not compiled)
+    with_entropy = forward + 4 * logits * (entropy is not None and not compiled)
     return inputs + forward, inputs + max(with_entropy, chunks, after, spread)
 
 

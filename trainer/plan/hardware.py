@@ -150,10 +150,11 @@ that a causal mask leaves. Measured like the products: torch's kernel computes m
 bfloat16."""
 REACHED_BANDWIDTH = 0.7
 """Share of the bandwidth of links and memory that collectives, copies and decoding reach."""
-GPU_BLOCK_S = {"scores": 2.1e-3, "update": 4.5e-3}
-"""The least seconds of a block in a pass without gradients, and in forward and backward pass, because Python starts the
-kernels. Taken from a profile on an H100 whose host has slow cores, with Qwen3-0.6B in micro-batches of 8,448 tokens:
-112 blocks took 0.363 s and 0.81 s with `GPU_GATHER_S`, and their kernels 0.15 s and 0.48 s."""
+GPU_BLOCK_S = {"scores": 2.1e-3, "update": 5.0e-3}
+"""The least seconds of a compiled block in a pass without gradients, and in forward and backward pass, because Python
+starts the kernels. From an H100 whose host has slow cores, with Qwen3-0.6B in micro-batches of 8,448 tokens: 112 blocks
+took 0.363 s and, without the optimizer, 0.81 s with `GPU_GATHER_S`; their kernels took 0.15 s and 0.48 s. A block that
+is not compiled starts more kernels; how much longer that takes is not known."""
 GPU_GATHER_S = 1.1e-3
 """The same of gathering a block. In that profile it was a third of the time of a pass without gradients."""
 CPU_BLOCK_S = {"alone": 4e-3, "shards": 5e-3, "tp": 1e-2}

@@ -152,7 +152,8 @@ def levers(cfg: Config, cluster: Cluster, colocate: bool) -> list[Lever]:
     to_host = {f"{role.section}.fsdp.cpu_offload": True for role in sections if not role.sharding.cpu_offload}
     stays = {f"{role.section}.fsdp.cpu_offload": False for role in sections if role.sharding.cpu_offload}
     if not on_cpu:
-        found.append(_sparing_host(_freeing(cfg, sections)))
+        fewest = cfg.trainer.num_workers if has_gpus(cfg, cluster) else cfg.trainer.layout_size
+        found.append(_sparing_host(_freeing(cfg, sections, fewest)))
         found += [Lever((change,), lightest) for change, lightest in ((to_host, to_host), (stays, {})) if change]
     return [lever for lever in found if lever.options]
 
@@ -168,10 +169,15 @@ def _sparing_host(options: Iterator[Change]) -> Lever:
     return Lever(found, found[-1] if found else {}, spares_host=True)
 
 
-def _freeing(cfg: Config, roles: Sequence[RoleSpec]) -> Iterator[Change]:
-    sizes = axis_sizes(cfg.trainer, cfg.trainer.num_workers)
+def _freeing(cfg: Config, roles: Sequence[RoleSpec], fewest: int) -> Iterator[Change]:
+    """`fewest`: ranks of the layouts that are tried."""
+    sizes = axis_sizes(cfg.trainer, fewest)
     shards = math.prod(size for name, size in sizes.items() if AXES[name].shards_weights)
-    kept = [role.section for role in roles if not frees_after_forward(role.sharding, "cuda", shards)]
+
+    def stays(role: RoleSpec) -> bool:
+        return not frees_after_forward(role.sharding, "cuda", shards, role.trained and not role.has_adapters)
+
+    kept = [role.section for role in roles if stays(role)]
     if kept:
         yield {f"{section}.fsdp.reshard_after_forward": True for section in kept}
 

@@ -66,8 +66,8 @@ class PlannedRole:
     """Those micro-batches."""
     device: str
     """`cpu` or `cuda`."""
-    entropy: bool
-    """Updates compute entropies."""
+    entropy: str | None
+    """What updates compute of entropies (see `Objective.entropy`)."""
     cp: int = 1
     """Ranks that have a slice of each micro-batch."""
     compiled: bool = False
@@ -80,7 +80,8 @@ class PlannedRole:
     @property
     def frees_gathered(self) -> bool:
         """What FSDP2 has gathered is freed after a block's pass."""
-        return frees_after_forward(self.spec.sharding, self.device, self.shards)
+        whole = self.spec.trained and not self.spec.has_adapters
+        return frees_after_forward(self.spec.sharding, self.device, self.shards, whole)
 
     @property
     def is_on_host(self) -> bool:
@@ -145,6 +146,7 @@ class PlannedRole:
             self.entropy,
             self.cp,
             self.compiled,
+            bool(getattr(model.config.get_text_config(), "final_logit_softcapping", None)),
         )
         of_head = self.itemsize * min(model.head_rows * width, model.numel(-1, trained=True))
         of_block, of_rest = self._block(trained=True), model.numel(-1, trained=True)
@@ -204,9 +206,9 @@ def plan_role(
     update = activations(rows[0], True) if spec.trained else None
     scores = activations(rows[1], False)
     compiled = compiles_blocks(spec.sharding, device, sizes, cfg.trainer.deterministic)
-    return PlannedRole(
-        spec, model, itemsize, shards, update, scores, rows, device, cfg.task.generates, sizes["cp"], compiled
-    )
+    of_loss = "gradient" if cfg.algorithm.entropy_coef > 0 else "value"
+    entropy = of_loss if cfg.task.generates else None
+    return PlannedRole(spec, model, itemsize, shards, update, scores, rows, device, entropy, sizes["cp"], compiled)
 
 
 def rank_phases(cfg: Config, roles: Sequence[PlannedRole], workload: Workload, device: Device) -> list[Phase]:

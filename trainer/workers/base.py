@@ -28,7 +28,7 @@ from trainer.objectives.base import GROUP, LossResult, Objective, Outputs
 from trainer.parallel.batching import MicroBatch, RankUpdate, take_rows
 from trainer.parallel.layout import Layout
 from trainer.parallel.rng import capture_rng, restore_rng
-from trainer.parallel.shard import frees_after_forward, reshard
+from trainer.parallel.shard import frees_after_forward, is_trained_whole, reshard
 from trainer.parallel.shares import Limits, Part, Share
 from trainer.process.tracing import TRACER
 from trainer.workers.async_saver import StateFiles
@@ -78,8 +78,6 @@ class ModelWorker:
         self.max_tokens = tokens if can_pack(module) else 1  # 1: one sequence per micro-batch
         self.shares_prompts = config.share_prefixes and can_share_prefixes(module)
         self.quadratic = quadratic_cost(module)
-        shards = layout.fsdp_mesh.size(layout.fsdp_mesh.ndim - 1)
-        self.frees_each_micro_batch = frees_after_forward(spec.sharding, layout.device, shards)
         self.before_weights_change = before_weights_change
 
     def limits(self) -> tuple[int, Limits]:
@@ -107,8 +105,7 @@ class ModelWorker:
                 values = function(micro_batch)
                 if micro_batch.rows and self.layout.is_first_of_dp_rank:
                     results.append((share.rows[micro_batch.rows], values.float().cpu().numpy()))
-        if not self.frees_each_micro_batch:
-            reshard(self.module)
+        reshard(self.module)
         return stack_rows(results)
 
     def num_parameters(self) -> tuple[int, int]:
@@ -229,6 +226,8 @@ class TrainedWorker(ModelWorker):
         optimizer = spec.optimizer
         assert optimizer is not None and isinstance(spec.sharding, FSDPConfig), "the role is trained"
         self.reduces_each_micro_batch = spec.sharding.reduce_gradients == "micro_batch"
+        shards, whole = layout.fsdp_mesh.size(layout.fsdp_mesh.ndim - 1), is_trained_whole(module)
+        self.frees_each_micro_batch = frees_after_forward(spec.sharding, layout.device, shards, whole)
         self.module.train()  # dropout is off; activation checkpointing needs the training mode
         self.optimizer_config = optimizer
         self.total_optimizer_steps = objective.scheduled_steps(spec)

@@ -22,7 +22,7 @@ from trainer.models.lora import adapted_modules, adapter_config, adapter_tensors
 from trainer.objectives.base import Objective, Outputs
 from trainer.parallel.batching import MicroBatch, RankUpdate
 from trainer.parallel.layout import Layout
-from trainer.parallel.shard import param_dtype
+from trainer.parallel.shard import param_dtype, reshard
 from trainer.parallel.shares import Part, Share, has_old_logprobs
 from trainer.workers.base import ModelWorker, TrainedWorker, stack_rows
 
@@ -115,6 +115,7 @@ class PolicyWorker(TrainedWorker):
             for take in self.micro_batches(share, part):
                 mb = take()
                 own += float(aggregate(-self._logprobs(mb), mb["mask"], "token_mean", totals))
+        reshard(self.module)
         return self.layout.sum_over_data({"loss": own})["loss"]
 
     def is_likeliest(self, share: Share) -> tuple[np.ndarray, np.ndarray]:

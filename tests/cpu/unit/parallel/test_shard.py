@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
@@ -12,7 +13,8 @@ from tests.support.fsdp import gathers, in_order, prefetches
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
 from tests.support.training import GROUPS, config, make_batch, update
-from trainer.config import FSDPConfig, TinyConfig
+from trainer.algorithms import Totals
+from trainer.config import FSDPConfig, TinyConfig, policy_role, reference_role
 from trainer.models.tiny import build_tiny
 from trainer.parallel.shard import frees_after_forward, prefetch_depth
 from trainer.workers.rank import Rank
@@ -79,19 +81,47 @@ def test_weights_that_stay_are_gathered_once_for_all_micro_batches(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "setting, device, shards, offload, expected",
+    "setting, device, shards, offload, trained_whole, expected",
     [
-        (None, "cuda", 1, False, False),
-        (None, "cuda", 1, True, True),
-        (None, "cuda", 2, False, True),
-        (None, "cpu", 1, False, True),
-        (True, "cuda", 1, False, True),
-        (False, "cuda", 8, False, False),
+        (None, "cuda", 1, False, True, False),
+        (None, "cuda", 1, False, False, True),  # a second copy of frozen weights
+        (None, "cuda", 1, True, True, True),
+        (None, "cuda", 2, False, True, True),
+        (None, "cpu", 1, False, True, True),
+        (True, "cuda", 1, False, True, True),
+        (False, "cuda", 8, False, False, False),
     ],
 )
-def test_only_one_gpu_keeps_what_it_has_gathered(setting, device, shards, offload, expected):
+def test_only_one_gpu_keeps_what_it_has_gathered(setting, device, shards, offload, trained_whole, expected):
     config = FSDPConfig(reshard_after_forward=setting, cpu_offload=offload)
-    assert frees_after_forward(config, device, shards) is expected
+    assert frees_after_forward(config, device, shards, trained_whole) is expected
+
+
+def left_gathered(rank: Rank, path: str) -> dict[str, bool]:
+    """Whether weights are still gathered after each kind of pass of adapters and of the model below them."""
+    rank.build([policy_role(rank.cfg), reference_role(rank.cfg)], path)
+    worker, batch, found = rank.roles["policy"], make_batch(), {}
+    assert rank.roles["reference"].module is worker.module
+
+    def look(name: str) -> None:
+        found[name] = any(not isinstance(parameter, DTensor) for parameter in worker.module.parameters())
+
+    for role in ("policy", "reference"):
+        rank.score(role, "logprobs", batch)
+        look(role)
+    share = rank._share("policy", batch, [np.arange(len(batch["input_ids"]))])
+    worker.cross_entropy(share, Totals.of(torch.from_numpy(batch["mask"])))
+    look("cross-entropy")
+    return found
+
+
+def test_no_pass_leaves_weights_gathered(tmp_path):
+    build_tiny(TinyConfig(hidden_size=32, intermediate_size=64, num_layers=2, seed=3), str(tmp_path))
+    cfg = config()
+    cfg.trainer.policy.lora.rank = 4
+    cfg.trainer.policy.fsdp = FSDPConfig(reshard_after_forward=False)
+    for found in run_ranks(2, left_gathered, str(tmp_path), cfg=cfg):
+        assert found == {"policy": False, "reference": False, "cross-entropy": False}
 
 
 @pytest.mark.parametrize(

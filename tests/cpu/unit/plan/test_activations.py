@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from benchmarks.memory import allocator_peak
 from trainer.config import Config, FSDPConfig, TinyConfig, policy_role
 from trainer.config.axes import AXES
+from trainer.models import chunked_logprobs
 from trainer.models.attention import packing_arguments, set_attention
 from trainer.models.chunked_logprobs import Head, Targets, _ChunkedScores
 from trainer.models.tiny import tiny_config
@@ -19,6 +22,7 @@ from trainer.parallel.ac_and_compile import prepare_blocks
 from trainer.parallel.packing import Packing
 from trainer.parallel.shard import transformer_blocks
 from trainer.plan.activations import Row, head_bytes, trace
+from trainer.plan.meter import MemoryMeter
 
 ALONE = dict.fromkeys(AXES, 1)
 ROW = Row((256, 256, 256, 256), None, 768)
@@ -140,11 +144,44 @@ def test_compiled_blocks_save_what_the_plan_says(mode, monkeypatch):
     assert traced(cfg, SHARED, "cuda").saved > 1.05 * planned
 
 
+def taken_on_gpu(entropy: str | None, head: Head, dtype: torch.dtype) -> tuple[int, int]:
+    """The most bytes of forward and backward pass of the output layer with the chunks of a GPU, not compiled."""
+    targets, rows, width = 8192, 40_000, 64
+    context = SimpleNamespace(needs_input_grad=(True, True), mark_non_differentiable=lambda _: None)
+    context.save_for_backward = lambda *tensors: setattr(context, "saved_tensors", tensors)
+    with FakeTensorMode(), torch.no_grad():
+        weight, hidden = (torch.empty(count, width, dtype=dtype) for count in (rows, targets))
+        ids, slopes = (torch.zeros(targets, dtype=kind) for kind in (torch.long, torch.float32))
+        with MemoryMeter() as meter:
+            _ChunkedScores.forward(
+                context, hidden, weight, ids, head, 1.0, "grad" if entropy == "gradient" else entropy
+            )
+            forward = meter.peak
+        with MemoryMeter() as meter:
+            _ChunkedScores.backward(context, slopes, slopes if entropy else None)
+    return forward, meter.peak
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head", [Head(), Head(softcap=30.0)], ids=["plain", "soft cap"])
+@pytest.mark.parametrize("entropy", [None, "value", "gradient"])
+def test_the_output_layer_of_a_gpu_takes_what_its_operators_hold(entropy, head, dtype, monkeypatch):
+    monkeypatch.setitem(chunked_logprobs._CHUNK_TOKENS, "cpu", 4096)
+    monkeypatch.setattr(chunked_logprobs, "_CHUNK_LOGITS", 4096 * 40_000)
+    monkeypatch.setattr(chunked_logprobs, "_logits_buffer", lambda *_: None)
+    monkeypatch.setattr(chunked_logprobs, "_add_product", lambda *_: None)  # it takes nothing on a GPU
+    forward, backward = taken_on_gpu(entropy, head, dtype)
+    row = Row((8193,), None, 8192)
+    capped = head.softcap is not None
+    planned = head_bytes(40_000, 64, row, dtype.itemsize, "cuda", True, entropy, softcap=capped)
+    assert max(planned) == pytest.approx(max(forward, backward), rel=0.03)
+
+
 def test_a_compiled_softmax_holds_logits_and_their_gradients_alone():
-    rows, row = 150_000, Row((16_384,), None, 16_000)
-    eager, compiled = (head_bytes(rows, 64, row, 2, "cuda", False, True, compiled=flag) for flag in (False, True))
-    logits = 4096 * rows
-    assert eager[1] == pytest.approx(8 * logits, rel=0.02) and compiled[1] == pytest.approx(6 * logits, rel=0.02)
-    assert eager[0] == compiled[0] == pytest.approx(4 * logits, rel=0.01)
+    rows, row, logits = 150_000, Row((16_384,), None, 16_000), 4096 * 150_000
+    for itemsize in (2, 4):
+        scores, update = head_bytes(rows, 64, row, itemsize, "cuda", False, "value", compiled=True)
+        assert scores == pytest.approx(4 * logits, rel=0.01)
+        assert update == pytest.approx((4 + itemsize) * logits, rel=0.02)
     fewer = Row((16_384,), None, 8_200)  # three chunks, which are smaller than two full ones
     assert head_bytes(rows, 64, fewer, 2, "cuda", False)[0] == pytest.approx(4 * logits, rel=0.01)

@@ -57,8 +57,10 @@ def test_each_trained_model_recomputes(node):
 
 def test_one_rank_frees_the_weights_that_stay_gathered(cfg, node):
     key = "trainer.policy.fsdp.reshard_after_forward"
-    for ranks, setting, expected in ((1, None, True), (8, None, False), (8, False, True), (1, True, False)):
+    cases = ((1, None, 1, True), (8, None, 8, False), (8, False, 8, True), (1, True, 1, False))
+    for ranks, setting, engines, expected in cases:
         cfg.trainer.num_workers, cfg.trainer.policy.fsdp.reshard_after_forward = ranks, setting
+        cfg.rollout.num_engines = engines
         changes = [option for lever in levers(cfg, node, True) for option in lever.options]
         assert ({key: True} in changes) is expected
 
