@@ -143,8 +143,12 @@ class Slurm(contextlib.ExitStack):
     @staticmethod
     def _steps(jobs: Sequence[psutil.Process]) -> set[psutil.Process]:
         """Slurm's own processes of these jobs. They overwrite their environment."""
-        parents = {one.parent() for one in jobs}
-        return {one for one in parents if one is not None and one.name() == "slurmstepd"}
+        found = set()
+        for one in jobs:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if (parent := one.parent()) is not None and parent.name() == "slurmstepd":
+                    found.add(parent)
+        return found
 
     def _start(self) -> None:
         (self.directory / "state").mkdir()

@@ -59,7 +59,9 @@ def test_the_commands_take_urls(s3, capsys, tmp_path, tmp_path_factory):
 def test_a_rollback_reaches_both_tiers(s3, capsys, tmp_path, tmp_path_factory):
     root, cache = make_bucket("tiers") + "/run", tmp_path / "cache"
     cfg = toy_config(tmp_path / "run", ckpt_path=root, ckpt_cache_dir=str(cache), total_steps=4)
-    toy_run(cfg, tmp_path_factory.mktemp("start"))
+    start = tmp_path_factory.mktemp("start")
+    for last in (3, None):  # the end of a run waits for the copy of its last step alone
+        toy_run(cfg, start, stop_after=last)
     cache.rename(tmp_path / "away")
     status, refused = run(capsys, "rollback", root, "--to", "3")
     assert status == 2 and f"mkdir -p {cache}" in refused and open_store(root).steps()[-1] == 4
