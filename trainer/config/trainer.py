@@ -263,7 +263,7 @@ class TrainerConfig(Section):
         for role in config.roles if self.deterministic else ():
             if role.sharding.compile:
                 setting = f"{role.setting('sharding')}.compile=True"
-                problem = "what a kernel is compiled to depends on the sizes that a process meets first"
+                problem = "what a kernel is compiled to depends on the sizes that a process meets first; leave it out"
                 raise UserError(f"{setting}: cannot be combined with trainer.deterministic=True: {problem}")
         for key, axis in used.items():
             if axis.attention not in ("", config.model.attn_implementation):
