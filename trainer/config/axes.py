@@ -72,6 +72,11 @@ def axis_sizes(trainer: Any, ranks: int | None = None) -> dict[str, int]:
     return {name: getattr(trainer, axis.key) if axis.key else ranks // least for name, axis in AXES.items()}
 
 
+def weight_shards(sizes: Mapping[str, int]) -> int:
+    """Return the number of ranks over which FSDP2 shards a parameter. `sizes`: of each axis."""
+    return math.prod(size for name, size in sizes.items() if AXES[name].shards_weights)
+
+
 def axes_in_rank_order() -> list[str]:
     """Return the names of the axes in the order in which ranks are numbered, the fastest axis last.
 

@@ -79,6 +79,11 @@ class RoleSpec:
         return self.lora.rank is not None
 
     @property
+    def trained_whole(self) -> bool:
+        """Whether all of its weights are trained."""
+        return self.trained and not self.has_adapters
+
+    @property
     def needs_initial_weights(self) -> bool:
         """Whether a resume computes with the initial weights, because a checkpoint does not hold all of the weights."""
         return not self.saved or self.has_adapters

@@ -137,7 +137,7 @@ def _shard_and_fill(
     prepare_blocks(transformer_blocks(module), fsdp, compiled)
     if compiled:
         compile_head(module)
-    shard_model(module, layout.fsdp_mesh, fsdp)
+    shard_model(module, layout.fsdp_mesh, fsdp, spec.trained_whole)
     module.to_empty(device="cpu" if fsdp.cpu_offload else device)
     for name, buffer in module.named_buffers():
         buffer.copy_(buffers[name])

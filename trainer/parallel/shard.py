@@ -19,16 +19,19 @@ def param_dtype(config_dtype: str, device: str) -> torch.dtype:
     return _DTYPES[config_dtype]
 
 
-def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig) -> None:
+def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, trained_whole: bool) -> None:
     """Turn the parameters of `model` into DTensors over `mesh`, in place. Each block is an FSDP unit, the rest another.
 
     The model may be on the meta device. Parameters stay float32, because they are the optimizer's master weights. The
     mixed-precision policy casts them for forward and backward.
+
+    Args:
+        trained_whole: all parameters are trained.
     """
     shards = mesh.size(mesh.ndim - 1)
     options = {
         "mesh": mesh,
-        "reshard_after_forward": frees_after_forward(config, mesh.device_type, shards, is_trained_whole(model)),
+        "reshard_after_forward": frees_after_forward(config, mesh.device_type, shards, trained_whole),
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=param_dtype(config.param_dtype, mesh.device_type),
             reduce_dtype=_DTYPES[config.reduce_dtype],
@@ -60,11 +63,6 @@ def frees_after_forward(config: ShardingConfig, device: str, shards: int, traine
     if config.reshard_after_forward is not None:
         return config.reshard_after_forward
     return device == "cpu" or shards > 1 or config.cpu_offload or not trained_whole
-
-
-def is_trained_whole(model: nn.Module) -> bool:
-    """Return whether all parameters of `model` are trained."""
-    return all(parameter.requires_grad for parameter in model.parameters())
 
 
 def prefetch_depth(config: FSDPConfig, device: str, shards: int) -> int:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from trainer.cluster.resources import rank_groups
 from trainer.config import Config, FSDPConfig, RoleSpec
-from trainer.config.axes import AXES, axis_sizes
+from trainer.config.axes import AXES, axis_sizes, weight_shards
 from trainer.parallel.shard import frees_after_forward
 from trainer.plan.engines import most_engines
 from trainer.plan.hardware import Cluster
@@ -171,13 +170,8 @@ def _sparing_host(options: Iterator[Change]) -> Lever:
 
 def _freeing(cfg: Config, roles: Sequence[RoleSpec], fewest: int) -> Iterator[Change]:
     """`fewest`: ranks of the layouts that are tried."""
-    sizes = axis_sizes(cfg.trainer, fewest)
-    shards = math.prod(size for name, size in sizes.items() if AXES[name].shards_weights)
-
-    def stays(role: RoleSpec) -> bool:
-        return not frees_after_forward(role.sharding, "cuda", shards, role.trained and not role.has_adapters)
-
-    kept = [role.section for role in roles if stays(role)]
+    shards = weight_shards(axis_sizes(cfg.trainer, fewest))
+    kept = [r.section for r in roles if not frees_after_forward(r.sharding, "cuda", shards, r.trained_whole)]
     if kept:
         yield {f"{section}.fsdp.reshard_after_forward": True for section in kept}
 

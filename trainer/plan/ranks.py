@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from trainer.config import Config, FSDPConfig, RoleSpec
-from trainer.config.axes import AXES
+from trainer.config.axes import weight_shards
 from trainer.parallel.ac_and_compile import compiles_blocks
 from trainer.parallel.shard import frees_after_forward, prefetch_depth
 from trainer.plan.activations import Activations, Row, head_bytes, trace
@@ -80,8 +79,7 @@ class PlannedRole:
     @property
     def frees_gathered(self) -> bool:
         """What FSDP2 has gathered is freed after a block's pass."""
-        whole = self.spec.trained and not self.spec.has_adapters
-        return frees_after_forward(self.spec.sharding, self.device, self.shards, whole)
+        return frees_after_forward(self.spec.sharding, self.device, self.shards, self.spec.trained_whole)
 
     @property
     def is_on_host(self) -> bool:
@@ -201,7 +199,7 @@ def plan_role(
     def activations(row: Row, backward: bool) -> Activations:
         return trace(cfg, spec, model.config, sizes, row, device, backward) if traced else Activations()
 
-    shards = math.prod(size for name, size in sizes.items() if AXES[name].shards_weights)
+    shards = weight_shards(sizes)
     itemsize = torch.finfo(forward_dtype(spec, device)).bits // 8
     update = activations(rows[0], True) if spec.trained else None
     scores = activations(rows[1], False)

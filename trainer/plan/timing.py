@@ -181,10 +181,12 @@ class _Passes:
     def _host_seconds(self, tokens: float, passes: float, trained: bool) -> float:
         """Return the least seconds of passes on a GPU: those in which Python starts their kernels."""
         count = self.workload.micro_batches(tokens)
-        gathers = (2 if trained else 1) * count if self.role.frees_gathered else 1
         started = GPU_BLOCK_S["update"] * passes / 3 if trained else GPU_BLOCK_S["scores"]
-        each = count * started + gathers * GPU_GATHER_S
-        return self.role.model.blocks * each
+        return self.role.model.blocks * (count * started + self._gathers(count, trained) * GPU_GATHER_S)
+
+    def _gathers(self, count: int, trained: bool) -> int:
+        """Return how many times FSDP2 gathers a block for `count` micro-batches."""
+        return count * (2 if trained else 1) if self.role.frees_gathered else 1
 
     def _moved_by_head(self, flops: float, trained: bool) -> float:
         """Return the bytes that the output layer moves on CPU, whose forward pass has so many FLOPs.
@@ -215,7 +217,7 @@ class _Passes:
         """Return the seconds of a pass without gradients over `tokens` tokens."""
         count = self.workload.micro_batches(tokens)
         compute = self._computation(tokens, 1, trained=False)
-        gathers = count if self.role.frees_gathered else 1
+        gathers = self._gathers(count, trained=False)
         traffic = self._gather(gathers) + self._copied(gathers, 0)
         return self._overlapped(compute, traffic) + self._joined(tokens, 1)
 
@@ -226,7 +228,7 @@ class _Passes:
         again = RECOMPUTED[role.spec.sharding.activation_checkpointing]
         passes = 2 + again + role.model.trained / role.model.total
         compute = self._computation(tokens, passes, trained=True)
-        gathers = 2 * count if role.frees_gathered else 1
+        gathers = self._gathers(count, trained=True)
         reduced = count if role.spec.sharding.reduce_gradients == "micro_batch" else 1
         traffic = self._gather(gathers) + reduced * self._reduce() + self._copied(gathers, reduced)
         states = role.model.shard(role.shards, trained=True) * OPTIMIZER_BYTES

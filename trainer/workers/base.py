@@ -28,7 +28,7 @@ from trainer.objectives.base import GROUP, LossResult, Objective, Outputs
 from trainer.parallel.batching import MicroBatch, RankUpdate, take_rows
 from trainer.parallel.layout import Layout
 from trainer.parallel.rng import capture_rng, restore_rng
-from trainer.parallel.shard import frees_after_forward, is_trained_whole, reshard
+from trainer.parallel.shard import frees_after_forward, reshard
 from trainer.parallel.shares import Limits, Part, Share
 from trainer.process.tracing import TRACER
 from trainer.workers.async_saver import StateFiles
@@ -226,8 +226,8 @@ class TrainedWorker(ModelWorker):
         optimizer = spec.optimizer
         assert optimizer is not None and isinstance(spec.sharding, FSDPConfig), "the role is trained"
         self.reduces_each_micro_batch = spec.sharding.reduce_gradients == "micro_batch"
-        shards, whole = layout.fsdp_mesh.size(layout.fsdp_mesh.ndim - 1), is_trained_whole(module)
-        self.frees_each_micro_batch = frees_after_forward(spec.sharding, layout.device, shards, whole)
+        shards = layout.fsdp_mesh.size(layout.fsdp_mesh.ndim - 1)
+        self.frees_each_micro_batch = frees_after_forward(spec.sharding, layout.device, shards, spec.trained_whole)
         self.module.train()  # dropout is off; activation checkpointing needs the training mode
         self.optimizer_config = optimizer
         self.total_optimizer_steps = objective.scheduled_steps(spec)

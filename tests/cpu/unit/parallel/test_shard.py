@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.support.fsdp import gathers, in_order, prefetches
@@ -50,14 +51,18 @@ def test_prefetching_follows_the_order_of_execution_with_the_same_bits(tmp_path)
 def count_gathers(rank: Rank, path: str) -> dict[str, Any]:
     """A pass without gradients and an update of three micro-batches in one mini-batch, twice."""
     rank.build(roles(rank.cfg, ["policy"]), path)
-    worker, batch, found = rank.roles["policy"], make_batch(), {"scores": [], "update": [], "metrics": []}
+    module, batch, metrics = rank.roles["policy"].module, make_batch(), []
+    scores, updates, left = [], [], []
     for step in (1, 2):
-        found["scores"].append(gathers(lambda: rank.score("policy", "logprobs", batch)))
-        left = any(not isinstance(parameter, DTensor) for parameter in worker.module.parameters())
-        update_once = lambda step=step: found["metrics"].append(update(rank, "policy", batch, step))  # noqa: E731
-        found["update"].append(gathers(update_once))
-        found.setdefault("left", []).append(left)
-    return {**found, "weights": [p.full_tensor() for p in worker.module.parameters()]}
+        scores.append(gathers(lambda: rank.score("policy", "logprobs", batch)))
+        left.append(is_gathered(module))
+        updates.append(gathers(lambda step=step: metrics.append(update(rank, "policy", batch, step))))
+    weights = [parameter.full_tensor() for parameter in module.parameters()]
+    return {"scores": scores, "update": updates, "left": left, "metrics": metrics, "weights": weights}
+
+
+def is_gathered(module: nn.Module) -> bool:
+    return any(not isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
 def test_weights_that_stay_are_gathered_once_for_all_micro_batches(tmp_path):
@@ -102,17 +107,12 @@ def left_gathered(rank: Rank, path: str) -> dict[str, bool]:
     rank.build([policy_role(rank.cfg), reference_role(rank.cfg)], path)
     worker, batch, found = rank.roles["policy"], make_batch(), {}
     assert rank.roles["reference"].module is worker.module
-
-    def look(name: str) -> None:
-        found[name] = any(not isinstance(parameter, DTensor) for parameter in worker.module.parameters())
-
     for role in ("policy", "reference"):
         rank.score(role, "logprobs", batch)
-        look(role)
+        found[role] = is_gathered(worker.module)
     share = rank._share("policy", batch, [np.arange(len(batch["input_ids"]))])
     worker.cross_entropy(share, Totals.of(torch.from_numpy(batch["mask"])))
-    look("cross-entropy")
-    return found
+    return {**found, "cross-entropy": is_gathered(worker.module)}
 
 
 def test_no_pass_leaves_weights_gathered(tmp_path):
