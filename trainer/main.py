@@ -94,12 +94,23 @@ def _check_machine(cfg: Config) -> str:
         from trainer.objectives.base import make_objective  # the first import of torch: the config has passed
         from trainer.objectives.trial import try_objective
         from trainer.parallel.mesh import pick_device
+    _use_one_thread()
     with stage("checking the config"):
         device = pick_device(cfg.trainer.device, cfg.engine if cfg.task.generates else None)
         _check_devices(cfg, device)
         make_objective(cfg).check()
         try_objective(make_objective(cfg))  # another one, because it takes a step
     return device
+
+
+def _use_one_thread() -> None:
+    """Let torch add up in one order on machines with any number of cores.
+
+    A resumed run, perhaps on another machine, checks what it measures against the log to the last bit.
+    """
+    import torch
+
+    torch.set_num_threads(1)
 
 
 @contextlib.contextmanager

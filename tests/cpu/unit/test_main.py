@@ -58,6 +58,33 @@ def test_a_new_run_is_recorded_before_the_long_imports(tmp_path):
     assert "start of " in (run / "log.txt").read_text()
 
 
+_MEASURE = """
+import sys, numpy, torch
+from trainer.algorithms.correction import train_inference_mismatch
+from trainer.config import Config
+from trainer.main import prepare
+
+cfg = Config()
+cfg.trainer.run_dir = sys.argv[1]
+cfg.trainer.device = "cpu"
+prepare(cfg)
+old, engine = torch.randn(2, 200, 1000, generator=torch.Generator().manual_seed(0))
+print(train_inference_mismatch(old, engine, torch.ones_like(old)), float((old - engine).mean()))
+"""
+
+
+def test_what_the_driver_measures_does_not_depend_on_the_cores(tmp_path):
+    """A resume on a machine with other cores checks the replayed steps to the last bit."""
+    measured = []
+    for cores in "1", "2", "5":
+        env = {**os.environ, "OMP_NUM_THREADS": cores, "MKL_NUM_THREADS": cores}
+        command = [sys.executable, "-c", _MEASURE, str(tmp_path / cores)]
+        done = subprocess.run(command, cwd=Path(__file__).parents[3], env=env, capture_output=True, text=True)
+        assert not done.returncode, done.stderr
+        measured.append(done.stdout.splitlines()[-1])
+    assert measured[0] == measured[1] == measured[2]
+
+
 def test_a_driver_without_gpus_is_perhaps_too_old():
     assert "driver, so perhaps that is too old for the CUDA 13.0 of torch" in too_few_gpus(1, 0, "13.0")
     assert too_few_gpus(1, 0, None).startswith("trainer.device=cuda: torch finds no CUDA device on this machine; set ")
