@@ -205,6 +205,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="trainer rollouts", description="Print kept rollouts as lines of JSON.")
     help = "directory of a run or an evaluation, or a file of its directories rollouts and .journal"
     parser.add_argument("paths", nargs="+", metavar="RUN", help=help)
+    parser.add_argument("--no-tokens", action="store_true", help="leave out the samples: token ids, masks, log-probs")
 
     def tool(args: argparse.Namespace) -> None:
         for path in args.paths:
@@ -214,6 +215,8 @@ def main(argv: list[str] | None = None) -> int:
             if not files:
                 raise UserError(f"{path}: no rollouts are kept there; logger.save_rollouts=true makes a run keep them")
             for line in (line for file in files for line in read_lines(file)):
+                if args.no_tokens:
+                    del line["samples"]
                 print(json.dumps(line))
 
     return run_tool(parser, tool, argv)

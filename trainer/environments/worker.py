@@ -155,6 +155,8 @@ def _step(value: Any) -> dict[str, Any]:
     if not all(hasattr(value, name) for name in ("messages", "reward", "done")):
         raise TypeError(f"a step must be a trainer.environments.StepResult, not {type(value).__name__}")
     done = bool(value.done)
+    if not done and value.messages in ([], ()):
+        raise ValueError("there is no message, and the episode is not done; return a message, or done=True")
     numbers = read_numbers(value, RESERVED, "environment")
     return {"messages": _messages(value.messages, may_be_empty=done), **numbers, "done": done}
 
@@ -191,7 +193,7 @@ def _messages(value: Any, may_be_empty: bool = False) -> list[dict[str, Any]]:
     if not isinstance(value, (list, tuple)) or not all(isinstance(message, Mapping) for message in value):
         raise TypeError(f"messages must be a list of dicts with role and content, not {value!r:.80}")
     if not value and not may_be_empty:
-        raise ValueError("there is no message, and the episode is not done")
+        raise ValueError("there is no message")
     if len(value) > MAX_MESSAGES:
         raise ValueError(f"there are {len(value)} messages; a step has at most {MAX_MESSAGES}")
     for message in value:

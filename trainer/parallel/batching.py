@@ -32,6 +32,8 @@ class MicroBatch:
     """The other arrays: `(b, t)` with t the longest row, or `(b,)`."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self.arrays:
+            raise KeyError(f"the micro-batch has no {name}; it has {', '.join(sorted(self.arrays))}")
         return self.arrays[name]
 
     def __contains__(self, name: str) -> bool:

@@ -48,6 +48,8 @@ def test_kept_rollouts_are_printed_as_lines_and_read_by_other_tools(tmp_path, ca
     assert main([str(tmp_path)]) == 0
     assert [json.loads(text) for text in capsys.readouterr().out.splitlines()] == [line, {**line, "step": 10}]
     file = f"{tmp_path}/rollouts/step_3.arrow"
+    assert main([file, "--no-tokens"]) == 0
+    assert json.loads(capsys.readouterr().out) == {name: line[name] for name in line if name != "samples"}
     frame = pandas.read_feather(file)
     assert frame.reward.tolist() == [0.5] and json.loads(frame.messages[0]) == chat
     assert frame.samples[0][1]["token_ids"].tolist() == [9, 10]

@@ -180,7 +180,7 @@ def test_an_environment_that_works_is_made_reset_and_closed_once(calls):
         ({"fails_in": "reset"}, {"prompt": "?"}, r"reset raised KeyError: 'price' in counted.py:\d+",
          "__init__ reset close"),
         ({}, {}, r"reset raised KeyError: 'prompt' in counted.py:\d+", "__init__ reset close"),
-        ({"empty": True}, {}, "reset raised ValueError: there is no message, and the episode is not done",
+        ({"empty": True}, {}, "reset raised ValueError: there is no message",
          "__init__ reset close"),
         ({"fails_in": "reset", "status": 5}, {"prompt": "?"}, "ended its process .*5.*", "__init__ reset"),
     ],

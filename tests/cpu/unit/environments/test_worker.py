@@ -185,7 +185,7 @@ def test_an_error_in_init_is_not_that_of_the_first_method():
     [
         ("x", "TypeError: messages must be a list of dicts with role and content, not 'x'"),
         ([1], "TypeError: messages must be a list of dicts"),
-        ([], "ValueError: there is no message, and the episode is not done"),
+        ([], "ValueError: there is no message"),
         ([{"role": "user"}], "TypeError: a message must have a text content: {'role': 'user'}"),
         ([{"role": 1, "content": "x"}], "TypeError: a message must have a text role"),
         ([{**USER, "content": "\ud800"}], "UnicodeEncodeError: "),
@@ -206,7 +206,7 @@ def test_messages_that_the_policy_cannot_see_are_refused(messages, error):
     ("step", "error"),
     [
         (None, "a step must be a trainer.environments.StepResult, not NoneType"),
-        ({"messages": []}, "there is no message, and the episode is not done"),
+        ({"messages": []}, "there is no message, and the episode is not done; return a message, or done=True"),
         ({"messages": [USER], "reward": "nan"}, "reward: returned str, which is not a number"),
         ({"done": True, "rewards": {"a b": 1}}, "rewards: returned a term called 'a b'"),
         ({"done": True, "metrics": {"turns": 1}}, "metrics: turns is counted for every environment; choose another"),

@@ -73,7 +73,7 @@ class Interrupting(Preference):
 @pytest.mark.parametrize(
     ("kind", "problem"),
     [
-        (Misspelt, r"KeyError: 'sgin' \(.*/test_trial.py:\d+, in loss\)$"),
+        (Misspelt, r"KeyError: 'the micro-batch has no sgin; it has .*lengths.*' \(.*/test_trial.py:\d+, in loss\)$"),
         (Detached, "TypeError: its loss does not depend on the outputs$"),
         (OfAllRows, "ValueError: its loss is -.* for a row whose float arrays, mask included, are 0; it must be 0, "),
         (Numbers, "TypeError: its metrics must be scalar tensors by their names"),
@@ -167,5 +167,5 @@ WRONG = replace(TASK, objective=Misspelt)
 
 def test_a_run_with_a_wrong_objective_is_refused_before_it_starts(tmp_path):
     cfg = configured(tmp_path / "run", task=f"{__name__}:WRONG")
-    with pytest.raises(UserError, match="ended in KeyError: 'sgin'"):
+    with pytest.raises(UserError, match="ended in KeyError: 'the micro-batch has no sgin; "):
         prepare(cfg)
