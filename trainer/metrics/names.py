@@ -166,11 +166,14 @@ METRICS: dict[str, Metric] = {
     "time/sync": Metric("Bringing the new weights to the engines.", "s"),
     "time/generation": Metric(
         "With `rollout.ahead`: from the begin to the end of the generation of the step's completions, while earlier "
-        "steps trained.",
+        "steps trained. With `rollout.in_flight_updates`: time in which engines had something to generate, from the "
+        "weights before the step to those after it.",
         "s",
     ),
     "time/wait_weights": Metric(
-        "With `rollout.ahead`: engines had nothing to generate, and waited for the step's new weights.", "s"
+        "With `rollout.ahead` or `rollout.in_flight_updates`: engines had nothing to generate, and waited for the "
+        "step's new weights.",
+        "s",
     ),
     "time/journal": Metric("Waiting until the step's rollouts are on the disk.", "s"),
     "time/checkpoint_blocked": Metric("Time that training waited for a checkpoint.", "s"),

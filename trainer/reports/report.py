@@ -237,13 +237,13 @@ def _time(axes: Axes, rows: Rows) -> None:
 
 
 def _overlap(axes: Axes, rows: Rows) -> None:
-    """Draw how long the episodes of each step were generated ahead, and how long ranks and engines waited."""
+    """Draw how long engines generated while ranks trained, and how long each waited for the other."""
     known = [row for row in rows if row.get("time/generation") and row.get("time/step")]
     generated = sum(row["time/generation"] for row in known)
     waited = sum(row.get("time/rollout", 0.0) for row in known)
     hidden = max(0.0, 1 - waited / generated) if generated else 0.0
     curves = [
-        ("time/generation", "generating, ahead", BLUE),
+        ("time/generation", "engines generate", BLUE),
         ("time/rollout", "ranks wait for episodes", ORANGE),
         ("time/wait_weights", "engines wait for weights", GREEN),
         ("time/step", "the step", GREY),

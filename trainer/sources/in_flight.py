@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -99,6 +100,15 @@ class WeightHistories:
     def forget_before(self, version: int) -> None:
         with self._changed:
             self._histories = {v: h for v, h in self._histories.items() if v >= version}
+
+
+def covered(spans: Sequence[tuple[float, float]]) -> float:
+    """Return the length of the union of spans (begin, end); one that ends before its begin is empty."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
 
 
 class GroupThread(BatchThread):
@@ -248,6 +258,7 @@ class InFlightSource(SamplingSource):
         self._window = self._new_window()
         self._trained: list[int] = []
         """The groups that the step uses up."""
+        self._published_at = time.monotonic()
 
     def _new_window(self) -> Window:
         r = self.cfg.rollout
@@ -261,6 +272,7 @@ class InFlightSource(SamplingSource):
         self.histories.add(version, self.runner.journal.history)
         super().start(version, is_initial)
         self.running = "keep"
+        self._published_at = time.monotonic()
 
     def publish(self, version: int) -> None:
         """Give the engines the policy's new weights now; requests that are under way continue with these."""
@@ -268,6 +280,7 @@ class InFlightSource(SamplingSource):
         super().publish(version)
         self.running = "keep"
         self._window.publish()
+        self._measure_generation()
         failpoint("in_flight:published")
 
     def commit(self, step: int) -> None:
@@ -287,14 +300,33 @@ class InFlightSource(SamplingSource):
         self.histories.forget_before(min(versions))
         super().commit(step)
 
-    def _begin_ahead(self) -> None:
-        """Admit the next rows. After the last step there are none, however many may have been filtered out."""
+    def _measure_generation(self) -> None:
+        """Measure how long engines had something to generate since the last weights, and how long they had not."""
+        since, now = self._published_at, time.monotonic()
+        self._published_at = now
+        spans = [(thread.began_at or now, thread.generated_at or now) for thread in self._threads.values()]
+        busy = covered([(max(begin, since), end) for begin, end in spans])
+        self._speeds["time/generation"] = busy
+        if self._admissible(len(self._threads) - len(self._trained)):  # else engines wait for nothing
+            self._speeds["time/wait_weights"] = now - since - busy
+
+    def _admissible(self, known: int) -> int:
+        """Return how many rows can be admitted now. After the last step it is none, however many were filtered out.
+
+        Args:
+            known: groups that are admitted, and that steps from now on train on.
+        """
         if self._version > self.cfg.total_steps:
-            return
-        batch, count = self.cfg.trainer.train_batch_size, self._window.capacity()
-        if not self.cfg.algorithm.dynamic_sampling:  # else nobody knows how many the run needs
-            left = (self.cfg.total_steps - self._version + 1) * batch
-            count = max(0, min(count, left - len(self._threads)))
+            return 0
+        count = self._window.capacity()
+        if self.cfg.algorithm.dynamic_sampling:  # nobody knows how many the run needs
+            return count
+        left = (self.cfg.total_steps - self._version + 1) * self.cfg.trainer.train_batch_size
+        return max(0, min(count, left - known))
+
+    def _begin_ahead(self) -> None:
+        """Admit the next rows."""
+        count = self._admissible(len(self._threads))
         rows = self.ledger.peek(count, in_flight=[thread.row for thread in self._threads.values()])
         last_step = self._window.last_step(self._version)
         for number, row in zip(self._window.admit(count), rows, strict=True):
@@ -404,7 +436,7 @@ class InFlightSource(SamplingSource):
     def make_group(self, progress: BatchProgress) -> StepBatch:
         """Sample one group, on its thread."""
         assert isinstance(progress, GroupThread)
-        groups = self._sample([progress.row], progress)
+        groups = self._sample([progress.row], progress, is_last=not self._needs_baselines)
         if self._needs_baselines:
             groups = super()._with_baselines(groups, progress)
         failpoint("in_flight:finished")

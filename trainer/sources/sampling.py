@@ -301,14 +301,18 @@ class SamplingSource:
         in_flight = [*earlier, *(group.index for group in groups)]
         indices = self.ledger.peek(self.cfg.trainer.train_batch_size, in_flight)
         progress.rows += indices
-        return self._sample(indices, progress)
+        is_last = not (self.cfg.algorithm.dynamic_sampling or self._needs_baselines)
+        return self._sample(indices, progress, is_last)
 
-    def _sample(self, indices: Sequence[SampleIndex], progress: BatchProgress) -> list[Group]:
-        """Run `rollout.n` episodes for each prompt, those of one prompt together."""
+    def _sample(self, indices: Sequence[SampleIndex], progress: BatchProgress, is_last: bool) -> list[Group]:
+        """Run `rollout.n` episodes for each prompt, those of one prompt together.
+
+        Args:
+            is_last: the engines have nothing more to do for the batch after these.
+        """
         r, n = self.cfg.rollout, self.cfg.rollout.n
         sampling = self.runner.sampling(r.temperature, r.top_p, r.top_k)
         requests = [self._request(index, progress.step, number, sampling) for index in indices for number in range(n)]
-        is_last = not (self.cfg.algorithm.dynamic_sampling or self._needs_baselines)
         episodes = self.runner.run(requests, f"step {progress.step}", progress, is_last)
         return [Group(index, episodes[i * n : (i + 1) * n]) for i, index in enumerate(indices)]
 

@@ -6,6 +6,7 @@ import logging
 import math
 import re
 import threading
+import time
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from tests.support.runs import rollouts_of
 from trainer.config import Config
 from trainer.generation.engine import Completion, Request
 from trainer.journal.journal import Journal
-from trainer.sources.in_flight import GroupThread
+from trainer.sources.in_flight import GroupThread, covered
 from trainer.trainer import Trainer
 
 
@@ -77,6 +78,39 @@ def test_groups_are_sampled_while_the_weights_change(tmp_path, model, window):
     run(in_flight(tmp_path / "run", window), model)
     check(tmp_path / "run", window)
     assert any(row["rollout/versions_mean"] > 1 for row in metrics(tmp_path / "run")[1:])
+
+
+@pytest.mark.parametrize("dynamic_sampling", [False, True])
+def test_it_is_known_how_long_engines_generate_and_wait(tmp_path, model, dynamic_sampling):
+    """Here the groups of the window end, and the engines then wait for the rest of the update."""
+
+    def slow_update(trainer: Trainer, engines: Engines) -> None:
+        update = trainer.learner.update
+
+        def update_later(experience: Any, step: int) -> dict[str, float]:
+            for thread in trainer.source._threads.values():  # type: ignore[attr-defined]
+                thread.result()
+            time.sleep(0.2)
+            return update(experience, step)
+
+        trainer.learner.update = update_later  # type: ignore[method-assign]
+
+    cfg = in_flight(tmp_path / "run", total_steps=5, val_interval=-1)
+    cfg.algorithm.dynamic_sampling, cfg.algorithm.max_gen_batches = dynamic_sampling, 1
+    run(cfg, model, slow_update)
+    rows = metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    for row in rows[:3]:
+        assert row["time/generation"] > 0 and row["time/wait_weights"] >= 0.2, row
+        assert row["time/generation"] + row["time/wait_weights"] > 0.8 * row["time/step"], row
+    for row in rows[3:]:
+        assert dynamic_sampling or "time/wait_weights" not in row, "the groups of the last step were under way already"
+
+
+@hypothesis.given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20))))
+def test_time_in_which_several_groups_are_under_way_counts_once(spans):
+    moments = {moment for begin, end in spans for moment in range(begin, end)}
+    assert covered(spans) == len(moments)
 
 
 @pytest.mark.parametrize("step", range(1, STEPS + 1))

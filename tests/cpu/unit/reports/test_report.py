@@ -108,7 +108,7 @@ def test_the_report_draws_what_was_generated_beside_training():
     panel(axes, rows)
     assert axes.get_title() == "Overlap: 75% of the generation beside training"
     assert {line.get_gid() for line in axes.lines} == {*times}
-    assert len(_panels(rows[:1], {})) == len(_panels(rows, {})) - 1, "without `rollout.ahead`, nothing overlaps"
+    assert len(_panels(rows[:1], {})) == len(_panels(rows, {})) - 1, "one after the other, nothing overlaps"
 
 
 def test_the_report_says_which_advisories_hold_at_the_end(tmp_path):
