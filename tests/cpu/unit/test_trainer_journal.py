@@ -75,10 +75,18 @@ class Killed(BaseException):
     pass
 
 
-def run(cfg: Config, model: str, kill_in: int | None = None, repeats: bool = False, defers: bool | None = None) -> int:
-    """Run to the end, or to a kill in the update of a step; returns how many completions were generated.
+def run(
+    cfg: Config,
+    model: str,
+    kill_in: int | None = None,
+    repeats: bool = False,
+    defers: bool | None = None,
+    copy_to: Path | None = None,
+) -> int:
+    """Run to the end, or to a kill at the begin of the update of a step; returns how many completions were generated.
 
     Args:
+        copy_to: gets the files of the moment of the kill; the end of this process writes more.
         repeats: what the engines say of themselves.
         defers: whether the run must begin without its engines. None: it may, or not.
     """
@@ -92,6 +100,8 @@ def run(cfg: Config, model: str, kill_in: int | None = None, repeats: bool = Fal
 
         def update_or_die(experience: Any, step: int) -> dict[str, float]:
             if step == kill_in:
+                if copy_to is not None:
+                    shutil.copytree(cfg.trainer.run_dir, copy_to, ignore=shutil.ignore_patterns(".lock"))
                 raise Killed
             return update(experience, step)
 
@@ -141,6 +151,14 @@ def test_a_run_without_a_checkpoint_begins_with_its_records(tmp_path, model):
     before = rows_of(tmp_path)
     assert run(cfg, model, kill_in=2) == 0
     assert comparable([*rows_of(tmp_path).values()]) == comparable([*before.values()]) and {*before} == {0, 1}
+
+
+def test_no_step_trains_on_groups_that_are_not_on_the_disk(tmp_path, model):
+    cfg = settings(tmp_path)
+    run(cfg, model, kill_in=2, copy_to=tmp_path / "killed")
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "killed").rename(tmp_path / "run")
+    assert run(cfg, model, kill_in=2) == 0
 
 
 def test_nothing_comes_back_without_the_journal(tmp_path, model):
