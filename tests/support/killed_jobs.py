@@ -41,6 +41,10 @@ CONFIG = (
 
 
 PLACES = (
+    "sampled",
+    "scored",
+    "updating",
+    "trained",
     "logged",
     "save:begin",
     "save:staging",

@@ -24,6 +24,7 @@ from trainer.objectives.batches import batch_of, build_batch
 from trainer.parallel.batching import Batch, select
 from trainer.parallel.profiling import step_directory
 from trainer.parallel.shares import has_old_logprobs
+from trainer.process.failpoints import failpoint
 
 LOG = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ class Learner:
 
     def score(self, episodes: Sequence[Episode], step: int) -> Experience:
         """Compute what the objective reads of a step's episodes: log-probs, values, advantages."""
+        failpoint("sampled")
         batch = batch_of(episodes, step)
         experience = self.objective.experience(episodes, self._add_scores(batch, step))
         return dataclasses.replace(experience, sampled=batch["mask"])
@@ -127,6 +129,7 @@ class Learner:
         Raises:
             NonFiniteError: a loss or gradient norm is NaN or infinite; the weights are untouched.
         """
+        failpoint("scored")
         objective, batch, metrics = self.objective, experience.batch, dict(experience.metrics)
         roles, logprobs, entropy = objective.updates(step), None, None
         mini_batches = objective.mini_batches(batch, step)

@@ -30,6 +30,7 @@ from trainer.parallel.layout import Layout
 from trainer.parallel.rng import capture_rng, restore_rng
 from trainer.parallel.shard import frees_after_forward, reshard
 from trainer.parallel.shares import Limits, Part, Share
+from trainer.process.failpoints import failpoint
 from trainer.process.tracing import TRACER
 from trainer.workers.async_saver import StateFiles
 
@@ -306,6 +307,7 @@ class TrainedWorker(ModelWorker):
             self.optimizer.step()
             self.optimizer.zero_grad()
         self.optimizer_steps += 1
+        failpoint("updating")
         return {**totals, "grad_norm": grad_norm, "lr": lr}
 
     def optimizer_tensors(self) -> list[Tensor]:

@@ -1,8 +1,8 @@
 """Kill a job anywhere and restart it with the same command: the result is that of an uninterrupted job.
 
 The job is the real one: trainer, run directory, source, ranks and engine, with a tiny model. All its processes are
-killed immediately, inside every phase of a save and at random moments, until it finishes. Its metrics and the bytes of
-its final weights must be those of an uninterrupted run.
+killed immediately, inside every phase of a step and of a save, and at random moments, until it finishes. Its metrics
+and the bytes of its final weights must be those of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def uninterrupted(overrides, run_uninterrupted) -> Uninterrupted:
     return run_uninterrupted(overrides)
 
 
-# Each start of a life is killed at a place in its first or second save, and leaves what the next one finds. Policy and
-# critic are staged and written one after the other; a step is logged before it is saved.
+# Each start of a life is killed at a place in one of its first steps or saves, and leaves what the next one finds.
+# Policy and critic are staged and written one after the other; a step is logged before it is saved.
 FIRST_SAVES = [(place, 1) for place in ("save:hinted", *(place for place in PLACES if place != "save:hinted"))]
 LATER_SAVES = [
     [("save:begin", 2), ("save:staging", 2)],
@@ -109,13 +109,14 @@ LATER_SAVES = [
 WHILE_GENERATING = [(place, 1) for place in ("ahead:begun", "ahead:generated")]  # of a step ahead, before any save
 WHILE_GENERATING += [("ahead:begun", 4), ("ahead:generated", 4)]
 LIVES = [(ONE_RANK, FIRST_SAVES), (AHEAD, FIRST_SAVES), *((AHEAD, life) for life in LATER_SAVES[:2])]
+IN_A_STEP = [("sampled", 2), ("scored", 2), ("updating", 3), ("trained", 2)]
 for job, saves in zip((GRPO, DYNAMIC, TURNS), LATER_SAVES[2:], strict=True):
-    LIVES += [(job, saves), (job, WHILE_GENERATING)]
+    LIVES += [(job, saves), (job, WHILE_GENERATING), (job, IN_A_STEP)]
 LIVES += [(AHEAD, WHILE_GENERATING)]
 
 
 @pytest.mark.parametrize(("overrides", "life"), LIVES, indirect=["overrides"])
-def test_a_job_killed_in_every_phase_of_a_save_ends_like_an_uninterrupted_one(overrides, uninterrupted, life, tmp_path):
+def test_a_job_killed_in_every_phase_ends_like_an_uninterrupted_one(overrides, uninterrupted, life, tmp_path):
     job = Job(tmp_path / "job", overrides)
     for place, nth in life:
         reached = tmp_path / f"reached {place}"
