@@ -160,6 +160,22 @@ def test_messages_are_stored_as_the_json_library_writes_them(message):
     assert stored == [json.dumps([message])]
 
 
+numbers = st.floats() | st.integers(-5, 5) | st.booleans() | st.floats(width=16).map(np.float64)
+
+
+@given(st.dictionaries(st.text(max_size=4), numbers, max_size=3))
+def test_terms_of_rewards_are_stored_as_the_json_library_writes_them(terms):
+    file = encode(1, [Episode("u", "g", [], rewards=terms, metrics=terms)])
+    table = pyarrow.feather.read_table(io.BytesIO(file))
+    assert table.column("rewards").to_pylist() == table.column("metrics").to_pylist() == [json.dumps(terms)]
+
+
+@given(st.lists(st.text(max_size=4) | st.sampled_from(["\ud800", "\0json ", "\0json 1"]), max_size=4))
+def test_texts_come_back_beside_others_of_any_kind(texts):
+    groups, _ = decode_groups(encode_groups(1, {"g": [Episode("u", "g", [], answer=text) for text in texts]}, {}))
+    assert [episode.answer for episode in groups.get("g", [])] == texts
+
+
 def test_a_message_with_keys_that_are_no_text_is_refused():
     with pytest.raises(ValueError):
         encode(1, [Episode("u", "g", [], messages=[{(1, 2): "a"}])])
