@@ -7,7 +7,8 @@ Prints the spans of a step, and for a step the CPU seconds of the thread that wr
 took longer than those without: in CPU seconds of all processes of the job, and on the clock. Medians, and half the
 range between the quartiles; a busy machine shows in the last column, but hardly in the others.
 
-With `--spans`, prints the CPU time of a span in the process that records it instead: this does not depend on the run.
+With `--spans`, prints the CPU time of a span in the process that records it instead, and that of a call's answer, from
+the worker's begin of the call to the result in the driver, with and without spans in it: this does not depend on the run.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pickle
 import random
 import subprocess
 import sys
@@ -32,7 +34,7 @@ from trainer.config import TASKS, Config
 from trainer.episodes import Episode
 from trainer.metrics.trace_file import read_spans
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
-from trainer.process.tracing import TRACER
+from trainer.process.tracing import TRACER, WANTED, answer_call
 from trainer.sources.sampling import SamplingSource
 from trainer.tasks import Task, rl
 
@@ -119,13 +121,40 @@ def span_ns(spans: int) -> float:
     return 1e9 * (2 * middle - begin - time.process_time()) / spans
 
 
+def answer_us(calls: int, inner: int, traced: bool) -> float:
+    """Return the CPU time of a call and its answer, without its way over a connection, in us.
+
+    Args:
+        inner: spans that the call records, besides its own.
+    """
+
+    def work() -> int:
+        for _ in range(inner):
+            with TRACER.span("mini-batch", rows=8):
+                pass
+        return 1
+
+    begin = time.process_time()
+    for _ in range(calls):
+        answer = answer_call(work, "main", (), {WANTED: True} if traced else {}, "update")
+        sent = pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
+        TRACER.receive("rank 0", 0.0, pickle.loads(sent))
+        TRACER.take()  # else this process would send again what it has received
+    spent = time.process_time() - begin
+    return 1e6 * spent / calls
+
+
 def report_spans(spans: int) -> None:
     found = []
     for TRACER.is_on in (False, True):
         found.append(median(span_ns(spans) for _ in range(15)))
         TRACER.take()
     print("| spans | tracing off | tracing on |\n|---|---|---|")
-    print(f"| {spans:,} | {found[0]:,.0f} ns a span | {found[1]:,.0f} ns a span |")
+    print(f"| {spans:,} | {found[0]:,.0f} ns a span | {found[1]:,.0f} ns a span |\n")
+    print("| spans of an answer | tracing off | tracing on |\n|---|---|---|")
+    for inner in (0, 9, 99):
+        off, on = (median(answer_us(spans // 50, inner, traced) for _ in range(15)) for traced in (False, True))
+        print(f"| {inner + 1} | {off:,.1f} us | {on:,.1f} us |")
 
 
 def main() -> None:
