@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import functools
 import random
+import re
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tests.support.forks import fork_clusters, fork_server
-from tests.support.jobs import environment
+from tests.support.jobs import environment, metrics
+from tests.support.runs import rollouts_of
 
 STEPS = 6
+TRAIN_SIZE = 10
 PPO = ("algorithm=ppo", "trainer.critic.optimizer.lr=1e-3")
 """The algorithm, unless a job chooses another."""
 CONFIG = (
@@ -35,7 +39,7 @@ CONFIG = (
     "reward.name=tests.support.hashed_reward:hashed",
     "rollout.n=2",
     "rollout.max_response_tokens=8",
-    "data.train_size=10",
+    f"data.train_size={TRAIN_SIZE}",
     "data.val_size=4",
 )
 
@@ -138,3 +142,22 @@ def run_killed(log: Path, *overrides: str, seed: str, seconds: float) -> int:
         )
     assert run_until(log, *overrides)
     return kills
+
+
+def assert_trained_once(run_dir: Path, log: Path, batch: int, most_stale: int) -> None:
+    """Check that a job in flight that was killed has trained each prompt once an epoch, and used its journal.
+
+    Args:
+        batch: prompts of a step, with two completions each.
+        most_stale: versions by which episodes may be older than the weights that they train.
+    """
+    rows = metrics(run_dir)
+    assert [row["step"] for row in rows] == list(range(STEPS + 1))
+    uids = [row["uid"] for step in range(1, STEPS + 1) for row in rollouts_of(run_dir, step)]
+    assert len(uids) == len(set(uids)) == 2 * batch * STEPS
+    trained = Counter(uid.partition(":")[0] for uid in uids)
+    epochs = batch * STEPS // TRAIN_SIZE
+    assert all(trained[str(epoch)] == 2 * TRAIN_SIZE for epoch in range(epochs)), "a prompt was passed over"
+    assert 0 < max(row["rollout/staleness_max"] for row in rows[1:]) <= most_stale
+    found = re.findall(r"(\d+) groups came from the journal", log.read_text())
+    assert any(int(count) > 0 for count in found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.support.buckets import make_bucket, use_s3
@@ -28,9 +30,13 @@ from tests.support.jobs import (
     start_forked_job,
     wait_until,
 )
+from tests.support.killed_jobs import STEPS, assert_trained_once, run_until
 from tests.support.nodes import Nodes
 from tests.support.recipes import compose_words
+from tests.support.runs import rollouts_of
+from trainer.config import TinyConfig
 from trainer.config.inference import TOKEN
+from trainer.models.tiny import build_tiny
 
 SETTINGS = ["rollout.max_num_seqs=20", "trainer.total_steps=4"]
 ROOT = Path(__file__).parents[3]
@@ -223,6 +229,7 @@ def vllm_ahead(tmp_path_factory) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def vllm_servers(tmp_path_factory) -> Iterator[list[Server]]:
     logs, words = tmp_path_factory.mktemp("vllm"), ["rollout.kv_cache_mb=32", "rollout.max_num_seqs=20"]
+    words += ["rollout.max_response_tokens=512"]
     with Server(logs / "1", *words) as first, Server(logs / "2", *words) as second:
         yield [first.wait(), second.wait()]
 
@@ -252,6 +259,60 @@ def test_what_a_vllm_that_is_gone_for_good_had_to_do_is_done_by_the_other_to_the
     assert done.returncode == 0, done.stderr
     assert second.url in (tmp_path / "run/log.txt").read_text()
     assert comparable(metrics(tmp_path / "run")) == vllm_ahead
+
+
+def running_requests(server: Server) -> float:
+    """The requests that the engine of a server generates for now."""
+    (count,) = re.findall(
+        r"^vllm:num_requests_running\{.*\} (\S+)", httpx.get(f"{server.url}/metrics").text, re.MULTILINE
+    )
+    return float(count)
+
+
+@pytest.mark.slow
+def test_a_job_in_flight_on_a_server_that_is_killed_trains_every_prompt_once(vllm_servers, tmp_path):
+    """The server and its engine outlive each kill. Ten prompts, and 12 that are trained."""
+    server, run, log = vllm_servers[0].wait(), tmp_path / "run", tmp_path / "log"
+    build_tiny(TinyConfig(), str(tmp_path / "model"))  # as the server's; with random weights, completions are long
+    words = (f"model.path={tmp_path}/model", f"trainer.run_dir={run}", "rollout.engine=server",
+             f"rollout.urls=[{server.url}]", "rollout.in_flight_updates=true", "rollout.max_staleness=2",
+             "rollout.max_response_tokens=512", "trainer.train_batch_size=2", "algorithm=grpo",
+             "logger.save_rollouts=true")  # fmt: skip
+    processes, under_way = server.engine(), []
+    for number, place in enumerate(["finished,1", "published,2", "taken,3"]):
+        reached = tmp_path / f"reached {number}"
+
+        def is_reached(_: float, reached: Path = reached) -> bool:
+            if reached.exists():
+                under_way.append(running_requests(server))
+            return reached.exists()
+
+        env = {"TRAINER_FAILPOINT": f"in_flight:{place},{reached}"}
+        assert not run_until(log, *words, env=env, kill_when=is_reached), place
+    taken, trained = tmp_path / "taken", tmp_path / "trained"
+
+    def pause_while_ranks_train(_: int) -> None:
+        """Let the engine stand still meanwhile, so that new weights come in the middle of completions."""
+        if taken.exists():
+            processes[-1].suspend()
+            taken.unlink()
+        if trained.exists():
+            processes[-1].resume()
+            time.sleep(0.2)
+            trained.unlink()
+
+    points = [f"in_flight:taken,{step},{taken};trained,{step},{trained}" for step in range(1, STEPS + 1)]
+    assert run_until(log, *words, env={"TRAINER_FAILPOINT": ";".join(points)}, disturb=pause_while_ranks_train)
+    assert max(under_way) > 0, "no kill came while the engine generated"
+    assert server.engine() == processes
+    assert_trained_once(run, log, batch=2, most_stale=2)
+    samples = [sample for step in range(1, STEPS + 1) for row in rollouts_of(run, step) for sample in row["samples"]]
+    assert any(len(sample["version_spans"]) > 1 for sample in samples), "no completion has got new weights"
+    for sample in samples:
+        if spans := sample["version_spans"]:
+            versions = [version for version, _ in spans]
+            assert versions == sorted(set(versions)) and sample["weight_versions"] == [versions[0], versions[-1]]
+            assert sum(count for _, count in spans) == sum(sample["mask"])
 
 
 @pytest.mark.slow

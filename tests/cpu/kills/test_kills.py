@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import random
-import re
 import shutil
 import time
 from collections.abc import Callable
@@ -21,8 +20,7 @@ import torch
 from safetensors.torch import load
 
 from tests.support.jobs import comparable, metrics
-from tests.support.killed_jobs import PLACES, STEPS, run_until
-from tests.support.runs import rollouts_of
+from tests.support.killed_jobs import PLACES, STEPS, assert_trained_once, run_until
 from trainer.config import TinyConfig
 from trainer.models.tiny import build_tiny
 
@@ -154,13 +152,7 @@ def test_a_job_in_flight_killed_in_every_phase_trains_every_prompt_once(model, t
         env = {"TRAINER_FAILPOINT": f"{place},{nth},{reached}"}
         assert not job.run(env=env, kill_when=lambda _, reached=reached: reached.exists()), place
     assert job.run()
-    uids = [row["uid"] for step in range(1, STEPS + 1) for row in rollouts_of(tmp_path / "job/run", step)]
-    assert len(uids) == len(set(uids)) == 4 * 2 * STEPS
-    rows = metrics(tmp_path / "job/run")
-    assert [row["step"] for row in rows] == list(range(STEPS + 1))
-    assert 0 < max(row["rollout/staleness_max"] for row in rows[1:]) <= 2
-    found = re.findall(r"(\d+) groups came from the journal", (job.directory / "log").read_text())
-    assert any(int(count) > 0 for count in found)
+    assert_trained_once(job.directory / "run", job.directory / "log", batch=4, most_stale=2)
 
 
 LAYOUTS = ((), ("trainer.tensor_parallel_size=2",), ("trainer.context_parallel_size=2",))
