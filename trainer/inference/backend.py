@@ -84,6 +84,10 @@ class Backend:
         self.is_ready = False
         self._failed = self._failed or reason
 
+    async def answers(self) -> bool:
+        """Return whether the engine answers within `inference.hang_timeout_s`."""
+        return await self._alive(self._cfg.hang_timeout_s, "/trainer/alive?now") is not None
+
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
         """Let the engine show no progress in this block, up to `inference.start_timeout_s`: it loads weights."""
@@ -178,10 +182,10 @@ class Backend:
                 return False, f"the model is not loaded after {self._cfg.start_timeout_s:g} s"
             await asyncio.sleep(time_limits.SERVER_POLL_S if has_served else time_limits.POLL_INTERVAL_S)
 
-    async def _alive(self, limit_s: float) -> dict[str, Any] | None:
+    async def _alive(self, limit_s: float, path: str = "/trainer/alive") -> dict[str, Any] | None:
         try:
             timeout = aiohttp.ClientTimeout(total=limit_s)
-            async with self.session.get(self.url("/trainer/alive"), timeout=timeout) as response:
+            async with self.session.get(self.url(path), timeout=timeout) as response:
                 return await response.json() if response.status == 200 else None
         except (aiohttp.ClientError, TimeoutError, OSError):
             return None

@@ -251,6 +251,8 @@ class Gateway:
     async def _ask_to_load(self, order: dict[str, Any]) -> dict[str, str] | None:
         """Return the answer of the engine; None: it has failed."""
         answer: dict[str, str] | None = None
+        if not await self.backend.answers():  # a hang that has begun is no slow load
+            return None
         try:
             url = self.backend.url(protocol.WEIGHTS)
             with self.backend.loading():

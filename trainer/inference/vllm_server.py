@@ -100,7 +100,7 @@ class JobRoutes:
                 if self.snapshot is not None:  # this is the first thing that anybody asks
                     path, self.snapshot = self.snapshot, None
                     await engine.collective_rpc("watch_memory", args=(path,))
-                response = JSONResponse(await self._check(engine))
+                response = JSONResponse(await self._check(engine, now=scope["query_string"] == b"now"))
             case protocol.GENERATE:
                 await self._generate(engine, protocol.decode_requests(await request.body()), scope, receive, send)
                 return
@@ -110,13 +110,17 @@ class JobRoutes:
                 response = JSONResponse({}, 404)
         await response(scope, receive, send)
 
-    async def _check(self, engine: Any) -> dict[str, Any]:
-        """Return the engine's progress, if its processes are well. One that hangs does not answer."""
+    async def _check(self, engine: Any, now: bool) -> dict[str, Any]:
+        """Return the engine's progress, if its processes are well. One that hangs does not answer.
+
+        Args:
+            now: look at the processes of an idle engine, too, however short ago the last look was.
+        """
         await engine.check_health()  # knows of a process that has died
-        progress, now = _progress(engine), time.monotonic()
-        if progress["busy"] or now > self._checked_at + self.idle_check_s:
+        progress, at = _progress(engine), time.monotonic()
+        if now or progress["busy"] or at > self._checked_at + self.idle_check_s:
             await engine.collective_rpc("check_health")  # they answer between two steps
-            self._checked_at = now
+            self._checked_at = at
         return progress
 
     async def _generate(self, engine: Any, requests: dict[int, Request], *connection: Any) -> None:

@@ -70,6 +70,23 @@ def test_a_load_of_weights_may_take_longer_than_other_work(victim, tmp_path):
             assert again._lease["start"] == start
 
 
+def test_an_engine_that_hangs_before_a_load_of_weights_is_started_again_soon(victim, tmp_path):
+    """Not after `inference.start_timeout_s`, within which a load must end."""
+    victim.wait()
+    build_tiny(TinyConfig(), str(tmp_path))
+    old = victim.engine()
+    with ThreadPoolExecutor(1) as pool, engine(victim.url) as one:
+        old[-1].suspend()
+        load = pool.submit(one.sync_weights, SharedMemory(str(tmp_path)), 1)
+        try:
+            with pytest.raises(WorkerError, match="does not serve"):
+                load.result(60)
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                old[-1].resume()
+    wait_until(lambda: not any(map(is_running, old)))
+
+
 def test_an_answer_that_breaks_off_is_followed_by_no_other(victim, tmp_path):
     victim.wait()
     build_tiny(TinyConfig(), str(tmp_path))
