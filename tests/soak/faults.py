@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import psutil
 
 from tests.soak.kinds import STEPS, Kind
@@ -23,12 +24,13 @@ from tests.support.nodes import Node
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.storage import JOURNAL, RECORDS, TAKEN, open_storage
 from trainer.checkpoint.store import open_store
+from trainer.sandbox.reaper import is_tracker
 
 _END_S = 60
 KILLED = -signal.SIGKILL
 STOPPED = 75
 PLACES = (*killed_jobs.PLACES, "upload:copied", "upload:published", "export:written")
-"""The fail points at which a whole job is killed."""
+"""The fail points of saves at which a whole job is killed."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +254,7 @@ def _cut_link(workspace: Workspace, job: int, numbers: random.Random) -> str:
 
 def _kill_server(workspace: Workspace, job: int, numbers: random.Random) -> str | None:
     """Kill the server, which comes back after some seconds, or one of the processes of its engine."""
-    server, _ = workspace.scene.server()
+    server, _ = workspace.server
     family = server.family()
     if numbers.random() < 0.5 and len(family) > 1:
         send([numbers.choice(family[1:])], signal.SIGKILL)
@@ -266,16 +268,28 @@ def _kill_server(workspace: Workspace, job: int, numbers: random.Random) -> str 
 
 
 def _stop_server(workspace: Workspace, job: int, numbers: random.Random) -> str:
-    family, seconds = workspace.scene.server()[0].family(), numbers.uniform(1, 20)
+    family, seconds = workspace.server[0].family(), numbers.uniform(1, 20)
     send(family, signal.SIGSTOP)
     time.sleep(seconds)
     send(family, signal.SIGCONT)
     return f"{seconds:.0f} s"
 
 
+def _hang_engine(workspace: Workspace, job: int, numbers: random.Random) -> str | None:
+    """Stop a process of the server's engine for good. The server has to notice it, and to start the engine again."""
+    server, _ = workspace.server
+    with contextlib.suppress(httpx.TransportError, psutil.Error):  # the server, or its engine, is away
+        if server.status()["state"] == "ready":
+            found = [process for process in server.engine()[1:] if not is_tracker(process)]
+            chosen = numbers.choice(found)
+            send([chosen], signal.SIGSTOP)
+            return f"process {found.index(chosen)} of {len(found)}"
+    return None
+
+
 def _cut_server(workspace: Workspace, job: int, numbers: random.Random) -> str:
     seconds = numbers.uniform(0, 8)
-    with workspace.scene.server()[1].cut():
+    with workspace.server[1].cut():
         time.sleep(seconds)
     return f"{seconds:.0f} s"
 
@@ -336,7 +350,7 @@ def _on(*storages: str) -> Callable[[Kind], bool]:
 
 
 def _served(kind: Kind) -> bool:
-    return kind.served
+    return bool(kind.server)
 
 
 def _on_nodes(kind: Kind) -> bool:
@@ -348,9 +362,11 @@ def _elsewhere(kind: Kind) -> bool:
 
 
 KILL_IN_SAVE = "kill of the job in a phase of a save"
+KILL_IN_ROLLOUTS = "kill of the job in a phase of its rollouts"
 FAULTS: dict[str, Fault] = {
     "kill of the job": Fault(_kill_job, (KILLED,)),
     KILL_IN_SAVE: Fault(_kill_job, (KILLED,), _elsewhere),  # ranks on nodes do not know the driver's fail point
+    KILL_IN_ROLLOUTS: Fault(_kill_job, (KILLED,), lambda kind: bool(kind.phases), 2),
     "kill of the driver": Fault(_kill_driver, (KILLED,)),
     "kill of the launcher": Fault(_signal_one("launcher", signal.SIGKILL), (1,), lambda kind: not kind.with_ray, 0.5),
     "kill of a rank": Fault(_signal_one("rank", signal.SIGKILL), applies=_has("rank")),
@@ -377,6 +393,7 @@ FAULTS: dict[str, Fault] = {
     "cut link to the object store": Fault(_cut_link, (1, 2), _on("store"), 2),
     "kill of the inference server": Fault(_kill_server, (), _served, 3),
     "stop (hang) of the inference server": Fault(_stop_server, (), _served, 3),
+    "stop (hang) of the server's engine": Fault(_hang_engine, (), _served, 3),
     "cut link to the inference server": Fault(_cut_server, (), _served, 3),
     "lost node": Fault(_lose_node, (), _on_nodes, 3),
     "lost node of the driver": Fault(_lose_driver_node, (KILLED,), _on_nodes, 2),
@@ -384,3 +401,13 @@ FAULTS: dict[str, Fault] = {
     "cut link of the driver's node": Fault(_cut_driver_node, (STOPPED,), _on_nodes, 3),  # a call of Ray may wait
     "slow link of a node": Fault(_slow_down_node, (), _on_nodes, 2),
 }
+
+
+def draw_fail_point(fault: Disturbance, kind: Kind) -> str | None:
+    """Draw the fail point of a fault, as `name,n`. None: the fault does not wait for one."""
+    numbers = random.Random(fault.seed)
+    if fault.name == KILL_IN_SAVE:
+        return f"{numbers.choice(PLACES)},{numbers.randint(1, 3)}"
+    if fault.name == KILL_IN_ROLLOUTS:
+        return f"{numbers.choice(kind.phases)},{numbers.randint(1, 8)}"
+    return None

@@ -41,7 +41,16 @@ _SERVED = (
     "rollout.server_timeout_s=120",  # a server that was killed needs half a minute
     "trainer.hang_timeout_s=150",
 )
+_SERVED_BY_VLLM = (
+    "rollout.engine=server",
+    "rollout.server_timeout_s=240",  # vLLM needs a minute to start, more on a busy machine
+    "trainer.hang_timeout_s=300",
+    "rollout.max_num_seqs=32",
+    "rollout.kv_cache_mb=32",
+)
 _PROCESSES = ("trainer.ray_address=processes", "rollout=transformers")
+_AHEAD = ("ahead:begun", "ahead:generated")
+_IN_FLIGHT = ("in_flight:finished", "in_flight:taken", "in_flight:published")
 
 
 @dataclass(frozen=True)
@@ -62,12 +71,19 @@ class Kind:
     """Its numbers are those of an uninterrupted job. False: only the prompts of each step are."""
     in_order: bool = True
     """Which prompts a step trains on does not depend on how long they take. False: each is trained once an epoch."""
-    served: bool = False
-    """An inference server generates, which stays up between the jobs."""
+    server: str = ""
+    """The engine of the inference server that generates, and that stays up between the jobs. Empty: there is none."""
     on_nodes: bool = False
     """Its Ray is a cluster of several nodes, of which some are lost."""
     weight: float = 1.0
     """How often it is drawn, relative to the others."""
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """The fail points of rollouts that are under way while the ranks train."""
+        if "rollout.in_flight_updates=true" in self.overrides:
+            return (*_AHEAD, *_IN_FLIGHT)
+        return _AHEAD if any(word.startswith("rollout.ahead=") for word in self.overrides) else ()
 
 
 def _rollouts(name: str, *overrides: str, **others: object) -> Kind:
@@ -156,8 +172,21 @@ KINDS = {
             in_order=False,
             weight=0.3,
         ),
-        _rollouts("server", *_SERVED, served=True),
-        _rollouts("server_ahead", *_SERVED, "rollout.ahead=1", "trainer.num_workers=2", served=True, weight=0.5),
+        _rollouts("server", *_SERVED, server="transformers"),
+        _rollouts(
+            "server_ahead", *_SERVED, "rollout.ahead=1", "trainer.num_workers=2", server="transformers", weight=0.5
+        ),
+        _rollouts("vllm_server", *_SERVED_BY_VLLM, "trainer.num_workers=2", server="vllm", weight=0.3),
+        _rollouts(
+            "server_in_flight",
+            *_SERVED_BY_VLLM,
+            "rollout.in_flight_updates=true",
+            "rollout.max_staleness=2",
+            "rollout.max_response_tokens=256",  # so that new weights come in the middle of completions
+            server="vllm",
+            is_exact=False,
+            weight=0.3,
+        ),
         Kind(
             "supervised",
             (*_COMMON, _PROCESSES[0], "trainer.num_workers=2", f"sft.steps={STEPS}", "sft.batch_size=2"),

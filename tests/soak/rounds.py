@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.soak.faults import FAULTS, KILL_IN_SAVE, PLACES, Disturbance, draw_faults
+from tests.soak.faults import FAULTS, Disturbance, draw_fail_point, draw_faults
 from tests.soak.kinds import Kind, draw_kind
 from tests.soak.outcomes import Outcome, difference, outcome_of
 from tests.soak.scene import Scene, Workspace
@@ -189,18 +189,18 @@ class _Attempt:
         return self._faults[0].wait * seconds if self._faults else 0.0
 
     def _fail_point(self, report: Report) -> tuple[Path | None, dict[str, str]]:
-        """If the next fault is a kill in a save, return the file that says when to kill, and the job's environment."""
-        if not self._faults or self._faults[0].name != KILL_IN_SAVE:
+        """If the next fault is a kill in a phase, return the file that says when to kill, and the job's environment."""
+        self._point = draw_fail_point(self._faults[0], self._workspace.kind) if self._faults else None
+        if self._point is None:
             return None, {}
-        numbers = random.Random(self._faults[0].seed)
         reached = self._workspace.directory / f"reached-{len(report.starts)}"
-        self._point = f"{numbers.choice(PLACES)},{numbers.randint(1, 3)}"
         return reached, {"TRAINER_FAILPOINT": f"{self._point},{reached}"}
 
     def _disturb(self, report: Report, at_s: float, reached: Path | None) -> bool:
         """Do the next fault, if there is something to do it to; returns whether it was done."""
         fault = self._faults[0]
-        name = fault.name if fault.name != KILL_IN_SAVE or reached else "kill of the job"
+        waits = draw_fail_point(fault, self._workspace.kind) is not None
+        name = "kill of the job" if waits and not reached else fault.name
         try:
             done = FAULTS[name].act(self._workspace, self._job.pid, random.Random(fault.seed))
         except ProcessLookupError:  # the job has just ended

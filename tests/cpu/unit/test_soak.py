@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.soak.faults import FAULTS, draw_faults
+from tests.soak.faults import FAULTS, PLACES, draw_fail_point, draw_faults
 from tests.soak.kinds import KINDS, STEPS, draw_kind
 from tests.soak.outcomes import difference, outcome_of
 from tests.soak.tally import table
@@ -38,6 +38,15 @@ def test_a_seed_draws_the_same_round_again_and_all_seeds_draw_every_fault():
     assert all(FAULTS[fault.name].applies(kind) for kind, faults in rounds for fault in faults)
     without_disk = [fault.name for seed in range(2000) for fault in drawn(seed, has_disk=False)[1]]
     assert "full disk" not in without_disk
+
+
+def test_every_fail_point_that_is_drawn_is_in_the_trainer():
+    rounds = [drawn(seed) for seed in range(2000)]
+    drawn_points = {draw_fail_point(fault, kind) for kind, faults in rounds for fault in faults} - {None}
+    names = {point.partition(",")[0] for point in drawn_points}
+    assert names == {*PLACES, *KINDS["in_flight"].phases} and len(KINDS["in_flight"].phases) == 5
+    sources = "".join(path.read_text() for path in (Path(__file__).parents[3] / "trainer").rglob("*.py"))
+    assert [name for name in names if f'failpoint("{name}")' not in sources] == []
 
 
 @pytest.fixture
@@ -89,7 +98,7 @@ def difference_of_rollouts(tmp_path: Path, kind: str, trained: dict[int, list[st
     return difference(*found)
 
 
-@pytest.mark.parametrize("kind", ["in_flight", "far_in_flight"])
+@pytest.mark.parametrize("kind", ["in_flight", "far_in_flight", "server_in_flight"])
 def test_the_comparison_in_flight_notices_what_is_trained_twice_or_lost(tmp_path, kind):
     assert difference_of_rollouts(tmp_path, kind, {}) == ""
     is_same = difference_of_rollouts(tmp_path, kind, {3: ["0:4:0", "0:4:1"], 4: ["0:3:0", "0:3:1"]}) == ""
