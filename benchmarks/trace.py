@@ -7,8 +7,8 @@ Prints the spans of a step, and for a step the CPU seconds of the thread that wr
 took longer than those without: in CPU seconds of all processes of the job, and on the clock. Medians, and half the
 range between the quartiles; a busy machine shows in the last column, but hardly in the others.
 
-With `--spans`, prints the CPU time of a span in the process that records it instead, and that of a call's answer, from
-the worker's begin of the call to the result in the driver, with and without spans in it: this does not depend on the run.
+With `--spans`, prints the CPU time of a span in the process that records it instead, and that of a call with its
+answer, in the worker and the driver, with and without spans in it: these do not depend on the run.
 """
 
 from __future__ import annotations

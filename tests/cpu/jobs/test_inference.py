@@ -261,30 +261,27 @@ def test_what_a_vllm_that_is_gone_for_good_had_to_do_is_done_by_the_other_to_the
     assert comparable(metrics(tmp_path / "run")) == vllm_ahead
 
 
-def running_requests(server: Server) -> float:
-    """The requests that the engine of a server generates for now."""
-    (count,) = re.findall(
-        r"^vllm:num_requests_running\{.*\} (\S+)", httpx.get(f"{server.url}/metrics").text, re.MULTILINE
-    )
-    return float(count)
+def vllm_metric(server: Server, name: str) -> float:
+    (value,) = re.findall(rf"^vllm:{name}\{{.*\}} (\S+)", httpx.get(f"{server.url}/metrics").text, re.MULTILINE)
+    return float(value)
 
 
 @pytest.mark.slow
 def test_a_job_in_flight_on_a_server_that_is_killed_trains_every_prompt_once(vllm_servers, tmp_path):
     """The server and its engine outlive each kill. Ten prompts, and 12 that are trained."""
     server, run, log = vllm_servers[0].wait(), tmp_path / "run", tmp_path / "log"
-    build_tiny(TinyConfig(), str(tmp_path / "model"))  # as the server's; with random weights, completions are long
+    build_tiny(TinyConfig(), str(tmp_path / "model"))  # as the server's; so cold, it never stops
     words = (f"model.path={tmp_path}/model", f"trainer.run_dir={run}", "rollout.engine=server",
              f"rollout.urls=[{server.url}]", "rollout.in_flight_updates=true", "rollout.max_staleness=2",
-             "rollout.max_response_tokens=512", "trainer.train_batch_size=2", "algorithm=grpo",
-             "logger.save_rollouts=true")  # fmt: skip
+             "rollout.max_response_tokens=512", "rollout.temperature=0.01", "trainer.train_batch_size=2",
+             "algorithm=grpo", "logger.save_rollouts=true")  # fmt: skip
     processes, under_way = server.engine(), []
     for number, place in enumerate(["finished,1", "published,2", "taken,3"]):
         reached = tmp_path / f"reached {number}"
 
         def is_reached(_: float, reached: Path = reached) -> bool:
             if reached.exists():
-                under_way.append(running_requests(server))
+                under_way.append(vllm_metric(server, "num_requests_running"))
             return reached.exists()
 
         env = {"TRAINER_FAILPOINT": f"in_flight:{place},{reached}"}
@@ -297,8 +294,10 @@ def test_a_job_in_flight_on_a_server_that_is_killed_trains_every_prompt_once(vll
             processes[-1].suspend()
             taken.unlink()
         if trained.exists():
+            before, until = vllm_metric(server, "generation_tokens_total"), time.monotonic() + 1
             processes[-1].resume()
-            time.sleep(0.2)
+            while vllm_metric(server, "generation_tokens_total") == before and time.monotonic() < until:
+                time.sleep(0.002)
             trained.unlink()
 
     points = [f"in_flight:taken,{step},{taken};trained,{step},{trained}" for step in range(1, STEPS + 1)]
