@@ -363,17 +363,35 @@ def test_two_jobs_of_the_example_end_as_one_job_with_its_own_engine_does(tmp_pat
     assert weights[0] == weights[1]
 
 
-def test_the_services_of_compose_continue_a_run_on_an_empty_machine(servers, tmp_path, monkeypatch, s3_url):
-    """The words of the Compose file; its store and its server have the addresses of this test."""
+@pytest.mark.slow
+def test_the_services_of_compose_continue_a_killed_run_on_an_empty_machine(tmp_path, monkeypatch, s3_url):
+    """The trainer dies when it has saved step 2. The store and the server stay, and have the addresses of this test."""
     use_s3(monkeypatch, s3_url)
     make_bucket("runs")
-    reports = []
-    for machine, steps in (("one", 2), ("two", 3)):
-        (tmp_path / machine).mkdir()
-        words = compose_words("trainer", RUN="composed", OVERRIDES=f"trainer.total_steps={steps}")
-        words = [word.replace("http://inference:8000", servers[0].url) for word in words[1:]]
-        done = run_forked_job(*words, "rollout=server", "rollout.max_num_seqs=20", cwd=tmp_path / machine)
-        assert done.returncode == 0, done.stdout + done.stderr
-        reports.append(done.stdout + done.stderr)
-    assert "resumed from s3://runs/composed/global_step_2" in reports[1]
-    assert [row["step"] for row in metrics(tmp_path / "two/outputs/composed")] == [0, 1, 2, 3]
+    served = ["inference.engine=transformers", "rollout.max_num_seqs=20", "inference.lease_s=10"]
+    with Server(tmp_path / "server", *served) as server:
+        server.wait()
+
+        def job(run: str) -> list[str]:
+            words = compose_words("trainer", RUN=run, OVERRIDES="trainer.total_steps=3")
+            words = [word.replace("http://inference:8000", server.url) for word in words[1:]]
+            return [*words, "rollout=server", "rollout.max_num_seqs=20", "logger.plot=false"]
+
+        lost, new, spared = (tmp_path / name for name in ("lost", "new", "spared"))
+        for machine in (lost, new, spared):
+            machine.mkdir()
+        whole = run_forked_job(*job("whole"), cwd=spared)  # first: it makes the model
+        assert whole.returncode == 0, whole.stdout + whole.stderr
+        reached = tmp_path / "reached"
+        killed = start_forked_job(
+            *job("composed"), cwd=lost, log=lost / "log", env={"TRAINER_FAILPOINT": f"save:published,2,{reached}"}
+        )
+        wait_until(lambda: reached.exists() or killed.poll() is not None)
+        assert reached.exists(), (lost / "log").read_text()
+        killed.kill_group()
+        assert killed.wait() == -signal.SIGKILL
+        continued = run_forked_job(*job("composed"), cwd=new)
+    assert continued.returncode == 0, continued.stdout + continued.stderr
+    assert "resumed from s3://runs/composed/global_step_2" in continued.stdout
+    rows = comparable(metrics(new / "outputs/composed"))
+    assert rows == comparable(metrics(spared / "outputs/whole")) and [row["step"] for row in rows] == [0, 1, 2, 3]
