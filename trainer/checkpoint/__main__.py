@@ -28,7 +28,7 @@ from trainer.config import TrainerConfig
 from trainer.errors import UserError
 from trainer.files.documents import flatten
 from trainer.files.uris import is_same, is_url, problem_of
-from trainer.process.log_setup import escape, run_tool
+from trainer.process.log_setup import ToolParser, escape, run_tool
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,8 +52,8 @@ def _status_of(error: Exception) -> int:
     return 1 if isinstance(error, CorruptCheckpointError) and not isinstance(error, UnreadableError) else 2
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="trainer checkpoint", description=__doc__, epilog=_STATUS)
+def _parser() -> ToolParser:
+    parser = ToolParser(prog="trainer checkpoint", description=__doc__, epilog=_STATUS)
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(name: str, help: str, *arguments: tuple[str, str]) -> argparse.ArgumentParser:

@@ -103,7 +103,7 @@ def run_app(
     """Compose the config from the command line and hand it to `job`; then exit with the status of the `Outcome`.
 
     Args:
-        command: for the help.
+        command: for the help, and for messages that name it.
         overrides: of this command, before those of the user.
         begin: called with the words of the command line before anything else.
     """
@@ -116,7 +116,7 @@ def run_app(
     sys.argv[1:1] = overrides
     show_messages()
     with SIGNALS.listening(), logging_to_file():
-        outcome = run_to_end(job, begin)
+        outcome = run_to_end(job, begin, command)
         outcome.show()
         exit_with(outcome)
 
@@ -130,7 +130,7 @@ def exit_with(outcome: Outcome) -> NoReturn:
     os._exit(outcome.status)
 
 
-def run_to_end(job: Job, begin: Begin = lambda words: words) -> Outcome:
+def run_to_end(job: Job, begin: Begin = lambda words: words, command: str = "train") -> Outcome:
     """Compose the config from the command line, hand it to `job`, and return how that ended.
 
     Later signals are ignored. The text of a job of a sweep is printed.
@@ -138,7 +138,7 @@ def run_to_end(job: Job, begin: Begin = lambda words: words) -> Outcome:
     try:
         try:
             sys.argv[1:] = begin(sys.argv[1:])
-            _compose_and_run(job)
+            _compose_and_run(job, command)
         finally:
             SIGNALS.ignore()
     except BaseException as error:
@@ -303,14 +303,14 @@ def _hydra_output() -> Iterator[None]:
         show(redact_yaml(printed.getvalue().rstrip("\n")))
 
 
-def _compose_and_run(job: Job) -> None:
+def _compose_and_run(job: Job, command: str) -> None:
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException
 
     SIGNALS.check()
     register()
-    sys.argv[1:] = prepared(sys.argv[1:], _FILES)
+    sys.argv[1:] = prepared(sys.argv[1:], _FILES, command)
     register_plugins(sys.argv[1:])
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through to here instead of printing them itself
 

@@ -58,16 +58,17 @@ def conf_dir() -> str:
     raise AssertionError("the package was installed without its conf/ directory")
 
 
-def prepared(words: Sequence[str], files: ConfigFiles) -> list[str]:
+def prepared(words: Sequence[str], files: ConfigFiles, command: str = "train") -> list[str]:
     """Return the words of a command line as Hydra takes them: flags first, then overrides that can be read.
 
     Args:
         files: gets the YAML files of the user that the words name.
+        command: whose help lists the flags.
 
     Raises:
         UserError: a flag, an override or a file of the user is wrong.
     """
-    words = load(arranged(words), conf_dir(), files)
+    words = load(arranged(words, command), conf_dir(), files)
     flags = [word for word in words if word.startswith("--")]
     overrides = [word for word in words if not word.startswith("--")]
     groups = find_groups(conf_dir(), *files.directories)

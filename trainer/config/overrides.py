@@ -68,8 +68,11 @@ _NAME = re.compile(r"[A-Za-z_][\w-]*([./][\w-]+)*")
 _CLOSING = {"]": "[", "}": "{", ")": "("}
 
 
-def arranged(words: Sequence[str]) -> list[str]:
+def arranged(words: Sequence[str], command: str = "train") -> list[str]:
     """Return the words with the long form of each flag, flags before overrides, the value of a flag joined by `=`.
+
+    Args:
+        command: whose help lists the flags.
 
     Raises:
         UserError: a flag is not known, or has no value.
@@ -83,7 +86,7 @@ def arranged(words: Sequence[str]) -> list[str]:
         name, equals, value = word.partition("=")
         long = next((long for long, short in _FLAGS.items() if name in (long, short)), None)
         if long is None:
-            raise UserError(_unknown_flag(word))
+            raise UserError(_unknown_flag(word, command))
         if long == "--info" and not equals and rest[:1] and rest[0] not in _CHOICES_OF_INFO:
             flags.append(f"{long}=all")
         elif long in _WITHOUT_VALUE:
@@ -97,7 +100,7 @@ def arranged(words: Sequence[str]) -> list[str]:
     return [*dict.fromkeys(flags), *overrides]
 
 
-def _unknown_flag(word: str) -> str:
+def _unknown_flag(word: str, command: str) -> str:
     key, _, value = word.lstrip("-").partition("=")
     if word.partition("=")[0] in _OTHER_CONFIGS:
         return (
@@ -107,7 +110,7 @@ def _unknown_flag(word: str) -> str:
     if re.search(r"[._]", key):
         return f"{word}: keys have no dashes before them; write {key}={value or 'VALUE'}"
     meant = did_you_mean(word.partition("=")[0], _FLAGS)
-    return f"{word}: no such flag; {meant or 'trainer train --help lists them'}"
+    return f"{word}: no such flag; {meant or f'`trainer {command} --help` lists them'}"
 
 
 def checked(overrides: Sequence[str], groups: dict[str, list[str]], sweeps: bool) -> list[str]:

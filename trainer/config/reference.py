@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import dataclasses
 import inspect
@@ -11,7 +10,7 @@ from typing import Any
 from trainer.config.fields import RESUME, ResumeRule, constraint_of, resume_rules, walk_sections
 from trainer.config.foreign import table
 from trainer.config.schema import with_sections, without_source
-from trainer.process.log_setup import guard_output
+from trainer.process.log_setup import ToolParser, run_tool
 
 _HEADER = [
     "# Configuration reference",
@@ -28,11 +27,10 @@ _HEADER = [
 ]
 
 
-def main() -> None:
-    """Print the reference of all keys, as `trainer config` does."""
-    guard_output()
-    argparse.ArgumentParser(prog="trainer config", description="Print the reference of all config keys.").parse_args()
-    print(page())
+def main(argv: list[str] | None = None) -> int:
+    """Print the reference of all keys, as `trainer config` does; returns the exit status."""
+    parser = ToolParser(prog="trainer config", description="Print the reference of all config keys.")
+    return run_tool(parser, lambda args: print(page()), argv)
 
 
 def page() -> str:

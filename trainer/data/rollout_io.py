@@ -18,7 +18,7 @@ from trainer.episodes import Episode, TokenScores, split_messages
 from trainer.errors import UserError
 from trainer.files.atomic_io import write_file
 from trainer.files.documents import parse_json
-from trainer.process.log_setup import run_tool
+from trainer.process.log_setup import ToolParser, run_tool
 
 FOLDER = "rollouts"
 _FILE = re.compile(r"step_([1-9][0-9]{0,17})\.arrow")
@@ -202,7 +202,7 @@ def _is_number(value: Any) -> bool:
 
 def main(argv: list[str] | None = None) -> int:
     """Print kept rollouts, as `trainer rollouts` does; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="trainer rollouts", description="Print kept rollouts as lines of JSON.")
+    parser = ToolParser(prog="trainer rollouts", description="Print kept rollouts as lines of JSON.")
     help = "directory of a run or an evaluation, or a file of its directories rollouts and .journal"
     parser.add_argument("paths", nargs="+", metavar="RUN", help=help)
     parser.add_argument("--no-tokens", action="store_true", help="leave out the samples: token ids, masks, log-probs")

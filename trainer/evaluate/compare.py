@@ -12,7 +12,7 @@ from typing import Any
 from trainer.errors import UserError
 from trainer.evaluate.results import CONTENT, Results, SetResult, print_table, read_results
 from trainer.metrics.estimates import Estimate, paired_difference
-from trainer.process.log_setup import run_tool, show
+from trainer.process.log_setup import ToolParser, run_tool, show
 
 _FEW_ROWS = 30
 """Below this number of rows, the mean of their differences is hardly normal, and the interval is rough."""
@@ -156,7 +156,7 @@ def _without_infinity(values: dict[str, Any]) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     """Compare the evaluations of the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="trainer evaluate compare", description="Compare two evaluations.")
+    parser = ToolParser(prog="trainer evaluate compare", description="Compare two evaluations.")
     parser.add_argument("a", metavar="A", help="directory of an evaluation (trainer.run_dir)")
     parser.add_argument("b", metavar="B", help="directory of another evaluation of the same rows")
     parser.add_argument("--json", action="store_true", help="print JSON")

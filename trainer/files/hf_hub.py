@@ -84,6 +84,10 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of the error's message, without secrets. The messages of these libraries are long."""
-    lines = str(error).strip().splitlines()
-    return redact_text(lines[0]) if lines else type(error).__name__
+    """Return the first line of the error's message, without secrets. The messages of these libraries are long.
+
+    A line that ends with a colon announces the next one, which follows it.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    end = next((number for number, line in enumerate(lines) if not line.endswith(":")), len(lines)) + 1
+    return redact_text(" ".join(lines[:end])) if lines else type(error).__name__

@@ -24,6 +24,7 @@ from trainer.errors import UserError, is_disk_unwritable
 from trainer.files.appended import AppendedFile
 from trainer.files.atomic_io import write_file
 from trainer.files.documents import is_count, is_number, parse_object
+from trainer.files.hf_hub import first_line
 from trainer.metrics.own_sink import OwnSink
 from trainer.metrics.samples import Transcript
 from trainer.metrics.service_runs import ServiceRuns
@@ -279,18 +280,22 @@ def read_metrics(path: str) -> list[dict[str, Any]]:
     A torn last line (the machine went down) is left out. Without a file the list is empty.
 
     Raises:
-        UserError: another line is not a JSON object with a `step`.
+        UserError: another line is not a JSON object with a `step` and numbers.
     """
     if not os.path.exists(path):
         return []
     with open(path, "rb") as file:
         lines = file.read().splitlines()
-    rows = [_parse(line) for line in lines]
-    if rows and rows[-1] is None:
-        rows.pop()
-    for number, row in enumerate(rows, start=1):
-        if row is None:
-            raise UserError(f"{path}:{number} has no JSON object with a step; repair or remove the file")
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(_parse(line))
+        except ValueError as error:
+            if number < len(lines):
+                raise UserError(
+                    f"{path}:{number} has no JSON object with a step and numbers ({first_line(error)}); repair or "
+                    "remove the file"
+                ) from error
     return rows
 
 
@@ -314,8 +319,10 @@ def first_step(path: str) -> int | None:
     if not os.path.exists(path):
         return None
     with open(path, "rb") as file:
-        row = _parse(file.readline())
-    return None if row is None else row["step"]
+        try:
+            return _parse(file.readline())["step"]
+        except ValueError:
+            return None
 
 
 def check_lines(path: str, first: int | None, last: int) -> None:
@@ -351,11 +358,8 @@ def check_lines(path: str, first: int | None, last: int) -> None:
         )
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        return with_new_metrics(parse_object(line, {"step": is_count, str: (is_number, NoneType)}))
-    except ValueError:
-        return None
+def _parse(line: bytes) -> dict[str, Any]:
+    return with_new_metrics(parse_object(line, {"step": is_count, str: (is_number, NoneType)}))
 
 
 def _plain_values(metrics: Mapping[str, float]) -> dict[str, float]:

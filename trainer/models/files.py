@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as peft names them
 _MODEL_FILES = ["*.json", "model*.safetensors", "*.bin", "*.py", *MODEL_FILES]
 """The files to download. They include all files that a checkpoint compares, on every machine."""
+_SIZES = ("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads")
+"""Fields of a config.json by which the code of a model divides. None but these fails without naming the field."""
 
 
 def resolve_model_path(path: str, key: str = POLICY_KEY) -> str:
@@ -77,9 +79,15 @@ def load_config(model: ModelConfig, path: str, key: str = POLICY_KEY) -> Pretrai
         from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+        text = config.get_text_config()
     except Exception as error:  # a corrupt config.json can raise any exception
         raise UserError(f"{key}={path}: its config.json cannot be used ({first_line(error)})") from error
+    for name in _SIZES:
+        size = getattr(text, name, None)
+        if isinstance(size, int) and size < 1:
+            raise UserError(f"{key}={path}: {name} of its config.json is {size}, and must be at least 1")
+    return config
 
 
 def write_assets(model_path: str, directory: str, tokenizer: Any, trust_remote_code: bool) -> None:

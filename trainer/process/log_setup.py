@@ -19,7 +19,7 @@ import sys
 import time
 import unicodedata
 from collections.abc import Callable, Iterator
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from trainer.errors import UserError, sentence_of
 from trainer.files.appended import open_appended, write_all_or_nothing
@@ -238,8 +238,15 @@ def guard_output() -> None:
     sys.stderr = _guarded(sys.stderr, 2)
 
 
+class ToolParser(argparse.ArgumentParser):
+    """A parser of a command line that raises a UserError of one sentence, instead of printing a usage and exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; `{self.prog} --help` shows the arguments")
+
+
 def run_tool(
-    parser: argparse.ArgumentParser,
+    parser: ToolParser,
     tool: Callable[[argparse.Namespace], int | None],
     argv: list[str] | None = None,
     status_of: Callable[[Exception], int] = lambda error: 2,

@@ -25,7 +25,7 @@ from trainer.files.redaction import redact
 from trainer.metrics.best import Best, best_of, find_best
 from trainer.metrics.names import METRICS
 from trainer.metrics.tracker import METRICS_FILE, read_metrics, values_of
-from trainer.process.log_setup import encodable, escape, run_tool, show
+from trainer.process.log_setup import ToolParser, encodable, escape, run_tool, show
 from trainer.reports.drawing import curve, label_steps, picture
 from trainer.run.recorded_task import RecordedTask, last_start, recorded_task
 
@@ -314,7 +314,7 @@ def _draw(runs: list[Run], metric: str, path: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Compare the runs of the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="trainer compare", description="Compare runs.")
+    parser = ToolParser(prog="trainer compare", description="Compare runs.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, or directory of a sweep")
     parser.add_argument("--metric", help="metric to compare; default: trainer.best_metric of the first run")
     keys = "config keys to show, as patterns with commas between them, such as 'optimizer.lr,n'; default: what differs"

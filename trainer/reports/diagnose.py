@@ -28,7 +28,7 @@ from trainer.files.uris import inside, is_same, is_url
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.process import time_limits
 from trainer.process.failure_log import INFRASTRUCTURE, JOB, Incident, read_incidents
-from trainer.process.log_setup import escape, run_tool, show
+from trainer.process.log_setup import ToolParser, escape, run_tool, show
 from trainer.process.signals import CONTINUES
 from trainer.run.next_command import next_command
 from trainer.run.recorded_task import last_start, recorded_task
@@ -42,7 +42,7 @@ _SUSPECT = 2  # incidents of a node after which it counts as bad
 
 def main(argv: list[str] | None = None) -> int:
     """Print what is known about a run; returns 0, or 2 if the directory holds no run."""
-    parser = argparse.ArgumentParser(prog="trainer diagnose", description=__doc__)
+    parser = ToolParser(prog="trainer diagnose", description=__doc__)
     parser.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run")
     help = "for reading the newest checkpoint, to see whether it is damaged (default: %(default)g)"
     parser.add_argument("--seconds", type=float, default=time_limits.DIAGNOSE_READ_S, help=help)

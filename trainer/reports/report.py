@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import math
 import os
@@ -22,7 +21,7 @@ from trainer.metrics.advice import Advisor
 from trainer.metrics.names import PHASES, is_accuracy_of_set, pass_at
 from trainer.metrics.tracker import METRICS_FILE, PARENT_FILE, read_metrics
 from trainer.process.failure_log import INFRASTRUCTURE, JOB, Incident, read_incidents
-from trainer.process.log_setup import encodable, run_tool, show
+from trainer.process.log_setup import ToolParser, encodable, run_tool, show
 from trainer.reports import drawing, timeline
 from trainer.reports.compare import find_runs
 from trainer.reports.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, YELLOW, Panel, Rows, curve, number
@@ -269,7 +268,7 @@ _PANELS: tuple[tuple[str, Panel], ...] = (
 
 def main(argv: list[str] | None = None) -> int:
     """Draw the report of the run on the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="trainer report", description="Draw RUN_DIR/report.png.")
+    parser = ToolParser(prog="trainer report", description="Draw RUN_DIR/report.png.")
     help = "directory of a run, or of several, such as a sweep: then each gets its own picture"
     parser.add_argument("run_dir", metavar="RUN_DIR", help=help)
     parser.add_argument("--out", help="another file for the picture, for example of a run that you may only read")

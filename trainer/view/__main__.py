@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.checkpoint.lock import holder
 from trainer.errors import UserError, format_size, sentence_of
-from trainer.process.log_setup import run_tool, show
+from trainer.process.log_setup import ToolParser, run_tool, show
 from trainer.view.build import Builder, Limits
 
 _OUT = "view.html"
@@ -20,7 +20,7 @@ _OUT = "view.html"
 def main(argv: list[str] | None = None) -> int:
     """Write the page of the runs on the command line; returns the exit status."""
     text = "Write one HTML file that shows runs: curves, episodes, tokens. It needs no server and no network."
-    parser = argparse.ArgumentParser(prog="trainer view", description=text)
+    parser = ToolParser(prog="trainer view", description=text)
     limits = Limits()
     parser.add_argument("paths", nargs="+", metavar="RUN", help="directory of a run, or of several, such as a sweep")
     parser.add_argument("--out", help=f"the file to write (default: RUN/{_OUT}; of several runs {_OUT})")

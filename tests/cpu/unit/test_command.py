@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -61,6 +62,26 @@ def test_a_first_word_that_is_no_command_gets_one_sentence(words, sentence):
     done = trainer(*words)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ") and sentence in done.stderr and done.stderr.count("\n") == 1
+
+
+UNKNOWN = [
+    *([command, "--nothing"] for command in COMMANDS if command != "evaluate"),
+    *(["evaluate", "model.path=x", "data=gsm8k", "--nothing"], ["evaluate", "compare", "a", "b", "--nothing"]),
+    *(["view", "x", "--nothing"], ["checkpoint", "ls", "x", "--nothing"], ["checkpoint", "sl", "x"]),
+]
+LACKING = [
+    *([command] for command in ("diagnose", "compare", "view", "report", "rollouts", "checkpoint")),
+    *(["checkpoint", "ls"], ["evaluate", "compare", "a"]),
+]
+
+
+@pytest.mark.parametrize("words", [*UNKNOWN, *LACKING], ids=" ".join)
+def test_wrong_arguments_get_one_sentence_with_the_command_whose_help_lists_them(words):
+    done = trainer(*words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    (named,) = re.findall(r"`trainer (.+?) --help`", done.stderr)
+    assert named in (words[0], " ".join(words[:2]))
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -43,7 +43,7 @@ from trainer.files.documents import flatten
         ("algorithm@x=ppo", "algorithm@x=ppo: names have no @; write algorithm=VALUE"),
         ("-trainer.seed=1", "-trainer.seed=1: keys have no dashes before them; write trainer.seed=1"),
         ("-m=3", "-m=3: takes no value; write -m"),
-        ("--nothing", "--nothing: no such flag; trainer train --help lists them"),
+        ("--nothing", "--nothing: no such flag; `trainer train --help` lists them"),
         ("--config-path=x", "--config-path=x: the project's own config is always read; name a YAML file of yours"),
         ("-cn=x", "-cn=x: the project's own config is always read; name a YAML file of yours with --config FILE, or "),
         ("--multrun", "--multrun: no such flag; did you mean --multirun?"),

@@ -191,6 +191,24 @@ def test_lines_that_are_cut_are_kept_and_each_only_once(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b'{"step": 2, "reward/mean": "nan"}', "reward/mean is 'nan'"),
+        (b'{"step": 2, "reward/mean": NaN}', "reward/mean is nan"),
+        (b'{"reward/mean": 0.5}', "step is missing"),
+        (b"[]", "it holds list instead of fields"),
+        (b'{"step": 2,', "Expecting property name .*"),
+    ],
+)
+def test_the_problem_of_a_line_of_metrics_is_named(tmp_path, line, problem):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
+    sentence = rf"^{path}:2 has no JSON object with a step and numbers \({problem}\); repair or remove the file$"
+    with pytest.raises(UserError, match=sentence):
+        read_metrics(str(path))
+
+
+@pytest.mark.parametrize(
     "line",
     [DEEP_JSON, b'{"step": "1"}', b'{"step": 1e3}', b'{"step": true}', b'{"step": 5, "a": "b"}',
      b'{"step": 5, "a": []}', b'{"step": -1}', b'{"step": 5, "a": ' + b"9" * 400 + b"}",
