@@ -238,7 +238,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def _read_lines(files: StepFiles) -> StepData:
-    """Return the episodes of a validation. Its files have no tokens."""
+    """Return the episodes of a validation. Its files have no tokens. 0.2.0 wrote no failures and no metrics."""
     names = ("uid", "group", "reward", "terms", "status", "failure", "turns", "length", "advantage", "answer")
     rows: dict[str, list[Any]] = {name: [] for name in (*names, "source", "metrics", "versions", "preview")}
     conversations = []
@@ -251,8 +251,8 @@ def _read_lines(files: StepFiles) -> StepData:
                 turns = sum(message["role"] == "assistant" for message in row["completion"])
                 values = {"uid": f"{row['uid']}:{row['number']}", "group": str(row["uid"]), "turns": turns}
                 values |= {"reward": _finite(row["reward"]), "terms": _numbers(row["rewards"])}
-                values |= {"status": row["finish_reason"], "failure": row["failure"] or "", "answer": row["answer"]}
-                values |= {"metrics": _numbers(row["metrics"]), "preview": _preview(_text_of(messages))}
+                values |= {"status": row["finish_reason"], "failure": row.get("failure") or "", "answer": row["answer"]}
+                values |= {"metrics": _numbers(row.get("metrics", {})), "preview": _preview(_text_of(messages))}
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"{path}:{number} is no episode of a validation ({error})") from error
             for name, column in rows.items():
