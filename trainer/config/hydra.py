@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -29,6 +30,8 @@ from trainer.errors import UserError
 from trainer.files.redaction import HIDDEN, hidden_keys, redact_command, remember, secrets_of
 
 _PLUGINS = {"hydra/sweeper=optuna": "hydra_optuna_sweeper", "hydra/launcher=submitit": "hydra_submitit_launcher"}
+OPTUNA = "optuna>=4.9,<5"
+"""What the sweeper works with. It asks for 2.x itself, and the package index knows nothing else."""
 DIRECTION = "${optuna_direction:${trainer.task},${trainer.best_metric},${trainer.best_mode}}"
 """In which Optuna looks, if the command line does not say it."""
 _OPTUNA = {
@@ -112,7 +115,7 @@ def register_plugins(arguments: list[str]) -> None:
     """Prepare the sweeper and the launcher of the extra `sweeps`, if the command line chooses them.
 
     Raises:
-        UserError: the plugin is not installed.
+        UserError: the plugin is not installed, or with a version of Optuna that does not work.
     """
     for group, plugin in _PLUGINS.items():
         chosen = next((argument for argument in arguments if argument.startswith(group)), None)
@@ -120,6 +123,7 @@ def register_plugins(arguments: list[str]) -> None:
             package = plugin.replace("_", "-")
             raise UserError(f"{chosen}: needs the package {package}; install the extra `sweeps` (docs/install.md)")
         if chosen == "hydra/sweeper=optuna":
+            _check_optuna(chosen)
             from hydra.core.config_store import ConfigStore
             from hydra.core.plugins import Plugins
 
@@ -128,6 +132,17 @@ def register_plugins(arguments: list[str]) -> None:
             store = ConfigStore.instance().store
             store(group="hydra/sweeper", name="optuna", node=_OPTUNA)
             store(group="hydra/sweeper/sampler", name="keyed_tpe", node=_KEYED_TPE)
+
+
+def _check_optuna(chosen: str) -> None:
+    """Check the version of Optuna. The sweeper asks for 2.x, which pip installs, and which SQLAlchemy 2 breaks."""
+    version = importlib.metadata.version("optuna")
+    major, minor = map(int, version.split(".")[:2])
+    if not (4, 9) <= (major, minor) < (5, 0):
+        raise UserError(
+            f"{chosen}: needs {OPTUNA}, and {version} is installed; give `pip install '{OPTUNA}'`, although "
+            "hydra-optuna-sweeper asks for an older one (docs/sweeps.md)"
+        )
 
 
 def to_config(dict_config: Any) -> Config:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -305,6 +306,17 @@ def test_a_plugin_that_is_not_installed_is_named_with_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "hydra_plugins.hydra_submitit_launcher", None)
     with pytest.raises(UserError, match="needs the package hydra-submitit-launcher; install the extra `sweeps`"):
         register_plugins(["hydra/launcher=submitit_local"])
+
+
+def test_an_optuna_that_pip_has_chosen_by_itself_is_refused_with_the_command_that_replaces_it(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    information = tmp_path / "optuna-2.10.1.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: optuna\nVersion: 2.10.1\n")
+    with pytest.raises(UserError, match=r"needs optuna>=4.9,<5, and 2.10.1 is installed; give `pip install 'optuna>"):
+        register_plugins(["hydra/sweeper=optuna"])
+    shutil.rmtree(information)
+    register_plugins(["hydra/sweeper=optuna"])
 
 
 def test_a_secret_names_no_directory_of_a_sweep(tmp_path):
