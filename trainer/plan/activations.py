@@ -107,7 +107,7 @@ def trace(
     """
     # The head has no part in it, nor without gradients what is trained. So roles with the same backbone share traces.
     same = replace(role, head=LM, trained=False, optimizer=None)
-    mode = _recomputation(role) if backward else "none"
+    mode = recomputation_of(role) if backward else "none"
     key = key_of(cfg, same, sizes, backward, mode, forward_dtype(role, device), row, device)
     if key not in _traces:  # the search for changes asks many times
         with refusing(cfg, role, config):
@@ -203,7 +203,7 @@ def _trace(
     if body.config._attn_implementation == PACKED:
         body.set_attn_implementation(_PLANNED if device == "cuda" else PACKED)
     for block in transformer_blocks(body):
-        block.forward = recomputed(block.forward, _recomputation(role))
+        block.forward = recomputed(block.forward, recomputation_of(role))
     body.train(role.trained)
     dtype, width = forward_dtype(role, device), config.get_text_config().hidden_size
     shape = (1, packing.local_slice.stop - packing.local_slice.start, width)
@@ -224,7 +224,8 @@ def _trace(
         return Activations(saved=saved, peak=meter.peak, moved=meter.moved)
 
 
-def _recomputation(role: RoleSpec) -> str:
+def recomputation_of(role: RoleSpec) -> str:
+    """Return the activation checkpointing of a role."""
     return role.sharding.activation_checkpointing if isinstance(role.sharding, FSDPConfig) else "none"
 
 

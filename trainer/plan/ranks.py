@@ -11,7 +11,7 @@ from trainer.config import Config, FSDPConfig, RoleSpec
 from trainer.config.axes import weight_shards
 from trainer.parallel.ac_and_compile import compiles_blocks
 from trainer.parallel.shard import frees_after_forward, prefetch_depth
-from trainer.plan.activations import Activations, Row, head_bytes, trace
+from trainer.plan.activations import Activations, Row, head_bytes, recomputation_of, trace
 from trainer.plan.hardware import CONTEXT_BYTES, FRAGMENTATION, Device
 from trainer.plan.model_shape import ModelShape, forward_dtype, shape_of
 from trainer.plan.workload import Workload, scored_share
@@ -75,6 +75,11 @@ class PlannedRole:
     @property
     def fsdp(self) -> FSDPConfig:
         return self.spec.sharding  # type: ignore[return-value]
+
+    @property
+    def recomputation(self) -> str:
+        """Which activations the backward pass computes again (see `FSDPConfig.activation_checkpointing`)."""
+        return recomputation_of(self.spec)
 
     @property
     def frees_gathered(self) -> bool:

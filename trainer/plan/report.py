@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer.config import Config
+from trainer.plan.activations import COMPILED_KEEPS
 from trainer.plan.advice import LARGEST_FACTOR
 from trainer.plan.hardware import GB, Cluster
 from trainer.plan.plan import Plan
@@ -66,8 +67,12 @@ def notes(cfg: Config, plan: Plan) -> list[str]:
     found = []
     if not plan.cluster.device.is_cpu:
         found.append("times of GPUs come from data sheets, hardly any is measured; memory is that of our own code")
-        if any(role.spec.sharding.compile is None and role.spec.trained for role in plan.roles):
-            found.append("compiled blocks keep fewer activations; those of blocks that are not compiled are counted")
+        shares = {COMPILED_KEEPS[role.recomputation] for role in plan.roles if role.spec.trained and role.compiled}
+        for share in sorted(shares - {1.0}):
+            found.append(
+                f"compiled blocks count with {share:.0%} of the activations that blocks keep which are not compiled, as "
+                "measured with few models"
+            )
         if plan.cluster.nodes > 1:
             network = plan.cluster.device.network / GB
             found.append(f"each GPU sends {network:g} GB/s to other nodes; with a slower network, steps take longer")

@@ -74,3 +74,23 @@ def test_notes_name_what_counts_as_nothing(cfg, node):
     assert "hours are without validation" in text()
     cfg.rollout.engine, cfg.rollout.urls, cfg.rollout.colocate = "server", ["http://host:8000"] * 8, False
     assert "rollout.engine=server generates outside of this cluster: the time of rollouts" in text()
+
+
+def test_notes_say_which_share_of_activations_compiled_blocks_count_with(cfg, node):
+    def share() -> list[str]:
+        found = [note for note in notes(cfg, make_plan(cfg, node, traced=False)) if note.startswith("compiled")]
+        return [note.removeprefix("compiled blocks count with ").split()[0] for note in found]
+
+    def saved() -> int:
+        return make_plan(cfg, node).roles[0].update.saved
+
+    fsdp = cfg.trainer.policy.fsdp
+    for mode in ("none", "selective"):
+        fsdp.activation_checkpointing, fsdp.compile = mode, None
+        (compiled,) = share()
+        kept = saved()
+        fsdp.compile = False
+        assert share() == []
+        assert compiled == f"{kept / saved():.0%}" != "100%"
+    fsdp.activation_checkpointing, fsdp.compile = "full", None
+    assert share() == []  # all of what is kept without a compiler
