@@ -70,8 +70,8 @@ def notes(cfg: Config, plan: Plan) -> list[str]:
         shares = {COMPILED_KEEPS[role.recomputation] for role in plan.roles if role.spec.trained and role.compiled}
         for share in sorted(shares - {1.0}):
             found.append(
-                f"compiled blocks count with {share:.0%} of the activations that blocks keep which are not compiled, as "
-                "measured with few models"
+                f"compiled blocks count with {share:.0%} of the activations that other blocks keep, a share "
+                "that was measured with few models"
             )
         if plan.cluster.nodes > 1:
             network = plan.cluster.device.network / GB
