@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trainer.config import LM, Config, FSDPConfig, RoleSpec
+from trainer.config import LM, Config, FSDPConfig, LoraConfig, RoleSpec
 from trainer.models.attention import (
     PACKED,
     attend_varlen,
@@ -106,7 +106,8 @@ def trace(
         UserError: the code of the model cannot be traced.
     """
     # The head has no part in it, nor without gradients what is trained. So roles with the same backbone share traces.
-    same = replace(role, head=LM, trained=False, optimizer=None)
+    lora = role.lora if role.has_adapters else LoraConfig()  # its other values say nothing without adapters
+    same = replace(role, head=LM, trained=False, optimizer=None, lora=lora)
     mode = recomputation_of(role) if backward else "none"
     key = key_of(cfg, same, sizes, backward, mode, forward_dtype(role, device), row, device)
     if key not in _traces:  # the search for changes asks many times

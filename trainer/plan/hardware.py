@@ -362,11 +362,29 @@ def this_machine() -> Device:
     )
 
 
-def _product_speed(dtype: torch.dtype, size: int = 1024) -> float:
-    """Return the FLOP/s of matrix products on one core, in processor time, which other programs change little."""
-    matrix = torch.ones(size, size, dtype=dtype)
-    product = matrix @ matrix
-    return 2 * size**3 / _shortest(lambda: torch.mm(matrix, matrix, out=product))
+_SIDES = (256, 512, 1024)
+"""Dimensions of the square matrices whose products are measured: the largest that do not take too long."""
+_LONGEST_PRODUCT_S = 0.1
+_MEASURED_S = 0.2
+"""Seconds in which a product is measured again and again."""
+
+
+def _product_speed(dtype: torch.dtype) -> float:
+    """Return the FLOP/s of matrix products on one core, in processor time, which other programs change little.
+
+    A factor is transposed, as that of a linear layer: without products of bfloat16 in hardware, others take ten times
+    as long.
+    """
+
+    def timed(side: int, seconds: float) -> float:
+        matrix = torch.ones(side, side, dtype=dtype)
+        product = torch.empty_like(matrix)
+        return _shortest(lambda: torch.mm(matrix, matrix.t(), out=product), seconds)
+
+    smallest = timed(_SIDES[0], 0.0)
+    expected = {side: smallest * (side / _SIDES[0]) ** 3 for side in _SIDES}
+    side = max((side for side in _SIDES if expected[side] <= _LONGEST_PRODUCT_S), default=_SIDES[0])
+    return 2 * side**3 / timed(side, _MEASURED_S)
 
 
 def _packed_speed(size: int = 1024) -> float:
@@ -375,14 +393,15 @@ def _packed_speed(size: int = 1024) -> float:
         return 0.0
     linear, matrix = to_mkldnn(nn.Linear(size, size, bias=False)), torch.ones(size, size)
     with torch.no_grad():
-        return 2 * size**3 / _shortest(lambda: linear(matrix))
+        return 2 * size**3 / _shortest(lambda: linear(matrix), _MEASURED_S)
 
 
-def _shortest(compute: Callable[[], object]) -> float:
-    """Return the shortest processor time of several calls: other programs only make them longer."""
+def _shortest(compute: Callable[[], object], seconds: float) -> float:
+    """Return the shortest processor time of several calls, which take about `seconds`: other programs only make them
+    longer."""
     compute()  # the first call loads the library
-    times, end = [], time.perf_counter() + 0.3
-    while not times or time.perf_counter() < end:
+    times, end = [], time.process_time() + seconds
+    while not times or time.process_time() < end:
         begin = time.process_time()
         compute()
         times.append(time.process_time() - begin)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import weakref
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 _COMPUTES = re.compile(r"attention|::empty|::new_empty|exchange")
 """Operators that move no bytes, or whose time is not that of the bytes that they move."""
@@ -41,18 +42,18 @@ class MemoryMeter(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
+        given = [*_tensors_in(args), *_tensors_in(kwargs)]
         before = {_number(tensor) for tensor in given}
         result = function(*args, **kwargs)
-        returned = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
-        for tensor in returned:
-            if (number := _number(tensor)) not in self._known | before:
+        returned = [(tensor, _number(tensor)) for tensor in _tensors_in(result)]
+        for tensor, number in returned:
+            if number not in before and number not in self._known:
                 self._count(tensor.untyped_storage(), number)
-        name = function._schema.name
-        is_view = not function._schema.is_mutable and all(_number(tensor) in before for tensor in returned)
-        if not is_view and not _COMPUTES.search(name):
-            is_product = bool(_PRODUCTS.search(name))
-            self.moved += sum(tensor.nbytes if is_product else _moved(tensor) for tensor in (*given, *returned))
+        kind = _kind(function)
+        is_view = not kind.writes and all(number in before for _, number in returned)
+        if not is_view and not kind.computes:
+            size = _bytes if kind.is_product else _moved
+            self.moved += sum(map(size, given)) + sum(size(tensor) for tensor, _ in returned)
         return result
 
     def _count(self, storage: torch.UntypedStorage, number: int) -> None:
@@ -65,6 +66,37 @@ class MemoryMeter(TorchDispatchMode):
     def _forget(self, number: int, size: int) -> None:
         self._known.discard(number)
         self.now -= size
+
+
+class _Kind(NamedTuple):
+    """What counts of an operator."""
+
+    writes: bool
+    """It changes its arguments."""
+    computes: bool
+    """Its time is not that of the bytes that it moves."""
+    is_product: bool
+
+
+@functools.cache
+def _kind(function: Any) -> _Kind:
+    name = function._schema.name
+    return _Kind(function._schema.is_mutable, bool(_COMPUTES.search(name)), bool(_PRODUCTS.search(name)))
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors among the arguments or the results of an operator: it takes and returns no other containers."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)
+    elif isinstance(value, dict):
+        yield from _tensors_in(list(value.values()))
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.nbytes
 
 
 def _moved(tensor: Tensor) -> int:

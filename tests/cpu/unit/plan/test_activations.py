@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from benchmarks.memory import allocator_peak
-from trainer.config import Config, FSDPConfig, TinyConfig, policy_role
+from trainer.config import Config, FSDPConfig, TinyConfig, compose, policy_role
 from trainer.config.axes import AXES
 from trainer.models import chunked_logprobs
 from trainer.models.attention import packing_arguments, set_attention
@@ -21,6 +21,7 @@ from trainer.models.tiny import tiny_config
 from trainer.parallel.ac_and_compile import prepare_blocks
 from trainer.parallel.packing import Packing
 from trainer.parallel.shard import transformer_blocks
+from trainer.plan import activations
 from trainer.plan.activations import Row, head_bytes, trace
 from trainer.plan.meter import MemoryMeter
 
@@ -65,6 +66,23 @@ def test_ranks_along_tp_and_cp_save_less():
     alone = traced(config())
     assert 0.45 < traced(config(), cp=2).saved / alone.saved < 0.6
     assert 0.4 < traced(config(), tp=2).saved / alone.saved < 0.85  # the residual stream is on all ranks
+
+
+def test_roles_with_the_same_backbone_share_traces(monkeypatch):
+    calls, traced_once = [], activations._trace
+
+    def counted(*args):
+        calls.append(args[-2:])
+        return traced_once(*args)
+
+    monkeypatch.setattr(activations, "_traces", {})
+    monkeypatch.setattr(activations, "_trace", counted)
+    cfg = compose(["algorithm.kl_coef=0.1", "algorithm=ppo", "model.tiny.num_layers=4"])
+    assert {role.name for role in cfg.roles} == {"policy", "critic", "reference"}
+    for role in cfg.roles:
+        for backward in (False, True) if role.trained else (False,):
+            trace(cfg, role, tiny_config(cfg.model.tiny), ALONE, ROW, "cpu", backward=backward)
+    assert calls == [(False, 1), (False, 3), (True, 1), (True, 3)]
 
 
 def test_shared_prompts_add_keys_and_values():

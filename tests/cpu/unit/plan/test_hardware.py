@@ -7,6 +7,7 @@ import torch
 
 from trainer.errors import UserError
 from trainer.metrics.throughput import peak_flops
+from trainer.plan import hardware
 from trainer.plan.hardware import DEVICES, parse_cluster, this_machine
 
 
@@ -98,3 +99,23 @@ def test_this_machine_is_measured():
     assert device.flops_packed > 1e8 or not torch.backends.mkldnn.is_available()
     assert device.flops_float32 > 1e8 and device.bandwidth > 1e7 and device.memory > 1e9
     assert parse_cluster("cpu").device is device
+
+
+@pytest.mark.parametrize(("smallest", "side"), [(1e-4, 1024), (5e-3, 512), (0.02, 256), (1.0, 256)])
+def test_slow_products_are_measured_with_small_matrices(monkeypatch, smallest, side):
+    """Products of bfloat16 take seconds where a processor has none in hardware."""
+    factors = []
+    multiply = torch.mm
+
+    def noted(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        factors.append(len(left))
+        return multiply(left, right, out=out)
+
+    def shortest(compute, seconds: float) -> float:
+        compute()
+        return smallest if seconds == 0 else 2.0
+
+    monkeypatch.setattr(hardware.torch, "mm", noted)
+    monkeypatch.setattr(hardware, "_shortest", shortest)
+    assert hardware._product_speed(torch.float32) == 2 * side**3 / 2.0
+    assert factors == [256, side]
