@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -244,18 +245,28 @@ class Section:
 def walk_sections(section: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted name and the value of this section and of all sections in it, outer sections first."""
     yield name, section
-    for f in dataclasses.fields(section):
-        for inner, value in _sections_in(section, f):
+    for field_name, is_mapping in _fields_of(type(section)):
+        for inner, value in _sections_in(section, field_name, is_mapping):
             yield from walk_sections(value, _join(name, inner))
 
 
-def _sections_in(section: Any, f: dataclasses.Field[Any]) -> list[tuple[str, Any]]:
+@functools.cache
+def _fields_of(kind: type) -> list[tuple[str, bool]]:
+    """Return the name of each field of a kind of section, and whether it is a mapping of names to sections."""
+    return [(f.name, _is_mapping(f)) for f in dataclasses.fields(kind)]
+
+
+def _is_mapping(f: dataclasses.Field[Any]) -> bool:
+    constraint = f.metadata.get(_CONSTRAINT)  # a field that is a section has none
+    return constraint is not None and constraint.section is not None
+
+
+def _sections_in(section: Any, name: str, is_mapping: bool) -> list[tuple[str, Any]]:
     """Return the names and the values of the sections that a field holds: one, or those of a mapping."""
-    value = getattr(section, f.name)
+    value = getattr(section, name)
     if dataclasses.is_dataclass(value):
-        return [(f.name, value)]
-    is_mapping = constraint_of(f).section is not None
-    return [(_join(f.name, name), inner) for name, inner in value.items()] if is_mapping else []
+        return [(name, value)]
+    return [(_join(name, key), inner) for key, inner in value.items()] if is_mapping else []
 
 
 def walk_keys(section: Any, name: str = "") -> Iterator[tuple[str, Any, Constraint]]:
@@ -282,7 +293,7 @@ def _rules_of_fields(section: Any, name: str = "", instead: str | None = None) -
     for f in dataclasses.fields(section):
         rule = f.metadata[_RESUME]
         change = rule.change if isinstance(rule, ResumeRule) else rule
-        for inner, value in _sections_in(section, f):
+        for inner, value in _sections_in(section, f.name, _is_mapping(f)):
             yield from _rules_of_fields(value, _join(name, inner), change or instead)
         if isinstance(rule, ResumeRule):
             is_replaced = instead is not None and rule.change == "rollouts" or instead == "validation"

@@ -181,10 +181,18 @@ def shape_of(cfg: Config, role: RoleSpec, sizes: Mapping[str, int]) -> ModelShap
     Raises:
         UserError: the model cannot be split so, or has an architecture that cannot be planned.
     """
-    key = key_of(cfg, role, sizes)
+    key = key_of(
+        cfg, role, {**sizes, "cp": min(sizes["cp"], 2)}
+    )  # how many ranks have slices of tokens changes nothing
     if key not in _shapes:  # the search for changes asks many times
         _shapes[key] = _shape_of(cfg, role, sizes)
+    check_model_axes(cfg, _shapes[key].config.get_text_config(), _name_of(role))
     return _shapes[key]
+
+
+def _name_of(role: RoleSpec) -> str:
+    """Return what messages call the model of a role."""
+    return "the model" if role.path is None else f"the {role.name}"
 
 
 def key_of(cfg: Config, role: RoleSpec, sizes: Mapping[str, int], *others: object) -> tuple[str, ...]:
@@ -196,8 +204,7 @@ def key_of(cfg: Config, role: RoleSpec, sizes: Mapping[str, int], *others: objec
 
 def _shape_of(cfg: Config, role: RoleSpec, sizes: Mapping[str, int]) -> ModelShape:
     config = find_config(cfg, role)
-    name = "the model" if role.path is None else f"the {role.name}"
-    check_model_axes(cfg, config.get_text_config(), name)
+    check_model_axes(cfg, config.get_text_config(), _name_of(role))
     with refusing(cfg, role, config):
         for needed in _NEEDED:
             if getattr(config.get_text_config(), needed) < 1:
