@@ -13,7 +13,7 @@ from trainer.config import Config, validate
 from trainer.config.fields import value_of
 from trainer.errors import UserError
 from trainer.plan.hardware import CONTEXT_BYTES, Cluster
-from trainer.plan.levers import Change, Lever, joined, layouts, levers
+from trainer.plan.levers import Change, Lever, joined, layouts, levers, splits
 from trainer.plan.plan import BESIDE, Plan, make_plan
 
 _LARGEST_SHARE = 0.92
@@ -53,9 +53,28 @@ def find_changes(cfg: Config, cluster: Cluster) -> Change | None:
     """Return the fewest changes with which the run fits the cluster; None: none of those that are tried do.
 
     Of several that are as few, those with the shortest step. None of the changes can be left out. The keys that are
-    tried are in `trainer.plan.levers`, and what engines take of their GPUs.
+    tried are in `trainer.plan.levers`, and what engines take of their GPUs. Only if nothing else helps, context or
+    tensor parallelism is among them, in the smallest size with which the run can fit: both make a step longer.
     """
-    return _Search(cfg, cluster).find()
+    found = _Search(cfg, cluster).find()
+    if found is not None:
+        return found
+    for split, search in _possible_splits(cfg, cluster):
+        if (changes := search.find()) is not None:
+            return {**split, **changes}
+    return None
+
+
+def _possible_splits(cfg: Config, cluster: Cluster) -> Iterator[tuple[Change, _Search]]:
+    """Yield the sizes of context and tensor parallelism with which the run can fit, and a search for the rest.
+
+    The larger the size, the less memory a rank takes. So if the largest one does not let a run fit, no other does.
+    """
+    for sizes in splits(cfg, cluster):
+        searches = [(split, _Search(_changed(cfg, split), cluster)) for split in sizes]
+        allowed = [(split, search) for split, search in searches if search.plan({}, traced=False) is not None]
+        if allowed and allowed[-1][1].can_fit():
+            yield from ((split, search) for split, search in allowed if search.can_fit())
 
 
 def larger_cluster(cfg: Config, cluster: Cluster) -> tuple[Cluster, Change] | None:
@@ -65,6 +84,17 @@ def larger_cluster(cfg: Config, cluster: Cluster) -> tuple[Cluster, Change] | No
     """
     if cluster.device.is_cpu:
         return None
+    if (found := _smallest_larger(cfg, cluster)) is not None:
+        return found
+    largest = Cluster(LARGEST_FACTOR * cluster.nodes, cluster.per_node, cluster.device)
+    for split, _ in _possible_splits(cfg, largest):
+        if (found := _smallest_larger(_changed(cfg, split), cluster)) is not None:
+            return found[0], {**split, **found[1]}
+    return None
+
+
+def _smallest_larger(cfg: Config, cluster: Cluster) -> tuple[Cluster, Change] | None:
+    """Return what `larger_cluster` does, with the sizes of context and tensor parallelism of the config."""
 
     def of(nodes: int) -> Cluster:
         return Cluster(nodes, cluster.per_node, cluster.device)
@@ -77,7 +107,7 @@ def larger_cluster(cfg: Config, cluster: Cluster) -> tuple[Cluster, Change] | No
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
         too_few, enough = (too_few, middle) if _Search(cfg, of(middle)).can_fit() else (middle, enough)
-    changes = find_changes(cfg, of(enough))
+    changes = _Search(cfg, of(enough)).find()
     assert changes is not None
     return of(enough), changes
 

@@ -20,6 +20,8 @@ Change = dict[str, Any]
 _SIZES = (1, 2, 4, 8)
 """GPUs of an engine."""
 _FEWEST_TOKENS = 1024
+_MOST_CONTEXT = 64
+"""Ranks that have a slice of a sequence each, at most: as many as large models have attention heads."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,37 @@ def _halves(count: int, unit: int) -> Iterator[int]:
     """Yield halves of the count, as multiples of the unit."""
     while (count := count // 2 // unit * unit) > 0:
         yield count
+
+
+def splits(cfg: Config, cluster: Cluster) -> list[list[Change]]:
+    """Return larger sizes of context parallelism of the ranks, then those of tensor parallelism, the smallest first.
+
+    Context parallelism exchanges the tokens of attention alone, so it comes first. The ranks of tensor parallelism are
+    on one node. Each change has as many ranks as the size needs; the model may not allow it.
+    """
+    t, groups = cfg.trainer, rank_groups(cfg)
+    if cluster.device.is_cpu or not groups:
+        return []
+    sizes = {
+        "context_parallel_size": _doubles(t.context_parallel_size, min(_MOST_CONTEXT, cluster.gpus)),
+        "tensor_parallel_size": _doubles(t.tensor_parallel_size, cluster.per_node),
+    }
+    found: list[list[Change]] = []
+    for key, larger in sizes.items():
+        found.append([])
+        for size in larger:
+            unit = t.layout_size // getattr(t, key) * size
+            ranks = min(-(-t.num_workers // unit), cluster.gpus // groups // unit) * unit
+            if ranks:
+                more = {} if ranks == t.num_workers else {"trainer.num_workers": ranks}
+                found[-1].append({f"trainer.{key}": size, **more})
+    return found
+
+
+def _doubles(now: int, most: int) -> Iterator[int]:
+    """Yield the doubles of a size, up to the most."""
+    while (now := 2 * now) <= most:
+        yield now
 
 
 def levers(cfg: Config, cluster: Cluster, colocate: bool) -> list[Lever]:

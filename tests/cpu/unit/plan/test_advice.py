@@ -11,10 +11,10 @@ import pytest
 
 from trainer.config import Config, compose
 from trainer.errors import UserError
-from trainer.plan import activations
+from trainer.plan import activations, advice
 from trainer.plan.advice import find_changes, larger_cluster, with_changes
 from trainer.plan.hardware import Cluster, parse_cluster
-from trainer.plan.levers import joined, layouts, levers
+from trainer.plan.levers import joined, layouts, levers, splits
 from trainer.plan.plan import make_plan
 
 MOST_TRACES = 60
@@ -47,6 +47,17 @@ CONFIGS = {
         "trainer.num_workers=8",
         "rollout.num_engines=8",
         "rollout.colocate=true",
+    ),
+    "long sequences": (
+        "8xH100",
+        "model.path=Qwen/Qwen3-8B",
+        "data=gsm8k",
+        "algorithm.kl_coef=0",
+        "trainer.num_workers=8",
+        "rollout.num_engines=8",
+        "rollout.colocate=true",
+        "trainer.offload=all",
+        "rollout.max_response_tokens=131072",
     ),
     "supervised": ("4xH100", "trainer.task=sft", "model.path=Qwen/Qwen3-14B", "data=gsm8k", "trainer.num_workers=1"),
 }
@@ -96,6 +107,26 @@ def test_no_fewer_changes_fit(cfg, node):
 def test_one_change_is_enough_for_large_micro_batches():
     changes = find_changes(*config_and_cluster("micro-batches"))
     assert changes is not None and len(changes) == 1
+
+
+def test_long_sequences_are_split_over_ranks_if_nothing_else_helps(monkeypatch):
+    cfg, cluster = config_and_cluster("long sequences")
+    changes = find_changes(cfg, cluster)
+    key = "trainer.context_parallel_size"
+    assert changes is not None and changes[key] == 2
+    cfg.trainer.max_tokens_per_micro_batch = cfg.longest_sequence
+    monkeypatch.setattr(advice, "splits", lambda *_: [])
+    assert find_changes(cfg, cluster) is None
+
+
+def test_a_size_that_the_model_or_the_ranks_do_not_allow_is_not_proposed(cfg, node):
+    cfg.model.path = "Qwen/Qwen2.5-0.5B"  # 14 heads, two of keys
+    allowed = [
+        change
+        for change in itertools.chain(*splits(cfg, node))
+        if advice._Search(advice._changed(cfg, change), node).plan({}, traced=False) is not None
+    ]
+    assert allowed == [{"trainer.context_parallel_size": 2}, {"trainer.tensor_parallel_size": 2}]
 
 
 def test_large_engines_get_more_gpus_and_no_more_than_the_cluster_has():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from trainer.config import compose
 from trainer.plan.advice import with_changes
 from trainer.plan.hardware import Cluster
-from trainer.plan.levers import has_gpus, joined, layouts, levers
+from trainer.plan.levers import has_gpus, joined, layouts, levers, splits
 
 
 def test_each_layout_has_its_gpus(cfg, node):
@@ -97,3 +97,13 @@ def test_the_lightest_value_may_be_that_of_the_config(cfg, node):
     changed = {key: lever for lever in levers(cfg, node, True) for key in joined(lever.options)}
     assert changed["trainer.offload"].lightest == changed["trainer.policy.fsdp.cpu_offload"].lightest == {}
     assert changed["trainer.offload"].options == ({"trainer.offload": "none"}, {"trainer.offload": "optimizer"})
+
+
+def test_sequences_and_matrices_are_split_over_the_ranks_that_a_size_needs(cfg, node, cpu):
+    cfg.trainer.num_workers, cfg.trainer.context_parallel_size = 6, 2
+    cp, tp = "trainer.context_parallel_size", "trainer.tensor_parallel_size"
+    ranks = {"trainer.num_workers": 8}
+    assert splits(cfg, node) == [[{cp: 4, **ranks}, {cp: 8, **ranks}], [{tp: 2, **ranks}, {tp: 4, **ranks}]]
+    assert [change[cp] for change in splits(cfg, Cluster(64, 8, node.device))[0]] == [4, 8, 16, 32, 64]
+    assert [change[tp] for change in splits(cfg, Cluster(64, 8, node.device))[1]] == [2, 4, 8]
+    assert splits(cfg, cpu) == []
