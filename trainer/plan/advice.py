@@ -15,6 +15,7 @@ from trainer.errors import UserError
 from trainer.plan.hardware import CONTEXT_BYTES, Cluster
 from trainer.plan.levers import Change, Lever, joined, layouts, levers, splits
 from trainer.plan.plan import BESIDE, Plan, make_plan
+from trainer.plan.ranks import ENGINE_KINDS
 
 _LARGEST_SHARE = 0.92
 """Largest share of a GPU that vLLM can take."""
@@ -253,7 +254,7 @@ class _Search:
             cache = math.ceil(plan.engine.cache.size(longest, in_flight=longest) / 2**20)
             return {**changes, "rollout.kv_cache_mb": cache} if cache > r.kv_cache_mb else None
         rooms = [
-            member.capacity - phase.total + phase.sizes["engine"] + CONTEXT_BYTES
+            member.capacity - phase.total + sum(phase.sizes[kind] for kind in ENGINE_KINDS) + CONTEXT_BYTES
             for member in plan.members
             for phase in member.phases
             if phase.name == "rollout" and member.name.endswith(BESIDE)

@@ -13,7 +13,15 @@ from trainer.plan.checkpoints import PlannedSaves, plan_saves
 from trainer.plan.engines import PlannedEngine, engine_problem, plan_engine
 from trainer.plan.hardware import CONTEXT_BYTES, DRIVER_BYTES, GB, PROCESS_BYTES, Cluster
 from trainer.plan.model_shape import shape_of
-from trainer.plan.ranks import Phase, PlannedRole, host_bytes_of_rank, plan_role, rank_phases, writes_shared_memory
+from trainer.plan.ranks import (
+    ENGINE_KINDS,
+    Phase,
+    PlannedRole,
+    host_bytes_of_rank,
+    plan_role,
+    rank_phases,
+    writes_shared_memory,
+)
 from trainer.plan.timing import StepTime, plan_time
 from trainer.plan.workload import Workload, scored_share, workload_of
 
@@ -156,7 +164,7 @@ def _members(
         reserved = tuple(phase.with_reserve(device, 2 if beside else 1) for phase in phases)
         members.append(Member(f"{name}{BESIDE}" if beside else name, cfg.trainer.num_workers, reserved, device.memory))
     if engine is not None and not beside:
-        sizes = {"weights": engine.weights, "engine": max(0, engine.kv_cache), "buffers": engine.workspace}
+        sizes = {"weights": engine.weights, "kv_cache": max(0, engine.kv_cache), "buffers": engine.workspace}
         reserved = 0 if device.is_cpu else CONTEXT_BYTES
         phase = Phase("rollout", {**sizes, "reserved": reserved})
         members.append(Member("engine", cfg.num_engines * max(1, engine.gpus), (phase,), device.memory))
@@ -169,9 +177,9 @@ def _beside_engine(phase: Phase, engine: PlannedEngine | None) -> Phase:
     The engine sleeps in all phases but the rollouts. It wakes its weights for new ones, and a save may follow.
     """
     assert engine is not None
-    awake = {"rollout": engine.waking + engine.workspace}
-    awake |= dict.fromkeys(("save", "weights to engines"), engine.weights + engine.graphs)
-    return Phase(phase.name, {**phase.sizes, "engine": awake.get(phase.name, engine.graphs)})
+    weights = engine.weights if phase.name in ("rollout", "save", "weights to engines") else 0
+    cache, buffers = (max(0, engine.kv_cache), engine.workspace) if phase.name == "rollout" else (0, engine.graphs)
+    return Phase(phase.name, {**phase.sizes, **dict(zip(ENGINE_KINDS, (weights, cache, buffers), strict=True))})
 
 
 def _host(

@@ -16,9 +16,16 @@ from trainer.plan.hardware import CONTEXT_BYTES, FRAGMENTATION, Device
 from trainer.plan.model_shape import ModelShape, forward_dtype, shape_of
 from trainer.plan.workload import Workload, scored_share
 
-KINDS = ("weights", "optimizer", "gradients", "gathered", "activations", "head", "buffers", "engine", "reserved")
+ENGINE_KINDS = ("engine_weights", "kv_cache", "engine_buffers")
+"""Kinds of memory of an engine that shares its GPU with a rank. `engine_buffers`: its workspace and its graphs."""
+KINDS = (
+    *("weights", "optimizer", "gradients", "gathered", "activations", "head", "buffers"),
+    *ENGINE_KINDS,
+    "reserved",
+)
 """Kinds of memory. `gathered`: the blocks that FSDP2 has put together for the computation. `head`: the output layer.
-`reserved`: the context of CUDA, workspaces, and what the allocator does not give back."""
+An engine with a GPU of its own has `weights`, `kv_cache` and `buffers`. `reserved`: the context of CUDA, workspaces,
+and what the allocator does not give back."""
 _MASTER, _MOMENTS = 4, 8
 """Bytes of a trained number, and of its two moments of AdamW."""
 
@@ -43,7 +50,7 @@ class Phase:
         """
         if device.is_cpu:
             return self
-        tensors = sum(size for kind, size in self.sizes.items() if kind != "engine")
+        tensors = sum(size for kind, size in self.sizes.items() if kind not in ENGINE_KINDS)
         return Phase(self.name, {**self.sizes, "reserved": int(FRAGMENTATION * tensors) + processes * CONTEXT_BYTES})
 
 

@@ -108,13 +108,13 @@ def notes(cfg: Config, plan: Plan) -> list[str]:
 
 def _memory(plan: Plan) -> Table:
     kinds = [kind for kind in KINDS if any(p.sizes.get(kind) for m in plan.members for p in m.phases)]
-    table = Table(
-        box=box.SIMPLE_HEAD, title="Memory of a device, GB, at the largest moment of each phase", title_justify="left"
-    )
+    title = "Memory of a device, GB, at the largest moment of each phase"
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=(0, 1, 0, 0))
     table.add_column("process")
-    table.add_column("phase")
+    table.add_column("phase", no_wrap=True)
     for kind in (*kinds, "all", "of"):
-        table.add_column(kind, justify="right")
+        head = kind.replace("kv_cache", "KV_cache").replace("_", "\n")
+        table.add_column(head, justify="right", no_wrap=True)
     for member in plan.members:
         for i, phase in enumerate(member.phases):
             name = f"{member.name} (x{member.count})" if i == 0 else ""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from trainer.plan.hardware import GB, Cluster
+from trainer.plan.hardware import CONTEXT_BYTES, GB, Cluster
 from trainer.plan.plan import make_plan
+from trainer.plan.ranks import ENGINE_KINDS
 
 
 def test_a_small_model_fits_a_node(cfg, node):
@@ -13,9 +14,11 @@ def test_a_small_model_fits_a_node(cfg, node):
     assert (member.name, member.count) == ("rank and engine", 8)
     assert {phase.name for phase in member.phases} >= {"rollout", "update of the policy"}
     assert member.peak.total < member.capacity == node.device.memory
-    engine = {phase.name: phase.sizes["engine"] for phase in member.phases}
-    assert engine["update of the policy"] == plan.engine.graphs > 0
-    assert engine["weights to engines"] == plan.engine.weights + plan.engine.graphs < engine["rollout"]
+    engine = {phase.name: [phase.sizes[kind] for kind in ENGINE_KINDS] for phase in member.phases}
+    assert engine["update of the policy"] == [0, 0, plan.engine.graphs] and plan.engine.graphs > 0
+    assert engine["weights to engines"] == [plan.engine.weights, 0, plan.engine.graphs]
+    assert engine["rollout"] == [plan.engine.weights, plan.engine.kv_cache, plan.engine.workspace]
+    assert sum(engine["rollout"]) == plan.engine.budget - CONTEXT_BYTES
 
 
 def test_a_save_needs_the_states_beside_the_weights_that_an_engine_has_just_got(cfg, node):
@@ -24,7 +27,17 @@ def test_a_save_needs_the_states_beside_the_weights_that_an_engine_has_just_got(
     (member,) = plan.members
     (save,) = (phase for phase in member.phases if phase.name == "save")
     assert save.sizes["weights"] + save.sizes["optimizer"] == sum(plan.roles[0].state) > 0
-    assert save.sizes["engine"] == plan.engine.weights + plan.engine.graphs
+    assert [save.sizes[kind] for kind in ENGINE_KINDS] == [plan.engine.weights, 0, plan.engine.graphs]
+
+
+def test_an_engine_with_gpus_of_its_own_has_weights_a_cache_and_buffers(cfg, node):
+    cfg.rollout.colocate, cfg.trainer.offload = False, "none"
+    cfg.trainer.num_workers = cfg.rollout.num_engines = 4
+    plan = make_plan(cfg, node, traced=False)
+    (phase,) = plan.members[1].phases
+    e = plan.engine
+    expected = {"weights": e.weights, "kv_cache": e.kv_cache, "buffers": e.workspace, "reserved": CONTEXT_BYTES}
+    assert phase.sizes == expected and phase.total == e.budget
 
 
 def test_a_large_model_does_not_fit_one_gpu(cfg, node):

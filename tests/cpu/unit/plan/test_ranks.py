@@ -282,7 +282,7 @@ def test_frozen_weights_are_not_copied_for_saves():
 
 
 def test_a_gpu_has_less_room_than_its_memory():
-    phase = Phase("update", {"weights": 100, "engine": 50})
+    phase = Phase("update", {"weights": 100, "kv_cache": 50})
     reserved = phase.with_reserve(DEVICES["h100"]).sizes["reserved"]
     assert reserved > 2**29
     assert phase.with_reserve(DEVICES["h100"], 2).sizes["reserved"] > reserved

@@ -15,9 +15,31 @@ def test_the_verdict_comes_first(cfg, node):
     assert sentence.startswith("It fits 8 H100, takes 8 of 8 GPUs: ") and sentence.endswith(" hours.")
     text = as_text(cfg, plan, sentence)
     assert text.splitlines()[0] == sentence
-    for part in ("rank and engine (x8)", "update of the policy", "KV cache", "a checkpoint", "a kill costs", "tokens"):
+    for part in (
+        "rank and engine",
+        "(x8)",
+        "update of the policy",
+        "KV cache",
+        "a checkpoint",
+        "a kill costs",
+        "tokens",
+    ):
         assert part in text
     assert "come from data sheets" in text
+
+
+def test_the_table_of_memory_names_each_kind_within_its_width(cfg, node):
+    cfg.algorithm.kl_coef, cfg.trainer.num_workers, cfg.rollout.num_engines = 0.1, 1024, 1024
+    plan = make_plan(cfg, Cluster(128, 8, node.device))
+    table = as_text(cfg, plan, "It fits.").partition("Sizes")[0].splitlines()
+    place = next(i for i, line in enumerate(table) if line.startswith(" process"))
+    first, second = (line.split() for line in table[place - 1 : place + 1])
+    assert first == ["engine", "KV", "engine"]
+    assert second[:3] == ["process", "phase", "weights"]
+    assert second[-6:] == ["weights", "cache", "buffers", "reserved", "all", "of"]
+    assert max(map(len, table)) <= 160
+    rollout = next(line.split() for line in table if " rollout " in line)
+    assert rollout[-6:-3] == [f"{plan.engine.weights / 1e9:.1f}", f"{plan.engine.kv_cache / 1e9:.1f}", rollout[-4]]
 
 
 def test_a_run_that_does_not_fit_names_the_changes(cfg, node):
@@ -45,6 +67,8 @@ def test_json_has_the_same_numbers(cfg, node):
         sum(size for kind, size in phase.items() if kind != "all") == phase["all"]
         for phase in member["phases"].values()
     )
+    rollout = member["phases"]["rollout"]
+    assert (rollout["engine_weights"], rollout["kv_cache"]) == (plan.engine.weights, plan.engine.kv_cache)
     assert found["seconds"]["step"] == plan.time.total
     assert found["checkpoint"] == 12 * 596_049_920
 
