@@ -397,8 +397,7 @@ def _packed_speed(size: int = 1024) -> float:
 
 
 def _shortest(compute: Callable[[], object], seconds: float) -> float:
-    """Return the shortest processor time of several calls, which take about `seconds`: other programs only make them
-    longer."""
+    """Return the shortest processor time of calls within `seconds`: other programs only make them longer."""
     compute()  # the first call loads the library
     times, end = [], time.process_time() + seconds
     while not times or time.process_time() < end:

@@ -181,9 +181,8 @@ def shape_of(cfg: Config, role: RoleSpec, sizes: Mapping[str, int]) -> ModelShap
     Raises:
         UserError: the model cannot be split so, or has an architecture that cannot be planned.
     """
-    key = key_of(
-        cfg, role, {**sizes, "cp": min(sizes["cp"], 2)}
-    )  # how many ranks have slices of tokens changes nothing
+    # How many ranks have slices of tokens changes nothing, only that some have.
+    key = key_of(cfg, role, {**sizes, "cp": min(sizes["cp"], 2)})
     if key not in _shapes:  # the search for changes asks many times
         _shapes[key] = _shape_of(cfg, role, sizes)
     check_model_axes(cfg, _shapes[key].config.get_text_config(), _name_of(role))
