@@ -264,7 +264,7 @@ def _is_mapping(f: dataclasses.Field[Any]) -> bool:
 def _sections_in(section: Any, name: str, is_mapping: bool) -> list[tuple[str, Any]]:
     """Return the names and the values of the sections that a field holds: one, or those of a mapping."""
     value = getattr(section, name)
-    if dataclasses.is_dataclass(value):
+    if hasattr(value, "__dataclass_fields__"):  # `dataclasses.is_dataclass` takes three times as long
         return [(name, value)]
     return [(_join(name, key), inner) for key, inner in value.items()] if is_mapping else []
 

@@ -86,7 +86,7 @@ def load_config(model: ModelConfig, path: str, key: str = POLICY_KEY) -> Pretrai
     for name in _SIZES:
         size = getattr(text, name, None)
         if isinstance(size, int) and size < 1:
-            raise UserError(f"{key}={path}: {name} of its config.json is {size}, and must be at least 1")
+            raise UserError(f"{key}={path}: {name} of its config.json must be at least 1, and is {size}")
     return config
 
 

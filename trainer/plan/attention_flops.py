@@ -27,15 +27,17 @@ def attention_flops(cfg: Config, text: Any, dtype: torch.dtype, device: str, wor
     w, length = workload, workload.prompt + workload.response
     shared = (w.n - 1) / w.n if w.shares_prompts else 0.0
     width = text.num_attention_heads // tp * head_width(text)
-    total = 0.0
-    for kind in layer_types(text):
+
+    def of_layer(kind: str) -> float:
         if kind == STATE and hasattr(text, "linear_num_value_heads"):
-            total += length * _delta_flops(text) / tp
-            continue
+            return length * _delta_flops(text) / tp
         span = _span(cfg, text, kind, dtype, device)
         pairs = [_pairs(tokens, span) for tokens in (length, w.prompt)]
-        total += 4 * width * (pairs[0] - shared * pairs[1])
-    return total
+        return 4 * width * (pairs[0] - shared * pairs[1])
+
+    layers = layer_types(text)
+    flops = {kind: of_layer(kind) for kind in {*layers}}
+    return sum(flops[kind] for kind in layers)
 
 
 def head_width(text: Any) -> float:

@@ -19,6 +19,7 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from trainer.config import LM, Config, RoleSpec
 from trainer.config.axes import AXES
@@ -248,7 +249,8 @@ def empty_module(
 ) -> tuple[nn.Module, str]:
     """Return the model of a role on the meta device, as ranks build it before it is split; and its backbone's name."""
     build = empty_causal_lm if role.head == LM else empty_value_model
-    return build(cfg.model, config, sizes, role)
+    with no_init_weights():  # there are none, and going through all modules takes most of the time
+        return build(cfg.model, config, sizes, role)
 
 
 def forward_dtype(role: RoleSpec, device: str) -> torch.dtype:

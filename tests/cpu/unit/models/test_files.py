@@ -31,9 +31,9 @@ def test_a_checkpoint_is_refused_with_the_command_that_exports_it(tmp_path):
 @pytest.mark.parametrize(
     ("field", "value", "problem"),
     [
-        ("head_dim", 0, "head_dim of its config.json is 0, and must be at least 1"),
-        ("num_attention_heads", 0, "num_attention_heads of its config.json is 0, and must be at least 1"),
-        ("num_key_value_heads", -1, "num_key_value_heads of its config.json is -1, and must be at least 1"),
+        ("head_dim", 0, "head_dim of its config.json must be at least 1, and is 0"),
+        ("num_attention_heads", 0, "num_attention_heads of its config.json must be at least 1, and is 0"),
+        ("num_key_value_heads", -1, "num_key_value_heads of its config.json must be at least 1, and is -1"),
         (
             "num_attention_heads",
             "x",
