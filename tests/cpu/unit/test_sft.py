@@ -20,7 +20,8 @@ def composed(monkeypatch, tmp_path):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", ["trainer sft", *words])
         monkeypatch.setattr(sft, "train", found.append)
-        monkeypatch.setattr(command_line, "run_to_end", lambda job, _: command_line._compose_and_run(job) or ended)
+        begin = command_line._compose_and_run
+        monkeypatch.setattr(command_line, "run_to_end", lambda job, _, command: begin(job, command) or ended)
         monkeypatch.setattr(command_line.os, "_exit", lambda status: None)
         ended = command_line.Outcome(0)
         sft.main()
