@@ -30,7 +30,7 @@ _END_S = 60
 KILLED = -signal.SIGKILL
 STOPPED = 75
 PLACES = (*killed_jobs.PLACES, "upload:copied", "upload:published", "export:written")
-"""The fail points of saves at which a whole job is killed."""
+"""The fail points of steps and saves at which a whole job is killed."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import shlex
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import ModelConfig
@@ -83,11 +84,20 @@ def load_config(model: ModelConfig, path: str, key: str = POLICY_KEY) -> Pretrai
         text = config.get_text_config()
     except Exception as error:  # a corrupt config.json can raise any exception
         raise UserError(f"{key}={path}: its config.json cannot be used ({first_line(error)})") from error
-    for name in _SIZES:
+    check_sizes(text, _SIZES, f"{key}={path}")
+    return config
+
+
+def check_sizes(text: PretrainedConfig, names: Iterable[str], setting: str) -> None:
+    """Refuse the config of a language model if one of these fields is below 1.
+
+    Args:
+        setting: what the user has set, `KEY=VALUE`.
+    """
+    for name in names:
         size = getattr(text, name, None)
         if isinstance(size, int) and size < 1:
-            raise UserError(f"{key}={path}: {name} of its config.json must be at least 1, and is {size}")
-    return config
+            raise UserError(f"{setting}: {name} of its config.json must be at least 1, and is {size}")
 
 
 def write_assets(model_path: str, directory: str, tokenizer: Any, trust_remote_code: bool) -> None:

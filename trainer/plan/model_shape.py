@@ -26,7 +26,7 @@ from trainer.config.axes import AXES
 from trainer.errors import UserError
 from trainer.files.hf_hub import first_line, is_connection_error, with_retries
 from trainer.models.attention import can_pack, is_stateful
-from trainer.models.files import load_config
+from trainer.models.files import check_sizes, load_config
 from trainer.models.loading import empty_causal_lm, empty_value_model
 from trainer.models.parallel_checks import COLWISE, ROWWISE, check_model_axes
 from trainer.models.tiny import tiny_config
@@ -35,8 +35,8 @@ from trainer.plan.known import known_file, known_models
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names that configs of transformers give to the number of experts of a block."""
-_NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-"""What a plan computes with."""
+_NEEDED = ("vocab_size", "num_hidden_layers")
+"""What a plan computes with, besides what `load_config` checks."""
 _FAKE_TENSORS = logging.getLogger("torch._subclasses.fake_tensor")
 
 
@@ -206,11 +206,7 @@ def _shape_of(cfg: Config, role: RoleSpec, sizes: Mapping[str, int]) -> ModelSha
     config = find_config(cfg, role)
     check_model_axes(cfg, config.get_text_config(), _name_of(role))
     with refusing(cfg, role, config):
-        for needed in _NEEDED:
-            if getattr(config.get_text_config(), needed) < 1:
-                raise UserError(
-                    f"{role.key}={role.path or cfg.model.path}: {needed} of its config.json must be at least 1"
-                )
+        check_sizes(config.get_text_config(), _NEEDED, f"{role.key}={role.path or cfg.model.path}")
         module, backbone = empty_module(cfg, role, config, sizes)
         return ModelShape(
             config,

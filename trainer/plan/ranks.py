@@ -25,7 +25,7 @@ KINDS = (
 )
 """Kinds of memory. `gathered`: the blocks that FSDP2 has put together for the computation. `head`: the output layer.
 An engine with a GPU of its own has `weights`, `kv_cache` and `buffers`. `reserved`: the context of CUDA, workspaces,
-and what the allocator does not give back."""
+and memory that torch's allocator keeps without using it."""
 _MASTER, _MOMENTS = 4, 8
 """Bytes of a trained number, and of its two moments of AdamW."""
 

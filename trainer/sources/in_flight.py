@@ -319,7 +319,7 @@ class InFlightSource(SamplingSource):
         if self._version > self.cfg.total_steps:
             return 0
         count = self._window.capacity()
-        if self.cfg.algorithm.dynamic_sampling:  # nobody knows how many the run needs
+        if self.cfg.algorithm.dynamic_sampling:  # how many it will filter out is not known
             return count
         left = (self.cfg.total_steps - self._version + 1) * self.cfg.trainer.train_batch_size
         return max(0, min(count, left - known))

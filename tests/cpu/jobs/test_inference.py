@@ -289,7 +289,7 @@ def test_a_job_in_flight_on_a_server_that_is_killed_trains_every_prompt_once(vll
     taken, trained = tmp_path / "taken", tmp_path / "trained"
 
     def pause_while_ranks_train(_: int) -> None:
-        """Let the engine stand still meanwhile, so that new weights come in the middle of completions."""
+        """Stop the engine while the ranks train, so that its completions end only after new weights have come."""
         if taken.exists():
             processes[-1].suspend()
             taken.unlink()
