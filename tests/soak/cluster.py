@@ -8,6 +8,7 @@ import time
 import psutil
 import pytest
 
+from tests.support.jobs import command_of
 from tests.support.nodes import Node, Nodes
 
 _SLOTS = 4  # two ranks, an engine and a spare one
@@ -80,9 +81,4 @@ def refusal() -> str:
 
 
 def _members(node: Node) -> list[psutil.Process]:
-    found = []
-    for process in node.processes():
-        with contextlib.suppress(psutil.Error):  # it has just ended
-            if "ray::_Host" in " ".join(process.cmdline()):
-                found.append(process)
-    return found
+    return [process for process in node.processes() if "ray::_Host" in command_of(process)]

@@ -19,7 +19,7 @@ import httpx
 import psutil
 
 from tests.support.forks import fork_server
-from tests.support.jobs import environment
+from tests.support.jobs import command_of, environment
 from trainer.config import RolloutConfig
 from trainer.config.inference import TOKEN as VARIABLE
 from trainer.generation.server_engine import ServerEngine
@@ -78,8 +78,7 @@ class Server:
     def engine(self) -> list[psutil.Process]:
         """The reaper, and below it the processes of the engine."""
         children = psutil.Process(self.process.pid).children()
-        alive = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
-        reaper = next(child for child in alive if any("reaper" in word for word in child.cmdline()))
+        reaper = next(child for child in children if "reaper" in command_of(child))
         return [reaper, *reaper.children(recursive=True)]
 
     def family(self) -> list[psutil.Process]:

@@ -115,12 +115,26 @@ def family(pid: int) -> list[psutil.Process]:
     return [parent, *parent.children(recursive=True)]
 
 
+def command_of(process: psutil.Process) -> str:
+    """The command line of a process; empty if it has just ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def is_engine(host: psutil.Process) -> bool:
+    """Whether a process in which Ray hosts a rank or an engine of vLLM has an engine; false if it has just ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return "VLLM_LOGGING_LEVEL" in host.environ()
+    return False
+
+
 def members(pid: int) -> list[psutil.Process]:
     """The ranks and engines of a job, in the order in which they have started."""
     found = []
     for process in family(pid):
         with contextlib.suppress(psutil.Error):  # it has just ended
-            if "ray::_Host" in " ".join(process.cmdline()) or process.name().startswith(("rank ", "engine ")):
+            if "ray::_Host" in command_of(process) or process.name().startswith(("rank ", "engine ")):
                 found.append(process)
     return sorted(found, key=lambda process: process.create_time())
 
@@ -140,11 +154,9 @@ def left_running(marker: str) -> list[str]:
     """Command lines of live processes whose environment holds `marker`: what a job has left behind."""
     left = []
     for process in psutil.process_iter():
-        try:
+        with contextlib.suppress(psutil.Error):  # it has just ended, or belongs to somebody else
             if process.status() != psutil.STATUS_ZOMBIE and marker in process.environ().values():
                 left.append(" ".join(process.cmdline()))
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
     return left
 
 

@@ -13,7 +13,16 @@ import pytest
 
 from tests.cpu.jobs.test_closed_jobs import reach
 from tests.support.buckets import s3_variables
-from tests.support.jobs import command, comparable, environment, kill_all, metrics, run_forked_job
+from tests.support.jobs import (
+    command,
+    command_of,
+    comparable,
+    environment,
+    is_engine,
+    kill_all,
+    metrics,
+    run_forked_job,
+)
 from tests.support.nodes import Node, Nodes
 from trainer.process.failure_log import read_incidents
 
@@ -105,8 +114,8 @@ def column(run_dir: Path, name: str) -> list[float]:
 
 def hosts(node: Node, kind: str) -> list[psutil.Process]:
     """The ranks, or the engines, that run on a node."""
-    members = [process for process in node.processes() if "ray::_Host" in " ".join(process.cmdline())]
-    return [member for member in members if ("VLLM_LOGGING_LEVEL" in member.environ()) == (kind == "engine")]
+    members = [process for process in node.processes() if "ray::_Host" in command_of(process)]
+    return [member for member in members if is_engine(member) == (kind == "engine")]
 
 
 def test_a_job_continues_without_failed_nodes_and_uses_new_ones(tmp_path):

@@ -18,6 +18,7 @@ from tests.support.evaluations import evaluate, validation_of
 from tests.support.jobs import (
     comparable,
     family,
+    is_engine,
     kill_all,
     left_running,
     members,
@@ -76,7 +77,7 @@ def run_bereaved(job: list[str], cwd: Path, place: str) -> str:
     """Run the job to its end, but kill a rank and the engine at the place `name,n`; returns its output."""
     process = start_and_reach(job, cwd, place)
     hosts = members(process.pid)
-    engines = [host for host in hosts if "VLLM_LOGGING_LEVEL" in host.environ()]
+    engines = [host for host in hosts if is_engine(host)]
     kill_all([*engines, next(host for host in hosts if host not in engines)])
     reached_at(cwd, place).unlink()
     status, output = process.wait(), (cwd / f"log {place}").read_text()

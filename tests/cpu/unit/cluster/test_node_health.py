@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.support.jobs import wait_until
+from tests.support.jobs import command_of, wait_until
 from tests.support.nodes import Nodes
 from trainer.cluster.node_health import Node, NodeHealth, _Record
 
@@ -224,7 +224,7 @@ def test_an_engine_of_a_failed_node_starts_on_another_node_before_ray_notices(mo
         by_address = {node.address: node for node in others}
         driver = Asked(head.command(sys.executable, "-c", ENGINES, head.ray_address))
         first, second = driver.reads().split()
-        hosts = [one for one in by_address[first].processes() if "ray::_Host" in one.cmdline()[0]]
+        hosts = [one for one in by_address[first].processes() if "ray::_Host" in command_of(one)]
         for process in hosts:
             process.suspend()
         assert driver.says() == "True", "the other node returns the stack of its process"

@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.generation import make_requests
 from tests.support.inference import ROLLOUT, Server, engine, job
-from tests.support.jobs import wait_until
+from tests.support.jobs import command_of, wait_until
 from trainer.cluster.supervisor import is_running
 from trainer.config import TinyConfig
 from trainer.errors import UserError, WorkerError
@@ -40,7 +40,7 @@ def test_an_engine_that_dies_or_hangs_is_started_again_without_weights(victim, f
     monkeypatch.setattr(time_limits, "SERVER_SILENCE_S", 20.0)
     victim.wait()
     children = psutil.Process(victim.process.pid).children()
-    watching = next(child for child in children if any("signal_watch" in word for word in child.cmdline()))
+    watching = next(child for child in children if "signal_watch" in command_of(child))
     with engine(victim.url, user := job()) as one:
         old = victim.engine()
         old[0 if fault == "reaper" else -1].send_signal(signal.SIGKILL if fault == "reaper" else fault)

@@ -18,6 +18,7 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from tests.support.inference import ROLLOUT, TOKEN, Server, engine, job
+from tests.support.jobs import command_of
 from tests.support.namespaces import small_disk
 from trainer.generation import server_protocol as protocol
 from trainer.inference import gateway
@@ -128,7 +129,7 @@ def test_jobs_and_servers_of_builds_with_the_older_name_of_the_directory_underst
 
 def test_the_token_is_in_no_command_and_no_file_of_the_server(server):
     for process in server.family():
-        assert not any(TOKEN in word for word in process.cmdline())
+        assert TOKEN not in command_of(process)
     assert TOKEN not in server.log.read_text()
     assert all("TRAINER_INFERENCE_TOKEN" not in process.environ() for process in server.engine())
 

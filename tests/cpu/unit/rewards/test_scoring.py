@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.jobs import wait_until
+from tests.support.jobs import command_of, wait_until
 from tests.support.rewards import reward_pool, score
 from trainer.cluster.supervisor import end_all, is_running
 from trainer.errors import UserError, WorkerError
@@ -166,7 +166,7 @@ def _others() -> None:
 
 def _processes() -> list[psutil.Process]:
     children = set(psutil.Process().children(recursive=True)) - _BEFORE
-    return [p for p in children if "trainer.rewards.worker" in " ".join(p.cmdline())]
+    return [p for p in children if "trainer.rewards.worker" in command_of(p)]
 
 
 def test_pool_refuses_an_unknown_reward():

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from tests.support import bad_rewards
 from tests.support.bad_rewards import BAD, CARELESS, NUMBERS
+from tests.support.jobs import command_of
 from tests.support.rewards import reward_pool, score
 from trainer.algorithms import ADVANTAGES
 from trainer.import_utils import options_of
@@ -104,7 +105,7 @@ def test_all_kinds_of_numbers_are_rewards(single, name):
 def test_processes_with_many_threads_left_are_replaced(single):
     rewards, failures = score_all(single, *["leaves a thread"] * 100)
     assert (rewards, failures.count) == ([1.0] * 100, 0)
-    worker = [p for p in psutil.Process().children(recursive=True) if NAME in " ".join(p.cmdline())]
+    worker = [p for p in psutil.Process().children(recursive=True) if NAME in command_of(p)]
     assert max(process.num_threads() for process in worker) < 50
 
 
