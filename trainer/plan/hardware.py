@@ -45,6 +45,9 @@ class Device:
     """Bytes of a node's host. A node of fewer than eight GPUs is a part of such a node, and has a part of it."""
     flops_packed: float = 0.0
     """Of products of float32 on CPU with packed weights, as vLLM computes them. 0: not measured."""
+    slowness: float = 1.0
+    """How many times as long the calls of small operators from Python take as on the core of `PYTHON_CALL_S`. On GPUs
+    the constants are those of their hosts."""
     host_bandwidth: float = 0.0
     """Of the memory of a node's host, for each GPU."""
 
@@ -138,8 +141,9 @@ _REACHED_WITH_EXPERTS = 0.15
 on 64 B200 (NVIDIA Megatron Bridge, "Performance", 25.11), and 0.135 to 0.21 for DeepSeek-V3 16B with FSDP2 and torch's
 grouped products on 8 B200 (pytorch/torchtitan#1993). Not measured with our ranks."""
 REACHED_PACKED = 0.55
-"""Share of `Device.flops_packed` that vLLM's products reach on CPU. Measured with 32 and 128 sequences and 384 hidden
-dimensions: 131 to 200 GFLOP/s, where large squares of packed weights reach 150 to 250 and those of torch's `mm` 110."""
+"""Share of `Device.flops_packed` that vLLM's products reach on CPU, or all of it where torch's `mm` is faster. Measured
+with 32 and 128 sequences and 384 hidden dimensions: 131 to 200 GFLOP/s, where large squares of packed weights reach 150
+to 250 and those of torch's `mm` 110; and 73 GFLOP/s, where they reach 73 and those of `mm` 96."""
 PACKED_BFLOAT16 = 0.63
 """Time of these products in bfloat16, by that in float32. Measured in one process, an engine of each in turns: what
 a sequence more adds to a decoding step of vLLM 0.32, without `DecodeStep.sequence` and `DecodeStep.logit`, with 32 to
@@ -157,15 +161,21 @@ took 0.363 s and, without the optimizer, 0.81 s with `GPU_GATHER_S`; their kerne
 is not compiled starts more kernels; how much longer that takes is not known."""
 GPU_GATHER_S = 1.1e-3
 """The same of gathering a block. In that profile it was a third of the time of a pass without gradients."""
-CPU_BLOCK_S = {"alone": 4e-3, "shards": 5e-3, "tp": 1e-2}
+PYTHON_CALL_S = 4.8e-6
+"""Seconds that a linear layer and its activation take with eight numbers on the core whose Python the constants below
+count: one with AVX-512. It is derived. On a core with AVX2, where such a call takes 11.7 us, decoding steps of two and
+eight blocks of 64 hidden dimensions took 2.4 to 2.6 times as long as there, with vLLM and with transformers."""
+CPU_BLOCK_S = {"alone": 1.6e-3, "shards": 2e-3, "tp": 4e-3}
 """Seconds of Python and of hooks in a block's forward and backward pass on CPU: on one rank, and more if FSDP2 shards
-the block, or with tensor parallelism. Measured with six blocks of 64 hidden dimensions, where nothing else counts."""
+the block, or with tensor parallelism. Measured with six blocks of 64 hidden dimensions, where nothing else counts, on
+the slower of these cores (4, 5 and 10 ms)."""
 CPU_AROUND_BLOCKS = 2
 """The same of what is around the blocks (embedding, output layer, loss, clipping, optimizer), in blocks. Measured with
 2, 8 and 14 such blocks, as what is left if none were there: 7 ms in an update, 2 ms in a pass without gradients."""
-CPU_GROUP_S = 2e-4
+CPU_GROUP_S = 8e-5
 """Seconds of Python in a block's forward and backward pass on CPU for each group of rows, whose attention is computed
-alone. Measured with 4 and 68 groups of two short rows, one and five blocks of 64 hidden dimensions."""
+alone. Measured with 4 and 68 groups of two short rows, one and five blocks of 64 hidden dimensions, on the slower core
+(0.2 ms)."""
 CPU_COMPLETION_S = 7e-5
 """Seconds of the driver and of rewards for each completion on CPU, measured with the demo."""
 _GLOO = 12
@@ -177,32 +187,42 @@ LATENCY_S = {CPU: 1e-4, "cuda": 2e-5}
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """Seconds of an engine beside the weights and caches that it reads and the products."""
+    """What an engine takes beside the weights and caches that it reads and the products."""
 
     base: float
-    """For each decoding step."""
+    """Seconds of Python for each decoding step."""
     block: float
-    """For each step and block of the model."""
+    """The same for each step and block of the model."""
     sequence: float
-    """For each step and sequence in it."""
-    logit: float
-    """For each step, sequence and token of the vocabulary: to draw a token."""
+    """The same for each step and sequence in it."""
     request: float
-    """For each request."""
+    """The same for each request."""
+    logit: float = 0.0
+    """Seconds of a core for each step, sequence and token of the vocabulary: to draw the noise of a token."""
+    logit_bytes: float = 0.0
+    """Bytes that are read and written for each of them to draw a token."""
 
 
 _DECODE_STEPS = {
-    (CPU, True): DecodeStep(6e-4, 2.2e-4, 2.5e-5, 8e-9, 1.6e-4),
-    (CPU, False): DecodeStep(4e-4, 1.6e-4, 1.5e-5, 2.2e-8, 1.2e-4),
-    ("cuda", True): DecodeStep(3e-3, 0.0, 1e-5, 0.0, 0.0),
-    ("cuda", False): DecodeStep(3e-3, 4e-4, 1e-5, 1.65e-8, 0.0),
+    (CPU, True): DecodeStep(6e-4, 2.2e-4, 2.5e-5, 1.6e-4, logit_bytes=218),
+    (CPU, False): DecodeStep(4e-4, 1.6e-4, 6e-6, 1.2e-4, 1.65e-8, 150),
+    ("cuda", True): DecodeStep(3e-3, 0.0, 1e-5, 0.0),
+    ("cuda", False): DecodeStep(3e-3, 4e-4, 1e-5, 0.0, 1.65e-8),
 }
 """By the kind of device, and by whether the engine takes more requests while it generates: vLLM does, transformers does
 not. CPU: measured on a quiet machine with 2 to 128 sequences and two and eight blocks. For vLLM 0.32, the model, the
-output layer, the sampler and the rest apart, with vocabularies of 512 to 32,768 (6 to 11 ns for a logit); for
-transformers, with vocabularies of 512 and 8,192. GPU: an estimate, for vLLM with CUDA graphs. transformers has none, so
-the Python of each block counts as on a busy CPU, and it draws the noise of each sequence on the CPU: 2.5 ms for 151,936
-tokens, measured on one core."""
+output layer, the sampler and the rest apart, with vocabularies of 512 to 32,768: a logit took 6 to 11 ns where copies
+read and write 39 GB/s, and 12 to 21 ns with 19 GB/s. For transformers, with vocabularies of 512 to 32,768. GPU: an
+estimate, for vLLM with CUDA graphs. transformers has none, so the Python of each block counts as on a busy CPU, and the
+noise of each sequence is drawn on the CPU: 2.5 ms for 151,936 tokens, measured on one core."""
+PACKS_AGAIN = 2
+"""How often a decoding step of transformers on CPU reads and writes the weights before its products: torch's `mm` packs
+them anew each time, and vLLM does not. By four models with 2 to 128 sequences (`benchmarks.decode`)."""
+SYNC_BYTES = 40
+"""Bytes that ranks and engines on CPU read and write for each byte of weights on their way: to gather, to fingerprint,
+to shared memory and into the engine. By a model of 17M parameters on two machines: 0.12 s and 0.17 s."""
+SYNC_S = 0.02
+"""Seconds that weights on their way take at least, on CPU. Measured with the demo."""
 
 
 def decode_step(kind: str, streaming: bool) -> DecodeStep:
@@ -359,6 +379,7 @@ def this_machine() -> Device:
         copying,
         memory,
         flops_packed=_packed_speed(),
+        slowness=_call_seconds() / PYTHON_CALL_S,
     )
 
 
@@ -394,6 +415,18 @@ def _packed_speed(size: int = 1024) -> float:
     linear, matrix = to_mkldnn(nn.Linear(size, size, bias=False)), torch.ones(size, size)
     with torch.no_grad():
         return 2 * size**3 / _shortest(lambda: linear(matrix), _MEASURED_S)
+
+
+def _call_seconds(calls: int = 100) -> float:
+    """Return the processor time of a linear layer and its activation with eight numbers: Python and torch's calls."""
+    layer, numbers = nn.Sequential(nn.Linear(8, 8, bias=False), nn.SiLU()), torch.ones(1, 8)
+
+    def call() -> None:
+        for _ in range(calls):
+            layer(numbers)
+
+    with torch.no_grad():
+        return _shortest(call, _MEASURED_S / 2) / calls
 
 
 def _shortest(compute: Callable[[], object], seconds: float) -> float:

@@ -30,9 +30,12 @@ from trainer.plan.hardware import (
     OPTIMIZER_BYTES,
     OTHER,
     PACKED_BFLOAT16,
+    PACKS_AGAIN,
     REACHED_BANDWIDTH,
     REACHED_PACKED,
     RECOMPUTED,
+    SYNC_BYTES,
+    SYNC_S,
     Cluster,
     decode_step,
 )
@@ -175,7 +178,7 @@ class _Passes:
         w = self.workload
         groups = w.groups * tokens / w.computed_tokens / w.dp
         calls = w.micro_batches(tokens) * block + groups * CPU_GROUP_S
-        calls *= (role.model.blocks + CPU_AROUND_BLOCKS) * passes / 3
+        calls *= device.slowness * (role.model.blocks + CPU_AROUND_BLOCKS) * passes / 3
         return products / self.speed + slow + moved / (REACHED_BANDWIDTH * device.bandwidth) + calls
 
     def _host_seconds(self, tokens: float, passes: float, trained: bool) -> float:
@@ -318,19 +321,24 @@ def _batch_seconds(
     is_float32 = engine.weights * gpus >= 4 * policy.total
     speed = device.reached(torch.float32 if is_float32 else torch.bfloat16)
     if cfg.engine.streaming and device.flops_packed:
-        packed = max(device.reached(torch.float32), REACHED_PACKED * device.flops_packed)
+        packed = max(min(device.reached(torch.float32), device.flops_packed), REACHED_PACKED * device.flops_packed)
         speed = packed if is_float32 else min(speed, packed / PACKED_BFLOAT16)
     computed = policy.total - policy.idle() - (0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size)
     weights = engine.weights * (1 - policy.idle(running) / policy.total)
     read = (weights + running * engine.cache.size(context)) / bandwidth
     products = 2 * computed * running / gpus / speed
+    packs = device.is_cpu and not cfg.engine.streaming
+    passes = PACKS_AGAIN * read + products if packs else max(read, products)
     beside = decode_step(device.kind, cfg.engine.streaming)
-    fixed = beside.base + beside.block * policy.blocks + _sum_seconds(cluster, policy, gpus, running)
-    each = beside.sequence + beside.logit * text.vocab_size
+    fixed = device.slowness * (beside.base + beside.block * policy.blocks)
+    fixed += _sum_seconds(cluster, policy, gpus, running)
+    each = device.slowness * beside.sequence
+    each += (beside.logit + beside.logit_bytes / bandwidth) * text.vocab_size
     prompts = math.ceil(rows * w.groups / completions) * w.prompt
     prefill = 2 * computed * prompts / gpus / speed + _sum_seconds(cluster, policy, gpus, prompts)
     crowd = max(1.0, cfg.num_engines / cluster.per_node) if device.is_cpu else 1.0
-    seconds = steps * (max(read, products) + fixed + each * running) + prefill + rows * beside.request
+    requests = rows * device.slowness * beside.request
+    seconds = steps * (passes + fixed + each * running) + prefill + requests
     return crowd * seconds + device.is_cpu * completions * CPU_COMPLETION_S
 
 
@@ -356,7 +364,7 @@ def sync_seconds(
     size = engine.weights * max(1, engine.gpus)
     tensors = len(policy.parameters)
     if device.is_cpu:
-        return 10 * size / device.bandwidth + tensors * LATENCY_S["cpu"] + 0.02
+        return SYNC_BYTES * size / device.bandwidth + tensors * LATENCY_S["cpu"] + SYNC_S
     gather = size / (cluster.bandwidth_between(cfg.trainer.num_workers) * REACHED_BANDWIDTH)
     if cfg.rollout.colocate:
         send = size / (REACHED_BANDWIDTH * device.bandwidth)

@@ -97,6 +97,7 @@ def test_this_machine_is_measured():
     device = this_machine()
     assert device.is_cpu and device.kind == "cpu"
     assert device.flops_packed > 1e8 or not torch.backends.mkldnn.is_available()
+    assert 0.2 < device.slowness < 50
     assert device.flops_float32 > 1e8 and device.bandwidth > 1e7 and device.memory > 1e9
     assert parse_cluster("cpu").device is device
 

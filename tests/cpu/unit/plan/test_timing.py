@@ -232,6 +232,14 @@ TWO_BLOCKS = {"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_h
 
 EPYC = {"flops_float32": 112e9, "flops_bfloat16": 438e9, "flops_packed": 250e9, "bandwidth": 39e9}
 """Speeds of a core."""
+OLDER_EPYC = {
+    "flops_float32": 96e9,
+    "flops_bfloat16": 9.8e9,
+    "flops_packed": 73e9,
+    "bandwidth": 19e9,
+    "slowness": 11.7 / 4.8,
+}
+"""The same of a core without AVX-512."""
 
 
 def decoding_step(cfg, cpu, rows):
@@ -260,6 +268,33 @@ def test_a_decoding_step_of_vllm_on_cpu_takes_what_was_measured(cfg, cpu, save_c
     """Processor time of vLLM 0.32 with 2, 8, 32 and 128 sequences, between 4 and 24 tokens, on one core of an EPYC."""
     cpu = replace(cpu, device=replace(cpu.device, **EPYC))
     cfg.model.path = save_config("qwen3", **shape, vocab_size=vocabulary, head_dim=64, tie_word_embeddings=True)
+    for rows, measured in zip((2, 8, 32, 128), milliseconds, strict=True):
+        assert 1e3 * decoding_step(cfg, cpu, rows) == pytest.approx(measured, rel=0.4, abs=0.5), rows
+
+
+@pytest.mark.parametrize(
+    ("engine", "shape", "vocabulary", "milliseconds"),
+    [
+        ("vllm", MODEL_17M, 8192, (11.4, 15.5, 30.5, 90.6)),
+        ("vllm", {**MODEL_17M, "num_hidden_layers": 2}, 32768, (7.9, 13.0, 33.9, 130.2)),
+        ("vllm", {**TWO_BLOCKS, "num_hidden_layers": 8}, 512, (6.4, 6.8, 8.7, 16.5)),
+        ("vllm", TWO_BLOCKS, 512, (2.6, 2.9, 4.1, 8.6)),
+        ("vllm", TWO_BLOCKS, 32768, (3.8, 6.6, 27.7, 99.2)),
+        ("transformers", MODEL_17M, 8192, (14.6, 19.7, 36.7, 105.2)),
+        ("transformers", {**MODEL_17M, "num_hidden_layers": 2}, 32768, (15.1, 22.9, 56.4, 206.2)),
+        ("transformers", {**TWO_BLOCKS, "num_hidden_layers": 8}, 512, (5.0, 5.4, 6.6, 12.0)),
+        ("transformers", TWO_BLOCKS, 512, (1.9, 2.1, 2.7, 5.0)),
+        ("transformers", TWO_BLOCKS, 32768, (4.2, 11.2, 36.7, 135.8)),
+    ],
+)
+def test_a_decoding_step_on_a_slower_core_takes_what_was_measured(
+    cfg, cpu, save_config, engine, shape, vocabulary, milliseconds
+):
+    """The same by `benchmarks.decode`."""
+    cpu = replace(cpu, device=replace(cpu.device, **OLDER_EPYC))
+    shape = {"num_key_value_heads": 2, **shape}
+    cfg.model.path = save_config("qwen3", **shape, vocab_size=vocabulary, head_dim=64, tie_word_embeddings=True)
+    cfg.rollout.engine = engine
     for rows, measured in zip((2, 8, 32, 128), milliseconds, strict=True):
         assert 1e3 * decoding_step(cfg, cpu, rows) == pytest.approx(measured, rel=0.4, abs=0.5), rows
 
