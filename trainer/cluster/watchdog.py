@@ -19,7 +19,6 @@ from trainer.process.log_setup import LOG_FILE
 from trainer.process.signals import CONTINUES, EXIT_STATUS, SIGNALS, Progress, killed
 
 _KNOWN_STEPS = 3  # number of steps after which the usual time between two safe points is known
-_HANG_FACTOR = 10.0
 _STACKS_S = 4 * PY_SPY_S  # of this node and others, each with a process of Ray that starts first
 _FINAL_ACTION_S = _STACKS_S + 5.0
 _HINT = (
@@ -77,7 +76,9 @@ class StallDetector:
         """Longest allowed pause at this moment, in seconds."""
         steps = 0 if self._first_step is None else self._step - self._first_step
         is_known = steps >= _KNOWN_STEPS and not self._waits
-        return min(max(self._hang_s, _HANG_FACTOR * self._longest_s) if is_known else self._rpc_s, self._rpc_s)
+        return min(
+            max(self._hang_s, time_limits.HANG_FACTOR * self._longest_s) if is_known else self._rpc_s, self._rpc_s
+        )
 
 
 class Watchdog:

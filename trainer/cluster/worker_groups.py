@@ -25,7 +25,6 @@ LOG = logging.getLogger(__name__)
 # When a rank dies, its connections close, so the other ranks fail too. Their errors may arrive first. The user should
 # read the cause and not its effects.
 _ECHO_SIGNS = ("Connection closed", "Connection reset", "gloo", "NCCL", "recvBytes", "process group")
-_HANG_FACTOR = 10.0
 _KNOWN_CALLS = 3  # number of calls after which their usual duration is known
 
 
@@ -270,7 +269,7 @@ class WorkerGroup:
         """Return after how many seconds a call with this method key counts as hanging."""
         count, longest = self._durations.get(method_key, (0, 0.0))
         is_known = count >= _KNOWN_CALLS and not method_key.startswith("background ")  # a save waits for the storage
-        learnt_s = max(self.timeouts.hang_s, _HANG_FACTOR * longest) if is_known else float("inf")
+        learnt_s = max(self.timeouts.hang_s, time_limits.HANG_FACTOR * longest) if is_known else float("inf")
         return min(self.timeouts.rpc_s, learnt_s)
 
     def write_stacks(self, reason: str) -> None:

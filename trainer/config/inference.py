@@ -40,5 +40,5 @@ class InferenceConfig(Section):
     start_timeout_s: float = number(1800.0, at_least=1, at_most=LONGEST_TIME, resume="harmless")
     """Seconds within which the engine must have loaded the model. Then it is ended and started again."""
     hang_timeout_s: float = number(120.0, at_least=1, at_most=LONGEST_TIME, resume="harmless")
-    """Seconds without progress after which the engine is ended and started again. While it loads weights,
-    `inference.start_timeout_s` counts instead."""
+    """Seconds without progress after which the engine is ended and started again. A load of weights may also take ten
+    times as long as the longest one before, and the first one `inference.start_timeout_s`."""

@@ -68,7 +68,8 @@ class Backend:
         self.is_ready = False
         self._ever_served = False
         self._failed: str | None = None
-        self._loads = 0
+        self._load_began: float | None = None
+        self._longest_load_s: float | None = None
         self._segments: set[str] = set()  # shared memory of the processes, which a killed one leaves behind
         self.session: aiohttp.ClientSession
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans come here if the reaper is killed
@@ -90,12 +91,24 @@ class Backend:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Let the engine show no progress in this block, up to `inference.start_timeout_s`: it loads weights."""
-        self._loads += 1
+        """Let the engine show no progress in this block, as long as a load of weights may take. One at a time."""
+        self._load_began = time.monotonic()
         try:
             yield
         finally:
-            self._loads -= 1
+            self._load_began = None
+
+    def note_load(self, seconds: float) -> None:
+        """Note how long a load of weights has taken. The next ones take a similar time."""
+        self._longest_load_s = max(self._longest_load_s or 0.0, seconds)
+
+    @property
+    def _load_limit_s(self) -> float:
+        """Seconds after which a load of weights hangs."""
+        if self._longest_load_s is None:
+            return self._cfg.start_timeout_s
+        learnt_s = max(self._cfg.hang_timeout_s, time_limits.HANG_FACTOR * self._longest_load_s)
+        return min(self._cfg.start_timeout_s, learnt_s)
 
     async def run(self, ready: Callable[[], None]) -> None:
         """Keep the engine running, until the task is cancelled.
@@ -151,7 +164,6 @@ class Backend:
         """Watch one process until it has failed. Return whether it has served, and what happened."""
         assert self._process is not None
         deadline, has_served, seen, moved_at = time.monotonic() + self._cfg.start_timeout_s, False, None, 0.0
-        idle_at = time.monotonic()  # when it loaded no weights of a job
         while True:
             self._segments |= _mapped_segments(self._process.pid)
             if self._failed is not None:
@@ -159,13 +171,12 @@ class Backend:
             if (status := self._process.poll()) is not None:
                 self.is_ready = False
                 return has_served, f"the engine has exited (status {status})"
-            was_loading = self._loads > 0
+            was_loading = self._load_began is not None
             limit_s = self._cfg.hang_timeout_s if has_served else time_limits.SERVER_POLL_S
             alive = await self._alive(limit_s)
             now = time.monotonic()
-            if not (was_loading or self._loads):
-                idle_at = now
-            is_loading = now - idle_at < self._cfg.start_timeout_s and (was_loading or self._loads > 0)
+            is_loading = was_loading or self._load_began is not None
+            is_overdue = self._load_began is not None and now - self._load_began > self._load_limit_s
             if is_loading:
                 moved_at = now
             if alive is not None:
@@ -174,10 +185,11 @@ class Backend:
                 if not has_served:
                     has_served = self._ever_served = self.is_ready = True
                     ready()
-            is_hanging = has_served and (alive is None or now - moved_at > self._cfg.hang_timeout_s) and not is_loading
-            if is_hanging and self._process.poll() is None:
+            is_stuck = not is_loading and (alive is None or now - moved_at > self._cfg.hang_timeout_s)
+            if has_served and (is_overdue or is_stuck) and self._process.poll() is None:
                 self.is_ready = False
-                return True, f"the engine makes no progress for {self._cfg.hang_timeout_s:g} s"
+                doing = "while it loads weights" if is_overdue else f"for {self._cfg.hang_timeout_s:g} s"
+                return True, f"the engine makes no progress {doing}"
             if not has_served and now > deadline:
                 return False, f"the model is not loaded after {self._cfg.start_timeout_s:g} s"
             await asyncio.sleep(time_limits.SERVER_POLL_S if has_served else time_limits.POLL_INTERVAL_S)

@@ -253,6 +253,7 @@ class Gateway:
         answer: dict[str, str] | None = None
         if not await self.backend.answers():  # a hang that has begun is no slow load
             return None
+        began = time.monotonic()
         try:
             url = self.backend.url(protocol.WEIGHTS)
             with self.backend.loading():
@@ -262,6 +263,8 @@ class Gateway:
                             answer = json.loads(line)
         except (aiohttp.ClientError, ConnectionError, ValueError):
             return None
+        if answer == {}:  # no error
+            self.backend.note_load(time.monotonic() - began)
         return answer
 
     def _drop_uploads(self) -> None:

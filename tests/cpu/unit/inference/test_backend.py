@@ -26,12 +26,13 @@ from trainer.inference.backend import _directory_for_sockets, _environment
 from trainer.models.tiny import build_tiny
 from trainer.process import time_limits
 
+VICTIM = ("inference.engine=transformers", "inference.hang_timeout_s=5", *ROLLOUT)
+
 
 @pytest.fixture(scope="module")
 def victim(tmp_path_factory):
     log = tmp_path_factory.mktemp("victim") / "log"
-    overrides = ["inference.engine=transformers", "inference.hang_timeout_s=5"]
-    with Server(log, *overrides, *ROLLOUT) as server:
+    with Server(log, *VICTIM) as server:
         yield server.wait()
 
 
@@ -55,19 +56,26 @@ def test_an_engine_that_dies_or_hangs_is_started_again_without_weights(victim, f
     assert is_running(watching), "no process of the server but its engine is ended"
 
 
-def test_a_load_of_weights_may_take_longer_than_other_work(victim, tmp_path):
-    victim.wait()
+def test_a_load_of_weights_may_take_longer_than_other_work(tmp_path):
+    """The first one may. When it is known how long a load takes, another one hangs after a similar time."""
+    build_tiny(TinyConfig(), str(weights := tmp_path / "weights"))
     os.mkfifo(pipe := tmp_path / "model.safetensors")
-    with engine(victim.url) as one:
-        start = one._lease["start"]
-        with ThreadPoolExecutor(1) as pool:
+    with Server(tmp_path / "log", *VICTIM) as server, ThreadPoolExecutor(1) as pool:
+        with engine(server.wait().url) as one:
+            start = one._lease["start"]
             load = pool.submit(one.sync_weights, SharedMemory(str(tmp_path)), 1)
             time.sleep(10)  # inference.hang_timeout_s is 5, and the engine is looked at every 2 s
             os.close(os.open(pipe, os.O_WRONLY))
             with pytest.raises(UserError, match="cannot read the weights of this job"):
                 load.result()
-        with engine(victim.url, one._job) as again:
+        with engine(server.url, one._job) as again:
             assert again._lease["start"] == start
+            again.sync_weights(SharedMemory(str(weights)), 1)
+            with pytest.raises(WorkerError, match="has failed while it loaded weights"):
+                pool.submit(again.sync_weights, SharedMemory(str(tmp_path)), 2).result(120)
+        with engine(server.wait().url, one._job) as another:
+            assert another._lease["start"] != start
+        assert "the engine makes no progress while it loads weights" in server.log.read_text()
 
 
 def test_an_engine_that_hangs_before_a_load_of_weights_is_started_again_soon(victim, tmp_path):
