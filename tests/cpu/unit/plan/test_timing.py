@@ -156,6 +156,14 @@ def test_a_slow_memory_is_seen_on_cpu(cfg, cpu):
     assert seconds(cfg, slow) > 2 * seconds(cfg, cpu)
 
 
+def test_a_slow_python_is_seen_on_cpu(cfg, cpu):
+    cfg.model.path, cfg.rollout.colocate, cfg.trainer.offload = None, False, "none"
+    cfg.trainer.num_workers, cfg.rollout.num_engines = 1, 1
+    slow = replace(cpu, device=replace(cpu.device, slowness=1000.0))
+    for phase in ("update", "rollout"):
+        assert seconds(cfg, slow, phase) > 3 * seconds(cfg, cpu, phase), phase
+
+
 def test_hooks_of_ranks_that_compute_together_count_on_cpu(cfg, cpu):
     cfg.model.path, cfg.rollout.colocate, cfg.trainer.offload = None, False, "none"
     cfg.trainer.num_workers, cfg.rollout.num_engines = 2, 1
