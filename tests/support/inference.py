@@ -136,6 +136,9 @@ def answering(answers: Mapping[str, bytes]) -> Iterator[str]:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
+            self.do_GET()
+
+        def do_GET(self) -> None:
             answer = answers.get(self.path, b"{}")
             self.send_response(200)
             self.send_header("Content-Length", str(len(answer)))

@@ -34,6 +34,7 @@ from trainer.generation.pauses import Pauses
 from trainer.generation.request_stream import RequestStream, StreamAborted
 from trainer.generation.server_protocol import Job
 from trainer.generation.transport import Ends, PolicyRanks, Transport, choose_transport, first_failure
+from trainer.process import time_limits
 from trainer.process.signals import SIGNALS
 
 if TYPE_CHECKING:
@@ -129,7 +130,13 @@ class EnginePool:
     @property
     def needs_company(self) -> bool:
         """Whether a request gets the same last bits again only beside the same requests (see `repeats`)."""
-        return self.repeats and not self._joins_exactly
+        if not self.repeats:
+            return False
+        if self._spec.served:
+            from trainer.generation.server_engine import servers_join_exactly  # imports httpx
+
+            return not servers_join_exactly(self._cfg.rollout.urls, time_limits.SERVER_CONNECT_S)
+        return not self._joins_exactly
 
     @functools.cached_property
     def _joins_exactly(self) -> bool:

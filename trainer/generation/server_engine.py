@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from trainer.generation.weight_sync import Broadcast, SharedMemory
 
 _LEASE_SHAPE: dict[Any, Any] = {"start": str, "lease_s": is_number}
+_STATUS_SHAPE: dict[Any, Any] = {"joins_exactly": bool}
 _LARGEST_ERROR = 1 << 16
 _ATTEMPTS = 3
 """Attempts of a request that cannot reach the server, before the server counts as lost."""
@@ -393,7 +394,7 @@ def leave_servers(urls: Sequence[str], job: Job, limit_s: float) -> bool:
         whether all have answered within `limit_s` seconds.
     """
     answers = _ask_all(urls, "POST", protocol.RELEASE, limit_s, {protocol.OWNER: job.owner})
-    return len(answers) == len(urls) and set(answers.values()) <= {200}
+    return len(answers) == len(urls) and all(answer.is_success for answer in answers.values())
 
 
 def silent_servers(urls: Sequence[str], limit_s: float) -> list[int]:
@@ -402,15 +403,31 @@ def silent_servers(urls: Sequence[str], limit_s: float) -> list[int]:
     return [index for index in range(len(urls)) if index not in answers]
 
 
+def servers_join_exactly(urls: Sequence[str], limit_s: float) -> bool:
+    """Return whether all servers give a request the same bits whichever others run with it, as far as they answer.
+
+    One that does not answer within `limit_s` seconds, or is of an older build, counts as one that does not.
+    """
+    answers = _ask_all(urls, "GET", protocol.STATUS, limit_s).values()
+    return len(answers) == len(urls) and all(map(_joins_exactly, answers))
+
+
+def _joins_exactly(answer: httpx.Response) -> bool:
+    try:
+        return parse_object(answer.text, _STATUS_SHAPE)["joins_exactly"]
+    except ValueError:
+        return False
+
+
 def _ask_all(
     urls: Sequence[str], method: str, path: str, limit_s: float, headers: Mapping[str, str] | None = None
-) -> dict[int, int]:
+) -> dict[int, httpx.Response]:
     """Send a request to all servers at the same time.
 
     Returns:
-        the statuses of the answers that come within `limit_s` seconds, by the indices of the servers.
+        the answers that come within `limit_s` seconds, by the indices of the servers.
     """
-    answers: dict[int, int] = {}
+    answers: dict[int, httpx.Response] = {}
     client = httpx.Client(
         headers={**_authorization(), **(headers or {})},
         timeout=limit_s,
@@ -421,7 +438,7 @@ def _ask_all(
     def ask(index: int, url: str) -> None:
         with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL):
             json_body = {} if method == "POST" else None
-            answers[index] = client.request(method, url.rstrip("/") + path, json=json_body).status_code
+            answers[index] = client.request(method, url.rstrip("/") + path, json=json_body)
 
     threads = [threading.Thread(target=ask, args=item, daemon=True) for item in enumerate(urls)]
     for thread in threads:

@@ -44,7 +44,8 @@ class Gateway:
 
     Args:
         token: which every request must carry; None: none, and only this machine can ask.
-        description: what the server tells jobs about itself: `max_tokens`, the longest sequence; `model`; `engine`.
+        description: what the server tells jobs about itself: `max_tokens`, the longest sequence; `model`; `engine`;
+            `joins_exactly`, whether the bits of a request are the same whichever others run with it.
         architecture: of the model (see `config_check.describe_architecture`).
     """
 

@@ -18,6 +18,7 @@ from trainer.config.engines import ENGINES
 from trainer.config.inference import TOKEN, read_token
 from trainer.errors import UserError
 from trainer.files.shared_memory import PrivateDirectory
+from trainer.generation.company import joins_exactly
 from trainer.generation.config_check import describe_model
 from trainer.inference.backend import Backend
 from trainer.inference.gateway import Gateway, is_loopback
@@ -97,6 +98,8 @@ async def _serve(cfg: Config, token: str | None, listener: socket.socket, path: 
         "engine": inference.engine,
         "model": name,
         "max_tokens": rollout.max_prompt_tokens + rollout.max_response_tokens,
+        # On GPUs that takes batch-invariant kernels, which `trainer.deterministic` of a job does not ask a server for.
+        "joins_exactly": settings["device"] == "cpu" and joins_exactly(ENGINES[inference.engine], cfg, "cpu", path),
     }
     gateway = Gateway(token, inference.lease_s, description, describe_model(cfg.model, path))
     gateway.backend = Backend(inference, settings, gateway.forget_weights)

@@ -115,6 +115,16 @@ class ModelShape:
         return self._sums[ranks][block, trained]
 
     @cached_property
+    def largest_parameter(self) -> int:
+        """Numbers of the largest parameter, on a rank before FSDP2 shards it."""
+        return max(parameter.numel for parameter in self.parameters)
+
+    @cached_property
+    def largest_block(self) -> dict[bool, int]:
+        """Numbers of the largest block, on a rank before FSDP2 shards it: of all parameters, and of trained ones."""
+        return {trained: max(self.numel(block, trained) for block in range(self.blocks)) for trained in (False, True)}
+
+    @cached_property
     def _sums(self) -> dict[int, Counter[tuple[int | None, bool]]]:
         return {}
 

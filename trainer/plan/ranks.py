@@ -123,8 +123,9 @@ class PlannedRole:
 
     def gathered(self, blocks: float) -> int:
         """Return the bytes of the unit around the blocks, and of this number of blocks, put together."""
-        every = blocks if self.frees_gathered else self.model.blocks
-        return int(self.itemsize * (self.model.numel(-1) + min(every, self.model.blocks) * self._block()))
+        model = self.model
+        together = min(blocks, model.blocks) if self.frees_gathered else model.blocks
+        return int(self.itemsize * (model.numel(-1) + together * model.largest_block[False]))
 
     @property
     def held_by_gloo(self) -> int:
@@ -167,7 +168,7 @@ class PlannedRole:
             bool(getattr(model.config.get_text_config(), "final_logit_softcapping", None)),
         )
         of_head = self.itemsize * min(model.head_rows * width, model.numel(-1, trained=True))
-        of_block, of_rest = self._block(trained=True), model.numel(-1, trained=True)
+        of_block, of_rest = model.largest_block[True], model.numel(-1, trained=True)
         in_flight = 2 if self.device == "cuda" and self.shards > 1 else 1
         tied = 2 if model.head_rows and model.config.get_text_config().tie_word_embeddings else 1
         return [
@@ -198,9 +199,6 @@ class PlannedRole:
             {"gathered": self.gathered(1 + self.ahead()), "activations": self.scores.forward},
             {"gathered": self.gathered(self.ahead()), "activations": hidden, "head": head},
         ]
-
-    def _block(self, trained: bool = False) -> int:
-        return max(self.model.numel(block, trained) for block in range(self.model.blocks))
 
 
 def plan_role(
@@ -284,7 +282,7 @@ def sync_buffers(cfg: Config, roles: Sequence[PlannedRole]) -> int:
     Into shared memory each rank writes its own rows, one tensor after the other.
     """
     policy = next(role for role in roles if role.spec.name == "policy")
-    largest = max(parameter.numel for parameter in policy.model.parameters)
+    largest = policy.model.largest_parameter
     if writes_shared_memory(cfg, policy.device):
         return largest * policy.itemsize // policy.shards
     return 2 * largest * policy.itemsize + 2 * cfg.rollout.weight_sync_bucket_mb * 2**20

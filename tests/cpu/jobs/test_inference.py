@@ -267,6 +267,33 @@ def vllm_metric(server: Server, name: str) -> float:
 
 
 @pytest.mark.slow
+def test_a_killed_job_on_a_server_of_vllm_generates_only_the_groups_that_are_missing(vllm_servers, tmp_path):
+    """20 requests of 40 run at a time, and all completions are as long, so half of the groups end before the rest."""
+    server, longest = vllm_servers[0].wait(), 128
+    build_tiny(TinyConfig(), str(tmp_path / "model"))  # as the server's; so cold, it never stops
+    words = (f"model.path={tmp_path}/model", "rollout.engine=server", f"rollout.urls=[{server.url}]",
+             f"rollout.max_response_tokens={longest}", "rollout.temperature=0.01", "trainer.train_batch_size=20",
+             "trainer.total_steps=1", "algorithm=grpo", "trainer.val_interval=-1")  # fmt: skip
+
+    def generated(run: str, **options: Any) -> tuple[bool, float]:
+        wait_until(lambda: vllm_metric(server, "num_requests_running") == 0)  # those of a job that was killed
+        before = vllm_metric(server, "generation_tokens_total")
+        ended = run_until(tmp_path / "log", *words, f"trainer.run_dir={tmp_path}/{run}", **options)
+        return ended, vllm_metric(server, "generation_tokens_total") - before
+
+    ended, whole = generated("whole")
+    assert ended and whole >= 40 * longest
+    assert not generated("killed", kill_when=lambda _: any(tmp_path.glob("killed/.journal/step_1-*.arrow")))[0]
+    ended, rest = generated("killed")
+    found = re.findall(r"(\d+) groups came from the journal and (\d+) were generated", (tmp_path / "log").read_text())
+    recorded, missing = map(int, found[-1])
+    assert ended and recorded + missing == 20 and missing < 20
+    assert rest <= (2 * missing + 1) * longest, "one more sequence runs beside those of the job"
+    rows = [metrics(tmp_path / run) for run in ("whole", "killed")]
+    assert comparable(rows[1]) == comparable(rows[0])
+
+
+@pytest.mark.slow
 def test_a_job_in_flight_on_a_server_that_is_killed_trains_every_prompt_once(vllm_servers, tmp_path):
     """The server and its engine outlive each kill. Ten prompts, and 12 that are trained."""
     server, run, log = vllm_servers[0].wait(), tmp_path / "run", tmp_path / "log"

@@ -29,7 +29,7 @@ from trainer.errors import UserError, WorkerError
 from trainer.files.shared_memory import SharedDirectory
 from trainer.generation import server_engine
 from trainer.generation.lifecycle import State
-from trainer.generation.server_protocol import GENERATE, LEASE, WEIGHTS
+from trainer.generation.server_protocol import GENERATE, LEASE, STATUS, WEIGHTS
 from trainer.generation.transformers_engine import TransformersEngine
 from trainer.generation.weight_sync import SharedMemory
 from trainer.process import time_limits
@@ -66,6 +66,16 @@ def test_completions_are_those_of_an_engine_of_the_job_to_the_last_bit(server, w
         while left := left - completions.keys():
             completions |= one.step({})
         assert one.step({}) == {}
+
+
+def test_the_company_of_a_request_may_change_its_bits(server):
+    assert not server_engine.servers_join_exactly([server.url], 60)
+
+
+@pytest.mark.parametrize("answer", [b"{}", b"[]", b"nonsense", b'{"joins_exactly": "yes"}'])
+def test_a_server_that_does_not_say_it_counts_as_one_that_may(answer):
+    with answering({STATUS: answer}) as url:
+        assert not server_engine.servers_join_exactly([url], 60)
 
 
 def test_weights_travel_over_http_to_a_server_that_does_not_see_the_files(

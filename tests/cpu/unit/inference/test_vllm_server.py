@@ -17,11 +17,12 @@ from safetensors.torch import load_file, save_file
 from tests.support.engines import start_vllm, vllm_launcher
 from tests.support.generation import GREEDY, ROLLOUT, contents, make_requests, tokens_of, with_sampling
 from tests.support.inference import ROLLOUT as WORDS
-from tests.support.inference import Server, engine
+from tests.support.inference import Server, engine, free_port
 from trainer.cluster.process_cluster import ProcessCluster
 from trainer.config import Config, TinyConfig
 from trainer.errors import UserError, WorkerError
 from trainer.files.shared_memory import SharedDirectory
+from trainer.generation.server_engine import servers_join_exactly
 from trainer.generation.weight_sync import SharedMemory
 from trainer.inference.backend import _mapped_segments
 from trainer.inference.vllm_server import arguments
@@ -76,6 +77,11 @@ def test_completions_are_those_of_an_engine_of_the_job_to_the_last_bit(server, m
         assert contents(one.generate(REQUESTS)) == expected
     ports = [c for one in server.engine() for c in one.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     assert all(ipaddress.ip_address(port.laddr.ip).is_loopback for port in ports)
+
+
+def test_it_says_that_the_company_of_a_request_changes_no_bits(server):
+    assert servers_join_exactly([server.url, f"{server.url}/"], 60)
+    assert not servers_join_exactly([server.url, f"http://127.0.0.1:{free_port()}"], 60), "one does not answer"
 
 
 def test_people_use_the_openai_api_beside_the_job(server):
