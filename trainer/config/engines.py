@@ -66,7 +66,7 @@ class EngineSpec:
     """Its constructor gets `index`, the number of the engine, from 0. So each engine can speak for another server."""
     served: bool = False
     """It speaks to the servers of `rollout.urls`, one engine to each, which serve one job at a time. Its constructor
-    gets `job`, the `Job` of `trainer.generation.server_protocol`."""
+    gets `job`, the `Job` of `trainer.generation.server_protocol`, and, with `trainer.deterministic`, `repeats=True`."""
     profiles: bool = False
     """It has a profiler of its own, which also sees the processes of its further GPUs. An engine on several GPUs gets
     `profile_dir`, a directory for files, if the run profiles steps. `start_profile(name)` begins a profile, and

@@ -391,6 +391,7 @@ def engine_builder(cfg: Config, model_path: str, device: str, joins: bool, job: 
         profiled=(tuple(cfg.trainer.profile), os.path.abspath(cfg.trainer.run_dir)),
         **({"lora_rank": cfg.trainer.policy.lora.rank} if cfg.syncs_adapter else {}),
         **({"job": job} if job is not None else {}),
+        **({"repeats": True} if spec.served and cfg.trainer.deterministic else {}),
         **({"joins": True} if spec.joins_exactly and joins else {}),
     )
 

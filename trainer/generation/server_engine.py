@@ -45,13 +45,16 @@ class ServerEngine:
     Args:
         rollout: `urls[index]` is the server.
         job: who uses the server.
+        repeats: the job has `trainer.deterministic`, and wants a server whose completions repeat to the last bit.
 
     Raises:
         UserError: the server refuses this job.
         WorkerError: the server has not answered within `rollout.server_timeout_s` (cause `server_absent`).
     """
 
-    def __init__(self, model_path: str, *, rollout: RolloutConfig, index: int, job: Job, **_: Any):
+    def __init__(
+        self, model_path: str, *, rollout: RolloutConfig, index: int, job: Job, repeats: bool = False, **_: Any
+    ):
         self.url = rollout.urls[index].rstrip("/")
         self._job = job.of_process(index)
         self._client = httpx.Client(
@@ -70,7 +73,7 @@ class ServerEngine:
         self._error: Exception | None = None
         self._shared: SharedDirectory | None = None
         tokens = rollout.max_prompt_tokens + rollout.max_response_tokens
-        needs = {"tokens": tokens, "in_flight": rollout.in_flight_updates}
+        needs = {"tokens": tokens, "in_flight": rollout.in_flight_updates, "repeats": repeats}
         self._claim = {"job": self._job.as_message(), "needs": needs}
         self._lease = self._wait_for_lease(rollout.server_timeout_s)
         self._headers = {protocol.OWNER: self._job.owner, protocol.START: self._lease["start"]}

@@ -50,9 +50,9 @@ class Backend:
 
     Args:
         cfg: `inference.*`.
-        settings: what the engine is built from: `model_path`, `name`, `rollout`, `device`, `seed`, `trust_remote_code`;
-            `snapshot`, the file for the GPU's memory if it runs out; and `idle_check_s`, seconds between two looks at
-            the processes of an idle engine.
+        settings: what the engine is built from: `model_path`, `name`, `rollout`, `device`, `seed`, `trust_remote_code`,
+            `deterministic` (`trainer.deterministic`); `snapshot`, the file for the GPU's memory if it runs out; and
+            `idle_check_s`, seconds between two looks at the processes of an idle engine.
         on_start: called when the engine has lost its weights, as a new one starts.
     """
 

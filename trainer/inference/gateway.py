@@ -45,7 +45,8 @@ class Gateway:
     Args:
         token: which every request must carry; None: none, and only this machine can ask.
         description: what the server tells jobs about itself: `max_tokens`, the longest sequence; `model`; `engine`;
-            `joins_exactly`, whether the bits of a request are the same whichever others run with it.
+            `repeats`, whether its completions repeat to the last bit; `joins_exactly`, whether they are the same
+            whichever other requests run with them.
         architecture: of the model (see `config_check.describe_architecture`).
     """
 
@@ -141,6 +142,11 @@ class Gateway:
                 f"runs inference.engine={self._description['engine']}, which takes no new weights while it generates, "
                 "and this job has rollout.in_flight_updates=true; start it with inference.engine=vllm, or choose "
                 "rollout.ahead"
+            )
+        if message["needs"].get("repeats") and not self._description["repeats"]:
+            raise RefusedError(
+                "runs on a GPU without trainer.deterministic=true, and this job has it; "
+                "start it with trainer.deterministic=true"
             )
         if (difference := find_difference(self._architecture, architecture)) is not None:
             raise RefusedError(difference)

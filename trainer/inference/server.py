@@ -84,11 +84,15 @@ async def _serve(cfg: Config, token: str | None, listener: socket.socket, path: 
     from trainer.parallel.profiling import snapshot_path
 
     rollout, inference = cfg.rollout, cfg.inference
+    spec = ENGINES[inference.engine]
+    device = pick_device(cfg.trainer.device, spec)
+    repeats = device == "cpu" or cfg.trainer.deterministic
     settings = {
         "model_path": path,
         "name": name,
         "rollout": dataclasses.asdict(rollout),
-        "device": pick_device(cfg.trainer.device, ENGINES[inference.engine]),
+        "device": device,
+        "deterministic": cfg.trainer.deterministic,
         "seed": cfg.trainer.seed,
         "trust_remote_code": cfg.model.trust_remote_code,
         "snapshot": snapshot_path(cfg.trainer.run_dir, f"server_{listener.getsockname()[1]}"),
@@ -98,8 +102,8 @@ async def _serve(cfg: Config, token: str | None, listener: socket.socket, path: 
         "engine": inference.engine,
         "model": name,
         "max_tokens": rollout.max_prompt_tokens + rollout.max_response_tokens,
-        # On GPUs that takes batch-invariant kernels, which `trainer.deterministic` of a job does not ask a server for.
-        "joins_exactly": settings["device"] == "cpu" and joins_exactly(ENGINES[inference.engine], cfg, "cpu", path),
+        "repeats": repeats,
+        "joins_exactly": repeats and joins_exactly(spec, cfg, device, path),
     }
     gateway = Gateway(token, inference.lease_s, description, describe_model(cfg.model, path))
     gateway.backend = Backend(inference, settings, gateway.forget_weights)

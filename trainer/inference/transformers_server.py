@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import math
+import os
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -19,6 +20,7 @@ from aiohttp import web
 from transformers import AutoTokenizer
 
 from trainer.config import RolloutConfig
+from trainer.config.engines import DETERMINISTIC_CUDA
 from trainer.errors import one_line
 from trainer.generation import server_protocol as protocol
 from trainer.generation.engine import Completion, Request, Sampling
@@ -29,6 +31,7 @@ from trainer.generation.transformers_engine import TransformersEngine
 from trainer.generation.weight_check import refused_weights, weights_of
 from trainer.generation.weight_sync import SharedMemory
 from trainer.inference.streams import with_signs_of_life
+from trainer.parallel.determinism import use_deterministic_kernels
 
 _DEFAULT_TOKENS = 256
 """Longest answer to a person who does not say how long it may be."""
@@ -256,5 +259,8 @@ async def _send(request: web.Request, lines: AsyncIterator[bytes]) -> web.Stream
 
 def serve(_: Any, socket_path: str, settings: dict[str, Any]) -> None:
     """Serve on the Unix socket until the process is ended."""
+    if settings["deterministic"]:
+        os.environ.update(DETERMINISTIC_CUDA)  # cuBLAS reads it when CUDA starts
+        use_deterministic_kernels(warn_only=True)  # `top_p` adds up probabilities, which has no such kernel
     app = TransformersServer(settings).application()
     web.run_app(app, path=socket_path, print=None, handle_signals=False, access_log=None, handler_cancellation=True)

@@ -28,7 +28,7 @@ _OWN_OPTIONS = ("skip_tokenizer_init", "use_tqdm_on_load", "weight_transfer_conf
 
 def serve(_: Any, socket_path: str, settings: dict[str, Any]) -> None:
     """Serve on the Unix socket until the process is ended."""
-    for name, value in ENGINES["vllm"].environment_on(settings["device"]).items():
+    for name, value in ENGINES["vllm"].environment_on(settings["device"], settings["deterministic"]).items():
         if name != "VLLM_ENABLE_V1_MULTIPROCESSING":  # the API server wants its engine in another process
             os.environ.setdefault(name, value)
     JobRoutes.snapshot, JobRoutes.idle_check_s = settings["snapshot"], settings["idle_check_s"]

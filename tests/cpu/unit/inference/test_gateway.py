@@ -110,6 +110,20 @@ def test_a_disk_that_fills_while_weights_arrive_is_named(monkeypatch):
     assert answer["error"].startswith(f"has no space for the weights of this job in {directory}/")
 
 
+@pytest.mark.parametrize(("repeats", "status"), [(True, 200), (False, 409)])
+def test_a_job_that_must_repeat_is_refused_by_a_server_that_does_not(repeats, status):
+    async def claim() -> tuple[int, str]:
+        front = gateway.Gateway(None, 60.0, {"max_tokens": 1, "repeats": repeats}, {})
+        front.backend = SimpleNamespace(start_id="1", is_ready=True)  # type: ignore[assignment]
+        async with TestClient(TestServer(front.application())) as client:
+            message = {"job": asdict(job("a")), "needs": {"tokens": 1, "repeats": True}}
+            answer = await client.post(protocol.LEASE, json=message)
+            return answer.status, (await answer.json()).get("error", "")
+
+    found, sentence = asyncio.run(claim())
+    assert found == status and ("start it with trainer.deterministic=true" in sentence) == (not repeats)
+
+
 def test_jobs_and_servers_of_builds_with_the_older_name_of_the_directory_understand_each_other():
     one = job("a", 2, owner="1")
     message = one.as_message()
