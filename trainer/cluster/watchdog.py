@@ -15,6 +15,7 @@ from trainer.cluster.worker_groups import Cluster
 from trainer.config import TrainerConfig
 from trainer.process import time_limits
 from trainer.process.failure_log import INCIDENTS
+from trainer.process.hang_limit import learnt_limit_s
 from trainer.process.log_setup import LOG_FILE
 from trainer.process.signals import CONTINUES, EXIT_STATUS, SIGNALS, Progress, killed
 
@@ -76,9 +77,7 @@ class StallDetector:
         """Longest allowed pause at this moment, in seconds."""
         steps = 0 if self._first_step is None else self._step - self._first_step
         is_known = steps >= _KNOWN_STEPS and not self._waits
-        return min(
-            max(self._hang_s, time_limits.HANG_FACTOR * self._longest_s) if is_known else self._rpc_s, self._rpc_s
-        )
+        return min(learnt_limit_s(self._hang_s, self._longest_s) if is_known else self._rpc_s, self._rpc_s)
 
 
 class Watchdog:

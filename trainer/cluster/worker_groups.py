@@ -17,6 +17,7 @@ from trainer.cluster.stacks import local_stacks, write_stacks
 from trainer.cluster.timeouts import Timeouts
 from trainer.errors import RESTART_HINT, FailureSource, UserError, WorkerError, set_failure_source
 from trainer.process import time_limits
+from trainer.process.hang_limit import learnt_limit_s
 from trainer.process.signals import CONTINUES, SIGNALS, Stopped
 from trainer.process.tracing import TRACER, WANTED
 
@@ -269,7 +270,7 @@ class WorkerGroup:
         """Return after how many seconds a call with this method key counts as hanging."""
         count, longest = self._durations.get(method_key, (0, 0.0))
         is_known = count >= _KNOWN_CALLS and not method_key.startswith("background ")  # a save waits for the storage
-        learnt_s = max(self.timeouts.hang_s, time_limits.HANG_FACTOR * longest) if is_known else float("inf")
+        learnt_s = learnt_limit_s(self.timeouts.hang_s, longest) if is_known else float("inf")
         return min(self.timeouts.rpc_s, learnt_s)
 
     def write_stacks(self, reason: str) -> None:

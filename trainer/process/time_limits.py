@@ -20,8 +20,6 @@ SAME_REQUEST_S = 1.0
 """`timeout` and schedulers send a signal to the process and to its group: signals within this time count as one."""
 
 # Processes of the job
-HANG_FACTOR = 10.0
-"""What has taken a known time at most, hangs if it takes so many times as long, and also its `hang_timeout_s`."""
 IMPORTS_S = 60.0
 """Least age of a heartbeat after which a starting process counts as dead: imports may keep it from answering."""
 HEARTBEAT_INTERVAL_S = 2.0
