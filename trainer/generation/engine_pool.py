@@ -129,7 +129,10 @@ class EnginePool:
 
     @property
     def needs_company(self) -> bool:
-        """Whether a request gets the same last bits again only beside the same requests (see `repeats`)."""
+        """Whether a request gets the same last bits again only beside the same requests (see `repeats`).
+
+        Inference servers are asked each time: which engines they have is known only while they run.
+        """
         if not self.repeats:
             return False
         if self._spec.served:

@@ -99,9 +99,10 @@ class Backend:
         finally:
             self._load_began = None
 
-    def note_load(self, seconds: float) -> None:
-        """Note how long a load of weights has taken. The next ones take a similar time."""
-        self._longest_load_s = max(self._longest_load_s or 0.0, seconds)
+    def note_load(self) -> None:
+        """Note, at the end of the block of `loading`, how long the load has taken."""
+        assert self._load_began is not None
+        self._longest_load_s = max(self._longest_load_s or 0.0, time.monotonic() - self._load_began)
 
     @property
     def _load_limit_s(self) -> float:

@@ -260,7 +260,6 @@ class Gateway:
         answer: dict[str, str] | None = None
         if not await self.backend.answers():  # a hang that has begun is no slow load
             return None
-        began = time.monotonic()
         try:
             url = self.backend.url(protocol.WEIGHTS)
             with self.backend.loading():
@@ -268,10 +267,10 @@ class Gateway:
                     async for line in response.content:
                         if line.strip():
                             answer = json.loads(line)
+                if answer == {}:  # no error
+                    self.backend.note_load()
         except (aiohttp.ClientError, ConnectionError, ValueError):
             return None
-        if answer == {}:  # no error
-            self.backend.note_load(time.monotonic() - began)
         return answer
 
     def _drop_uploads(self) -> None:

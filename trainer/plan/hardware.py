@@ -216,8 +216,9 @@ read and write 39 GB/s, and 12 to 21 ns with 19 GB/s. For transformers, with voc
 estimate, for vLLM with CUDA graphs. transformers has none, so the Python of each block counts as on a busy CPU, and the
 noise of each sequence is drawn on the CPU: 2.5 ms for 151,936 tokens, measured on one core."""
 PACKS_AGAIN = 2
-"""How often a decoding step of transformers on CPU reads and writes the weights before its products: torch's `mm` packs
-them anew each time, and vLLM does not. By four models with 2 to 128 sequences (`benchmarks.decode`)."""
+"""How many times a decoding step of transformers on CPU takes the time to read the weights and caches, besides its
+products. torch's `mm` puts the weights in another order for each product; vLLM does that once, when it loads them.
+Measured with five models and 2 to 128 sequences (`benchmarks.decode`)."""
 SYNC_BYTES = 40
 """Bytes that ranks and engines on CPU read and write for each byte of weights on their way: to gather, to fingerprint,
 to shared memory and into the engine. By a model of 17M parameters on two machines: 0.12 s and 0.17 s."""

@@ -131,7 +131,7 @@ class PlannedRole:
     def held_by_gloo(self) -> int:
         """Bytes of collectives that have ended. On CPU, a thread of gloo holds them until it is scheduled again.
 
-        How many is a matter of time: none to three buffers of the unit around the blocks were seen, one the most often.
+        How many depends on timing. None to three buffers of the unit around the blocks were seen. One is counted.
         """
         return self.gathered(0) if self.device == "cpu" and self.shards > 1 else 0
 
