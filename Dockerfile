@@ -1,5 +1,5 @@
 # Two images of one file: docker build --target cpu -t trainer:cpu .   and   --target cuda -t trainer:cuda
-# All packages come from uv.lock, checked against its hashes (torch's CPU build aside). See docs/deploy.md.
+# All packages come from uv.lock, checked against its hashes. See docs/deploy.md.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS base
@@ -25,7 +25,8 @@ COPY pyproject.toml uv.lock ./
 COPY tools/install.py tools/
 
 FROM build AS build-cpu
-# An index with torch's CPU build. Without one, the image gets the CUDA build, which works and is larger.
+# An index with torch's CPU build, whose hashes are in tools/install.py. Without one, the image gets the CUDA build,
+# which works and is larger.
 ARG CPU_INDEX=https://download.pytorch.org/whl/cpu
 RUN PIP_EXTRA_INDEX_URL=${CPU_INDEX} python tools/install.py cpu --image
 COPY . .

