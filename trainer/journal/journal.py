@@ -183,10 +183,12 @@ class Journal:
         with self._replaying:
             return self._replay is not None and self._replay.has_records(step)
 
-    def note_found(self, step: int) -> None:
-        """Note that episodes of a step are those of before a resume, though they did not come from here."""
+    def note_held(self, step: int, groups: int) -> None:
+        """Note that a checkpoint has all groups that a step trains on. They are those of before a resume."""
         with self._replaying:
             self._has_all.setdefault(step, True)
+            if self._replay is not None:
+                self._replay.note_held(step, groups)
 
     def candidates(self, key: str) -> list[tuple[int, str]]:
         """Return the records of a group that was sampled in flight: versions, with their histories (see `add`).

@@ -21,9 +21,18 @@ _OTHER_CONFIG, _OTHER_HISTORY = "of another config or other code", "of another h
 _OTHER_PROMPTS = "of other prompts or samplings"
 
 
+def key_of_episode(group: str, number: int) -> str:
+    """Return the key of an episode that is recorded by itself, from the key of its group."""
+    return f"{group}:{number}"
+
+
+def _group_of(key: str) -> str:
+    return key.partition(":")[0]
+
+
 @dataclass(frozen=True)
 class _Record:
-    """A group in a file, and what is known of it."""
+    """An episode or a group in a file, and what is known of it."""
 
     name: str
     about: Mapping[str, str]
@@ -43,6 +52,8 @@ class _Step:
     """What was taken in flight. The newest is the last one."""
     histories: set[str] = field(default_factory=set)
     used: set[str] = field(default_factory=set)
+    is_held: bool = False
+    """The checkpoint has the episodes that the step trains on."""
 
 
 class Replay:
@@ -68,7 +79,11 @@ class Replay:
         """The run is behind the last step that has records."""
 
     def find(self, step: int, history: str, keys: Sequence[str]) -> dict[str, list[Episode]]:
-        """Return the groups of a step that have a record, by key."""
+        """Return the episodes of a step that have a record, by key.
+
+        Args:
+            keys: those of all records of each group.
+        """
         if step > self._last:
             return {}
         opened = self._opened(step)
@@ -82,9 +97,18 @@ class Replay:
             for name, some in by_file.items():
                 found |= self._read(name, some)
         opened.used |= found.keys()
-        self._counts["found"] += len(found)
-        self._counts["generated"] += len(keys) - len(found)
+        groups, lacking = {_group_of(key) for key in keys}, {_group_of(key) for key in keys if key not in found}
+        in_part = lacking & {_group_of(key) for key in found}
+        self._counts["found"] += len(groups - lacking)
+        self._counts["in part"] += len(in_part)
+        self._counts["generated"] += len(lacking - in_part)
         return found
+
+    def note_held(self, step: int, groups: int) -> None:
+        """Note that the checkpoint has the groups that a step trains on, so no record of them is asked for."""
+        if step <= self._last:
+            self._opened(step).is_held = True
+            self._counts["held"] += groups
 
     def has_records(self, step: int) -> bool:
         """Return whether there are records of a step."""
@@ -153,11 +177,13 @@ class Replay:
             for name in (_DAMAGED, _OTHER_CONFIG, _OTHER_HISTORY, _OTHER_PROMPTS)
             if counts[name]
         ]
+        others = {"in part": "%d in part", "held": "%d were in the checkpoint"}
         LOG.info(
-            "rollout.journal: of steps %d to %d, %d groups came from the journal and %d were generated%s",
+            "rollout.journal: of steps %d to %d, %d groups came from the journal%s and %d were generated%s",
             self._first,
             self._last,
             counts["found"],
+            "".join(f", {text % counts[name]}" for name, text in others.items() if counts[name]),
             counts["generated"],
             f"; not used: {', '.join(reasons)}" if reasons else "",
         )
@@ -214,7 +240,8 @@ class Replay:
         self._unusable.add(name)
 
     def _end_step(self, step: _Step) -> None:
-        for key in step.records.keys() - step.used:
+        unused: dict[str, str] = {}  # why, by group
+        for key in () if step.is_held else step.records.keys() - step.used:
             records = [record for record in step.records[key] if record.name not in self._unusable]
             if not records:
                 continue
@@ -225,4 +252,5 @@ class Replay:
                 reason = _OTHER_HISTORY
             else:
                 reason = _OTHER_PROMPTS
-            self._counts[reason] += 1
+            unused[_group_of(key)] = reason
+        self._counts.update(unused.values())

@@ -23,14 +23,15 @@ class Scoring(Protocol):
 
         Args:
             first: index of the first one.
-            inputs: whole groups, one after another. Their `episode` has the tokens.
+            inputs: whole groups, one after another, or any episodes if `Scorer.wants_groups` is false. Their `episode`
+                has the tokens.
         """
         ...
 
     def finished(self) -> Mapping[int, tuple[float, Terms, str]]:
         """Return reward, terms and the reason of a failure of each episode whose reward is known so far, by its index.
 
-        Groups of these are recorded before the others end. A scorer that knows none before `scores` returns nothing.
+        These are recorded before the others end. A scorer that knows none before `scores` returns nothing.
         """
         ...
 
@@ -52,6 +53,14 @@ class Scorer(Protocol):
     @property
     def uses_ranks(self) -> bool:
         """Whether `Scoring.scores` computes on the ranks. Then engines that share their GPUs sleep meanwhile."""
+        ...
+
+    @property
+    def wants_groups(self) -> bool:
+        """Whether `Scoring.add` needs whole groups: so it is for a scorer that does not say it.
+
+        Otherwise episodes are scored and recorded one by one, as soon as each has ended.
+        """
         ...
 
     def scoring(self, n: int, purpose: str) -> AbstractContextManager[Scoring]:
@@ -77,6 +86,7 @@ class RankScorer(AbstractContextManager["RankScorer"]):
     """
 
     uses_ranks = True
+    wants_groups = True
 
     def __init__(self, role: str, last_scores: Callable[[str, Sequence[Sample]], np.ndarray]):
         self._role = role

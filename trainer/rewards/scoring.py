@@ -51,6 +51,16 @@ class RewardPool(WorkerPool):
             concurrency=config.concurrency,
         )
 
+    @property
+    def wants_groups(self) -> bool:
+        """Whether a function judges the completions of a group together."""
+        return any(function.signature.grouped for function in self.functions)
+
+    @property
+    def batches(self) -> bool:
+        """Whether several completions are cheaper together: a server gets them in one request."""
+        return any(function.batch > 1 for function in self.functions)
+
     def score(self, inputs: Sequence[RewardInput], n: int = 1, step: str = "") -> Scores:
         """Return the rewards of completions that are all there (see `scoring`).
 
@@ -106,7 +116,7 @@ class ScoringSession:
 
         Args:
             first: index of the first one.
-            inputs: whole groups, one after another.
+            inputs: whole groups, one after another; any completions if no function wants groups.
 
         Raises:
             WorkerError: the processes cannot start.

@@ -21,7 +21,7 @@ from trainer.process.failpoints import failpoint
 from trainer.process.signals import SIGNALS
 from trainer.process.tracing import TRACER
 from trainer.sources.batches import StepBatch
-from trainer.sources.recorded import RecordedGroups
+from trainer.sources.recorded import RecordedEpisodes
 
 LOG = logging.getLogger(__name__)
 
@@ -60,9 +60,15 @@ class BatchProgress:
         self.rows: list[SampleIndex] = []
         """The rows that have been drawn so far; once all episodes are generated, those that the step uses up."""
 
-    def records(self, journal: Journal, requests: Sequence[RolloutRequest]) -> RecordedGroups:
-        """Return what the journal has of the groups of these requests, and what it gets."""
-        return RecordedGroups(journal, requests, self.history)
+    def records(
+        self, journal: Journal, requests: Sequence[RolloutRequest], are_single: Callable[[str], bool]
+    ) -> RecordedEpisodes:
+        """Return what the journal has of the episodes of these requests, and what it gets.
+
+        Args:
+            are_single: whether the episodes of a source are recorded one by one.
+        """
+        return RecordedEpisodes(journal, requests, self.history, are_single=are_single)
 
     def check(self) -> None:
         """Raise if the batch is not needed any more. Called often.

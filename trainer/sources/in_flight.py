@@ -20,7 +20,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trainer.checkpoint.components import Component, json_part
@@ -40,7 +40,7 @@ from trainer.sources.ahead import BatchProgress, BatchThread, end_threads
 from trainer.sources.batches import StepBatch, UsedRow
 from trainer.sources.episode_metrics import mean_versions
 from trainer.sources.error_rate import SourceFailures, judge_failures
-from trainer.sources.recorded import RecordedGroups, content_of
+from trainer.sources.recorded import RecordedEpisodes, content_of
 from trainer.sources.rollout_runner import RolloutRunner
 from trainer.sources.sampling import Group, SamplingSource
 from trainer.sources.window import Window
@@ -142,7 +142,10 @@ class GroupThread(BatchThread):
         with self._ended:
             self._ended.notify_all()
 
-    def records(self, journal: Journal, requests: Sequence[RolloutRequest]) -> RecordedGroups:
+    def records(
+        self, journal: Journal, requests: Sequence[RolloutRequest], are_single: Callable[[str], bool]
+    ) -> RecordedEpisodes:
+        """See `BatchProgress.records`. The group is one record, because a record names one version of the weights."""
         self.calls.append(_RecordedInFlight(journal, requests, self))
         return self.calls[-1]
 
@@ -171,7 +174,7 @@ class GroupThread(BatchThread):
         return None
 
 
-class _RecordedInFlight(RecordedGroups):
+class _RecordedInFlight(RecordedEpisodes):
     """The record of one group. Its key has neither a step nor a history: it is the same after a kill.
 
     A group with failures is recorded by `accept`: once it is known that not too many groups of the step have failed.
@@ -193,8 +196,8 @@ class _RecordedInFlight(RecordedGroups):
         (key,) = self._keys
         return key
 
-    def _key(self, group: Sequence[RolloutRequest]) -> str:
-        return self._journal.key(0, *content_of(group), history=_IN_FLIGHT)
+    def _key(self, group: Sequence[RolloutRequest], numbers: Sequence[int]) -> str:
+        return self._journal.key(0, *content_of(group, numbers), history=_IN_FLIGHT)
 
     def _find(self, keys: Sequence[str]) -> dict[str, list[Episode]]:
         found = {}

@@ -23,7 +23,7 @@ from trainer.process.signals import SIGNALS
 from trainer.sources.ahead import BatchProgress
 from trainer.sources.error_rate import SourceFailures, error_limit, judge_failures
 from trainer.sources.joined_rounds import RunnerPart, run_together
-from trainer.sources.recorded import RecordedGroups
+from trainer.sources.recorded import RecordedEpisodes
 from trainer.sources.routes import Route
 from trainer.sources.scored_part import ScoredPart, by_source
 
@@ -151,13 +151,17 @@ class RolloutRunner:
         """
         if progress is None:
             progress = BatchProgress(requests[0].step, requests[0].step, None)
-            recorded = RecordedGroups(self.journal, requests, None, self.routes[requests[0].prompt.source].decides)
+            decides = self.routes[requests[0].prompt.source].decides
+            recorded = RecordedEpisodes(self.journal, requests, None, decides, self._are_single)
         else:
-            recorded = progress.records(self.journal, requests)
+            recorded = progress.records(self.journal, requests, self._are_single)
         made = self._run(recorded, purpose, progress, is_last) if recorded.missing else []
         episodes = recorded.keep_rest(made)
         self.note_rewards(episodes)
         return episodes
+
+    def _are_single(self, source: str) -> bool:
+        return not self.routes[source].wants_groups
 
     def note_rewards(self, episodes: Sequence[Episode]) -> None:
         """Let these episodes count in `largest_reward`."""
@@ -165,13 +169,13 @@ class RolloutRunner:
         with self._counting:
             self.largest_reward = max([self.largest_reward, *rewards])
 
-    def _run(self, recorded: RecordedGroups, purpose: str, progress: BatchProgress, is_last: bool) -> list[Episode]:
+    def _run(self, recorded: RecordedEpisodes, purpose: str, progress: BatchProgress, is_last: bool) -> list[Episode]:
         """Run episodes, and score those that have ended while others are generated."""
         ended: dict[int, Episode] = {}
         rewarded: dict[int, Episode] = {}
         with contextlib.closing(self._ended(recorded, progress, is_last)) as chunks, contextlib.ExitStack() as block:
             parts = [
-                ScoredPart(self.routes[source], requests, recorded.size, block, purpose)
+                ScoredPart(self.routes[source], requests, recorded.size_of_groups, block, purpose)
                 for source, requests in by_source(recorded.missing).items()
             ]
             looked = time.monotonic()
@@ -202,7 +206,7 @@ class RolloutRunner:
                     part.accept()
         return [rewarded[index] for index in range(len(recorded.missing))]
 
-    def _failures(self, recorded: RecordedGroups, episodes: Mapping[int, Episode]) -> list[SourceFailures]:
+    def _failures(self, recorded: RecordedEpisodes, episodes: Mapping[int, Episode]) -> list[SourceFailures]:
         """Return what has failed of each source with rewards.
 
         Args:
@@ -218,7 +222,9 @@ class RolloutRunner:
             if self.routes[source].has_rewards
         ]
 
-    def _ended(self, recorded: RecordedGroups, progress: BatchProgress, is_last: bool) -> Iterator[dict[int, Episode]]:
+    def _ended(
+        self, recorded: RecordedEpisodes, progress: BatchProgress, is_last: bool
+    ) -> Iterator[dict[int, Episode]]:
         """Yield the missing episodes as they end, by their indices in `missing`."""
         is_partial = 0 < len(recorded.missing) < len(recorded.requests)
         needs_company = is_partial and self.engines.needs_company
@@ -241,7 +247,7 @@ class RolloutRunner:
 
     def _run_episodes(
         self,
-        recorded: RecordedGroups,
+        recorded: RecordedEpisodes,
         requests: Sequence[RolloutRequest],
         generate: Generation,
         progress: BatchProgress,

@@ -44,6 +44,16 @@ class Route:
         """Whether an environment or a scorer gives the rewards."""
         return bool(self.cfg.environment.name) or self.scorer is not None
 
+    @property
+    def wants_groups(self) -> bool:
+        """Whether the rewards of a group depend on all of its episodes."""
+        return self.scorer is not None and getattr(self.scorer, "wants_groups", True)
+
+    @property
+    def scores_groups(self) -> bool:
+        """Whether the rewards of a group begin when its last missing episode has ended."""
+        return self.wants_groups or getattr(self.scorer, "batches", False)
+
 
 def make_scorers(
     cfg: Config, sources: Iterable[str], make: Callable[[Config], Scorer | None]

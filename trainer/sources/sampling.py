@@ -218,7 +218,7 @@ class SamplingSource:
                 batch = thread.result()
         elif (held := self._ahead.held(step)) is not None:
             batch = held
-            self.runner.journal.note_found(step)
+            self.runner.journal.note_held(step, len({episode.group for episode in held.episodes}))
             self.runner.note_rewards(batch.episodes)
         else:
             batch = self._make_batch(BatchProgress(step, step, None, self._timer))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 from trainer.data.datasets import of_source
@@ -19,7 +20,8 @@ class ScoredPart:
 
     Args:
         route: of the source.
-        requests: of the episodes, by their indices in the call. Those of one group follow one another.
+        requests: of the episodes, by their indices in the call. Those of one group follow one another. They are whole
+            groups if the route wants these.
         n: episodes in a group.
         block: is left when all rewards are known.
         purpose: names what the episodes are for, in messages.
@@ -42,10 +44,17 @@ class ScoredPart:
         """Called when the step uses the rewards of `scores`."""
         self._cfg = route.cfg
         self._requests = requests
-        self._n = n
         self._indices = list(requests)
         """In the call, by the index in this part."""
         self._own_indices = {index: own for own, index in enumerate(self._indices)}
+        self._together: list[range] = []
+        """The indices in this part whose rewards begin together, by each of them."""
+        for _, group in itertools.groupby(request.group for request in requests.values()):
+            first, size = len(self._together), len(list(group))
+            if route.scores_groups:
+                self._together += [range(first, first + size)] * size
+            else:
+                self._together += [range(own, own + 1) for own in range(first, first + size)]
 
     def take(self, chunk: Mapping[int, Episode], ended: Mapping[int, Episode]) -> dict[int, Episode]:
         """Take episodes that have just ended. Return those whose rewards are known now: all, without a scorer.
@@ -57,11 +66,11 @@ class ScoredPart:
         new = [index for index in chunk if index in self._own_indices]
         if self.session is None:
             return {index: self._with_reward(chunk[index], *_own_reward(chunk[index])) for index in new}
-        for group in sorted({self._own_indices[index] // self._n for index in new}):
-            first = group * self._n
-            indices = self._indices[first : first + self._n]
+        chosen = {self._together[self._own_indices[index]] for index in new}
+        for own in sorted(chosen, key=lambda own: own.start):
+            indices = self._indices[own.start : own.stop]
             if all(index in ended for index in indices):
-                self.session.add(first, [_reward_input(self._requests[index], ended[index]) for index in indices])
+                self.session.add(own.start, [_reward_input(self._requests[index], ended[index]) for index in indices])
         return {}
 
     def finished(self, ended: Mapping[int, Episode], lacks: Callable[[int], bool]) -> dict[int, Episode]:

@@ -366,6 +366,17 @@ def test_steps_come_back_as_they_were_even_if_engines_never_repeat_themselves(tm
     assert any(line.startswith("resume verified: 2 replayed steps identical") for line in caplog.messages)
 
 
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_a_resume_says_which_groups_the_checkpoint_had(tmp_path, model, killed, caplog, ahead):
+    """Nobody asks for records of these, so the line does not call them unusable."""
+    shutil.copytree(killed(ahead), tmp_path / "run")
+    caplog.set_level("INFO")
+    run(settings(tmp_path / "run", ahead), model)
+    (line,) = [message for message in caplog.messages if "came from the journal" in message]
+    assert f"groups came from the journal, {3 * ahead} were in the checkpoint and " in line, line
+    assert "not used" not in line
+
+
 def test_a_run_that_goes_back_further_ends_as_if_it_had_not(tmp_path, model, whole, killed, caplog):
     shutil.copytree(killed(2), tmp_path / "run")
     cfg = settings(tmp_path / "run", 2, on_resume_mismatch="fallback")

@@ -310,7 +310,7 @@ def run_batches(cfg: Config, model: str, monkeypatch: pytest.MonkeyPatch, kill_a
     """Run two steps, or to a kill while the rewards of the first one are computed.
 
     Args:
-        kill_after: number of groups of the step that are recorded before the kill.
+        kill_after: number of episodes of the step that are recorded before the kill.
 
     Returns:
         how many completions were generated.
@@ -350,7 +350,7 @@ def test_what_is_missing_after_a_kill_in_the_reward_phase_has_the_same_bits(
     build_tiny(TinyConfig(hidden_size=384, intermediate_size=1024), model)
     (tmp_path / "model/generation_config.json").write_text(json.dumps({"eos_token_id": [*range(0, 256, 9)]}))
     rows, generated = [], []
-    for name, kill_after in (("whole", None), ("most", 5), ("some", 1)):
+    for name, kill_after in (("whole", None), ("most", 11), ("some", 1)):
         cfg = settings(tmp_path / name)
         cfg.rollout.engine, cfg.rollout.n, cfg.rollout.max_response_tokens = "transformers", 2, 12
         cfg.trainer.total_steps, cfg.trainer.train_batch_size, cfg.trainer.val_interval = 2, 6, -1

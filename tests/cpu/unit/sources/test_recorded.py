@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,17 @@ import pytest
 from tests.cpu.unit.data.test_records import bits
 from tests.support.replies import evaluator_beside, source_of
 from trainer.data.datasets import Prompt
+from trainer.data.records import decode_groups
 from trainer.environments.episode_runner import RolloutRequest
 from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
-from trainer.generation.engine import Sampling
+from trainer.generation.engine import Completion, Request, Sampling
 from trainer.journal.history import Identity
 from trainer.journal.journal import Journal
 from trainer.process import time_limits
-from trainer.sources.recorded import RecordedGroups
+from trainer.sources.recorded import RecordedEpisodes
+
+SAMPLING = Sampling(1.0, 1.0, -1, 8, ())
 
 
 def chance(prompt: str, number: int, sampling: Sampling) -> str:
@@ -113,6 +117,49 @@ def test_a_step_that_was_cut_off_keeps_its_finished_groups(tmp_path, model, monk
         assert len(source.next(2)) == 24 and 0 < len(source.runner.engines.seeds) < 24
 
 
+@pytest.mark.parametrize(("reward", "lost"), [("length", 0), ("rank", 1)])
+def test_a_kill_costs_no_finished_episode_unless_its_reward_needs_the_group(
+    tmp_path, model, monkeypatch, caplog, reward, lost
+):
+    """Killed behind the first episode of the second group."""
+    monkeypatch.setattr(time_limits, "JOURNAL_FLUSH_S", 0.0)
+    caplog.set_level("INFO")
+    journal = journal_in(tmp_path)
+
+    def recorded() -> int:
+        pieces = journal._pieces
+        return sum(len(one) for name in pieces.names() for one in decode_groups(pieces.read(name))[0].values())
+
+    with source_of(tmp_path, model, chance, journal=journal, reward=reward) as source:
+        source.cfg.trainer.train_batch_size, stream = 5, source.runner.engines.stream
+
+        def cut_off(requests: Sequence[Request], idle_s: float) -> Iterator[dict[int, Completion]]:
+            yield from itertools.islice(stream(requests), 3)
+            end = time.monotonic() + 60
+            while recorded() < 3 - lost:
+                assert time.monotonic() < end
+                time.sleep(0.02)
+                yield {}
+            raise KeyboardInterrupt
+
+        source.runner.engines.stream = cut_off
+        with pytest.raises(KeyboardInterrupt):
+            source.next(1)
+        journal.close()
+    assert recorded() == 3 - lost
+    with source_of(tmp_path, model, chance, journal=(journal := journal_in(tmp_path)), reward=reward) as source:
+        source.cfg.trainer.train_batch_size = 5
+        episodes = source.next(1)
+        assert len(source.runner.engines.seeds) == 10 - 3 + lost
+        journal.close()
+    assert [episode.uid.rpartition(":")[2] for episode in episodes] == ["0", "1"] * 5
+    part, generated = ("", 4) if lost else (", 1 in part", 3)
+    assert f"1 groups came from the journal{part} and {generated} were generated" in caplog.text
+    with source_of(tmp_path, model, chance, journal=journal_in(tmp_path), reward=reward) as source:
+        source.cfg.trainer.train_batch_size = 5
+        assert bits(source.next(1)) == bits(episodes) and not source.runner.engines.seeds
+
+
 def test_rewards_that_fail_are_kept_only_once_the_step_accepts_them(tmp_path, model, monkeypatch):
     """A step that ends because too many fail gets new ones, when the reward is repaired."""
     monkeypatch.setattr(time_limits, "JOURNAL_FLUSH_S", 0.0)
@@ -152,24 +199,48 @@ def test_failures_are_a_share_of_the_whole_step_with_what_the_journal_has(tmp_pa
 def test_an_episode_is_given_once_while_it_waits_for_its_group(tmp_path):
     """A group that is given in parts, in any order, is recorded when it is complete; one with a failure is not yet."""
     journal, prompt = journal_in(tmp_path), Prompt(0, (1,), "p", "x")
-    requests = [
-        RolloutRequest(prompt, f"0:{group}", 1, number, Sampling(1.0, 1.0, -1, 8, ()))
-        for group in range(2)
-        for number in range(3)
-    ]
+    requests = [RolloutRequest(prompt, f"0:{group}", 1, number, SAMPLING) for group in range(2) for number in range(3)]
     sample = Sample(np.zeros(2, np.int32), np.ones(2, np.float32))
     episodes = [Episode(request.uid, request.group, [sample], failure="why" if i == 3 else "")
                 for i, request in enumerate(requests)]  # fmt: skip
-    recorded = RecordedGroups(journal, requests)
+    recorded = RecordedEpisodes(journal, requests)
     for index in (2, 3, 0, 5, 4):
         assert recorded.lacks(index)
         recorded.keep({index: episodes[index]})
         assert not recorded.lacks(index)
     recorded.keep({1: episodes[1]})
     journal.wait()
-    found = RecordedGroups(journal_in(tmp_path), requests)
+    found = RecordedEpisodes(journal_in(tmp_path), requests)
     assert found.missing == requests[3:]
     recorded.keep_rest(episodes)
     journal.close()
-    whole = RecordedGroups(journal_in(tmp_path), requests)
+    whole = RecordedEpisodes(journal_in(tmp_path), requests)
+    assert not whole.missing and bits(whole.keep_rest([])) == bits(episodes)
+
+
+def test_sources_record_their_episodes_one_by_one_or_in_groups(tmp_path):
+    """Of two groups of each source, one episode of each has ended before a kill."""
+    journal = journal_in(tmp_path)
+    requests = [
+        RolloutRequest(Prompt(group, (1,), "p", "x", source=source), f"0:{group}", 1, number, SAMPLING)
+        for group, source in enumerate("abab")
+        for number in range(2)
+    ]
+    sample = Sample(np.zeros(2, np.int32), np.ones(2, np.float32))
+    episodes = [Episode(request.uid, request.group, [sample]) for request in requests]
+
+    def of_call() -> RecordedEpisodes:
+        return RecordedEpisodes(journal_in(tmp_path), requests, are_single=lambda source: source == "a")
+
+    recorded = RecordedEpisodes(journal, requests, are_single=lambda source: source == "a")
+    recorded.keep({index: episodes[index] for index in (1, 2, 4, 7)})
+    journal.wait()
+    again = of_call()
+    assert again.missing_indices == [0, 2, 3, 5, 6, 7], "1 and 4 are of the source whose episodes are recorded alone"
+    assert all(again.lacks(position) for position in range(6))
+    again.keep({3: episodes[5]})
+    assert not again.lacks(3) and again.lacks(2)
+    recorded.keep_rest(episodes)
+    journal.close()
+    whole = of_call()
     assert not whole.missing and bits(whole.keep_rest([])) == bits(episodes)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 
 import numpy as np
+import pytest
 
 from trainer.config import Config, EnvironmentConfig
 from trainer.data.datasets import Prompt
 from trainer.environments.episode_runner import RolloutRequest
 from trainer.episodes import Episode, Sample
 from trainer.generation.engine import Sampling
-from trainer.rewards.scorer import RankScorer
+from trainer.rewards.scorer import RankScorer, _RankScoring
 from trainer.sources.routes import Route
 from trainer.sources.scored_part import ScoredPart, by_source
 
@@ -57,6 +58,73 @@ def test_a_group_is_scored_when_it_has_ended_and_gets_its_own_reward():
     assert asked == [[2, 3, 6, 7]]
     assert {index: one.reward for index, one in scored.items()} == {2: 20.0, 3: 30.0, 6: 60.0, 7: 70.0}
     assert {one.source for one in scored.values()} == {"b"}
+
+
+@pytest.mark.parametrize(
+    ("wants_groups", "batches", "begun"),
+    [
+        (False, False, [[5], [1], [4], [0]]),
+        (False, True, [[4, 5], [0, 1]]),
+        (True, False, [[4, 5], [0, 1]]),
+    ],
+    ids=["one by one", "several in a request", "whole groups"],
+)
+def test_rewards_begin_when_what_they_need_has_ended(wants_groups, batches, begun):
+    asked: list[list[int]] = []
+
+    class Session(_RankScoring):
+        def add(self, first, inputs):
+            asked.append([len(one.episode.samples[0].token_ids) for one in inputs])
+            super().add(first, inputs)
+
+    class Scorer(RankScorer):
+        @contextlib.contextmanager
+        def scoring(self, n, purpose):
+            yield Session(self._role, self._last_scores)
+
+    def last_scores(role: str, samples: list[Sample]) -> np.ndarray:
+        return np.array([10.0 * len(sample.token_ids) for sample in samples])
+
+    scorer = Scorer("judge", last_scores)
+    scorer.wants_groups, scorer.batches = wants_groups, batches  # type: ignore[attr-defined]
+    route = Route(Config(), None, scorer)  # type: ignore[arg-type]
+    with contextlib.ExitStack() as block:
+        part = ScoredPart(route, by_source(REQUESTS)["a"], 2, block, "step 1")
+        ended: dict[int, Episode] = {}
+        for index in (5, 1, 4, 0):
+            chunk = {index: episode(REQUESTS[index], length=index)}
+            ended |= chunk
+            part.take(chunk, ended)
+        scored = part.scores(ended, lambda: None)
+    assert asked == begun
+    assert {index: one.reward for index, one in scored.items()} == {0: 0.0, 1: 10.0, 4: 40.0, 5: 50.0}
+
+
+def test_a_group_of_which_the_journal_has_a_part_is_scored_without_it():
+    """A server still gets the rest of it in one request."""
+    asked: list[list[int]] = []
+
+    class Scorer(RankScorer):
+        wants_groups, batches = False, True
+
+        @contextlib.contextmanager
+        def scoring(self, n, purpose):
+            session = _RankScoring(self._role, self._last_scores)
+            add = session.add
+            session.add = lambda first, inputs: (asked.append([first, len(inputs)]), add(first, inputs))
+            yield session
+
+    requests = [request("", group, number) for group in range(2) for number in range(3)]
+    missing = {place: requests[index] for place, index in enumerate((1, 2, 3, 4, 5))}
+    route = Route(Config(), None, Scorer("judge", lambda role, samples: np.zeros(len(samples))))  # type: ignore[arg-type]
+    with contextlib.ExitStack() as block:
+        part = ScoredPart(route, missing, 3, block, "step 1")
+        ended: dict[int, Episode] = {}
+        for place in (4, 0, 3, 1, 2):
+            ended[place] = episode(missing[place])
+            part.take({place: ended[place]}, ended)
+        part.scores(ended, lambda: None)
+    assert asked == [[0, 2], [2, 3]]
 
 
 def test_without_a_scorer_the_environment_has_given_the_reward():
