@@ -6,13 +6,14 @@ other does not. The workloads are the demo, and a model with random weights whos
 Prints for a step the seconds that the driver waited for the journal (`time/journal`), the CPU seconds of the journal's
 threads, and what steps with it took longer than those without: in CPU seconds of the driver, in which those of the
 journal's threads are contained, and on the clock. Medians,
-and half the range between the quartiles; a busy machine shows in the last column, but hardly in the others.
+and their standard errors; a busy machine shows in the last column, but hardly in the others.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import subprocess
@@ -102,7 +103,10 @@ def report(name: str, place: str, steps: list[dict[str, float]]) -> None:
 
     def shown(values: list[float]) -> str:
         low, _, high = quantiles(values, n=4)
-        return f"{median(values) / whole:7.2%} ± {(high - low) / 2 / whole:.2%}"
+        # Of a normal distribution the quartiles are 1.349 deviations apart, and a median's error is 1.253 deviations
+        # by the root of the number: so single slow steps do not count.
+        error = 1.253 * (high - low) / 1.349 / math.sqrt(len(values))
+        return f"{median(values) / whole:7.2%} ± {error / whole:.2%}"
 
     columns = [shown([written[key] for written, _ in ordered]) for key in ("waited", "journal")] + [
         shown([written[key] - plain[key] for written, plain in ordered]) for key in ("driver", "seconds")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from trainer.data.datasets import of_source
 from trainer.environments.episode_runner import RolloutRequest
@@ -67,10 +67,10 @@ class ScoredPart:
         if self.session is None:
             return {index: self._with_reward(chunk[index], *_own_reward(chunk[index])) for index in new}
         chosen = {self._together[self._own_indices[index]] for index in new}
-        for own in sorted(chosen, key=lambda own: own.start):
-            indices = self._indices[own.start : own.stop]
-            if all(index in ended for index in indices):
-                self.session.add(own.start, [_reward_input(self._requests[index], ended[index]) for index in indices])
+        whole = [own for own in chosen if all(self._indices[place] in ended for place in own)]
+        for begin, end in _joined(whole):  # several at a time: each call costs the driver time
+            of_call = self._indices[begin:end]
+            self.session.add(begin, [_reward_input(self._requests[index], ended[index]) for index in of_call])
         return {}
 
     def finished(self, ended: Mapping[int, Episode], lacks: Callable[[int], bool]) -> dict[int, Episode]:
@@ -98,6 +98,17 @@ class ScoredPart:
             failure=reason,
             source=self._source,
         )
+
+
+def _joined(parts: Iterable[range]) -> list[tuple[int, int]]:
+    """Return the begins and ends of ranges, with those that follow one another as one."""
+    joined: list[tuple[int, int]] = []
+    for part in sorted(parts, key=lambda part: part.start):
+        if joined and joined[-1][1] == part.start:
+            joined[-1] = joined[-1][0], part.stop
+        else:
+            joined.append((part.start, part.stop))
+    return joined
 
 
 def by_source(requests: Sequence[RolloutRequest]) -> dict[str, dict[int, RolloutRequest]]:

@@ -63,13 +63,14 @@ def test_a_group_is_scored_when_it_has_ended_and_gets_its_own_reward():
 @pytest.mark.parametrize(
     ("wants_groups", "batches", "begun"),
     [
-        (False, False, [[5], [1], [4], [0]]),
-        (False, True, [[4, 5], [0, 1]]),
-        (True, False, [[4, 5], [0, 1]]),
+        (False, False, [[5], [1], [0], [4]]),
+        (False, True, [[0, 1, 4, 5]]),
+        (True, False, [[0, 1, 4, 5]]),
     ],
     ids=["one by one", "several in a request", "whole groups"],
 )
 def test_rewards_begin_when_what_they_need_has_ended(wants_groups, batches, begun):
+    """What ends together begins in one call."""
     asked: list[list[int]] = []
 
     class Session(_RankScoring):
@@ -91,8 +92,8 @@ def test_rewards_begin_when_what_they_need_has_ended(wants_groups, batches, begu
     with contextlib.ExitStack() as block:
         part = ScoredPart(route, by_source(REQUESTS)["a"], 2, block, "step 1")
         ended: dict[int, Episode] = {}
-        for index in (5, 1, 4, 0):
-            chunk = {index: episode(REQUESTS[index], length=index)}
+        for indices in ((5,), (1,), (4, 0)):
+            chunk = {index: episode(REQUESTS[index], length=index) for index in indices}
             ended |= chunk
             part.take(chunk, ended)
         scored = part.scores(ended, lambda: None)
