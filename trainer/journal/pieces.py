@@ -28,7 +28,7 @@ from trainer.checkpoint.storage import (
     step_of_records,
 )
 from trainer.errors import UserError, describe_error, one_line
-from trainer.files.atomic_io import digest_bytes, read_file, write_file
+from trainer.files.atomic_io import digest_bytes, read_file, sync_path, write_file
 from trainer.process import time_limits
 
 LOG = logging.getLogger(__name__)
@@ -102,7 +102,9 @@ class Pieces:
         os.replace(staged, self.path(name))
 
     def _write(self, path: str, data: bytes) -> None:
-        os.makedirs(self.directory, exist_ok=True)
+        if not os.path.isdir(self.directory):
+            os.makedirs(self.directory, exist_ok=True)
+            sync_path(os.path.dirname(self.directory) or ".")
         try:
             write_file(path, data, self._fence)
         except BaseException:

@@ -150,6 +150,31 @@ def test_a_wait_ends_while_another_thread_adds_without_end(tmp_path):
     assert opened(tmp_path).find(1, ["mine"])
 
 
+def test_a_step_waits_until_its_record_would_survive_the_machine(tmp_path, monkeypatch):
+    """Content, name and directory are synchronised, in this order; a kill of the process alone could not show it."""
+    calls: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, os.replace
+
+    def record_fsync(handle: int) -> None:
+        calls.append(("fsync", os.readlink(f"/proc/self/fd/{handle}")))
+        fsync(handle)
+
+    def record_rename(source: str, target: str) -> None:
+        calls.append(("rename", target))
+        rename(source, target)
+
+    journal = opened(tmp_path)
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "replace", record_rename)
+    journal.add(1, {"a": group("a")})
+    journal.wait()
+    folder = str(tmp_path / ".journal")
+    path = os.path.join(folder, *files(tmp_path))
+    written = [("fsync", f"{path}.tmp"), ("rename", path), ("fsync", folder)]
+    assert calls == [("fsync", str(tmp_path)), *written]
+    journal.close()
+
+
 def test_groups_of_a_step_that_was_cut_off_come_back(tmp_path):
     journal = opened(tmp_path)
     key, other = journal.key(1, "a"), journal.key(1, "b")
