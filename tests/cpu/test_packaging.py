@@ -1,5 +1,6 @@
 """What is installed: the lock, the wheel, and the set-up that reads pip's configuration."""
 
+import ast
 import importlib.util
 import json
 import os
@@ -142,7 +143,12 @@ def test_hosts_are_stripped_from_a_lock():
 
 # The dependencies
 
-IMPORTED_AS = {"hydra-core": "hydra", "tensorboard": "torch.utils.tensorboard", "pyyaml": "yaml"}
+IMPORTED_AS = {
+    "hydra-core": "hydra",
+    "mlflow-skinny": "mlflow",
+    "tensorboard": "torch.utils.tensorboard",
+    "pyyaml": "yaml",
+}
 
 
 @pytest.mark.parametrize("requirement", PYPROJECT["project"]["dependencies"])
@@ -152,6 +158,31 @@ def test_every_dependency_has_a_job(requirement):
     using = re.compile(rf'^\s*(import|from) {module}\b|which\("{name}"', re.MULTILINE)
     sources = (path.read_text() for path in (ROOT / "trainer").rglob("*.py"))
     assert any(using.search(source) for source in sources), f"nothing in trainer/ imports or runs {name}"
+
+
+COMES_WITH = {
+    "optuna": "hydra-optuna-sweeper",
+    "starlette": "vllm",
+    "submitit": "hydra-submitit-launcher",
+    "verifiers": "an interpreter of its own (docs/environments.md)",
+}
+"""Packages that are imported only beside another one, which brings them."""
+
+
+def test_every_package_that_is_imported_is_declared():
+    project = PYPROJECT["project"]
+    extras = project["optional-dependencies"].values()
+    declared = [*project["dependencies"], *(requirement for extra in extras for requirement in extra)]
+    names = {re.match(r"[\w-]+", requirement).group() for requirement in declared}
+    modules = {IMPORTED_AS.get(name, name.replace("-", "_")).partition(".")[0] for name in names} | {"trainer"}
+    imported = {
+        name.partition(".")[0]
+        for path in (ROOT / "trainer").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""])
+    }
+    assert imported - modules - sys.stdlib_module_names == set(COMES_WITH)
 
 
 def test_the_changelog_has_the_version_and_the_dates_fall():
