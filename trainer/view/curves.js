@@ -83,7 +83,7 @@ function panel(name, runs, marks) {
   for (const [run, i] of runs) {
     for (const parent of [true, false]) {
       const curve = entryOf(parent ? run.parent : run.curves, name);
-      if (curve) lines.push({ i, run, parent, steps: curve[0], values: curve[1] });
+      if (curve) lines.push({ i, parent, steps: curve[0], values: curve[1], shown: shownOf(curve[1]) });
     }
   }
   const finite = lines.flatMap((line) => line.values.filter((value) => value !== null));
@@ -129,7 +129,12 @@ function panel(name, runs, marks) {
       el("span", {}, RUNS.length > 1 ? swatch(line.i) : null, figure(line.values[line.values.length - 1]), " ")), unit);
   };
   svg.addEventListener("pointerleave", rest);
-  svg.addEventListener("click", (event) => goTo(runs.length ? runs[0][1] : 0, stepAt(event)));
+  svg.addEventListener("click", (event) => {
+    const box = svg.getBoundingClientRect(), scale = WIDTH / box.width;
+    const distance = (line) => distanceTo(line, scale * (event.clientX - box.left), scale * (event.clientY - box.top), x, y);
+    const [nearest] = lines.map((line) => [line.i, distance(line)]).sort((a, b) => a[1] - b[1]);
+    if (nearest) goTo(nearest[0], stepAt(event));
+  });
   rest();
   return el("figure", { "data-metric": name }, el("figcaption", { title: meaning }, name), svg, readout);
 }
@@ -143,14 +148,31 @@ function valueAt(line, step) {
   return line.values[low];
 }
 
+/** Return the values that a curve is drawn through: of many, a running mean. */
+function shownOf(values) {
+  return values.length > MANY ? smooth(values, Math.max(1, Math.floor(values.length / 50))) : values;
+}
+
+/** Return how far a point of the panel is from a curve. */
+function distanceTo({ steps, shown }, left, top, x, y) {
+  let least = Infinity, last = null;
+  shown.forEach((value, k) => {
+    const next = value === null ? null : [x(steps[k]), y(value)];
+    if (next) {
+      const [fromX, fromY] = last || next, byX = next[0] - fromX, byY = next[1] - fromY, square = byX * byX + byY * byY;
+      const along = square ? Math.min(1, Math.max(0, ((left - fromX) * byX + (top - fromY) * byY) / square)) : 0;
+      least = Math.min(least, Math.hypot(left - fromX - along * byX, top - fromY - along * byY));
+    }
+    last = next;
+  });
+  return least;
+}
+
 /** Draw a curve: with dots if it has few points; a running mean over the values themselves if it has many. */
-function drawLine(svg, { i, parent, steps, values }, x, y) {
+function drawLine(svg, { i, parent, steps, values, shown }, x, y) {
   const colour = `curve run${i % COLOURS}${parent ? " parent" : ""}`;
-  if (values.length > MANY) {
-    svg.append(el("path", { class: `${colour} raw`, d: path(steps, values, x, y) }));
-    values = smooth(values, Math.max(1, Math.floor(values.length / 50)));
-  }
-  svg.append(el("path", { class: colour, d: path(steps, values, x, y) }));
+  if (shown !== values) svg.append(el("path", { class: `${colour} raw`, d: path(steps, values, x, y) }));
+  svg.append(el("path", { class: colour, d: path(steps, shown, x, y) }));
   if (values.length <= 30) {
     values.forEach((value, k) => {
       if (value !== null) svg.append(el("circle", { class: `dot run${i % COLOURS}`, cx: x(steps[k]), cy: y(value), r: 2.2 }));
@@ -195,7 +217,8 @@ function drawMarks(svg, run, i, kinds, x, low, high) {
       continue;
     }
     const kind = mark.kind === "incident" && mark.class === "job" ? "incident job" : mark.kind;
-    svg.append(el("g", { class: `mark ${kind}` }, title,
+    const owner = RUNS.length > 1 ? ` of-run run${i % COLOURS}` : "";
+    svg.append(el("g", { class: `mark ${kind}${owner}` }, title,
       el("line", { x1: at, x2: at, y1: TOP, y2: HEIGHT - BOTTOM }),
       el("line", { class: "wide", x1: at, x2: at, y1: TOP, y2: HEIGHT - BOTTOM })));
   }

@@ -1,91 +1,13 @@
-"""The page in a real browser."""
+"""The page in a real browser: episodes, runs, and what a reload keeps."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
-import pytest
-
-from tests.support.browser import Browser, open_browser
-from tests.support.metrics import make_tracker
-from tests.support.viewed_runs import HOSTILE, make_episode, make_run
+from tests.support.viewed_pages import column, show_episodes, shown, write_page
+from tests.support.viewed_runs import make_episode, make_run
 from trainer.data.rollout_io import write_rollouts
-from trainer.view.build import Builder, Limits
-
-
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory) -> Iterator[Browser]:
-    with open_browser(tmp_path_factory.mktemp("profile")) as browser:
-        yield browser
-
-
-@pytest.fixture
-def browser(chromium) -> Iterator[Browser]:
-    """A browser whose page must not complain."""
-    chromium.errors()
-    yield chromium
-    assert chromium.errors() == []
-
-
-def write(out: Path, *runs: Path, refresh_s: float | None = None) -> Path:
-    Builder([str(run) for run in runs], Limits()).write(str(out), refresh_s)
-    return out
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory) -> Path:
-    """The page of a run of three steps."""
-    run = make_run(tmp_path_factory.mktemp("one") / "run", hostile=HOSTILE)
-    return write(run / "view.html", run)
-
-
-def show_episodes(browser: Browser, page: Path, state: str = "") -> None:
-    browser.open(page, f"#tab=episodes{state}")
-    browser.until(lambda: browser.texts("#count"))
-
-
-def column(browser: Browser, key: str) -> list[str]:
-    """Return the cells of a column, from the top."""
-    return browser.run(
-        "const keys = [...document.querySelectorAll('.head .cell')].map((one) => one.dataset.key);"
-        "const place = keys.indexOf(arguments[0]);"
-        "return [...document.querySelectorAll('.row')].map((row) => row.children[place].textContent)",
-        key,
-    )
-
-
-def shown(browser: Browser, count: int) -> None:
-    browser.until(lambda: browser.texts("#count") == [f"{count} shown"])
-
-
-def test_curves_have_marks_and_lead_to_the_episodes(browser, page):
-    browser.open(page)
-    titles = browser.texts("figcaption")
-    assert titles[:2] == ["reward/mean", "val/accuracy"] and "time/update" not in titles
-    figure = "figure[data-metric='reward/mean']"
-    assert len(browser.all(f"{figure} .curve")) == 1 and len(browser.all(f"{figure} .dot")) == 3
-    assert len(browser.all(f"{figure} .mark.restart")) == 1 and len(browser.all(f"{figure} .mark.incident.job")) == 1
-    assert len(browser.all(f"{figure} polygon.checkpoint")) == 3
-    assert "out of memory" in browser.texts(f"{figure} .incident title")[0]
-    browser.click("#show-incident")
-    assert not browser.all(".mark.incident") and browser.all(".mark.restart")
-    browser.type("#find", "TIME/")
-    browser.until(lambda: browser.texts("figcaption") == ["time/rollout", "time/step", "time/update"])
-    browser.type("#find", "reward/mean")
-    browser.until(lambda: browser.texts("figcaption") == ["reward/mean"])
-    browser.click(f"{figure} svg")
-    browser.until(lambda: browser.texts("#step") in (["step 1"], ["step 2"]))  # the middle of steps 0 to 3
-
-
-def test_closed_sections_draw_their_curves_when_they_are_opened(browser, page):
-    browser.open(page)
-    assert not browser.all("figure[data-metric='time/update']")
-    (section,) = [one for one in browser.all("details summary") if one.text.startswith("time ")]
-    section.click()
-    browser.until(lambda: browser.all("figure[data-metric='time/update']"))
 
 
 def test_the_slider_moves_over_the_steps(browser, page):
@@ -220,7 +142,7 @@ def test_long_episodes_and_those_of_several_turns_or_samples_are_shown(browser, 
     unknown, _ = make_episode("0:0:2", [("first", "one")], 0.5, group="0:0")
     several = [long[0], replace(whole, samples=parts), replace(unknown, turns=3)]
     write_rollouts(str(run), 1, several)
-    show_episodes(browser, write(tmp_path / "view.html", run), "&uid=0:0:0")
+    show_episodes(browser, write_page(tmp_path / "view.html", run), "&uid=0:0:0")
     replies = "#conversation .policy .content"
     browser.until(lambda: len(browser.all(replies)) == 2)
     assert browser.texts(replies)[0] == "one<|end|>" and len(browser.all(f"{replies} .t")) == 3000 + 4
@@ -281,31 +203,12 @@ def test_characters_that_cannot_be_seen_are_named(browser, page):
         assert browser.run(script, seen) == seen
 
 
-def test_several_runs_are_beside_one_another(browser, tmp_path):
-    runs = [make_run(tmp_path / name, steps=2 + i, kl_coef=i) for i, name in enumerate(("a<b>", "second"))]
-    page = write(tmp_path / "view.html", *runs)
-    browser.open(page)
-    figure = "figure[data-metric='reward/mean']"
-    assert len(browser.all(f"{figure} .curve")) == 2
-    boxes = browser.all("#curves .bar label[class*=run] input")
-    boxes[0].click()
-    browser.until(lambda: len(browser.all(f"{figure} .curve")) == 1)
-    browser.click("[data-tab='episodes']")
-    browser.until(lambda: browser.texts("#step") == ["step 2"])
-    browser.choose("#run", "1")
-    browser.until(lambda: browser.texts("#step") == ["step 3"])
-    browser.click("[data-tab='runs']")
-    keys = browser.texts("#differing tbody tr")
-    assert "algorithm.kl_coef01" in keys
-    assert [one.split()[0] for one in browser.texts(".card[data-run] h2")] == ["a<b>", "second"]
-
-
 def test_ten_thousand_episodes_are_a_few_rows_of_the_page(browser, tmp_path):
     run = make_run(tmp_path / "run", steps=1)
     made = [make_episode(f"0:{i // 8}:{i % 8}", [("q", f"r{i}")], float(i), seed=i) for i in range(10_000)]
     write_rollouts(str(run), 1, [episode for episode, _ in made], scores=[scores for _, scores in made])
-    show_episodes(browser, write(tmp_path / "view.html", run))
-    browser.until(lambda: browser.texts("#count") == ["10,000 shown"])
+    show_episodes(browser, write_page(tmp_path / "view.html", run))
+    shown(browser, 10_000)
     assert len(browser.all(".row")) < 100
     browser.click(".head [data-key='reward']")
     browser.until(lambda: column(browser, "preview")[0] == "r9999")
@@ -330,10 +233,10 @@ def test_a_reload_keeps_what_is_shown(browser, page):
 
 def test_a_followed_page_shows_what_is_new(browser, tmp_path):
     run = make_run(tmp_path / "run", steps=2)
-    out = write(tmp_path / "view.html", run, refresh_s=5)
+    out = write_page(tmp_path / "view.html", run, refresh_s=5)
     show_episodes(browser, out, "&step=1")
     make_run(tmp_path / "other", steps=4)
-    write(out, tmp_path / "other")
+    write_page(out, tmp_path / "other")
     browser.until(lambda: browser.run("return document.getElementById('slider')?.max") == "3")
     browser.until(lambda: browser.texts("#step") == ["step 1"])
     assert not browser.all("#follow")
@@ -343,7 +246,7 @@ def test_a_followed_page_keeps_the_place_of_the_reader(browser, tmp_path):
     run, name = make_run(tmp_path / "run", steps=1), "0:15:5"
     made = [make_episode(f"0:{i // 8}:{i % 8}", [("q", f"r{i}" * 2000)], i / 200, seed=i) for i in range(200)]
     write_rollouts(str(run), 1, [episode for episode, _ in made])
-    out = write(tmp_path / "view.html", run, refresh_s=1e6)
+    out = write_page(tmp_path / "view.html", run, refresh_s=1e6)
     show_episodes(browser, out)
     browser.run("change({ uid: arguments[0] }, showTab)", name)  # its row is further down
     browser.click("#detail button.more")
@@ -352,7 +255,7 @@ def test_a_followed_page_keeps_the_place_of_the_reader(browser, tmp_path):
     shown(browser, 111)
     browser.run("table.scrollTop = 260; detail.scrollTop = 700; search.setSelectionRange(1, 1)")
     write_rollouts(str(run), 2, [episode for episode, _ in made[:8]])
-    write(out, run, refresh_s=1e6)
+    write_page(out, run, refresh_s=1e6)
     browser.driver.refresh()
     browser.until(lambda: browser.run("return document.getElementById('slider')?.max") == "1")
     browser.until(lambda: len(browser.all("#conversation .t")) == 6000)
@@ -366,7 +269,7 @@ def test_a_followed_page_keeps_the_place_of_the_reader(browser, tmp_path):
 
 def test_a_followed_page_keeps_open_what_was_open(browser, tmp_path):
     run = make_run(tmp_path / "run", steps=1)
-    out = write(tmp_path / "view.html", run, refresh_s=1e6)
+    out = write_page(tmp_path / "view.html", run, refresh_s=1e6)
     browser.open(out, "#tab=runs")
     browser.click(".card summary")
     browser.type("#config-0", "kl_co")
@@ -387,7 +290,7 @@ def test_a_followed_page_keeps_open_what_was_open(browser, tmp_path):
 
 
 def test_a_followed_page_waits_while_somebody_types_chooses_or_selects(browser, tmp_path):
-    browser.open(write(tmp_path / "view.html", make_run(tmp_path / "run", steps=1), refresh_s=1e6))
+    browser.open(write_page(tmp_path / "view.html", make_run(tmp_path / "run", steps=1), refresh_s=1e6))
 
     def is_busy_after(seconds: float) -> bool:
         return browser.run("Date.now = () => busySince + 1000 * arguments[0]; return isBusy()", seconds)
@@ -399,33 +302,18 @@ def test_a_followed_page_waits_while_somebody_types_chooses_or_selects(browser, 
     assert not is_busy_after(70)
 
 
-def test_advice_and_what_was_left_out_are_above_the_curves(browser, tmp_path):
-    with make_tracker(tmp_path / "run") as tracker:
-        for step in range(1, 8):
-            tracker.log(step, {"reward/mean": 0.0, "reward/std": 0.0, "reward/zero_std_frac": 1.0})
-    path = tmp_path / "run/rollouts/step_1.arrow"
-    path.parent.mkdir()
-    path.write_bytes(b"damaged")
-    browser.open(write(tmp_path / "view.html", tmp_path / "run"))
-    advice, note = browser.texts("#advice li")
-    assert advice.startswith("steps 1 to 7: ") and "rollout.n" in advice
-    assert note.startswith("the episodes of step 1 cannot be read")
-    browser.click("[data-tab='runs']")
-    assert any("rollout.n" in row for row in browser.texts(".card tbody tr"))
-
-
 def test_a_run_without_episodes_says_how_to_keep_them(browser, tmp_path):
     run = make_run(tmp_path / "run", steps=1)
     for folder in ("rollouts", "validation"):
         for file in (run / folder).iterdir():
             file.unlink()
-    browser.open(write(tmp_path / "view.html", run), "#tab=episodes")
+    browser.open(write_page(tmp_path / "view.html", run), "#tab=episodes")
     assert "logger.rollouts_interval=10" in browser.texts("#episodes .empty")[0]
 
 
 def test_what_was_not_recorded_is_said(browser, tmp_path):
     run = make_run(tmp_path / "run", steps=1, with_scores=False)
-    show_episodes(browser, write(tmp_path / "view.html", run), "&uid=0:4:0")
+    show_episodes(browser, write_page(tmp_path / "view.html", run), "&uid=0:4:0")
     browser.until(lambda: browser.all("#colour"))
     options = {one.get_attribute("value"): one for one in browser.all("#colour option")}
     assert options["logprob"].is_enabled() and options["logprob"].text == "log-prob"
@@ -442,7 +330,7 @@ def test_names_that_every_object_of_the_browser_has_are_names_like_others(browse
     named, _ = make_episode("0:0:0", [("q", "r")], 1.0, rewards=values, metrics={"hasOwnProperty": 2.0, **values})
     plain, _ = make_episode("0:0:1", [("q", "r")], 0.0, rewards={"right": 0.0}, metrics={"calls": 1.0})
     write_rollouts(str(run), 1, [named, plain])
-    page = write(tmp_path / "view.html", run, others)
+    page = write_page(tmp_path / "view.html", run, others)
     show_episodes(browser, page, "&colour=constructor&uid=0:0:0")
     browser.until(lambda: browser.all("#conversation .policy"))
     for name in names:
