@@ -171,14 +171,16 @@ class Table {
 
   header() {
     const cells = this.columns.map((column) => {
-      const mark = column.key === STATE.sort ? (STATE.down ? " ▼" : " ▲") : "";
+      const isSorted = column.key === STATE.sort;
       const sort = () => {
         const isOn = column.key === STATE.sort, isOver = isOn && STATE.down !== (column.first === "down");
         change(isOver ? { sort: "", down: false } : { sort: column.key, down: isOn ? !STATE.down : column.first === "down" });
         this.filter();
       };
       return el("button", { class: `cell ${column.kind}`, role: "columnheader", "data-key": column.key,
-        title: column.title, click: sort }, column.name + mark);
+        "aria-sort": isSorted ? (STATE.down ? "descending" : "ascending") : null, title: column.title, click: sort },
+        el("span", { class: "name" }, column.name),
+        isSorted ? el("span", { class: "arrow", "aria-hidden": "true" }, STATE.down ? "▼" : "▲") : null);
     });
     fill(this.parts.head, cells);
     const widths = this.columns.map((column) => column.width).join(" ");
@@ -296,7 +298,7 @@ function episodeColumns(rows) {
     { ...number("group", "group", "completions of one prompt; marked if their rewards agree", (row) => row.of.number, "3.8rem"),
       first: "up", mark: (row) => row.of.agrees },
     { ...number("number", "#", "number in its group", (row) => row.number, "2.4rem"), first: "up" },
-    number("reward", "reward", "reward", (row) => row.reward),
+    number("reward", "reward", "reward", (row) => row.reward, "5.2rem"),
     number("above", "± group", means, (row) => row.reward === null || row.of.mean === null ? null : row.reward - row.of.mean, "5.2rem"),
     has("advantage") ? number("advantage", "advantage", "mean advantage of its tokens", (row) => row.advantage, "6rem") : null,
     ...(terms.size > 1 ? [...terms.keys()].slice(0, 6) : []).map((name) =>

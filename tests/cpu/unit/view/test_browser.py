@@ -47,6 +47,35 @@ def test_columns_sort_both_ways_and_back(browser, page):
         assert numbers == sorted(numbers, reverse=True), key
 
 
+def test_the_header_of_the_sorted_column_shows_the_direction(browser, page):
+    show_episodes(browser, page)
+    inside = (
+        "const arrow = arguments[0].querySelector('.arrow').getBoundingClientRect();"
+        "const head = arguments[0].getBoundingClientRect();"
+        "return arrow.width > 4 && arrow.left >= head.left && arrow.right <= head.right"
+    )
+    narrow = (
+        "const table = document.getElementById('table'), count = table.querySelectorAll('.head .cell').length;"
+        "table.style.setProperty('--columns', `repeat(${count}, 2.4rem)`)"
+    )
+    for key in browser.run("return [...document.querySelectorAll('.head .cell')].map((one) => one.dataset.key)"):
+        header = f".head [data-key='{key}']"
+        seen = []
+        for _ in range(3):
+            browser.run("arguments[0].click()", browser.one(header))
+            sorted_by = browser.one(header).get_attribute("aria-sort")
+            assert len(browser.all(".head .arrow")) == len(browser.all("[aria-sort]")) == (sorted_by is not None)
+            if sorted_by is not None:
+                assert browser.run(inside, browser.one(header)), key
+                browser.run(narrow)
+                assert browser.run(inside, browser.one(header)), key
+                seen.append((sorted_by, browser.texts(f"{header} .arrow")[0]))
+        assert sorted(seen) == [("ascending", "▲"), ("descending", "▼")], key
+    browser.click(".head [data-key='reward']")
+    name = browser.one(".head [data-key='reward'] .name")
+    assert browser.run("return arguments[0].scrollWidth <= arguments[0].clientWidth", name), "the name is whole, too"
+
+
 def test_filters_and_search_leave_what_they_say(browser, page):
     show_episodes(browser, page)
     browser.choose("#status", "length")
