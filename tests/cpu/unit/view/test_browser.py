@@ -232,6 +232,17 @@ def test_characters_that_cannot_be_seen_are_named(browser, page):
         assert browser.run(script, seen) == seen
 
 
+COUNT_WORK = """
+    window.work = { rows: 0, unpacked: 0 };
+    const make = el, read = bytesOf;
+    el = (tag, attributes, ...children) => {
+      if (attributes && attributes.role === "row") work.rows++;
+      return make(tag, attributes, ...children);
+    };
+    bytesOf = (id) => { work.unpacked++; return read(id); };
+"""
+
+
 def test_ten_thousand_episodes_are_a_few_rows_of_the_page(browser, tmp_path):
     run = make_run(tmp_path / "run", steps=1)
     made = [make_episode(f"0:{i // 8}:{i % 8}", [("q", f"r{i}")], float(i), seed=i) for i in range(10_000)]
@@ -239,13 +250,18 @@ def test_ten_thousand_episodes_are_a_few_rows_of_the_page(browser, tmp_path):
     show_episodes(browser, write_page(tmp_path / "view.html", run))
     shown(browser, 10_000)
     assert len(browser.all(".row")) < 100
+    browser.run(COUNT_WORK)
     browser.click(".head [data-key='reward']")
     browser.until(lambda: column(browser, "preview")[0] == "r9999")
+    assert 0 < browser.run("return work.rows") < 100, "a sort draws the rows that can be seen"
     browser.run("const table = document.getElementById('table'); table.scrollTop = table.scrollHeight")
     browser.until(lambda: column(browser, "preview")[-1] == "r0")
     assert len(browser.all(".row")) < 100
-    browser.type("#search", "r99")
-    shown(browser, 111)
+    browser.run("work.rows = 0")
+    for words, count in (("r99", 111), ("r999", 11), ("r", 10_000)):
+        browser.type("#search", words)
+        shown(browser, count)
+    assert browser.run("return work.rows") < 600 and browser.run("return work.unpacked") == 1
 
 
 def test_a_reload_keeps_what_is_shown(browser, page):
