@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import sys
@@ -24,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     limits = Limits()
     parser.add_argument("paths", nargs="+", metavar="RUN", help="directory of a run, or of several, such as a sweep")
     parser.add_argument("--out", help=f"the file to write (default: RUN/{_OUT}; of several runs {_OUT})")
-    parser.add_argument("--follow", action="store_true", help="write it again while a run goes on")
+    parser.add_argument("--follow", action="store_true", help="write it again until each run has reached its last step")
     help = "with --follow, between two looks at the files (default: %(default)g)"
     parser.add_argument("--interval", type=_seconds, default=10.0, metavar="SECONDS", help=help)
     parser.add_argument("--steps", type=_steps, default=(0, None), metavar="A-B", help="only episodes of these steps")
@@ -36,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def view(args: argparse.Namespace) -> None:
-    """Write the page, and with `--follow` write it again until no run goes on.
+    """Write the page, and with `--follow` write it again until each run has reached its last step.
 
     Raises:
         UserError: there is no run, or a file of it is damaged.
@@ -45,43 +46,84 @@ def view(args: argparse.Namespace) -> None:
     out = args.out or (os.path.join(builder.paths[0], _OUT) if len(builder.paths) == 1 else _OUT)
     if os.path.isdir(out):
         raise UserError(f"--out={out}: is a directory; name a file")
-    follows = args.follow and _goes_on(builder)
-    size = builder.write(out, args.interval if follows else None)
+    if not args.follow:
+        _write_first(builder, out)
+        return
+    try:
+        seen = builder.stamp()
+        _write_first(builder, out, args.interval)
+        _follow(builder, out, args.interval, seen)
+    except KeyboardInterrupt:
+        with contextlib.suppress(KeyboardInterrupt):  # a second one: the page stays as it is
+            builder.write(out)
+        show(f"view: {out} is not written again")
+
+
+def _write_first(builder: Builder, out: str, refresh_s: float | None = None) -> None:
+    size = builder.write(out, refresh_s)
     for note in builder.notes:
         show(note, error=True)
     show(f"view: {out} ({format_size(size)})")
-    if follows:
-        try:
-            _follow(builder, out, args.interval)
-        except KeyboardInterrupt:
-            builder.write(out)
-            show(f"view: {out} is not written again")
-    elif args.follow:
-        show("no run goes on, so there is nothing to follow")
 
 
-def _follow(builder: Builder, out: str, interval_s: float) -> None:
-    """Write the page again when files have changed, until no run goes on."""
-    seen: Any = None
+def _follow(builder: Builder, out: str, interval_s: float, seen: Any = None) -> None:
+    """Write the page again when files have changed, until each run has reached its last step and has ended.
+
+    Wait for a run that was stopped or killed before: a scheduler or a person may start it again.
+
+    Args:
+        seen: the stamp of the files in the page; None: there is no page yet.
+
+    Raises:
+        UserError: a file of a run is damaged or gone, and no job is there that could be changing it.
+    """
+    stopped: set[str] = set()
     while True:
-        goes_on = _goes_on(builder)  # before the files: the last page has all that the run has written
-        stamp = builder.stamp()
-        if not goes_on or stamp != seen:
-            try:
-                builder.write(out, interval_s if goes_on else None)
+        held = _held(builder)  # before the files: then the page has all that a run without a holder has written
+        try:
+            stamp = builder.stamp()
+            if stamp != seen:
+                builder.write(out, interval_s)
                 seen = stamp
-            except (UserError, OSError) as error:  # a file that a job is changing
-                if not goes_on:
-                    raise
-                show(f"not written ({sentence_of(error)}); tried again", error=True)
-        if not goes_on:
-            show(f"view: {out} is complete: no run goes on")
-            return
+        except (UserError, OSError) as error:  # a job is changing a file, or the storage does not answer
+            may_pass = isinstance(error, OSError) and not _is_complete(builder)
+            if not may_pass and not held and not _held(builder):
+                raise
+            show(f"not written ({sentence_of(error)}); tried again", error=True)
+        else:
+            if not held and _is_complete(builder):
+                builder.write(out)
+                is_known = all(run.total_steps for run in builder.progress)
+                reason = "every run has reached its last step" if is_known else "no job is running"
+                show(f"view: {out} is complete: {reason}")
+                return
+            stopped = _announce(builder, held, stopped)
         time.sleep(interval_s)
 
 
-def _goes_on(builder: Builder) -> bool:
-    return any(holder(path)[0] for path in builder.paths)
+def _announce(builder: Builder, held: set[str], stopped: set[str]) -> set[str]:
+    """Say which runs have stopped before their last step, and which continue. Return those that have stopped.
+
+    Args:
+        stopped: the runs of which it was said before.
+    """
+    for path in sorted(stopped & held):
+        show(f"{path}: continues")
+    waiting = [run for run in builder.progress if not run.is_complete and run.path not in held]
+    for run in waiting:
+        if run.path not in stopped:
+            where = f"stopped at step {run.step} of {run.total_steps}"
+            show(f"{run.path}: {where}; waiting for it to continue (Ctrl-C ends)")
+    return {run.path for run in waiting}
+
+
+def _held(builder: Builder) -> set[str]:
+    """Return the runs that a process holds."""
+    return {path for path in builder.paths if holder(path)[0]}
+
+
+def _is_complete(builder: Builder) -> bool:
+    return all(run.is_complete for run in builder.progress)
 
 
 def _steps(text: str) -> tuple[int, int | None]:

@@ -36,6 +36,21 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Progress:
+    """How far a run is."""
+
+    path: str
+    step: int
+    """The last step that is logged."""
+    total_steps: int
+    """0: not known; the run recorded neither its start nor its config."""
+
+    @property
+    def is_complete(self) -> bool:
+        return self.step >= self.total_steps
+
+
+@dataclass(frozen=True)
 class _Packed:
     """A step as the page holds it."""
 
@@ -60,6 +75,8 @@ class Builder:
         self._vocabularies_before: dict[str, Vocabulary] = {}
         self.notes: list[str] = []
         """What the last page lacks, and why, for people."""
+        self.progress: list[Progress] = []
+        """How far the runs are in the last page."""
 
     def stamp(self) -> tuple[Any, ...]:
         """Return a value that changes with the files of the runs."""
@@ -90,6 +107,7 @@ class Builder:
         self.notes = []
         self._vocabularies_before, self._vocabularies = self._vocabularies, {}
         runs = [read_run(path) for path in self.paths]
+        self.progress = [Progress(run.path, run.steps, run.task.total_steps) for run in runs]
         chunks: dict[str, str] = {}
         described = []
         for number, (run, name) in enumerate(zip(runs, _names(self.paths), strict=True)):

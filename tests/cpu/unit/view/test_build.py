@@ -7,6 +7,9 @@ import json
 import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 import time
 import zlib
@@ -180,13 +183,21 @@ def test_one_tokenizer_is_kept_however_many_checkpoints_have_it(tmp_path):
         assert "its tokenizer cannot be read" in builder.notes[0] and not builder._vocabularies
 
 
-def test_following_ends_with_the_run(tmp_path, capsys):
+def test_following_ends_at_the_last_step(tmp_path, capsys):
     run = make_run(tmp_path / "run")
     assert main([str(run), "--follow"]) == 0
-    assert "no run goes on" in capsys.readouterr().out
+    assert "is complete: every run has reached its last step" in capsys.readouterr().out
     out = str(tmp_path / "out.html")
     _follow(Builder([str(run)], Limits()), out, 0.1)
     assert data_of(Path(out).read_text())["refresh_s"] is None
+
+
+def test_a_run_of_unknown_length_is_followed_while_a_process_holds_it(tmp_path, capsys):
+    run = make_run(tmp_path / "run", steps=1)
+    for name in ("starts.jsonl", "config.yaml"):
+        (run / name).unlink()
+    assert main([str(run), "--follow"]) == 0
+    assert "is complete: no job is running" in capsys.readouterr().out
 
 
 def test_a_run_is_followed_while_a_process_holds_it(tmp_path, capsys):
@@ -218,4 +229,94 @@ def test_a_run_is_followed_while_a_process_holds_it(tmp_path, capsys):
         lock.release()
         thread.join(120)
     assert data_of(out.read_text())["refresh_s"] is None
-    assert "is complete: no run goes on" in capsys.readouterr().out
+    assert "is complete: every run has reached its last step" in capsys.readouterr().out
+
+
+HOLDS = "import sys, time; from trainer.checkpoint.lock import RunLock; RunLock(sys.argv[1], 60).acquire(); "
+HOLDS += "print('held', flush=True); time.sleep(600)"
+
+
+def make_longer(run: Path, steps: int) -> None:
+    """Record that a run of two steps has more."""
+    starts = (run / "starts.jsonl").read_text()
+    assert starts.count('"total_steps": 2') == 1
+    (run / "starts.jsonl").write_text(starts.replace('"total_steps": 2', f'"total_steps": {steps}'))
+
+
+def test_a_killed_run_is_followed_when_it_continues(tmp_path, capsys):
+    run, other, out = make_run(tmp_path / "run", steps=2), make_run(tmp_path / "other", steps=2), tmp_path / "out.html"
+    make_longer(run, 4)
+    builder, said = Builder([str(run), str(other)], Limits()), ""
+
+    def steps() -> list[int]:
+        return data_of(out.read_text())["runs"][0]["curves"]["reward/mean"][0]
+
+    def says(text: str) -> bool:
+        nonlocal said
+        said += capsys.readouterr().out
+        return text in said
+
+    def until(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 120
+        while not condition():
+            assert time.monotonic() < deadline and thread.is_alive()
+            time.sleep(0.05)
+
+    with subprocess.Popen([sys.executable, "-c", HOLDS, str(run)], stdout=subprocess.PIPE) as job:
+        try:
+            assert job.stdout is not None and job.stdout.readline() == b"held\n"
+            thread = threading.Thread(target=_follow, args=(builder, str(out), 0.1), daemon=True)
+            thread.start()
+            until(out.exists)
+        finally:
+            job.kill()
+    waits = f"{run}: stopped at step 2 of 4; waiting for it to continue (Ctrl-C ends)\n"
+    until(lambda: says(waits))
+    shutil.rmtree(run / "checkpoints/global_step_1")  # files that change while the run is stopped get a new page
+    until(lambda: "global_step_1" not in str(data_of(out.read_text())["runs"][0]["marks"][2:]))
+    assert data_of(out.read_text())["refresh_s"] == 0.1
+    with RunLock(str(run), 60) as lock:
+        lock.acquire()
+        until(lambda: says(f"{run}: continues\n"))
+        with open(run / "metrics.jsonl", "a") as file:
+            file.write('{"step": 3, "reward/mean": 1.0}\n')
+        until(lambda: steps() == [1, 2, 3])
+    again = f"{run}: stopped at step 3 of 4; waiting for it to continue (Ctrl-C ends)\n"
+    until(lambda: says(again))
+    with RunLock(str(run), 60) as lock:
+        lock.acquire()
+        with open(run / "metrics.jsonl", "a") as file:
+            file.write('{"step": 4, "reward/mean": 1.0}\n')
+    thread.join(120)
+    assert steps() == [1, 2, 3, 4] and data_of(out.read_text())["refresh_s"] is None
+    assert says("is complete: every run has reached its last step")
+    assert said.count(waits) == said.count(again) == 1 and f"{other}:" not in said
+
+
+def test_a_run_that_is_deleted_is_waited_for_no_more(tmp_path, capsys):
+    run = make_run(tmp_path / "run", steps=2)
+    make_longer(run, 4)
+    builder, out = Builder([str(run)], Limits()), str(tmp_path / "out.html")
+    builder.write(out, 0.1)
+    seen = builder.stamp()
+    shutil.rmtree(run)
+    with pytest.raises(UserError, match="no such directory"):
+        _follow(builder, out, 0.1, seen)
+
+
+def test_an_interrupt_ends_following_with_a_sentence(tmp_path):
+    run = make_run(tmp_path / "run", steps=2)
+    make_longer(run, 4)
+    command = [sys.executable, "-m", "trainer", "view", str(run), "--follow", "--interval=0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith(f"view: {run}/view.html (")
+            assert process.stdout.readline().startswith(f"{run}: stopped at step 2 of 4; waiting")
+            assert data_of((run / "view.html").read_text())["refresh_s"] == 0.1
+            process.send_signal(signal.SIGINT)
+            said, errors = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    assert (process.returncode, said, errors) == (0, f"view: {run}/view.html is not written again\n", "")
+    assert data_of((run / "view.html").read_text())["refresh_s"] is None
