@@ -40,12 +40,11 @@ def view(args: argparse.Namespace) -> None:
     """Write the page, and with `--follow` write it again until each run has reached its last step.
 
     Raises:
-        UserError: there is no run, or a file of it is damaged.
+        UserError: there is no run, a file of it is damaged, or the page cannot be written where it should be.
     """
     builder = Builder(args.paths, Limits(args.max_episodes, args.max_tokens, *args.steps))
     out = args.out or (os.path.join(builder.paths[0], _OUT) if len(builder.paths) == 1 else _OUT)
-    if os.path.isdir(out):
-        raise UserError(f"--out={out}: is a directory; name a file")
+    _check_out(out)
     if not args.follow:
         _write_first(builder, out)
         return
@@ -57,6 +56,17 @@ def view(args: argparse.Namespace) -> None:
         with contextlib.suppress(KeyboardInterrupt):  # a second one: the page stays as it is
             builder.write(out)
         show(f"view: {out} is not written again")
+
+
+def _check_out(out: str) -> None:
+    """Check that the page can be written to the file `out`."""
+    if os.path.isdir(out):
+        raise UserError(f"--out={out}: is a directory; name a file")
+    folder = os.path.dirname(out) or "."
+    if not os.path.isdir(folder):
+        raise UserError(f"--out={out}: there is no directory {folder}; create it, or name another file")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"{out}: you may not write in the directory {folder}; name another file with --out")
 
 
 def _write_first(builder: Builder, out: str, refresh_s: float | None = None) -> None:

@@ -127,7 +127,8 @@ def test_a_store_that_cannot_be_reached_leaves_the_page_whole(tmp_path):
         (["nowhere"], "nowhere: no such directory"),
         (["empty"], "empty: is no run directory; it has no metrics.jsonl"),
         (["run", "--out=run"], "--out=run: is a directory; name a file"),
-        (["run", "--out=run/nowhere/x.html"], "No such file"),
+        (["run", "--out=nowhere/x.html"], "--out=nowhere/x.html: there is no directory nowhere; create it"),
+        (["run", "--out=run/metrics.jsonl/x.html", "--follow"], "there is no directory run/metrics.jsonl; create it"),
     ],
 )
 def test_bad_input_gets_one_sentence(tmp_path, monkeypatch, capsys, words, message):
@@ -137,6 +138,19 @@ def test_bad_input_gets_one_sentence(tmp_path, monkeypatch, capsys, words, messa
     assert main(words) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
+
+
+def test_a_directory_that_others_own_is_named(tmp_path):
+    run = make_run(tmp_path / "run", steps=1)
+    as_others = ["setpriv", "--bounding-set=-dac_override"] if os.geteuid() == 0 else []
+    if as_others and (shutil.which("setpriv") is None or subprocess.run([*as_others, "true"], stderr=-3).returncode):
+        pytest.skip("this user may write everywhere")
+    run.chmod(0o555)
+    command = [*as_others, sys.executable, "-m", "trainer", "view", str(run)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    run.chmod(0o755)
+    said = f"error: {run}/view.html: you may not write in the directory {run}; name another file with --out\n"
+    assert (done.returncode, done.stderr) == (2, said)
 
 
 @pytest.mark.parametrize(
