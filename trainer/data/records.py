@@ -141,7 +141,8 @@ def decode_groups(data: bytes, keys: Collection[str] | None = None) -> tuple[dic
             raise ValueError("it has other columns")
         table.validate(full=True)
         if keys is not None:
-            table = table.filter(pa.array([key in keys for key in table.column("key").to_pylist()], pa.bool_()))
+            chosen = frozenset(keys)
+            table = table.filter(pa.array([key in chosen for key in table.column("key").to_pylist()], pa.bool_()))
         rows = table.select([*_PLAIN, *_JSON, "key", *(["source"] if has_sources else [])]).to_pylist()
         samples = _samples_of(table.column("samples").combine_chunks())
     except (pa.ArrowException, OSError) as error:

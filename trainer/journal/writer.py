@@ -22,6 +22,9 @@ from trainer.process.tracing import TRACER
 LOG = logging.getLogger(__name__)
 
 _MOST_DOUBLINGS = 4
+_SHARE = 0.01
+"""Of the time since a step got its first record: so much may go by before the next file. Episodes that take half an
+hour would else give thousands of files, and each is a request to an object store."""
 
 
 @dataclass
@@ -42,7 +45,7 @@ class _Batch:
 
 
 class Writer:
-    """Writes groups on a thread, those of half a second in one file.
+    """Writes groups on a thread, those of half a second in one file; of more time where the batch takes long.
 
     If they cannot be written, it stops, and training continues. It tries again at a later step (`retry`): not as long
     as a write hangs, and not after the disk was full, because then checkpoints need the room more.
@@ -59,6 +62,7 @@ class Writer:
         self._added = 0  # batches that were ever queued
         self._written_batches = 0
         self._is_urgent = False
+        self._newest_step, self._newest_step_at = -1, 0.0
         self._is_stopped = False
         self._failures = 0  # in a row
         self._is_told = False  # that nothing is recorded
@@ -90,6 +94,8 @@ class Writer:
                 self._append(_Batch(step, taken=taken))
 
     def _append(self, batch: _Batch) -> None:
+        if batch.step != self._newest_step:
+            self._newest_step, self._newest_step_at = batch.step, time.monotonic()
         self._queue.append(batch)
         self._added += 1
         self._begin()
@@ -167,7 +173,7 @@ class Writer:
         while True:
             with self._condition:
                 self._condition.wait_for(lambda: self._queue or self._is_closed)
-                self._condition.wait_for(lambda: self._is_urgent or self._is_closed, time_limits.JOURNAL_FLUSH_S)
+                self._condition.wait_for(lambda: self._is_urgent or self._is_closed, self._delay_s())
                 batches, self._queue, self._is_urgent = self._queue, [], False
                 if self._is_closed and not batches:
                     return
@@ -176,6 +182,10 @@ class Writer:
                 with self._condition:
                     self._written_batches += 1
                     self._condition.notify_all()
+
+    def _delay_s(self) -> float:
+        """Return how long the next file may wait for more."""
+        return max(time_limits.JOURNAL_FLUSH_S, _SHARE * (time.monotonic() - self._newest_step_at))
 
     def _write(self, batch: _Batch) -> None:
         if self._is_stopped:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+import time
 
 import pytest
 
@@ -92,3 +93,25 @@ def test_an_error_of_any_kind_stops_the_journal_with_a_warning_and_not_its_threa
     train(journal, range(1, 3))
     journal.close()
     assert steps_on_disk(tmp_path) == {2}
+
+
+def test_a_batch_that_takes_long_is_written_in_fewer_files(tmp_path, monkeypatch):
+    """A record waits for a hundredth of the time since the first one of its step, unless somebody needs it."""
+    monkeypatch.setattr(time_limits, "JOURNAL_FLUSH_S", 0.0)
+    journal = opened(tmp_path)
+
+    def number_of_files() -> int:
+        return len([*tmp_path.glob(".journal/step_*.arrow")])
+
+    journal.add(1, {"a": group("a")})
+    wait_until(lambda: number_of_files() == 1)
+    journal._writer._newest_step_at -= 3600
+    for name in "bc":
+        journal.add(1, {name: group(name)})
+        time.sleep(0.2)
+    assert number_of_files() == 1
+    journal.wait()
+    assert number_of_files() == 2
+    journal.add(2, {"d": group("d")})
+    wait_until(lambda: number_of_files() == 3)
+    journal.close()
