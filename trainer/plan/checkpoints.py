@@ -22,8 +22,13 @@ class PlannedSaves:
     """Bytes of an export in Hugging Face format."""
     write_s: float
     """Seconds in which a copied state is written. With `trainer.ckpt_async`, training continues meanwhile."""
+    save_s: float
+    """Seconds from the beginning of a save to its commit: its state is copied, then written."""
     blocked_s: float
-    """Seconds that training waits for a save."""
+    """Seconds that training waits at each save: for its copy, and until the save before has ended. Without
+    `trainer.ckpt_async`, until it is committed."""
+    waits_s: float
+    """Seconds that training waits for all saves of the run. The last save ends the run, so all of it counts."""
     interval_steps: int
     """Steps between saves."""
     best_interval_steps: int
@@ -61,6 +66,9 @@ def plan_saves(
 ) -> PlannedSaves:
     """Return what saves take, and what a kill costs.
 
+    A save first waits until the save before has ended. The state is copied and written while training continues, or
+    while it waits (`trainer.ckpt_async=false`). The last save of the run is always waited for.
+
     A kill repeats the steps since the last save, half an interval on average. The journal keeps their episodes, so
     what the ranks do counts alone, and half of the rollouts of the step that was interrupted.
 
@@ -74,16 +82,57 @@ def plan_saves(
     write = size / storage
     # The copy runs while the ranks wait for the rollouts of the next step.
     idle = max(0.0, time.rollout - time.rest) if time.overlaps else time.rollout
-    blocked = max(0.0, copy_s - idle) if t.ckpt_async else copy_s + write
-    best_s = max(math.sqrt(2 * blocked * t.mean_time_between_failures * 60), 2 * write, step_s)
+    save = copy_s + write
+    stall = max(0.0, copy_s - idle) if t.ckpt_async else save
+    best_s = max(math.sqrt(2 * stall * t.mean_time_between_failures * 60), 2 * save, step_s)
     best = max(1, round(best_s / step_s))
-    interval = t.ckpt_interval if isinstance(t.ckpt_interval, int) and t.ckpt_interval > 0 else best
-    if t.ckpt_interval == -1:
-        minutes = t.ckpt_interval_minutes
-        interval = max(1, round(60 * minutes / step_s)) if minutes > 0 else cfg.total_steps
+    interval = _interval(cfg, step_s, best)
+    if interval >= time.steps:  # the last save is the only one, and nothing is left to train meanwhile
+        stall = save
+    blocked = stall + _left_of_save(save, interval * step_s + stall)
+    waits = _all_waits(time, interval, stall, save)
     if cfg.rollout.journal and cfg.task.generates:
         lost = interval / 2 * time.rest + time.rollout / 2
     else:
         lost = interval / 2 * step_s
     restart = START_S["cpu" if on_cpu else "cuda"] + size / storage
-    return PlannedSaves(size, export_bytes(cfg, roles, on_cpu), write, blocked, interval, best, restart, lost)
+    export = export_bytes(cfg, roles, on_cpu)
+    return PlannedSaves(size, export, write, save, blocked, waits, interval, best, restart, lost)
+
+
+def _interval(cfg: Config, step_s: float, best: int) -> int:
+    """Return the steps between saves, on average.
+
+    Args:
+        best: the number for `trainer.ckpt_interval=auto`.
+    """
+    by_steps, minutes = cfg.trainer.ckpt_interval, cfg.trainer.ckpt_interval_minutes
+    if isinstance(by_steps, str):
+        return best
+    if minutes <= 0:
+        return by_steps if by_steps > 0 else cfg.total_steps
+    by_time = max(1, round(60 * minutes / step_s))
+    # Between two saves that are due by steps, others are due by time.
+    return round(by_steps / math.ceil(by_steps / by_time)) if by_steps > 0 else by_time
+
+
+def _left_of_save(save_s: float, since_s: float) -> float:
+    """Return the seconds that a save still takes, `since_s` seconds after its beginning."""
+    return max(0.0, save_s - since_s)
+
+
+def _all_waits(time: StepTime, interval: int, stall_s: float, save_s: float) -> float:
+    """Return the seconds that training waits for all saves of the run.
+
+    Args:
+        interval: steps between saves.
+        stall_s: seconds that training waits for a save before it is due again.
+        save_s: seconds from the beginning of a save to its commit.
+    """
+    before_last = (time.steps - 1) // interval
+    if before_last == 0:
+        return save_s
+    last_steps = time.steps - before_last * interval
+    joins = (before_last - 1) * _left_of_save(save_s, interval * time.total + stall_s)
+    joins += _left_of_save(save_s, last_steps * time.total + stall_s)
+    return before_last * stall_s + joins + save_s

@@ -101,9 +101,29 @@ def notes(cfg: Config, plan: Plan) -> list[str]:
                 f"an episode has {w.prompt + w.response:,} of at most {w.longest:,} tokens, on average, and all after "
                 f"the first {w.prompt:,} count as generated and trained; plan.response_tokens says how many they are"
             )
+    if (slow := _slow_saves(cfg, plan)) is not None:
+        found.append(slow)
     if any(map(cfg.validates, range(1, cfg.total_steps + 1))):
         found.append("hours are without validation")
     return found
+
+
+def _slow_saves(cfg: Config, plan: Plan) -> str | None:
+    """Return a note if saves take longer than the interval between them; None: they do not."""
+    saves, t = plan.saves, cfg.trainer
+    seconds = saves.interval_steps * plan.time.total
+    if saves.save_s <= seconds or saves.interval_steps >= plan.time.steps:
+        return None
+    by_time = isinstance(t.ckpt_interval, int) and t.ckpt_interval != saves.interval_steps
+    key = f"trainer.ckpt_interval{'_minutes' if by_time else ''}"
+    ways = [f"a larger {key}", "faster storage (plan.storage_gb_s)"]
+    if not t.ckpt_async:
+        ways.insert(0, "trainer.ckpt_async=true")
+    return (
+        f"a save takes {_duration(saves.save_s)}, longer than the {_duration(seconds)} between saves "
+        f"({saves.interval_steps} step{'s' if saves.interval_steps > 1 else ''}), so training waits "
+        f"{_duration(saves.blocked_s)} at each; {', '.join(ways[:-1])} or {ways[-1]} makes the waits shorter"
+    )
 
 
 def _memory(plan: Plan) -> Table:
@@ -146,7 +166,8 @@ def _time(plan: Plan) -> Table:
         table.add_row(name, f"{_duration(seconds)}, {seconds / total:.0%}")
     table.add_row("a step", f"{_duration(total)}{', engines work ahead' if plan.time.overlaps else ''}")
     table.add_row("tokens", f"{plan.time.tokens:,} a step, {plan.time.tokens_per_s:,.0f} a second")
-    table.add_row("all steps", f"{plan.time.steps:,} steps, {plan.hours:.1f} hours")
+    waits = f"{_duration(plan.saves.waits_s)} of them waiting for saves"
+    table.add_row("all steps", f"{plan.time.steps:,} steps, {plan.hours:.1f} hours, {waits}")
     return table
 
 
@@ -208,7 +229,12 @@ def as_json(plan: Plan, sentence: str, changes: Mapping[str, Any] | None) -> dic
         "seconds": {**plan.time.phases, "step": plan.time.total},
         "tokens_per_s": plan.time.tokens_per_s,
         "hours": plan.hours,
-        "save": {"write": saves.write_s, "blocked": saves.blocked_s},
+        "save": {
+            "write": saves.write_s,
+            "all": saves.save_s,
+            "blocked": saves.blocked_s,
+            "blocked_in_run": saves.waits_s,
+        },
         "interval_steps": {"chosen": saves.interval_steps, "best": saves.best_interval_steps},
         "kill": {"restart": saves.restart_s, "lost": saves.lost_s, "all": saves.kill_s},
     }

@@ -59,9 +59,52 @@ def test_adapters_alone_are_saved():
     assert export_bytes(cfg, [policy], True) == 4 * policy.model.trained
 
 
-def saves(cfg, rollout_s=6.0, rest_s=4.0, copy_s=1.0, overlaps=False):
-    time = StepTime({"rollout": rollout_s, "update": rest_s}, 10, overlaps, 1000)
-    return plan_saves(cfg, planned(cfg), time, copy_s, 1e9, True)
+def saves(cfg, rollout_s=6.0, rest_s=4.0, copy_s=1.0, write_s=0.01, overlaps=False):
+    time = StepTime({"rollout": rollout_s, "update": rest_s}, cfg.total_steps, overlaps, 1000)
+    roles = planned(cfg)
+    return plan_saves(cfg, roles, time, copy_s, checkpoint_bytes(roles) / write_s, True)
+
+
+class Simulated:
+    """A run of steps of 10 s, of which 6 s are rollouts, with its saves.
+
+    Args:
+        copy_s: seconds in which a state is copied; the step after waits for it when its rollouts are done.
+        write_s: seconds in which the copy is written. A save first waits until the save before has ended.
+    """
+
+    def __init__(self, steps: int, interval: int, copy_s: float, write_s: float, is_async: bool):
+        self.curve = [(0.0, 0.0)]
+        """Seconds since the start, and seconds of work until then."""
+        self.saves = [(0.0, 0.0, 0.0)]
+        """Seconds since the start at its beginning and at its commit, and seconds of work in it."""
+        now = work = copied = 0.0
+        for step in range(1, steps + 1):
+            for seconds in (6.0, 4.0):
+                now, work = now + seconds, work + seconds
+                self.curve.append((now, work))
+                now = max(now, copied)
+                self.curve.append((now, work))
+            if step % interval == 0 or step == steps:
+                now = max(now, self.saves[-1][1])
+                self.curve.append((now, work))
+                copied = now + copy_s
+                self.saves.append((now, copied + write_s, work))
+                if not is_async or step == steps:
+                    now = copied + write_s
+                    self.curve.append((now, work))
+        self.waits_s = now - work
+
+
+ASYNC = [
+    (True, 1.0, 30.0),  # hidden
+    (True, 8.0, 30.0),  # the copy takes 2 s longer than the rollouts
+    (True, 1.0, 130.0),  # longer than the interval of 100 s
+    (True, 8.0, 250.0),
+    (False, 1.0, 30.0),
+    (False, 1.0, 250.0),
+]
+"""Whether `trainer.ckpt_async`, and the seconds in which a state is copied and written."""
 
 
 def test_a_kill_repeats_half_of_an_interval_without_the_rollouts():
@@ -97,7 +140,27 @@ def test_training_waits_for_a_save_that_does_not_hide():
     assert saves(cfg, copy_s=8.0).blocked_s == 8.0 + saves(cfg).write_s  # a save copies before it writes
 
 
-@pytest.mark.parametrize(("interval", "minutes", "steps"), [(5, -1, 5), ("auto", -1, 17), (-1, 2, 12), (-1, -1, 140)])
+def test_a_save_waits_for_the_one_before():
+    cfg = config(ckpt_interval=10)
+    assert saves(cfg, write_s=99.0).blocked_s == 0
+    assert saves(cfg, write_s=139.0).blocked_s == pytest.approx(1.0 + 139.0 - 100.0)
+    assert saves(cfg, copy_s=8.0, write_s=139.0).blocked_s == pytest.approx(8.0 + 139.0 - 100.0)
+    cfg.trainer.ckpt_async = False
+    assert saves(cfg, write_s=139.0).blocked_s == pytest.approx(1.0 + 139.0)
+
+
+@pytest.mark.parametrize(("is_async", "copy_s", "write_s"), ASYNC)
+@pytest.mark.parametrize(("interval", "steps"), [(10, 140), (10, 137), (1, 3), (-1, 140), (20, 7)])
+def test_a_run_waits_for_its_saves(interval, steps, is_async, copy_s, write_s):
+    cfg = config(ckpt_interval=interval, ckpt_async=is_async, total_steps=steps)
+    simulated = Simulated(steps, steps if interval == -1 else interval, copy_s, write_s, is_async)
+    assert saves(cfg, copy_s=copy_s, write_s=write_s).waits_s == pytest.approx(simulated.waits_s)
+
+
+@pytest.mark.parametrize(
+    ("interval", "minutes", "steps"),
+    [(5, -1, 5), ("auto", -1, 17), (-1, 2, 12), (-1, -1, 140), (10, 1, 5), (10, 0.5, 2), (10, 2, 10)],
+)
 def test_the_interval_is_that_of_the_config(interval, minutes, steps):
     cfg = config(ckpt_interval=interval, ckpt_interval_minutes=minutes)
     assert saves(cfg, copy_s=7.0).interval_steps == steps  # auto: sqrt(2 * 1 s * 240 min) = 170 s

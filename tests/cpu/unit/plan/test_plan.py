@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from trainer.plan.hardware import CONTEXT_BYTES, GB, Cluster
 from trainer.plan.plan import make_plan
 from trainer.plan.ranks import ENGINE_KINDS
@@ -38,6 +40,17 @@ def test_an_engine_with_gpus_of_its_own_has_weights_a_cache_and_buffers(cfg, nod
     e = plan.engine
     expected = {"weights": e.weights, "kv_cache": e.kv_cache, "buffers": e.workspace, "reserved": CONTEXT_BYTES}
     assert phase.sizes == expected and phase.total == e.budget
+
+
+def test_hours_count_the_waits_for_saves(cfg, node):
+    cfg.trainer.ckpt_interval, cfg.plan.storage_gb_s = 1, 0.01
+    plan = make_plan(cfg, node, traced=False)
+    assert plan.saves.write_s > 2 * plan.time.total
+    in_order = plan.time.steps * plan.saves.save_s  # the next save begins when one has ended
+    assert plan.hours == pytest.approx((plan.time.total + in_order) / 3600)
+    cfg.trainer.ckpt_async = False
+    waits = make_plan(cfg, node, traced=False)
+    assert waits.hours == pytest.approx((plan.time.steps * plan.time.total + in_order) / 3600)
 
 
 def test_a_large_model_does_not_fit_one_gpu(cfg, node):

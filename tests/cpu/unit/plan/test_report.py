@@ -71,6 +71,8 @@ def test_json_has_the_same_numbers(cfg, node):
     assert (rollout["engine_weights"], rollout["kv_cache"]) == (plan.engine.weights, plan.engine.kv_cache)
     assert found["seconds"]["step"] == plan.time.total
     assert found["checkpoint"] == 12 * 596_049_920
+    saves = plan.saves
+    assert list(found["save"].values()) == [saves.write_s, saves.save_s, saves.blocked_s, saves.waits_s]
 
 
 def test_notes_name_a_network_and_experts_that_were_not_measured(cfg, node, save_config):
@@ -98,6 +100,26 @@ def test_notes_name_what_counts_as_nothing(cfg, node):
     assert "hours are without validation" in text()
     cfg.rollout.engine, cfg.rollout.urls, cfg.rollout.colocate = "server", ["http://host:8000"] * 8, False
     assert "rollout.engine=server generates outside of this cluster: the time of rollouts" in text()
+
+
+def test_a_note_says_that_saves_take_longer_than_their_interval(cfg, node):
+    def slow() -> list[str]:
+        return [note for note in notes(cfg, make_plan(cfg, node, traced=False)) if note.startswith("a save takes")]
+
+    assert slow() == []
+    cfg.trainer.ckpt_interval, cfg.plan.storage_gb_s = 1, 0.01
+    plan = make_plan(cfg, node, traced=False)
+    (note,) = slow()
+    assert f"longer than the {plan.time.total:.3g} s between saves (1 step), so training waits " in note
+    assert note.endswith(
+        "at each; a larger trainer.ckpt_interval or faster storage (plan.storage_gb_s) makes the waits shorter"
+    )
+    cfg.trainer.ckpt_async = False
+    assert "; trainer.ckpt_async=true, a larger trainer.ckpt_interval or faster storage" in slow()[0]
+    cfg.trainer.ckpt_interval, cfg.trainer.ckpt_interval_minutes = -1, 0.01
+    assert "a larger trainer.ckpt_interval_minutes or faster" in slow()[0]
+    cfg.trainer.ckpt_interval, cfg.trainer.ckpt_interval_minutes = -1, -1  # the last save alone
+    assert slow() == []
 
 
 def test_notes_say_which_share_of_activations_compiled_blocks_count_with(cfg, node):
