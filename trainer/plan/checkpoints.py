@@ -11,6 +11,9 @@ from trainer.plan.hardware import START_S
 from trainer.plan.ranks import PlannedRole
 from trainer.plan.timing import StepTime
 
+_MOMENTS = 100
+"""Moments of a kill, spread evenly over the time between two saves."""
+
 
 @dataclass(frozen=True)
 class PlannedSaves:
@@ -36,7 +39,7 @@ class PlannedSaves:
     restart_s: float
     """Seconds from a kill to the first step after it."""
     lost_s: float
-    """Seconds of work that a kill repeats, on average."""
+    """Seconds from a restart until the run is where the kill met it, on average: repeated steps, waits for saves."""
 
     @property
     def kill_s(self) -> float:
@@ -69,8 +72,8 @@ def plan_saves(
     A save first waits until the save before has ended. The state is copied and written while training continues, or
     while it waits (`trainer.ckpt_async=false`). The last save of the run is always waited for.
 
-    A kill repeats the steps since the last save, half an interval on average. The journal keeps their episodes, so
-    what the ranks do counts alone, and half of the rollouts of the step that was interrupted.
+    A kill repeats the steps since the last committed save began, see `_lost_seconds`. The journal keeps their
+    episodes, so what the ranks do counts alone, and half of the rollouts of the step that was interrupted.
 
     Args:
         time: of a step.
@@ -91,10 +94,12 @@ def plan_saves(
         stall = save
     blocked = stall + _left_of_save(save, interval * step_s + stall)
     waits = _all_waits(time, interval, stall, save)
+    work = min(interval, time.steps) * step_s
     if cfg.rollout.journal and cfg.task.generates:
-        lost = interval / 2 * time.rest + time.rollout / 2
+        interrupted = work / (work + blocked)  # a kill while training waits for a save interrupts no step
+        lost = _lost_seconds(work, stall, save, time.rest / step_s) + interrupted * time.rollout / 2
     else:
-        lost = interval / 2 * step_s
+        lost = _lost_seconds(work, stall, save, 1.0)
     restart = START_S["cpu" if on_cpu else "cuda"] + size / storage
     export = export_bytes(cfg, roles, on_cpu)
     return PlannedSaves(size, export, write, save, blocked, waits, interval, best, restart, lost)
@@ -119,6 +124,34 @@ def _interval(cfg: Config, step_s: float, best: int) -> int:
 def _left_of_save(save_s: float, since_s: float) -> float:
     """Return the seconds that a save still takes, `since_s` seconds after its beginning."""
     return max(0.0, save_s - since_s)
+
+
+def _lost_seconds(work_s: float, stall_s: float, save_s: float, repeated: float) -> float:
+    """Return the seconds from a restart until the run is where the kill met it, on average over all moments.
+
+    A save counts from its commit on, `save_s` after it began. If saves are hidden (`stall_s` = 0, `save_s` <= `work_s`)
+    and steps are repeated whole, this is `work_s / 2 + save_s`: half an interval, and the time that a save takes. If
+    they take longer than the interval, it is `work_s + save_s / 2`.
+
+    Args:
+        work_s: seconds of the steps between two saves.
+        stall_s: seconds that training waits for a save before it is due again. They count as those after its beginning.
+        save_s: seconds from the beginning of a save to its commit.
+        repeated: seconds in which a second of these steps is repeated.
+    """
+    between = work_s + stall_s + _left_of_save(save_s, work_s + stall_s)  # the beginnings of two saves
+    total = 0.0
+    for i in range(_MOMENTS):
+        since = save_s + between * (i + 0.5) / _MOMENTS  # the beginning of the newest save that is committed
+        if since < between:
+            total += repeated * (since - stall_s)
+            continue
+        # The next save was under way. It is due again after its interval, and the one after it follows.
+        since -= between
+        done = min(max(0.0, since - stall_s), work_s)
+        following = max(save_s, stall_s + repeated * done + work_s - done)
+        total += repeated * work_s + following - (between - since)
+    return total / _MOMENTS
 
 
 def _all_waits(time: StepTime, interval: int, stall_s: float, save_s: float) -> float:

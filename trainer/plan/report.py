@@ -177,7 +177,7 @@ def _saves(plan: Plan) -> Table:
     table.add_row("interval", f"{saves.interval_steps} steps; least is lost with {saves.best_interval_steps}")
     table.add_row(
         "a kill costs",
-        f"{_duration(saves.kill_s)}: {_duration(saves.restart_s)} to start, {_duration(saves.lost_s)} of work",
+        f"{_duration(saves.kill_s)}: {_duration(saves.restart_s)} to start, {_duration(saves.lost_s)} to repeat",
     )
     return table
 
