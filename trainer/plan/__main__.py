@@ -62,7 +62,7 @@ def _plan(cfg: Config) -> None:
     larger = None if plan.fits or changes else larger_cluster(cfg, cluster)
     sentence = verdict(plan, changes, larger)
     if _json[0]:
-        show(json.dumps(as_json(plan, sentence, changes), indent=2))
+        show(json.dumps(as_json(cfg, plan, sentence, changes, larger), indent=2))
     else:
         show(as_text(cfg, plan, sentence))
 

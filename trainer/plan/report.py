@@ -199,15 +199,29 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def as_json(plan: Plan, sentence: str, changes: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the plan as plain values. Sizes are bytes, times are seconds."""
+def as_json(
+    cfg: Config,
+    plan: Plan,
+    sentence: str,
+    changes: Mapping[str, Any] | None,
+    larger: tuple[Cluster, Mapping[str, Any]] | None,
+) -> dict[str, Any]:
+    """Return the plan as plain values. Sizes are bytes, times are seconds.
+
+    Args:
+        changes: with which it fits the cluster.
+        larger: a cluster on which it fits, and the changes for it.
+    """
     saves, engine = plan.saves, plan.engine
     return {
         "verdict": sentence,
         "fits": plan.fits,
         "problems": list(plan.problems),
         "changes": dict(changes or {}),
-        "cluster": {"nodes": plan.cluster.nodes, "per_node": plan.cluster.per_node, "device": plan.cluster.device.name},
+        "larger_cluster": None if larger is None else _cluster(larger[0]),
+        "larger_changes": {} if larger is None else dict(larger[1]),
+        "notes": notes(cfg, plan),
+        "cluster": _cluster(plan.cluster),
         "gpus": plan.gpus,
         "parameters": {role.spec.name: role.model.total for role in plan.roles},
         "memory": [
@@ -238,3 +252,7 @@ def as_json(plan: Plan, sentence: str, changes: Mapping[str, Any] | None) -> dic
         "interval_steps": {"chosen": saves.interval_steps, "best": saves.best_interval_steps},
         "kill": {"restart": saves.restart_s, "lost": saves.lost_s, "all": saves.kill_s},
     }
+
+
+def _cluster(cluster: Cluster) -> dict[str, Any]:
+    return {"nodes": cluster.nodes, "per_node": cluster.per_node, "device": cluster.device.name}

@@ -23,6 +23,18 @@ def test_a_plan_is_printed_as_text_and_json(tmp_path):
     assert json.loads(done.stdout)["gpus"] == 8
 
 
+def test_the_json_of_a_run_that_does_not_fit_names_the_larger_cluster(tmp_path):
+    one = ["data=gsm8k", "model.path=Qwen/Qwen3-8B", "rollout.colocate=true", "trainer.offload=all"]
+    done = plan(tmp_path, *one, "plan.gpus=1xRTX4090", "--json")
+    found = json.loads(done.stdout)
+    assert not found["fits"] and found["changes"] == {}
+    larger, changes = found["larger_cluster"], found["larger_changes"]
+    assert (larger["per_node"], larger["device"]) == (1, "RTX4090") and larger["nodes"] > 1
+    assert f"; it fits {larger['nodes']} nodes of 1 RTX4090 with " in found["verdict"]
+    assert all(f" {key}=" in found["verdict"] for key in changes) and changes
+    assert any("data sheets" in note for note in found["notes"])
+
+
 def test_overrides_that_training_refuses_are_refused(tmp_path):
     done = plan(tmp_path, "trainer.task=sft", "rollout.n=4", "plan.gpus=8xH100")
     assert (done.returncode, done.stdout) == (2, "")

@@ -60,7 +60,7 @@ def test_changes_are_overrides():
 
 def test_json_has_the_same_numbers(cfg, node):
     plan = make_plan(cfg, node)
-    found = json.loads(json.dumps(as_json(plan, "It fits.", None)))
+    found = json.loads(json.dumps(as_json(cfg, plan, "It fits.", None, None)))
     assert found["fits"] and found["parameters"] == {"policy": 596_049_920}
     (member,) = found["memory"]
     assert all(
@@ -71,6 +71,8 @@ def test_json_has_the_same_numbers(cfg, node):
     assert (rollout["engine_weights"], rollout["kv_cache"]) == (plan.engine.weights, plan.engine.kv_cache)
     assert found["seconds"]["step"] == plan.time.total
     assert found["checkpoint"] == 12 * 596_049_920
+    assert (found["larger_cluster"], found["larger_changes"]) == (None, {})
+    assert found["notes"] == notes(cfg, plan) != []
     saves = plan.saves
     assert list(found["save"].values()) == [saves.write_s, saves.save_s, saves.blocked_s, saves.waits_s]
 
