@@ -334,7 +334,8 @@ def parse_cluster(text: str, host_memory_gb: float | None = None) -> Cluster:
     """
     if text.casefold() == CPU:
         return _with_host_memory(Cluster(1, usable_cores(), this_machine()), host_memory_gb)
-    found = re.fullmatch(r"(?:(\d{1,6})x)?(?:(\d{1,6})x)?([A-Za-z][\w -]*|\d{4})", text.strip())
+    # No GPU has a name that begins with x, so an x there follows an empty number: xH100, 8xxH100.
+    found = re.fullmatch(r"(?:(\d{1,6})x)?(?:(\d{1,6})x)?(?![xX])([A-Za-z][\w -]*|\d{4})", text.strip())
     nodes, per_node = (int(found[1] or 1), int(found[2] or 1)) if found else (0, 0)
     if found and not found[2]:
         nodes, per_node = 1, nodes
