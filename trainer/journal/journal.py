@@ -1,4 +1,4 @@
-"""The journal: finished groups of episodes, durable before a step trains on them, and found again after a kill."""
+"""The journal: finished episodes, durable before a step trains on them, and found again after a kill."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Journal:
     Any thread may find and add groups, and make keys for a history. All else is for the thread that made the journal,
     the one that trains: only this thread knows which weights sample now.
 
-    A record is a group of episodes under a key. The key is a digest of all that decides the episodes, so a record of
-    another history, config or prompt has another key.
+    A record is an episode, or a group of them, under a key. The key is a digest of all that decides the episodes, so a
+    record of another history, config or prompt has another key. The methods speak of groups for both.
 
     Args:
         settings: digests of the config.
@@ -255,7 +255,7 @@ class Journal:
         history: str | None = None,
         version: int | None = None,
     ) -> None:
-        """Begin to write finished groups, by key. They appear in one file, so all of them are kept or none.
+        """Begin to write finished episodes or groups, by key. They appear in one file, so all of them are kept or none.
 
         Args:
             step: the one that trains on them, or the last one that may. Later, the records can be deleted.
