@@ -52,8 +52,6 @@ class _Step:
     """What was taken in flight. The newest is the last one."""
     histories: set[str] = field(default_factory=set)
     used: set[str] = field(default_factory=set)
-    is_held: bool = False
-    """The checkpoint has the episodes that the step trains on."""
 
 
 class Replay:
@@ -74,6 +72,7 @@ class Replay:
         self._open: dict[int, _Step] = {}
         self._trained: dict[str, list[tuple[Age, tuple[int, str]]]] = {}  # in flight: when, which record of a key
         self._unusable: set[str] = set()  # files
+        self._held: set[int] = set()  # steps whose episodes are in the checkpoint
         self._counts: Counter[str] = Counter()
         self.is_over = False
         """The run is behind the last step that has records."""
@@ -107,7 +106,7 @@ class Replay:
     def note_held(self, step: int, groups: int) -> None:
         """Note that the checkpoint has the groups that a step trains on, so no record of them is asked for."""
         if step <= self._last:
-            self._opened(step).is_held = True
+            self._held.add(step)
             self._counts["held"] += groups
 
     def has_records(self, step: int) -> bool:
@@ -164,13 +163,13 @@ class Replay:
     def end_before(self, step: int) -> None:
         """Forget the steps before `step`: no one asks for them again."""
         for ended in [number for number in self._open if number < step]:
-            self._end_step(self._open.pop(ended))
+            self._end_step(ended, self._open.pop(ended))
         self.is_over = step > self._last
 
     def report(self) -> None:
         """Log how many groups came from the journal, and why others did not."""
-        for step in self._open.values():
-            self._end_step(step)
+        for number, step in self._open.items():
+            self._end_step(number, step)
         counts = self._counts
         reasons = [
             f"{counts[name]} {name}"
@@ -239,9 +238,9 @@ class Replay:
         self._counts[_DAMAGED] += 1
         self._unusable.add(name)
 
-    def _end_step(self, step: _Step) -> None:
+    def _end_step(self, number: int, step: _Step) -> None:
         unused: dict[str, str] = {}  # why, by group
-        for key in () if step.is_held else step.records.keys() - step.used:
+        for key in () if number in self._held else step.records.keys() - step.used:
             records = [record for record in step.records[key] if record.name not in self._unusable]
             if not records:
                 continue

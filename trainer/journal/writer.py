@@ -104,6 +104,7 @@ class Writer:
         """Let the thread write without waiting for more groups."""
         with self._condition:
             self._is_urgent = bool(self._queue)
+            self._newest_step = -1  # what the step records after that is another batch, such as its evaluation
             self._condition.notify_all()
 
     def retry(self, is_start: bool = False) -> None:

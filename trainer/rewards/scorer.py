@@ -61,7 +61,7 @@ class Scorer(Protocol):
 
         Otherwise episodes are scored and recorded one by one, as soon as each has ended.
         """
-        ...
+        return True
 
     def scoring(self, n: int, purpose: str) -> AbstractContextManager[Scoring]:
         """Score the episodes that are added in the block. Several threads may each run such a block.

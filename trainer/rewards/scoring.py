@@ -53,13 +53,8 @@ class RewardPool(WorkerPool):
 
     @property
     def wants_groups(self) -> bool:
-        """Whether a function judges the completions of a group together."""
-        return any(function.signature.grouped for function in self.functions)
-
-    @property
-    def batches(self) -> bool:
-        """Whether several completions are cheaper together: a server gets them in one request."""
-        return any(function.batch > 1 for function in self.functions)
+        """Whether a function judges the completions of a group together, or a server gets several in a request."""
+        return any(function.signature.grouped or function.batch > 1 for function in self.functions)
 
     def score(self, inputs: Sequence[RewardInput], n: int = 1, step: str = "") -> Scores:
         """Return the rewards of completions that are all there (see `scoring`).

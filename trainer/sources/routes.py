@@ -46,13 +46,8 @@ class Route:
 
     @property
     def wants_groups(self) -> bool:
-        """Whether the rewards of a group depend on all of its episodes."""
+        """Whether the rewards of a group begin together, when its last episode has ended."""
         return self.scorer is not None and getattr(self.scorer, "wants_groups", True)
-
-    @property
-    def scores_groups(self) -> bool:
-        """Whether the rewards of a group begin when its last missing episode has ended."""
-        return self.wants_groups or getattr(self.scorer, "batches", False)
 
 
 def make_scorers(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from trainer.data.datasets import of_source
 from trainer.environments.episode_runner import RolloutRequest
@@ -47,14 +46,8 @@ class ScoredPart:
         self._indices = list(requests)
         """In the call, by the index in this part."""
         self._own_indices = {index: own for own, index in enumerate(self._indices)}
-        self._together: list[range] = []
-        """The indices in this part whose rewards begin together, by each of them."""
-        for _, group in itertools.groupby(request.group for request in requests.values()):
-            first, size = len(self._together), len(list(group))
-            if route.scores_groups:
-                self._together += [range(first, first + size)] * size
-            else:
-                self._together += [range(own, own + 1) for own in range(first, first + size)]
+        self._together = n if route.wants_groups else 1
+        """Episodes whose rewards begin together. Where they are more than one, all of a group are in this part."""
 
     def take(self, chunk: Mapping[int, Episode], ended: Mapping[int, Episode]) -> dict[int, Episode]:
         """Take episodes that have just ended. Return those whose rewards are known now: all, without a scorer.
@@ -66,11 +59,13 @@ class ScoredPart:
         new = [index for index in chunk if index in self._own_indices]
         if self.session is None:
             return {index: self._with_reward(chunk[index], *_own_reward(chunk[index])) for index in new}
-        chosen = {self._together[self._own_indices[index]] for index in new}
-        whole = [own for own in chosen if all(self._indices[place] in ended for place in own)]
-        for begin, end in _joined(whole):  # several at a time: each call costs the driver time
-            of_call = self._indices[begin:end]
-            self.session.add(begin, [_reward_input(self._requests[index], ended[index]) for index in of_call])
+        size = self._together
+        begins = sorted({self._own_indices[index] // size * size for index in new})
+        whole = [own for own in begins if all(index in ended for index in self._indices[own : own + size])]
+        # Single ones together, because each call costs the driver time; a request to a server has one group alone.
+        for first, end in _runs(whole) if size == 1 else [(own, own + size) for own in whole]:
+            indices = self._indices[first:end]
+            self.session.add(first, [_reward_input(self._requests[index], ended[index]) for index in indices])
         return {}
 
     def finished(self, ended: Mapping[int, Episode], lacks: Callable[[int], bool]) -> dict[int, Episode]:
@@ -100,15 +95,15 @@ class ScoredPart:
         )
 
 
-def _joined(parts: Iterable[range]) -> list[tuple[int, int]]:
-    """Return the begins and ends of ranges, with those that follow one another as one."""
-    joined: list[tuple[int, int]] = []
-    for part in sorted(parts, key=lambda part: part.start):
-        if joined and joined[-1][1] == part.start:
-            joined[-1] = joined[-1][0], part.stop
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Return begin and end of each run of consecutive numbers, which are in order."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number:
+            runs[-1] = runs[-1][0], number + 1
         else:
-            joined.append((part.start, part.stop))
-    return joined
+            runs.append((number, number + 1))
+    return runs
 
 
 def by_source(requests: Sequence[RolloutRequest]) -> dict[str, dict[int, RolloutRequest]]:

@@ -14,8 +14,9 @@ import psutil
 import pytest
 
 from tests.support.jobs import command_of, wait_until
-from tests.support.rewards import reward_pool, score
+from tests.support.rewards import full, reward_pool, score
 from trainer.cluster.supervisor import end_all, is_running
+from trainer.config.reward import RemoteConfig
 from trainer.errors import UserError, WorkerError
 from trainer.process.failure_log import INCIDENTS, INFRASTRUCTURE, read_incidents
 
@@ -176,7 +177,7 @@ def test_pool_refuses_an_unknown_reward():
 
 DRIVER = """
 from tests.support.jobs import wait_until
-from tests.support.rewards import reward_pool, score
+from tests.support.rewards import full, reward_pool, score
 
 with reward_pool("{name}", 60, 2) as pool:
     score(pool, ["1"] * 256, ["0"] * 256)
@@ -244,3 +245,18 @@ def test_a_reward_that_asks_for_it_gets_the_whole_row(tmp_path, monkeypatch, nam
     with reward_pool(f"row_rewards:{name}", 10, 1) as pool:
         rewards, failures = score(pool, ["1", "2"], ["", ""], rows)
     assert rewards == expected and failures.count == 0
+
+
+@pytest.mark.parametrize(
+    ("names", "size", "wants_groups"),
+    [(["length"], 16, False), (["length", "rank"], 16, True), (["remote"], 16, True), (["length", "remote"], 1, False)],
+)
+def test_groups_are_wanted_where_completions_are_judged_together(names, size, wants_groups):
+    """By a function that asks for all completions, or by a server that gets several in a request."""
+    url = {"url": "http://127.0.0.1:9/score"} if "remote" in names else {}
+    pool = reward_pool(
+        [name if name == "remote" else full(name) for name in names],
+        remote=RemoteConfig(completions_per_request=size),
+        **url,
+    )
+    assert pool.wants_groups is wants_groups

@@ -61,16 +61,10 @@ def test_a_group_is_scored_when_it_has_ended_and_gets_its_own_reward():
 
 
 @pytest.mark.parametrize(
-    ("wants_groups", "batches", "begun"),
-    [
-        (False, False, [[5], [1], [0], [4]]),
-        (False, True, [[0, 1, 4, 5]]),
-        (True, False, [[0, 1, 4, 5]]),
-    ],
-    ids=["one by one", "several in a request", "whole groups"],
+    ("wants_groups", "begun"), [(False, [[5], [1, 4], [0]]), (True, [[4, 5], [0, 1]])], ids=["one by one", "groups"]
 )
-def test_rewards_begin_when_what_they_need_has_ended(wants_groups, batches, begun):
-    """What ends together begins in one call."""
+def test_rewards_begin_when_what_they_need_has_ended(wants_groups, begun):
+    """What ends together begins in one call, but each group in its own: a server gets them in one request."""
     asked: list[list[int]] = []
 
     class Session(_RankScoring):
@@ -87,12 +81,12 @@ def test_rewards_begin_when_what_they_need_has_ended(wants_groups, batches, begu
         return np.array([10.0 * len(sample.token_ids) for sample in samples])
 
     scorer = Scorer("judge", last_scores)
-    scorer.wants_groups, scorer.batches = wants_groups, batches  # type: ignore[attr-defined]
+    scorer.wants_groups = wants_groups
     route = Route(Config(), None, scorer)  # type: ignore[arg-type]
     with contextlib.ExitStack() as block:
         part = ScoredPart(route, by_source(REQUESTS)["a"], 2, block, "step 1")
         ended: dict[int, Episode] = {}
-        for indices in ((5,), (1,), (4, 0)):
+        for indices in ((5,), (4, 1), (0,)):
             chunk = {index: episode(REQUESTS[index], length=index) for index in indices}
             ended |= chunk
             part.take(chunk, ended)
@@ -101,31 +95,27 @@ def test_rewards_begin_when_what_they_need_has_ended(wants_groups, batches, begu
     assert {index: one.reward for index, one in scored.items()} == {0: 0.0, 1: 10.0, 4: 40.0, 5: 50.0}
 
 
-def test_a_group_of_which_the_journal_has_a_part_is_scored_without_it():
-    """A server still gets the rest of it in one request."""
-    asked: list[list[int]] = []
+def test_groups_that_end_together_are_scored_in_a_call_each():
+    """A server gets up to `reward.remote.completions_per_request` of one group, however many end at the same time."""
+    asked: list[tuple[int, int]] = []
+
+    class Session(_RankScoring):
+        def add(self, first, inputs):
+            asked.append((first, len(inputs)))
+            super().add(first, inputs)
 
     class Scorer(RankScorer):
-        wants_groups, batches = False, True
-
         @contextlib.contextmanager
         def scoring(self, n, purpose):
-            session = _RankScoring(self._role, self._last_scores)
-            add = session.add
-            session.add = lambda first, inputs: (asked.append([first, len(inputs)]), add(first, inputs))
-            yield session
+            yield Session(self._role, self._last_scores)
 
-    requests = [request("", group, number) for group in range(2) for number in range(3)]
-    missing = {place: requests[index] for place, index in enumerate((1, 2, 3, 4, 5))}
     route = Route(Config(), None, Scorer("judge", lambda role, samples: np.zeros(len(samples))))  # type: ignore[arg-type]
     with contextlib.ExitStack() as block:
-        part = ScoredPart(route, missing, 3, block, "step 1")
-        ended: dict[int, Episode] = {}
-        for place in (4, 0, 3, 1, 2):
-            ended[place] = episode(missing[place])
-            part.take({place: ended[place]}, ended)
+        part = ScoredPart(route, by_source(REQUESTS)["a"], 2, block, "step 1")
+        ended = {index: episode(REQUESTS[index]) for index in (0, 1, 4, 5)}
+        part.take(ended, ended)
         part.scores(ended, lambda: None)
-    assert asked == [[0, 2], [2, 3]]
+    assert asked == [(0, 2), (2, 2)]
 
 
 def test_without_a_scorer_the_environment_has_given_the_reward():
