@@ -46,6 +46,7 @@ class ScoredPart:
         self._indices = list(requests)
         """In the call, by the index in this part."""
         self._own_indices = {index: own for own, index in enumerate(self._indices)}
+        self._wants_groups = route.wants_groups
         self._together = n if route.wants_groups else 1
         """Episodes whose rewards begin together. Where they are more than one, all of a group are in this part."""
 
@@ -63,7 +64,7 @@ class ScoredPart:
         begins = sorted({self._own_indices[index] // size * size for index in new})
         whole = [own for own in begins if all(index in ended for index in self._indices[own : own + size])]
         # Single ones together, because each call costs the driver time; a request to a server has one group alone.
-        for first, end in _runs(whole) if size == 1 else [(own, own + size) for own in whole]:
+        for first, end in [(own, own + size) for own in whole] if self._wants_groups else _runs(whole):
             indices = self._indices[first:end]
             self.session.add(first, [_reward_input(self._requests[index], ended[index]) for index in indices])
         return {}

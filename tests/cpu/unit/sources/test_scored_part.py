@@ -95,7 +95,8 @@ def test_rewards_begin_when_what_they_need_has_ended(wants_groups, begun):
     assert {index: one.reward for index, one in scored.items()} == {0: 0.0, 1: 10.0, 4: 40.0, 5: 50.0}
 
 
-def test_groups_that_end_together_are_scored_in_a_call_each():
+@pytest.mark.parametrize("n", [1, 2])
+def test_groups_that_end_together_are_scored_in_a_call_each(n):
     """A server gets up to `reward.remote.completions_per_request` of one group, however many end at the same time."""
     asked: list[tuple[int, int]] = []
 
@@ -111,11 +112,11 @@ def test_groups_that_end_together_are_scored_in_a_call_each():
 
     route = Route(Config(), None, Scorer("judge", lambda role, samples: np.zeros(len(samples))))  # type: ignore[arg-type]
     with contextlib.ExitStack() as block:
-        part = ScoredPart(route, by_source(REQUESTS)["a"], 2, block, "step 1")
+        part = ScoredPart(route, by_source(REQUESTS)["a"], n, block, "step 1")
         ended = {index: episode(REQUESTS[index]) for index in (0, 1, 4, 5)}
         part.take(ended, ended)
         part.scores(ended, lambda: None)
-    assert asked == [(0, 2), (2, 2)]
+    assert asked == [(first, n) for first in range(0, 4, n)]
 
 
 def test_without_a_scorer_the_environment_has_given_the_reward():
