@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from trainer.data.datasets import of_source
 from trainer.environments.episode_runner import RolloutRequest
 from trainer.episodes import Episode
+from trainer.process import time_limits
 from trainer.rewards.scorer import Scoring
 from trainer.rewards.terms import RewardInput
 from trainer.sources.routes import Route
@@ -47,8 +50,13 @@ class ScoredPart:
         """In the call, by the index in this part."""
         self._own_indices = {index: own for own, index in enumerate(self._indices)}
         self._wants_groups = route.wants_groups
-        self._together = n if route.wants_groups else 1
-        """Episodes whose rewards begin together. Where they are more than one, all of a group are in this part."""
+        self._groups: list[range] = []
+        """For each index in this part those of its group, as far as they are in it."""
+        for _, members in itertools.groupby(request.group for request in requests.values()):
+            first, size = len(self._groups), len(list(members))
+            self._groups += [range(first, first + size)] * size
+        self._waiting: set[int] = set()  # single episodes whose rewards have not begun
+        self._began_at = time.monotonic()
 
     def take(self, chunk: Mapping[int, Episode], ended: Mapping[int, Episode]) -> dict[int, Episode]:
         """Take episodes that have just ended. Return those whose rewards are known now: all, without a scorer.
@@ -60,14 +68,37 @@ class ScoredPart:
         new = [index for index in chunk if index in self._own_indices]
         if self.session is None:
             return {index: self._with_reward(chunk[index], *_own_reward(chunk[index])) for index in new}
-        size = self._together
-        begins = sorted({self._own_indices[index] // size * size for index in new})
-        whole = [own for own in begins if all(index in ended for index in self._indices[own : own + size])]
-        # Single ones together, because each call costs the driver time; a request to a server has one group alone.
-        for first, end in [(own, own + size) for own in whole] if self._wants_groups else _runs(whole):
+        owns = {self._own_indices[index] for index in new}
+        groups = sorted({self._groups[own] for own in owns}, key=lambda group: group.start)
+        whole = [group for group in groups if all(self._indices[own] in ended for own in group)]
+        if self._wants_groups:  # a request to a server has completions of one group alone
+            begun = [(group.start, group.stop) for group in whole]
+        else:
+            begun = _runs(sorted(self._due(owns, whole)))
+        for first, end in begun:
             indices = self._indices[first:end]
             self.session.add(first, [_reward_input(self._requests[index], ended[index]) for index in indices])
         return {}
+
+    def _due(self, owns: set[int], whole: Sequence[range]) -> set[int]:
+        """Return the single episodes whose rewards begin now: those of whole groups, and at times all that wait.
+
+        Rewards that begin one by one take the cores from the engines, and no record comes sooner for it.
+
+        Args:
+            owns: those that have just ended.
+            whole: the groups of which none is missing any more.
+        """
+        self._waiting |= owns
+        now = time.monotonic()
+        if now - self._began_at >= time_limits.JOURNAL_FLUSH_S:
+            due = self._waiting
+        else:
+            due = self._waiting.intersection(own for group in whole for own in group)
+        if due:
+            self._began_at = now
+        self._waiting = self._waiting - due
+        return due
 
     def finished(self, ended: Mapping[int, Episode], lacks: Callable[[int], bool]) -> dict[int, Episode]:
         """Return the episodes whose rewards are known so far, of those that `lacks` asks for."""

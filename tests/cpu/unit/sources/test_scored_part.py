@@ -12,6 +12,7 @@ from trainer.data.datasets import Prompt
 from trainer.environments.episode_runner import RolloutRequest
 from trainer.episodes import Episode, Sample
 from trainer.generation.engine import Sampling
+from trainer.process import time_limits
 from trainer.rewards.scorer import RankScorer, _RankScoring
 from trainer.sources.routes import Route
 from trainer.sources.scored_part import ScoredPart, by_source
@@ -61,10 +62,13 @@ def test_a_group_is_scored_when_it_has_ended_and_gets_its_own_reward():
 
 
 @pytest.mark.parametrize(
-    ("wants_groups", "begun"), [(False, [[5], [1, 4], [0]]), (True, [[4, 5], [0, 1]])], ids=["one by one", "groups"]
+    ("wants_groups", "flush_s", "begun"),
+    [(False, 0.0, [[5], [1, 4], [0]]), (False, 60.0, [[4, 5], [0, 1]]), (True, 0.0, [[4, 5], [0, 1]])],
+    ids=["one by one", "soon after one another", "groups"],
 )
-def test_rewards_begin_when_what_they_need_has_ended(wants_groups, begun):
+def test_rewards_begin_when_what_they_need_has_ended(monkeypatch, wants_groups, flush_s, begun):
     """What ends together begins in one call, but each group in its own: a server gets them in one request."""
+    monkeypatch.setattr(time_limits, "JOURNAL_FLUSH_S", flush_s)
     asked: list[list[int]] = []
 
     class Session(_RankScoring):
@@ -112,8 +116,9 @@ def test_groups_that_end_together_are_scored_in_a_call_each(n):
 
     route = Route(Config(), None, Scorer("judge", lambda role, samples: np.zeros(len(samples))))  # type: ignore[arg-type]
     with contextlib.ExitStack() as block:
-        part = ScoredPart(route, by_source(REQUESTS)["a"], n, block, "step 1")
-        ended = {index: episode(REQUESTS[index]) for index in (0, 1, 4, 5)}
+        requests = {i: request("a", i // n, i % n) for i in range(4)}
+        part = ScoredPart(route, requests, n, block, "step 1")
+        ended = {index: episode(one) for index, one in requests.items()}
         part.take(ended, ended)
         part.scores(ended, lambda: None)
     assert asked == [(first, n) for first in range(0, 4, n)]
