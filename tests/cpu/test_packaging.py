@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tomllib
 import venv
 import zipfile
@@ -42,6 +41,7 @@ def tool(name: str):
 def run(*command: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
     words = [str(word) for word in command]
     env = {**os.environ, **environment}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile all of a new environment
     return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
 
 
@@ -209,6 +209,12 @@ def test_optuna_is_the_one_of_the_lock():
 # The wheel
 
 
+def index() -> tuple[list[str], dict[str, str]]:
+    """Options and environment with which uv looks where pip would."""
+    set_up = tool("install")
+    return set_up.uv_options(set_up.pip_settings([sys.executable, "-m", "pip"]))
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     """The wheel of this tree, built without a network."""
@@ -253,8 +259,7 @@ def test_what_the_wheel_needs_is_found_in_the_index(wheel, tmp_path, extra):
 
     Optuna is that which docs/sweeps.md tells to install after the extra `sweeps`.
     """
-    set_up = tool("install")
-    options, environment = set_up.uv_options(set_up.pip_settings([sys.executable, "-m", "pip"]))
+    options, environment = index()
     venv.create(tmp_path / "empty", with_pip=False)
     words = [UV, "pip", "install", "--dry-run", "--no-config", "--python", tmp_path / "empty/bin/python", *options]
     (tmp_path / "overrides").write_text(OPTUNA if extra == "sweeps" else "")
@@ -272,23 +277,19 @@ def test_what_the_wheel_needs_is_found_in_the_index(wheel, tmp_path, extra):
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory) -> Path:
-    """The directory of programs of an empty environment into which pip has installed the wheel.
+    """The directory of programs of an empty environment into which the wheel is installed, with all that it needs.
 
-    The packages that it needs are those of this environment, and the project of the checkout is not among them.
+    The versions are those of the lock. uv has the files since the set-up.
     """
     directory = tmp_path_factory.mktemp("environment")
+    options, environment = index()
     venv.create(directory, with_pip=False)
-    site = next(directory.glob("lib/python*/site-packages"))
-    for path in Path(sysconfig.get_path("purelib")).iterdir():
-        if path.suffix == ".dist-info" and not path.name.startswith("trainer-"):  # uv follows no links to directories
-            (site / path.name).mkdir(exist_ok=True)
-            for file in path.glob("[A-Z]*"):
-                (site / path.name / file.name).symlink_to(file)
-        elif path.name != "trainer" and path.suffix not in (".pth", ".dist-info") and not (site / path.name).exists():
-            (site / path.name).symlink_to(path)
-    command = [UV, "pip", "install", "--offline", "--no-index", "--python", directory / "bin/python", wheel]
-    done = run(*command, cwd=directory, UV_CACHE_DIR=str(directory / "cache"), UV_NO_CONFIG="1")
-    assert done.returncode == 0, done.stderr
+    export = ["export", "--quiet", "--frozen", "--no-hashes", "--no-default-groups", "--no-emit-project"]
+    (directory / "locked.txt").write_text(run(UV, *export, cwd=ROOT).stdout)
+    words = [UV, "pip", "install", "--no-config", "--python", directory / "bin/python", *options]
+    done = run(*words, "--constraints", "locked.txt", wheel, cwd=directory, **environment)
+    if done.returncode:
+        lacking("PACKAGES", done.stderr.strip().splitlines()[-1])
     return directory / "bin"
 
 
