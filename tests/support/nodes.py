@@ -38,7 +38,7 @@ class Node:
         self.name = f"node{number}"
         self.address = f"{_NETWORK}.{number}"
         self._link = f"link{number}"
-        self._directory = directory
+        self.directory = directory
         self._switch = switch
         # As Debian does it: the name of the machine leads to an address that no other machine reaches.
         hosts = directory / "hosts"
@@ -74,7 +74,7 @@ class Node:
         started = subprocess.run(
             self.command(
                 str(Path(sys.executable).with_name("ray")), "start", *place, f"--node-ip-address={self.address}",
-                f"--temp-dir={self._directory}/ray", f"--num-cpus={cpus}", "--object-store-memory=100000000",
+                f"--temp-dir={self.directory}/ray", f"--num-cpus={cpus}", "--object-store-memory=100000000",
                 "--disable-usage-stats", "--include-log-monitor=false",
             ),
             capture_output=True, text=True,

@@ -1,6 +1,7 @@
 """The tutorial, as a newcomer would follow it: every command of its four parts.
 
 Those of part 4 that need GPUs are planned for these, and run on the CPU with a tiny model, two ranks and two engines.
+Those for several nodes run on two, in namespaces of the kernel.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import pytest
 
 from tests.support.forks import fork_server
 from tests.support.jobs import SMALL, comparable, environment, left_running, metrics, wait_until
+from tests.support.nodes import Node, Nodes
 from tests.support.pages import ROOT, files_of_page
 from trainer.config import Config, TinyConfig, compose
 from trainer.models.tiny import build_tiny
@@ -152,7 +154,7 @@ def tiny_words(tmp_path_factory) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(3))
 def test_what_needs_gpus_trains_without_them_when_it_is_small(lesson, tiny_words, number):
     words = commands_for_gpus()[1][number]
     ranks, engines = (min(count, 2) for count in layout(compose(words)))
@@ -164,3 +166,31 @@ def test_what_needs_gpus_trains_without_them_when_it_is_small(lesson, tiny_words
     assert [row["step"] for row in rows][-2:] == [1, 2] and all(0 < row["reward/mean"] < 1 for row in rows[-2:])
     log = (lesson.directory / f"outputs/gpus_{number}/log.txt").read_text()
     assert f"{ranks} rank(s)" in log and f"{engines or ranks} transformers engine(s)" in log
+
+
+@pytest.mark.timeout(900)
+def test_several_nodes_train_in_the_cluster_that_the_page_tells_how_to_start(lesson, tiny_words, tmp_path):
+    """On two machines. Where each has two processors, two ranks and two engines need both."""
+    start, train = written(PARTS[3])[2].replace("\\\n", "").strip().splitlines()
+    on_head, on_others = start.split("# on one node; on the others: ")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = environment() | {"PATH": path, "RAY_USAGE_STATS_ENABLED": "0"}
+    log = tmp_path / "log"
+    with Nodes() as nodes:
+        head, other = nodes.add(), nodes.add()
+
+        def run(node: Node, command: str) -> str:
+            block = f"cd {lesson.directory} && {command.replace('HEAD', head.address)}"
+            own = env | {"RAY_TMPDIR": str(node.directory)}  # the machines share the disk
+            with log.open("w") as output:  # Ray's daemons keep it open
+                words = node.command("bash", "-euc", block)
+                done = subprocess.run(words, env=own, stdout=output, stderr=output, timeout=500)
+            assert done.returncode == 0, log.read_text()
+            return log.read_text()
+
+        for node, command in [(head, on_head), (other, on_others)]:
+            run(node, f"ip route add default dev eth0 && {command}")
+        assert len(re.findall(r"^ 1 node_", run(head, "ray status"), flags=re.MULTILINE)) == 2
+        small = [word for word in tiny_words if not word.startswith("trainer.ray_address=")]
+        run(head, f"{train} trainer.num_workers=2 rollout.num_engines=2 trainer.run_name=nodes {shlex.join(small)}")
+    assert [row["step"] for row in metrics(lesson.directory / "outputs/nodes")][-2:] == [1, 2]
