@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,6 +16,8 @@ from trainer.journal.pieces import Pieces, Upkeep
 from trainer.journal.replay import Replay
 from trainer.journal.taken import TakenGroup, TakenGroups
 from trainer.journal.writer import Writer
+
+LOG = logging.getLogger(__name__)
 
 
 class Journal:
@@ -110,6 +113,8 @@ class Journal:
         self._pieces.continue_after(here)
         names = {name: of for name, of in here.items() if is_ahead(of)}
         self._replay = Replay(self._pieces, self._settings.rollouts, names) if names else None
+        if step and not names:
+            LOG.info("rollout.journal: there are no records of the steps after %d", step)
 
     def trained(self, episodes: Iterable[Episode]) -> None:
         """Note the episodes that the next step has trained on: the weights have another history now."""

@@ -73,6 +73,14 @@ def test_steps_behind_the_checkpoint_come_back_and_the_next_is_generated(tmp_pat
     assert "not used" not in caplog.text
 
 
+def test_a_resumed_run_that_finds_no_records_says_so_and_a_new_one_does_not(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    opened(tmp_path / "new")
+    assert not caplog.messages
+    opened(tmp_path / "fork", 5, "of the parent")
+    assert caplog.messages == ["rollout.journal: there are no records of the steps after 5"]
+
+
 def ahead(journal: Journal, step: int, older: str) -> bool:
     """Sample the step after `step` by older weights, and then evaluate `step`; returns whether both were found."""
     keys = {
