@@ -32,6 +32,8 @@ class PlannedSaves:
     `trainer.ckpt_async`, until it is committed."""
     waits_s: float
     """Seconds that training waits for all saves of the run. The last save ends the run, so all of it counts."""
+    exports_s: float
+    """Seconds that training waits while the exports of `trainer.hf_save_interval` are written."""
     interval_steps: int
     """Steps between saves."""
     best_interval_steps: int
@@ -102,7 +104,8 @@ def plan_saves(
         lost = _lost_seconds(work, stall, save, 1.0)
     restart = START_S["cpu" if on_cpu else "cuda"] + size / storage
     export = export_bytes(cfg, roles, on_cpu)
-    return PlannedSaves(size, export, write, save, blocked, waits, interval, best, restart, lost)
+    exports = export / storage * _exports(cfg.trainer.hf_save_interval, time.steps)
+    return PlannedSaves(size, export, write, save, blocked, waits, exports, interval, best, restart, lost)
 
 
 def _interval(cfg: Config, step_s: float, best: int) -> int:
@@ -119,6 +122,11 @@ def _interval(cfg: Config, step_s: float, best: int) -> int:
     by_time = max(1, round(60 * minutes / step_s))
     # Between two saves that are due by steps, others are due by time.
     return round(by_steps / math.ceil(by_steps / by_time)) if by_steps > 0 else by_time
+
+
+def _exports(interval: int, steps: int) -> int:
+    """Return how many exports a run of `steps` steps writes. It also exports its last step, if it exports any."""
+    return math.ceil(steps / interval) if interval > 0 else 0
 
 
 def _left_of_save(save_s: float, since_s: float) -> float:

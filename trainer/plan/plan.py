@@ -83,8 +83,8 @@ class Plan:
 
     @property
     def hours(self) -> float:
-        """Hours to the end of the run, without failures: the steps, and the waits for saves."""
-        return (self.time.total * self.time.steps + self.saves.waits_s) / 3600
+        """Hours to the end of the run, without failures: the steps, and the waits for saves and exports."""
+        return (self.time.total * self.time.steps + self.saves.waits_s + self.saves.exports_s) / 3600
 
 
 def make_plan(cfg: Config, cluster: Cluster, traced: bool = True) -> Plan:

@@ -166,7 +166,7 @@ def _time(plan: Plan) -> Table:
         table.add_row(name, f"{_duration(seconds)}, {seconds / total:.0%}")
     table.add_row("a step", f"{_duration(total)}{', engines work ahead' if plan.time.overlaps else ''}")
     table.add_row("tokens", f"{plan.time.tokens:,} a step, {plan.time.tokens_per_s:,.0f} a second")
-    waits = f"{_duration(plan.saves.waits_s)} of them waiting for saves"
+    waits = f"{_duration(plan.saves.waits_s + plan.saves.exports_s)} of them waiting for saves and exports"
     table.add_row("all steps", f"{plan.time.steps:,} steps, {plan.hours:.1f} hours, {waits}")
     return table
 
@@ -248,6 +248,7 @@ def as_json(
             "all": saves.save_s,
             "blocked": saves.blocked_s,
             "blocked_in_run": saves.waits_s,
+            "exports_in_run": saves.exports_s,
         },
         "interval_steps": {"chosen": saves.interval_steps, "best": saves.best_interval_steps},
         "kill": {"restart": saves.restart_s, "lost": saves.lost_s, "all": saves.kill_s},

@@ -53,6 +53,14 @@ def test_hours_count_the_waits_for_saves(cfg, node):
     assert waits.hours == pytest.approx((plan.time.steps * plan.time.total + in_order) / 3600)
 
 
+@pytest.mark.parametrize(("interval", "count"), [(-1, 0), (10, 3), (7, 3), (30, 1)])
+def test_hours_count_the_exports(cfg, node, interval, count):
+    cfg.trainer.total_steps, cfg.trainer.hf_save_interval, cfg.plan.storage_gb_s = 21, interval, 0.01
+    plan = make_plan(cfg, node, traced=False)
+    assert plan.saves.exports_s == pytest.approx(count * plan.saves.export / 0.01e9)
+    assert 3600 * plan.hours == pytest.approx(21 * plan.time.total + plan.saves.waits_s + plan.saves.exports_s)
+
+
 def test_a_large_model_does_not_fit_one_gpu(cfg, node):
     cfg.model.path = "Qwen/Qwen3-8B"
     cfg.trainer.num_workers = cfg.rollout.num_engines = 1

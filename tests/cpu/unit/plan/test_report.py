@@ -74,7 +74,8 @@ def test_json_has_the_same_numbers(cfg, node):
     assert (found["larger_cluster"], found["larger_changes"]) == (None, {})
     assert found["notes"] == notes(cfg, plan) != []
     saves = plan.saves
-    assert list(found["save"].values()) == [saves.write_s, saves.save_s, saves.blocked_s, saves.waits_s]
+    times = [saves.write_s, saves.save_s, saves.blocked_s, saves.waits_s, saves.exports_s]
+    assert list(found["save"].values()) == times
 
 
 def test_notes_name_a_network_and_experts_that_were_not_measured(cfg, node, save_config):
