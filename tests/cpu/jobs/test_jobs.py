@@ -42,7 +42,7 @@ STEP_METRICS = {
 def test_a_sweep_leaves_complete_run_directories_and_nothing_else(tmp_path, marker):
     """GRPO and PPO, one after the other, as `-m` runs them."""
     memory = shared_memory()
-    done = run_forked_job("-m", "algorithm=grpo,ppo", "rollout.val_n=2", cwd=tmp_path)
+    done = run_forked_job("-m", "algorithm=grpo,ppo", "rollout.val_n=2", "logger.plot=true", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     runs = sorted((tmp_path / "outputs/default").glob("*algorithm=*"))
     assert ["algorithm=grpo" in runs[0].name, "algorithm=ppo" in runs[1].name] == [True, True] and len(runs) == 2
