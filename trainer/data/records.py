@@ -57,6 +57,16 @@ _ESCAPE = "\0json "
 _encode_any = json.JSONEncoder(default=str).encode  # as text: times and decimals of Parquet files
 
 
+def key_of_episode(group: str, number: int) -> str:
+    """Return the key of an episode that is recorded by itself, from the key of its group."""
+    return f"{group}:{number}"
+
+
+def key_of_group(key: str) -> str:
+    """Return the key of a group, from its own or from that of one of its episodes."""
+    return key.partition(":")[0]
+
+
 def encode_groups(step: int, groups: Mapping[str, Sequence[Episode]], about: Mapping[str, str]) -> bytes:
     """Return groups of episodes, by key, as `encode` does."""
     keys = [key for key, episodes in groups.items() for _ in episodes]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trainer.checkpoint.storage import TAKEN, Age
-from trainer.data.records import decode_groups, keys_in
+from trainer.data.records import decode_groups, key_of_group, keys_in
 from trainer.episodes import Episode
 from trainer.errors import one_line
 from trainer.journal.pieces import Pieces, effect_of_damage
@@ -19,15 +19,6 @@ LOG = logging.getLogger(__name__)
 _DAMAGED = "damaged files"
 _OTHER_CONFIG, _OTHER_HISTORY = "of another config or other code", "of another history"
 _OTHER_PROMPTS = "of other prompts or samplings"
-
-
-def key_of_episode(group: str, number: int) -> str:
-    """Return the key of an episode that is recorded by itself, from the key of its group."""
-    return f"{group}:{number}"
-
-
-def _group_of(key: str) -> str:
-    return key.partition(":")[0]
 
 
 @dataclass(frozen=True)
@@ -96,8 +87,8 @@ class Replay:
             for name, some in by_file.items():
                 found |= self._read(name, some)
         opened.used |= found.keys()
-        groups, lacking = {_group_of(key) for key in keys}, {_group_of(key) for key in keys if key not in found}
-        in_part = lacking & {_group_of(key) for key in found}
+        groups, lacking = {key_of_group(key) for key in keys}, {key_of_group(key) for key in keys if key not in found}
+        in_part = lacking & {key_of_group(key) for key in found}
         self._counts["found"] += len(groups - lacking)
         self._counts["in part"] += len(in_part)
         self._counts["generated"] += len(lacking - in_part)
@@ -251,5 +242,5 @@ class Replay:
                 reason = _OTHER_HISTORY
             else:
                 reason = _OTHER_PROMPTS
-            unused[_group_of(key)] = reason
+            unused[key_of_group(key)] = reason
         self._counts.update(unused.values())

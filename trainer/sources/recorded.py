@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from trainer.data.records import key_of_episode
 from trainer.data.row_digest import digest_rows
 from trainer.environments.episode_runner import RolloutRequest
 from trainer.episodes import Episode
 from trainer.journal.journal import Journal
-from trainer.journal.replay import key_of_episode
 
 
 class RecordedEpisodes:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from trainer.checkpoint.storage import JOURNAL, RECORDS, age_of_records, open_storage, records_in
-from trainer.data.records import decode_groups, decode_scores
+from trainer.data.records import decode_groups, decode_scores, key_of_group
 from trainer.data.rollout_io import kept_files
 from trainer.episodes import Episode, Sample, TokenScores
 from trainer.files.documents import parse_json
@@ -123,8 +123,11 @@ Scored = tuple[Episode, Sequence[TokenScores]]
 
 
 def _read_episodes(files: StepFiles) -> list[Scored]:
-    """Return the training episodes. Of a group that the journal has twice, the newer one counts."""
-    groups: dict[str, list[Scored]] = {}
+    """Return the training episodes. Of a group that the journal has twice, the newer one counts.
+
+    The episodes of a group may be in several files.
+    """
+    groups: dict[str, tuple[str | None, dict[str, Scored]]] = {}  # the key of each group, and its episodes by uid
     present = [
         (age_of_records(os.path.basename(path), status.st_mtime_ns), path)
         for path in files.paths
@@ -137,16 +140,18 @@ def _read_episodes(files: StepFiles) -> list[Scored]:
         except FileNotFoundError:
             continue
         try:
-            found = [episode for group in decode_groups(content)[0].values() for episode in group]
+            found = [(key, episode) for key, group in decode_groups(content)[0].items() for episode in group]
             scores = decode_scores(content) or [[]] * len(found)
         except (ValueError, KeyError) as error:
             raise ValueError(f"{path}: {error}") from error
-        read: dict[str, list[Scored]] = {}
-        for episode, own in zip(found, scores, strict=True):
-            if not episode.uid.startswith(_VALIDATION_UID):
-                read.setdefault(episode.group, []).append((episode, own))
-        groups |= read
-    return [scored for group in groups.values() for scored in group]
+        for (key, episode), own in zip(found, scores, strict=True):
+            if episode.uid.startswith(_VALIDATION_UID):
+                continue
+            of_group = key and key_of_group(key)
+            if episode.group not in groups or groups[episode.group][0] != of_group:
+                groups[episode.group] = of_group, {}
+            groups[episode.group][1][episode.uid] = episode, own
+    return [scored for _, group in groups.values() for scored in group.values()]
 
 
 def _whole_groups(episodes: list[Scored], most: int | None) -> list[Scored]:
