@@ -200,6 +200,7 @@ class RolloutRunner:
                 if part.session is not None:
                     with progress.timer("reward"):
                         rewarded |= part.scores(ended, keep)
+            recorded.keep(rewarded)  # also if too many others have failed
             if recorded.are_failures_judged:
                 judge_failures(self._failures(recorded, rewarded), purpose)
                 for part in parts:

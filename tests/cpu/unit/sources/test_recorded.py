@@ -183,6 +183,23 @@ def test_rewards_that_fail_are_kept_only_once_the_step_accepts_them(tmp_path, mo
     assert bits(again) == bits(accepted) and not generated
 
 
+def test_rewards_that_succeed_are_kept_when_too_many_others_fail(tmp_path, model, monkeypatch):
+    """Also those that became known since the journal was last looked after."""
+    monkeypatch.setattr(time_limits, "JOURNAL_FLUSH_S", 3600.0)
+    generated = []
+    for broken in ("1", ""):
+        monkeypatch.setenv("BROKEN_LENGTH", broken)
+        journal = journal_in(tmp_path)
+        with source_of(tmp_path, model, chance, journal=journal, reward="length_unless_broken") as source:
+            source.cfg.trainer.train_batch_size, source.cfg.reward.max_error_rate = 12, 0.0
+            with pytest.raises(UserError, match="max_error_rate") if broken else contextlib.nullcontext():
+                source.next(1)
+            generated.append(len(source.runner.engines.seeds))
+            journal.close()
+    failed = sum(len(chance(f"p{prompt}", number, SAMPLING)) == 1 for prompt in range(12) for number in range(2))
+    assert generated == [24, failed] and 0 < failed < 24
+
+
 def test_failures_are_a_share_of_the_whole_step_with_what_the_journal_has(tmp_path, model, monkeypatch):
     """So a step that was cut off ends the run no sooner than it would have without the kill."""
     for size, broken, generated in ((10, "", 20), (12, "1", 4)):
