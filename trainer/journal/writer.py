@@ -62,7 +62,7 @@ class Writer:
         self._added = 0  # batches that were ever queued
         self._written_batches = 0
         self._is_urgent = False
-        self._newest_step, self._newest_step_at = -1, 0.0
+        self._begun: dict[int, float] = {}  # when each step got its first record since the last flush
         self._is_stopped = False
         self._failures = 0  # in a row
         self._is_told = False  # that nothing is recorded
@@ -80,9 +80,10 @@ class Writer:
         with self._condition:
             if self._is_stopped or self._is_closed:
                 return
-            last = self._queue[-1] if self._queue else None
-            if last is not None and last.step == step and last.about == about:
-                last.groups.update(groups)
+            # Steps may take turns: the next one is sampled while the one before it is evaluated.
+            waiting = [one for one in self._queue if one.taken is None and (one.step, one.about) == (step, about)]
+            if waiting:
+                waiting[-1].groups.update(groups)
                 self._begin()
             else:
                 self._append(_Batch(step, about, dict(groups)))
@@ -94,8 +95,7 @@ class Writer:
                 self._append(_Batch(step, taken=taken))
 
     def _append(self, batch: _Batch) -> None:
-        if batch.step != self._newest_step:
-            self._newest_step, self._newest_step_at = batch.step, time.monotonic()
+        self._begun.setdefault(batch.step, time.monotonic())
         self._queue.append(batch)
         self._added += 1
         self._begin()
@@ -104,7 +104,7 @@ class Writer:
         """Let the thread write without waiting for more groups."""
         with self._condition:
             self._is_urgent = bool(self._queue)
-            self._newest_step = -1  # what the step records after that is another batch, such as its evaluation
+            self._begun.clear()  # what a step records after that is another batch, such as its evaluation
             self._condition.notify_all()
 
     def retry(self, is_start: bool = False) -> None:
@@ -186,7 +186,9 @@ class Writer:
 
     def _delay_s(self) -> float:
         """Return how long the next file may wait for more."""
-        return max(time_limits.JOURNAL_FLUSH_S, _SHARE * (time.monotonic() - self._newest_step_at))
+        now = time.monotonic()
+        begun = min((self._begun.get(batch.step, now) for batch in self._queue), default=now)
+        return max(time_limits.JOURNAL_FLUSH_S, _SHARE * (now - begun))
 
     def _write(self, batch: _Batch) -> None:
         if self._is_stopped:

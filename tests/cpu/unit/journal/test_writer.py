@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.cpu.unit.journal.test_journal import group, opened, steps_on_disk, train
 from tests.support.jobs import wait_until
+from trainer.journal.taken import TakenGroups
 from trainer.process import time_limits
 
 
@@ -18,6 +21,10 @@ from trainer.process import time_limits
 def impatience(monkeypatch, caplog):
     monkeypatch.setattr(time_limits, "JOURNAL_RETRY_S", 0.0)
     caplog.set_level(logging.INFO)
+
+
+def number_of_files(root: Path) -> int:
+    return len([*root.glob(".journal/step_*.arrow")])
 
 
 def of_writing(caplog) -> list[str]:
@@ -99,19 +106,32 @@ def test_a_batch_that_takes_long_is_written_in_fewer_files(tmp_path, monkeypatch
     """A record waits for a hundredth of the time since the first one of its step, unless somebody needs it."""
     monkeypatch.setattr(time_limits, "JOURNAL_FLUSH_S", 0.0)
     journal = opened(tmp_path)
-
-    def number_of_files() -> int:
-        return len([*tmp_path.glob(".journal/step_*.arrow")])
-
     journal.add(1, {"a": group("a")})
-    wait_until(lambda: number_of_files() == 1)
-    journal._writer._newest_step_at -= 3600
+    wait_until(lambda: number_of_files(tmp_path) == 1)
+    journal._writer._begun[1] -= 3600
     for name in "bc":
         journal.add(1, {name: group(name)})
+        assert journal._writer._delay_s() >= 36
         time.sleep(0.2)
-    assert number_of_files() == 1
+    assert number_of_files(tmp_path) == 1
     journal.wait()
-    assert number_of_files() == 2
+    assert number_of_files(tmp_path) == 2
     journal.add(2, {"d": group("d")})
-    wait_until(lambda: number_of_files() == 3)
+    wait_until(lambda: number_of_files(tmp_path) == 3)
     journal.close()
+
+
+def test_steps_that_take_turns_are_written_in_a_file_each(tmp_path, monkeypatch):
+    """One is evaluated while the next is sampled. What was taken stays behind the groups that were added before."""
+    monkeypatch.setattr(time_limits, "JOURNAL_FLUSH_S", 3600.0)
+    journal = opened(tmp_path)
+    for number in range(6):
+        journal.add(1 + number % 2, {f"k{number}": group(str(number))})
+    journal._writer.add_taken(2, TakenGroups("start", "rollouts", ()))
+    journal.add(2, {"behind": group("behind")})
+    journal.close()
+    names = sorted(os.listdir(tmp_path / ".journal"), key=lambda name: int(name.split("-")[1]))
+    kinds = [name.split("-")[0] + Path(name).suffix for name in names]
+    assert kinds == ["step_1.arrow", "step_2.arrow", "step_2.json"]
+    found = opened(tmp_path).find(2, ["k1", "k3", "k5", "behind"])
+    assert len(found) == 4
