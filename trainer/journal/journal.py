@@ -35,6 +35,7 @@ class Journal:
         storage: of the checkpoints, if that is no disk: records are copied there.
         store_fence: raises if this process no longer holds the checkpoints.
         is_on: whether records are written and used. The history is kept in any case.
+        tells_lack: a start behind a step says if there are no records of the next ones.
         timer: of the step.
     """
 
@@ -46,6 +47,7 @@ class Journal:
         storage: Storage | None = None,
         store_fence: Callable[[], None] = lambda: None,
         is_on: bool = True,
+        tells_lack: bool = False,
         timer: Callable[[str], AbstractContextManager[None]] = nullcontext,
     ):
         self._history = ""
@@ -54,6 +56,7 @@ class Journal:
         self._timer = timer
         self._pieces = Pieces(run_dir, fence)
         self._upkeep = Upkeep(self._pieces, storage, store_fence)
+        self._tells_lack = tells_lack
         self.is_on = is_on
         """Whether records are written and used."""
         self._writer = Writer(self._pieces, self._upkeep.copy)
@@ -113,7 +116,7 @@ class Journal:
         self._pieces.continue_after(here)
         names = {name: of for name, of in here.items() if is_ahead(of)}
         self._replay = Replay(self._pieces, self._settings.rollouts, names) if names else None
-        if step and not names:
+        if step and not names and self._tells_lack:
             LOG.info("rollout.journal: there are no records of the steps after %d", step)
 
     def trained(self, episodes: Iterable[Episode]) -> None:

@@ -60,6 +60,7 @@ class Pieces:
         self._fence = fence
         self._numbering = threading.Lock()
         self._newest = 0
+        self._is_durable = False  # the directory
 
     def names(self) -> dict[str, int]:
         """Return the steps of the files, by name."""
@@ -102,9 +103,10 @@ class Pieces:
         os.replace(staged, self.path(name))
 
     def _write(self, path: str, data: bytes) -> None:
-        if not os.path.isdir(self.directory):
+        if not self._is_durable or not os.path.isdir(self.directory):
             os.makedirs(self.directory, exist_ok=True)
-            sync_path(os.path.dirname(self.directory) or ".")
+            sync_path(os.path.dirname(self.directory) or ".")  # also of one that a killed process has just made
+            self._is_durable = True
         try:
             write_file(path, data, self._fence)
         except BaseException:

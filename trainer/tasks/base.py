@@ -214,6 +214,7 @@ def open_journal(cfg: Config, path: str, directory: RunDirectory, timer: Timer) 
         store.storage if store.keeps_record else None,
         directory.locks.check,
         is_on=cfg.rollout.journal,
+        tells_lack=cfg.task.generates,
         timer=timer,
     )
     directory.on_commit = partial(journal.remove_until, directory.oldest_start)

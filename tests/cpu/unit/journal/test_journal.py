@@ -75,9 +75,10 @@ def test_steps_behind_the_checkpoint_come_back_and_the_next_is_generated(tmp_pat
 
 def test_a_resumed_run_that_finds_no_records_says_so_and_a_new_one_does_not(tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    opened(tmp_path / "new")
+    opened(tmp_path / "new", tells_lack=True)
+    opened(tmp_path / "evaluation", 5, "of a checkpoint")
     assert not caplog.messages
-    opened(tmp_path / "fork", 5, "of the parent")
+    opened(tmp_path / "fork", 5, "of the parent", tells_lack=True)
     assert caplog.messages == ["rollout.journal: there are no records of the steps after 5"]
 
 
@@ -158,19 +159,26 @@ def test_a_wait_ends_while_another_thread_adds_without_end(tmp_path):
     assert opened(tmp_path).find(1, ["mine"])
 
 
-def test_a_step_waits_until_its_record_would_survive_the_machine(tmp_path, monkeypatch):
+@pytest.mark.parametrize("was_killed", [False, True])
+def test_a_step_waits_until_its_record_would_survive_the_machine(tmp_path, monkeypatch, was_killed):
     """Content, name and directory are synchronised, in this order; a kill of the process alone could not show it."""
     calls: list[tuple[str, str]] = []
     fsync, rename = os.fsync, os.replace
 
+    def record(call: str, path: str) -> None:
+        if path.startswith(str(tmp_path)):
+            calls.append((call, path))
+
     def record_fsync(handle: int) -> None:
-        calls.append(("fsync", os.readlink(f"/proc/self/fd/{handle}")))
+        record("fsync", os.readlink(f"/proc/self/fd/{handle}"))
         fsync(handle)
 
     def record_rename(source: str, target: str) -> None:
-        calls.append(("rename", target))
+        record("rename", target)
         rename(source, target)
 
+    if was_killed:  # when it had made the directory
+        (tmp_path / ".journal").mkdir()
     journal = opened(tmp_path)
     monkeypatch.setattr(os, "fsync", record_fsync)
     monkeypatch.setattr(os, "replace", record_rename)
