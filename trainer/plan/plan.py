@@ -83,7 +83,8 @@ class Plan:
 
     @property
     def hours(self) -> float:
-        """Hours to the end of the run, without failures: the steps, and the waits for saves and exports."""
+        """Hours to the end of the run, without failures: the steps, the waits for saves, and those for the exports of
+        `trainer.hf_save_interval`."""
         return (self.time.total * self.time.steps + self.saves.waits_s + self.saves.exports_s) / 3600
 
 

@@ -179,18 +179,16 @@ def test_several_nodes_train_in_the_cluster_that_the_page_tells_how_to_start(les
     with Nodes() as nodes:
         head, other = nodes.add(), nodes.add()
 
-        def run(node: Node, command: str) -> str:
+        def run(node: Node, command: str) -> None:
             block = f"cd {lesson.directory} && {command.replace('HEAD', head.address)}"
             own = env | {"RAY_TMPDIR": str(node.directory)}  # the machines share the disk
             with log.open("w") as output:  # Ray's daemons keep it open
                 words = node.command("bash", "-euc", block)
                 done = subprocess.run(words, env=own, stdout=output, stderr=output, timeout=500)
             assert done.returncode == 0, log.read_text()
-            return log.read_text()
 
         for node, command in [(head, on_head), (other, on_others)]:
             run(node, f"ip route add default dev eth0 && {command}")
-        assert len(re.findall(r"^ 1 node_", run(head, "ray status"), flags=re.MULTILINE)) == 2
         small = [word for word in tiny_words if not word.startswith("trainer.ray_address=")]
         run(head, f"{train} trainer.num_workers=2 rollout.num_engines=2 trainer.run_name=nodes {shlex.join(small)}")
     assert [row["step"] for row in metrics(lesson.directory / "outputs/nodes")][-2:] == [1, 2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import threading
 import time
@@ -373,7 +374,9 @@ def test_a_resume_says_which_groups_the_checkpoint_had(tmp_path, model, killed, 
     caplog.set_level("INFO")
     run(settings(tmp_path / "run", ahead), model)
     (line,) = [message for message in caplog.messages if "came from the journal" in message]
-    assert f"groups came from the journal, {3 * ahead} were in the checkpoint and " in line, line
+    assert re.search(rf"groups came from the journal(, \d+ in part)?, {3 * ahead} were in the checkpoint and ", line), (
+        line
+    )
     assert "not used" not in line
 
 
