@@ -42,6 +42,8 @@ from trainer.models.tiny import build_tiny
 SETTINGS = ["rollout.max_num_seqs=20", "trainer.total_steps=4"]
 ROOT = Path(__file__).parents[3]
 
+pytestmark = pytest.mark.timeout(900)  # the first test of a kind waits for three engines of vLLM
+
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory) -> Iterator[list[Server]]:
@@ -74,7 +76,7 @@ def test_a_server_evaluates_a_checkpoint_as_the_run_has_validated_it(servers, pl
 
 def run_served(servers: list[Server], cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
     urls = f"rollout.urls=[{','.join(server.url for server in servers)}]"
-    return run_forked_job("trainer.run_dir=run", "rollout=server", urls, *SETTINGS, *words, cwd=cwd)
+    return run_forked_job("trainer.run_dir=run", "rollout=server", urls, *SETTINGS, *words, cwd=cwd, timeout=600)
 
 
 def at_step(run_dir: Path, step: int, action: Callable[[], None]) -> threading.Thread:
