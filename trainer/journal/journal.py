@@ -132,6 +132,7 @@ class Journal:
             self._has_all = {step: has_all for step, has_all in self._has_all.items() if step >= self._step}
             if self._replay is None:
                 return
+            self._replay.note_history(self._history)
             self._replay.end_before(self._step)  # its evaluation is still to come
             is_over = self._replay.is_over
         if is_over:

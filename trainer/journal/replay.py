@@ -64,6 +64,7 @@ class Replay:
         self._trained: dict[str, list[tuple[Age, tuple[int, str]]]] = {}  # in flight: when, which record of a key
         self._unusable: set[str] = set()  # files
         self._held: set[int] = set()  # steps whose episodes are in the checkpoint
+        self._histories: set[str] = set()  # that the run has had since
         self._counts: Counter[str] = Counter()
         self.is_over = False
         """The run is behind the last step that has records."""
@@ -99,6 +100,10 @@ class Replay:
         if step <= self._last:
             self._held.add(step)
             self._counts["held"] += groups
+
+    def note_history(self, history: str) -> None:
+        """Note that the run has weights of this history, so what they sampled is of no other one."""
+        self._histories.add(history)
 
     def has_records(self, step: int) -> bool:
         """Return whether there are records of a step."""
@@ -238,7 +243,7 @@ class Replay:
             about = records[-1].about
             if about.get("config") != self._config:
                 reason = _OTHER_CONFIG
-            elif about.get("history") not in step.histories:
+            elif about.get("history") not in step.histories | self._histories:
                 reason = _OTHER_HISTORY
             else:
                 reason = _OTHER_PROMPTS

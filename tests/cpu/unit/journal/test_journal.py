@@ -200,6 +200,17 @@ def test_groups_of_a_step_that_was_cut_off_come_back(tmp_path):
     assert list(found) == [key] and found[key][0].uid == "a:0"
 
 
+def test_an_evaluation_that_the_run_leaves_out_is_of_no_other_history(tmp_path, caplog):
+    """The run had ended with step 1 and evaluated it; now it trains on."""
+    caplog.set_level(logging.INFO)
+    journal = opened(tmp_path)
+    train(journal, range(1, 2))
+    journal.add(1, {journal.key(1, "val"): group("val")})
+    journal.close()
+    train(opened(tmp_path), range(1, 4))
+    assert "2 groups came from the journal and 0 were generated; not used: 1 of other prompts" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("history", "settings", "reason"),
     [
