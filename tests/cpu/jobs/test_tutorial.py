@@ -173,7 +173,7 @@ def test_several_nodes_train_in_the_cluster_that_the_page_tells_how_to_start(les
     """On two machines. Where each has two processors, two ranks and two engines need both."""
     start, train = written(PARTS[3])[2].replace("\\\n", "").strip().splitlines()
     on_head, on_others = start.split("# on one node; on the others: ")
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin:/sbin"  # the last two have `ip`
     env = environment() | {"PATH": path, "RAY_USAGE_STATS_ENABLED": "0"}
     log = tmp_path / "log"
     with Nodes() as nodes:
