@@ -32,7 +32,7 @@ SMALL = [
     "rollout.n=4",
     "rollout.max_num_seqs=32",
     "rollout.kv_cache_mb=32",
-    "logger.plot=false",  # a picture takes a third of the time of such a job
+    "logger.plot=false",  # drawing takes as long as training such a job
 ]
 
 

@@ -25,6 +25,8 @@ _FINEST = {"logprob": 1000, "entropy": 1000}
 """The parts of a nat in which numbers are kept; others are kept as finely as 16 bits allow."""
 _LIMIT, _NOTHING = 32767, -32768
 _VALIDATION_UID = "val:"
+_BASELINE_UID = ":-1"
+"""The end of the uid of a greedy episode whose reward is the baseline of its group, which no step trains on."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ def _read_episodes(files: StepFiles) -> list[Scored]:
         except (ValueError, KeyError) as error:
             raise ValueError(f"{path}: {error}") from error
         for (key, episode), own in zip(found, scores, strict=True):
-            if episode.uid.startswith(_VALIDATION_UID):
+            if episode.uid.startswith(_VALIDATION_UID) or episode.uid.endswith(_BASELINE_UID):
                 continue
             of_group = key and key_of_group(key)
             if episode.group not in groups or groups[episode.group][0] != of_group:

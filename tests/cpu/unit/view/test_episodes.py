@@ -100,6 +100,7 @@ def test_the_journal_serves_where_no_rollouts_are_kept(tmp_path):
 
     add(4, {"a": group(1, "old"), "b": group(2, "kept"), "d:1": group(3, "first")[1:]}, number=9)
     add(4, {"c": group(1, "new"), "v": group(9, "evaluated", "val"), "d:0": group(3, "then")[:1]}, number=10)
+    add(4, {"e:-1": [make_episode("0:2:-1", [("q", "baseline")], 1.0)[0]]}, number=11)
     (files,) = find_steps(str(tmp_path))
     assert (files.step, files.origin) == (4, "journal")
     data = read_step(files)
