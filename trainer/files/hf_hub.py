@@ -83,6 +83,16 @@ def is_connection_error(error: BaseException) -> bool:
     return False
 
 
+def why_missing(error: BaseException) -> str:
+    """Return why a model is neither a directory nor on the Hub, from the error of a request to the Hub."""
+    from huggingface_hub.errors import HFValidationError
+
+    if isinstance(error, HFValidationError):  # no id of the Hub: the path of a directory was meant
+        return "no such directory"
+    problem = "the Hub cannot be reached" if is_connection_error(error) else "the Hub has no such model"
+    return f"no such directory, and {problem} ({first_line(error)})"
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of the error's message, without secrets. The messages of these libraries are long.
 

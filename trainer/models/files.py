@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config import ModelConfig
 from trainer.config.role_specs import POLICY_KEY
 from trainer.errors import UserError
-from trainer.files.hf_hub import first_line, is_connection_error, pinned, with_retries
+from trainer.files.hf_hub import first_line, pinned, why_missing, with_retries
 from trainer.models.given import MODEL_FILES
 from trainer.models.untrusted import check_model_files
 from trainer.process.startup import importing
@@ -57,12 +57,10 @@ def resolve_model_path(path: str, key: str = POLICY_KEY) -> str:
     try:
         snapshot = with_retries(lambda: snapshot_download(path, revision=commit, allow_patterns=_MODEL_FILES))
     except (HFValidationError, OSError) as error:  # the Hub's HTTP errors are OSErrors
-        problem = "the Hub cannot be reached" if is_connection_error(error) else "the Hub has no such model"
-        if commit is not None:
-            problem += f" at the commit {commit} that the run began with"
+        at = "" if commit is None else f" at the commit {commit} that the run began with"
         raise UserError(
-            f"{key}={path}: no such directory, and {problem} ({first_line(error)}); name a directory with a "
-            "Hugging Face model, or the id of one of the Hub"
+            f"{key}={path}{at}: {why_missing(error)}; name a directory with a Hugging Face model, or the id of one of "
+            "the Hub"
         ) from error
     check_model_files(snapshot, key)
     return snapshot

@@ -24,7 +24,7 @@ from transformers.initialization import no_init_weights
 from trainer.config import LM, Config, RoleSpec
 from trainer.config.axes import AXES
 from trainer.errors import UserError
-from trainer.files.hf_hub import first_line, is_connection_error, with_retries
+from trainer.files.hf_hub import first_line, why_missing, with_retries
 from trainer.models.attention import can_pack, is_stateful
 from trainer.models.files import check_sizes, load_config
 from trainer.models.loading import empty_causal_lm, empty_value_model
@@ -163,10 +163,9 @@ def find_config(cfg: Config, role: RoleSpec) -> PretrainedConfig:
         # Queried first, because transformers would retry for a minute without a network, and print each attempt.
         with_retries(lambda: HfApi().model_info(path, timeout=10))
     except Exception as error:  # each of the libraries below has its own error classes
-        problem = "the Hub cannot be reached" if is_connection_error(error) else "the Hub has no such model"
         raise UserError(
-            f"{role.key}={path}: no such directory, and {problem} ({first_line(error)}); name a directory with a "
-            f"config.json, or a model that needs no network: {', '.join(known_models())}"
+            f"{role.key}={path}: {why_missing(error)}; name a directory with a config.json, or a model that needs no "
+            f"network: {', '.join(known_models())}"
         ) from error
     return load_config(cfg.model, path, role.key)
 

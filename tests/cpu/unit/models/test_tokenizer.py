@@ -12,7 +12,7 @@ from trainer.models.tokenizer import load_tokenizer, stop_token_ids
 
 
 def test_tokenizers_that_cannot_serve_are_refused(tmp_path, model):
-    with pytest.raises(UserError, match="model.path=.*missing: no such directory"):
+    with pytest.raises(UserError, match="model.path=.*missing: no such directory; name a directory"):
         load_tokenizer(str(tmp_path / "missing"))
     weights_only = tmp_path / "weights"
     weights_only.mkdir()

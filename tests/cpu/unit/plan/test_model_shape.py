@@ -114,7 +114,7 @@ def test_a_model_that_lacks_a_dimension_is_refused(save_config, name):
 def test_words_that_are_no_id_are_refused(pauses, monkeypatch, is_offline):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
     cfg = config("/no/such/directory")
-    with pytest.raises(UserError, match="no such directory, and the Hub has no such model"):
+    with pytest.raises(UserError, match="model.path=/no/such/directory: no such directory; name a directory with"):
         find_config(cfg, policy_role(cfg))
 
 
