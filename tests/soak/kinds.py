@@ -30,12 +30,11 @@ _ROLLOUTS = (
     "trainer.policy.optimizer.lr=1e-3",
     "trainer.policy.optimizer.scheduler=cosine",
     "algorithm.policy_loss=tests.support.noisy_loss:noisy_clip",
-    "reward.name=tests.support.hashed_reward:hashed",
-    "reward.timeout_s=20",
     "rollout.n=2",
     "rollout.max_response_tokens=8",
     "logger.save_rollouts=true",
 )
+_REWARD = ("reward.name=tests.support.hashed_reward:hashed", "reward.timeout_s=20")
 _SERVED = (
     "rollout.engine=server",
     "rollout.server_timeout_s=120",  # a server that was killed needs half a minute
@@ -87,7 +86,8 @@ class Kind:
 
 
 def _rollouts(name: str, *overrides: str, **others: object) -> Kind:
-    return Kind(name, (*_COMMON, *_ROLLOUTS, *_PROCESSES, *overrides), **others)  # type: ignore[arg-type]
+    rewards = () if any(word.startswith("environment.name=") for word in overrides) else _REWARD
+    return Kind(name, (*_COMMON, *_ROLLOUTS, *rewards, *_PROCESSES, *overrides), **others)  # type: ignore[arg-type]
 
 
 KINDS = {
@@ -201,6 +201,7 @@ KINDS = {
             (
                 *_COMMON,
                 *_ROLLOUTS,
+                *_REWARD,
                 "trainer.heartbeat_timeout_s=30",
                 "rollout.max_num_seqs=32",
                 "rollout.kv_cache_mb=32",
@@ -211,8 +212,8 @@ KINDS = {
         Kind(
             "nodes",
             (
-                *(*_COMMON, *_ROLLOUTS, "rollout=transformers", "trainer.num_workers=2", "trainer.node_timeout_s=5"),
-                *("trainer.heartbeat_timeout_s=30", "trainer.placement_timeout_s=120"),
+                *(*_COMMON, *_ROLLOUTS, *_REWARD, "rollout=transformers", "trainer.num_workers=2"),
+                *("trainer.node_timeout_s=5", "trainer.heartbeat_timeout_s=30", "trainer.placement_timeout_s=120"),
             ),
             with_ray=True,
             on_nodes=True,

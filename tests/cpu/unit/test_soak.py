@@ -19,8 +19,8 @@ from tests.soak.tally import table
 from tests.soak.wire import Wire
 from tests.support.toy import toy_config, toy_run
 from tests.support.viewed_runs import make_episode
-from trainer.config import Config, TrainerConfig
-from trainer.config.overrides import unread_words
+from trainer.config import compose
+from trainer.config.overrides import refuse_unread
 from trainer.data.records import encode
 
 
@@ -148,7 +148,9 @@ def test_the_table_counts_faults_and_rounds():
     ]
 
 
-def test_no_kind_has_words_that_its_task_does_not_read():
-    for kind in KINDS.values():
-        task = "sft" if kind.module == "trainer.sft" else "rl"
-        assert unread_words(kind.overrides, Config(trainer=TrainerConfig(task=task))) == []
+@pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
+def test_each_kind_is_a_job_that_reads_all_its_words(kind):
+    task = ["trainer.task=sft"] if kind.module == "trainer.sft" else []
+    urls = ["rollout.urls=[http://127.0.0.1:8000]"] if kind.server else []
+    config = compose([*kind.overrides, *task, *urls])
+    refuse_unread(kind.overrides, config)
