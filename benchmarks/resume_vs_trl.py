@@ -295,7 +295,8 @@ def print_summary(side: Side, root: Path, kills: list[Measured]) -> None:
     print(
         f"{side.name}: {mean(one.equal for one in kills):.0%} of the steps after a checkpoint are equal; start-up "
         f"{median(one.startup for one in kills):.1f} s, then {median(one.again for one in kills):.1f} s until the lost "
-        f"step is trained again (medians of {len(kills)} kills); an uninterrupted step takes "
+        f"step is trained again, together {median(one.startup + one.again for one in kills):.1f} s (medians of "
+        f"{len(kills)} kills); an uninterrupted step takes "
         f"{median(side.seconds(row) for row in whole.values()):.2f} s, and {repeated:.0%} of the steps of two "
         f"uninterrupted runs are equal{' but for ' + ', '.join(differing) if differing else ''}"
     )
