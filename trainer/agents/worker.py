@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from trainer.environments.agent import AgentResult, Endpoint
 from trainer.environments.base import find_environment
-from trainer.environments.worker import RESERVED, UserObjects, reach_without_proxy, read_numbers
+from trainer.environments.worker import RESERVED, UserObjects, checks_value, reach_without_proxy, read_numbers
 from trainer.rewards.parsing import read_number
 from trainer.sandbox import limits
 from trainer.sandbox.user_threads import UserThreads
@@ -48,7 +48,9 @@ class AgentHandler(UserObjects):
         task = asyncio.ensure_future(self._run(*arguments))
         self._running[number] = task
         try:
-            return _result(await task)
+            value = await task
+            with checks_value(getattr(self._kind, "run", self._kind)):
+                return _result(value)
         finally:
             del self._running[number]
 
@@ -73,6 +75,6 @@ def _result(value: Any) -> dict[str, Any]:
     if not all(hasattr(value, name) for name in ("reward", "rewards", "metrics")):
         reward = read_number(value)
         if isinstance(reward, str):
-            raise TypeError(f"run must return a trainer.environments.AgentResult or a number, not {value!r:.80}")
+            raise TypeError(f"it must be a trainer.environments.AgentResult or a number, not {value!r:.80}")
         value = AgentResult(reward)
     return read_numbers(value, RESERVED_METRICS, "episode")

@@ -58,21 +58,24 @@ def try_environment(
     config: EnvironmentConfig,
     rows: Sequence[Mapping[str, Any]],
     seed: int,
+    answer_key: str,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> None:
-    """Make an environment, call its `reset` for a row of the data, and close it, in a process of its own.
+    """Make an environment, call its `reset` for a row of the data and its `step` for one reply, and close it.
 
-    It fails if it fails for all of `rows`, because one that fails now and then must not keep a job from its restart.
+    This happens in a process of its own. The reply is the answer of the row if it has a text as such, else empty. It
+    fails if it fails for all of `rows`, because one that fails now and then must not keep a job from its restart.
     A warning names one that takes longer than its time limit, because the first call may be the slowest.
 
     Args:
+        answer_key: the column of the answer.
         meanwhile: called while the process starts.
 
     Raises:
         TrialError: the environment fails.
         WorkerError: its process cannot start.
     """
-    failures = []
+    failures, remedy = [], ""
     with EnvironmentPool(dataclasses.replace(config, num_processes=1), _MOST_CHARACTERS) as pool:
         for row in rows:
             trial = _Trial(row, seed)
@@ -80,11 +83,18 @@ def try_environment(
                 tasks.submit([trial])
                 meanwhile()
                 tasks.wait()
+            usual = "`reset` returns the first messages for every row"
+            if not trial.failure:
+                usual = "`step` returns a StepResult for every reply"
+                answer = row.get(answer_key)
+                trial.replies.append({"role": "assistant", "content": answer if isinstance(answer, str) else ""})
+                pool.step_all([trial])
             if not trial.failure:
                 trial.ended = True
                 pool.step_all([trial])  # closes it
                 return
             failures.append(trial.failure)
+            remedy = remedy or remedy_of(trial.failure, usual)
             if trial.status == "timeout":
                 break
     problem = f"environment.name={config.name}: fails for the first row of the data"
@@ -92,7 +102,6 @@ def try_environment(
         LOG.warning("%s: %s", problem, failures[-1])
     else:
         others = f", and for the {len(failures) - 1} after it" if len(failures) > 1 else ""
-        remedy = remedy_of(failures[0], "`reset` returns the first messages for every row")
         raise TrialError(f"{problem}{others} ({failures[0]}); {remedy}")
 
 

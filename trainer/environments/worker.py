@@ -7,11 +7,11 @@ import contextlib
 import inspect
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from trainer.environments.base import METHODS, StepResult, find_environment
-from trainer.errors import UserError
+from trainer.errors import UserError, one_line
 from trainer.files.documents import nests_deeply
 from trainer.import_utils import is_agent
 from trainer.rewards.parsing import read_number, read_terms
@@ -52,6 +52,8 @@ class UserObjects(Handler):
     def describe(self, error: BaseException, call: list[Any]) -> str:
         if isinstance(error, _NotMadeError) and error.__cause__ is not None:
             return f"was not called, because __init__ {self.describe(error.__cause__, call)}"
+        if isinstance(error, WrongValueError):
+            return str(error)
         return super().describe(error, call) + line_of(error, self._files)
 
 
@@ -60,6 +62,25 @@ def _files_of(kind: Any) -> set[str]:
     own = [base for base in getattr(kind, "__mro__", ()) if not base.__module__.startswith("trainer.")]
     codes = [getattr(value, "__code__", None) for base in own for value in vars(base).values()]
     return {code.co_filename for code in codes if code is not None}
+
+
+class WrongValueError(Exception):
+    """A method of the user has returned what it must not."""
+
+
+@contextlib.contextmanager
+def checks_value(method: Callable[..., Any]) -> Iterator[None]:
+    """Check in the block what the method of a user has returned: what the block raises says what is wrong with it.
+
+    Raises:
+        WrongValueError: names the method's file and line, too.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        code = getattr(inspect.unwrap(getattr(method, "__func__", method)), "__code__", None)
+        at = f" (in {one_line(os.path.basename(code.co_filename))}:{code.co_firstlineno})" if code else ""
+        raise WrongValueError(f"returned a wrong value{at}: {one_line(str(error))}") from error
 
 
 class _NotMadeError(Exception):
@@ -121,7 +142,8 @@ class EnvironmentHandler(UserObjects):
             given_up=lambda: self._environments.pop(number, None),  # the thread has it, and closes it at the end
             late=lambda _: environment.close(),
         )
-        result = _step(value if method == "step" else StepResult(_messages(value)))
+        with checks_value(getattr(environment, method)):
+            result = _step(value if method == "step" else StepResult(_messages(value)))
         _cut(result["messages"], self._most_characters)
         return result
 
@@ -153,7 +175,9 @@ def _close_made(environment: Any) -> object:
 
 def _step(value: Any) -> dict[str, Any]:
     if not all(hasattr(value, name) for name in ("messages", "reward", "done")):
-        raise TypeError(f"a step must be a trainer.environments.StepResult, not {type(value).__name__}")
+        raise TypeError(
+            f"it must be a trainer.environments.StepResult(messages, reward, done), not {type(value).__name__}"
+        )
     done = bool(value.done)
     if not done and value.messages in ([], ()):
         raise ValueError("there is no message, and the episode is not done; return a message, or done=True")
@@ -171,13 +195,13 @@ def read_numbers(value: Any, reserved: frozenset[str], counted: str) -> dict[str
         ValueError: a number is none, or a name is reserved.
     """
     numbers = {
-        "reward": read_number(value.reward),
+        "reward": read_number(value.reward, "is a"),
         "rewards": read_terms(getattr(value, "rewards", {})),
         "metrics": read_terms(getattr(value, "metrics", {}), paths=True),
     }
     for name, found in numbers.items():
         if isinstance(found, str):
-            raise ValueError(f"{name}: {found}")
+            raise ValueError(f"{name} {found}" if found.startswith(("is ", "are ")) else f"{name}: {found}")
     taken = sorted(reserved.intersection(numbers["metrics"]))
     if taken:
         raise ValueError(f"metrics: {taken[0]} is counted for every {counted}; choose another name")

@@ -51,7 +51,7 @@ def _read_terms(value: Mapping[Any, Any], names: re.Pattern[str], more: str) -> 
     for name, item in value.items():
         if type(name) is not str or not names.fullmatch(name):
             return one_line(f"returned a term called {name!r}; names are letters, digits, _, . and -{more}")
-        number = read_number(item)
+        number = read_number(item, "is a")
         if isinstance(number, str):
             return f"term {name} {number}"
         terms[name] = number
@@ -70,11 +70,15 @@ def read_values(values: Any, count: int) -> list[Terms | str]:
         return [f"raised {describe_error(error)}"] * count
 
 
-def read_number(value: Any) -> float | str:
-    """Return the number, or the reason why it cannot be a reward."""
+def read_number(value: Any, verb: str = "returned") -> float | str:
+    """Return the number, or the reason why it cannot be a reward.
+
+    Args:
+        verb: what comes before its type in the reason.
+    """
     try:
         if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-            return one_line(f"returned {type(value).__name__}, which is not a number")
+            return one_line(f"{verb} {type(value).__name__}, which is not a number")
         number = float(value)
     except BaseException as error:  # also KeyboardInterrupt, SystemExit: whatever user code raises
         return f"raised {describe_error(error)}"

@@ -225,14 +225,14 @@ def _try_rewards(cfg: Config) -> None:
 
 
 def _try_environment(cfg: Config, split: str, asks_servers: bool) -> None:
-    """Begin an episode of a row (see `try_environment`). An agent does not begin: it would ask the policy."""
+    """Try one step of an episode (see `try_environment`). An agent does not begin: it would ask the policy."""
     if cfg.environment.is_agent or not asks_servers:
         return
     with stage("trying the environment"):
         sizes = {name: _tried(getattr(cfg.data, name)) for name in ("train_size", "val_size")}
         rows = [prompt.row for prompt in load_rows(dataclasses.replace(cfg.data, **sizes), split).prompts]
         seed = environment_seed(cfg.trainer.seed, "trial")
-        try_environment(cfg.environment, rows, seed, meanwhile=import_configs)
+        try_environment(cfg.environment, rows, seed, cfg.data.answer_key, meanwhile=import_configs)
 
 
 def _tried(size: int) -> int:

@@ -12,6 +12,7 @@ import pytest
 
 from trainer.agents.worker import AgentHandler
 from trainer.environments import AgentResult
+from trainer.environments.worker import WrongValueError
 from trainer.sandbox import limits
 
 ENDPOINT = {"base_url": "http://127.0.0.1:1/episodes/x/v1", "api_key": "x", "model": "policy"}
@@ -44,18 +45,18 @@ def test_an_agent_returns_a_result_or_a_number(value, reward, rewards, metrics):
 @pytest.mark.parametrize(
     "value, problem",
     [
-        (None, "run must return a trainer.environments.AgentResult or a number, not None"),
+        (None, "it must be a trainer.environments.AgentResult or a number, not None"),
         ("1", "not '1'"),
-        (float("nan"), "run must return"),
-        ({"reward": float("inf")}, "reward: is inf"),
+        (float("nan"), "or a number, not nan"),
+        ({"reward": float("inf")}, r"\(in agents.py:\d+\): reward is inf"),
         ({"rewards": {"a b": 1}}, "rewards: returned a term called 'a b'"),
-        ({"rewards": 3}, "rewards: are a int, not a dict"),
+        ({"rewards": 3}, "rewards are a int, not a dict"),
         ({"metrics": {"turns": 1}}, "metrics: turns is counted for every episode"),
         ({"metrics": {"samples": 1}}, "metrics: samples is counted for every episode"),
     ],
 )
 def test_what_is_no_result_is_refused(value, problem):
-    with pytest.raises((TypeError, ValueError), match=problem):
+    with pytest.raises(WrongValueError, match=problem):
         run(value)
 
 

@@ -141,7 +141,12 @@ class Counted:
         return [{"role": "user", "content": row["prompt"]}] if "empty" not in self.how else []
 
     def step(self, reply):
+        from trainer.environments import StepResult
+        with open(self.calls + ".replies", "a") as file:
+            file.write(reply["content"] + "|")
         self.note("step")
+        value = (self.how.get("step") or {"done": True})
+        return StepResult(**value) if isinstance(value, dict) else value
 
     def close(self):
         self.note("close")
@@ -162,14 +167,16 @@ def tried(
     config = EnvironmentConfig("counted:Counted", given, max_error_rate=max_error_rate, timeout_s=timeout_s)
     calls.write_text("")
     try:
-        try_environment(config, [row] * rows, 1)
+        try_environment(config, [row] * rows, 1, "answer")
     finally:
         assert not [name for name in sys.modules if name == "counted"], "user code has run in this process"
     return calls.read_text().strip()
 
 
-def test_an_environment_that_works_is_made_reset_and_closed_once(calls):
-    assert tried(calls, {"prompt": "?"}) == "__init__ reset close"
+def test_an_environment_that_works_is_made_reset_stepped_and_closed_once(calls):
+    for answer, reply in (("four", "four"), (4, ""), (None, "")):
+        assert tried(calls, {"prompt": "?", "answer": answer}) == "__init__ reset step close"
+        assert Path(f"{calls}.replies").read_text().split("|")[-2] == reply
 
 
 @pytest.mark.parametrize(
@@ -180,22 +187,32 @@ def test_an_environment_that_works_is_made_reset_and_closed_once(calls):
         ({"fails_in": "reset"}, {"prompt": "?"}, r"reset raised KeyError: 'price' in counted.py:\d+",
          "__init__ reset close"),
         ({}, {}, r"reset raised KeyError: 'prompt' in counted.py:\d+", "__init__ reset close"),
-        ({"empty": True}, {}, "reset raised ValueError: there is no message",
+        ({"empty": True}, {}, r"reset returned a wrong value \(in counted.py:\d+\): there is no message",
          "__init__ reset close"),
         ({"fails_in": "reset", "status": 5}, {"prompt": "?"}, "ended its process .*5.*", "__init__ reset"),
+        ({"fails_in": "step"}, {"prompt": "?"}, r"step raised KeyError: 'price' in counted.py:\d+",
+         "__init__ reset step close"),
+        ({"step": [1, 2, 3]}, {"prompt": "?"}, r"step returned a wrong value \(in counted.py:\d+\): it must be a "
+         r"trainer.environments.StepResult\(messages, reward, done\), not list", "__init__ reset step close"),
+        ({"step": {"done": True, "reward": "one"}}, {"prompt": "?"},
+         r"step returned a wrong value \(in counted.py:\d+\): reward is a str, which is not a number",
+         "__init__ reset step close"),
+        ({"fails_in": "step", "status": 5}, {"prompt": "?"}, "ended its process .*5.*", "__init__ reset step"),
     ],
 )  # fmt: skip
 def test_an_environment_that_fails_is_refused_after_one_call(calls, kwargs, row, reason, made):
-    sentence = (
-        rf"environment.name=counted:Counted: fails for the first row of the data \({reason}\); `reset` returns the"
-    )
-    with pytest.raises(UserError, match=f"^{sentence} first messages for every row$"):
+    usual = "`step` returns a StepResult for every reply"
+    usual = usual if "step" in made else "`reset` returns the first messages for every row"
+    sentence = rf"environment.name=counted:Counted: fails for the first row of the data \({reason}\); {usual}"
+    with pytest.raises(UserError, match=f"^{sentence}$"):
         tried(calls, row, **kwargs)
     assert calls.read_text().strip() == made
 
 
 def test_an_environment_that_fails_now_and_then_keeps_no_job_from_its_start(calls):
-    assert tried(calls, {"prompt": "?"}, fails_in="reset", times=2, rows=3) == " ".join(["__init__ reset close"] * 3)
+    for method, failing in (("reset", "__init__ reset close"), ("step", "__init__ reset step close")):
+        made = tried(calls, {"prompt": "?"}, fails_in=method, times=2, rows=3)
+        assert made == f"{failing} {failing} __init__ reset step close"
     reason = r"\(reset raised KeyError: 'price' in counted.py:\d+\)"
     with pytest.raises(UserError, match=rf"fails for the first row of the data, and for the 2 after it {reason}; "):
         tried(calls, {"prompt": "?"}, fails_in="reset", rows=3)
@@ -216,6 +233,6 @@ def test_a_slow_environment_and_one_that_may_fail_are_no_reason_not_to_start(cal
 
 
 def test_an_environment_is_tried_in_its_own_interpreter(python):
-    try_environment(config(python), [{}], 1)
+    try_environment(config(python), [{}], 1, "answer")
     with pytest.raises(WorkerError, match="environment.name=own_environment:Own die as they start: .*'clashing'"):
-        try_environment(config(None), [{}], 1)
+        try_environment(config(None), [{}], 1, "answer")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import queue
 import threading
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from trainer.environments import StepResult
-from trainer.environments.worker import RESERVED, EnvironmentHandler, largest_message
+from trainer.environments.worker import RESERVED, EnvironmentHandler, WrongValueError, largest_message
 from trainer.errors import UserError
 
 HERE = __name__
@@ -197,17 +198,20 @@ def test_an_error_in_init_is_not_that_of_the_first_method():
     ids=lambda value: str(value)[:40],
 )
 def test_messages_that_the_policy_cannot_see_are_refused(messages, error):
-    with pytest.raises((TypeError, ValueError)) as raised:
+    with pytest.raises(WrongValueError) as raised:
         answer({"reset": messages})
-    assert f"{type(raised.value).__name__}: {raised.value}".startswith(error)
+    at, _, said = str(raised.value).partition("): ")
+    line = inspect.getsourcelines(Scripted.reset)[1]
+    assert at == f"returned a wrong value (in test_worker.py:{line}"
+    assert f"{type(raised.value.__cause__).__name__}: {said}".startswith(error)
 
 
 @pytest.mark.parametrize(
     ("step", "error"),
     [
-        (None, "a step must be a trainer.environments.StepResult, not NoneType"),
+        (None, r"it must be a trainer.environments.StepResult\(messages, reward, done\), not NoneType"),
         ({"messages": []}, "there is no message, and the episode is not done; return a message, or done=True"),
-        ({"messages": [USER], "reward": "nan"}, "reward: returned str, which is not a number"),
+        ({"messages": [USER], "reward": "nan"}, "reward is a str, which is not a number"),
         ({"done": True, "rewards": {"a b": 1}}, "rewards: returned a term called 'a b'"),
         ({"done": True, "metrics": {"turns": 1}}, "metrics: turns is counted for every environment; choose another"),
     ],
@@ -215,7 +219,7 @@ def test_messages_that_the_policy_cannot_see_are_refused(messages, error):
 )
 def test_steps_that_are_none_are_refused(step, error):
     assert {"turns", "tokens"} == RESERVED
-    with pytest.raises((TypeError, ValueError), match=f"^{error}"):
+    with pytest.raises(WrongValueError, match=f": {error}"):
         answer({"step": step}, "step")
 
 

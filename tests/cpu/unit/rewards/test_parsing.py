@@ -75,7 +75,7 @@ def test_the_largest_rewards_are_numbers_and_all_beyond_are_not(value):
         ({"x" * 65: 1}, "returned a term called"),
         ({1: 1}, "returned a term called 1;"),
         ({"a/b": 1}, "returned a term called 'a/b'"),
-        ({"a": "1"}, "term a returned str, which is not a number"),
+        ({"a": "1"}, "term a is a str, which is not a number"),
     ],
     ids=str,
 )

@@ -98,7 +98,7 @@ def test_a_bad_async_call_costs_one_completion(name, reason):
         ("empty", "returned 0 terms; a reward has 1 to 64"),
         ("many", "returned 100 terms"),
         ("name", "returned a term called 'a b'; names are letters, digits, _, . and -"),
-        ("text", "term a returned str, which is not a number"),
+        ("text", "term a is a str, which is not a number"),
         ("nan", "term a is nan"),
     ],
 )
