@@ -25,7 +25,7 @@ from trainer.metrics.own_sink import find_sink
 from trainer.metrics.startup import StartUp
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.process.startup import importing, stage
-from trainer.run.run_metadata import STARTS_FILE, recorded_early
+from trainer.run.run_metadata import STARTS_FILE, has_metrics, recorded_early, second_run
 
 _RANK_MODULES = ("trainer.workers.rank", "torch._dynamo")
 """What every rank imports. The first optimizer of a process imports the second one."""
@@ -39,6 +39,8 @@ def prepare(cfg: Config) -> str:
     """
     t = cfg.trainer
     with _run_dir(t.run_dir) as is_new:
+        if t.resume_mode in (None, "none") and has_metrics(t.run_dir):
+            raise second_run(t.run_dir)
         _check_metrics(cfg)
         if cfg.logger.sink.name is not None:
             find_sink(cfg.logger.sink)

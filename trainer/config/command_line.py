@@ -98,7 +98,11 @@ class Outcome:
 
 
 def run_app(
-    job: Job, command: str = "train", overrides: Sequence[str] = (), begin: Begin = lambda words: words
+    job: Job,
+    command: str = "train",
+    overrides: Sequence[str] = (),
+    begin: Begin = lambda words: words,
+    trains: bool = True,
 ) -> None:
     """Compose the config from the command line and hand it to `job`; then exit with the status of the `Outcome`.
 
@@ -106,7 +110,9 @@ def run_app(
         command: for the help, and for messages that name it.
         overrides: of this command, before those of the user.
         begin: called with the words of the command line before anything else.
+        trains: whether the job trains a run, which the same command continues after a signal.
     """
+    SIGNALS.trains = trains
     guard_output()
     if {"--help", "-h"} & set(sys.argv[1:]):
         print(_help(command), end="")

@@ -82,6 +82,8 @@ class RolloutRequest:
     number: int
     """Of the episode, among those of the group."""
     sampling: Sampling
+    purpose: str = ""
+    """What the episode is for, in messages; empty: the step."""
 
     @property
     def uid(self) -> str:
@@ -360,7 +362,8 @@ def check_failures(episodes: Sequence[tuple[RolloutRequest, str]], known: int | 
         reasons.setdefault(name_in_mix(request.prompt.source), []).append(failure)
     by_name = [Failures.among(some, "environment") for some in reasons.values()]
     failures = Failures.together(list(reasons), by_name)
-    problem = failures.problem(len(episodes) + known, max_error_rate, f"step {episodes[0][0].step}")
+    first, _ = episodes[0]
+    problem = failures.problem(len(episodes) + known, max_error_rate, first.purpose or f"step {first.step}")
     if problem is not None:
         raise UserError(problem)
 

@@ -183,7 +183,10 @@ def find_template_tools(tokenizer: Any, template: str) -> TemplateTools | None:
 
 @functools.cache
 def _log_fallback(problem: str) -> None:
-    LOG.info("tools are described and called in the format of Hermes: the model's own chat template %s", problem)
+    LOG.info(
+        "tools, if there are any, are described and called in the format of Hermes: the model's own chat template %s",
+        problem,
+    )
 
 
 def _describes_tools(tokenizer: Any) -> bool:

@@ -34,7 +34,7 @@ def main() -> int | None:
         guard_output()
         print(_HELP.format(models=", ".join(known_models())), end="")
         return 0
-    run_app(_plan, "plan", begin=_begin)
+    run_app(_plan, "plan", begin=_begin, trains=False)
     return None
 
 

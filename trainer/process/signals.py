@@ -86,6 +86,8 @@ class Signals:
         """What the main thread waits for on another thread, for messages (`waiting_for`). Empty: nothing."""
         self.count = 0
         """Number of signals so far."""
+        self.trains = True
+        """Whether this process trains a run, which the same command continues."""
         self._handled = 0  # number of signals that the training loop has handled
         self._last_s = 0.0
         self._deferred = 0
@@ -284,6 +286,8 @@ class Signals:
         return self.raised
 
     def _exception(self) -> BaseException:
+        if not self.trains:
+            return Stopped(f"stopped by {self.first}")
         if self._steps == "inside":
             return KeyboardInterrupt(
                 "stopped by a second signal: the steps since the last checkpoint are not saved, and the checkpoint is "

@@ -106,6 +106,8 @@ def diagnose(run_dir: str, seconds: float = time_limits.DIAGNOSE_READ_S) -> list
 
 def _restart(good: int, logged: int, total: int) -> str:
     """Return what a restart would do."""
+    if not good and not logged:
+        return "begins at the first step"
     origin = f"continues from global_step_{good}" if good else "begins at the first step"
     again = f", trains step{'s' if logged > good + 1 else ''} {_span(good + 1, logged)} again" if logged > good else ""
     rest = f", then {_span(max(good, logged) + 1, total)}" if total > max(good, logged) else ""
@@ -239,7 +241,8 @@ def _line(incident: Incident) -> str:
 
 def _advice(start: dict[str, Any], run_dir: str, incidents: list[Incident], last_words: str, task: str) -> str:
     """Return the command that continues a run that has not finished."""
-    at_fault = incidents and incidents[-1].kind == JOB and incidents[-1].action == "ended the run"
+    since = [incident for incident in incidents if not _is_older(incident.time, start.get("time"))]
+    at_fault = not since or since[-1].kind == JOB and since[-1].action == "ended the run"  # none: it was refused
     again = "change what the sentence above names, then: " if at_fault and last_words.startswith("error") else ""
     changes: dict[str, str | None] = {}
     if _has_passed(start["config"]["trainer"].get("deadline")):
@@ -251,6 +254,12 @@ def _advice(start: dict[str, Any], run_dir: str, incidents: list[Incident], last
         drained = sorted({*nodes, *start["config"]["trainer"].get("excluded_nodes", [])})
         changes["trainer.excluded_nodes"] = f"[{','.join(drained)}]"
     return again + next_command(start, changes, task)
+
+
+def _is_older(time: Any, than: Any) -> bool:
+    with contextlib.suppress(TypeError, ValueError):  # damaged
+        return datetime.fromisoformat(time) < datetime.fromisoformat(than)
+    return False
 
 
 def _has_passed(deadline: Any) -> bool:

@@ -31,9 +31,8 @@ from trainer.config.fields import SavedRun
 from trainer.errors import UserError
 from trainer.files.redaction import redact
 from trainer.files.uris import absolute, is_same, is_url
-from trainer.metrics.tracker import METRICS_FILE
 from trainer.run import compatibility, lineage
-from trainer.run.run_metadata import HOLDS_A_RUN
+from trainer.run.run_metadata import has_metrics, second_run
 
 LOG = logging.getLogger(__name__)
 
@@ -72,14 +71,10 @@ def find_resume(cfg: Config, checkpoints: CheckpointManager) -> Resume | None:
             damaged, or cannot be used under this config.
     """
     t = cfg.trainer
-    has_metrics = os.path.exists(os.path.join(t.run_dir, METRICS_FILE))
-    holds_run = bool(checkpoints.store.steps()) or has_metrics or record.exists(t.run_dir)
+    holds_run = bool(checkpoints.store.steps()) or has_metrics(t.run_dir) or record.exists(t.run_dir)
     if t.resume_mode in (None, "none"):
         if holds_run:
-            raise UserError(
-                f"trainer.run_dir={t.run_dir}: {HOLDS_A_RUN}; continue it with trainer.resume_mode=latest, or "
-                "choose another trainer.run_name"
-            )
+            raise second_run(t.run_dir)
         return None
     if t.resume_mode == "latest":
         newest = find_newest(cfg, checkpoints)

@@ -22,9 +22,11 @@ import yaml
 
 from trainer import __version__
 from trainer.config import Config
+from trainer.errors import UserError
 from trainer.files.appended import AppendedFile
 from trainer.files.atomic_io import write_file
 from trainer.files.redaction import redact, redact_command
+from trainer.metrics.tracker import METRICS_FILE
 from trainer.process import time_limits
 from trainer.process.log_setup import LOG_FILE
 
@@ -57,6 +59,22 @@ def recorded_early(run_dir: str, cfg: Config) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 os.remove(os.path.join(run_dir, name))
         raise
+
+
+def has_metrics(run_dir: str) -> bool:
+    """Return whether a run has logged a step in a directory."""
+    try:
+        return os.path.getsize(os.path.join(run_dir, METRICS_FILE)) > 0
+    except OSError:
+        return False
+
+
+def second_run(run_dir: str) -> UserError:
+    """Return what refuses to start another run in the directory of one."""
+    return UserError(
+        f"trainer.run_dir={run_dir}: {HOLDS_A_RUN}; continue it with trainer.resume_mode=latest, or choose another "
+        "trainer.run_name"
+    )
 
 
 def record_start(run_dir: str, cfg: Config) -> None:

@@ -98,22 +98,23 @@ class RolloutEvaluator:
     def _run_default(self, step: int) -> tuple[list[Episode], list[Episode]]:
         """Run the prompts that belong to no set; return their greedy episodes, and the sampled ones."""
         r, runner = self.cfg.rollout, self._runner
-        greedy = runner.run(self._requests(step, [0], runner.greedy()), f"the evaluation of step {step}")
+        purpose = f"the evaluation of step {step}"
+        greedy = runner.run(self._requests(step, [0], runner.greedy(), purpose), purpose)
         if r.val_n == 0:
             return greedy, []
-        requests = self._requests(step, range(1, 1 + r.val_n), runner.sampling(r.temperature or 1.0, r.top_p, r.top_k))
-        return greedy, runner.run(requests, f"pass@{r.val_n} of step {step}")
+        sampling, purpose = runner.sampling(r.temperature or 1.0, r.top_p, r.top_k), f"pass@{r.val_n} of step {step}"
+        return greedy, runner.run(self._requests(step, range(1, 1 + r.val_n), sampling, purpose), purpose)
 
     def _run_set(self, name: str, step: int) -> list[Episode]:
         """Run the episodes of a named set, those of one row together."""
         settings = self.cfg.data.val_sets[name]
-        sampling = self._sampling_of(settings)
+        sampling, purpose = self._sampling_of(settings), f"the evaluation of {name} in step {step}"
         requests = [
-            RolloutRequest(prompt, f"val:{name}:{prompt.index}", step, number, sampling)
+            RolloutRequest(prompt, f"val:{name}:{prompt.index}", step, number, sampling, purpose)
             for prompt in self._sets[name]
             for number in range(settings.n)
         ]
-        return self._runner.run(requests, f"the evaluation of {name} in step {step}")
+        return self._runner.run(requests, purpose)
 
     def _set_metrics(self, name: str, episodes: Sequence[Episode], step: int) -> dict[str, float]:
         """Return the metrics of the episodes of a named set."""
@@ -132,9 +133,11 @@ class RolloutEvaluator:
         sampling = self._runner.sampling(temperature, top_p, top_k)
         return dataclasses.replace(sampling, max_tokens=settings.max_response_tokens or sampling.max_tokens)
 
-    def _requests(self, step: int, numbers: Sequence[int], sampling: Sampling) -> list[RolloutRequest]:
+    def _requests(self, step: int, numbers: Sequence[int], sampling: Sampling, purpose: str) -> list[RolloutRequest]:
         return [
-            RolloutRequest(p, f"val:{p.index}", step, number, sampling) for p in self._prompts for number in numbers
+            RolloutRequest(p, f"val:{p.index}", step, number, sampling, purpose)
+            for p in self._prompts
+            for number in numbers
         ]
 
     def _reward_metrics(self, greedy: Sequence[Episode], step: int) -> dict[str, float]:

@@ -58,6 +58,20 @@ def test_a_new_run_is_recorded_before_the_long_imports(tmp_path):
     assert "start of " in (run / "log.txt").read_text()
 
 
+def test_a_directory_with_a_run_is_refused_before_the_long_imports(tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")
+    run = tmp_path / "outputs/default"
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[3]}"}
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer.main"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+    )
+    start = "error: trainer.run_dir=outputs/default: already holds a run; continue it with"
+    assert done.returncode == 2 and done.stderr.startswith(start), done.stderr
+    assert not (run / "starts.jsonl").exists()
+
+
 _MEASURE = """
 import sys, numpy, torch
 from trainer.algorithms.correction import train_inference_mismatch

@@ -181,6 +181,24 @@ def test_the_exit_status_says_how_the_job_ended(ending, status, text, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_only_a_command_that_trains_is_said_to_continue(tmp_path, trains):
+    code = (
+        "import os, signal\n"
+        "from trainer.config.command_line import run_app\n"
+        "from trainer.process.signals import SIGNALS\n"
+        "def job(cfg):\n    os.kill(os.getpid(), signal.SIGTERM)\n    SIGNALS.check()\n"
+        f"run_app(job, trains={trains})\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment()
+    )
+    assert done.returncode == 75, done.stderr
+    more = " before the first step of this start, so nothing is lost; the same command with "
+    said = done.stdout + done.stderr
+    assert said.startswith(f"stopped by SIGTERM{more}") if trains else said == "stopped by SIGTERM\n"
+
+
 def test_each_job_of_a_sweep_names_its_directory(tmp_path):
     code = (
         "from trainer.config.command_line import run_app\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,9 @@ def test_a_step_in_which_too_many_environments_fail_ends_the_run(tokenizer, sche
         )
         with pytest.raises(UserError, match=sentence):
             run(runner, Policy(tokenizer, "a"), requests_of(bad, good, bad))
+        evaluated = [replace(one, purpose="the evaluation of step 0") for one in requests_of(bad)]
+        with pytest.raises(UserError, match=r"1 of 1 episodes of the evaluation of step 0 \(100.0%\) failed"):
+            run(runner, Policy(tokenizer, "a"), evaluated)
 
 
 def test_a_step_with_too_many_failures_ends_before_the_policy_is_asked_again(tokenizer):

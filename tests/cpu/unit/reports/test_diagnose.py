@@ -239,6 +239,16 @@ def test_a_fault_of_the_job_is_to_be_corrected_first(run, capsys):
     assert said(run, capsys)[-1].startswith("next       change what the sentence above names, then: cd ")
 
 
+def test_what_refused_a_start_is_to_be_corrected_first(run, capsys):
+    """Of a start that was refused there is no incident: all are older."""
+    (run / "log.txt").write_text("2026-11-22 04:00:00 error: reward.name=x: fails for the first 3 rows of the data\n")
+    assert said(run, capsys)[-1].startswith("next       cd ")
+    start = json.loads((run / "starts.jsonl").read_text().splitlines()[-1])
+    with open(run / "starts.jsonl", "a") as file:
+        file.write(json.dumps(start | {"time": "2099-01-01T00:00:00+0000"}) + "\n")
+    assert said(run, capsys)[-1].startswith("next       change what the sentence above names, then: cd ")
+
+
 def test_a_directory_without_a_run(tmp_path, capsys):
     (line,) = said(tmp_path, capsys, status=2)
     assert line == f"error: {tmp_path}: holds no run (starts.jsonl is missing or damaged)"

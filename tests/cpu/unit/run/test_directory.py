@@ -32,6 +32,16 @@ def test_a_directory_with_a_run_is_not_overwritten(tmp_path):
         assert run.resume.checkpoint.step == 2 and not run.resume.restore.fork
 
 
+def test_a_directory_in_which_no_step_was_logged_holds_no_run(tmp_path):
+    """A job may have ended in the evaluation before its first step."""
+    (tmp_path / "metrics.jsonl").write_text("")
+    with OpenRun(configured(tmp_path)) as run:
+        assert run.resume is None
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    with pytest.raises(UserError, match="already holds a run"):
+        RunDirectory(configured(tmp_path)).open()
+
+
 def test_latest_starts_a_new_run_or_refuses_if_no_checkpoint_is_valid(tmp_path):
     with OpenRun(configured(tmp_path / "new", resume_mode="latest")) as run:
         assert run.resume is None
