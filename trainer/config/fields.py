@@ -315,7 +315,8 @@ def value_of(config: Any, key: str) -> Any:
 
 def config_error(config: Any, key: str, problem: str) -> UserError:
     """Return an error about the value of a dotted key."""
-    shown = str(redact(value_of(config, key), key))
+    value = value_of(config, key)
+    shown = "null" if value is None else str(redact(value, key))
     return UserError(f"{key}={shown if shown.isprintable() else ascii(shown)}: {problem}")
 
 

@@ -80,6 +80,11 @@ FOREIGN = {
         "critic.ppo_epochs": "trainer.update_epochs",
         "custom_reward_function": "reward.name (module:function)",
         "data.train_batch_size": "trainer.train_batch_size",
+        "data.train_max_samples": "data.train_size",
+        "data.val_max_samples": "data.val_size",
+        "data.val_batch_size": "data.val_size (all of it is evaluated at once)",
+        "data.filter_overlong_prompts": "rollout.max_prompt_tokens (longer prompts are always left out)",
+        "data.shuffle": "data.curriculum (without one, each epoch has an order of its own)",
         "data.max_prompt_length": "rollout.max_prompt_tokens",
         "data.max_response_length": "rollout.max_response_tokens (of each reply)",
         "reward_model": "reward",
@@ -205,11 +210,12 @@ below it that have no row. The keys of TRL have no sections."""
 def counterpart_of(key: str) -> str:
     """Return what a key of another package is called here, as a clause of a sentence. Empty: no package has the key."""
     parts = key.split(".")
-    for end in range(len(parts), 0, -1):
-        name = ".".join(parts[:end])
-        for package in ("verl", "SkyRL"):
-            if name in FOREIGN[package]:
-                return _clause(package, name)
+    for begin in (0, 1):  # people write some section before it
+        for end in range(len(parts), begin, -1):
+            name = ".".join(parts[begin:end])
+            for package in ("verl", "SkyRL"):
+                if name in FOREIGN[package]:
+                    return _clause(package, name)
     # People write some section before it. Steps of an environment are those of an episode.
     is_of_trl = len(parts) <= 2 and parts[-1] in FOREIGN["TRL"] and parts[0] != "environment"
     return _clause("TRL", parts[-1]) if is_of_trl else ""

@@ -230,7 +230,12 @@ def _problem(word: str, groups: dict[str, list[str]], sweeps: bool) -> str | Non
     if word.startswith("~"):
         return _problem_of_removal(word, groups)
     if not equals:
-        return f"{_shown(word) or repr(word)}: has no value; write KEY=VALUE or GROUP=CHOICE"
+        shown = _shown(word) or repr(word)
+        if os.path.exists(file := os.path.join(word, "config.yaml")):
+            return (
+                f"{shown}: is a directory, not KEY=VALUE or GROUP=CHOICE; for its config write --config={_shown(file)}"
+            )
+        return f"{shown}: has no value; write KEY=VALUE or GROUP=CHOICE"
     if not name.startswith("hydra") and not _NAME.fullmatch(name):
         return _problem_of_name(word, name)
     if successor_of(name) is not None:

@@ -74,7 +74,8 @@ class RewardConfig(Section):
     def check(self, config: Config, name: str) -> None:
         is_list = isinstance(self.name, list) and self.name and all(isinstance(item, str) for item in self.name)
         if not (isinstance(self.name, str) or is_list):
-            raise config_error(config, f"{name}.name", "must be a name, or a list of names")
+            problem = "must be a name, or a list of names; where an environment gives the rewards, leave reward.* out"
+            raise config_error(config, f"{name}.name", problem)
         if len(set(self.names())) < len(self.names()):
             raise config_error(config, f"{name}.name", "names a reward twice; give it a weight instead")
         if self.weights and len(self.weights) != len(self.names()):

@@ -231,13 +231,8 @@ class _Evaluating:
         if not sets:
             raise UserError("data.val_files=[]: names no data to evaluate on; name files, or sets with data.val_sets")
         for name, found in sets.items():
-            if found.dropped:
-                LOG.info(
-                    "%s: %d prompts are longer than rollout.max_prompt_tokens=%d and were dropped",
-                    name,
-                    found.dropped,
-                    self.cfg.rollout.max_prompt_tokens,
-                )
+            if line := found.dropped_line(self.cfg.rollout.max_prompt_tokens):
+                LOG.info("%s: %s", name, line)
         return {name: found.prompts for name, found in sets.items()}
 
     def _journal(self, weights: str) -> Journal:

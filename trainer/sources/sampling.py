@@ -58,8 +58,10 @@ def read_prompts(cfg: Config, split: str, tokenizer: Any) -> PromptSet:
     The training prompts of a mix are those of its sources, one source after another.
     """
     if split == "train" and cfg.data.mix:
-        sets = [read_source(cfg, source, tokenizer) for source in train_sources(cfg)]
-        return PromptSet([prompt for one in sets for prompt in one.prompts], sum(one.dropped for one in sets))
+        sets = {source: read_source(cfg, source, tokenizer) for source in train_sources(cfg)}
+        firsts = (f"{one.first_dropped} of {name_in_mix(name)}" for name, one in sets.items() if one.dropped)
+        prompts = [prompt for one in sets.values() for prompt in one.prompts]
+        return PromptSet(prompts, sum(one.dropped for one in sets.values()), next(firsts, ""))
     if cfg.environment.name:
         return load_rows(cfg.data, split)
     return load_prompts(cfg.data, split, tokenizer, cfg.rollout.max_prompt_tokens)
@@ -138,7 +140,7 @@ class SamplingSource:
         self.prompts = train.prompts
         self.ledger = prompt_ledger(cfg, train.prompts)
         self._engines = runner.engines
-        self._dropped = train.dropped
+        self._dropped_line = train.dropped_line(cfg.rollout.max_prompt_tokens)
         self._timer = timer
         self._needs_baselines = needs_baselines
         self._version = 0  # of the weights that the engines have
@@ -176,12 +178,8 @@ class SamplingSource:
 
         If the journal has rollouts of the first step, the ranks train from it while the engines still load.
         """
-        if self._dropped:
-            LOG.info(
-                "%d prompts are longer than rollout.max_prompt_tokens=%d and were dropped",
-                self._dropped,
-                self.cfg.rollout.max_prompt_tokens,
-            )
+        if self._dropped_line:
+            LOG.info(self._dropped_line)
         may_defer = not self.cfg.rollout.works_ahead and self.runner.journal.has_records(version)
         self._engines.start(version, is_initial, may_defer)
         self._version = version

@@ -26,7 +26,7 @@ CONTRADICTIONS = [
     (["data=files", "data.train_files=[a.jsonl]"], "trainer.val_interval=10: needs data.val_files"),
     (["data.train_size=-1"], "data.train_size=-1: a generator needs a number of examples"),
     (["+data.synthetic_args.letters=3"], "data.synthetic_args.*min_letters"),
-    (["data=reasoning_gym"], "data.task=None: data.synthetic=reasoning_gym needs the name of a task"),
+    (["data=reasoning_gym"], "data.task=null: data.synthetic=reasoning_gym needs the name of a task"),
     (["data.task=chain_sum"], "data.task=chain_sum: is read by data.synthetic=reasoning_gym alone"),
     (["+data.synthetic_args.min_letters=x"], "data.synthetic_args.*min_letters must be a whole number"),
     (["data.curriculum=hardest"], "data.curriculum=hardest: must be an import path"),

@@ -29,6 +29,9 @@ def test_a_foreign_key_in_a_command_is_refused_with_its_counterpart(package, key
 
 def test_a_key_below_a_foreign_section_names_the_section_and_a_section_before_a_key_of_trl_is_allowed():
     assert counterpart_of("actor_rollout_ref.rollout.free_cache_engine").endswith("this project has rollout")
+    assert counterpart_of("reward.custom_reward_function.path").startswith(
+        "in place of verl's custom_reward_function, "
+    )
     assert counterpart_of("trainer.learning_rate").startswith("in place of TRL's learning_rate, ")
     assert counterpart_of("trainer.policy.optimizer.beta") == counterpart_of("trainer.sed") == ""
     assert counterpart_of("environment.max_steps") == ""

@@ -74,6 +74,15 @@ def test_a_wrong_override_gets_one_sentence_of_ours(word, sentence):
     assert sentence in (explained(word) or "it is taken")
 
 
+def test_the_directory_of_a_run_is_no_override(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    assert explained("run") == "run: has no value; write KEY=VALUE or GROUP=CHOICE"
+    (tmp_path / "run/config.yaml").write_text("{}")
+    said = "run: is a directory, not KEY=VALUE or GROUP=CHOICE; for its config write --config=run/config.yaml"
+    assert explained("run") == said
+
+
 def test_the_quotes_that_a_sentence_advises_are_taken():
     for value in ("a=b", "a(b)", "é", "a,b", "a b#c"):
         sentence = explained(f"trainer.run_name={value}")

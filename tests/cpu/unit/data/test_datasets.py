@@ -265,7 +265,11 @@ def test_over_long_prompts_are_dropped_and_counted(tmp_path, tokenizer):
     found = load_prompts(data, "train", tokenizer, 12)  # two are the template's
     assert [len(p.text) for p in found.prompts] == [3, 9, 10, 5]
     assert [p.index for p in found.prompts] == [0, 1, 2, 4]
-    assert found.dropped == 1
+    assert found.dropped == 1 and load_prompts(data, "train", tokenizer, 13).dropped_line(13) == ""
+    line = "1 prompt is longer than rollout.max_prompt_tokens=12, of 5, and left out; the first is row 4"
+    assert found.dropped_line(12) == line
+    assert load_prompts(data, "train", tokenizer, 10).dropped_line(10).startswith("3 prompts are longer than ")
+    assert load_prompts(data, "train", tokenizer, 10).dropped_line(10).endswith("; the first is row 2")
     with pytest.raises(UserError, match="rollout.max_prompt_tokens=4: all 5 train prompts are longer; .* has 5 tokens"):
         load_prompts(data, "train", tokenizer, 4)
     with pytest.raises(UserError, match="sft.max_length=5: all 5 training prompts fill it"):
