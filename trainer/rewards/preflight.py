@@ -22,7 +22,8 @@ def try_rewards(
     """Compute each reward for some inputs, in a process of its own.
 
     A reward may fail for one of them, and a slow one may need longer than its time limit. A warning names a reward that
-    gives 0 or less, and always the same, although the completions are the reference answers.
+    gives 0 or less, and always the same, although the completions are the reference answers. Another names a
+    `reward.success_threshold` that all of them exceed.
 
     Args:
         inputs: plausible ones, one for each of some rows of the data.
@@ -50,6 +51,15 @@ def try_rewards(
                         "each completion, and all its rewards would be wrong; here it is the text of the one answer "
                         "of the group: compare each completion with that (docs/rewards.md)"
                     )
+    scores, threshold = aggregate(results, len(inputs)), config.success_threshold
+    if not scores.failures.count and (least := min(scores.rewards)) > threshold + 1e-6 * abs(threshold):
+        LOG.warning(
+            "reward.success_threshold=%g: each of the first %d reference answers gets %g or more, so val/accuracy "
+            "counts worse answers as right, too; set it to what a right answer gets",
+            threshold,
+            len(inputs) // n,
+            least,
+        )
     for function in useless:
         LOG.warning(
             "reward.name=%s: gives %g to each of the first %d reference answers as completions; unless it asks for "

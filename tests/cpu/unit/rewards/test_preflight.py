@@ -48,9 +48,20 @@ def test_a_reward_that_takes_the_answer_of_a_group_for_a_list_is_refused():
         tried_with_answers("length", "zipped")
 
 
+def test_a_threshold_that_all_right_answers_exceed_is_named_in_a_warning(caplog):
+    tried_with_answers("length", weights=[2.0])  # of 4, 1 and 4 characters
+    assert caplog.messages == [
+        "reward.success_threshold=1: each of the first 3 reference answers gets 2 or more, so val/accuracy counts "
+        "worse answers as right, too; set it to what a right answer gets"
+    ]
+    tried_with_answers("length", weights=[2.0], success_threshold=2.0)
+    tried_with_answers("length")
+    assert len(caplog.records) == 1
+
+
 def test_a_reward_that_gives_right_answers_nothing_is_named_in_a_warning(caplog):
-    tried_with_answers("stern", "arithmetic", "formatted", "length")
-    tried_with_answers("arithmetic", "stern", weights=[1.0, -0.5])
+    tried_with_answers("stern", "arithmetic", "formatted", "length", success_threshold=4.0)
+    tried_with_answers("arithmetic", "stern", weights=[1.0, -0.5], success_threshold=4.0)
     for name, value in (("stern", -1), ("formatted", 0)):
         assert caplog.text.count(f"reward.name={HOME}:{name}: gives {value} to each of the first 3 reference") == 1
     assert len(caplog.records) == 2
