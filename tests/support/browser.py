@@ -88,9 +88,11 @@ class Browser:
         self.one(selector).send_keys(text)
 
     def choose(self, selector: str, value: str) -> None:
+        """Choose an option of a list when it is there."""
         from selenium.webdriver.support.ui import Select
 
-        Select(self.one(selector)).select_by_value(value)
+        self.until(lambda: len(self.all(selector)) == 1)
+        self.until(lambda: Select(self.one(selector)).select_by_value(value) is None)
 
     def errors(self) -> list[str]:
         """Return what the page has complained about since the last call."""

@@ -14,8 +14,9 @@ def write_page(out: Path, *runs: Path, refresh_s: float | None = None) -> Path:
 
 
 def show_episodes(browser: Browser, page: Path, state: str = "") -> None:
+    """Open the tab of the episodes, and wait until its table is filled."""
     browser.open(page, f"#tab=episodes{state}")
-    browser.until(lambda: browser.texts("#count"))
+    browser.until(lambda: any(browser.texts("#count")))
 
 
 def column(browser: Browser, key: str) -> list[str]:
