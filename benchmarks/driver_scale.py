@@ -16,7 +16,7 @@ import os
 import pickle
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -194,14 +194,48 @@ def plan_of(batch: Batch, ranks: int) -> list[Share]:
     return divide(batch, [np.arange(len(batch["lengths"]))], Limits(16384, 1e-5, True), ranks)
 
 
-def timed(name: str, function: Callable[[], Any], backend: Threads) -> Any:
-    """Print what `function` takes, and return its result."""
-    received, stored, begin, cpu = backend.received, backend.stored, time.perf_counter(), time.thread_time()
-    result = function()
-    wall, used = time.perf_counter() - begin, time.thread_time() - cpu
-    moved = f"{(backend.stored - stored) / 1e6:,.0f} MB | {(backend.received - received) / 1e6:,.0f} MB"
-    print(f"| {name} | {wall:.2f} s | {used:.2f} s | {moved} |", flush=True)
-    return result
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What a part of a step took."""
+
+    name: str
+    clock_s: float
+    cpu_s: float
+    sent: int
+    """Bytes in the object store, which the ranks read."""
+    received: int
+    """Bytes of the answers."""
+
+
+def measure(ranks: int, engines: int, prompts: int, n: int, tokens: int) -> Iterator[Part]:
+    """Do each part of a step once, and yield what it took."""
+    response = tokens * 3 // 4
+    cfg = config(ranks, engines, prompts, n, response)
+    cluster = ThreadCluster(cfg, response)
+    backend = cluster.backend
+    results: list[Any] = []
+
+    def timed(name: str, function: Callable[[], Any]) -> Part:
+        received, stored, begin, cpu = backend.received, backend.stored, time.perf_counter(), time.thread_time()
+        results.append(function())
+        wall, used = time.perf_counter() - begin, time.thread_time() - cpu
+        return Part(name, wall, used, backend.stored - stored, backend.received - received)
+
+    yield timed("groups of workers", lambda: Learner(cfg, cluster, Timer()))  # type: ignore[arg-type]
+    learner: Learner = results[-1]
+    pool = EnginePool(cfg, cluster, learner.ranks, "model")  # type: ignore[arg-type]
+    yield timed("a call of all ranks", lambda: learner.ranks.call("policy", "nothing"))
+    yield timed("start of the engines", lambda: pool.start(1, is_initial=True))
+    sampling = Sampling(1.0, 1.0, -1, response, (1,))
+    prompt = np.zeros(tokens // 4, np.int32)
+    requests = [Request(prompt, seed, sampling) for seed in range(prompts * n)]
+    yield timed("requests to engines and back", lambda: pool.generate(requests))
+    episodes = episodes_of(prompts, n, tokens)
+    yield timed("scores of two roles, advantages", lambda: learner.score(episodes, 1))
+    experience = results[-1]
+    yield timed("update", lambda: learner.update(experience, 1))
+    yield timed("the plan and the shares of a batch alone", lambda: plan_of(experience.batch, ranks))
+    yield timed("begin and end of a save", lambda: learner.ranks.begin_save(None)())
 
 
 def main() -> None:
@@ -212,25 +246,11 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=1024, help="of a sequence; three quarters are the completion")
     args = parser.parse_args()
-    response = args.tokens * 3 // 4
-    cfg = config(args.ranks, args.engines, args.prompts, args.n, response)
-    cluster = ThreadCluster(cfg, response)
-    backend = cluster.backend
     print(f"{args.ranks} ranks, {args.engines} engines, {args.prompts * args.n:,} sequences of {args.tokens} tokens\n")
     print("| part | clock | CPU of the driver | sent to the ranks | received |\n|---|---|---|---|---|", flush=True)
-    learner = timed("groups of workers", lambda: Learner(cfg, cluster, Timer()), backend)  # type: ignore[arg-type]
-    pool = EnginePool(cfg, cluster, learner.ranks, "model")  # type: ignore[arg-type]
-    timed("a call of all ranks", lambda: learner.ranks.call("policy", "nothing"), backend)
-    timed("start of the engines", lambda: pool.start(1, is_initial=True), backend)
-    sampling = Sampling(1.0, 1.0, -1, response, (1,))
-    prompt = np.zeros(args.tokens // 4, np.int32)
-    requests = [Request(prompt, seed, sampling) for seed in range(args.prompts * args.n)]
-    timed("requests to engines and back", lambda: pool.generate(requests), backend)
-    episodes = episodes_of(args.prompts, args.n, args.tokens)
-    experience = timed("scores of two roles, advantages", lambda: learner.score(episodes, 1), backend)
-    timed("update", lambda: learner.update(experience, 1), backend)
-    timed("the plan and the shares of a batch alone", lambda: plan_of(experience.batch, args.ranks), backend)
-    timed("begin and end of a save", lambda: learner.ranks.begin_save(None)(), backend)
+    for part in measure(args.ranks, args.engines, args.prompts, args.n, args.tokens):
+        moved = f"{part.sent / 1e6:,.0f} MB | {part.received / 1e6:,.0f} MB"
+        print(f"| {part.name} | {part.clock_s:.2f} s | {part.cpu_s:.2f} s | {moved} |", flush=True)
     print(f"\nlargest memory of the process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.1f} GB")
 
 

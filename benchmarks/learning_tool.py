@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from statistics import mean
 from typing import Any
 
@@ -73,6 +74,13 @@ def run(run_dir: str, overrides: list[str]) -> float:
         return float(file.read())
 
 
+def jobs(seeds: Sequence[int]) -> dict[str, list[str]]:
+    """Return the overrides of each job by its name."""
+    return {f"seed {seed}": [f"trainer.seed={seed}"] for seed in seeds} | {
+        "one turn": [f"trainer.seed={seeds[0]}", "environment.max_turns=1"]
+    }
+
+
 def episodes_at(run_dir: str, step: int) -> list[dict[str, Any]]:
     with open(os.path.join(run_dir, "run", VALIDATION_FOLDER, f"step_{step}.jsonl")) as file:
         return [json.loads(line) for line in file]
@@ -101,17 +109,15 @@ def main() -> None:
     parser.add_argument("extra", nargs="*", help="overrides for every job, after --")
     args = parser.parse_args()
     cache = f"model.cache_dir={os.path.abspath(args.out)}/models"  # so that the first job makes the model, in its time
-    jobs = {f"seed {seed}": [f"trainer.seed={seed}"] for seed in args.seeds}
-    jobs["one turn"] = [f"trainer.seed={args.seeds[0]}", "environment.max_turns=1"]
     lines, measured = [], []
-    for name, overrides in jobs.items():
+    for name, overrides in jobs(args.seeds).items():
         run_dir = os.path.join(args.out, name.replace(" ", "-"))
         seconds = run(run_dir, [cache, *overrides, *args.extra])
         rows = read_metrics(os.path.join(run_dir, "run", METRICS_FILE))
         measured = [row["step"] for row in rows if ACCURACY in row]
         lines.append(row_of(name, rows, run_dir, seconds))
         print(lines[-1], flush=True)
-    first = os.path.join(args.out, next(iter(jobs)).replace(" ", "-"))
+    first = os.path.join(args.out, f"seed-{args.seeds[0]}")
     before, after = episodes_at(first, measured[0]), episodes_at(first, measured[-1])
     pairs = zip(before, after, strict=True)
     better = [pair for pair in pairs if pair[1]["reward"] > pair[0]["reward"] and len(pair[1]["completion"]) > 6]

@@ -43,32 +43,38 @@ def meet(port: int, ranks: list[int], world_size: int, groups: int, begin: Barri
         moments.put(list(threads.map(one, ranks)))
 
 
+def measure(ranks: int, processes: int, groups: int) -> list[list[float]]:
+    """Return for each rank the seconds after which it has done each part."""
+    store = TCPStore(_HOST, 0, ranks, True, _TIMEOUT, wait_for_workers=False)
+    for group in range(groups):
+        store.set(f"id {group}", bytes(_ID_BYTES))
+    context = multiprocessing.get_context("spawn")
+    parts = [list(range(first, ranks, processes)) for first in range(min(processes, ranks))]
+    begin, moments = context.Barrier(len(parts) + 1, timeout=_TIMEOUT.total_seconds()), context.Queue()
+    children = [
+        context.Process(target=meet, args=(store.port, part, ranks, groups, begin, moments), daemon=True)
+        for part in parts
+    ]
+    for child in children:
+        child.start()
+    begin.wait()
+    began = time.monotonic()
+    found = [row for _ in children for row in moments.get(timeout=_TIMEOUT.total_seconds())]
+    for child in children:
+        child.join()
+    return [[moment - began for moment in row] for row in found]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--processes", type=int, default=32)
     parser.add_argument("--groups", type=int, default=4, help="communicators of a rank")
     options = parser.parse_args()
-    store = TCPStore(_HOST, 0, options.ranks, True, _TIMEOUT, wait_for_workers=False)
-    for group in range(options.groups):
-        store.set(f"id {group}", bytes(_ID_BYTES))
-    context = multiprocessing.get_context("spawn")
-    begin, moments = context.Barrier(options.processes + 1), context.Queue()
-    parts = [list(range(first, options.ranks, options.processes)) for first in range(options.processes)]
-    processes = [
-        context.Process(target=meet, args=(store.port, part, options.ranks, options.groups, begin, moments))
-        for part in parts
-    ]
-    for process in processes:
-        process.start()
-    begin.wait()
-    began = time.monotonic()
-    found = [row for _ in processes for row in moments.get()]
-    for process in processes:
-        process.join()
+    found = measure(options.ranks, options.processes, options.groups)
     names = ("connected", f"has read {options.groups} identities", "knows that all are there")
     for name, times in zip(names, zip(*found, strict=True), strict=True):
-        print(f"the last of {options.ranks:,} ranks {name} after {max(times) - began:.2f} s")
+        print(f"the last of {len(found):,} ranks {name} after {max(times):.2f} s")
 
 
 if __name__ == "__main__":

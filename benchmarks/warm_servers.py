@@ -30,6 +30,11 @@ from trainer.metrics.tracker import METRICS_FILE, read_metrics
 
 STEPS = 1000
 KILLED_AFTER = 3
+COMMON = (
+    "data=reverse_text", "trainer.val_interval=-1", "trainer.ckpt_interval=1", "trainer.max_ckpts_to_keep=2",
+    "sft.steps=30", "logger.plot=false", "rollout.kv_cache_mb=64", f"trainer.total_steps={STEPS}",
+)  # fmt: skip
+"""Overrides of the server and of both jobs."""
 _LONGEST_S = 900.0
 
 
@@ -44,10 +49,7 @@ def main() -> None:
     parser.add_argument("extra", nargs="*", help="overrides for both jobs, after --")
     options = parser.parse_args()
     directory = tempfile.mkdtemp(prefix="warm_servers-")
-    common = [
-        "data=reverse_text", "trainer.val_interval=-1", "trainer.ckpt_interval=1", "trainer.max_ckpts_to_keep=2",
-        "sft.steps=30", "logger.plot=false", "rollout.kv_cache_mb=64", f"trainer.total_steps={STEPS}",
-    ]  # fmt: skip
+    common = list(COMMON)
     if options.model:
         path = os.path.join(directory, "model")
         make_model(SHAPES[options.model], None, path)
@@ -57,12 +59,8 @@ def main() -> None:
     seconds: dict[str, list[tuple[float, float]]] = {"cold": [], "warm": []}
     try:
         with serving(options.engine, common, directory) as url:
-            ways = {
-                "cold": [f"rollout.engine={options.engine}"],
-                "warm": ["rollout.engine=server", f"rollout.urls=[{url}]"],
-            }
             for _ in range(options.kills):
-                for name, words in ways.items():
+                for name, words in ways(options.engine, url).items():
                     run_dir = os.path.join(directory, name)
                     row = kill_and_restart([*jobs, *words, f"trainer.run_dir={run_dir}"], run_dir)
                     seconds[name].append(row)
@@ -74,6 +72,11 @@ def main() -> None:
         print(f"{name}: from the kill to the first finished step {steps} s; until that step began {starts} s")
     ratio = median(row[0] for row in seconds["warm"]) / median(row[0] for row in seconds["cold"])
     print(f"warm / cold                                  {ratio:.2f}  (aim: at most 0.50)")
+
+
+def ways(engine: str, url: str) -> dict[str, list[str]]:
+    """Return the overrides of a job with engines of its own, and of one that asks the server at `url`."""
+    return {"cold": [f"rollout.engine={engine}"], "warm": ["rollout.engine=server", f"rollout.urls=[{url}]"]}
 
 
 @contextlib.contextmanager
