@@ -11,6 +11,7 @@ from typing import Any
 from trainer.config import EnvironmentConfig
 from trainer.environments.base import check_options
 from trainer.environments.sessions import EnvironmentPool, Session
+from trainer.environments.worker import WRONG_VALUE
 from trainer.errors import TrialError, UserError, one_line, remedy_of
 from trainer.sandbox.process import run_code
 
@@ -63,9 +64,10 @@ def try_environment(
 ) -> None:
     """Make an environment, call its `reset` for a row of the data and its `step` for one reply, and close it.
 
-    This happens in a process of its own. The reply is the answer of the row if it has a text as such, else empty. It
+    This happens in a process of its own. The reply is the answer of the row if that is a text, else "no answer". It
     fails if it fails for all of `rows`, because one that fails now and then must not keep a job from its restart.
-    A warning names one that takes longer than its time limit, because the first call may be the slowest.
+    A warning names one that takes longer than its time limit, because the first call may be the slowest. Another names
+    a `step` that raises: it may do so for such a reply alone, and what it returns shows whether it is right.
 
     Args:
         answer_key: the column of the answer.
@@ -87,8 +89,18 @@ def try_environment(
             if not trial.failure:
                 usual = "`step` returns a StepResult for every reply"
                 answer = row.get(answer_key)
-                trial.replies.append({"role": "assistant", "content": answer if isinstance(answer, str) else ""})
+                reply = answer if isinstance(answer, str) and answer else "no answer"
+                trial.replies.append({"role": "assistant", "content": reply})
                 pool.step_all([trial])
+                if trial.failure and not trial.failure.startswith(f"step {WRONG_VALUE}"):
+                    LOG.warning(
+                        "environment.name=%s: fails for the reply %s to the first row of the data (%s); with each such "
+                        "reply, the episode fails",
+                        config.name,
+                        one_line(f"{reply!r:.80}"),
+                        trial.failure,
+                    )
+                    return
             if not trial.failure:
                 trial.ended = True
                 pool.step_all([trial])  # closes it

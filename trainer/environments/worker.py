@@ -64,6 +64,10 @@ def _files_of(kind: Any) -> set[str]:
     return {code.co_filename for code in codes if code is not None}
 
 
+WRONG_VALUE = "returned a wrong value"
+"""The beginning of the reason why a call has failed, if its method has returned what it must not."""
+
+
 class WrongValueError(Exception):
     """A method of the user has returned what it must not."""
 
@@ -80,7 +84,7 @@ def checks_value(method: Callable[..., Any]) -> Iterator[None]:
     except (TypeError, ValueError) as error:
         code = getattr(inspect.unwrap(getattr(method, "__func__", method)), "__code__", None)
         at = f" (in {one_line(os.path.basename(code.co_filename))}:{code.co_firstlineno})" if code else ""
-        raise WrongValueError(f"returned a wrong value{at}: {one_line(str(error))}") from error
+        raise WrongValueError(f"{WRONG_VALUE}{at}: {one_line(str(error))}") from error
 
 
 class _NotMadeError(Exception):
