@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_PEAK_FLOPS = {
+_PEAK_FLOPS: dict[str, float | None] = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
     "H200 NVL": 835e12,
@@ -11,8 +11,13 @@ _PEAK_FLOPS = {
     "A100": 312e12,
     "L40S": 362e12,
     "B200": 2250e12,
+    "RTX 4090 D": None,
+    "RTX 4090 Laptop": None,
+    "RTX 4090": 165e12,
 }
-"""By a substring of the device's name. A longer name precedes a shorter one that it contains."""
+"""By a substring of the device's name. A longer name precedes a shorter one that it contains. None: not known, and not
+that of the shorter name. Sources: NVIDIA's data sheets of these GPUs and the white paper "NVIDIA Ada GPU Architecture",
+with sums in float32. `trainer.plan.hardware` takes its peaks from here."""
 
 
 def peak_flops(device_name: str) -> float | None:

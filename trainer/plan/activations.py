@@ -35,13 +35,10 @@ from trainer.parallel.ac_and_compile import compiles_blocks, recomputed
 from trainer.parallel.collectives import AxisGroup
 from trainer.parallel.packing import Packing
 from trainer.parallel.shard import transformer_blocks
+from trainer.plan.hardware import COMPILED_KEEPS
 from trainer.plan.meter import MemoryMeter
 from trainer.plan.model_shape import empty_module, forward_dtype, key_of, refusing
 
-COMPILED_KEEPS = {"none": 0.66, "selective": 0.91, "full": 1.0}
-"""Share of a block's activations that stay for the backward pass if the block is compiled: the compiler computes cheap
-ones again. Measured in bfloat16 with blocks of four shapes (Qwen3 and Llama) on CPU: 0.62 to 0.70 without recomputation
-and 0.90 to 0.92 with `selective`. On an H100: 0.67 for Qwen3-0.6B without, 0.83 for Qwen3-1.7B with `selective`."""
 _FEW, _MANY = 1, 3
 _PLANNED = "planned"
 

@@ -11,9 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer.config import Config
-from trainer.plan.activations import COMPILED_KEEPS
 from trainer.plan.advice import LARGEST_FACTOR
-from trainer.plan.hardware import GB, Cluster
+from trainer.plan.hardware import COMPILED_KEEPS, GB, Cluster
 from trainer.plan.plan import Plan
 from trainer.plan.ranks import KINDS
 

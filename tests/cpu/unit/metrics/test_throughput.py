@@ -10,6 +10,9 @@ def test_known_gpus_have_a_peak_and_others_none():
     assert peak_flops("NVIDIA H100 PCIe") == 756e12
     assert peak_flops("NVIDIA H100 NVL") == peak_flops("NVIDIA H200 NVL") == 835e12
     assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert peak_flops("NVIDIA GeForce RTX 4090") == 165e12
+    assert peak_flops("NVIDIA GeForce RTX 4090 D") is None
+    assert peak_flops("NVIDIA GeForce RTX 4090 Laptop GPU") is None
     assert peak_flops("cpu") is None and peak_flops("NVIDIA GeForce GTX 1080") is None
 
 

@@ -69,7 +69,7 @@ def test_other_text_is_refused(text, sentence):
 
 def test_constants_are_plausible():
     for device in DEVICES.values():
-        assert device.flops_bfloat16 == (peak_flops(device.name) or 165e12) > device.flops_float32
+        assert device.flops_bfloat16 == peak_flops(device.name.replace("RTX", "RTX ")) > device.flops_float32
         assert device.bandwidth > device.link >= device.network and device.link >= device.pcie / 2
         assert 24e9 < device.memory < device.host_memory
         assert device.pcie < device.host_bandwidth < device.bandwidth / 10

@@ -9,8 +9,8 @@ import pytest
 from benchmarks import gpu, gpu_plan
 from benchmarks.scale import CASES, HEADS, plan_of, row_of
 from trainer.config import Config
-from trainer.plan.activations import COMPILED_KEEPS
-from trainer.plan.hardware import GB, parse_cluster
+from trainer.metrics.throughput import peak_flops
+from trainer.plan.hardware import COMPILED_KEEPS, DEVICES, GB, Device, parse_cluster
 from trainer.plan.plan import Plan, make_plan
 
 PAGE = (Path(__file__).parents[4] / "docs/scale.md").read_text()
@@ -34,6 +34,14 @@ def test_the_page_says_what_compiled_blocks_keep():
     text = " ".join(PAGE.split())
     assert f"A compiled block counts with {shares[0]} of the activations" in text
     assert f"with {shares[1]} if `fsdp.activation_checkpointing` is `selective`" in text
+
+
+def test_the_page_says_where_the_constants_are():
+    text = " ".join(PAGE.split())
+    constants, peaks = (f"`{module.replace('.', '/')}.py`" for module in (Device.__module__, peak_flops.__module__))
+    assert f"All constants of hardware, with their sources, are in {constants}, but for one table" in text
+    assert f"the peaks of GPUs in bfloat16 are in {peaks}" in text
+    assert all(one.flops_bfloat16 == peak_flops(one.name.replace("RTX", "RTX ")) for one in DEVICES.values())
 
 
 def plan_of_measured(path: str, name: str, epochs: int = 1) -> Plan:
