@@ -27,6 +27,9 @@ class PlanConfig(Section):
     `algorithm.dynamic_sampling`. `sampling/batches` of a run is this number."""
     host_memory_gb: float | None = number(None, above=0, resume="harmless")
     """Memory of a node's host, in GB. null: that of a usual node of eight such GPUs; of fewer GPUs, their share."""
+    shared_memory_gb: float | None = number(None, above=0, resume="harmless")
+    """Size of `/dev/shm` on a node, in GB. null: what is free on this machine with `gpus=cpu`; otherwise half of the
+    host's memory, as Linux mounts it. A container has 0.064 unless it was given more (`docker run --shm-size`)."""
     storage_gb_s: float = number(2.0, above=0, resume="harmless")
     """Speed of the storage of `trainer.ckpt_path` for one node, in GB/s."""
 

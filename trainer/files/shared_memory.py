@@ -90,17 +90,14 @@ def check_free_space(needed: int, reserved: int, base: str = SHARED_MEMORY) -> N
     """Check that the policy's weights, `needed` bytes, fit below `base`.
 
     Args:
-        reserved: size of Ray's object store in bytes. Ray puts the store here if that much is free, otherwise in its
-            temporary directory. Ray allocates the memory when objects arrive. If none is left then, the kernel kills
-            the process.
+        reserved: size of Ray's object store in bytes (see `object_store_share`). Ray allocates the memory when objects
+            arrive. If none is left then, the kernel kills the process.
 
     Raises:
         UserError: the weights do not fit.
     """
-    _check_base(base)
-    space = os.statvfs(base)
-    free = space.f_bavail * space.f_frsize
-    for_ray = reserved if free >= reserved else 0
+    free = free_space(base)
+    for_ray = object_store_share(reserved, free)
     if needed + for_ray > free:
         size_gib = -(-(needed + reserved) // 2**30)  # rounded up
         besides = f" in addition to {for_ray / 1e6:.1f} MB for Ray's objects" if for_ray else ""
@@ -108,6 +105,25 @@ def check_free_space(needed: int, reserved: int, base: str = SHARED_MEMORY) -> N
             f"{base} has {free / 1e6:.1f} MB free, but the policy's weights need {needed / 1e6:.1f} MB{besides}; make "
             f"it larger (in a container: docker run --shm-size={size_gib}g){_OTHERWISE}"
         )
+
+
+def free_space(base: str = SHARED_MEMORY) -> int:
+    """Return the bytes that are free below `base`.
+
+    Raises:
+        UserError: weights cannot be written there: it does not exist, is not writable, or does not protect them.
+    """
+    _check_base(base)
+    space = os.statvfs(base)
+    return space.f_bavail * space.f_frsize
+
+
+def object_store_share(reserved: int, free: int) -> int:
+    """Return how many bytes of shared memory Ray's object store of `reserved` bytes takes.
+
+    Ray puts the store there if that much is free, otherwise in its temporary directory.
+    """
+    return reserved if free >= reserved else 0
 
 
 def choose_directory(size: int) -> str:

@@ -56,7 +56,7 @@ def _plan(cfg: Config) -> None:
     from trainer.plan.report import as_json, as_text, verdict
 
     refuse_unread([word for word in words_given() if not word.lstrip("+").startswith("plan.")], cfg)
-    cluster = parse_cluster(cfg.plan.gpus, cfg.plan.host_memory_gb)
+    cluster = parse_cluster(cfg.plan.gpus, cfg.plan.host_memory_gb, cfg.plan.shared_memory_gb)
     plan = make_plan(cfg, cluster)
     changes = None if plan.fits else find_changes(cfg, cluster)
     larger = None if plan.fits or changes else larger_cluster(cfg, cluster)

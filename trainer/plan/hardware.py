@@ -12,12 +12,14 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.mkldnn import to_mkldnn
 
 from trainer.errors import UserError
+from trainer.files.shared_memory import free_space
 from trainer.metrics.throughput import peak_flops
 from trainer.process.machine_limits import usable_cores, usable_memory
 
@@ -51,6 +53,13 @@ class Device:
     the constants are those of their hosts."""
     host_bandwidth: float = 0.0
     """Of the memory of a node's host, for each GPU."""
+    shared_memory: int | None = None
+    """Bytes of a node's `/dev/shm`, on this machine those that are free. None: as much as Linux gives it."""
+
+    @property
+    def shared_limit(self) -> int:
+        """Bytes that a run may put into the shared memory of a node."""
+        return int(SHARED_SHARE * self.host_memory) if self.shared_memory is None else self.shared_memory
 
     @property
     def is_cpu(self) -> bool:
@@ -293,6 +302,10 @@ START_S = {CPU: 20.0, "cuda": 90.0}
 """Seconds from the command to the first step, without reading weights: imports, Ray, engines, graphs. CPU: measured
 (16 to 21 s, benchmarks/RESULTS.md). GPU: an estimate, with vLLM. There the first step compiles: it took 17 to
 37 s on an H100, beside other jobs."""
+SHARED_SHARE = 0.5
+"""Share of a host's memory that its `/dev/shm` may take: Linux's default for a tmpfs (tmpfs(5), `size`). Hosts have it,
+and jobs of Slurm on them. Containers have 64 MB unless they are given more (`docker run --shm-size`, a volume in memory
+in Kubernetes): `plan.shared_memory_gb`."""
 FRAGMENTATION = 0.05
 """Share of the tensors' memory by which torch's allocator exceeds it, on GPUs."""
 
@@ -330,14 +343,14 @@ class Cluster:
         return min(self.device.link, self.device.network * of_node)
 
 
-def parse_cluster(text: str, host_memory_gb: float | None = None) -> Cluster:
+def parse_cluster(text: str, host_memory_gb: float | None = None, shared_memory_gb: float | None = None) -> Cluster:
     """Return the cluster that `plan.gpus` names.
 
     Raises:
         UserError: it names none.
     """
     if text.casefold() == CPU:
-        return _with_host_memory(Cluster(1, usable_cores(), this_machine()), host_memory_gb)
+        return _with_memory(Cluster(1, usable_cores(), this_machine()), host_memory_gb, shared_memory_gb)
     # No GPU has a name that begins with x, so an x there follows an empty number: xH100, 8xxH100.
     found = re.fullmatch(r"(?:(\d{1,6})x)?(?:(\d{1,6})x)?(?![xX])([A-Za-z][\w -]*|\d{4})", text.strip())
     nodes, per_node = (int(found[1] or 1), int(found[2] or 1)) if found else (0, 0)
@@ -351,7 +364,7 @@ def parse_cluster(text: str, host_memory_gb: float | None = None) -> Cluster:
         raise UserError(f"plan.gpus={text}: the GPU {found[3]} is not known; choose one of {known}, or cpu")
     share = min(1.0, per_node / _USUAL_GPUS)
     cluster = Cluster(nodes, per_node, replace(device, host_memory=int(share * device.host_memory)))
-    return _with_host_memory(cluster, host_memory_gb)
+    return _with_memory(cluster, host_memory_gb, shared_memory_gb)
 
 
 def _find_device(name: str) -> Device | None:
@@ -363,10 +376,10 @@ def _find_device(name: str) -> Device | None:
     return DEVICES.get(_SAME.get(short, short))
 
 
-def _with_host_memory(cluster: Cluster, host_memory_gb: float | None) -> Cluster:
-    if host_memory_gb is None:
-        return cluster
-    return replace(cluster, device=replace(cluster.device, host_memory=int(host_memory_gb * GB)))
+def _with_memory(cluster: Cluster, host_memory_gb: float | None, shared_memory_gb: float | None) -> Cluster:
+    found = {"host_memory": host_memory_gb, "shared_memory": shared_memory_gb}
+    sizes: dict[str, Any] = {name: int(size * GB) for name, size in found.items() if size is not None}
+    return replace(cluster, device=replace(cluster.device, **sizes)) if sizes else cluster
 
 
 @functools.cache
@@ -386,7 +399,16 @@ def this_machine() -> Device:
         memory,
         flops_packed=_packed_speed(),
         slowness=_call_seconds() / PYTHON_CALL_S,
+        shared_memory=_free_shared_memory(),
     )
+
+
+def _free_shared_memory() -> int:
+    """Return the bytes that are free in this machine's shared memory. 0: a run cannot use it."""
+    try:
+        return free_space()
+    except UserError:
+        return 0
 
 
 _SIDES = (256, 512, 1024)

@@ -14,6 +14,7 @@ from trainer.parallel.shard import frees_after_forward
 from trainer.plan.engines import most_engines
 from trainer.plan.hardware import Cluster
 from trainer.plan.model_shape import shape_of
+from trainer.plan.shared_memory import caches_in_memory, shared_weights
 
 Change = dict[str, Any]
 """New values of keys."""
@@ -180,6 +181,7 @@ def levers(cfg: Config, cluster: Cluster, colocate: bool) -> list[Lever]:
     """
     on_cpu = cluster.device.is_cpu
     found = [_offload(cfg, colocate), _sparing_host(_recomputations(cfg)), _sparing_host(_micro_batches(cfg))]
+    found += [_sparing_host(_fewer_checkpoints(cfg)), _sparing_host(_broadcast(cfg, cluster))]
     sections = [role for role in cfg.roles if role.section and not role.is_policy_base] if cfg.task.trains else []
     to_host = {f"{role.section}.fsdp.cpu_offload": True for role in sections if not role.sharding.cpu_offload}
     stays = {f"{role.section}.fsdp.cpu_offload": False for role in sections if role.sharding.cpu_offload}
@@ -199,6 +201,23 @@ def _offload(cfg: Config, colocate: bool) -> Lever:
 def _sparing_host(options: Iterator[Change]) -> Lever:
     found = tuple(options)
     return Lever(found, found[-1] if found else {}, spares_host=True)
+
+
+def _fewer_checkpoints(cfg: Config) -> Iterator[Change]:
+    """Yield what leaves fewer checkpoints in shared memory."""
+    if caches_in_memory(cfg):
+        if cfg.trainer.max_ckpts_to_keep != 1:
+            yield {"trainer.max_ckpts_to_keep": 1}
+        yield {"trainer.ckpt_cache_dir": None, **({"trainer.ckpt_replicas": 0} if cfg.trainer.ckpt_replicas else {})}
+
+
+def _broadcast(cfg: Config, cluster: Cluster) -> Iterator[Change]:
+    """Yield a way for weights that are too large for shared memory."""
+    if not cfg.num_engines or cfg.rollout.colocate or "broadcast" not in cfg.engine.transports:
+        return
+    policy = shape_of(cfg, cfg.roles[0], dict.fromkeys(AXES, 1))
+    if shared_weights(cfg, policy, cluster.device) > cluster.device.shared_limit:
+        yield {"rollout.weight_sync": "broadcast"}
 
 
 def _freeing(cfg: Config, roles: Sequence[RoleSpec], fewest: int) -> Iterator[Change]:

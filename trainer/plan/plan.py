@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,8 +21,8 @@ from trainer.plan.ranks import (
     host_bytes_of_rank,
     plan_role,
     rank_phases,
-    writes_shared_memory,
 )
+from trainer.plan.shared_memory import PlannedShared, plan_shared
 from trainer.plan.timing import StepTime, plan_time
 from trainer.plan.workload import Workload, scored_share, workload_of
 
@@ -69,8 +70,8 @@ class Plan:
     engine: PlannedEngine | None
     host: int
     """Bytes of host memory on the fullest node."""
-    shared: int
-    """Bytes of shared memory on the fullest node; a part of `host`."""
+    shared: PlannedShared
+    """What is in shared memory on the fullest node; a part of `host`."""
     traffic: Traffic
     time: StepTime
     saves: PlannedSaves
@@ -114,14 +115,19 @@ def make_plan(cfg: Config, cluster: Cluster, traced: bool = True) -> Plan:
                 )
     if engine is not None and (problem := engine_problem(cfg, cluster, engine, workload, whole)) is not None:
         problems.append(f"engine: {problem}")
-    host, shared = _host(cfg, cluster, roles, engine, members)
-    if host > device.host_memory:
-        problems.append(f"host memory: {host / GB:.0f} GB of {device.host_memory / GB:.0f} GB on a node")
-    copy = max((sum(role.saved for role in group) for group in _groups(cfg, roles)), default=0) / device.pcie
+    groups = _groups(cfg, roles)
+    copy = max((sum(role.saved for role in group) for group in groups), default=0) / device.pcie
     seconds = plan_time(cfg, cluster, roles, whole, engine, workload)
     storage = cfg.plan.storage_gb_s * GB * max(1, min(cluster.nodes, -(-cfg.trainer.num_workers // cluster.per_node)))
     traffic = _traffic(cfg, workload)
     saves = plan_saves(cfg, roles, seconds, copy, storage, device.is_cpu)
+    # Without the time of activations a step seems short, and more checkpoints seem to wait for their uploads.
+    shared = plan_shared(cfg, cluster, groups, whole, saves, seconds.total if traced else math.inf)
+    host = _host(cfg, cluster, roles, engine, members, shared)
+    if host > device.host_memory:
+        problems.append(f"host memory: {host / GB:.0f} GB of {device.host_memory / GB:.0f} GB on a node")
+    if (problem := shared.problem(cfg)) is not None:
+        problems.append(problem)
     count = sum(member.count for member in members)
     return Plan(
         cluster, count, workload, roles, tuple(members), engine, host, shared, traffic, seconds, saves, tuple(problems)
@@ -149,6 +155,8 @@ def _problems_of_sizes(cfg: Config, cluster: Cluster) -> list[str]:
 
 def _groups(cfg: Config, roles: Sequence[PlannedRole]) -> list[Sequence[PlannedRole]]:
     """Return the roles of each group of ranks."""
+    if not roles:
+        return []
     return [roles] if cfg.trainer.colocate_roles else [[role] for role in roles]
 
 
@@ -157,7 +165,7 @@ def _members(
 ) -> list[Member]:
     device, members = cluster.device, []
     beside = engine is not None and engine.gpus > 0 and cfg.rollout.colocate
-    for group in _groups(cfg, roles) if roles else []:
+    for group in _groups(cfg, roles):
         phases = rank_phases(cfg, group, workload, device)
         if beside:
             phases = [_beside_engine(phase, engine) for phase in phases]
@@ -189,21 +197,17 @@ def _host(
     roles: Sequence[PlannedRole],
     engine: PlannedEngine | None,
     members: Sequence[Member],
-) -> tuple[int, int]:
-    """Return the bytes of host memory and, of these, of shared memory on the fullest node."""
+    shared: PlannedShared,
+) -> int:
+    """Return the bytes of host memory on the fullest node."""
     device = cluster.device
-    of_ranks = sum(host_bytes_of_rank(cfg, group) for group in _groups(cfg, roles)) if roles else 0
+    of_ranks = sum(host_bytes_of_rank(cfg, group) for group in _groups(cfg, roles))
     ranks = min(cfg.trainer.num_workers, cluster.per_node) if not device.is_cpu else cfg.trainer.num_workers
     processes = min(sum(member.count for member in members), cluster.per_node)
-    shared = 0
-    if engine is not None and writes_shared_memory(cfg, device.kind):
-        shared = engine.weights * max(1, engine.gpus)
-    host = DRIVER_BYTES + ranks * of_ranks + shared
+    host = DRIVER_BYTES + ranks * of_ranks + shared.files  # Ray's objects are among those of the driver
     if device.is_cpu:
         processes = rank_groups(cfg) * cfg.trainer.num_workers + cfg.num_engines
-        return host + sum(member.count * member.peak.total for member in members) + processes * PROCESS_BYTES[
-            "cpu"
-        ], shared
+        return host + sum(member.count * member.peak.total for member in members) + processes * PROCESS_BYTES["cpu"]
     if engine is not None and cfg.rollout.colocate:  # sleeping engines keep their weights there
         host += engine.weights * min(cfg.num_engines * engine.gpus, cluster.per_node)
-    return host + 2 * processes * PROCESS_BYTES["cuda"], shared
+    return host + 2 * processes * PROCESS_BYTES["cuda"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +14,7 @@ from rich.table import Table
 
 from trainer.config import Config
 from trainer.plan.advice import LARGEST_FACTOR
-from trainer.plan.hardware import COMPILED_KEEPS, GB, Cluster
+from trainer.plan.hardware import COMPILED_KEEPS, GB, SHARED_SHARE, Cluster
 from trainer.plan.plan import Plan
 from trainer.plan.ranks import KINDS
 
@@ -40,9 +42,7 @@ def verdict(plan: Plan, changes: Mapping[str, Any] | None, larger: tuple[Cluster
 
 def words(changes: Mapping[str, Any]) -> str:
     """Return changes as overrides of a command line."""
-    return " ".join(
-        f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in changes.items()
-    )
+    return " ".join(f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changes.items())
 
 
 def as_text(cfg: Config, plan: Plan, sentence: str) -> str:
@@ -79,6 +79,11 @@ def notes(cfg: Config, plan: Plan) -> list[str]:
             found.append(
                 "passes of models with experts count at 15% of a GPU's peak, as published runs of other trainers reach "
                 "(10 to 21%); ours were not measured"
+            )
+        if plan.shared.files and cfg.plan.shared_memory_gb is None:
+            found.append(
+                f"shared memory of a node counts as {SHARED_SHARE:.0%} of its memory; a container has 0.064 GB unless "
+                "it was given more: plan.shared_memory_gb says how much"
             )
         idle = plan.cluster.gpus - plan.gpus
         if plan.fits and idle > 0:
@@ -150,7 +155,8 @@ def _sizes(cfg: Config, plan: Plan) -> Table:
         cached += f"; {tokens // longest:,} of the longest sequences"
         table.add_row("KV cache of an engine", cached)
     table.add_row("host memory of a node", f"{_gb(plan.host)} of {_gb(plan.cluster.device.host_memory)} GB")
-    table.add_row("of that, shared memory", f"{_gb(plan.shared)} GB")
+    shared = plan.shared
+    table.add_row("of that, shared memory", f"{_gb(shared.total)} of {_gb(shared.capacity)} GB")
     sent, received = plan.traffic.sent, plan.traffic.received
     table.add_row("through the driver", f"{_gb(sent)} GB a step to the ranks, {_gb(received)} GB back")
     table.add_row("a checkpoint", f"{_gb(plan.saves.checkpoint)} GB")
@@ -235,7 +241,8 @@ def as_json(
         "engine": engine
         and {"kv_cache": engine.kv_cache, "bytes_per_token": engine.bytes_per_token, "tokens": engine.tokens},
         "host": plan.host,
-        "shared": plan.shared,
+        "shared": plan.shared.total,
+        "shared_parts": dataclasses.asdict(plan.shared),
         "traffic": {"sent": plan.traffic.sent, "received": plan.traffic.received},
         "checkpoint": saves.checkpoint,
         "export": saves.export,

@@ -104,7 +104,7 @@ def test_this_machine_is_limited_by_its_memory(cfg, cpu):
     cfg.model.path, cfg.rollout.colocate, cfg.trainer.offload = None, False, "none"
     cfg.trainer.num_workers, cfg.rollout.num_engines = 2, 1
     plan = make_plan(cfg, cpu)
-    assert plan.fits and plan.shared > 0
+    assert plan.fits and plan.shared.weights > 0
     assert [member.name for member in plan.members] == ["rank", "engine"]
     cfg.model.path = "Qwen/Qwen3-8B"
     assert any(problem.startswith("host memory: ") for problem in make_plan(cfg, cpu).problems)

@@ -55,7 +55,7 @@ def test_a_run_that_does_not_fit_names_the_changes(cfg, node):
 
 
 def test_changes_are_overrides():
-    assert words({"a.b": True, "c": 2, "d": "all"}) == "a.b=true c=2 d=all"
+    assert words({"a.b": True, "c": 2, "d": "all", "e": None}) == "a.b=true c=2 d=all e=null"
 
 
 def test_json_has_the_same_numbers(cfg, node):
@@ -71,6 +71,8 @@ def test_json_has_the_same_numbers(cfg, node):
     assert (rollout["engine_weights"], rollout["kv_cache"]) == (plan.engine.weights, plan.engine.kv_cache)
     assert found["seconds"]["step"] == plan.time.total
     assert found["checkpoint"] == 12 * 596_049_920
+    assert found["shared"] == found["shared_parts"]["objects"] == plan.shared.total > 0
+    assert found["shared_parts"]["capacity"] == node.device.host_memory // 2
     assert (found["larger_cluster"], found["larger_changes"]) == (None, {})
     assert found["notes"] == notes(cfg, plan) != []
     saves = plan.saves
@@ -82,6 +84,18 @@ def test_notes_name_a_network_and_experts_that_were_not_measured(cfg, node, save
     cfg.model.path = save_config("qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=96)
     text = "\n".join(notes(cfg, make_plan(cfg, Cluster(2, 8, node.device), traced=False)))
     assert "each GPU sends 50 GB/s to other nodes" in text and "models with experts count at 15%" in text
+
+
+def test_a_note_says_how_much_shared_memory_a_node_counts_with(cfg, node):
+    def found() -> bool:
+        notes_of_plan = notes(cfg, make_plan(cfg, node, traced=False))
+        return any(note.startswith("shared memory of a node counts as 50% of its memory") for note in notes_of_plan)
+
+    assert not found()
+    cfg.trainer.ckpt_path, cfg.trainer.ckpt_cache_dir = "s3://bucket/run", "/dev/shm/run"
+    assert found()
+    cfg.plan.shared_memory_gb = 64.0
+    assert not found()
 
 
 def test_notes_name_what_counts_as_nothing(cfg, node):
