@@ -10,7 +10,7 @@ Not traced: the output layer (see `head_bytes`), and what FSDP2 gathers and redu
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any
@@ -57,6 +57,16 @@ class Row:
     def tokens(self) -> int:
         return sum(self.lengths) - sum(self.prefix_lengths or ())
 
+    def contains(self, other: Row) -> bool:
+        """Return whether activations of the other row take no more memory: it has no more of anything."""
+        return all(ours >= others for ours, others in zip(self._measures, other._measures, strict=True))
+
+    @property
+    def _measures(self) -> tuple[int, ...]:
+        prefixes = self.prefix_lengths or ()
+        whole, longest = sum(self.lengths), max(self.lengths)
+        return self.tokens, whole, longest, len(self.lengths), len(prefixes), sum(prefixes), self.targets
+
     def tokens_of_rank(self, cp: int) -> int:
         """Return the tokens of the slice that each of `cp` ranks has."""
         return -(-self.tokens // cp)
@@ -90,6 +100,7 @@ def trace(
     row: Row,
     device: str,
     backward: bool,
+    only_known: bool = False,
 ) -> Activations:
     """Return the activations of the model of a role in a pass without gradients, or in a forward and a backward pass.
 
@@ -98,6 +109,7 @@ def trace(
         sizes: sizes of the layout's axes.
         device: that of the plan, `cpu` or `cuda`. The trace itself computes nothing.
         backward: trace a forward and a backward pass.
+        only_known: trace nothing. The activations are the most of those that were traced with smaller rows, or nothing.
 
     Raises:
         UserError: the code of the model cannot be traced.
@@ -106,18 +118,25 @@ def trace(
     lora = role.lora if role.has_adapters else LoraConfig()  # its other values say nothing without adapters
     same = replace(role, head=LM, trained=False, optimizer=None, lora=lora)
     mode = recomputation_of(role) if backward else "none"
-    key = key_of(cfg, same, sizes, backward, mode, forward_dtype(role, device), row, device)
-    if key not in _traces:  # the search for changes asks many times
+    key = key_of(cfg, same, sizes, backward, mode, forward_dtype(role, device), device)
+    known = _traces.setdefault(key, {})  # the search for changes asks many times
+    if row not in known and not only_known:
         with refusing(cfg, role, config):
-            _traces[key] = _extrapolate(cfg, role, config, sizes, row, device, backward)
-    found = _traces[key]
+            known[row] = _extrapolate(cfg, role, config, sizes, row, device, backward)
+    found = known[row] if row in known else _most([known[one] for one in known if row.contains(one)])
     if not compiles_blocks(role.sharding, device, sizes, cfg.trainer.deterministic):
         return found
     freed = int((1 - COMPILED_KEEPS[mode]) * found.saved)
     return replace(found, saved=found.saved - freed, peak=found.peak - freed)
 
 
-_traces: dict[tuple[str, ...], Activations] = {}
+_traces: dict[tuple[str, ...], dict[Row, Activations]] = {}
+"""By what decides them beside the row, and by the row."""
+
+
+def _most(found: Sequence[Activations]) -> Activations:
+    names = [field.name for field in fields(Activations)]
+    return Activations(*(max((getattr(one, name) for one in found), default=0) for name in names))
 
 
 def _extrapolate(

@@ -13,7 +13,7 @@ from trainer.config import Config, validate
 from trainer.config.fields import value_of
 from trainer.errors import UserError
 from trainer.plan.hardware import CONTEXT_BYTES, Cluster
-from trainer.plan.levers import Change, Lever, joined, layouts, levers, splits
+from trainer.plan.levers import Change, Lever, joined, layouts, levers, micro_batches, splits
 from trainer.plan.plan import BESIDE, Plan, make_plan
 from trainer.plan.ranks import ENGINE_KINDS
 
@@ -23,6 +23,9 @@ _SHARES = 20
 """Shares of GPUs are multiples of 1 / 20, or the largest one."""
 LARGEST_FACTOR = 64
 """How many times as many nodes a larger cluster may have."""
+_STAGES = ((False, ()), (True, ("update", "scores")), (True, ("scores",)), (True, ()))
+"""Whether activations count, and the passes that are not traced (see `make_plan`). Each stage traces more than the one
+before, and what does not fit in one does not fit in the next."""
 ENGINE = Lever(({},), {})
 """What engines take of a GPU; on CPU, their KV cache. The other changes decide of the value."""
 
@@ -131,19 +134,21 @@ class _Search:
 
     def __init__(self, cfg: Config, cluster: Cluster):
         self._cfg, self._cluster = cfg, cluster
-        self._plans: dict[tuple[frozenset[tuple[str, Any]], bool], Plan | None] = {}
+        self._micro_batches = list(micro_batches(cfg))
+        self._plans: dict[tuple[frozenset[tuple[str, Any]], bool, tuple[str, ...]], Plan | None] = {}
 
-    def plan(self, changes: Change, traced: bool = True) -> Plan | None:
+    def plan(self, changes: Change, traced: bool = True, bounded: tuple[str, ...] = ()) -> Plan | None:
         """Return the plan with these changes; None: they are not possible.
 
         Args:
             traced: False: activations count as nothing.
+            bounded: passes that are not traced (see `make_plan`).
         """
-        key = frozenset(changes.items()), traced
+        key = frozenset(changes.items()), traced, bounded
         if key not in self._plans:
             cfg = _changed(self._cfg, changes)
             try:
-                plan: Plan | None = make_plan(cfg, self._cluster, traced)
+                plan: Plan | None = make_plan(cfg, self._cluster, traced, bounded)
                 if plan is not None and plan.fits:
                     validate(cfg)
             except UserError:
@@ -151,14 +156,15 @@ class _Search:
             self._plans[key] = plan
         return self._plans[key]
 
-    def fits(self, changes: Change, except_host: bool = False) -> bool:
+    def fits(self, changes: Change, except_host: bool = False, traced: bool = True) -> bool:
         """Return whether the run fits with these changes.
 
         Args:
             except_host: the memory of hosts does not count.
+            traced: False: activations count as nothing.
         """
-        for traced in (False, True):
-            plan = self.plan(changes, traced)
+        for with_traces, bounded in _STAGES if traced else _STAGES[:1]:
+            plan = self.plan(changes, with_traces, bounded)
             allowed = int(except_host and plan is not None and plan.host > plan.cluster.device.host_memory)
             if plan is None or len(plan.problems) > allowed:
                 return False
@@ -201,17 +207,23 @@ class _Search:
         """Return whether the run fits with a layout and some of the usable levers."""
         shares = (False, True) if ENGINE in usable else (False,)
         lightest = joined([layout, *(lever.lightest for lever in usable)])
-        if not any(self._fits_settled(lightest, share, except_host=True) for share in shares):
-            return False
-        return any(
-            self._fits_settled({**layout, **values}, share)
-            for values in self._strongest(usable, may_leave=True)
-            for share in shares
-        )
 
-    def _fits_settled(self, changes: Change, share: bool, except_host: bool = False) -> bool:
+        def fits_lightest(traced: bool) -> bool:
+            return any(self._fits_settled(lightest, share, except_host=True, traced=traced) for share in shares)
+
+        def fits_any(traced: bool) -> bool:
+            return any(
+                self._fits_settled({**layout, **values}, share, traced=traced)
+                for values in self._strongest(usable, may_leave=True)
+                for share in shares
+            )
+
+        # Many a layout takes too much of the host, which needs no trace.
+        return fits_lightest(False) and fits_any(False) and fits_lightest(True) and fits_any(True)
+
+    def _fits_settled(self, changes: Change, share: bool, except_host: bool = False, traced: bool = True) -> bool:
         settled = self._settled(changes) if share else changes
-        return settled is not None and self.fits(settled, except_host)
+        return settled is not None and self.fits(settled, except_host, traced)
 
     @staticmethod
     def _strongest(used: Sequence[Lever], may_leave: bool) -> Iterator[Change]:
@@ -279,7 +291,16 @@ class _Search:
                     strength = sum(place for place, _ in values)
                     seconds = plan.time.total + plan.saves.blocked_s / plan.saves.interval_steps
                     candidates.append((seconds, plan.gpus, strength, len(candidates), changes))
-        return next(changes for *_, changes in sorted(candidates, key=lambda one: one[:-1]) if self.fits(changes))
+        fastest = (changes for *_, changes in sorted(candidates, key=lambda one: one[:-1]))
+        return next(changes for changes in fastest if self._fits_in_small(changes) and self.fits(changes))
+
+    def _fits_in_small(self, changes: Change) -> bool:
+        """Return whether the run can fit, by an update of the smallest micro-batch: one trace may refuse many sizes."""
+        smallest = self._micro_batches[-1:] if self.fits(changes, traced=False) else []
+        for smaller in smallest:
+            self.plan({**changes, **smaller}, bounded=("scores",))
+        plan = self.plan(changes, bounded=("update", "scores"))
+        return plan is not None and plan.fits
 
     def _without_unneeded(self, changes: Change) -> Change:
         """Return the fewest of the changes with which the run fits."""

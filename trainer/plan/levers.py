@@ -180,7 +180,7 @@ def levers(cfg: Config, cluster: Cluster, colocate: bool) -> list[Lever]:
         colocate: ranks and engines share GPUs.
     """
     on_cpu = cluster.device.is_cpu
-    found = [_offload(cfg, colocate), _sparing_host(_recomputations(cfg)), _sparing_host(_micro_batches(cfg))]
+    found = [_offload(cfg, colocate), _sparing_host(_recomputations(cfg)), _sparing_host(micro_batches(cfg))]
     found += [_sparing_host(_fewer_checkpoints(cfg)), _sparing_host(_broadcast(cfg, cluster))]
     sections = [role for role in cfg.roles if role.section and not role.is_policy_base] if cfg.task.trains else []
     to_host = {f"{role.section}.fsdp.cpu_offload": True for role in sections if not role.sharding.cpu_offload}
@@ -241,7 +241,8 @@ def _recomputations(cfg: Config) -> Iterator[Change]:
             yield change
 
 
-def _micro_batches(cfg: Config) -> Iterator[Change]:
+def micro_batches(cfg: Config) -> Iterator[Change]:
+    """Yield smaller sizes of micro-batches, the smallest last."""
     t = cfg.trainer
     longest = cfg.longest_sequence if cfg.task.generates else cfg.sft.max_length
     fewest = max(_FEWEST_TOKENS, -(-longest // t.context_parallel_size))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from trainer.cluster.resources import check_gpus, rank_groups
@@ -89,11 +89,13 @@ class Plan:
         return (self.time.total * self.time.steps + self.saves.waits_s + self.saves.exports_s) / 3600
 
 
-def make_plan(cfg: Config, cluster: Cluster, traced: bool = True) -> Plan:
+def make_plan(cfg: Config, cluster: Cluster, traced: bool = True, bounded: Collection[str] = ()) -> Plan:
     """Return the plan of the run that a config describes.
 
     Args:
         traced: False: activations count as nothing, which takes no time. What does not fit so does not fit.
+        bounded: passes that are not traced, `update` or `scores`. Their activations count as the most of those that
+            were traced with smaller micro-batches, or as nothing. What does not fit so does not fit either.
 
     Raises:
         UserError: the model cannot be split so, or there is none.
@@ -104,7 +106,7 @@ def make_plan(cfg: Config, cluster: Cluster, traced: bool = True) -> Plan:
     whole = shape_of(cfg, cfg.roles[0], dict.fromkeys(sizes, 1))
     workload = workload_of(cfg, sizes, whole.packs)
     planned = cfg.roles if cfg.task.trains else ()
-    roles = tuple(plan_role(cfg, role, sizes, workload, device.kind, traced) for role in planned)
+    roles = tuple(plan_role(cfg, role, sizes, workload, device.kind, traced, bounded) for role in planned)
     engine = plan_engine(cfg, whole, device, workload)
     members = _members(cfg, cluster, roles, engine, workload)
     for member in members:

@@ -202,7 +202,13 @@ class PlannedRole:
 
 
 def plan_role(
-    cfg: Config, spec: RoleSpec, sizes: Mapping[str, int], workload: Workload, device: str, traced: bool = True
+    cfg: Config,
+    spec: RoleSpec,
+    sizes: Mapping[str, int],
+    workload: Workload,
+    device: str,
+    traced: bool = True,
+    bounded: Collection[str] = (),
 ) -> PlannedRole:
     """Return what a role's model takes on a rank.
 
@@ -210,12 +216,14 @@ def plan_role(
         sizes: sizes of the layout's axes.
         device: `cpu` or `cuda`.
         traced: False: activations count as nothing.
+        bounded: passes that are not traced, `update` or `scores`: see `make_plan`.
     """
     model = shape_of(cfg, spec, sizes)
     rows = workload.row_of_update(), workload.row_of_scores()
 
     def activations(row: Row, backward: bool) -> Activations:
-        return trace(cfg, spec, model.config, sizes, row, device, backward) if traced else Activations()
+        only_known = ("update" if backward else "scores") in bounded
+        return trace(cfg, spec, model.config, sizes, row, device, backward, only_known) if traced else Activations()
 
     shards = weight_shards(sizes)
     itemsize = torch.finfo(forward_dtype(spec, device)).bits // 8
