@@ -18,6 +18,7 @@ from trainer.plan.levers import joined, layouts, levers, splits
 from trainer.plan.plan import make_plan
 
 MOST_TRACES = 60
+MOST_TRACES_OF_LONGEST = 28
 
 
 LLAMA = ("model.path=meta-llama/Llama-3.3-70B-Instruct", "data=gsm8k")
@@ -189,6 +190,24 @@ def test_a_search_for_a_large_model_traces_it_a_few_times(monkeypatch, name):
     monkeypatch.setattr(activations, "_trace", counted)
     assert find_changes(cfg, cluster) is not None
     assert 0 < len(calls) <= MOST_TRACES
+
+
+@pytest.mark.parametrize("words", [("2x8xH100", 16), ("8xA100-40GB", 8, "rollout.max_response_tokens=65536")])
+def test_the_longest_searches_trace_a_few_times(monkeypatch, words):
+    gpus, count, *others = words
+    sizes = [f"trainer.num_workers={count}", f"rollout.num_engines={count}", "rollout.colocate=true"]
+    cfg, cluster = compose([*LLAMA, "algorithm=ppo", *sizes, *others]), parse_cluster(gpus)
+    calls = []
+
+    def counted(*args: Any) -> activations.Activations:
+        calls.append(args)
+        return trace(*args)
+
+    trace = activations._trace
+    monkeypatch.setattr(activations, "_traces", {})
+    monkeypatch.setattr(activations, "_trace", counted)
+    assert find_changes(cfg, cluster) or larger_cluster(cfg, cluster)
+    assert 0 < len(calls) <= MOST_TRACES_OF_LONGEST
 
 
 def test_changes_obey_the_schema(cfg):
