@@ -65,7 +65,8 @@ class Config(Section):
     @property
     def environments(self) -> list[EnvironmentConfig]:
         """The environments of the run and of all its sources of data, also those that are not set."""
-        return [section for _, section in walk_sections(self) if isinstance(section, EnvironmentConfig)]
+        of_sources = (section for _, section in walk_sections(self.data) if isinstance(section, EnvironmentConfig))
+        return [self.environment, *of_sources]
 
     @property
     def longest_sequence(self) -> int:
