@@ -85,6 +85,39 @@ def test_roles_with_the_same_backbone_share_traces(monkeypatch):
     assert calls == [(False, 1), (False, 3), (True, 1), (True, 3)]
 
 
+SMALLER = [ROW, SHARED, Row((512, 256), None, 300), Row((256,), None, 256), Row((512,), None, 384)]
+LARGER = [Row((512,) * 4, (0, 128, 128, 128), 1536), Row((1024,) * 4, (0, 256, 256, 256), 3072)]
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("sizes", [{}, {"cp": 2}])
+def test_what_was_traced_with_smaller_rows_bounds_what_a_larger_one_takes(monkeypatch, mode, sizes):
+    cfg = with_mode(mode)
+    arguments = cfg, policy_role(cfg), tiny_config(cfg.model.tiny), {**ALONE, **sizes}
+    names = [field.name for field in dataclasses.fields(activations.Activations)]
+
+    def known(row: Row, backward: bool) -> list[int]:
+        found = trace(*arguments, row, "cpu", backward, only_known=True)
+        return [getattr(found, name) for name in names]
+
+    for backward in (False, True):
+        monkeypatch.setattr(activations, "_traces", {})
+        assert not any(known(LARGER[0], backward))
+        bounds = []
+        for row in SMALLER:
+            trace(*arguments, row, "cpu", backward)
+            bounds.append([known(larger, backward) for larger in LARGER])
+        assert any(bounds[0][0]), "a smaller row is known"
+        for later, earlier in zip(bounds[1:], bounds, strict=False):
+            assert all(
+                x >= y for ours, before in zip(later, earlier, strict=True) for x, y in zip(ours, before, strict=True)
+            )
+        for larger, bound in zip(LARGER, bounds[-1], strict=True):
+            whole = trace(*arguments, larger, "cpu", backward)
+            assert all(getattr(whole, name) >= least for name, least in zip(names, bound, strict=True))
+    assert not SMALLER[0].contains(LARGER[0]) and not SMALLER[3].contains(SMALLER[4])
+
+
 def test_shared_prompts_add_keys_and_values():
     assert traced(config(), SHARED).saved < traced(config()).saved
 
