@@ -12,7 +12,7 @@ from trainer.config import EnvironmentConfig
 from trainer.environments.base import check_options
 from trainer.environments.sessions import EnvironmentPool, Session
 from trainer.environments.worker import WRONG_VALUE
-from trainer.errors import TrialError, UserError, one_line, remedy_of
+from trainer.errors import TrialError, UserError, is_unreachable, one_line, remedy_of
 from trainer.sandbox.process import run_code
 
 LOG = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def try_environment(
     This happens in a process of its own. The reply is the answer of the row if that is a text, else "no answer". It
     fails if it fails for all of `rows`, because one that fails now and then must not keep a job from its restart.
     A warning names one that takes longer than its time limit, because the first call may be the slowest. Another names
-    a `step` that raises: it may do so for such a reply alone, and what it returns shows whether it is right.
+    a `step` that raises, unless its service is not there: it may do so for such a reply alone.
 
     Args:
         answer_key: the column of the answer.
@@ -92,9 +92,10 @@ def try_environment(
                 reply = answer if isinstance(answer, str) and answer else "no answer"
                 trial.replies.append({"role": "assistant", "content": reply})
                 pool.step_all([trial])
-                if trial.failure and not trial.failure.startswith(f"step {WRONG_VALUE}"):
+                is_of_every_reply = trial.failure.startswith(f"step {WRONG_VALUE}") or is_unreachable(trial.failure)
+                if trial.failure and not is_of_every_reply:
                     LOG.warning(
-                        "environment.name=%s: fails for the reply %s to the first row of the data (%s); with each such "
+                        "environment.name=%s: fails for the reply %s to a row of the data (%s); with each such "
                         "reply, the episode fails",
                         config.name,
                         one_line(f"{reply!r:.80}"),

@@ -221,13 +221,15 @@ def test_a_step_that_fails_for_the_reply_of_the_trial_gives_a_warning(calls, cap
     """Another reply may be right: the environment may ask for a form."""
     tried(calls, {"prompt": "?"}, fails_in="step", rows=3, **how)
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert line.startswith("environment.name=counted:Counted: fails for the reply 'no answer' to the first row of the ")
+    assert line.startswith("environment.name=counted:Counted: fails for the reply 'no answer' to a row of the data (")
     assert reason in line and calls.read_text().split().count("__init__") == 1
 
 
-def test_an_environment_whose_service_is_not_there_says_so(calls):
-    with pytest.raises(UserError, match=r"raised ConnectionRefusedError: .*\); start the service that it asks, or "):
-        tried(calls, {"prompt": "?"}, fails_in="reset", refused=True)
+@pytest.mark.parametrize("method", ["reset", "step"])
+def test_an_environment_whose_service_is_not_there_says_so(calls, method):
+    sentence = rf"{method} raised ConnectionRefusedError: .*\); start the service that it asks, or "
+    with pytest.raises(UserError, match=sentence):
+        tried(calls, {"prompt": "?"}, fails_in=method, refused=True)
 
 
 def test_a_slow_environment_and_one_that_may_fail_are_no_reason_not_to_start(calls, caplog):
