@@ -8,6 +8,7 @@ import json
 import os
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -65,27 +66,28 @@ def _made_up_questions(count: int) -> list[dict[str, str]]:
     return [{"question": f"{text()}?", "answer": f"{text()}\n#### {rng.randint(1, 99)}"} for _ in range(count)]
 
 
+def sizes_of(shape: Shape) -> dict[str, Any]:
+    """Return the sizes of a Qwen3 of a shape, by the names of its config."""
+    return {
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": 64,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+    }
+
+
 def make_model(shape: Shape, data: str | None, path: str) -> int:
     """Write a Qwen3 with random weights, and a tokenizer; returns the number of parameters."""
     tokenizer = _train_tokenizer(shape.vocabulary, data)
     assert len(tokenizer) <= shape.vocabulary, len(tokenizer)
     special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=shape.vocabulary,
-            hidden_size=shape.hidden,
-            intermediate_size=shape.intermediate,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.kv_heads,
-            head_dim=64,
-            max_position_embeddings=2048,
-            tie_word_embeddings=True,
-            dtype="float32",
-            **special,
-        )
-    )
+    model = Qwen3ForCausalLM(Qwen3Config(**sizes_of(shape), dtype="float32", **special))
     model.generation_config = GenerationConfig(**special)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)

@@ -175,39 +175,35 @@ def test_a_machine_without_gpus_gets_a_larger_cache(cfg, cpu):
     assert changes is not None and changes.keys() == {"rollout.kv_cache_mb"}
 
 
-@pytest.mark.parametrize("name", ["engines", "too few GPUs"])
-def test_a_search_for_a_large_model_traces_it_a_few_times(monkeypatch, name):
-    """A trace takes a tenth of a second, and nearly everything else of a search takes no time."""
-    cfg, cluster = config_and_cluster(name)
-    calls = []
+@pytest.fixture
+def traces(monkeypatch) -> list[tuple[Any, ...]]:
+    """The arguments of each trace that the test makes. None is known before."""
+    calls, trace = [], activations._trace
 
     def counted(*args: Any) -> activations.Activations:
         calls.append(args)
         return trace(*args)
 
-    trace = activations._trace
     monkeypatch.setattr(activations, "_traces", {})
     monkeypatch.setattr(activations, "_trace", counted)
+    return calls
+
+
+@pytest.mark.parametrize("name", ["engines", "too few GPUs"])
+def test_a_search_for_a_large_model_traces_it_a_few_times(traces, name):
+    """A trace takes a tenth of a second, and nearly everything else of a search takes no time."""
+    cfg, cluster = config_and_cluster(name)
     assert find_changes(cfg, cluster) is not None
-    assert 0 < len(calls) <= MOST_TRACES
+    assert 0 < len(traces) <= MOST_TRACES
 
 
 @pytest.mark.parametrize("words", [("2x8xH100", 16), ("8xA100-40GB", 8, "rollout.max_response_tokens=65536")])
-def test_the_longest_searches_trace_a_few_times(monkeypatch, words):
+def test_the_longest_searches_trace_a_few_times(traces, words):
     gpus, count, *others = words
     sizes = [f"trainer.num_workers={count}", f"rollout.num_engines={count}", "rollout.colocate=true"]
     cfg, cluster = compose([*LLAMA, "algorithm=ppo", *sizes, *others]), parse_cluster(gpus)
-    calls = []
-
-    def counted(*args: Any) -> activations.Activations:
-        calls.append(args)
-        return trace(*args)
-
-    trace = activations._trace
-    monkeypatch.setattr(activations, "_traces", {})
-    monkeypatch.setattr(activations, "_trace", counted)
     assert find_changes(cfg, cluster) or larger_cluster(cfg, cluster)
-    assert 0 < len(calls) <= MOST_TRACES_OF_LONGEST
+    assert 0 < len(traces) <= MOST_TRACES_OF_LONGEST
 
 
 def test_changes_obey_the_schema(cfg):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from benchmarks.models import SHAPES, Shape
+from benchmarks.models import SHAPES, Shape, sizes_of
 from benchmarks.plan import CONFIGS, JOBS, SHAPE, config_of
 from trainer.config import compose
 from trainer.plan.hardware import Cluster, Device
@@ -32,18 +32,7 @@ OF_JOBS = machine(88.27, 9.696, 55.71, 16.13, 1.344, 2.400)
 
 def model(save_config, shape: Shape) -> str:
     """Return the directory of a model's config, as `benchmarks.models.make_model` writes it."""
-    return save_config(
-        "qwen3",
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=64,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-    )
+    return save_config("qwen3", **sizes_of(shape))
 
 
 UPDATES = {
