@@ -82,7 +82,7 @@ FOREIGN = {
         "data.train_batch_size": "trainer.train_batch_size",
         "data.train_max_samples": "data.train_size",
         "data.val_max_samples": "data.val_size",
-        "data.val_batch_size": "data.val_size (all of it is evaluated at once)",
+        "data.val_batch_size": "data.val_size (a validation has no batches)",
         "data.filter_overlong_prompts": "rollout.max_prompt_tokens (longer prompts are always left out)",
         "data.shuffle": "data.curriculum (without one, each epoch has an order of its own)",
         "data.max_prompt_length": "rollout.max_prompt_tokens",

@@ -67,7 +67,7 @@ class PromptSet:
     dropped: int
     """Number of prompts that were too long."""
     first_dropped: str = ""
-    """Which row of the data the first of them is."""
+    """Which row of the data the first of them is, if there is one."""
 
     def dropped_line(self, max_prompt_tokens: int) -> str:
         """Return a line for the log; empty: none was dropped."""
@@ -87,7 +87,7 @@ def load_prompts(data: DataConfig, split: str, tokenizer: Any, max_prompt_tokens
     Raises:
         UserError: the data cannot be read (see `read_examples`), a prompt is empty, or every prompt is too long.
     """
-    prompts, lengths, total, first_dropped = [], [], 0, ""
+    prompts, lengths, total = [], [], 0
     limit = max_characters(tokenizer, max_prompt_tokens)
     for index, example in enumerate(read_examples(data, split)):
         messages = as_messages(example["prompt"], data.system_prompt)
@@ -97,7 +97,6 @@ def load_prompts(data: DataConfig, split: str, tokenizer: Any, max_prompt_tokens
         try:
             token_ids = render(tokenizer, messages, add_generation_prompt=True, limit=limit)
         except TextTooLong:
-            first_dropped = first_dropped or f"row {index + 1}"
             continue
         if not token_ids:
             where = _where(data, split, index)
@@ -106,15 +105,14 @@ def load_prompts(data: DataConfig, split: str, tokenizer: Any, max_prompt_tokens
         if len(token_ids) <= max_prompt_tokens:
             text, answer, row = messages[-1]["content"], example["answer"], example.get("row", example)
             prompts.append(Prompt(index, tuple(token_ids), text, answer, row, messages))
-        else:
-            first_dropped = first_dropped or f"row {index + 1}"
     if not prompts:
         shortest = f"{min(lengths)} tokens" if lengths else f"more than {limit:,} characters"
         raise UserError(
             f"rollout.max_prompt_tokens={max_prompt_tokens}: all {total} {split} prompts are longer; the shortest has "
             f"{shortest}"
         )
-    return PromptSet(prompts, total - len(prompts), first_dropped)
+    first = next((place for place, prompt in enumerate(prompts) if prompt.index != place), len(prompts))
+    return PromptSet(prompts, total - len(prompts), f"row {first + 1}")
 
 
 def load_rows(data: DataConfig, split: str) -> PromptSet:
