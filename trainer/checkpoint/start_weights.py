@@ -176,7 +176,7 @@ def _read(cfg: Config, name: str, path: str) -> Given:
     if name != "model.path":
         return read_given(path, cfg.model.trust_remote_code, BACKBONE_FILES)
     given = read_given(path, cfg.model.trust_remote_code)
-    if cfg.model.chat_template is not None:
+    if cfg.model.chat_template is not None and os.path.exists(cfg.model.chat_template):  # else it is a name
         given[_TEMPLATE] = read_file_given(cfg.model.chat_template)
     return given
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -25,7 +26,7 @@ Rows = Iterator[tuple[str, Any]]
 
 
 def read_rows(file: str, key: str) -> Rows:
-    """Yield each row of a file or Hub data set.
+    """Yield each row of a file or Hub data set, with all fields of its structs.
 
     Args:
         key: the config key that names the file, for errors.
@@ -33,7 +34,7 @@ def read_rows(file: str, key: str) -> Rows:
     Raises:
         UserError: the file is missing, empty or malformed.
     """
-    return ((where, parsed(line, where, key)) for where, line in lines(file, key))
+    return ((where, parsed(line, where, key)) for where, line in lines(file, key, keeps_nulls=True))
 
 
 def parsed(line: Any, where: str, key: str) -> Any:
@@ -48,8 +49,13 @@ def parsed(line: Any, where: str, key: str) -> Any:
         raise UserError(f"{key}: {where} is not JSON ({error})") from error
 
 
-def lines(file: str, key: str) -> Rows:
-    """Yield the rows of a file or Hub data set like `read_rows`, but JSON lines as bytes (see `parsed`)."""
+def lines(file: str, key: str, keeps_nulls: bool = False) -> Rows:
+    """Yield the rows of a file or Hub data set like `read_rows`, but JSON lines as bytes (see `parsed`).
+
+    Args:
+        keeps_nulls: structs of tables keep the fields that are null. A table has the fields of all rows in each row,
+            so a call of one tool would have the arguments of all others.
+    """
     if file.startswith("hf://"):
         rows = _hub_rows(file, key)
     elif not file.endswith((".jsonl", ".parquet", ".arrow")):
@@ -68,7 +74,7 @@ def lines(file: str, key: str) -> Rows:
             "the Hub"
         )
     else:
-        rows = _jsonl_rows(file, key) if file.endswith(".jsonl") else _table_rows(file, key)
+        rows = _jsonl_rows(file, key) if file.endswith(".jsonl") else _table_rows(file, key, keeps_nulls)
     empty = True
     for item in rows:
         empty = False
@@ -104,18 +110,57 @@ def _jsonl_rows(file: str, key: str) -> Rows:
                 yield f"{file}:{number}", line
 
 
-def _table_rows(file: str, key: str) -> Rows:
+def _table_rows(file: str, key: str, keeps_nulls: bool) -> Rows:
     import pyarrow
 
     is_arrow = file.endswith(".arrow")
     try:
         batches = _arrow_batches(file) if is_arrow else _parquet_batches(file)
         slices = (batch.slice(start, _SLICE) for batch in batches for start in range(0, len(batch), _SLICE))
-        for number, row in enumerate((row for part in slices for row in part.to_pylist()), start=1):
+        for number, row in enumerate((row for part in slices for row in _rows_of(part, keeps_nulls)), start=1):
             yield f"{file}, row {number}", row
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, ValueError, OSError) as error:
         kind = "an Arrow" if is_arrow else "a Parquet"
         raise UserError(f"{key}={file}: is not {kind} file ({first_line(error)})") from error
+
+
+def _rows_of(batch: Any, keeps_nulls: bool) -> list[dict[str, Any]]:
+    rows = batch.to_pylist(maps_as_pydicts="lossy")
+    return rows if keeps_nulls else [_without_nulls(row, batch.schema) for row in rows]
+
+
+def _without_nulls(row: dict[str, Any], schema: Any) -> dict[str, Any]:
+    """Return a row of a table whose structs lack the fields that are null. Its columns stay."""
+    return row | {field.name: _plain(row[field.name], field.type) for field in schema if _is_nested(field.type)}
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_nested(kind: Any) -> bool:
+    """Return whether a type of Arrow has structs, or JSON, which tables have where the types of rows differ."""
+    from pyarrow import types
+
+    fields = (kind.field(i).type for i in range(kind.num_fields))
+    return types.is_struct(kind) or _is_json(kind) or any(map(_is_nested, fields))
+
+
+def _is_json(kind: Any) -> bool:
+    return getattr(kind, "extension_name", "") == "arrow.json"
+
+
+def _plain(value: Any, kind: Any) -> Any:
+    """Return a value of a type of Arrow: JSON as what it says, structs without the fields that are null."""
+    from pyarrow import types
+
+    if not _is_nested(kind):
+        return value
+    if isinstance(value, str) and _is_json(kind):
+        return parse_json(value)
+    if isinstance(value, dict) and types.is_struct(kind):
+        fields = [(kind.field(i).name, kind.field(i).type) for i in range(kind.num_fields)]
+        return {name: _plain(value[name], of) for name, of in fields if value[name] is not None}
+    if isinstance(value, dict) and types.is_map(kind):
+        return {key: _plain(one, kind.item_type) for key, one in value.items()}
+    return [_plain(one, kind.field(0).type) for one in value] if isinstance(value, list) else value
 
 
 def _parquet_batches(file: str) -> Iterator[Any]:
@@ -173,8 +218,9 @@ def _hub_rows(url: str, key: str) -> Rows:
         )
     if loaded is not None and "revision" not in options:
         pin_data(f"hf://{name}", loaded)
+    schema = dataset.features.arrow_schema
     for number, row in enumerate(dataset, start=1):
-        yield f"{url}, row {number}", row
+        yield f"{url}, row {number}", _without_nulls(row, schema)
 
 
 def _commit_of(dataset: Any) -> str | None:

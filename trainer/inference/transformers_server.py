@@ -31,6 +31,7 @@ from trainer.generation.transformers_engine import TransformersEngine
 from trainer.generation.weight_check import refused_weights, weights_of
 from trainer.generation.weight_sync import SharedMemory
 from trainer.inference.streams import with_signs_of_life
+from trainer.models.tokenizer import stop_token_ids
 from trainer.parallel.determinism import use_deterministic_kernels
 
 _DEFAULT_TOKENS = 256
@@ -72,6 +73,7 @@ class TransformersServer:
             )
         watch_methods(self._engine, ("generate", "sync_weights"), settings["snapshot"])
         self._tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trusted)
+        self._stops = stop_token_ids(path, self._tokenizer)
         self._model = self._engine._model
         self._model.register_forward_hook(self._after_forward)
         self._weights = weights_of(self._model)
@@ -199,8 +201,7 @@ class TransformersServer:
         seed = int(body.get("seed", uuid.uuid4().int % 2**31))
         if not -(2**63) <= seed < 2**63:
             raise ValueError("`seed` has at most 64 bits")
-        stop = [token for token in (self._tokenizer.eos_token_id,) if token is not None]
-        return Request(ids, seed, Sampling(temperature, top_p, top_k, tokens, tuple(stop)))
+        return Request(ids, seed, Sampling(temperature, top_p, top_k, tokens, self._stops))
 
     async def _answer(self, wanted: Request, stops: list[str]) -> tuple[str, str, dict[str, int]]:
         completion, text = cut_at(await self._call_again(wanted), stops, self._tokenizer)

@@ -7,6 +7,7 @@ together: what a batch of one sequence computes can differ in its last bits, so 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -16,11 +17,14 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
+from transformers import AutoTokenizer
+
 from trainer.config import RolloutConfig
 from trainer.config.engines import ENGINES
 from trainer.generation import server_protocol as protocol
 from trainer.generation.engine import Request
 from trainer.inference.streams import with_signs_of_life
+from trainer.models.tokenizer import stop_token_ids
 
 _OWN_OPTIONS = ("skip_tokenizer_init", "use_tqdm_on_load", "weight_transfer_config")
 """Options of `vllm.LLM` that a server for people does without."""
@@ -32,10 +36,22 @@ def serve(_: Any, socket_path: str, settings: dict[str, Any]) -> None:
         if name != "VLLM_ENABLE_V1_MULTIPROCESSING":  # the API server wants its engine in another process
             os.environ.setdefault(name, value)
     JobRoutes.snapshot, JobRoutes.idle_check_s = settings["snapshot"], settings["idle_check_s"]
+    write_generation_config(os.path.dirname(socket_path), settings)
     sys.argv = ["trainer inference", *arguments(socket_path, settings)]
     from vllm.entrypoints.launchers.api_server.entry import main
 
     main()
+
+
+def write_generation_config(directory: str, settings: dict[str, Any]) -> None:
+    """Write the model's generation config with all tokens that end a reply. vLLM knows fewer (`stop_token_ids`)."""
+    path = settings["model_path"]
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=settings["trust_remote_code"])
+    config = {}
+    with contextlib.suppress(FileNotFoundError), open(os.path.join(path, "generation_config.json")) as own:
+        config = json.load(own)
+    with open(os.path.join(directory, "generation_config.json"), "w") as file:
+        json.dump(config | {"eos_token_id": list(stop_token_ids(path, tokenizer))}, file)
 
 
 def arguments(socket_path: str, settings: dict[str, Any]) -> list[str]:
@@ -49,6 +65,7 @@ def arguments(socket_path: str, settings: dict[str, Any]) -> list[str]:
         "dtype": dtype_on(device, rollout.dtype),
         "seed": settings["seed"],
         "trust_remote_code": settings["trust_remote_code"],
+        "generation_config": os.path.dirname(socket_path),
         **device_options(rollout, device),
         **({"distributed_executor_backend": "uni"} if device == "cpu" else {}),
         **rollout.engine_args,

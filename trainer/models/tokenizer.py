@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Mapping
@@ -24,28 +25,71 @@ _DATE = {"%Y": "2024", "%y": "24", "%m": "07", "%d": "26", "%b": "Jul", "%B": "J
 The template of Llama 3.2 writes this day where it cannot ask."""
 
 
-def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the tokens that end a completion: the tokenizer's end token and those of the generation config.
+_MARK = "Reply-7f3a91c4"
+_CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"x": _MARK}}}
+_REPLIES = ({"content": _MARK}, {"content": "", "tool_calls": [_CALL]})
 
-    Chat models have several. Qwen, for example, has an end of turn and an end of text.
+
+def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the tokens that end a completion.
+
+    They are those that the tokenizer, the generation config or the model's config call end tokens, and those with which
+    the chat template ends a reply. Chat models have several. Qwen, for example, has an end of turn and an end of text.
 
     Raises:
         UserError: the generation config is corrupt.
     """
-    stops = [tokenizer.eos_token_id]
-    file = os.path.join(path, "generation_config.json")
-    if os.path.exists(file):
-        try:
-            with open(file, "rb") as handle:
-                config = parse_object(handle.read())
-            problem = mismatch(config.get("eos_token_id"), (NoneType, is_count, [is_count]), "eos_token_id")
-            if problem is not None:
+    stops = [tokenizer.eos_token_id, *_configured_stops(path, "generation_config.json")]
+    stops += _configured_stops(path, "config.json") + _template_stops(tokenizer, str(tokenizer.chat_template))
+    return tuple(dict.fromkeys(stop for stop in stops if stop is not None))
+
+
+def _configured_stops(path: str, name: str) -> list[int]:
+    file = os.path.join(path, name)
+    if not os.path.exists(file):
+        return []
+    stops: list[int] = []
+    try:
+        with open(file, "rb") as handle:
+            config = parse_object(handle.read())
+        for part in (config, config.get("text_config") or {}):
+            configured = part.get("eos_token_id")
+            problem = mismatch(configured, (NoneType, is_count, [is_count]), "eos_token_id")
+            if problem is None:
+                stops += configured if isinstance(configured, list) else [configured]
+            elif name == "generation_config.json":  # some configs have -1 where there is none
                 raise ValueError(problem)
-        except (OSError, ValueError) as error:
-            raise UserError(f"model.path={path}: its generation_config.json cannot be read ({error})") from error
-        configured = config.get("eos_token_id")
-        stops += configured if isinstance(configured, list) else [] if configured is None else [configured]
-    return tuple(dict.fromkeys(stops))
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"model.path={path}: its {name} cannot be read ({error})") from error
+    return stops
+
+
+@functools.lru_cache(maxsize=16)
+def _template_stops(tokenizer: PreTrainedTokenizerBase, template: str) -> list[int]:
+    """Return the tokens with which a chat template ends the last reply of a chat.
+
+    After a text it is the first token, if that is an added one: some templates write an end of text, too. After a call
+    of a tool it is the last special token, because tokens of the format precede it. In earlier turns some templates
+    write another token, which does not end a reply (gpt-oss).
+
+    Args:
+        template: that of the tokenizer.
+    """
+    added, found = tokenizer.added_tokens_decoder, []
+    for reply in _REPLIES:
+        try:
+            chat = [{"role": "user", "content": "x"}, {"role": "assistant", **reply}]
+            text = tokenizer.apply_chat_template(chat, tokenize=False)
+        except Exception:  # it has no calls, or no chat at all
+            continue
+        _, is_written, end = text.rpartition(_MARK)
+        tokens = tokenizer.encode(end, add_special_tokens=False) if is_written else []
+        written = [token for token in tokens if token in added or tokenizer.decode([token]).strip()]
+        if "tool_calls" in reply:
+            found += [token for token in written[-1:] if token in added and added[token].special]
+        else:
+            found += [token for token in written[:1] if token in added]
+    return found
 
 
 def load_tokenizer(
@@ -58,11 +102,11 @@ def load_tokenizer(
 
     Args:
         path: the model's directory.
-        chat_template: a Jinja file that replaces the tokenizer's template.
+        chat_template: a Jinja file that replaces the tokenizer's template, or the name of one of its templates.
         chat_template_kwargs: variables to set at the beginning of the template. They are saved with it.
 
     Raises:
-        UserError: there is no tokenizer, chat template or end token.
+        UserError: there is no tokenizer, chat template or end token; or there are several templates and no default.
     """
     with importing():
         from transformers import AutoTokenizer  # late, because the import takes seconds
@@ -79,7 +123,10 @@ def load_tokenizer(
     files = {"tokenizer.json", *tokenizer.vocab_files_names.values()} - {"tokenizer_config.json"}
     if not any(os.path.exists(os.path.join(path, file)) for file in files):
         raise UserError(f"model.path={path}: the directory has no tokenizer (none of {', '.join(sorted(files))})")
-    if chat_template is not None:
+    named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
+    if chat_template in named and not os.path.exists(chat_template):
+        tokenizer.chat_template = named[chat_template]
+    elif chat_template is not None:
         try:
             with open_regular(chat_template) as file:
                 tokenizer.chat_template = file.read(_MAX_TEMPLATE_BYTES + 1).decode()
@@ -91,9 +138,7 @@ def load_tokenizer(
         raise UserError(
             f"model.path={path}: its tokenizer has no chat template; name a Jinja file in model.chat_template"
         )
-    tokenizer.chat_template = _with_fixed_date(tokenizer.chat_template)
-    if chat_template_kwargs:
-        tokenizer.chat_template = _with_variables(tokenizer.chat_template, chat_template_kwargs)
+    tokenizer.chat_template = _prepared(tokenizer.chat_template, path, chat_template_kwargs or {})
     if tokenizer.eos_token_id is None:
         raise UserError(f"model.path={path}: the tokenizer has no end-of-sequence token")
     if tokenizer.pad_token_id is None:
@@ -101,13 +146,33 @@ def load_tokenizer(
     return tokenizer
 
 
+def _prepared(template: Any, path: str, variables: Mapping[str, Any]) -> Any:
+    """Return a chat template with a fixed date and variables; of several ones, each.
+
+    transformers chooses among several: `tool_use` where there are tools, or else `default`.
+
+    Raises:
+        UserError: none of several ones is the default.
+    """
+    if isinstance(template, dict):
+        if "default" not in template:
+            names = ", ".join(sorted(template))
+            raise UserError(
+                f"model.path={path}: its tokenizer has the chat templates {names}, and none with the name default; "
+                "choose one of these names, or a Jinja file, in model.chat_template"
+            )
+        return {name: _prepared(one, path, variables) for name, one in template.items()}
+    template = _with_fixed_date(template)
+    return _with_variables(template, variables) if variables else template
+
+
 def _with_variables(template: str, variables: Mapping[str, Any]) -> str:
     literals = {name: "none" if value is None else json.dumps(value) for name, value in variables.items()}
     return "".join(f"{{%- set {name} = {literal} %}}" for name, literal in literals.items()) + template
 
 
-def _with_fixed_date(template: Any) -> Any:
-    if not isinstance(template, str) or "strftime_now" not in template or "macro strftime_now(" in template:
+def _with_fixed_date(template: str) -> str:
+    if "strftime_now" not in template or "macro strftime_now(" in template:
         return template
     replacements = "".join(f" | replace({code!r}, {text!r})" for code, text in _DATE.items())
     return f"{{%- macro strftime_now(format) %}}{{{{ format{replacements} }}}}{{%- endmacro %}}{template}"

@@ -23,7 +23,7 @@ from trainer.data.row_digest import digest_rows
 from trainer.errors import UserError
 from trainer.sources.sampling import prompt_ledger
 
-ROW = {"prompt": "1+1", "answer": "2", "bonus": 1, "tests": [{"in": "1", "out": None}], "weight": 0.5}
+ROW = {"prompt": "1+1", "answer": "2", "bonus": 1, "tests": [{"in": "1", "out": "2"}], "weight": 0.5}
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

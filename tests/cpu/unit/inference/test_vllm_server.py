@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
+import json
 import os
+import shutil
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +27,7 @@ from trainer.files.shared_memory import SharedDirectory
 from trainer.generation.server_engine import servers_join_exactly
 from trainer.generation.weight_sync import SharedMemory
 from trainer.inference.backend import _mapped_segments
-from trainer.inference.vllm_server import arguments
+from trainer.inference.vllm_server import arguments, write_generation_config
 from trainer.models.tiny import build_tiny
 
 REQUESTS = [*make_requests(12, longest=200), *with_sampling(make_requests(4), GREEDY)]
@@ -177,6 +179,23 @@ def test_nothing_is_left_when_the_front_is_killed(server):
     server.kill()
     assert not psutil.wait_procs(family, 120)[1]
     assert segments and not any(map(os.path.exists, segments))
+
+
+def test_the_server_ends_replies_with_every_end_token(model, tmp_path):
+    """vLLM's own server reads the generation config, and not what the chat template writes."""
+    copied = shutil.copytree(model, tmp_path / "m")
+    (copied / "generation_config.json").write_text(json.dumps({"eos_token_id": 7, "top_p": 0.5}))
+    write_generation_config(str(tmp_path), {"model_path": str(copied), "trust_remote_code": False})
+    eos = json.loads((copied / "config.json").read_text())["eos_token_id"]
+    written = json.loads((tmp_path / "generation_config.json").read_text())
+    assert written == {"eos_token_id": [eos, 7], "top_p": 0.5}
+    assert _pairs(f"{tmp_path}/engine")["--generation-config"] == str(tmp_path)
+
+
+def _pairs(socket_path: str) -> dict[str, str]:
+    settings = {"model_path": "m", "name": "n", "seed": 1, "trust_remote_code": False, "device": "cpu"}
+    words = arguments(socket_path, {**settings, "rollout": dataclasses.asdict(ROLLOUT)})
+    return dict(zip(words, words[1:], strict=False))
 
 
 def test_the_arguments_follow_from_the_config():
