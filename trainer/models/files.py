@@ -8,12 +8,12 @@ import shlex
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from trainer.config import ModelConfig
+from trainer.config import Config, ModelConfig
 from trainer.config.role_specs import POLICY_KEY
 from trainer.errors import UserError
 from trainer.files.hf_hub import first_line, pinned, why_missing, with_retries
 from trainer.models.given import MODEL_FILES
-from trainer.models.untrusted import check_model_files
+from trainer.models.untrusted import check_model_files, quantised_tensor
 from trainer.process.startup import importing
 
 if TYPE_CHECKING:
@@ -24,6 +24,12 @@ _MODEL_FILES = ["*.json", "model*.safetensors", "*.bin", "*.py", *MODEL_FILES]
 """The files to download. They include all files that a checkpoint compares, on every machine."""
 _SIZES = ("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads")
 """Fields of a config.json by which the code of a model divides. None but these fails without naming the field."""
+_QUANTISED = ("quantization_config", "compression_config")
+"""Fields of the config.json of a model with quantised weights."""
+_MEDIA = ("vision", "image", "video", "audio", "speech", "vq")
+"""Words in the names of the parts of a config.json that describe how a model reads more than text."""
+
+_UNQUANTISED = "save the model with weights of 16 bits, as docs/models.md shows, and name that directory"
 
 
 def resolve_model_path(path: str, key: str = POLICY_KEY) -> str:
@@ -84,6 +90,53 @@ def load_config(model: ModelConfig, path: str, key: str = POLICY_KEY) -> Pretrai
         raise UserError(f"{key}={path}: its config.json cannot be used ({first_line(error)})") from error
     check_sizes(text, _SIZES, f"{key}={path}")
     return config
+
+
+def check_trained_models(cfg: Config) -> None:
+    """Check the models that the config names for the ranks, before anything expensive starts.
+
+    Raises:
+        UserError: one cannot be used (see `load_trained_config`).
+    """
+    paths = {role.key: role.path or cfg.model.path for role in reversed(cfg.roles)}
+    for key, path in paths.items():
+        if path is not None:
+            load_trained_config(cfg.model, resolve_model_path(path, key), key)
+
+
+def load_trained_config(model: ModelConfig, path: str, key: str = POLICY_KEY) -> PretrainedConfig:
+    """Return the architecture config of a model that ranks compute with (see `load_config`).
+
+    Engines alone can do more: an evaluation may be of a quantised model.
+
+    Raises:
+        UserError: its weights are quantised, or it reads more than text, or its config.json cannot be used.
+    """
+    config = load_config(model, path, key)
+    check_trained(config, f"{key}={path}")
+    if os.path.isdir(path) and (tensor := quantised_tensor(path)) is not None:
+        raise UserError(f"{key}={path}: its weights are quantised ({tensor}); {_UNQUANTISED}")
+    return config
+
+
+def check_trained(config: PretrainedConfig, setting: str) -> None:
+    """Refuse a config of quantised weights, and one of a model that reads more than text.
+
+    Args:
+        setting: what the user has set, `KEY=VALUE`.
+    """
+    for field in _QUANTISED:
+        if values := getattr(config, field, None):
+            method = values.get("quant_method") if isinstance(values, dict) else getattr(values, "quant_method", None)
+            raise UserError(f"{setting}: its weights are quantised ({method or field}); {_UNQUANTISED}")
+    parts = [name for name in vars(config) if any(word in name for word in _MEDIA) and name.endswith("_config")]
+    if parts or config.get_text_config() is not config:
+        kind = (config.architectures or [f"a model of the type {config.model_type}"])[0]
+        parts = " and ".join(parts) or "a text model inside another"
+        raise UserError(
+            f"{setting}: {kind} reads more than text (config.json has {parts}), and only text models can be trained; "
+            "save its text part as a directory of its own, as docs/models.md shows, and name that"
+        )
 
 
 def check_sizes(text: PretrainedConfig, names: Iterable[str], setting: str) -> None:

@@ -27,7 +27,7 @@ from trainer.files.hf_hub import first_line
 from trainer.models.attention import PACKED, set_attention
 from trainer.models.chunked_logprobs import compile_head, set_head
 from trainer.models.critic import CriticModel
-from trainer.models.files import load_config
+from trainer.models.files import load_trained_config
 from trainer.models.lora import add_adapters, hugging_face_name, initialise_adapters
 from trainer.models.parallel_checks import refuse_axis
 from trainer.models.tensor_parallel import apply_tp
@@ -54,7 +54,7 @@ def load_model(model: ModelConfig, path: str, layout: Layout, spec: RoleSpec, se
         seed: seed of the adapters' initial values.
     """
     empty_model = empty_causal_lm if spec.head == LM else empty_value_model
-    module, backbone = empty_model(model, load_config(model, path, spec.key), layout.sizes, spec)
+    module, backbone = empty_model(model, load_trained_config(model, path, spec.key), layout.sizes, spec)
     return _shard_and_fill(module, backbone, model, path, layout, spec, seed)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import math
 import os
 import re
@@ -30,6 +32,7 @@ _BITS = {
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
     **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
 }
+_QUANTISED = ("F8", "F6", "F4")
 _INDEX_IN_USE = "model.safetensors.index.json"
 _START_OF_POINTER = b"version https://git-lfs.github.com/"
 _STARTS_OF_BIN = (b"PK\x03\x04", b"\x80\x02")
@@ -63,7 +66,21 @@ def tensor_shapes(file: str) -> dict[str, tuple[int, ...]]:
         ValueError: its header cannot be true.
     """
     with open_regular(file) as opened:
-        return _read_header(opened)
+        return {name: shape for name, (_, shape) in _read_header(opened).items()}
+
+
+def quantised_tensor(path: str) -> str | None:
+    """Return the name and the type of a quantised weight in the safetensors files of the directory `path`, if any.
+
+    A library that does not know of the quantisation would read the numbers without their scales. Integers are weights
+    only under the name of one: masks and tables of tokens are integers too. Files that cannot be read are left out.
+    """
+    for file in sorted(glob.glob(os.path.join(glob.escape(path), "*.safetensors"))):
+        with contextlib.suppress(OSError, ValueError), open_regular(file) as opened:
+            for name, (kind, _) in _read_header(opened).items():
+                if kind.startswith(_QUANTISED) or (kind in ("I8", "U8") and name.endswith("weight")):
+                    return f"{one_line(name)} has the type {kind}"
+    return None
 
 
 def files_in_index(index: str) -> dict[str, str]:
@@ -123,7 +140,8 @@ def _check_content(file: str, name: str) -> None:
                 raise ValueError("it is no file of torch")
 
 
-def _read_header(file: BinaryIO) -> dict[str, tuple[int, ...]]:
+def _read_header(file: BinaryIO) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return type and shape of the tensors in a safetensors file, by name."""
     size = os.fstat(file.fileno()).st_size
     if size < 8:
         raise ValueError(f"it has {size} bytes, too few for safetensors")
@@ -132,7 +150,7 @@ def _read_header(file: BinaryIO) -> dict[str, tuple[int, ...]]:
         raise ValueError(f"its header would have {length} bytes, of {format_size(size)} and at most 100 MB")
     header = parse_object(file.read(length))
     header.pop("__metadata__", None)
-    shapes, spans = {}, []
+    tensors, spans = {}, []
     for name, entry in header.items():
         where = one_line(repr(name))
         shape = {"dtype": str, "shape": [is_count], "data_offsets": [is_count]}
@@ -146,7 +164,7 @@ def _read_header(file: BinaryIO) -> dict[str, tuple[int, ...]]:
         bits = math.prod(entry["shape"]) * _BITS[entry["dtype"]]
         if not begin <= end <= size - 8 - length or bits != 8 * (end - begin):
             raise ValueError(f"{where} does not fit its offsets in the file")
-        shapes[name] = tuple(entry["shape"])
+        tensors[name] = (entry["dtype"], tuple(entry["shape"]))
         spans.append((begin, end))
     position = 0
     for begin, end in sorted(spans):
@@ -155,4 +173,4 @@ def _read_header(file: BinaryIO) -> dict[str, tuple[int, ...]]:
         position = end
     if position != size - 8 - length:
         raise ValueError("it has more bytes than its header describes, or fewer")
-    return shapes
+    return tensors

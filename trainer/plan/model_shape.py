@@ -26,7 +26,7 @@ from trainer.config.axes import AXES
 from trainer.errors import UserError
 from trainer.files.hf_hub import first_line, why_missing, with_retries
 from trainer.models.attention import can_pack, is_stateful
-from trainer.models.files import check_sizes, load_config
+from trainer.models.files import check_sizes, load_trained_config
 from trainer.models.loading import empty_causal_lm, empty_value_model
 from trainer.models.parallel_checks import COLWISE, ROWWISE, check_model_axes
 from trainer.models.tiny import tiny_config
@@ -152,13 +152,13 @@ def find_config(cfg: Config, role: RoleSpec) -> PretrainedConfig:
     if path is None:
         return tiny_config(cfg.model.tiny)
     if os.path.isdir(path):
-        return load_config(cfg.model, path, role.key)
+        return load_trained_config(cfg.model, path, role.key)
     if (file := known_file(path)) is not None:
         with open(file) as stream:
             values = json.load(stream)
         return AutoConfig.for_model(values.pop("model_type"), **values)
     if (cached := _cached_directory(path)) is not None:
-        return load_config(cfg.model, cached, role.key)
+        return load_trained_config(cfg.model, cached, role.key)
     try:
         # Queried first, because transformers would retry for a minute without a network, and print each attempt.
         with_retries(lambda: HfApi().model_info(path, timeout=10))
@@ -167,7 +167,7 @@ def find_config(cfg: Config, role: RoleSpec) -> PretrainedConfig:
             f"{role.key}={path}: {why_missing(error)}; name a directory with a config.json, or a model that needs no "
             f"network: {', '.join(known_models())}"
         ) from error
-    return load_config(cfg.model, path, role.key)
+    return load_trained_config(cfg.model, path, role.key)
 
 
 def _cached_directory(path: str) -> str | None:

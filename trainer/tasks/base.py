@@ -23,7 +23,7 @@ from trainer.metrics.timing import Timer
 from trainer.models.files import resolve_model_path
 from trainer.models.parallel_checks import check_axes
 from trainer.models.tokenizer import load_tokenizer
-from trainer.models.vocabularies import check_vocabularies
+from trainer.models.vocabularies import check_tokenizer, check_vocabularies
 from trainer.process.startup import stage
 from trainer.rewards.cache import RewardCache
 from trainer.run.compatibility import deciding_settings
@@ -123,7 +123,9 @@ class Task:
 def tokenizer_of(cfg: Config, path: str) -> Any:
     """Return the tokenizer in the model directory `path`, with the chat template of the config."""
     model = cfg.model
-    return load_tokenizer(path, model.chat_template, model.trust_remote_code, model.chat_template_kwargs)
+    tokenizer = load_tokenizer(path, model.chat_template, model.trust_remote_code, model.chat_template_kwargs)
+    check_tokenizer(cfg, path, tokenizer)
+    return tokenizer
 
 
 def make_trainer(

@@ -18,7 +18,7 @@ from trainer.environments.rendering import AUTO, TEMPLATE, find_renderer
 from trainer.errors import TrialError, UserError, as_list, sentences_of
 from trainer.generation.engine_pool import EnginePool
 from trainer.metrics.timing import Timer
-from trainer.models.files import import_configs, resolve_model_path
+from trainer.models.files import check_trained_models, import_configs, resolve_model_path
 from trainer.models.positions import check_episode_length
 from trainer.models.tokenizer import stop_token_ids
 from trainer.process.startup import stage
@@ -200,8 +200,10 @@ def _check_data(cfg: Config) -> None:
 def _check_model(cfg: Config) -> None:
     if cfg.model.path is None:
         check_cache(cfg)
+        check_trained_models(cfg)
         return
     with stage(f"fetching the model {cfg.model.path}"):
+        check_trained_models(cfg)
         tokenizer = tokenizer_of(cfg, resolve_model_path(cfg.model.path))
         if cfg.environment.name is not None and cfg.model.renderer not in (AUTO, TEMPLATE):  # which fit always
             find_renderer(cfg.model, tokenizer, math.inf)

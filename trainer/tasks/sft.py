@@ -9,7 +9,7 @@ from typing import Any
 from trainer.config import Config
 from trainer.data.datasets import check_files
 from trainer.data.sft_dataset import load_train, load_val
-from trainer.models.files import load_config
+from trainer.models.files import check_trained_models, load_config
 from trainer.process.startup import stage
 from trainer.sources.evaluation import LossEvaluator
 from trainer.sources.routes import train_sources
@@ -59,8 +59,11 @@ def _examples(cfg: Config, tokenizer: Any, path: str) -> SupervisedSource:
 
 
 def _check_inputs(cfg: Config, asks_servers: bool) -> None:
-    """Refuse data that cannot be read as the config says."""
+    """Refuse data that cannot be read as the config says, and a model that cannot be trained."""
     with stage("checking the data files"):
         for name in cfg.data.mix:
             check_files(cfg.of_source(f"mix.{name}").data, cfg.sft.source == "examples", validation=False)
         check_files(cfg.data, cfg.sft.source == "examples", validation=cfg.trainer.val_interval > 0)
+    if cfg.model.path is not None:
+        with stage(f"fetching the model {cfg.model.path}"):
+            check_trained_models(cfg)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from tests.support.runs import configured
 from trainer.config import ModelConfig, TinyConfig
 from trainer.errors import UserError
-from trainer.models.files import load_config, resolve_model_path
+from trainer.models.files import check_trained_models, load_config, load_trained_config, resolve_model_path
 from trainer.models.tiny import build_tiny
 
 
@@ -48,3 +52,70 @@ def test_a_wrong_field_of_a_config_json_is_named(tmp_path, field, value, problem
     file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
     with pytest.raises(UserError, match=rf"^model.path={tmp_path}: {problem}$"):
         load_config(ModelConfig(), str(tmp_path))
+
+
+def rewrite(path: Path, **fields: object) -> str:
+    """Write a model whose config.json has these fields, too."""
+    build_tiny(TinyConfig(hidden_size=16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16), str(path))
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "method"),
+    [
+        *(
+            ("quantization_config", {"quant_method": method, "bits": 4}, method)
+            for method in ("gptq", "awq", "bitsandbytes", "compressed-tensors", "fp8", "mxfp4", "unheard-of")
+        ),
+        ("compression_config", {"format": "int-quantized"}, "compression_config"),
+    ],
+)
+def test_a_quantised_model_is_refused_by_its_method(tmp_path, field, values, method):
+    path = rewrite(tmp_path, **{field: values})
+    sentence = rf"^model.path={path}: its weights are quantised \({method}\); save the model with weights of 16 bits"
+    with pytest.raises(UserError, match=sentence):
+        load_trained_config(ModelConfig(), path)
+    load_config(ModelConfig(), path)  # engines alone can compute with it
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "int8", "uint8"])
+def test_weights_of_8_bits_are_refused_if_the_config_does_not_say_so(tmp_path, name):
+    path = rewrite(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights |= {
+        "model.rows": torch.ones(4, dtype=torch.uint8),
+        "model.norm.weight": torch.ones(16, dtype=torch.bfloat16),
+    }
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    load_trained_config(ModelConfig(), path)  # a mask has bytes, too
+    weights["model.norm.weight"] = torch.ones(16).to(getattr(torch, name))
+    save_file(weights, tmp_path / "more.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r": its weights are quantised \(model.norm.weight has the type [FIU]8.*\); "):
+        load_trained_config(ModelConfig(), path)
+
+
+def test_a_model_of_more_than_text_is_refused_by_its_class(tmp_path):
+    text = {"model_type": "qwen3", "hidden_size": 32}
+    inside = rewrite(tmp_path / "a", model_type="mistral3", architectures=["Mistral3ForAll"], text_config=text)
+    parts = "Mistral3ForAll reads more than text (config.json has vision_config), and only text models can be trained; "
+    with pytest.raises(UserError) as refused:
+        load_trained_config(ModelConfig(), inside)
+    assert str(refused.value).startswith(f"model.path={inside}: {parts}")
+    beside = rewrite(tmp_path / "b", model_type="phi4_multimodal", architectures=None, num_attention_heads=2)
+    with pytest.raises(UserError, match="a model of the type phi4_multimodal .*vision_config and audio_config"):
+        load_trained_config(ModelConfig(), beside)
+
+
+def test_each_model_that_ranks_load_is_checked_under_its_key(tmp_path):
+    quantised = rewrite(tmp_path / "quantised", quantization_config={"quant_method": "awq"})
+    cfg = configured(tmp_path, {"model.path": quantised, "algorithm.advantage_estimator": "gae"})
+    with pytest.raises(UserError, match=f"^model.path={quantised}: its weights"):
+        check_trained_models(cfg)
+    cfg.model.path, cfg.trainer.critic.path = rewrite(tmp_path / "plain"), quantised
+    with pytest.raises(UserError, match=f"^trainer.critic.path={quantised}: its weights"):
+        check_trained_models(cfg)
+    cfg.model.path = None
+    with pytest.raises(UserError, match=f"^trainer.critic.path={quantised}: its weights"):
+        check_trained_models(cfg)

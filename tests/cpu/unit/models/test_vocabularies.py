@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +13,12 @@ from transformers import Qwen3Config
 
 from tests.support.architectures import SHAPE
 from tests.support.runs import configured
-from trainer.config import LM, SCORE, TASKS, RoleSpec, policy_role
+from trainer.config import LM, SCORE, TASKS, RoleSpec, TinyConfig, policy_role
 from trainer.errors import UserError
-from trainer.models.vocabularies import check_vocabularies
-from trainer.tasks.base import make_trainer
+from trainer.models.tiny import build_tiny
+from trainer.models.tokenizer import load_tokenizer
+from trainer.models.vocabularies import check_tokenizer, check_vocabularies
+from trainer.tasks.base import make_trainer, tokenizer_of
 
 TASK = replace(
     TASKS["rl"],
@@ -70,3 +73,38 @@ def test_ranks_are_not_started_for_such_a_run(tmp_path):
 
 def test_nothing_is_read_for_a_run_of_one_model(tmp_path):
     check_vocabularies(configured(tmp_path), str(tmp_path / "missing"))
+
+
+@pytest.mark.parametrize("shorter", [0, 1, 3])
+def test_a_tokenizer_with_tokens_that_have_no_embedding_is_refused(tmp_path, shorter):
+    build_tiny(TinyConfig(hidden_size=16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16), str(tmp_path))
+    tokenizer = load_tokenizer(str(tmp_path))
+    config = Qwen3Config.from_pretrained(tmp_path)
+    assert len(tokenizer) < config.vocab_size, "a padded embedding is fine"
+    tokenizer.add_tokens([f"<{n}>" for n in range(config.vocab_size - len(tokenizer))])
+    tokenizer.add_tokens(["<a>", "<b>", "<c>"][:shorter], special_tokens=True)
+    cfg = configured(tmp_path / "run", {"model.path": str(tmp_path)})
+    if shorter == 0:
+        return check_tokenizer(cfg, str(tmp_path), tokenizer)
+    rows = config.vocab_size
+    sentence = f"the model has {rows} embeddings, and {shorter} tokens of its tokenizer none, such as '<a>' ({rows}); "
+    with pytest.raises(UserError, match=f"^model.path={tmp_path}: {re.escape(sentence)}"):
+        check_tokenizer(cfg, str(tmp_path), tokenizer)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=f"{shorter} tokens of its tokenizer none"):
+        tokenizer_of(cfg, str(tmp_path))
+
+
+def test_a_token_for_images_needs_no_embedding(tmp_path):
+    """Gemma 3 with text alone has one such token more than embeddings."""
+    build_tiny(TinyConfig(hidden_size=16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16), str(tmp_path))
+    tokenizer = load_tokenizer(str(tmp_path))
+    tokenizer.add_tokens([f"<{n}>" for n in range(Qwen3Config.from_pretrained(tmp_path).vocab_size - len(tokenizer))])
+    tokenizer.add_tokens(["<image_soft_token>"], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    cfg = configured(tmp_path / "run", {"model.path": str(tmp_path)})
+    with pytest.raises(UserError, match="<image_soft_token>"):
+        tokenizer_of(cfg, str(tmp_path))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"image_token": "<image_soft_token>"}))
+    tokenizer_of(cfg, str(tmp_path))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from trainer.config import Config, DataConfig, compose
@@ -9,6 +11,7 @@ from trainer.config.data import SourceConfig
 from trainer.errors import UserError
 from trainer.models.tokenizer import load_tokenizer
 from trainer.objectives import make_objective
+from trainer.plan.model_shape import find_config
 from trainer.tasks.sft import _warn_of_curricula, build
 
 
@@ -47,3 +50,16 @@ def test_curricula_of_a_config_file_are_named_because_nothing_reads_them(caplog)
     cfg.trainer.task = "sft"
     _warn_of_curricula(cfg)
     assert caplog.messages == ["data.mix.a.curriculum=my:order: is not read: supervised training shuffles its examples"]
+
+
+def test_a_model_that_cannot_be_trained_is_refused_before_anything_starts(model, tmp_path):
+    path = shutil.copytree(model, tmp_path / "model")
+    file = path / "config.json"
+    file.write_text(file.read_text().replace("{", '{"compression_config": {"a": 1},', 1))
+    data = ["data.synthetic=arithmetic", "trainer.val_interval=-1"]
+    for task in ("sft", "rl"):
+        cfg = compose([f"trainer.task={task}", *data, f"model.path={path}"])
+        with pytest.raises(UserError, match=f"model.path={path}: its weights are quantised"):
+            cfg.task(cfg).check_inputs(True)
+        with pytest.raises(UserError, match=f"model.path={path}: its weights are quantised"):
+            find_config(cfg, cfg.roles[0])  # so a plan says it, too
