@@ -16,6 +16,7 @@ from trainer.agents.chat_request import ChatRequest
 from trainer.agents.errors import ApiError
 from trainer.agents.messages import ChatMessage, read_reply
 from trainer.data.limits import TextTooLong
+from trainer.data.replies import reply_text
 from trainer.environments.base import Message
 from trainer.environments.calls import read_calls
 from trainer.environments.conversation import Conversation, sample_of
@@ -133,7 +134,10 @@ class CallTree:
 
     def answer(self, turn: Turn, completion: Completion, request: ChatRequest) -> ChatMessage:
         """Give a turn its reply; return the reply as the agent gets it."""
-        turn.completion, text = cut_at(completion, request.stop, self.tokenizer)
+        length, has_ended = len(completion.token_ids), completion.finish_reason == "stop"
+        turn.completion, text = cut_at(
+            completion, request.stop, lambda ids: reply_text(self.tokenizer, ids, has_ended and len(ids) == length)
+        )
         said = turn.conversation.add_reply(turn.completion)
         turn.conversation.forget_tokens()
         reply = read_reply(text, request.reads_calls)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from trainer.data.records import encode, unescaped
+from trainer.data.replies import plain_text
 from trainer.data.row_files import read_rows
 from trainer.episodes import Episode, TokenScores, split_messages
 from trainer.errors import UserError
@@ -117,8 +118,8 @@ def read_rollouts(
                 f"{vocab_size} tokens; it was written with another model"
             )
         replies = [text for sample in samples for text in _replies(sample, tokenizer)]
-        contents = [message["content"] for message in _messages(row) or []]
-        if not all(reply in contents for reply in replies):
+        contents = [plain_text(tokenizer, message["content"]) for message in _messages(row) or []]
+        if not all(plain_text(tokenizer, reply) in contents for reply in replies):
             raise UserError(f"sft.source=rollouts: {where} was written with another tokenizer than that of model.path")
         # A reward that failed, entirely or in one of its terms, reaches no limit.
         if min_reward is None or (not row.get("failure") and row["reward"] >= min_reward):
@@ -169,10 +170,10 @@ def _messages(row: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _replies(sample: dict[str, Any], tokenizer: Any) -> list[str]:
-    """Return the text of each run of consecutive sampled tokens."""
+    """Return the text of each run of consecutive sampled tokens, with all special tokens."""
     runs = itertools.groupby(zip(sample["token_ids"], sample["mask"], strict=True), key=lambda pair: pair[1] > 0)
     replies = [[token for token, _ in run] for sampled, run in runs if sampled]
-    return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in replies]
+    return [tokenizer.decode(tokens, skip_special_tokens=False) for tokens in replies]
 
 
 def _is_sample(value: Any) -> bool:

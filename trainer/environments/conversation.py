@@ -13,6 +13,7 @@ import numpy as np
 
 from trainer.data.datasets import render, render_text
 from trainer.data.limits import TextTooLong, encode
+from trainer.data.replies import reply_text
 from trainer.environments.base import Message
 from trainer.environments.rendering import ChatRenderer
 from trainer.environments.template_tools import PROBE_TOOL, REPLY_MARK, TemplateTools, outline, with_answered_calls
@@ -61,6 +62,8 @@ class Conversation:
         """The messages as the template gets them, with `REPLY_MARK` in place of what the policy said."""
         if self._reader is not None:
             self._outline, self._tools = split_tools(messages)
+        self._bare: list[tuple[int, str]] = []
+        """Replies with special tokens: their index in `messages`, and their text without these."""
         self._earlier: list[Sample] = []
         self._check_roles(messages)
         self._begin(self._whole())
@@ -96,12 +99,26 @@ class Conversation:
         return has_token or any(quoted in template for quoted in (f"'{role}'", f'"{role}"'))
 
     def _whole(self) -> list[int]:
-        """Return the tokens of all messages, up to where the next reply begins."""
+        """Return the tokens of all messages, up to where the next reply begins.
+
+        Some templates refuse replies with their own special tokens (the channels of gpt-oss): they get the text.
+        """
+        try:
+            return self._tokens_of(self.messages)
+        except UserError:
+            if not self._bare:
+                raise
+        bare = list(self.messages)
+        for index, text in self._bare:
+            bare[index] = {**bare[index], "content": text}
+        return self._tokens_of(bare)
+
+    def _tokens_of(self, messages: Sequence[Message]) -> list[int]:
         if self._renderer is not None:
-            return self._renderer.prompt(self.messages)
+            return self._renderer.prompt(messages)
         if self._tools is None:
-            return render(self._tokenizer, self.messages, add_generation_prompt=True, limit=self._limit)
-        return encode(self._tokenizer, self._with_tools(split_tools(self.messages)[0]), self._limit)
+            return render(self._tokenizer, messages, add_generation_prompt=True, limit=self._limit)
+        return encode(self._tokenizer, self._with_tools(split_tools(messages)[0]), self._limit)
 
     def _with_tools(self, messages: Sequence[Message]) -> str:
         """Return the text of all messages, whose tools the template describes.
@@ -146,12 +163,15 @@ class Conversation:
         self._reply_length = len(said)
         self._replies.append((len(prompt), completion))
         self.token_ids = [*prompt, *said]
-        text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        text = reply_text(self._tokenizer, said, completion.finish_reason == "stop")
         reply: Message = {"role": "assistant", "content": text}
         if self._renderer is not None:
             reply = self._renderer.reply(said, prompt, text, self.messages)
         elif self._reader is not None and self._tools and completion.finish_reason != "length":  # else it is cut
             reply = self._reader.reply(said, prompt, text, self._tools)
+        bare = self._tokenizer.decode(said, skip_special_tokens=True)
+        if bare != text and reply["content"] == text:
+            self._bare.append((len(self.messages), bare))
         self.messages.append(reply)
         return self.messages[-1]
 

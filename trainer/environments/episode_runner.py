@@ -18,6 +18,7 @@ import numpy as np
 from trainer.config import Config
 from trainer.data.datasets import Prompt, name_in_mix
 from trainer.data.limits import TextTooLong, max_characters
+from trainer.data.replies import reply_texts
 from trainer.environments.base import Message
 from trainer.environments.conversation import Conversation
 from trainer.environments.rendering import find_renderer
@@ -141,9 +142,9 @@ class SingleTurnRunner(EpisodeRunner):
             if not chunk:
                 yield {}
                 continue
-            tokens = [completion.token_ids.tolist() for completion in chunk.values()]
+            replies = [(completion.token_ids, completion.finish_reason == "stop") for completion in chunk.values()]
             with self._lock:
-                texts = self._tokenizer.batch_decode(tokens, skip_special_tokens=True)
+                texts = reply_texts(self._tokenizer, replies)
             yield {
                 index: _single_turn(requests[index], prompts[requests[index].group], completion, text)
                 for (index, completion), text in zip(chunk.items(), texts, strict=True)

@@ -15,6 +15,7 @@ from typing import Any
 from trainer.config import ModelConfig
 from trainer.data.datasets import render_text
 from trainer.data.limits import TextTooLong, encode
+from trainer.data.replies import reply_text
 from trainer.environments.base import Message
 from trainer.environments.template_tools import REPLY_MARK, TemplateTools, find_template_tools
 from trainer.environments.tools import split_tools, unread_reply, with_tools
@@ -269,7 +270,7 @@ def _continues(found: ChatRenderer, tokenizer: Any, calls: list[Message], new: l
     if begin.rstrip().endswith("<think>") and "</think>" not in says:  # templates drop thoughts of earlier replies
         says = f"Hm.\n</think>\n\n{says}"
     sampled = tokenizer.encode(says, add_special_tokens=False) + after[: end + 1]
-    message = found.reply(sampled, prompt, tokenizer.decode(sampled, skip_special_tokens=True), first)
+    message = found.reply(sampled, prompt, reply_text(tokenizer, sampled, has_ended=True), first)
     if [call["function"] for call in message.get("tool_calls", [])] != [call["function"] for call in calls]:
         return False
     return found.bridge(prompt, sampled, new, first) in (None, after[end + 1 :])

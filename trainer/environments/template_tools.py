@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.data.datasets import render_text
+from trainer.data.replies import reply_text
 from trainer.environments.base import Message
 from trainer.environments.calls import read_calls, split_calls
 from trainer.environments.tools import unread_reply
@@ -59,7 +60,7 @@ class TemplateTools:
 
         Args:
             prompt: the tokens before the reply.
-            text: the decoded reply, without special tokens.
+            text: the decoded reply (see `reply_text`).
         """
         if not self.has_response_template:
             return _read_hermes(text)
@@ -243,7 +244,7 @@ def _reads_reply(found: TemplateTools, tokenizer: Any, calls: list[dict[str, Any
     says = whole[len(os.path.commonprefix([whole, prompt])) :]
     if begin.rstrip().endswith("<think>") and "</think>" not in tokenizer.decode(says):
         says = encode("Hm.\n</think>\n\n") + says  # the template drops thoughts of replies
-    message = found.reply(says, prompt, tokenizer.decode(says, skip_special_tokens=True), [PROBE_TOOL])
+    message = found.reply(says, prompt, reply_text(tokenizer, says, has_ended=True), [PROBE_TOOL])
     if [call["function"] for call in message.get("tool_calls", [])] != [call["function"] for call in calls]:
         return False
     return bool(calls) or REPLY_MARK in message["content"]

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from trainer.generation.engine import Completion
 
 
-def cut_at(completion: Completion, stops: Sequence[str], tokenizer: Any) -> tuple[Completion, str]:
-    """Return a completion up to the token that completes one of `stops`, and its text before that stop."""
+def cut_at(
+    completion: Completion, stops: Sequence[str], decode: Callable[[Sequence[int]], str]
+) -> tuple[Completion, str]:
+    """Return a completion up to the token that completes one of `stops`, and its text before that stop.
+
+    Args:
+        decode: returns the text of the first tokens of the completion.
+    """
 
     def text(count: int) -> str:
-        return tokenizer.decode(completion.token_ids[:count], skip_special_tokens=True)
+        return decode(completion.token_ids[:count].tolist())
 
     length = len(completion.token_ids)
     if not any(stop in text(length) for stop in stops):

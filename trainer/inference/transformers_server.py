@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -204,7 +205,8 @@ class TransformersServer:
         return Request(ids, seed, Sampling(temperature, top_p, top_k, tokens, self._stops))
 
     async def _answer(self, wanted: Request, stops: list[str]) -> tuple[str, str, dict[str, int]]:
-        completion, text = cut_at(await self._call_again(wanted), stops, self._tokenizer)
+        decode = partial(self._tokenizer.decode, skip_special_tokens=True)  # as clients of this API expect
+        completion, text = cut_at(await self._call_again(wanted), stops, decode)
         counts = {"prompt_tokens": len(wanted.prompt_token_ids), "completion_tokens": len(completion.token_ids)}
         return text, completion.finish_reason, {**counts, "total_tokens": sum(counts.values())}
 

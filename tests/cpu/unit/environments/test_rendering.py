@@ -46,12 +46,8 @@ def tokenizer() -> Any:
     return make_tokenizer()
 
 
-def make_tokenizer(hides_calls: bool = False) -> Any:
-    """A byte-level BPE of 2,000 tokens with the special tokens of Qwen3, which merges letters, blanks and signs.
-
-    Args:
-        hides_calls: the tokens around calls are not part of decoded texts, as those of many models.
-    """
+def make_tokenizer() -> Any:
+    """A byte-level BPE of 2,000 tokens with the special tokens of Qwen3, which merges letters, blanks and signs."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -61,7 +57,7 @@ def make_tokenizer(hides_calls: bool = False) -> Any:
     made = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>")
     special = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
     made.add_tokens([*SPECIAL], special_tokens=True)
-    made.add_tokens(special, special_tokens=hides_calls)
+    made.add_tokens(special)
     made.chat_template = QWEN3
     return made
 
@@ -187,18 +183,17 @@ def test_a_call_that_cannot_be_read_stays_in_the_text(tokenizer, renderer, call)
     assert said == {"role": "assistant", "content": text}
 
 
-def test_calls_that_cannot_be_read_are_named_where_the_text_does_not_show_them():
-    tokenizer = make_tokenizer(hides_calls=True)
-    hiding = find_renderer(ModelConfig(path="Qwen/Qwen3-0.6B"), tokenizer, LONG)
+def test_calls_that_cannot_be_read_are_named_where_the_text_does_not_show_them(tokenizer, renderer):
+    history = with_tools([USER_ASKS], TOOLS)
 
     def said(*calls: str) -> Any:
-        conversation = Conversation(tokenizer, with_tools([USER_ASKS], TOOLS), renderer=hiding)
-        return conversation.add_reply(sampled(tokenizer, "hm" + "".join(calls) + "<|im_end|>"))
+        tokens = tokenizer.encode("hm" + "".join(calls) + "<|im_end|>", add_special_tokens=False)
+        return renderer.reply(tokens, renderer.prompt(history), "as another format shows it", history)
 
     good = '<tool_call>\n{"name": "add", "arguments": {"x": "1"}}\n</tool_call>'
     assert said(good)["tool_calls"][0]["function"] == {"name": "add", "arguments": {"x": "1"}}
     bad = said(good, "<tool_call>\n{broken\n</tool_call>", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>')
-    assert "tool_calls" not in bad and "{broken" in bad["content"]
+    assert "tool_calls" not in bad and bad["content"] == "as another format shows it"
     assert bad["unread_calls"] == [
         {"name": "add", "problem": ""},
         {"problem": "invalid json"},
@@ -207,20 +202,6 @@ def test_calls_that_cannot_be_read_are_named_where_the_text_does_not_show_them()
     assert said("<tool_call>\n{cut")["unread_calls"] == [{"problem": "unclosed block"}]
     assert said(f"<tool_call>{'[' * 2000}</tool_call>")["unread_calls"] == [{"problem": "RecursionError"}]
     assert "unread_calls" not in said(" no call")
-
-
-@pytest.mark.processes
-def test_a_call_that_cannot_be_read_is_answered_with_the_error():
-    """In a format whose texts do not show calls. The episode goes on."""
-    tokenizer = make_tokenizer(hides_calls=True)
-    policy = Qwen(tokenizer, '<tool_call>\n{"name": "multiply", "argu\n</tool_call>', "42")
-    cfg = runner_config(name="tests.cpu.unit.environments.test_tools:Calculator", max_prompt_tokens=2000)
-    cfg.model = ModelConfig(path="Qwen/Qwen3-0.6B")
-    with EnvironmentRunner(cfg, tokenizer) as runner:
-        (episode,) = run(runner, policy, requests_of({"prompt": "6*7?", "answer": "42"}))
-    assert (episode.reward, episode.turns, episode.metrics["tool_errors"]) == (1.0, 2, 1.0), episode.failure
-    answer = "Error: this call cannot be read (invalid json); no call of the reply was made"
-    assert episode.messages[3] == {"role": "tool", "content": answer}
 
 
 def test_a_reply_without_its_stop_token_or_messages_that_are_too_long(tokenizer, renderer):

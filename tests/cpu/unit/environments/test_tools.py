@@ -281,6 +281,15 @@ def test_calls_and_errors_are_counted_by_tool(started):
     assert step(started, "42").metrics == none
 
 
+def test_a_call_that_a_renderer_cannot_read_is_answered_with_its_problem(started):
+    """In a format whose texts do not show calls to this environment."""
+    unread = [{"name": "multiply", "problem": "invalid json"}]
+    result = run(started.step({"role": "assistant", "content": "hm", "unread_calls": unread}))
+    answer = "Error: this call cannot be read (invalid json); no call of the reply was made"
+    assert result.messages == [{"role": "tool", "content": answer, "name": "multiply"}]
+    assert result.metrics["tool_errors"] == 1 and not result.done
+
+
 def test_an_answer_may_earn_named_terms():
     class Named(Calculator):
         def score(self, answer, row):
