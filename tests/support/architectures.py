@@ -1,4 +1,4 @@
-"""Small random models of the architectures whose packed rows are checked."""
+"""Small random models: of the architectures whose packed rows are checked, and of those that files hold otherwise."""
 
 from __future__ import annotations
 
@@ -7,14 +7,21 @@ import copy
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
+    Ernie4_5_MoeConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    GPTNeoXConfig,
+    GptOssConfig,
+    HrmTextConfig,
     LlamaConfig,
+    MixtralConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 VOCABULARY = 48
@@ -46,6 +53,30 @@ ARCHITECTURES: dict[str, PretrainedConfig] = {
     "gemma2": Gemma2Config(**SHAPE, **_LAYERS, query_pre_attn_scalar=16, attn_logit_softcapping=2.0),
     "gemma3": Gemma3TextConfig(**SHAPE, **_LAYERS, query_pre_attn_scalar=16),
 }
+
+_EXPERTS = {**SHAPE, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+
+CONVERTED: dict[str, PretrainedConfig] = {
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": Qwen3MoeConfig(**_EXPERTS, num_experts=5),
+    "deepseek_v3": DeepseekV3Config(
+        **{**_EXPERTS, "num_key_value_heads": 4, "head_dim": 8},
+        **_LATENT,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        n_group=2,
+        topk_group=1,
+    ),
+    "ernie4_5_moe": Ernie4_5_MoeConfig(
+        **_EXPERTS, moe_num_experts=4, moe_k=2, moe_layer_start_index=1, moe_layer_end_index=1, moe_num_shared_experts=1
+    ),
+    "gpt_oss": GptOssConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
+    "gpt_neox": GPTNeoXConfig(**{name: value for name, value in SHAPE.items() if name != "num_key_value_heads"}),
+    "hrm_text": HrmTextConfig(**{**SHAPE, "num_key_value_heads": 4}),
+}
+"""Their files have other names or tensors than their modules. Only gpt-oss stacks its experts in both."""
 
 
 def random_model(config: PretrainedConfig, attention: str) -> PreTrainedModel:

@@ -27,6 +27,7 @@ from trainer.files.shared_memory import check_owner
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.request_scheduler import by_length
 from trainer.generation.weight_sync import Broadcast, Ipc, SharedMemory
+from trainer.models.weight_names import module_weights
 from trainer.parallel.shard import param_dtype
 
 
@@ -198,9 +199,8 @@ class TransformersEngine:
         """
         own = self._model.state_dict()  # tied weights are there under both names
         renewed = set()
-        for name, tensor in read_weights(source.path) if isinstance(source, SharedMemory) else source.receive():
-            if name not in own:
-                raise ValueError(f"the engine's model has no weight {name}")
+        tensors = read_weights(source.path) if isinstance(source, SharedMemory) else source.receive()
+        for name, tensor in module_weights(self._model, tensors):
             own[name].copy_(tensor)
             renewed.add(own[name].data_ptr())
         stale = sorted(name for name, tensor in own.items() if tensor.data_ptr() not in renewed)

@@ -11,13 +11,18 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from trainer.errors import one_line
+from trainer.models.weight_names import file_tensors, file_units
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
 
 def weights_of(model: nn.Module) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Return identity and shape of each weight of a Hugging Face model by name. Tied weights have one identity."""
-    return {name: (id(tensor), tuple(tensor.shape)) for name, tensor in model.state_dict(keep_vars=True).items()}
+    """Return identity and shape of each tensor in the files of a Hugging Face model. Tied ones have one identity."""
+    weights, found = model.state_dict(keep_vars=True), {}
+    for unit in file_units(model, weights):
+        for number, (name, tensor) in enumerate(file_tensors([unit], weights).items()):
+            found[name] = (hash((number, *(id(weights[one]) for one in unit.names))), tuple(tensor.shape))
+    return found
 
 
 def refused_weights(

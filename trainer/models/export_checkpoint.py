@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import glob
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.errors import UserError
 from trainer.files.atomic_io import digest_weights
@@ -25,6 +24,7 @@ from trainer.models.export import assign_to_files, atomic_directory, write_index
 from trainer.models.files import ADAPTER_CONFIG
 from trainer.models.lora import adapted_weight, adapter_parameters, peft_name
 from trainer.models.untrusted import check_model_files, files_in_index, tensor_shapes
+from trainer.models.weight_names import empty_model, file_tensors, file_units
 
 DTYPES = ("float32", "bfloat16", "float16")
 _ADAPTER_FIELDS: dict[Any, Shape] = {
@@ -53,8 +53,8 @@ class SavedFiles(Protocol):
 class _Source:
     """The tensors of an export."""
 
-    bytes_of: dict[str, int]
-    """Size of each tensor in the file, in the order of the file."""
+    tensors: dict[str, Tensor]
+    """Shape and dtype of each tensor, on the meta device, in the order of the files."""
     read: Callable[[list[str]], dict[str, Tensor]]
 
 
@@ -89,11 +89,14 @@ def export(
             raise UserError(f"--dtype=auto: the config of the model has {dtype!r}; name one of {', '.join(DTYPES)}")
     target = torch.float32 if adapter else getattr(torch, dtype)
     if adapter:
-        tensors, stem, max_file_bytes = _adapter(files), "adapter_model", sys.maxsize
+        source, stem, max_file_bytes = _adapter(files), "adapter_model", sys.maxsize
     elif lora:
-        tensors, stem = _merged(files, lora, base or lora["base_model_name_or_path"], target), "model"
+        source, stem = _merged(files, lora, base or lora["base_model_name_or_path"]), "model"
     else:
-        tensors, stem = _plain(files, config, target), "model"
+        source, stem = _plain(files, config), "model"
+    if not adapter:
+        source = _in_files(source, empty_model(config))
+    sizes = {name: tensor.numel() * _stored(tensor, target).itemsize for name, tensor in source.tensors.items()}
     excluded = {"config.json", "generation_config.json"} if adapter else {"config.json", ADAPTER_CONFIG}
     assets = _assets(files, excluded)
     if not adapter:
@@ -105,7 +108,7 @@ def export(
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 with open(path, "wb") as file:
                     file.write(data)
-            return _write(writing, tensors, target, assign_to_files(tensors.bytes_of, max_file_bytes, stem))
+            return _write(writing, source, target, assign_to_files(sizes, max_file_bytes, stem))
     except OSError as error:
         raise UserError(f"{out}: cannot be written ({error.strerror or error}); name another directory") from error
 
@@ -118,10 +121,10 @@ def read_policy(files: SavedFiles) -> dict[str, Tensor]:
     """
     config = files.json(f"{_ASSETS}config.json", {})
     has_adapters = f"{_ASSETS}{ADAPTER_CONFIG}" in files.entries
-    source = _adapter(files) if has_adapters else _plain(files, config, torch.float32)
-    if not source.bytes_of:
+    source = _adapter(files) if has_adapters else _plain(files, config)
+    if not source.tensors:
         raise UserError(f"{files.path}: contains no policy")
-    return source.read(list(source.bytes_of))
+    return source.read(list(source.tensors))
 
 
 def adapter_files(files: SavedFiles) -> tuple[str, bytes, str]:
@@ -132,7 +135,7 @@ def adapter_files(files: SavedFiles) -> tuple[str, bytes, str]:
     if not lora:
         raise UserError(f"{files.path}: its policy was trained without adapters (trainer.policy.lora)")
     source = _adapter(files)
-    weights = save(source.read(list(source.bytes_of)), metadata={"format": "pt"})
+    weights = save(source.read(list(source.tensors)), metadata={"format": "pt"})
     return files.read(f"{_ASSETS}{ADAPTER_CONFIG}").decode(), weights, lora["base_model_name_or_path"]
 
 
@@ -142,17 +145,14 @@ def _assets(files: SavedFiles, excluded: set[str]) -> dict[str, bytes]:
     return {name: files.read(path) for name, path in names.items() if name not in excluded}
 
 
-def _write(directory: str, tensors: _Source, target: torch.dtype, groups: Mapping[str, list[str]]) -> list[str]:
+def _write(directory: str, source: _Source, target: torch.dtype, groups: Mapping[str, list[str]]) -> list[str]:
     """Write the weight files, with floating-point tensors as `target`. Return the names of the files."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     weight_map, total = {}, 0
     for file, names in groups.items():
-        written = {
-            name: tensor.to(target) if tensor.is_floating_point() else tensor
-            for name, tensor in tensors.read(names).items()
-        }
+        written = {name: tensor.to(_stored(tensor, target)) for name, tensor in source.read(names).items()}
         try:
             save_file(written, os.path.join(directory, file), metadata={"format": "pt"})
         except SafetensorError as error:  # for example, a full disk
@@ -164,42 +164,69 @@ def _write(directory: str, tensors: _Source, target: torch.dtype, groups: Mappin
     return list(groups)
 
 
-def _plain(files: SavedFiles, config: dict[str, Any], target: torch.dtype) -> _Source:
-    """Return the weights of a policy without adapters."""
-    sizes = {}
+def _stored(tensor: Tensor, target: torch.dtype) -> torch.dtype:
+    return target if tensor.is_floating_point() else tensor.dtype
+
+
+def _in_files(source: _Source, model: nn.Module | None) -> _Source:
+    """Return the tensors of a model's files, from its weights by their names in the module.
+
+    Args:
+        model: an empty one. None: the files have the names of the module.
+    """
+    if model is None:
+        return source
+    units = file_units(model, source.tensors)
+    tensors_of = {unit: file_tensors([unit], source.tensors) for unit in units}
+
+    def fetch(names: list[str]) -> dict[str, Tensor]:
+        wanted, found = set(names), {}
+        touched = [unit for unit in units if wanted & set(tensors_of[unit])]
+        weights = source.read([name for unit in touched for name in unit.names])
+        for unit in touched:
+            tensors = unit.to_files({name: weights.pop(name) for name in unit.names})
+            found |= {name: tensor.contiguous() for name, tensor in tensors.items() if name in wanted}
+        return {name: found[name] for name in names}
+
+    return _Source({name: tensor for unit in units for name, tensor in tensors_of[unit].items()}, fetch)
+
+
+def _plain(files: SavedFiles, config: dict[str, Any]) -> _Source:
+    """Return the weights of a policy without adapters, with their names in the module."""
+    weights = {}
     for name, entry in files.shapes("policy").items():
         tied = config.get("tie_word_embeddings") and name == f"{_MODEL}lm_head.weight"
         if name.startswith(_MODEL) and not tied:
-            saved = entry.properties.dtype
-            itemsize = (target if saved.is_floating_point else saved).itemsize
-            sizes[name.removeprefix(_MODEL)] = math.prod(entry.size) * itemsize
+            empty = torch.empty(tuple(entry.size), dtype=entry.properties.dtype, device="meta")
+            weights[name.removeprefix(_MODEL)] = empty
 
     def fetch(names: list[str]) -> dict[str, Tensor]:
         tensors = files.tensors("policy", [f"{_MODEL}{name}" for name in names])
         return {name.removeprefix(_MODEL): tensor for name, tensor in tensors.items()}
 
-    return _Source(sizes, fetch)
+    return _Source(weights, fetch)
 
 
 def _adapter(files: SavedFiles) -> _Source:
     """Return the adapters, with the names that peft's files use."""
-    names = [name for name in files.shapes("policy") if name.startswith(_MODEL)]
-    by_peft_name = {peft_name(name.removeprefix(_MODEL)): name for name in names}
+    shapes = {name: entry for name, entry in files.shapes("policy").items() if name.startswith(_MODEL)}
+    by_peft_name = {peft_name(name.removeprefix(_MODEL)): name for name in shapes}
 
     def fetch(names: list[str]) -> dict[str, Tensor]:
         tensors = files.tensors("policy", [by_peft_name[name] for name in names])
         return {name: tensors[by_peft_name[name]] for name in names}
 
-    return _Source(dict.fromkeys(by_peft_name, 0), fetch)
+    empty = {peft: torch.empty(tuple(shapes[name].size), device="meta") for peft, name in by_peft_name.items()}
+    return _Source(empty, fetch)
 
 
-def _merged(files: SavedFiles, lora: dict[str, Any], base: str, target: torch.dtype) -> _Source:
+def _merged(files: SavedFiles, lora: dict[str, Any], base: str) -> _Source:
     """Return the weights in the directory `base`, with the adapters merged."""
     from safetensors import safe_open
 
     if os.path.isdir(base):
         check_model_files(base, "--base")
-    file_of, sizes = _base_weights(base, target)
+    file_of, weights = _base_weights(base)
     parameters = [name.removeprefix(_MODEL) for name in files.shapes("policy") if name.startswith(_MODEL)]
     adapted = {weight for weight in map(adapted_weight, parameters) if weight is not None}
     if not adapted <= set(file_of):
@@ -229,11 +256,11 @@ def _merged(files: SavedFiles, lora: dict[str, Any], base: str, target: torch.dt
                 merged[name] = merged[name].float() + scale * (b @ a)
         return merged
 
-    return _Source(sizes, fetch)
+    return _Source(weights, fetch)
 
 
-def _base_weights(base: str, target: torch.dtype) -> tuple[dict[str, str], dict[str, int]]:
-    """Return the file of each weight in the directory `base`, and the size of each weight as `target`."""
+def _base_weights(base: str) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Return the file of each weight in the directory `base`, and its shape and dtype (see `_Source`)."""
     index = os.path.join(base, "model.safetensors.index.json")
     if os.path.exists(index):
         try:
@@ -248,12 +275,12 @@ def _base_weights(base: str, target: torch.dtype) -> tuple[dict[str, str], dict[
             "directory with --base, or write only the adapter with --adapter"
         )
     file_of: dict[str, str] = {}
-    sizes: dict[str, int] = {}
+    weights: dict[str, Tensor] = {}
     for file in shards:
         try:
             shapes = dict(sorted(tensor_shapes(file).items()))
         except (OSError, ValueError) as error:
             raise UserError(f"{file}: cannot be read ({first_line(error)}); name the weights with --base") from error
         file_of |= dict.fromkeys(shapes, file)
-        sizes |= {name: math.prod(shape) * target.itemsize for name, shape in shapes.items()}
-    return file_of, sizes
+        weights |= {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    return file_of, weights

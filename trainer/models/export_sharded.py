@@ -1,8 +1,8 @@
 """Write sharded modules as Hugging Face safetensors. Each rank writes its own shards.
 
 The layout of a safetensors file follows from names, shapes and dtype. Rank 0 creates the files at full size. Then every
-rank writes its shards at their offsets, without a gather and without a second copy of the model. Exports and the weight
-sync through shared memory both use this writer.
+rank writes its shards at their offsets, without a gather and without a second copy of the model. Experts, which are
+stacked in memory, are written one by one. Exports and the weight sync through shared memory both use this writer.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trainer.models.export import MAX_FILE_BYTES, assign_to_files, write_index
-from trainer.models.lora import adapters_of, hugging_face_name
+from trainer.models.lora import adapters_of, full_tensor, hugging_face_name
+from trainer.models.weight_names import FileUnit, file_tensors, file_units, whole_units
 from trainer.parallel.shard import reshard
 
 _DTYPE_NAMES = {
@@ -56,7 +57,10 @@ class FileLayout:
 
 
 def export_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a model file: parameters (tied ones once) and persistent buffers, without adapters."""
+    """Return what a model's files hold: parameters (tied ones once) and persistent buffers, without adapters.
+
+    The names are those in the module. See `trainer.models.weight_names` for those in the files.
+    """
     reshard(module)
     tensors: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
@@ -106,7 +110,9 @@ def write_safetensors(module: nn.Module, directory: str, dtype: torch.dtype) -> 
 
     All ranks must see the same directory. Returns the names of the files.
     """
-    layout = plan_layout(export_tensors(module), dtype)
+    weights = export_tensors(module)
+    units = file_units(module, weights)
+    layout = plan_layout(file_tensors(units, weights), dtype)
     if dist.get_rank() == 0:
         os.makedirs(directory, exist_ok=True)
         for file, header in layout.headers.items():
@@ -119,20 +125,68 @@ def write_safetensors(module: nn.Module, directory: str, dtype: torch.dtype) -> 
     dist.barrier()
     open_files: dict[str, int] = {}
     try:
-        for name, tensor in merged_tensors(module):
-            entry = layout.entries[name]
-            shard = _local_shard(tensor)
-            if shard is None:
-                continue
-            first, block = shard
-            if entry.file not in open_files:
-                open_files[entry.file] = _open_without_links(os.path.join(directory, entry.file), os.O_WRONLY)
-            _write_block(open_files[entry.file], entry, first, block)
+        for unit, parts in whole_units(units, merged_tensors(module)):
+            for name, first, block in _own_blocks(unit, parts, dtype):
+                entry = layout.entries[name]
+                if entry.file not in open_files:
+                    open_files[entry.file] = _open_without_links(os.path.join(directory, entry.file), os.O_WRONLY)
+                _write_block(open_files[entry.file], entry, first, block)
     finally:
         for handle in open_files.values():
             os.close(handle)
     dist.barrier()
     return sorted(layout.headers)
+
+
+def stream_tensors(module: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and the complete tensor of what `write_safetensors` writes. Each `next` may be a collective."""
+    units = file_units(module, export_tensors(module))
+    for unit, parts in whole_units(units, merged_tensors(module)):
+        yield from _complete(unit, parts, dtype)
+
+
+def file_bytes(module: nn.Module, dtype: torch.dtype) -> int:
+    """Return the size in bytes of the files that `write_safetensors` writes. Not a collective."""
+    weights = export_tensors(module)
+    return sum(plan_layout(file_tensors(file_units(module, weights), weights), dtype).sizes.values())
+
+
+def _own_blocks(
+    unit: FileUnit, weights: dict[str, Tensor], dtype: torch.dtype
+) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
+    """Yield what this rank writes: the name of a tensor in the files, the indices of the first element, and a block.
+
+    A collective if the unit has a converter and is not split by rows.
+    """
+    tensor = next(iter(weights.values()))
+    if unit.converter is None:
+        if (shard := _local_shard(tensor)) is not None:
+            yield unit.first, *shard
+    elif unit.is_by_rows and _has_whole_rows(tensor):
+        if (shard := _local_shard(tensor)) is not None:
+            (row, *_), rows = shard
+            for name, part in unit.rows_to_files(rows, row, tensor.shape):
+                yield name, (0,) * part.dim(), part
+    else:
+        for name, part in _complete(unit, weights, dtype):
+            if dist.get_rank() == 0:
+                yield name, (0,) * part.dim(), part
+
+
+def _complete(unit: FileUnit, weights: dict[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and tensors of a unit in the files. A collective."""
+    # The cast is before the gather, to halve the traffic (bfloat16).
+    whole = {name: full_tensor(weight.to(_stored_dtype(weight, dtype))) for name, weight in weights.items()}
+    if unit.is_by_rows:
+        (rows,) = whole.values()
+        yield from unit.rows_to_files(rows, 0, rows.shape)
+    else:
+        yield from unit.to_files(whole).items()
+
+
+def _has_whole_rows(tensor: Tensor) -> bool:
+    placements = tensor.placements if isinstance(tensor, DTensor) else ()
+    return all(isinstance(placement, Replicate) or placement == Shard(0) for placement in placements)
 
 
 def _local_shard(tensor: Tensor) -> tuple[tuple[int, ...], Tensor] | None:

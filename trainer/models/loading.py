@@ -32,6 +32,7 @@ from trainer.models.lora import add_adapters, hugging_face_name, initialise_adap
 from trainer.models.parallel_checks import refuse_axis
 from trainer.models.tensor_parallel import apply_tp
 from trainer.models.untrusted import tensor_shapes
+from trainer.models.weight_names import keep_conversions
 from trainer.parallel.ac_and_compile import compiles_blocks, prepare_blocks
 from trainer.parallel.layout import Layout
 from trainer.parallel.shard import param_dtype, shard_model, transformer_blocks
@@ -81,6 +82,7 @@ def empty_value_model(
     lm = _empty_lm(model, config, sizes, spec.key)
     with init_empty_weights(include_buffers=False):
         value_model = CriticModel(lm.base_model, lm.base_model_prefix, is_score=spec.head == SCORE)
+    keep_conversions(value_model, lm)
     value_model.requires_grad_(spec.trained)
     if spec.has_adapters:
         add_adapters(value_model, spec.lora, spec.setting("lora"), heads=(_VALUE_HEAD,))
@@ -106,6 +108,7 @@ def _empty_lm(model: ModelConfig, config: PretrainedConfig, sizes: Mapping[str, 
     set_attention(lm)
     if sizes["cp"] > 1 and lm.config._attn_implementation != PACKED:
         refuse_axis("cp", sizes["cp"], f"{type(lm).__name__} needs all tokens on one rank")
+    keep_conversions(lm, lm)
     has_linear_head = set_head(lm)
     if sizes["tp"] > 1 and not has_linear_head:
         problem = f"the output layer of {type(lm).__name__} is more than one linear layer without a bias"

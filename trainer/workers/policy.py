@@ -11,12 +11,17 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from trainer.algorithms import Totals, aggregate
 from trainer.config import RoleSpec
 from trainer.files.shared_memory import SharedDirectory, check_free_space
-from trainer.models.export_sharded import export_tensors, merged_tensors, plan_layout, write_safetensors
+from trainer.models.export_sharded import (
+    export_tensors,
+    file_bytes,
+    merged_tensors,
+    stream_tensors,
+    write_safetensors,
+)
 from trainer.models.logprobs import logprobs_and_entropy, token_logprobs
 from trainer.models.lora import adapted_modules, adapter_config, adapter_tensors, disabled_adapters
 from trainer.objectives.base import Objective, Outputs
@@ -142,19 +147,12 @@ class PolicyWorker(TrainedWorker):
 
     @torch.no_grad()
     def stream_weights(self, dtype: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, full tensor) one by one; each `next` gathers one tensor from all ranks."""
-        for name, tensor in merged_tensors(self.module):
-            if tensor.dtype.is_floating_point:
-                tensor = tensor.to(
-                    param_dtype(dtype, self.device)
-                )  # before the gather, to halve the traffic (bfloat16)
-            if isinstance(tensor, DTensor):
-                tensor = tensor.to(self.device).full_tensor()  # `.to`, because shards may be offloaded
-            yield name, tensor
+        """Yield (name in the model's files, full tensor) one by one; each `next` may gather a tensor from all ranks."""
+        yield from stream_tensors(self.module, param_dtype(dtype, self.device))
 
     def weight_bytes(self, dtype: str) -> int:
         """Return the size in bytes of the files that `write_weights` writes. Not a collective."""
-        return sum(plan_layout(export_tensors(self.module), param_dtype(dtype, self.device)).sizes.values())
+        return file_bytes(self.module, param_dtype(dtype, self.device))
 
     def check_shared(self, dtype: str, reserved: int) -> None:
         """Check that shared memory has room for the weights as `dtype` (see `check_free_space`). Not a collective."""

@@ -1,0 +1,139 @@
+"""The tensors that files and engines get are those of `save_pretrained`, on any number of ranks and without ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
+from transformers import PreTrainedModel
+
+from tests.support.architectures import CONVERTED, random_model
+from tests.support.ranks import run_ranks
+from trainer.config import Config, ModelConfig, policy_role
+from trainer.models.export_checkpoint import export
+from trainer.models.export_sharded import file_bytes, stream_tensors, write_safetensors
+from trainer.models.loading import load_model
+from trainer.models.weight_names import empty_model, file_tensors, file_units, module_weights, whole_units
+from trainer.workers.rank import Rank
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Iterator[dict[str, Path]]:
+    """Directories that `save_pretrained` has written, by architecture."""
+    root = tmp_path_factory.mktemp("models")
+    for name, config in CONVERTED.items():
+        random_model(config, "eager").save_pretrained(root / name)
+    yield {name: root / name for name in CONVERTED}
+
+
+def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def assert_equal(found: dict[str, Tensor], directory: Path) -> None:
+    expected = load_file(directory / "model.safetensors")
+    assert set(found) == set(expected)
+    for name, tensor in found.items():
+        assert tensor.shape == expected[name].shape and torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_names_and_values_are_those_of_save_pretrained(saved, name):
+    model = random_model(CONVERTED[name], "eager")
+    weights = weights_of(model)
+    units, found = file_units(model, weights), {}
+    for unit, parts in whole_units(units, weights.items()):
+        tensors = unit.to_files(parts)
+        if unit.is_by_rows:
+            (whole,) = parts.values()
+            for first, rows in ((0, whole[:3]), (3, whole[3:])):
+                found |= dict(unit.rows_to_files(rows, first, whole.shape))
+            assert set(found) >= set(tensors)
+        else:
+            found |= tensors
+    assert_equal(found, saved[name])
+    empty = file_tensors(units, weights)
+    assert {one: tensor.shape for one, tensor in empty.items()} == {one: found[one].shape for one in empty}
+    back = dict(module_weights(model, found.items()))
+    assert set(back) == set(weights) and all(torch.equal(back[one], weights[one]) for one in weights)
+
+
+def test_experts_are_split_where_the_family_has_them_apart(saved):
+    names = set(load_file(saved["mixtral"] / "model.safetensors"))
+    assert "model.layers.0.block_sparse_moe.experts.1.w3.weight" in names
+    assert "model.layers.0.mlp.experts.gate_up_proj" in set(load_file(saved["gpt_oss"] / "model.safetensors"))
+
+
+def test_a_tensor_that_the_model_does_not_have_is_refused():
+    model = random_model(CONVERTED["mixtral"], "eager")
+    with pytest.raises(ValueError, match=r"no weight model\.layers\.0\.mlp\.experts\.gate_up_proj"):
+        list(module_weights(model, [("model.layers.0.mlp.experts.gate_up_proj", torch.zeros(1))]))
+
+
+def test_a_model_that_transformers_does_not_know_keeps_its_names():
+    assert empty_model({"model_type": "own"}) is None and empty_model({}) is None
+
+
+def write_and_stream(rank: Rank, paths: dict[str, Path], out: Path) -> dict[str, dict[str, Tensor]]:
+    streamed = {}
+    for name, path in paths.items():
+        model = ModelConfig(path=str(path), attn_implementation="eager")
+        module = load_model(model, str(path), rank.layout, policy_role(rank.cfg))
+        write_safetensors(module, str(out / name), torch.float32)
+        streamed[name] = {one: tensor.clone() for one, tensor in stream_tensors(module, torch.float32)}
+        assert file_bytes(module, torch.float32) == (out / name / "model.safetensors").stat().st_size
+    return streamed
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_write_and_stream_the_tensors_of_save_pretrained(saved, tmp_path, ranks):
+    cfg = Config()
+    cfg.trainer.num_workers = ranks
+    for streamed in run_ranks(ranks, write_and_stream, saved, tmp_path, cfg=cfg):
+        for name, directory in saved.items():
+            assert_equal(streamed[name], directory)
+            assert_equal(load_file(tmp_path / name / "model.safetensors"), directory)
+
+
+class Files:
+    """A checkpoint (`SavedFiles`) of a model."""
+
+    path = "run/checkpoints/global_step_3"
+    entries = ("policy/huggingface/config.json",)
+
+    def __init__(self, model: PreTrainedModel):
+        self._tensors = {f"model.{name}": tensor for name, tensor in weights_of(model).items()}
+        self._config = model.config.to_dict()
+
+    def read(self, path: str) -> bytes:
+        return json.dumps(self._config).encode()
+
+    def json(self, path: str, shape: dict) -> dict[str, Any]:
+        return self._config if path.endswith("huggingface/config.json") else {}
+
+    def shapes(self, role: str) -> dict[str, Any]:
+        return {
+            name: TensorStorageMetadata(TensorProperties(tensor.dtype), tensor.size(), [])
+            for name, tensor in self._tensors.items()
+        }
+
+    def tensors(self, role: str, names: list[str]) -> dict[str, Tensor]:
+        return {name: self._tensors[name] for name in names}
+
+
+@pytest.mark.parametrize("most", [10**9, 5000])
+@pytest.mark.parametrize("name", CONVERTED)
+def test_a_checkpoint_is_exported_with_the_tensors_of_save_pretrained(saved, tmp_path, name, most):
+    files = export(Files(random_model(CONVERTED[name], "eager")), str(tmp_path / "out"), "float32", most)
+    assert (len(files) > 1) == (most == 5000)
+    found: dict[str, Tensor] = {}
+    for file in files:
+        found |= load_file(tmp_path / "out" / file)
+    assert_equal(found, saved[name])

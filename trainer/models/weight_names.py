@@ -1,0 +1,194 @@
+"""The tensors of a model's files. In memory, transformers 5 names and stacks some weights otherwise, such as experts.
+
+Files and engines get what `save_pretrained` writes: the names and tensors that transformers 4, vLLM and the published
+files have.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Chunk,
+    PrefixChange,
+    SplitModulelist,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    dot_natural_key,
+    rename_source_key,
+)
+
+_ATTRIBUTE = "_trainer_conversions"
+
+
+@dataclass(frozen=True, eq=False)
+class FileUnit:
+    """Weights of a module that become tensors of its files together. Most units are one weight with one name."""
+
+    names: dict[str, str]
+    """The weights: for each name in the module, the pattern of the converter that it matches."""
+    first: str
+    """Name of the first tensor in the files. With a converter, it may have a `*` in place of a number."""
+    converter: WeightConverter | None
+    """Makes the tensors of the files from the weights. None: a weight that at most has another name."""
+    config: Any
+
+    @property
+    def is_by_rows(self) -> bool:
+        """Whether each row of the weight, such as an expert, becomes tensors of its own (see `rows_to_files`)."""
+        if self.converter is None:
+            return False
+        *others, last = self.converter.operations
+        is_split = isinstance(last, SplitModulelist) and last.dim == 0
+        return is_split and all(isinstance(other, Chunk) and other.dim > 0 for other in others)
+
+    def to_files(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of the files, by name.
+
+        Args:
+            weights: complete weights, by `names`.
+        """
+        if self.converter is None:
+            (name,) = self.names
+            return {self.first: weights[name]}
+        for name, pattern in self.names.items():
+            self.converter.add_tensor(self.first, name, pattern, weights[name])
+        return _tensors(self.converter.convert(self.first, config=self.config))
+
+    def rows_to_files(self, rows: Tensor, first_row: int, shape: Iterable[int]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of the files of some rows of a unit `is_by_rows`. One row at a time is copied.
+
+        Args:
+            rows: the rows from `first_row` on.
+            shape: of the complete weight.
+        """
+        (name,) = self.names
+        file_names, count = list(self.to_files({name: torch.empty(tuple(shape), device="meta")})), tuple(shape)[0]
+        for number, row in enumerate(rows.split(1), first_row):
+            tensors = self.to_files({name: row}).values()
+            yield from zip(file_names[number::count], tensors, strict=True)
+
+    def to_module(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights by `names`.
+
+        Args:
+            tensors: all that `to_files` returns.
+        """
+        if self.converter is None:
+            (name,) = self.names
+            return {name: tensors[self.first]}
+        converter = self.converter.reverse_transform()
+        first = next(iter(self.names))
+        for name in sorted(tensors, key=dot_natural_key):
+            _, pattern = converter.rename_source_key(name)
+            converter.add_tensor(first, name, pattern, tensors[name])
+        return _tensors(converter.convert(first, config=self.config))
+
+
+def _tensors(converted: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
+
+
+def keep_conversions(module: nn.Module, model: nn.Module) -> None:
+    """Let `file_units` of `module` know how the files of `model` differ from it. Sharding changes the class's name."""
+    setattr(module, _ATTRIBUTE, _conversions(model))
+
+
+def _conversions(model: nn.Module) -> list[WeightTransform]:
+    """Return transformers' conversions of files, as `save_pretrained` reverts those of a model built from a config.
+
+    A prefix of names is the exception: whether the files have it depends on the files.
+    """
+    found = get_model_conversion_mapping(model, add_legacy=False)  # type: ignore[arg-type]
+    return [conversion for conversion in found if not isinstance(conversion, PrefixChange)]
+
+
+def empty_model(config: dict[str, Any]) -> nn.Module | None:
+    """Return the causal LM that a config.json describes, on the meta device.
+
+    None: transformers has no such class. It converts no files of other classes.
+    """
+    kind = config.get("model_type")
+    if kind not in CONFIG_MAPPING or CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return None
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            CONFIG_MAPPING[kind].from_dict(config), attn_implementation="eager", trust_remote_code=False
+        )
+
+
+def file_units(module: nn.Module, names: Iterable[str]) -> list[FileUnit]:
+    """Return the units of these weights of a model, in their order.
+
+    Args:
+        module: a model of transformers; or one that `keep_conversions` has prepared.
+    """
+    conversions = getattr(module, _ATTRIBUTE, None)
+    if conversions is None:
+        conversions = _conversions(module)
+    reverse = [conversion.reverse_transform() for conversion in reversed(conversions)]
+    renamings = [one for one in reverse if isinstance(one, WeightRenaming)]
+    converters = [one for one in reverse if isinstance(one, WeightConverter)]
+    converter_of = {pattern: one for one in converters for pattern in one.source_patterns}
+    names, units = list(names), {}
+    for name in sorted(names, key=dot_natural_key):
+        first, pattern = rename_source_key(name, renamings, converters, reverse=True)
+        if first not in units:
+            converter = None if pattern is None else converter_of[pattern]
+            units[first] = FileUnit({}, first, converter, getattr(module, "config", None))
+        units[first].names[name] = pattern or ""
+    unit_of = {name: unit for unit in units.values() for name in unit.names}
+    return list(dict.fromkeys(unit_of[name] for name in names))
+
+
+def file_tensors(units: Iterable[FileUnit], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of the files without content: of the weights, only shape and dtype are read."""
+    tensors: dict[str, Tensor] = {}
+    for unit in units:
+        tensors |= unit.to_files(
+            {name: torch.empty(weights[name].shape, dtype=weights[name].dtype, device="meta") for name in unit.names}
+        )
+    return tensors
+
+
+def whole_units(
+    units: Iterable[FileUnit], weights: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[FileUnit, dict[str, Tensor]]]:
+    """Yield each unit with its weights as soon as all of them have come."""
+    unit_of = {name: unit for unit in units for name in unit.names}
+    waiting: defaultdict[FileUnit, dict[str, Tensor]] = defaultdict(dict)
+    for name, weight in weights:
+        unit = unit_of[name]
+        waiting[unit][name] = weight
+        if len(waiting[unit]) == len(unit.names):
+            yield unit, waiting.pop(unit)
+
+
+def module_weights(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of `model` by their names in it.
+
+    Args:
+        tensors: pairs of a name and a tensor of the model's files.
+
+    Raises:
+        ValueError: the model has no such weight.
+    """
+    weights = model.state_dict()
+    names_of = {unit: list(file_tensors([unit], weights)) for unit in file_units(model, weights)}
+    unit_of = {name: unit for unit, names in names_of.items() for name in names}
+    waiting: defaultdict[FileUnit, dict[str, Tensor]] = defaultdict(dict)
+    for name, tensor in tensors:
+        if name not in unit_of:
+            raise ValueError(f"the engine's model has no weight {name}")
+        unit = unit_of[name]
+        waiting[unit][name] = tensor
+        if len(waiting[unit]) == len(names_of[unit]):
+            yield from unit.to_module(waiting.pop(unit)).items()
