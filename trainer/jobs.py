@@ -6,7 +6,7 @@ import contextlib
 import logging
 
 from trainer.checkpoint.components import Restore
-from trainer.checkpoint.exports import is_exported
+from trainer.checkpoint.exports import check_export_path, is_exported
 from trainer.checkpoint.manifest import Checkpoint, read_object
 from trainer.checkpoint.start_weights import read_revisions, start_weights_part
 from trainer.cluster.early_start import Early
@@ -46,9 +46,12 @@ def run_task(task: Task, device: str, early: Early = None) -> None:
     with open_run(task) as directory:
         record_start(t.run_dir, cfg)
         total = cfg.total_steps
-        if _is_finished(directory, total, task.exports_last or t.hf_save_interval > 0):
+        exports = task.exports_last or t.hf_save_interval > 0
+        if _is_finished(directory, total, exports):
             LOG.info(f"finished step {total} of {total} before; nothing is left to do in {t.run_dir}")
             return
+        if exports:
+            check_export_path(t.export_path)
         try:
             task.check_inputs(True)
         except TrialError as error:

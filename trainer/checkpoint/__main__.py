@@ -27,7 +27,7 @@ from trainer.checkpoint.store import BOOKKEEPING, CheckpointStore, open_store
 from trainer.config import TrainerConfig
 from trainer.errors import UserError
 from trainer.files.documents import flatten
-from trainer.files.uris import is_same, is_url, problem_of
+from trainer.files.uris import is_same, is_url, lies_in, problem_of
 from trainer.process.log_setup import ToolParser, escape, run_tool
 
 
@@ -227,6 +227,8 @@ def _export(args: argparse.Namespace) -> Result:
     limit = int(args.max_file_gb * 1e9)
     if is_url(args.out) and is_exported(args.out):
         raise UserError(f"{args.out}: exists already; name another")
+    if lies_in(args.out, checkpoint.path):
+        raise UserError(f"{args.out}: is in the checkpoint {checkpoint.path}; name a directory outside of it")
     with export_directory(args.out) as directory:
         files = export(NamedFiles(checkpoint), directory, args.dtype, limit, args.adapter, args.base)
     lines = [f"exported {checkpoint.path}{why} to {args.out}: {', '.join(files)}"]

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint import StorageReader, StorageWriter
 
 MANIFEST = "manifest.json"
+LATEST = "latest_ckpt_global_step.txt"
+"""A file in the directory of checkpoints, for people and tools."""
 _STEP_DIRECTORY = re.compile(r"^global_step_(0|[1-9][0-9]{0,17})\Z")
 FOLDER = "files-"
 """How the name of a folder begins that holds the files of a checkpoint in an object store."""

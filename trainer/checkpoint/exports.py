@@ -9,19 +9,17 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainer.checkpoint.checkpoint_files import files_at
+from trainer.checkpoint.checkpoint_files import LATEST, files_at, step_in
 from trainer.checkpoint.storage import for_each
 from trainer.config import Config
-from trainer.errors import failure_source_of, is_disk_unwritable
+from trainer.errors import UserError, failure_source_of, is_disk_unwritable
 from trainer.files.atomic_io import naming
-from trainer.models.export import PolicyExporter, export_target
+from trainer.models.export import MADE_LAST, PolicyExporter, check_replaceable, export_target
 from trainer.process.signals import SIGNALS
 from trainer.process.tracing import TRACER
 
 LOG = logging.getLogger(__name__)
 
-_LAST = ("config.json", "adapter_config.json")
-"""No model can be loaded without one of these files. They are put last, so an export is whole where one is there."""
 _PARALLEL = 8
 
 
@@ -61,12 +59,28 @@ class PolicyExports:
         return target
 
 
+def check_export_path(path: str) -> None:
+    """Check that a run may export to the directory or URL `path`, before anything starts.
+
+    Raises:
+        UserError: checkpoints of another run are there, or something that an export would have to replace.
+    """
+    storage = files_at(path).storage
+    try:
+        names = storage.names()
+    except OSError:  # a store that is out of service now may be there when the first export is made
+        return
+    if LATEST in names:
+        raise UserError(f"trainer.export_path={path}: holds checkpoints; choose another directory for exports")
+    for name in names if storage.disk is not None else ():
+        if step_in(name) is not None:
+            check_replaceable(os.path.join(path, name, "policy"))
+
+
 def is_exported(target: str) -> bool:
     """Return whether there is a whole export at a path or URL."""
     storage = files_at(target).storage
-    if storage.disk is not None:
-        return os.path.exists(target)
-    for name in _LAST:
+    for name in MADE_LAST:
         with contextlib.suppress(FileNotFoundError):
             storage.size(name)
             return True
@@ -105,7 +119,7 @@ def _directory(target: str, scratch: str | None) -> Iterator[str]:
         made = os.path.join(folder, "export")
         yield made
         paths = [path.relative_to(made).as_posix() for path in sorted(Path(made).rglob("*")) if path.is_file()]
-        for name in _LAST:
+        for name in MADE_LAST:
             files.storage.delete(name)  # of an earlier export, which is replaced
-        for batch in ([path for path in paths if path not in _LAST], [path for path in _LAST if path in paths]):
+        for batch in ([path for path in paths if path not in MADE_LAST], [path for path in MADE_LAST if path in paths]):
             for_each(lambda path: files.upload(os.path.join(made, path), path), batch, _PARALLEL)

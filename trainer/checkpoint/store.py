@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.checkpoint_files import MANIFEST, CheckpointFiles, step_in
+from trainer.checkpoint.checkpoint_files import LATEST, MANIFEST, CheckpointFiles, step_in
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manifest import Fields
 from trainer.checkpoint.storage import JOURNAL, LocalStorage, Storage, for_each, open_storage
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from trainer.checkpoint.upload_queue import UploadQueue
 
 _STAGING, _TOMBSTONE, _ARCHIVED, _PROBE, _RECORD = ".writing-", ".deleting-", ".aside-", ".probe-", ".record"
-_LATEST = "latest_ckpt_global_step.txt"
 NODE = ".node"
 """A file with the name of the disk, in a directory that each node has for itself."""
 BOOKKEEPING = (".lock", _RECORD, ".steps.json", NODE, JOURNAL)
@@ -67,7 +66,7 @@ class CheckpointStore:
 
     def write_latest(self, step: int) -> None:
         """Write the newest step to a file for people and tools. This project never reads it."""
-        self.storage.put(_LATEST, f"{step}\n".encode())
+        self.storage.put(LATEST, f"{step}\n".encode())
 
     def delete(self, step: int) -> None:
         """Delete a checkpoint, atomically at first, so that a kill cannot leave one that is half deleted."""

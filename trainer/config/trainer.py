@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import permutations
 from typing import TYPE_CHECKING
 
 from trainer.config.axes import AXES, axis_sizes
@@ -26,7 +28,7 @@ from trainer.config.fields import (
 from trainer.config.renamed import METRICS
 from trainer.config.training import CriticConfig, PolicyConfig, ReferenceConfig
 from trainer.errors import UserError
-from trainer.files.uris import is_same, is_url, problem_of
+from trainer.files.uris import is_same, is_url, lies_in, problem_of
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -308,6 +310,37 @@ class TrainerConfig(Section):
             if self.ray_address in (None, PROCESSES):
                 problem = "needs several nodes, so trainer.ray_address of a cluster: copies go to other nodes"
                 raise config_error(config, "trainer.ckpt_replicas", problem)
+        if config.task.trains:
+            self._check_apart(config)
+
+    def _check_apart(self, config: Config) -> None:
+        """Refuse a place that is another one, or lies inside it: what is replaced or deleted in one is lost in both.
+
+        The places beside each other in the run directory, which are the default, are apart.
+        """
+        ckpt, export, cache, parent = (
+            "trainer.ckpt_path",
+            "trainer.export_path",
+            "trainer.ckpt_cache_dir",
+            "trainer.resume_path",
+        )
+        places = {key: path for key in (ckpt, export, cache) if (path := value_of(config, key))}
+        pairs = [("trainer.run_dir", key) for key in places]
+        if self.resume_path:
+            places[parent] = os.path.dirname(self.resume_path.rstrip("/"))
+        pairs += [pair for pair in permutations(places, 2) if set(pair) != {ckpt, parent}]
+        places["trainer.run_dir"] = self.run_dir
+        paths = {role.key: role.path or config.model.path or "" for role in config.roles}
+        models = {key: path for key, path in paths.items() if os.path.isdir(path)}  # not a name of the Hub
+        pairs += [(key, other) for key in models for other in (export, cache) if other in places]
+        places |= models
+        for key, other in pairs:
+            is_beside = is_same(places[other], self.run_dir) and (
+                key == "trainer.run_dir" or is_same(places[key], os.path.join(self.run_dir, "exports"))
+            )
+            if lies_in(places[key], places[other]) and not is_beside:
+                problem = f"is {other}={places[other]}, or lies inside it; choose a directory beside it"
+                raise UserError(f"{key}={places[key]}: {problem}")
 
     def _check_saving(self, config: Config) -> None:
         for metric in self.divergence_limits:

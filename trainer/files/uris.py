@@ -123,6 +123,14 @@ def is_same(a: str, b: str) -> bool:
     return absolute(a) == absolute(b) if is_url(a) or is_url(b) else os.path.realpath(a) == os.path.realpath(b)
 
 
+def lies_in(path: str, directory: str) -> bool:
+    """Return whether a path or URL is `directory`, or lies inside it. Links are followed."""
+    if is_url(path) != is_url(directory):
+        return False
+    path, directory = (absolute(one) if is_url(one) else os.path.realpath(one) for one in (path, directory))
+    return f"{path}/".startswith(f"{directory.rstrip('/')}/")
+
+
 def inside(directory: str, path: str) -> str:
     """Return a path that was given relative to `directory`, as it is valid in other directories."""
     return path if is_url(path) else os.path.join(directory, path)

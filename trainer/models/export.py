@@ -18,10 +18,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trainer.config import Config
+from trainer.errors import UserError
 from trainer.files.atomic_io import sync_path, sync_tree
 from trainer.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, write_assets
 from trainer.process.failpoints import failpoint
 
+MADE_LAST = ("config.json", ADAPTER_CONFIG)
+"""No model can be loaded without one of these files. An export is whole where one is there."""
+_WRITING = ".writing-"
 MAX_FILE_BYTES = 5 * 10**9  # Hugging Face's own shard size
 
 
@@ -61,7 +65,7 @@ class PolicyExporter:
             dtype: dtype of the weights (see `RolloutConfig.dtype`).
         """
         self.fence()
-        for leftover in glob.glob(f"{glob.escape(target)}.writing*"):  # of a killed export
+        for leftover in glob.glob(f"{glob.escape(target)}{_WRITING}*"):  # of a killed export
             shutil.rmtree(leftover, ignore_errors=True)
         with atomic_directory(target, self._before_publishing) as writing:
             if self.adapter_alone:
@@ -77,7 +81,30 @@ class PolicyExporter:
 
     def _before_publishing(self, target: str) -> None:
         self.fence()
+        check_replaceable(target)
         shutil.rmtree(target, ignore_errors=True)  # written by the killed run, with identical content
+
+
+def check_replaceable(target: str) -> None:
+    """Check that an export may replace what is at `target`: nothing, an empty directory, or an earlier export.
+
+    Raises:
+        UserError: there is something else, such as the policy of a checkpoint.
+    """
+    place = f"trainer.export_path={os.path.dirname(os.path.dirname(target))}"
+    if os.path.lexists(os.path.join(os.path.dirname(target), "manifest.json")):
+        raise UserError(f"{place}: {os.path.dirname(target)} is a checkpoint; choose another directory for exports")
+    if (
+        not os.path.lexists(target)
+        or os.path.isdir(target)
+        and not os.path.islink(target)
+        and (not (names := os.listdir(target)) or not {*MADE_LAST}.isdisjoint(names))
+    ):
+        return
+    raise UserError(
+        f"{place}: {target} is not an export of a policy, so no export replaces it; move it away, or choose another "
+        "directory for exports"
+    )
 
 
 @contextmanager
@@ -91,7 +118,7 @@ def atomic_directory(target: str, before_publishing: Callable[[str], None] = lam
         before_publishing: called with `target` immediately before the rename.
     """
     target = os.path.abspath(target)
-    writing = f"{target}.writing-{secrets.token_hex(4)}"
+    writing = f"{target}{_WRITING}{secrets.token_hex(4)}"
     os.makedirs(os.path.dirname(target), exist_ok=True)
     os.mkdir(writing)
     try:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.runs import configured, on_files, save_steps
 from trainer.errors import UserError
-from trainer.jobs import open_run
+from trainer.jobs import open_run, run_task
 
 
 def test_reward_data_and_model_are_refused_in_one_message(tmp_path):
@@ -48,3 +48,10 @@ def test_inputs_are_refused_together_with_changed_keys(tmp_path, task):
         sentences[-2 - len(reward) :], [*reward, "data.train_files: ", "data.prompt_key=prompt: "], strict=True
     ):
         assert sentence.startswith(start)
+
+
+def test_exports_among_the_checkpoints_of_another_run_are_refused_before_the_start(tmp_path):
+    save_steps(configured(tmp_path / "other"), 1)
+    cfg = configured(tmp_path / "run", export_path=str(tmp_path / "other/checkpoints"), hf_save_interval=1)
+    with pytest.raises(UserError, match="trainer.export_path=.*/other/checkpoints: holds checkpoints"):
+        run_task(cfg.task(cfg), "cpu")

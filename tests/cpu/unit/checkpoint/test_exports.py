@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.buckets import make_bucket
 from tests.support.fault_proxy import ERROR, PASS
-from trainer.checkpoint.exports import export_directory, is_exported, left_out_if_disk_is_full
+from trainer.checkpoint.exports import check_export_path, export_directory, is_exported, left_out_if_disk_is_full
 from trainer.checkpoint.storage import StoreError, open_storage
-from trainer.errors import FailureSource, set_failure_source
+from trainer.checkpoint.store import open_store
+from trainer.errors import FailureSource, UserError, set_failure_source
 
 
 def write(directory: str, text: str) -> None:
@@ -50,3 +52,18 @@ def test_an_export_without_room_is_left_out_unless_a_rank_has_failed(tmp_path, c
     set_failure_source(full, FailureSource("rank 1"))
     with pytest.raises(OSError, match="No space left"), left_out_if_disk_is_full(str(tmp_path)):
         raise full
+
+
+def test_a_directory_of_exports_that_holds_something_else_is_refused_before_the_start(s3_url, tmp_path):
+    check_export_path(str(tmp_path / "exports"))  # not there yet
+    check_export_path(f"{make_bucket('exports')}/new")
+    export = tmp_path / "exports/global_step_2/policy"
+    write(str(export), "one")
+    check_export_path(str(tmp_path / "exports"))
+    (export / "config.json").unlink()
+    with pytest.raises(UserError, match="trainer.export_path=.*/exports: .*/policy is not an export of a policy"):
+        check_export_path(str(tmp_path / "exports"))
+    for store in (open_store(str(tmp_path / "checkpoints")), open_store(f"{make_bucket('exports')}/checkpoints")):
+        store.write_latest(2)
+        with pytest.raises(UserError, match="trainer.export_path=.*/checkpoints: holds checkpoints; choose another"):
+            check_export_path(store.root)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 
@@ -13,6 +14,7 @@ from tests.cpu.unit.config.contradictions import (  # noqa: F401
 )
 from tests.support.config import refusal_of_value
 from trainer.config import compose, validate
+from trainer.errors import UserError
 
 BASE = compose([])
 
@@ -75,13 +77,47 @@ CONTRADICTIONS = [
         ["trainer.ckpt_replicas=1", "trainer.ckpt_cache_dir=/x", "trainer.ckpt_path=s3://bucket/x"],
         "trainer.ckpt_replicas=1: needs several nodes, so trainer.ray_address",
     ),
+    (
+        ["trainer.export_path=x/ckpts", "trainer.ckpt_path=x/ckpts"],
+        "trainer.ckpt_path=x/ckpts: is trainer.export_path=x/ckpts, or lies inside it; choose a directory beside it",
+    ),
+    (["trainer.export_path=x/ckpts/exports/", "trainer.ckpt_path=x/ckpts"], "trainer.export_path=.*lies inside it"),
+    (["trainer.export_path=outputs/default"], "trainer.ckpt_path=outputs/default/checkpoints: .*lies inside it"),
+    (["trainer.export_path=s3://b/x", "trainer.ckpt_path=s3://b/x/y"], "trainer.ckpt_path=s3://b/x/y: is trainer.exp"),
+    (["trainer.export_path=s3://b/x/y", "trainer.ckpt_path=s3://b/x/"], "trainer.export_path=s3://b/x/y: is trainer."),
+    (
+        ["trainer.export_path=/x/e", "trainer.ckpt_path=s3://b/x", "trainer.ckpt_cache_dir=/x"],
+        "trainer.export_path=/x/e: is trainer.ckpt_cache_dir=/x, or lies inside it",
+    ),
+    (["trainer.run_dir=x/ckpts/one", "trainer.ckpt_path=x/ckpts"], "trainer.run_dir=x/ckpts/one: is trainer.ckpt_path"),
+    (
+        ["trainer.resume_mode=from_path", "trainer.resume_path=x/c/global_step_2", "trainer.export_path=x/c"],
+        "trainer.export_path=x/c: is trainer.resume_path=x/c, or lies inside it",
+    ),
+    (["model.path=conf/model", "trainer.export_path=conf"], "model.path=conf/model: is trainer.export_path=conf"),
     (["trainer.deadline=0001-01-01"], "trainer.deadline=0001-01-01: must be a time"),
     (["trainer.hf_save_lora=adapter"], "trainer.hf_save_lora=adapter: needs trainer.policy.lora.rank"),
 ]
 AT_THE_BOUND = [
     ["trainer.num_workers=4", "trainer.min_world_size=4"],
     ["trainer.num_workers=4", "trainer.dp_replicate=2", "trainer.min_world_size=2"],
+    ["trainer.run_dir=x", "trainer.ckpt_path=x"],
+    ["trainer.ckpt_path=x/c", "trainer.export_path=x/ce"],
+    ["trainer.resume_mode=from_path", "trainer.resume_path=x/c/global_step_2", "trainer.ckpt_path=x/c"],
+    ["model.path=conf/model", "trainer.export_path=confs"],
+    ['trainer.task="trainer.evaluate.task:EVALUATION"', "model.path=conf/model", "trainer.export_path=conf"],
 ]
+
+
+def test_links_are_resolved_before_places_are_compared(tmp_path):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").symlink_to(tmp_path / "one")
+    config = copy.deepcopy(BASE)
+    config.trainer.ckpt_path = f"{tmp_path}/one/checkpoints"
+    for exports, is_refused in (("checkpoints", True), ("checkpoints/x", True), ("exports", False)):
+        config.trainer.export_path = f"{tmp_path}/two/{exports}"
+        with pytest.raises(UserError, match="or lies inside it") if is_refused else contextlib.nullcontext():
+            validate(config)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.another_store import STORE, use_another_store
 from trainer.errors import UserError
-from trainer.files.uris import absolute, inside, is_same, is_url, problem_of, store_spec
+from trainer.files.uris import absolute, inside, is_same, is_url, lies_in, problem_of, store_spec
 
 
 @pytest.mark.parametrize(
@@ -77,3 +77,15 @@ def test_links_are_followed_to_the_same_location(tmp_path):
         str(tmp_path), str(tmp_path / "runs")
     )
     assert is_same("s3://b/r/", "s3://b/r") and not is_same("s3://b/r", str(tmp_path))
+
+
+def test_a_place_lies_in_a_directory_by_its_names_and_its_links(tmp_path):
+    (tmp_path / "runs/one").mkdir(parents=True)
+    os.symlink(tmp_path / "runs", tmp_path / "link")
+    runs = str(tmp_path / "runs")
+    for inside_it in (runs, f"{runs}/", f"{runs}/one", f"{tmp_path}/link/one/not/there", f"{runs}/../runs/one"):
+        assert lies_in(inside_it, runs) and lies_in(inside_it, "/"), inside_it
+    assert not any(lies_in(path, runs) for path in (str(tmp_path), f"{runs}2", f"{runs}/../x", "s3://b/runs"))
+    assert lies_in("s3://b/x/y", "s3://b/x/") and lies_in("s3://b/x", "s3://b/x") and lies_in("s3://b/x", "s3://b")
+    assert not lies_in("s3://b/xy", "s3://b/x") and not lies_in("s3://b/x", "s3://b/x/y")
+    assert not lies_in("s3://b/x", "gs://b/x") and not lies_in("s3://b/x", "/")

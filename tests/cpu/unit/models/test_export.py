@@ -82,10 +82,40 @@ def test_an_export_replaces_an_older_one_and_removes_orphans(model, tmp_path):
     for name in ("policy", "policy.writing-of-a-killed-job"):
         target.with_name(name).mkdir(parents=True)
         (target.with_name(name) / "old").touch()
+    (target / "config.json").touch()
     exporter(TrainWorkers(model)).export(str(target), "float32")
     assert os.listdir(target.parent) == ["policy"]
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(os.listdir(target))
     assert not (target / "old").exists()
+
+
+@pytest.mark.parametrize("kind", ["a checkpoint", "other files", "a file", "a link"])
+def test_an_export_replaces_nothing_but_an_export(model, tmp_path, kind):
+    target, kept = tmp_path / "global_step_1/policy", tmp_path / "kept"
+    kept.mkdir()
+    place = kept if kind == "a link" else target
+    if kind == "a file":
+        target.parent.mkdir()
+        target.write_text("text")
+    else:
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "__0_0.distcp").write_text("shard")
+    if kind == "a checkpoint":
+        (target / "config.json").touch()
+        (target.parent / "manifest.json").touch()
+    elif kind == "a link":
+        target.parent.mkdir()
+        target.symlink_to(kept)
+    with pytest.raises(UserError, match=f"^trainer.export_path={tmp_path}: .*global_step_1.* is (a|not an)"):
+        exporter(TrainWorkers(model)).export(str(target), "float32")
+    assert target.read_text() == "text" if kind == "a file" else (place / "__0_0.distcp").exists()
+    assert not [name for name in os.listdir(target.parent) if "writing" in name]
+
+
+def test_an_export_replaces_an_empty_directory(model, tmp_path):
+    (tmp_path / "global_step_1/policy").mkdir(parents=True)
+    exporter(TrainWorkers(model)).export(str(tmp_path / "global_step_1/policy"), "float32")
+    assert (tmp_path / "global_step_1/policy/config.json").exists()
 
 
 def test_a_job_that_lost_its_run_directory_while_it_exports_publishes_nothing(model, tmp_path):
