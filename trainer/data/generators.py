@@ -71,22 +71,24 @@ def _generate_apart(task: str, options: str, size: int, split: str) -> str:
 
     Some of its tasks take items from sets, whose order depends on that seed.
     """
-    code = f"import sys; sys.path[:] = {sys.path!r}; from trainer.data.generators import main; main(*sys.argv[1:])"
-    command = [sys.executable, "-W", "ignore", "-c", code, task, options, str(size), split]
+    code = f"import sys; sys.path[:] = {sys.path!r}; from trainer.data.generators import main; main()"
+    command = [sys.executable, "-W", "ignore", "-c", code]
     environment = {**os.environ, "PYTHONHASHSEED": HASH_SEED}
-    done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    given = json.dumps([task, options, size, split])  # all users of the machine can read a command line
+    done = subprocess.run(command, env=environment, input=given, capture_output=True, text=True)
     if done.returncode == 0:
         return done.stdout
     last = one_line((done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1])
     raise UserError(last if last.startswith("data.") else f"data.task={task}: examples cannot be made ({last})")
 
 
-def main(task: str, options: str, size: str, split: str) -> None:
+def main() -> None:
     """Print examples of reasoning-gym as JSON; exit with the reason if there are none."""
+    task, options, size, split = json.load(sys.stdin)
     output, sys.stdout = sys.stdout, sys.stderr  # whatever a task prints
     sample = partial(reasoning_tasks.make_example, task, json.loads(options))
     try:
-        json.dump(_select(sample, reasoning_tasks.NAME, int(size), split), output)
+        json.dump(_select(sample, reasoning_tasks.NAME, size, split), output)
     except UserError as error:
         sys.exit(str(error))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -41,10 +40,11 @@ import psutil
 from trainer.environments.base import check_options
 from trainer.errors import UserError
 try:
-    check_options({config.name!r}, json.loads({json.dumps(dict(config.kwargs))!r}))
+    check_options(*given)
 except UserError as error:
     sys.exit({_REFUSED!r} + str(error))
 """,
+        [config.name, dict(config.kwargs)],
     )
     if done.returncode == 0:
         return

@@ -122,10 +122,10 @@ def _digests_in(python: str, paths: Sequence[str]) -> dict[str, str]:
     """Return what `digest_code` returns in another interpreter, by import path."""
     code = (  # packages may print something when they are imported
         "from trainer.import_utils import digest_code\n"
-        f"digests = {{path: digest_code(path) for path in {list(paths)!r}}}\n"
+        "digests = {path: digest_code(path) for path in given}\n"
         f"print({_DIGESTS!r} + json.dumps(digests))"
     )
-    done = run_code(python, code)
+    done = run_code(python, code, list(paths))
     found = [line for line in done.stdout.splitlines() if line.startswith(_DIGESTS)]
     if not found:
         last = one_line((done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1])

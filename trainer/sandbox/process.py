@@ -45,19 +45,23 @@ class SandboxedProcess:
         with contextlib.closing(socket.socket(fileno=os.dup(self.pipe.fileno()))) as end:
             for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # user code may block or corrupt the other end
                 end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", limits.PIPE_S, 0))
-        code = (
-            f"{preamble(python)}; from trainer.sandbox.reaper import main; "
-            f"main({os.getpid()}, {worker_end.fileno()}, {serve!r}, json.loads({json.dumps(arguments)!r}))"
-        )
-        self.process = subprocess.Popen(
-            [python or sys.executable, "-u", "-c", code],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            pass_fds=[worker_end.fileno()],
-            env=environment,
-            start_new_session=True,  # only the driver handles signals to the job
-        )
+        # All users of the machine can read a command line, and it has a largest length. A pipe could be full.
+        with open(os.memfd_create("arguments"), "w+") as given:
+            json.dump(arguments, given)
+            given.seek(0)
+            code = (
+                f"{preamble(python)}; from trainer.sandbox.reaper import main; "
+                f"main({os.getpid()}, {worker_end.fileno()}, {serve!r}, json.load(open({given.fileno()})))"
+            )
+            self.process = subprocess.Popen(
+                [python or sys.executable, "-u", "-c", code],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[worker_end.fileno(), given.fileno()],
+                env=environment,
+                start_new_session=True,  # only the driver handles signals to the job
+            )
         worker_end.close()
         os.close(output)
 
@@ -142,8 +146,11 @@ def preamble(python: str | None) -> str:
     )
 
 
-def run_code(python: str, code: str) -> subprocess.CompletedProcess[str]:
+def run_code(python: str, code: str, given: Any) -> subprocess.CompletedProcess[str]:
     """Run code in the interpreter `environment.python`, after its `preamble`; return its exit status and its output.
+
+    Args:
+        given: JSON-able; `given` in the code. All users of the machine can read the code.
 
     Raises:
         UserError: it is no interpreter, or does not answer.
@@ -151,9 +158,9 @@ def run_code(python: str, code: str) -> subprocess.CompletedProcess[str]:
     key = f"environment.python={python}"
     if not os.path.isfile(python) or not os.access(python, os.X_OK):
         raise UserError(f"{key}: is no interpreter; name a file such as .venv-other/bin/python")
-    command = [python, "-c", f"{preamble(python)}\n{code}"]
+    command = [python, "-c", f"{preamble(python)}\ngiven = json.load(sys.stdin)\n{code}"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=limits.START_S, stdin=subprocess.DEVNULL)
+        return subprocess.run(command, capture_output=True, text=True, timeout=limits.START_S, input=json.dumps(given))
     except (OSError, subprocess.SubprocessError) as error:
         raise UserError(f"{key}: cannot run environments ({describe_error(error)})") from error
 

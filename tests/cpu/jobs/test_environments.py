@@ -56,15 +56,34 @@ def test_the_environment_of_the_page_is_learnt_with_its_tool(tmp_path: Path, mar
     assert len(called) >= 0.95 * len(right), "a price was guessed"
 
 
-def test_a_mix_of_an_agent_and_a_reward_is_trained(tmp_path: Path):
-    """GRPO. The agent asks twice in an episode. The engine has no model, and serves both sources at the same time."""
+SPY = """
+import psutil
+from tests.support.agents import OneCall
+
+class Spy(OneCall):
+    def __init__(self, times, api_key):
+        assert len(api_key) > 200_000
+        for process in psutil.process_iter(["cmdline"]):
+            assert api_key[:20] not in " ".join(process.info["cmdline"] or ()), process
+        super().__init__(times=times)
+"""
+
+
+def test_a_mix_of_an_agent_and_a_reward_is_trained(tmp_path: Path, monkeypatch):
+    """GRPO. The agent asks twice in an episode. The engine has no model, and serves both sources at the same time.
+
+    No command line of a process of the job holds the options of the agent, which are longer than a word of one may be.
+    """
+    (tmp_path / "spy.py").write_text(SPY)
+    monkeypatch.setenv("JUDGE_API_KEY", "sk-" + "6f1c9a74d2" * 2_000)
     build_tiny(TinyConfig(hidden_size=32, intermediate_size=64, num_layers=1), str(tmp_path / "model"))
     done = run_forked_job(
         "algorithm=grpo", "model.path=model", "rollout.engine=tests.support.token_engine:JOINING",
         "rollout.max_response_tokens=16", "rollout.max_prompt_tokens=64", "trainer.run_dir=run",
         "trainer.val_interval=-1", "trainer.train_batch_size=4", "data.train_size=-1",
         "data.mix.asks.synthetic=reverse_text", "data.mix.asks.size=8",
-        "data.mix.asks.environment.name=tests.support.agents:OneCall", "+data.mix.asks.environment.kwargs.times=2",
+        "data.mix.asks.environment.name=spy:Spy", "+data.mix.asks.environment.kwargs.times=2",
+        "+data.mix.asks.environment.kwargs.api_key=" + "${oc.env:JUDGE_API_KEY}" * 11,
         "data.mix.plain.synthetic=arithmetic", "data.mix.plain.size=8",
         "data.mix.plain.reward.name=tests.support.named_rewards:length", cwd=tmp_path,
     )  # fmt: skip

@@ -20,11 +20,13 @@ import clashing
 
 class Own:
     @classmethod
-    def check_options(cls, size=1):
+    def check_options(cls, size=1, note=""):
+        with open("/proc/self/cmdline") as command:
+            assert not note or note not in command.read()
         if size < 1:
             raise ValueError(f"size={size} is too small")
 
-    def __init__(self, size=1):
+    def __init__(self, size=1, note=""):
         self.size = size
 
     def reset(self, row, seed):
@@ -59,7 +61,7 @@ def module(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def config(python: str | None, name: str = "own_environment:Own", **kwargs: int) -> EnvironmentConfig:
+def config(python: str | None, name: str = "own_environment:Own", **kwargs: int | str) -> EnvironmentConfig:
     return EnvironmentConfig(name=name, kwargs=kwargs, python=python, timeout_s=5.0)
 
 
@@ -75,6 +77,10 @@ def test_an_environment_runs_in_another_interpreter(python):
         assert session.steps[-1].reward == 4.0 and session.steps[-1].done
         session.ended = True
         pool.step_all([session])
+
+
+def test_options_have_any_length_and_stand_in_no_command_line(python):
+    check_environment(config(python, note="x" * 200_000))
 
 
 def test_our_own_environments_run_in_another_interpreter(python):

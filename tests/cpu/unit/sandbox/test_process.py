@@ -101,3 +101,17 @@ def test_processes_that_user_code_started_end_with_it(process):
     process.end()
     psutil.wait_procs([daemon], timeout=120)
     assert not daemon.is_running()
+
+
+def test_arguments_have_any_length_and_stand_in_no_command_line():
+    secret = "sk-" + "of the judge " * 20_000
+    process = SandboxedProcess(SERVE, [secret, {"api_key": secret}], os.environ)
+    try:
+        assert process.receive(largest=1 << 22) == [secret, {"api_key": secret}]
+        reaper = psutil.Process(process.process.pid)
+        family = [reaper, *reaper.children(recursive=True)]
+        assert len(family) == 2 and not any("of the judge" in " ".join(one.cmdline()) for one in family)
+        files = [f"/proc/{one.pid}/fd/{name}" for one in family for name in os.listdir(f"/proc/{one.pid}/fd")]
+        assert not any("memfd" in os.readlink(file) for file in files), "what user code starts cannot read them"
+    finally:
+        end_all([process])
