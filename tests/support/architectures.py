@@ -8,9 +8,11 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    DeepseekV32Config,
     Ernie4_5_MoeConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GemmaConfig,
     GPTNeoXConfig,
     GptOssConfig,
@@ -78,9 +80,19 @@ CONVERTED: dict[str, PretrainedConfig] = {
 }
 """Their files have other names or tensors than their modules. Only gpt-oss stacks its experts in both."""
 
+WITH_BUFFERS: dict[str, PretrainedConfig] = {
+    "deepseek_v32": DeepseekV32Config(  # its indexers get no gradient
+        **{**_EXPERTS, "num_key_value_heads": 4, **_LATENT, "n_routed_experts": 4, "n_group": 2, "topk_group": 1},
+        **{"first_k_dense_replace": 1, "index_topk": 4, "index_n_heads": 2, "index_head_dim": 16},
+    ),
+    "ernie4_5_moe": CONVERTED["ernie4_5_moe"],  # its biases are frozen parameters
+    "gemma4": Gemma4TextConfig(**SHAPE, **_LAYERS, global_head_dim=8, hidden_size_per_layer_input=0),
+}
+"""Their files hold buffers, or parameters that no role trains."""
+
 
 def random_model(config: PretrainedConfig, attention: str) -> PreTrainedModel:
-    """The same float32 weights whatever the `attention` (transformers' name)."""
+    """Return a model with the same float32 weights and buffers whatever the `attention` (transformers' name)."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         own = copy.deepcopy(config)  # which implementation attends is written into it
@@ -88,4 +100,8 @@ def random_model(config: PretrainedConfig, attention: str) -> PreTrainedModel:
         with torch.no_grad():
             for parameter in model.parameters():  # norms and biases too
                 parameter.add_(0.02 * torch.randn_like(parameter))
+            weights = dict(model.named_parameters(remove_duplicate=False))
+            for name, buffer in model.state_dict().items():
+                if name not in weights:
+                    buffer.add_(0.5 * torch.rand_like(buffer))
     return model.train()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import init_empty_weights
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -69,7 +69,8 @@ def empty_causal_lm(
         sizes: sizes of the layout's axes.
     """
     lm = _empty_lm(model, config, sizes, spec.key)
-    lm.requires_grad_(spec.trained)
+    if not spec.trained:
+        lm.requires_grad_(False)
     if spec.has_adapters:
         add_adapters(lm, spec.lora, spec.setting("lora"))
     return lm, lm.base_model_prefix
@@ -83,7 +84,8 @@ def empty_value_model(
     with init_empty_weights(include_buffers=False):
         value_model = CriticModel(lm.base_model, lm.base_model_prefix, is_score=spec.head == SCORE)
     keep_conversions(value_model, lm)
-    value_model.requires_grad_(spec.trained)
+    if not spec.trained:
+        value_model.requires_grad_(False)
     if spec.has_adapters:
         add_adapters(value_model, spec.lora, spec.setting("lora"), heads=(_VALUE_HEAD,))
     return value_model, lm.base_model_prefix
@@ -104,6 +106,7 @@ def _empty_lm(model: ModelConfig, config: PretrainedConfig, sizes: Mapping[str, 
             f"model.attn_implementation={model.attn_implementation} ({first_line(error).partition('. ')[0]})"
         ) from error
     lm.tie_weights()  # again, because moving parameters to the meta device one by one broke the tie
+    _keep_constants(lm)
     _disable_dropout(lm)
     set_attention(lm)
     if sizes["cp"] > 1 and lm.config._attn_implementation != PACKED:
@@ -114,6 +117,19 @@ def _empty_lm(model: ModelConfig, config: PretrainedConfig, sizes: Mapping[str, 
         problem = f"the output layer of {type(lm).__name__} is more than one linear layer without a bias"
         refuse_axis("tp", sizes["tp"], problem)
     return lm
+
+
+def _keep_constants(lm: nn.Module) -> None:
+    """Turn the parameters that the class freezes, such as biases that select experts, into persistent buffers.
+
+    No role trains them, and they are small. A buffer is float32 in the forward pass, too: FSDP casts only parameters.
+    """
+    for name, parameter in list(lm.named_parameters()):
+        if not parameter.requires_grad:
+            parent, _, leaf = name.rpartition(".")
+            owner = lm.get_submodule(parent)
+            delattr(owner, leaf)
+            owner.register_buffer(leaf, torch.zeros(parameter.shape, dtype=parameter.dtype))
 
 
 def _disable_dropout(lm: nn.Module) -> None:
@@ -132,7 +148,8 @@ def _shard_and_fill(
     for parameter in module.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(param_dtype(fsdp.param_dtype, device))
-    # Keep the buffers (rotary frequencies), which are not on the meta device: `to_empty` leaves tensors uninitialised.
+    # Keep the buffers, which are not on the meta device: `to_empty` leaves tensors uninitialised, and no file has the
+    # buffers that are not persistent, such as rotary frequencies.
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     if layout.tp_mesh is not None:
         apply_tp(module, backbone, layout.tp_mesh)
@@ -155,8 +172,9 @@ def _shard_and_fill(
     names = _names_in_files(module, has_score=not spec.trained)
     shapes = _shapes_in_safetensors(path, spec.key)
     if set(names) <= set(shapes):
-        _check_shapes(module, f"{spec.key}={path}", names, shapes)
-        state = {file_name: module.get_parameter(name).detach() for file_name, name in names.items()}
+        tensors = module.state_dict()
+        state = {file_name: tensors[name] for file_name, name in names.items()}
+        _check_shapes(f"{spec.key}={path}", state, shapes)
         dcp.load(state, storage_reader=HuggingFaceStorageReader(path))
     else:
         _scatter_from_rank0(module, model, path, spec.key, names)
@@ -164,13 +182,17 @@ def _shard_and_fill(
 
 
 def _names_in_files(module: nn.Module, has_score: bool) -> dict[str, str]:
-    """Return the names of the parameters to load, by their names in the model's files.
+    """Return the names of the parameters and persistent buffers to load, by their names in the model's files.
 
     Args:
         has_score: the files have the head of a value model. Else it starts at 0.
     """
+    tied = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    tied -= {name for name, _ in module.named_parameters()}
     names = {}
-    for name, _ in module.named_parameters():
+    for name in module.state_dict():
+        if name in tied:
+            continue
         file_name = hugging_face_name(name)
         if name.startswith(_VALUE_HEAD):
             file_name = name.replace(_VALUE_HEAD, _SCORE_HEAD) if has_score else None
@@ -184,7 +206,7 @@ def _scatter_from_rank0(module: nn.Module, model: ModelConfig, path: str, key: s
 
     Args:
         key: names the path in messages.
-        names: the parameter names of the module, by their names in the model's files.
+        names: the names in the module, by their names in the model's files.
     """
     full: dict[str, Any] = {}
     problem = [None]
@@ -224,10 +246,10 @@ def _shapes_in_safetensors(path: str, key: str) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _check_shapes(module: nn.Module, named: str, names: dict[str, str], shapes: dict[str, tuple[int, ...]]) -> None:
-    for file_name, name in names.items():
-        if (expected := tuple(module.get_parameter(name).shape)) != shapes[file_name]:
+def _check_shapes(named: str, state: Mapping[str, Tensor], shapes: dict[str, tuple[int, ...]]) -> None:
+    for name, tensor in state.items():
+        if (expected := tuple(tensor.shape)) != shapes[name]:
             raise UserError(
-                f"{named}: the weight {file_name} has the shape {list(shapes[file_name])}, and config.json "
+                f"{named}: the weight {name} has the shape {list(shapes[name])}, and config.json "
                 f"describes {list(expected)}; the two belong to different models"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,26 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
 
+from tests.support.architectures import WITH_BUFFERS, random_model
 from tests.support.ranks import run_ranks
-from trainer.config import SCORE, Config, ModelConfig, RoleSpec, TinyConfig, critic_role, policy_role
+from trainer.config import (
+    LM,
+    SCORE,
+    Config,
+    FSDPConfig,
+    LoraConfig,
+    ModelConfig,
+    RoleSpec,
+    TinyConfig,
+    critic_role,
+    policy_role,
+)
 from trainer.errors import UserError
 from trainer.models.loading import load_model
+from trainer.models.lora import hugging_face_name
 from trainer.models.tiny import build_tiny
 from trainer.workers.rank import Rank
 
@@ -76,6 +92,36 @@ def test_weights_are_those_of_the_files_and_the_head_of_a_critic_starts_at_0(pat
         assert not any(result["dropout"]), "old and new log-probs of the same weights must be equal"
         assert sum(result["shares"]) <= len(result["shares"]) / ranks + 1
         assert result["frequencies"][0] == 1.0, "buffers are not in the files"
+
+
+def load_all(rank: Rank, path: str) -> list[dict[str, torch.Tensor]]:
+    """Return what each role has of the state of the model in `path`, by the names in its files."""
+    model, lora = ModelConfig(path=path), policy_role(rank.cfg)
+    lora = dataclasses.replace(lora, lora=LoraConfig(rank=2, target_modules=["o_proj"]))
+    offloaded = dataclasses.replace(policy_role(rank.cfg), sharding=FSDPConfig(cpu_offload=True))
+    frozen = RoleSpec("judge", head=LM, key="judge")
+    states = []
+    for spec in (policy_role(rank.cfg), lora, offloaded, frozen, critic_role(rank.cfg)):
+        module = load_model(model, path, rank.layout, spec)
+        state = {hugging_face_name(name): tensor for name, tensor in module.state_dict().items()}
+        state = {name: tensor for name, tensor in state.items() if name not in (None, "value_head.weight")}
+        states.append({name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()})
+        if spec.trained:
+            assert all(parameter.requires_grad for parameter in module.parameters()) or spec.has_adapters
+    return states
+
+
+@pytest.mark.parametrize(("family", "ranks"), [("deepseek_v32", 1), ("ernie4_5_moe", 2), ("gemma4", 2)])
+def test_each_role_has_the_weights_and_buffers_that_transformers_loads(tmp_path, family, ranks):
+    """Straight from safetensors, and scattered from rank 0 where transformers converts experts."""
+    random_model(WITH_BUFFERS[family], "sdpa").save_pretrained(tmp_path)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    for policy, *others, critic in run_ranks(ranks, load_all, str(tmp_path), cfg=Config()):
+        for state in (policy, *others):
+            assert set(state) == set(expected)
+        assert set(critic) == set(expected) - {"lm_head.weight"}
+        for state in (policy, *others, critic):
+            assert [name for name in state if not torch.equal(state[name], expected[name])] == []
 
 
 def test_a_model_in_another_format_is_loaded_on_rank_0_and_scattered(path):
