@@ -303,6 +303,7 @@ class TrainedWorker(ModelWorker):
                 raise NonFiniteError(f"the {self.role}'s {name} is {value}")
         lr = self._configure_optimizer()
         self.before_weights_change()
+        self._complete_optimizer()
         with TRACER.span("optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -323,6 +324,21 @@ class TrainedWorker(ModelWorker):
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         new = [p for p in parameters if p not in self.optimizer.state and p.device.type == self.device]
         return sum(2 * (p.to_local() if isinstance(p, DTensor) else p).nbytes for p in new)
+
+    def _complete_optimizer(self) -> None:
+        """Make the states that the optimizer lacks, at step 0 and equal to those that AdamW makes.
+
+        AdamW makes them for parameters with a gradient alone, so a checkpoint would lack the others. Before a save,
+        torch would make them by a step with the learning rate 0, which counts in the bias correction of later steps.
+        """
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter not in self.optimizer.state:
+                    self.optimizer.state[parameter] = {
+                        "step": torch.zeros((), device=parameter.device),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }
 
     def _configure_optimizer(self) -> float:
         """Set every parameter group to the values of the config; returns the learning rate of the next step.
@@ -352,6 +368,7 @@ class TrainedWorker(ModelWorker):
     def _state(self, kinds: set[str], with_rng: bool) -> dict[str, Any]:
         state = super()._state(kinds, with_rng)
         if "optimizer" in kinds:
+            self._complete_optimizer()
             state["optimizer"] = get_optimizer_state_dict(self.module, self.optimizer)
             state["optimizer_steps"] = torch.tensor(self.optimizer_steps)
         return state
