@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 _ADAPTER = "policy"
 
+_REFUSALS = (TypeError, ValueError, AssertionError, AttributeError, NotImplementedError)
+"""What vLLM raises for settings that it does not know, and for models that it does not support on this device."""
+
 _OCCUPIED = "Free memory on device"
 """Begins vLLM's complaint about memory that other processes hold."""
 
@@ -95,19 +98,20 @@ class VLLMEngine:
         self._source: Broadcast | Ipc | None = None
         self._adapter: LoRARequest | None = None
         self._profile_dir, self._profile_name = profile_dir, ""
-        options = {
-            "model": model_path,
-            "trust_remote_code": trust_remote_code,
-            "dtype": dtype_on(device, dtype),
-            "seed": seed,
-            **device_options(rollout, device),
-            **_lora_options(lora_rank),
-            **({"profiler_config": {"profiler": "torch", "torch_profiler_dir": profile_dir}} if profile_dir else {}),
-            **rollout.engine_args,
-        }
+        profiler = {"profiler": "torch", "torch_profiler_dir": profile_dir}
         try:
+            options = {
+                "model": model_path,
+                "trust_remote_code": trust_remote_code,
+                "dtype": dtype_on(device, dtype),
+                "seed": seed,
+                **device_options(rollout, device, model_path, trust_remote_code),
+                **_lora_options(lora_rank),
+                **({"profiler_config": profiler} if profile_dir else {}),
+                **rollout.engine_args,
+            }
             self._llm = LLM(**options)
-        except (TypeError, ValueError) as error:  # TypeError: engine_args has a name that vLLM does not know
+        except _REFUSALS as error:
             raise start_failure(error, model_path) from error
         self.set_version(0)
 
@@ -314,7 +318,7 @@ def completion_of(request: RequestOutput) -> Completion:
 
 def start_failure(error: Exception, model_path: str) -> Exception:
     """Return the exception to raise instead of vLLM's `error` when it refuses to start."""
-    reason = " ".join(str(error).split())
+    reason = " ".join(str(error).split()) or type(error).__name__
     if reason.startswith(_OCCUPIED):
         # Perhaps by a process of the last start of this job, which is still ending.
         return WorkerError(
@@ -335,8 +339,12 @@ def dtype_on(device: str, dtype: str) -> str:
     return ("float32" if device == "cpu" else "bfloat16") if dtype == "auto" else dtype
 
 
-def device_options(rollout: RolloutConfig, device: str) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` that follow from the config, without those of the model."""
+def device_options(rollout: RolloutConfig, device: str, model_path: str, trust_remote_code: bool) -> dict[str, Any]:
+    """Return the arguments of `vllm.LLM` that follow from the config, without those that name the model.
+
+    Raises:
+        ValueError: vLLM does not support the model.
+    """
     from vllm.config import WeightTransferConfig
 
     from trainer.generation.vllm_worker import BACKEND
@@ -359,6 +367,8 @@ def device_options(rollout: RolloutConfig, device: str) -> dict[str, Any]:
             # A seeded request whose prefill is cut into chunks kills the CPU engine.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(_CPU_PREFILL_TOKENS, length, rollout.max_num_seqs),
+            # vLLM keeps the states of recurrent layers for later requests only where it cuts prefills into chunks.
+            **({"enable_prefix_caching": False} if _keeps_state(model_path, trust_remote_code) else {}),
         }
     return options | {
         "enforce_eager": rollout.enforce_eager,
@@ -367,3 +377,11 @@ def device_options(rollout: RolloutConfig, device: str) -> dict[str, Any]:
         "distributed_executor_backend": "mp" if rollout.tensor_parallel_size > 1 else "uni",
         "enable_sleep_mode": rollout.colocate,
     }
+
+
+def _keeps_state(model_path: str, trust_remote_code: bool) -> bool:
+    """Return whether vLLM's model has recurrent layers, which keep a state along a sequence."""
+    from vllm.config import ModelConfig
+
+    config = ModelConfig(model_path, trust_remote_code=trust_remote_code, skip_tokenizer_init=True)
+    return config.has_inner_state or config.is_hybrid

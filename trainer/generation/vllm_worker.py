@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import AutoModelForCausalLM
 from vllm.config import ModelConfig, set_current_vllm_config
 from vllm.device_allocator import get_mem_allocator_instance
@@ -18,8 +20,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, make_online_process_loader
+from vllm.model_executor.model_loader.reload.meta import CopyCounter
 from vllm.utils.nccl import unpinned_nccl_env
 
 from trainer.errors import one_line
@@ -38,6 +43,7 @@ class WeightReceiver:
     def load_shared(self, path: str) -> None:
         """Replace the weights by those of the safetensors files in `path`, tensor by tensor."""
         model, config = self.model_runner.get_model(), self.vllm_config.model_config
+        forget_packed_experts(model)
         with every_weight_replaced(model, config, weight_names(model)):
             self.reload_weights(weights_path=path)
         with set_current_vllm_config(self.vllm_config):
@@ -92,8 +98,10 @@ def every_weight_replaced(model: torch.nn.Module, config: ModelConfig, expected:
     load, loaded = model.load_weights, set()
 
     def record(*args: Any, **kwargs: Any) -> Any:
-        names = load(*args, **kwargs)
+        with _DirectWrites(model):
+            names = load(*args, **kwargs)
         loaded.update(expected if names is None else names)  # None: this model does not tell
+        loaded.difference_update(_without_values(model))
         return names
 
     model.load_weights = record
@@ -104,6 +112,62 @@ def every_weight_replaced(model: torch.nn.Module, config: ModelConfig, expected:
     missing = sorted(expected - loaded)
     if missing and config.quantization is None:  # a quantised model has scales that no file names
         raise ValueError(f"vLLM got no new values for {len(missing)} weights, {missing[0]} among them")
+
+
+class _DirectWrites(TorchFunctionMode):
+    """Gives what a model copies into a weight itself to the loader of that weight.
+
+    During a reload, a weight is a placeholder without data until its loader has been given all of its layer. Some
+    models (gpt-oss, MiMo) copy past the loader, and vLLM would go on with the old values.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self._weights = {
+            weight.untyped_storage()._cdata: (layer, name)
+            for layer in model.modules()
+            for name, weight in layer._parameters.items()
+            if weight is not None and weight.is_meta
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.Tensor.copy_ or not args[0].is_meta or _in_loader():
+            return func(*args, **(kwargs or {}))
+        target, source = args[0], args[1]
+        layer, name = self._weights[target.untyped_storage()._cdata]
+        weight = layer._parameters[name]
+        weight.weight_loader = _copy_region
+        weight.weight_loader = make_online_process_loader(layer, name)
+        weight.weight_loader(weight, source, target.size(), target.stride(), target.storage_offset())
+        return target
+
+
+def _copy_region(param: torch.Tensor, source: torch.Tensor, size: Any, stride: Any, offset: int) -> None:
+    param.data.as_strided(size, stride, offset).copy_(source)
+
+
+def _in_loader() -> bool:
+    """Return whether a loader of vLLM is running, which counts the elements that it copies."""
+    return any(isinstance(mode, CopyCounter) for mode in _get_current_dispatch_mode_stack())
+
+
+def _without_values(model: torch.nn.Module) -> set[str]:
+    """Return the names of the weights whose layers got nothing in the reload that is under way."""
+    layers = {name: get_layerwise_info(layer) for name, layer in model.named_modules()}
+    idle = {name for name, info in layers.items() if info.can_load() and info.load_numel <= 0}
+    return {name for name in weight_names(model) if name.rpartition(".")[0] in idle}
+
+
+def forget_packed_experts(model: torch.nn.Module) -> None:
+    """Let the next reload pack the weights of experts as the first load has done.
+
+    vLLM packs them when it makes the kernel of a layer, which a reload does not do again on CPU: the kernel would
+    compute with weights in the order of the files.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, FusedMoEMethodBase) and next(module.parameters()).device.type == "cpu":
+            method.moe_kernel = None
 
 
 def repack_tied_head(model: torch.nn.Module) -> None:
@@ -144,6 +208,7 @@ class Receiver(WeightTransferEngine[SourceInfo, PassInfo]):
         self._source = init_info.source
 
     def start_weight_update(self) -> None:
+        forget_packed_experts(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: PassInfo) -> None:

@@ -66,7 +66,7 @@ def arguments(socket_path: str, settings: dict[str, Any]) -> list[str]:
         "seed": settings["seed"],
         "trust_remote_code": settings["trust_remote_code"],
         "generation_config": os.path.dirname(socket_path),
-        **device_options(rollout, device),
+        **device_options(rollout, device, settings["model_path"], settings["trust_remote_code"]),
         **({"distributed_executor_backend": "uni"} if device == "cpu" else {}),
         **rollout.engine_args,
         "middleware": f"{__name__}.JobRoutes",
@@ -79,7 +79,7 @@ def arguments(socket_path: str, settings: dict[str, Any]) -> list[str]:
         if name in _OWN_OPTIONS:
             continue
         if isinstance(value, bool):
-            words += [f"--{flag}"] if value else [f"--no-{flag}"] if name == "enable_chunked_prefill" else []
+            words.append(f"--{flag}" if value else f"--no-{flag}")
         elif value is not None:
             words += [f"--{flag}", json.dumps(value) if isinstance(value, (dict, list)) else str(value)]
     return words

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, FalconH1Config, GptOssConfig, PretrainedConfig, Qwen3MoeConfig
 
 from tests.support.engines import start_vllm
 from tests.support.generation import (
@@ -460,6 +460,39 @@ def test_a_sync_that_leaves_an_old_weight_is_an_error(cluster, model_paths, tmp_
     engine = start_vllm(cluster, model_paths[False])
     with pytest.raises(Exception, match="model.layers.0.input_layernorm.weight"):
         engine.sync_weights(SharedMemory(str(tmp_path / "model")), 2)
+
+
+SHAPE = {
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "initializer_range": 0.15,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+MODELS = {
+    # Experts whose width vLLM's kernel pads, from 48 to 64.
+    "experts": Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48),
+    # Experts with biases, and attention sinks: vLLM's model copies them past its loaders.
+    "copied experts": GptOssConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=16),
+    "recurrent layers": FalconH1Config(
+        **SHAPE, mamba_d_ssm=128, mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16, mamba_expand=2
+    ),
+}
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=list(MODELS))
+def test_every_layer_computes_with_the_weights_of_the_last_sync(cluster, tmp_path, config: PretrainedConfig):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    model.save_pretrained(tmp_path / "start")
+    engine = start_vllm(cluster, str(tmp_path / "start"))
+    requests = with_sampling(make_requests(6), SAMPLED)
+    assert_agrees(model, requests, engine.generate(requests), SAMPLED.temperature)
+    for version in (1, 2):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+        model.save_pretrained(tmp_path / str(version))
+        engine.sync_weights(SharedMemory(str(tmp_path / str(version))), version)
+        assert_agrees(model, requests, engine.generate(requests), SAMPLED.temperature)
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], "all-linear"])

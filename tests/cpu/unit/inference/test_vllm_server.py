@@ -189,19 +189,20 @@ def test_the_server_ends_replies_with_every_end_token(model, tmp_path):
     eos = json.loads((copied / "config.json").read_text())["eos_token_id"]
     written = json.loads((tmp_path / "generation_config.json").read_text())
     assert written == {"eos_token_id": [eos, 7], "top_p": 0.5}
-    assert _pairs(f"{tmp_path}/engine")["--generation-config"] == str(tmp_path)
+    words = _words(f"{tmp_path}/engine", model)
+    assert words[words.index("--generation-config") + 1] == str(tmp_path)
 
 
-def _pairs(socket_path: str) -> dict[str, str]:
-    settings = {"model_path": "m", "name": "n", "seed": 1, "trust_remote_code": False, "device": "cpu"}
-    words = arguments(socket_path, {**settings, "rollout": dataclasses.asdict(ROLLOUT)})
-    return dict(zip(words, words[1:], strict=False))
+def _words(socket_path: str, model: str) -> list[str]:
+    settings = {"model_path": model, "name": "n", "seed": 1, "trust_remote_code": False, "device": "cpu"}
+    rollout = dataclasses.replace(ROLLOUT, engine_args={"enable_prefix_caching": False})
+    return arguments(socket_path, {**settings, "rollout": dataclasses.asdict(rollout)})
 
 
-def test_the_arguments_follow_from_the_config():
-    settings = {"model_path": "m", "name": "n", "seed": 1, "trust_remote_code": False, "device": "cpu"}
-    words = arguments("s", {**settings, "rollout": dataclasses.asdict(ROLLOUT)})
+def test_the_arguments_follow_from_the_config(model):
+    words = _words("s", model)
     pairs = dict(zip(words, words[1:], strict=False))
     assert (pairs["--uds"], pairs["--max-model-len"]) == ("s", "364")
     assert pairs["--logprobs-mode"] == "processed_logprobs"
-    assert "--no-enable-chunked-prefill" in words and "--skip-tokenizer-init" not in words
+    assert {"--no-enable-chunked-prefill", "--no-enable-prefix-caching"} <= set(words)
+    assert "--skip-tokenizer-init" not in words
