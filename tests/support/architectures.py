@@ -22,6 +22,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -55,8 +56,13 @@ ARCHITECTURES: dict[str, PretrainedConfig] = {
     "gemma2": Gemma2Config(**SHAPE, **_LAYERS, query_pre_attn_scalar=16, attn_logit_softcapping=2.0),
     "gemma3": Gemma3TextConfig(**SHAPE, **_LAYERS, query_pre_attn_scalar=16),
 }
-
 _EXPERTS = {**SHAPE, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ALL = ARCHITECTURES | {
+    "a window in the mask alone": Qwen2MoeConfig(
+        **_EXPERTS, **_LAYERS, num_experts=4, use_sliding_window=True, shared_expert_intermediate_size=32
+    ),
+    "sinks": GptOssConfig(**SHAPE, **_LAYERS, num_local_experts=4, num_experts_per_tok=2),
+}
 _LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 
 CONVERTED: dict[str, PretrainedConfig] = {

@@ -18,9 +18,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainer.errors import UserError
 from trainer.models.attention_op import attention_op
-from trainer.models.sdpa_attention import attend_buckets
+from trainer.models.masks import visible_tokens
+from trainer.models.sdpa_attention import attend_buckets, with_sink_scores
 from trainer.parallel.collectives import AxisGroup
 from trainer.parallel.packing import Packing, index_select
+from trainer.parallel.shard import transformer_blocks
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -37,23 +39,43 @@ versions pass both numbers of heads to the same kernel without a check."""
 PACKED = "packed"
 _VARLEN_WIDTHS = range(8, 257, 8)  # head dimensions that the kernel supports
 PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+_NEUTRAL = {"is_causal": (True,)}
+"""Values of arguments for which any attention function computes the same. Others: False and 0."""
+_WITHOUT_EFFECT = {"position_ids"}
+"""Arguments that models pass on and that no attention function needs for its scores."""
 
 
-def set_attention(lm: PreTrainedModel) -> None:
-    """Make `lm` use `packed_attention` if it was built with transformers' `sdpa` and supports packing."""
-    if lm.config._attn_implementation == "sdpa" and can_pack(lm):
+def set_attention(lm: PreTrainedModel, implementation: str = "sdpa", pack: bool = True) -> None:
+    """Decide whether rows of `lm` have several sequences (see `can_pack`), and make it use `packed_attention` then.
+
+    Recurrent layers carry a state from one sequence to the next. Models that do not use transformers' table of
+    attention functions ignore the boundaries. A class may have other masks than `packed_attention`, or build them
+    without the positions by which transformers separates sequences. Such models get one sequence at a time.
+
+    Args:
+        implementation: `model.attn_implementation`. All but `sdpa` keep the attention that the model was built with.
+        pack: `trainer.pack`.
+    """
+    layers = set(getattr(lm.config.get_text_config(), "layer_types", None) or ()) - PACKABLE_LAYERS
+    packs = pack and lm._supports_attention_backend and not is_stateful(lm) and not layers
+    visible = visible_tokens(lm) if packs else None
+    if implementation == "sdpa":
+        packs = packs and all(one.is_causal for one in visible or ())
+    elif not implementation.startswith("flash_attention"):  # which gets the boundaries themselves
+        packs = packs and visible is not None and all(one.separates for one in visible)
+    if packs and implementation == "sdpa":
         lm.set_attn_implementation(PACKED)
+        for block, of_block in zip(transformer_blocks(lm), visible or (), strict=False):
+            for module in block.modules():
+                module.visible_window = of_block.window
+    for module in lm.modules():
+        if isinstance(module, PreTrainedModel):
+            module.packs_rows = packs
 
 
 def can_pack(module: nn.Module) -> bool:
-    """Return whether `module` can keep several sequences in one row apart.
-
-    Recurrent layers carry a state from one sequence to the next. Models that do not use transformers' table of
-    attention functions ignore the boundaries. Both types of models get one sequence at a time.
-    """
-    lm = _language_model(module)
-    layers = set(getattr(lm.config.get_text_config(), "layer_types", None) or ()) - PACKABLE_LAYERS
-    return lm._supports_attention_backend and not is_stateful(lm) and not layers
+    """Return whether `module` keeps several sequences in one row apart, after `set_attention`."""
+    return _language_model(module).packs_rows
 
 
 def is_stateful(module: nn.Module) -> bool:
@@ -115,7 +137,8 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **_: Any,
+    s_aux: Tensor | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute causal attention within each sequence of a packed row.
 
@@ -130,26 +153,48 @@ def packed_attention(
         key, value: `(1, Hkv, N, D)`; H is a multiple of Hkv.
         packing: the sequences of the row.
         scaling: factor of the scores. None: 1 / sqrt(D).
-        sliding_window: number of tokens that a token attends to, itself included.
+        sliding_window: number of tokens that a token attends to, itself included. The model's own mask, if it has told
+            it (`set_attention`), replaces it: some classes have a window in the mask alone.
         softcap: scores become softcap tanh(scores / softcap).
+        s_aux: `(H,)`, the score of a token without a value that each token attends to (an attention sink).
+        others: what transformers' classes also pass.
 
     Returns:
         `(1, N, H, D)`, and None instead of attention weights.
 
     Raises:
-        UserError: the model does not pass `packing` on to its attention.
+        UserError: the model does not pass `packing` on to its attention, or passes what has no effect here.
     """
     if packing is None:
         raise UserError(
             f"model.attn_implementation=sdpa: {type(module).__name__} does not pass on where sequences begin; "
             "choose model.attn_implementation=eager"
         )
-    assert attention_mask is None, "the packing determines which tokens a token attends to"
+    if attention_mask is not None:
+        others["attention_mask"] = attention_mask
+    if s_aux is not None and softcap is not None:
+        others["softcap"] = softcap
+    _refuse_unknown(module, others)
+    window = getattr(module, "visible_window", sliding_window)
+    if s_aux is not None:
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        query, key = with_sink_scores(query, key, s_aux / scaling)
     if packing.cp is None:
-        return _attend_row(query, key, value, packing, scaling, sliding_window, softcap), None
+        return _attend_row(query, key, value, packing, scaling, window, softcap, s_aux is not None), None
     query, key, value = heads_of_all_tokens(query, key, value, packing, packing.cp)
-    out = _attend_row(query, key, value, packing, scaling, sliding_window, softcap)
+    out = _attend_row(query, key, value, packing, scaling, window, softcap, s_aux is not None)
     return tokens_of_all_heads(out, packing, packing.cp), None
+
+
+def _refuse_unknown(module: nn.Module, others: dict[str, Any]) -> None:
+    """Refuse arguments that would change the result of another attention function, and have no effect here."""
+    for name, value in others.items():
+        is_neutral = value is None or (not isinstance(value, Tensor) and value in _NEUTRAL.get(name, (False, 0)))
+        if not is_neutral and name not in _WITHOUT_EFFECT:
+            raise UserError(
+                f"model.attn_implementation=sdpa: {type(module).__name__} passes {name} to its attention, which packed "
+                "rows do not support; set trainer.pack=false"
+            )
 
 
 def heads_of_all_tokens(
@@ -184,16 +229,17 @@ def _attend_row(
     value: Tensor,
     packing: Packing,
     scaling: float | None,
-    sliding_window: int | None,
+    window: int | None,
     softcap: float | None,
+    has_sinks: bool,
 ) -> Tensor:
     """Compute the attention of all tokens of the row: `(1, N, H, D)`."""
     assert query.shape[2] == packing.tokens, (query.shape, packing.tokens)
-    if uses_varlen(query.device.type, query.dtype, query.shape[-1], softcap):
-        return attend_varlen(query, key, value, packing, scaling, sliding_window)
+    if not has_sinks and uses_varlen(query.device.type, query.dtype, query.shape[-1], softcap):
+        return attend_varlen(query, key, value, packing, scaling, window)
     if torch.compiler.is_compiling():
-        return attention_op(query, key, value, packing.sizes, scaling, sliding_window, softcap)
-    return attend_buckets(query, key, value, packing, scaling, sliding_window, softcap)
+        return attention_op(query, key, value, packing.sizes, scaling, window, softcap, has_sinks)
+    return attend_buckets(query, key, value, packing, scaling, window, softcap, has_sinks)
 
 
 def uses_varlen(device: str, dtype: torch.dtype, width: int, softcap: float | None) -> bool:

@@ -27,14 +27,15 @@ def attention_op(
     scaling: float | None,
     window: int | None,
     softcap: float | None,
+    has_sinks: bool = False,
 ) -> Tensor:
     """Compute `attend_buckets` for sequences of these sizes (see `Packing.sizes`)."""
-    return attend_buckets(query, key, value, _packing(sizes, query), scaling, window, softcap).contiguous()
+    return attend_buckets(query, key, value, _packing(sizes, query), scaling, window, softcap, has_sinks).contiguous()
 
 
 @attention_op.register_fake
-def _(query: Tensor, *_: Any) -> Tensor:
-    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], query.shape[3])
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
 
 @torch.library.custom_op("trainer::packed_attention_backward", mutates_args=())
@@ -47,10 +48,11 @@ def _backward(
     scaling: float | None,
     window: int | None,
     softcap: float | None,
+    has_sinks: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
     with torch.enable_grad(), _recording():
-        out = attend_buckets(*inputs, _packing(sizes, query), scaling, window, softcap)
+        out = attend_buckets(*inputs, _packing(sizes, query), scaling, window, softcap, has_sinks)
     dq, dk, dv = torch.autograd.grad(out, inputs, grad)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
@@ -66,7 +68,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return (*_backward(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None)
+    return (*_backward(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None, None)
 
 
 attention_op.register_autograd(_differentiate, setup_context=_save)

@@ -7,6 +7,7 @@ rank 0, and the weights are scattered.
 
 from __future__ import annotations
 
+import copy
 import glob
 import os
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from trainer.config import LM, SCORE, FSDPConfig, ModelConfig, RoleSpec
 from trainer.errors import UserError, describe_error, one_line
 from trainer.files.hf_hub import first_line
-from trainer.models.attention import PACKED, set_attention
+from trainer.models.attention import PACKED, is_stateful, set_attention
 from trainer.models.chunked_logprobs import compile_head, set_head
 from trainer.models.critic import CriticModel
 from trainer.models.files import load_trained_config
@@ -41,7 +42,9 @@ _VALUE_HEAD, _SCORE_HEAD = "value_head.", "score."
 """Names of the head of a value model: in the module, and in files of transformers."""
 
 
-def load_model(model: ModelConfig, path: str, layout: Layout, spec: RoleSpec, seed: int = 0) -> nn.Module:
+def load_model(
+    model: ModelConfig, path: str, layout: Layout, spec: RoleSpec, seed: int = 0, pack: bool = True
+) -> nn.Module:
     """Load the model of a role from the local directory `path`, split over the axes of `layout`. A collective.
 
     Without the head of a language model, it has the same backbone with a value head. That of a trained model starts at
@@ -53,22 +56,24 @@ def load_model(model: ModelConfig, path: str, layout: Layout, spec: RoleSpec, se
     Args:
         spec: the model's role: its head, whether it is trained, its adapters, and its sharding.
         seed: seed of the adapters' initial values.
+        pack: `trainer.pack`.
     """
     empty_model = empty_causal_lm if spec.head == LM else empty_value_model
-    module, backbone = empty_model(model, load_trained_config(model, path, spec.key), layout.sizes, spec)
+    module, backbone = empty_model(model, load_trained_config(model, path, spec.key), layout.sizes, spec, pack)
     return _shard_and_fill(module, backbone, model, path, layout, spec, seed)
 
 
 def empty_causal_lm(
-    model: ModelConfig, config: PretrainedConfig, sizes: Mapping[str, int], spec: RoleSpec
+    model: ModelConfig, config: PretrainedConfig, sizes: Mapping[str, int], spec: RoleSpec, pack: bool = True
 ) -> tuple[nn.Module, str]:
     """Return a causal LM on the meta device, with its adapters, before it is split; and the name of its backbone.
 
     Args:
         config: of the model.
         sizes: sizes of the layout's axes.
+        pack: `trainer.pack`.
     """
-    lm = _empty_lm(model, config, sizes, spec.key)
+    lm = _empty_lm(model, config, sizes, spec.key, pack)
     if not spec.trained:
         lm.requires_grad_(False)
     if spec.has_adapters:
@@ -77,10 +82,10 @@ def empty_causal_lm(
 
 
 def empty_value_model(
-    model: ModelConfig, config: PretrainedConfig, sizes: Mapping[str, int], spec: RoleSpec
+    model: ModelConfig, config: PretrainedConfig, sizes: Mapping[str, int], spec: RoleSpec, pack: bool = True
 ) -> tuple[nn.Module, str]:
     """Return the same backbone with a value head (see `empty_causal_lm`)."""
-    lm = _empty_lm(model, config, sizes, spec.key)
+    lm = _empty_lm(model, config, sizes, spec.key, pack)
     with init_empty_weights(include_buffers=False):
         value_model = CriticModel(lm.base_model, lm.base_model_prefix, is_score=spec.head == SCORE)
     keep_conversions(value_model, lm)
@@ -91,26 +96,17 @@ def empty_value_model(
     return value_model, lm.base_model_prefix
 
 
-def _empty_lm(model: ModelConfig, config: PretrainedConfig, sizes: Mapping[str, int], key: str) -> PreTrainedModel:
-    try:
-        with init_empty_weights(include_buffers=False):
-            lm = AutoModelForCausalLM.from_config(
-                config,
-                dtype=torch.float32,
-                attn_implementation=model.attn_implementation,
-                trust_remote_code=model.trust_remote_code,
-            )
-    except (ValueError, ImportError) as error:  # the class has no such attention, or its package is not installed
-        raise UserError(
-            f"{key}: models of the type {config.model_type} cannot be built with "
-            f"model.attn_implementation={model.attn_implementation} ({first_line(error).partition('. ')[0]})"
-        ) from error
+def _empty_lm(
+    model: ModelConfig, config: PretrainedConfig, sizes: Mapping[str, int], key: str, pack: bool
+) -> PreTrainedModel:
+    lm = _build(model, without_noise(config), key)
     lm.tie_weights()  # again, because moving parameters to the meta device one by one broke the tie
     _keep_constants(lm)
-    _disable_dropout(lm)
-    set_attention(lm)
+    _leave_training_mode(lm)
+    set_attention(lm, model.attn_implementation, pack)
     if sizes["cp"] > 1 and lm.config._attn_implementation != PACKED:
-        refuse_axis("cp", sizes["cp"], f"{type(lm).__name__} needs all tokens on one rank")
+        reason = f"{type(lm).__name__} needs all tokens on one rank" if pack else "trainer.pack=false keeps rows whole"
+        refuse_axis("cp", sizes["cp"], reason)
     keep_conversions(lm, lm)
     has_linear_head = set_head(lm)
     if sizes["tp"] > 1 and not has_linear_head:
@@ -132,13 +128,62 @@ def _keep_constants(lm: nn.Module) -> None:
             owner.register_buffer(leaf, torch.zeros(parameter.shape, dtype=parameter.dtype))
 
 
-def _disable_dropout(lm: nn.Module) -> None:
-    """Disable dropout, because old and new log-probs of the same weights must be equal."""
+def _build(model: ModelConfig, config: PretrainedConfig, key: str) -> PreTrainedModel:
+    """Return the class of `config` on the meta device.
+
+    A class without torch's kernels (`sdpa`) is built with its own attention: then it either attends by
+    `packed_attention`, or has one sequence a row.
+    """
+
+    def build(implementation: str) -> PreTrainedModel:
+        with init_empty_weights(include_buffers=False):
+            return AutoModelForCausalLM.from_config(
+                copy.deepcopy(config),  # the implementation is written into it
+                dtype=torch.float32,
+                attn_implementation=implementation,
+                trust_remote_code=model.trust_remote_code,
+            )
+
+    try:
+        try:
+            return build(model.attn_implementation)
+        except ValueError:
+            if model.attn_implementation != "sdpa":
+                raise
+            return build("eager")
+    except (ValueError, ImportError) as error:  # the class has no such attention, or its package is not installed
+        raise UserError(
+            f"{key}: models of the type {config.model_type} cannot be built with "
+            f"model.attn_implementation={model.attn_implementation} ({first_line(error).partition('. ')[0]})"
+        ) from error
+
+
+def without_noise(config: PretrainedConfig) -> PretrainedConfig:
+    """Return `config` with every rate of dropout at 0: `resid_pdrop`, `residual_dropout` and others.
+
+    Old and new log-probs of the same weights must be equal. Classes read these rates into modules, numbers and calls of
+    `F.dropout`, so that no later look at a model finds all of them.
+    """
+    config = copy.deepcopy(config)
+    for name, value in list(vars(config).items()):
+        if isinstance(value, PretrainedConfig):
+            setattr(config, name, without_noise(value))
+        elif isinstance(value, float | int) and not isinstance(value, bool) and "drop" in name:
+            setattr(config, name, 0.0)
+    return config
+
+
+def _leave_training_mode(lm: PreTrainedModel) -> None:
+    """Set `eval()` where training mode means noise alone, such as random experts. Gradients do not depend on it.
+
+    Classes with a state along the sequence choose the kernels that compute gradients by the mode, and have no noise but
+    dropout. Code of a model directory may compute without gradients in `eval()`.
+    """
+    is_foreign = type(lm).__module__.partition(".")[0] != "transformers"
+    lm.train(is_stateful(lm) or is_foreign)
     for module in lm.modules():
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, nn.Dropout):  # whose rate is a number in the code
             module.p = 0.0
-        if hasattr(module, "attention_dropout") and not isinstance(module.attention_dropout, nn.Module):
-            module.attention_dropout = 0.0
 
 
 def _shard_and_fill(

@@ -10,6 +10,9 @@ from torch.nn import functional as F
 
 from trainer.parallel.packing import Bucket, Packing, index_select
 
+_SINK_WIDTH = 8
+"""Dimensions that sinks add to a head. Fused kernels need multiples of 8."""
+
 
 def attend_buckets(
     query: Tensor,
@@ -19,14 +22,19 @@ def attend_buckets(
     scaling: float | None,
     window: int | None,
     softcap: float | None,
+    has_sinks: bool = False,
 ) -> Tensor:
-    """Compute causal attention within each sequence (see `packed_attention`): `(1, N, H, D)`."""
+    """Compute causal attention within each sequence (see `packed_attention`): `(1, N, H, D)`.
+
+    Args:
+        has_sinks: each token also attends to a sink, whose score its query has (see `with_sink_scores`).
+    """
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     buckets = packing.buckets
     if any(packing.prefix_lengths):
         keys, values = index_select(keys, packing.key_indices), index_select(values, packing.key_indices)
     outputs = [
-        _attend_bucket(*tensors, bucket, indices, scaling, window, softcap)
+        _attend_bucket(*tensors, bucket, indices, scaling, window, softcap, has_sinks)
         for *tensors, bucket, indices in zip(
             queries.split([bucket.tokens for bucket in buckets]),
             keys.split([bucket.keys for bucket in buckets]),
@@ -39,6 +47,20 @@ def attend_buckets(
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
 
 
+def with_sink_scores(query: Tensor, key: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return queries `(1, H, N, D)` and keys of more dimensions, in the first of which each query has its head's score.
+
+    A sink's key has a 1 in this dimension and all others a 0. So the fused kernels compute attention with sinks, and
+    their gradients.
+
+    Args:
+        scores: `(H,)`, before the factor of the scores is applied.
+    """
+    column = scores.to(query.dtype)[None, :, None, None].expand(*query.shape[:3], 1)
+    query = torch.cat([query, F.pad(column, (0, _SINK_WIDTH - 1))], dim=-1)
+    return query, F.pad(key, (0, _SINK_WIDTH))
+
+
 def _attend_bucket(
     queries: Tensor,
     keys: Tensor,
@@ -48,6 +70,7 @@ def _attend_bucket(
     scaling: float | None,
     window: int | None,
     softcap: float | None,
+    has_sinks: bool,
 ) -> Tensor:
     """Compute the attention of one bucket's tokens, `(tokens, H, D)`, to all tokens of their sequences."""
     rows, (query_indices, key_indices) = len(bucket.lengths), indices
@@ -65,6 +88,7 @@ def _attend_bucket(
         scaling,
         window,
         softcap,
+        has_sinks,
     )
     flat = out.transpose(1, 2).flatten(0, 1)
     return flat if bucket.is_even else _Gather.apply(flat, query_indices)
@@ -100,7 +124,13 @@ class _Gather(torch.autograd.Function):
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, softcap: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    has_sinks: bool,
 ) -> Tensor:
     """Compute causal attention within each row: of the last T tokens, `(b, H, T, D)`, to all S, `(b, Hkv, S, D)`.
 
@@ -110,11 +140,16 @@ def _attend(
     if window is not None and window >= all_tokens:
         window = None
     gqa = query.shape[1] != key.shape[1]
-    if softcap is None and window is None and length == all_tokens:
+    if softcap is None and window is None and length == all_tokens and not has_sinks:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa)
     positions = torch.arange(all_tokens, device=query.device)
     distance = positions[all_tokens - length :, None] - positions
     visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    if has_sinks:
+        sink = key.new_zeros(key.shape[-1])
+        sink[-_SINK_WIDTH] = 1
+        key = torch.cat([sink.expand(*key.shape[:2], 1, -1), key], dim=2)
+        value, visible = F.pad(value, (0, 0, 1, 0)), F.pad(visible, (1, 0), value=True)
     if softcap is None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling, enable_gqa=gqa)
     repeats = query.shape[1] // key.shape[1]

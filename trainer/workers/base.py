@@ -222,14 +222,13 @@ class TrainedWorker(ModelWorker):
         if objective.unit == GROUP and not can_pack(module):
             raise UserError(
                 f"{spec.key}: the {spec.name}, a {type(module).__name__}, takes one sequence at a time, and the loss "
-                "needs the rows of a group together; choose another model or another loss"
+                "needs the rows of a group together; choose another model or another loss, or set trainer.pack=true"
             )
         optimizer = spec.optimizer
         assert optimizer is not None and isinstance(spec.sharding, FSDPConfig), "the role is trained"
         self.reduces_each_micro_batch = spec.sharding.reduce_gradients == "micro_batch"
         shards = layout.fsdp_mesh.size(layout.fsdp_mesh.ndim - 1)
         self.frees_each_micro_batch = frees_after_forward(spec.sharding, layout.device, shards, spec.trained_whole)
-        self.module.train()  # dropout is off; activation checkpointing needs the training mode
         self.optimizer_config = optimizer
         self.total_optimizer_steps = objective.scheduled_steps(spec)
         self.optimizer_steps = 0

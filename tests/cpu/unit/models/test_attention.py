@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import FalconConfig, Llama4TextConfig, RecurrentGemmaConfig
+from transformers import FalconConfig, Llama4TextConfig, LlamaConfig, OPTConfig, RecurrentGemmaConfig
 
-from tests.support.architectures import ARCHITECTURES, VOCABULARY, WINDOW, random_model
+from tests.support.architectures import ALL, ARCHITECTURES, VOCABULARY, WINDOW, random_model
 from trainer.errors import UserError
 from trainer.models.attention import (
     PACKED,
@@ -64,7 +64,7 @@ def weights() -> Tensor:
 
 
 def packable(name: str):
-    model = random_model(ARCHITECTURES[name], "sdpa")
+    model = random_model(ALL[name], "eager")
     set_attention(model)
     set_head(model)
     assert model.config._attn_implementation == PACKED
@@ -93,13 +93,13 @@ def assert_same_gradients(ours: nn.Module, theirs: nn.Module) -> None:
 
 @pytest.mark.parametrize("short", [64, 3], ids=["wide buckets", "narrow buckets"])
 @pytest.mark.parametrize("shared", [ALONE, SHARED], ids=["nothing shared", "tokens shared"])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", ALL)
 def test_logprobs_entropies_and_gradients_equal_those_of_padded_rows(name, shared, short, monkeypatch):
     monkeypatch.setattr("trainer.parallel.packing._SHORT", short)
     packing, ids = Packing(LENGTHS, "cpu", prefix_lengths=shared), packed_ids(shared)
     assert (len(packing.buckets) == 1) == (short == 64 and shared == ALONE)
     assert ids.numel() == packing.tokens == sum(LENGTHS) - sum(shared)
-    ours, theirs = packable(name), random_model(ARCHITECTURES[name], "eager")
+    ours, theirs = packable(name), random_model(ALL[name], "eager")
     expected, expected_entropy = padded_scores(theirs, shared)
     logprobs, entropy = logprobs_and_entropy(ours, ids, packing, entropy_grad=True)
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
@@ -178,13 +178,14 @@ def test_values_of_a_row_depend_on_other_rows_only_by_rounding():
         torch.testing.assert_close(alone[0], together[row, : len(sequence)], atol=1e-5, rtol=1e-5)
 
 
-SHAPE = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
+SMALL = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
 UNPACKED = {
-    "carries a state": RecurrentGemmaConfig(**SHAPE, intermediate_size=32, lru_width=32),
+    "carries a state": RecurrentGemmaConfig(**SMALL, intermediate_size=32, lru_width=32),
     "attends in chunks": Llama4TextConfig(
-        **SHAPE, num_key_value_heads=2, intermediate_size=32, intermediate_size_mlp=32, num_local_experts=2
+        **SMALL, num_key_value_heads=2, intermediate_size=32, intermediate_size_mlp=32, num_local_experts=2
     ),
-    "attends by itself": FalconConfig(**SHAPE),
+    "attends by itself": FalconConfig(**SMALL),
+    "attends to later tokens": LlamaConfig(**SMALL, is_causal=False),
 }
 
 
@@ -194,6 +195,63 @@ def test_other_models_get_one_sequence_at_a_time(name):
     set_attention(model)
     assert not can_pack(model) and model.config._attn_implementation == "sdpa"
     assert packing_arguments(model.config, Packing([4], "cpu")) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "packs"), [("sinks", False), ("a window in the mask alone", True), ("gemma3", True), ("opt", False)]
+)
+def test_eager_rows_are_packed_if_the_masks_of_the_class_keep_sequences_apart(name, packs):
+    """Some classes build their masks without the positions, by which transformers separates sequences."""
+    opt = OPTConfig(vocab_size=VOCABULARY, hidden_size=32, ffn_dim=32, num_hidden_layers=2, num_attention_heads=2)
+    model = random_model(opt if name == "opt" else ALL[name], "eager")
+    set_attention(model, "eager")
+    set_head(model)
+    assert can_pack(model) == packs and model.config._attn_implementation == "eager"
+    ids, packing = packed_ids(), Packing(LENGTHS, "cpu")
+    changed = ids.clone()
+    changed[0, : LENGTHS[0]] += 1
+    others = [token_logprobs(model.eval(), row, packing)[1:] for row in (ids, changed)]
+    assert torch.equal(*others) == packs, "the masks are as the model tells"
+
+
+def test_without_packing_a_model_keeps_its_own_attention():
+    ours, theirs = random_model(ALL["gemma3"], "sdpa"), packable("gemma3")
+    set_attention(ours, pack=False)
+    set_head(ours)
+    assert not can_pack(ours) and ours.config._attn_implementation == "sdpa"
+    ids = sequences()[-1][None]
+    found, expected = (token_logprobs(model, ids, Packing([ids.numel()], "cpu")) for model in (ours, theirs))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        {"position_bias": torch.zeros(1, 2, 4, 4)},
+        {"indices": torch.zeros(1, 4, 2)},
+        {"is_causal": False},
+        {"dropout": 0.1},
+        {"attention_mask": torch.ones(1, 1, 4, 4)},
+        {"softcap": 2.0, "s_aux": torch.zeros(2)},
+    ],
+    ids=lambda argument: next(iter(argument)),
+)
+def test_an_argument_that_packed_attention_does_not_know_is_refused(argument):
+    heads, name = torch.randn(1, 2, 4, 8), next(iter(argument))
+    arguments = {"attention_mask": None, "packing": Packing([4], "cpu")}
+    neutral = {"is_causal": True, "dropout": 0.0, "position_ids": torch.arange(4), "output_attentions": False}
+    expected, _ = packed_attention(SimpleNamespace(), heads, heads, heads, **arguments)
+    found, _ = packed_attention(SimpleNamespace(), heads, heads, heads, **arguments | neutral | {"position_bias": None})
+    assert torch.equal(found, expected)
+    with pytest.raises(UserError, match=f"SimpleNamespace passes {name} to its attention, .*; set trainer.pack=false"):
+        packed_attention(SimpleNamespace(), heads, heads, heads, **arguments | argument)
+
+
+@pytest.mark.parametrize("name", ["sinks", "gemma3"])
+def test_the_window_of_a_block_is_that_of_its_mask(name):
+    model = packable(name)
+    windows = [{module.visible_window for module in block.modules()} for block in model.model.layers]
+    assert windows == [{WINDOW}, {None}]
 
 
 def test_a_model_that_ignores_the_packing_is_refused():
@@ -207,6 +265,7 @@ def test_the_quadratic_cost_is_the_attention_fraction_of_the_flops(tied):
     config = copy.deepcopy(ARCHITECTURES["llama"])
     config.tie_word_embeddings = tied
     model = random_model(config, "sdpa")
+    set_attention(model)
     block = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48 + 2 * 32  # q, k and v, o, the MLP, the norms
     parameters = 2 * block + 32 + VOCABULARY * 32
     assert quadratic_cost(model) == pytest.approx(2 * 32 / parameters)

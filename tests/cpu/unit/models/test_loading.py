@@ -12,9 +12,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Mamba2Config,
+    MixtralConfig,
+    OPTConfig,
+    PhimoeConfig,
+    SeedOssConfig,
+    Starcoder2Config,
+)
 
-from tests.support.architectures import WITH_BUFFERS, random_model
+from tests.support.architectures import SHAPE, WITH_BUFFERS, random_model
 from tests.support.ranks import run_ranks
 from trainer.config import (
     LM,
@@ -29,9 +40,11 @@ from trainer.config import (
     policy_role,
 )
 from trainer.errors import UserError
-from trainer.models.loading import load_model
+from trainer.models.loading import _leave_training_mode, empty_causal_lm, load_model
+from trainer.models.logprobs import token_logprobs
 from trainer.models.lora import hugging_face_name
 from trainer.models.tiny import build_tiny
+from trainer.parallel.packing import Packing
 from trainer.workers.rank import Rank
 
 SIZE = TinyConfig(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, seed=3)
@@ -152,3 +165,52 @@ def test_files_that_do_not_fit_are_refused(path, damage, problem):
         file.write_bytes(b"12345678")
     (sentence,) = run_ranks(1, refusal, str(path), cfg=Config())
     assert sentence.startswith(f"model.path={path}: {problem}")
+
+
+NOISY = {
+    "a function": SeedOssConfig(**SHAPE, residual_dropout=0.5, attention_dropout=0.5),
+    "a number of the module": OPTConfig(
+        vocab_size=48,
+        hidden_size=32,
+        ffn_dim=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        dropout=0.5,
+        layerdrop=0.5,
+    ),
+    "two names": Starcoder2Config(**SHAPE, residual_dropout=0.5, embedding_dropout=0.5),
+    "random experts": PhimoeConfig(**SHAPE, num_local_experts=4, router_jitter_noise=0.2, input_jitter_noise=0.5),
+    "jitter": MixtralConfig(**SHAPE, num_local_experts=4, router_jitter_noise=0.5),
+    "modules": GPT2Config(
+        vocab_size=48, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOISY)
+def test_log_probs_are_free_of_noise_and_equal_those_of_the_class(name):
+    """Old and new log-probs of the same weights must be equal, also where training mode means random experts."""
+    config = NOISY[name]
+    before = config.to_dict()
+    lm, _ = empty_causal_lm(ModelConfig(), config, {"cp": 1, "tp": 1}, policy_role(Config()))
+    assert config.to_dict() == before, "the config of the files is not changed"
+    plain = random_model(config, "eager").eval()
+    lm.load_state_dict(plain.state_dict(), assign=True)
+    lm.tie_weights()
+    ids = torch.arange(12)[None] + 2
+    found, again = (token_logprobs(lm, ids, Packing([12], "cpu")) for _ in range(2))
+    expected = plain(ids, use_cache=False).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    assert torch.equal(found, again)
+    torch.testing.assert_close(found[:, 1:], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_recurrent_layers_and_foreign_code_keep_training_mode():
+    """The ones choose kernels with gradients by it. The others may compute without gradients in `eval()`."""
+    lm = random_model(
+        Mamba2Config(vocab_size=32, hidden_size=32, num_hidden_layers=1, num_heads=4, head_dim=16), "eager"
+    )
+    _leave_training_mode(lm)
+    assert lm.training
+    own = type("Own", (LlamaForCausalLM,), {"__module__": "transformers_modules.own"})(LlamaConfig(**SHAPE))
+    _leave_training_mode(own)
+    assert own.training
