@@ -73,8 +73,9 @@ class ModelConfig(Section):
     """Directory of the built-in models that were built and warmed up, one directory per configuration. null: the
     environment variable TRAINER_CACHE, or `~/.cache/trainer`."""
     attn_implementation: str = choice("sdpa", ("sdpa", "eager", "flash_attention_2"), resume="rollouts")
-    """Attention of the trainer's models. `sdpa`: torch's kernels, each packed sequence by itself. `flash_attention_2`:
-    the package flash-attn. `eager`: plain matrices, whose size is the square of all tokens of a micro-batch."""
+    """Attention of the trainer's models. `sdpa`: torch's kernels, each packed sequence by itself; a class without them
+    that cannot pack has its own attention, and one sequence a row. `flash_attention_2`: the package flash-attn.
+    `eager`: plain matrices, whose size is the square of all tokens of a micro-batch."""
     trust_remote_code: bool = setting(False, resume="rollouts")
     """Allow the model directory to run its own Python code."""
     chat_template: str | None = setting(None, resume="rollouts")

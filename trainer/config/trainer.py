@@ -136,6 +136,9 @@ class TrainerConfig(Section):
     """Largest number of tokens in one forward pass of a rank. The sequences follow one another without padding, and
     a prompt that several share (`share_prefixes`) counts once. A longer sequence is processed alone. Ranks along the
     axis of `context_parallel_size` take so many together for each of them."""
+    pack: bool = setting(True, resume="rounding")
+    """Put several sequences into one row. false: each forward pass has one sequence, and attends as the model's own
+    class does, through its own mask. It is slower, and trains models whose sequences do not stay apart in a row."""
     profile: list[int] = numbers(at_least=1, resume="harmless")
     """Steps that torch's profiler records, such as `[5,20]`: ranks while they compute the step, and engines in
     the first seconds that they generate with its weights. The files are in `{run_dir}/profile/step_N`, on the machine
@@ -144,7 +147,7 @@ class TrainerConfig(Section):
     share_prefixes: bool = setting(True, resume="rounding")
     """Completions of one prompt in the same micro-batch compute the tokens with which all of them begin only once.
     The result is the same but for rounding. It has no effect on models whose attention is not that of
-    `model.attn_implementation=sdpa`, or that process one sequence at a time."""
+    `model.attn_implementation=sdpa`, or that process one sequence at a time (`pack`)."""
     val_interval: int = number(10, at_least=1, off=-1, resume="harmless")
     """Validate every this many steps and after the last step. -1: never."""
     val_before_train: bool = setting(True, resume="harmless")

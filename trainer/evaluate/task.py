@@ -57,6 +57,7 @@ EVALUATION = TaskSpec(
         "trainer.*_batch_size",
         "trainer.update_epochs",
         "trainer.max_tokens_per_micro_batch",
+        "trainer.pack",
         "trainer.share_prefixes",
         "trainer.val_*",
         "trainer.ckpt_*",

@@ -65,8 +65,8 @@ def _span(cfg: Config, text: Any, kind: str, dtype: torch.dtype, device: str) ->
     computed.
     """
     softcap = getattr(text, "attn_logit_softcapping", None)
-    can_pack = cfg.model.attn_implementation == "sdpa" and set(layer_types(text)) <= PACKABLE_LAYERS
-    if kind != WINDOW or not can_pack or not uses_varlen(device, dtype, int(head_width(text)), softcap):
+    packs = cfg.trainer.pack and cfg.model.attn_implementation == "sdpa" and set(layer_types(text)) <= PACKABLE_LAYERS
+    if kind != WINDOW or not packs or not uses_varlen(device, dtype, int(head_width(text)), softcap):
         return None
     return text.sliding_window
 

@@ -207,7 +207,7 @@ def _name_of(role: RoleSpec) -> str:
 def key_of(cfg: Config, role: RoleSpec, sizes: Mapping[str, int], *others: object) -> tuple[str, ...]:
     """Return a text for everything that decides the shapes of a role's model, and for `others`."""
     inside = [(name, size) for name, size in sorted(sizes.items()) if AXES[name].joins_blocks]
-    values = (cfg.model, role.path, role.head, role.trained, role.lora, inside, *others)
+    values = (cfg.model, cfg.trainer.pack, role.path, role.head, role.trained, role.lora, inside, *others)
     return tuple(map(repr, values))
 
 
@@ -255,7 +255,7 @@ def empty_module(
     """Return the model of a role on the meta device, as ranks build it before it is split; and its backbone's name."""
     build = empty_causal_lm if role.head == LM else empty_value_model
     with no_init_weights():  # there are none, and going through all modules takes most of the time
-        return build(cfg.model, config, sizes, role)
+        return build(cfg.model, config, sizes, role, cfg.trainer.pack)
 
 
 def forward_dtype(role: RoleSpec, device: str) -> torch.dtype:

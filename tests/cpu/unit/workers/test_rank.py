@@ -65,10 +65,11 @@ def single_rank(model_path):
     [
         (1, {"max_tokens_per_micro_batch": 40}),
         (1, {"share_prefixes": False}),
+        (1, {"pack": False}),
         (2, {"max_tokens_per_micro_batch": 70}),
         (4, {"max_tokens_per_micro_batch": 50, "dp_replicate": 2}),
     ],
-    ids=["micro-batches", "prompts computed for each completion", "2 ranks", "2 replicas of 2 ranks"],
+    ids=["micro-batches", "prompts computed for each completion", "rows alone", "2 ranks", "2 replicas of 2 ranks"],
 )
 def test_result_does_not_depend_on_ranks_replicas_or_micro_batches(model_path, single_rank, world_size, settings):
     results = run_ranks(world_size, train_two_steps, model_path, cfg=config(**settings))
