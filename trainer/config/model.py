@@ -79,7 +79,8 @@ class ModelConfig(Section):
     trust_remote_code: bool = setting(False, resume="rollouts")
     """Allow the model directory to run its own Python code."""
     chat_template: str | None = setting(None, resume="rollouts")
-    """A Jinja file that replaces the tokenizer's chat template."""
+    """A Jinja file that replaces the tokenizer's chat template, or the name of one of its templates if there are
+    several. null: `tool_use` for chats with tools, and `default` for the others."""
     chat_template_kwargs: dict[str, Any] = open_section(resume="rollouts")
     """Variables of the chat template. Qwen3: `{enable_thinking: false}` lets the model answer without thinking first.
     Exported models keep them in their chat template."""

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import math
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import jinja2
+
 from trainer.config import DataConfig
+from trainer.data.chats import PromptCheck, read_chat, read_tools, read_variables, with_other_arguments, writes_strings
 from trainer.data.generators import generate
 from trainer.data.limits import TextTooLong, encode, max_characters
 from trainer.data.reasoning_tasks import check_task
@@ -28,7 +33,8 @@ _CHECKED_BYTES = 64 << 20
 twice."""
 
 Example = dict[str, Any]
-"""`prompt` (a string or chat messages), `answer` (a string) and, from files, the complete `row`."""
+"""`prompt` (a string or chat messages), `answer` (a string) and, from files, the complete `row`; of a complete chat the
+`reply`, too, its last message."""
 
 
 @dataclass(frozen=True)
@@ -89,22 +95,26 @@ def load_prompts(data: DataConfig, split: str, tokenizer: Any, max_prompt_tokens
     """
     prompts, lengths, total = [], [], 0
     limit = max_characters(tokenizer, max_prompt_tokens)
+    check = PromptCheck(tokenizer, (data.name_of("system_prompt"), data.system_prompt))
     for index, example in enumerate(read_examples(data, split)):
-        messages = as_messages(example["prompt"], data.system_prompt)
+        messages, where = as_messages(example["prompt"], data.system_prompt), partial(where_of, data, split, index)
+        tools, variables = beside(example, where)
         total += 1
         if not any(message["content"] for message in messages):
-            raise UserError(f"{_prompt_key(data)}: {_where(data, split, index)} has an empty prompt")
+            raise UserError(f"{_prompt_key(data)}: {where()} has an empty prompt")
+        text = render_text(tokenizer, messages, True, tools, variables)
         try:
-            token_ids = render(tokenizer, messages, add_generation_prompt=True, limit=limit)
+            token_ids = encode(tokenizer, text, limit)
         except TextTooLong:
             continue
         if not token_ids:
-            where = _where(data, split, index)
-            raise UserError(f"{_prompt_key(data)}: {where} has a prompt of which the chat template writes no token")
+            raise UserError(f"{_prompt_key(data)}: {where()} has a prompt of which the chat template writes no token")
+        check.add(messages, text, token_ids, where)
         lengths.append(len(token_ids))
         if len(token_ids) <= max_prompt_tokens:
             text, answer, row = messages[-1]["content"], example["answer"], example.get("row", example)
             prompts.append(Prompt(index, tuple(token_ids), text, answer, row, messages))
+    check.close()
     if not prompts:
         shortest = f"{min(lengths)} tokens" if lengths else f"more than {limit:,} characters"
         raise UserError(
@@ -113,6 +123,18 @@ def load_prompts(data: DataConfig, split: str, tokenizer: Any, max_prompt_tokens
         )
     first = next((place for place, prompt in enumerate(prompts) if prompt.index != place), len(prompts))
     return PromptSet(prompts, total - len(prompts), f"row {first + 1}")
+
+
+def beside(example: Example, where: Callable[[], str]) -> tuple[list[Any] | None, dict[str, Any]]:
+    """Return the tools of an example, and its variables of the chat template.
+
+    Raises:
+        UserError: its row has something else in these columns.
+    """
+    row = example.get("row", {})
+    if "tools" not in row and "chat_template_kwargs" not in row:
+        return None, {}
+    return read_tools(row, where()), read_variables(row, where())
 
 
 def load_rows(data: DataConfig, split: str) -> PromptSet:
@@ -164,7 +186,7 @@ def _files_of(data: DataConfig, split: str) -> tuple[str, list[str]]:
     return data.name_of(f"{split}_files"), data.train_files if split == "train" else data.val_files
 
 
-def _where(data: DataConfig, split: str, index: int) -> str:
+def where_of(data: DataConfig, split: str, index: int) -> str:
     """Return the location of an example, for errors. The files are read again."""
     if data.synthetic:
         return f"example {index + 1} of {data.name_of('synthetic')}={data.synthetic}"
@@ -278,7 +300,7 @@ class _Problems:
 
 
 def as_messages(prompt: Any, system_prompt: str | None) -> list[dict[str, str]]:
-    """Return a prompt as chat messages."""
+    """Return a prompt as chat messages, which `read_chat` has read."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     return ([{"role": "system", "content": system_prompt}] if system_prompt else []) + messages
 
@@ -302,21 +324,40 @@ def render_text(
     messages: Sequence[Mapping[str, Any]],
     add_generation_prompt: bool,
     tools: Sequence[Any] | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
     """Render a chat as the text whose tokens the model sees.
 
+    The arguments of calls are objects, or JSON text as the API of OpenAI has them. A template that cannot write them as
+    they are, or that writes a text as a JSON string, gets them in the other form.
+
     Args:
         tools: schemas that the template describes in its own way.
+        variables: of the template.
 
     Raises:
         UserError: the chat template refuses it (some support no system message, others require alternating roles).
     """
+
+    def write(chat: Sequence[Mapping[str, Any]]) -> str:
+        return tokenizer.apply_chat_template(
+            list(chat), tools=tools or None, add_generation_prompt=add_generation_prompt, tokenize=False, **given
+        )
+
+    given = variables or {}
     try:
         # transformers renders in Jinja's sandbox: a template has access to the messages and nothing else.
         with deadline(time_limits.RENDER_S):
-            return tokenizer.apply_chat_template(
-                list(messages), tools=tools or None, add_generation_prompt=add_generation_prompt, tokenize=False
-            )
+            other = with_other_arguments(messages)
+            if other is None:
+                return write(messages)
+            try:
+                text = write(messages)
+            except Exception:
+                return write(other)
+            with contextlib.suppress(jinja2.TemplateError, TypeError):
+                text = write(other) if writes_strings(text, messages) else text
+            return text
     except Exception as error:  # a template is a program and can raise anything
         raise UserError(
             f"model.chat_template: the chat template in use (that of {tokenizer.name_or_path}, if the key is not set) "
@@ -359,21 +400,23 @@ def _prompt_key(data: DataConfig) -> str:
 def _example(row: Any, where: str, data: DataConfig) -> Example:
     row = _row(row, where, data)
     if data.messages_key is not None:
-        chat = row.get(data.messages_key)
-        if not (_is_chat(chat) and len(chat) > 1 and chat[-1]["role"] == "assistant"):
+        chat = read_chat(row.get(data.messages_key))
+        if chat is None or len(chat) < 2 or chat[-1]["role"] != "assistant":
             raise UserError(
                 f"{data.name_of('messages_key')}={data.messages_key}: {where} must have a list of chat messages there, "
                 "with role and content, and the last one must be the assistant's"
             )
-        return _checked({"prompt": chat[:-1], "answer": chat[-1]["content"], "row": row}, where)
+        *prompt, reply = chat
+        return _checked({"prompt": prompt, "answer": reply["content"], "reply": reply, "row": row}, where)
     for key, name in (("prompt_key", data.prompt_key), ("answer_key", data.answer_key)):
         if name not in row:
-            chats = [column for column, value in row.items() if _is_chat(value)]
+            chats = [column for column, value in row.items() if read_chat(value) is not None]
             chat_key = data.name_of("messages_key")
             hint = f"; if {chats[0]} contains complete chats, set {chat_key}={chats[0]}" if chats else ""
             raise UserError(f"{data.name_of(key)}={name}: {where} has no such key; it has {', '.join(row)}{hint}")
     prompt, answer = row[data.prompt_key], row[data.answer_key]
-    if not (isinstance(prompt, str) or _is_chat(prompt)):
+    prompt = prompt if isinstance(prompt, str) else read_chat(prompt)
+    if prompt is None:
         raise UserError(
             f"{data.name_of('prompt_key')}={data.prompt_key}: {where} must have a string, or a list of chat messages "
             "with role and content"
@@ -387,20 +430,13 @@ def _example(row: Any, where: str, data: DataConfig) -> Example:
 
 
 def _checked(example: Example, where: str) -> Example:
-    messages = as_messages(example["prompt"], None)
+    messages = [*as_messages(example["prompt"], None), *([example["reply"]] if "reply" in example else [])]
     try:
-        for text in (example["answer"], *(message[key] for message in messages for key in ("role", "content"))):
+        for text in (example["answer"], *(f"{m['role']}{m['content']}" for m in messages)):
             text.encode()
+        others = [m for m in messages if len(m) > len(("role", "content"))]
+        if others:
+            json.dumps(others, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:  # JSON can contain half of a surrogate pair, which no tokenizer accepts
         raise UserError(f"{where}: contains half of a surrogate pair ({error})") from error
     return example
-
-
-def _is_chat(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
-        )
-    )

@@ -10,6 +10,7 @@ from trainer.config import Config
 from trainer.data.datasets import check_files
 from trainer.data.sft_dataset import load_train, load_val
 from trainer.models.files import check_trained_models, load_config
+from trainer.models.tokenizer import stop_token_ids
 from trainer.process.startup import stage
 from trainer.sources.evaluation import LossEvaluator
 from trainer.sources.routes import train_sources
@@ -34,7 +35,8 @@ def _source(given: Ingredients) -> tuple[SupervisedSource, LossEvaluator | None]
     cfg = given.cfg
     _warn_of_curricula(cfg)
     source = _examples(cfg, given.tokenizer, given.path)
-    val_examples = load_val(cfg.data, cfg.sft, given.tokenizer) if cfg.trainer.val_interval > 0 else []
+    stops = stop_token_ids(given.path, given.tokenizer)
+    val_examples = load_val(cfg.data, cfg.sft, given.tokenizer, stops) if cfg.trainer.val_interval > 0 else []
     return source, LossEvaluator(val_examples, given.learner.loss) if val_examples else None
 
 
@@ -49,11 +51,12 @@ def _warn_of_curricula(cfg: Config) -> None:
 
 def _examples(cfg: Config, tokenizer: Any, path: str) -> SupervisedSource:
     vocab_size = load_config(cfg.model, path).get_text_config().vocab_size
+    stops = stop_token_ids(path, tokenizer)
     weights = {name: source.weight for name, source in sorted(cfg.data.mix.items())}
     datasets = [
         dataset
         for source in train_sources(cfg)
-        for dataset in load_train(cfg.of_source(source).data, cfg.sft, tokenizer, vocab_size)
+        for dataset in load_train(cfg.of_source(source).data, cfg.sft, tokenizer, stops, vocab_size)
     ]
     return SupervisedSource(cfg.sft, datasets, cfg.trainer.seed, weights)
 

@@ -273,18 +273,73 @@ def test_over_long_prompts_are_dropped_and_counted(tmp_path, tokenizer):
     with pytest.raises(UserError, match="rollout.max_prompt_tokens=4: all 5 train prompts are longer; .* has 5 tokens"):
         load_prompts(data, "train", tokenizer, 4)
     with pytest.raises(UserError, match="sft.max_length=5: all 5 training prompts fill it"):
-        load_train(data, SFTConfig(max_length=5), tokenizer)
+        load_train(data, SFTConfig(max_length=5), tokenizer, [tokenizer.eos_token_id])
 
 
 def test_a_template_that_refuses_a_chat_is_named(tmp_path, model):
     template = tmp_path / "strict.jinja"
-    template.write_text("{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system!') }}{% endif %}hi")
+    template.write_text("{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system!') }}{% endif %}hi a")
     strict = load_tokenizer(model, str(template))
     data = files(jsonl(tmp_path / "a.jsonl", {"prompt": "a", "answer": "b"}))
-    assert strict.decode(load_prompts(data, "train", strict, 9).prompts[0].token_ids) == "hi"
+    assert strict.decode(load_prompts(data, "train", strict, 9).prompts[0].token_ids) == "hi a"
     data.system_prompt = "Think."
     with pytest.raises(UserError, match="model.chat_template: .* system, user .No system!"):
         load_prompts(data, "train", strict, 9)
+
+
+def test_calls_and_tools_of_a_prompt_are_written_by_the_template(tmp_path, model):
+    """A `content` that is null beside calls is an empty text, and other fields that are null are none."""
+    template = tmp_path / "tools.jinja"
+    template.write_text(
+        "{{ tools | tojson }}{{ mood }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+        "{% if 'tool_calls' in m %}{{ m.tool_calls[0].function.arguments | tojson }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer = load_tokenizer(model, str(template))
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": None}}}
+    chat = [
+        {"role": "user", "content": "a", "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "1"},
+    ]
+    row = {"prompt": chat, "answer": "b", "tools": '[{"name": "f"}]', "chat_template_kwargs": {"mood": "!"}}
+    found = load_prompts(files(jsonl(tmp_path / "a.jsonl", row)), "train", tokenizer, 999).prompts[0]
+    expected = '[{"name": "f"}]!<|user|>a<|assistant|>{"x": null}<|tool|>1<|assistant|>'
+    assert tokenizer.decode(found.token_ids) == expected
+    for changed, problem in (
+        ({"tools": ["hammer"]}, "a.jsonl:1: the column tools must have a list of tools as JSON schemas"),
+        ({"chat_template_kwargs": "x"}, "a.jsonl:1: the column chat_template_kwargs must have an object"),
+        ({"prompt": [{"role": "user", "content": None}]}, "data.prompt_key=prompt: .*a.jsonl:1 must have a string"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            load_prompts(files(jsonl(tmp_path / "a.jsonl", row | changed)), "train", tokenizer, 999)
+
+
+def test_prompts_that_a_template_loses_are_refused_or_named(tmp_path, model, caplog):
+    template = tmp_path / "t.jinja"
+    rows = [{"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": word}], "answer": "x"}
+            for word in ("first", "second")]  # fmt: skip
+    data = files(jsonl(tmp_path / "a.jsonl", *rows))
+
+    def load(text: str) -> list[str]:
+        template.write_text(text)
+        tokenizer = load_tokenizer(model, str(template))
+        return [tokenizer.decode(one.token_ids) for one in load_prompts(data, "train", tokenizer, 99).prompts]
+
+    with pytest.raises(UserError, match="model.chat_template: .*writes nothing of what the user says in .*a.jsonl:1"):
+        load("Hello{% if add_generation_prompt %}<|assistant|>{% endif %}")
+    with pytest.raises(UserError, match="model.chat_template: .* writes the same for all 2 prompts"):
+        load("first second{% if add_generation_prompt %}<|assistant|>{% endif %}")
+    with pytest.raises(UserError, match="model.chat_template: .* writes no generation prompt, and '<.ass"):
+        load("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}")
+    ignores = "{% for m in messages if m.role != 'system' %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>"
+    assert load(ignores) == ["<|user|>first<|assistant|>", "<|user|>second<|assistant|>"]
+    [line] = caplog.messages
+    assert "does not see all of 2 of 2 prompts: a message of the role system is left out; the first is" in line
+    assert line.endswith("a.jsonl:1")
+    data.system_prompt = "Think."
+    with pytest.raises(UserError, match="data.system_prompt: the chat template in use .* does not write it"):
+        load(ignores)
 
 
 def test_a_prompt_without_a_token_is_refused_by_its_line(tmp_path, model):

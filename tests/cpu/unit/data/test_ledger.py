@@ -473,7 +473,7 @@ def source_of(files: dict[str, str], before: Settings, key: str, value: Any = No
         prompts = load_prompts(data, "train", tokenizer, changed.get("max_prompt_tokens", 512)).prompts
         return Ledger([prompts], 1, "prompts", lambda: repr(prompts))
     sft = SFTConfig(**{**settings, **changed})
-    parts = load_train(data, sft, tokenizer)
+    parts = load_train(data, sft, tokenizer, [tokenizer.eos_token_id])
     return SupervisedSource(sft, parts, 1)
 
 

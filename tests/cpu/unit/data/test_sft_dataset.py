@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from trainer.config import DataConfig, SFTConfig, TinyConfig
+from trainer.data import sft_dataset
 from trainer.data.rollout_io import read_lines, write_rollouts
-from trainer.data.sft_dataset import encode, load_train, load_val
+from trainer.data.turns import Stops
 from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
 from trainer.models.tiny import build_tiny
@@ -33,6 +34,25 @@ def tokenizer(model_path):
 
 def sft(**options) -> SFTConfig:
     return SFTConfig(**{"max_length": 100, **options})
+
+
+def encode(example, tokenizer, system_prompt, config) -> Sample:
+    """The one sample of an example."""
+    [sample] = encode_all(example, tokenizer, system_prompt, config)
+    return sample
+
+
+def encode_all(example, tokenizer, system_prompt, config) -> list[Sample]:
+    stops = Stops(tokenizer, [tokenizer.eos_token_id])
+    return sft_dataset.encode(example, tokenizer, system_prompt, config, stops)
+
+
+def load_train(data, config, tokenizer, vocab_size=None) -> list[list[Sample]]:
+    return sft_dataset.load_train(data, config, tokenizer, [tokenizer.eos_token_id], vocab_size)
+
+
+def load_val(data, config, tokenizer) -> list[Sample]:
+    return sft_dataset.load_val(data, config, tokenizer, [tokenizer.eos_token_id])
 
 
 def learnt(encoded: Sample, tokenizer) -> list[str]:
@@ -79,25 +99,41 @@ def test_loss_is_on_the_messages_of_the_roles(tokenizer, roles, expected):
     assert learnt(encoded, tokenizer) == expected
 
 
-def test_messages_that_a_template_changes_are_found_without_their_reasoning_or_refused(tokenizer):
+def with_template(tokenizer, template: str):
     changed = copy.deepcopy(tokenizer)
-    changed.chat_template = tokenizer.chat_template.replace(
-        "message['content'] }}", "message['content'].split('</think>')[-1].lstrip() }}"
+    changed.chat_template = template
+    return changed
+
+
+def test_a_thought_that_the_template_drops_from_replies_is_refused(tokenizer):
+    changed = with_template(
+        tokenizer,
+        tokenizer.chat_template.replace(
+            "message['content'] }}", "message['content'].split('</think>')[-1].lstrip() }}"
+        ),
     )
     chat = [CHAT[0], {"role": "assistant", "content": "<think>hm</think>\n\nb"}, CHAT[2]]
-    encoded = encode({"prompt": chat, "answer": "x"}, changed, None, sft())
-    assert learnt(encoded, changed) == ["b<|end|>", "x<|end|>"]
-    changed.chat_template = tokenizer.chat_template.replace("message['content'] }}", "message['content'] | upper }}")
-    with pytest.raises(UserError, match=r"sft.train_on=assistant: the chat template changes message 1 \('a<b'\)"):
+    with pytest.raises(UserError, match=r"message 2.content: the chat template in use .* does not write all of it"):
         encode({"prompt": chat, "answer": "x"}, changed, None, sft())
-    encode({"prompt": "one message is fine", "answer": "x"}, changed, None, sft())
+    others = encode({"prompt": chat, "answer": "x"}, changed, None, sft(train_on=["user"]))
+    assert learnt(others, changed) == ["a<b", "b"], "the thought is found where the template drops it"
+
+
+def test_a_message_of_another_role_that_a_template_changes_is_refused(tokenizer):
+    upper = tokenizer.chat_template.replace("message['content'] }}", "message['content'] | upper }}")
+    changed = with_template(tokenizer, upper)
+    problem = r"sft.train_on=user: the chat template changes message 1 \('a<b'\)"
+    with pytest.raises(UserError, match=problem):
+        encode({"prompt": CHAT[:1], "answer": "x"}, changed, None, sft(train_on=["user"]))
+    assert learnt(encode({"prompt": "abc", "answer": "x"}, changed, None, sft()), changed) == ["X<|end|>"]
 
 
 def test_a_message_is_not_confused_with_text_of_the_template(tokenizer):
-    changed = copy.deepcopy(tokenizer)
-    changed.chat_template = (
+    changed = with_template(
+        tokenizer,
         "You are an assistant of the user."
         "{% for m in messages %}{{ '<|user|>' + m['role'] + ': ' + m['content'] + '<|end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|user|>assistant: {% endif %}",
     )
     chat = [
         {"role": "user", "content": "user"},
@@ -142,7 +178,11 @@ def test_with_weights_each_file_is_a_data_set(tokenizer, tmp_path):
         len(p) for p in load_train(DataConfig(train_files=files, messages_key="chat", train_size=4), sft(), tokenizer)
     ] == [4]
     with pytest.raises(UserError, match="data.train_size=3: leaves nothing of .*b.jsonl"):
-        load_train(DataConfig(train_files=files, messages_key="chat", train_size=3), sft(weights=[1, 2]), tokenizer)
+        load_train(
+            DataConfig(train_files=files, messages_key="chat", train_size=3),
+            sft(weights=[1, 2]),
+            tokenizer,
+        )
     with pytest.raises(UserError, match=r"data.messages_key=messages: .*a.jsonl:1 must have a list of chat messages"):
         load_train(DataConfig(train_files=files, messages_key="messages"), sft(), tokenizer)
 
@@ -256,7 +296,12 @@ def test_rollouts_are_read_back_as_they_were_sampled(tokenizer, tmp_path):
     ):
         (tmp_path / "bad.jsonl").write_text("".join(json.dumps(r) + "\n" for r in (row, {**row, **change})))
         with pytest.raises(UserError, match=problem):
-            load_train(DataConfig(train_files=[str(tmp_path / "bad.jsonl")]), sft(source="rollouts"), tokenizer, 320)
+            load_train(
+                DataConfig(train_files=[str(tmp_path / "bad.jsonl")]),
+                sft(source="rollouts"),
+                tokenizer,
+                320,
+            )
     with pytest.raises(UserError, match="data.train_size=1: leaves nothing of .*step_5.arrow, which sft.weights names"):
         load_train(
             DataConfig(train_files=[file, file], train_size=1), sft(source="rollouts", weights=[1, 1]), tokenizer

@@ -16,10 +16,12 @@ from tests.support.chat_templates import TEMPLATES
 from trainer.config import SFTConfig, compose
 from trainer.data.datasets import read_files
 from trainer.data.sft_dataset import encode
+from trainer.data.turns import Stops
 from trainer.environments import StepResult, supervised_chat
 from trainer.environments.conversation import Conversation
 from trainer.errors import UserError
 from trainer.generation.engine import Completion
+from trainer.models.tokenizer import stop_token_ids
 
 ROW = {"prompt": "What is 6 times 7?", "answer": "42"}
 CALL = {"role": "assistant", "content": None, "tool_calls": [
@@ -33,6 +35,10 @@ CHAT = [
 ]
 
 
+def ends_of(tokenizer) -> Stops:  # noqa: F811
+    return Stops(tokenizer, stop_token_ids(tokenizer.name_or_path, tokenizer))
+
+
 @pytest.mark.parametrize("name", ["embedded", *TEMPLATES])
 def test_the_tokens_before_the_first_reply_are_those_of_the_episode(tokenizer, name, tmp_path):  # noqa: F811
     with_template(tokenizer, name)
@@ -43,10 +49,11 @@ def test_the_tokens_before_the_first_reply_are_those_of_the_episode(tokenizer, n
     file.write_text(json.dumps(rows[0]) + "\n")
     words = ["data=files", f"data.train_files=[{file}]", "data.messages_key=messages", "trainer.val_interval=-1"]
     [[example]] = read_files(compose(words).data, "train")
-    sample = encode(example, tokenizer, None, SFTConfig(max_length=100_000))
+    [sample] = encode(example, tokenizer, None, SFTConfig(max_length=100_000), ends_of(tokenizer))
     prompt = len(episode.token_ids)
     assert sample.token_ids[:prompt].tolist() == episode.token_ids and not sample.mask[:prompt].any()
-    assert tokenizer.decode(sample.token_ids[prompt:], skip_special_tokens=True) == "42" and sample.mask[prompt:].all()
+    said = tokenizer.decode(sample.token_ids[prompt:], skip_special_tokens=True)
+    assert said.endswith("42") and sample.mask[prompt:].all()
 
 
 @pytest.mark.parametrize(
@@ -80,7 +87,8 @@ def test_a_chat_with_calls_is_what_the_episode_would_be(tokenizer):  # noqa: F81
     conversation = asyncio.run(play())
     assert [dict(message) for message in conversation.messages] == messages
     example = {"prompt": messages[:-1], "answer": messages[-1]["content"]}
-    sample, [played] = encode(example, tokenizer, None, SFTConfig(max_length=100_000)), conversation.samples()
+    [sample] = encode(example, tokenizer, None, SFTConfig(max_length=100_000), ends_of(tokenizer))
+    [played] = conversation.samples()
     assert sample.token_ids.tolist() == played.token_ids.tolist() and sample.mask.tolist() == played.mask.tolist()
 
 
