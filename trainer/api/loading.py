@@ -61,10 +61,10 @@ class SavedCheckpoint:
             dtype: `auto` (the dtype in the model's config), `float32`, `bfloat16` or `float16`.
             trust_remote_code: execute the model's code that the checkpoint holds, if there is any.
         """
-        from transformers import AutoModelForCausalLM
+        from trainer.models.loading import load_pretrained
 
         with self._exported(dtype) as directory:
-            return AutoModelForCausalLM.from_pretrained(directory, dtype="auto", trust_remote_code=trust_remote_code)
+            return load_pretrained(directory, "auto", trust_remote_code)
 
     def tokenizer(self, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
         """Return the tokenizer of the policy, with the chat template of the run."""

@@ -37,6 +37,8 @@ class EngineSpec:
     holds_start_weights: bool = True
     """An engine that has been built holds the initial weights of the policy. false: it is older than the job, and may
     hold others. It gets the weights before the first step."""
+    reads_index_first: bool = False
+    """It loads the files of an index first, and transformers, and so the ranks, `model.safetensors`."""
     names_receivers: bool = False
     """It says itself on which hosts its processes take weights (`ServedEngine.receivers`). false: the process that
     builds it takes them, and one more for each further GPU."""
@@ -118,6 +120,7 @@ ENGINES: dict[str, EngineSpec] = {
     "vllm": EngineSpec(
         path="trainer.generation.vllm_engine:VLLMEngine",
         transports=("shared_memory", "broadcast", "ipc"),
+        reads_index_first=True,
         max_lora_rank=512,
         tensor_parallel=True,
         streaming=True,

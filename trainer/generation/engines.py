@@ -16,6 +16,7 @@ from typing import Any
 
 from trainer.cluster.worker_groups import CallFutures, WorkerGroup
 from trainer.config import Config
+from trainer.config.role_specs import POLICY_KEY
 from trainer.errors import (
     RESTART_HINT,
     FailureSource,
@@ -29,6 +30,7 @@ from trainer.generation.engine import build_engine
 from trainer.generation.lifecycle import GpuMemory, Lifecycle, State
 from trainer.generation.server_protocol import Job
 from trainer.generation.transport import wait_for_all
+from trainer.models.untrusted import check_one_reading
 from trainer.process import time_limits
 from trainer.process.failure_log import INCIDENTS, describe
 from trainer.process.restart_policy import Decision, Restarts
@@ -377,6 +379,8 @@ def engine_builder(cfg: Config, model_path: str, device: str, joins: bool, job: 
         job: who uses inference servers; None: the engines are none.
     """
     spec = cfg.engine
+    if spec.reads_index_first:
+        check_one_reading(model_path, POLICY_KEY)
     return functools.partial(
         build_engine,
         dataclasses.replace(spec, transports=()),  # the functions of a user's transport may not be pickled

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import glob
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import UserError
 from trainer.files.shared_memory import PrivateDirectory
+from trainer.models.untrusted import weight_files
 
 if TYPE_CHECKING:
     from trainer.cluster.worker_groups import CallFutures, WorkerGroup
@@ -96,4 +96,4 @@ class FixedWeights:
             self._copy = None
 
     def _files(self) -> list[str]:
-        return sorted(glob.glob(os.path.join(glob.escape(self._path), "*.safetensors")))
+        return weight_files(self._path)

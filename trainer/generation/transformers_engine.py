@@ -12,7 +12,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers import (
-    AutoModelForCausalLM,
     DynamicCache,
     GenerationConfig,
     LogitsProcessor,
@@ -27,6 +26,7 @@ from trainer.files.shared_memory import check_owner
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.request_scheduler import by_length
 from trainer.generation.weight_sync import Broadcast, Ipc, SharedMemory
+from trainer.models.loading import load_pretrained
 from trainer.models.weight_names import module_weights
 from trainer.parallel.shard import param_dtype
 
@@ -101,9 +101,7 @@ class TransformersEngine:
         self._max_num_seqs = rollout.max_num_seqs
         self._version = 0
         self._asleep = False
-        self._model = AutoModelForCausalLM.from_pretrained(
-            model_path, dtype=param_dtype(dtype, device), trust_remote_code=trust_remote_code
-        ).to(device)
+        self._model = load_pretrained(model_path, param_dtype(dtype, device), trust_remote_code).to(device)
         self._model.eval()
         # The generation config of the model directory may set penalties or sampling.
         self._model.generation_config = GenerationConfig()

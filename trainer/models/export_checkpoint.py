@@ -5,7 +5,6 @@ No code in the checkpoint is executed, and only files that its manifest contains
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 import sys
@@ -23,7 +22,7 @@ from trainer.files.hf_hub import first_line
 from trainer.models.export import assign_to_files, atomic_directory, write_index
 from trainer.models.files import ADAPTER_CONFIG
 from trainer.models.lora import adapted_weight, adapter_parameters, peft_name
-from trainer.models.untrusted import check_model_files, files_in_index, tensor_shapes
+from trainer.models.untrusted import check_model_files, weight_shapes
 from trainer.models.weight_names import empty_model, file_tensors, file_units
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -261,26 +260,15 @@ def _merged(files: SavedFiles, lora: dict[str, Any], base: str) -> _Source:
 
 def _base_weights(base: str) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Return the file of each weight in the directory `base`, and its shape and dtype (see `_Source`)."""
-    index = os.path.join(base, "model.safetensors.index.json")
-    if os.path.exists(index):
-        try:
-            shards = [os.path.join(base, name) for name in sorted(set(files_in_index(index).values()))]
-        except (OSError, ValueError) as error:
-            raise UserError(f"{index}: cannot be read ({first_line(error)})") from error
-    else:
-        shards = sorted(glob.glob(os.path.join(glob.escape(base), "model*.safetensors")))
-    if not shards:
+    try:
+        found = weight_shapes(base)
+    except ValueError as error:
+        raise UserError(f"{base}: {error}; name the weights with --base") from error
+    if not found:
         raise UserError(
             f"{base}: contains no safetensors, and the adapters need the weights that were there; name their "
             "directory with --base, or write only the adapter with --adapter"
         )
-    file_of: dict[str, str] = {}
-    weights: dict[str, Tensor] = {}
-    for file in shards:
-        try:
-            shapes = dict(sorted(tensor_shapes(file).items()))
-        except (OSError, ValueError) as error:
-            raise UserError(f"{file}: cannot be read ({first_line(error)}); name the weights with --base") from error
-        file_of |= dict.fromkeys(shapes, file)
-        weights |= {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    file_of = {name: file for name, (file, _) in sorted(found.items())}
+    weights = {name: torch.empty(found[name][1], device="meta") for name in file_of}
     return file_of, weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import os
 import shlex
@@ -13,7 +14,7 @@ from trainer.config.role_specs import POLICY_KEY
 from trainer.errors import UserError
 from trainer.files.hf_hub import first_line, pinned, why_missing, with_retries
 from trainer.models.given import MODEL_FILES
-from trainer.models.untrusted import check_model_files, quantised_tensor
+from trainer.models.untrusted import check_model_files, quantised_tensor, weight_shapes
 from trainer.process.startup import importing
 
 if TYPE_CHECKING:
@@ -30,6 +31,11 @@ _MEDIA = ("vision", "image", "video", "audio", "speech", "vq")
 """Words in the names of the parts of a config.json that describe how a model reads more than text."""
 
 _UNQUANTISED = "save the model with weights of 16 bits, as docs/models.md shows, and name that directory"
+
+_HEAD, _EMBEDDING = "lm_head.weight", ("embed", "wte")
+"""End of the name of an output head, and parts of those of the embeddings that families tie to it."""
+_ROWS = 1 << 14
+"""Rows of a vocabulary that are compared at a time."""
 
 
 def resolve_model_path(path: str, key: str = POLICY_KEY) -> str:
@@ -89,7 +95,46 @@ def load_config(model: ModelConfig, path: str, key: str = POLICY_KEY) -> Pretrai
     except Exception as error:  # a corrupt config.json can raise any exception
         raise UserError(f"{key}={path}: its config.json cannot be used ({first_line(error)})") from error
     check_sizes(text, _SIZES, f"{key}={path}")
+    untie_own_head(config, path)
     return config
+
+
+def untie_own_head(config: PretrainedConfig, path: str) -> None:
+    """Let `config` say that head and embedding are not tied, if those in the files in `path` differ.
+
+    transformers and vLLM use such a head, whatever the config says.
+    """
+    text = config.get_text_config()
+    if not (getattr(config, "tie_word_embeddings", False) or getattr(text, "tie_word_embeddings", False)):
+        return
+    try:
+        found = weight_shapes(path)
+    except ValueError:  # whoever loads the weights says so
+        return
+    heads = [name for name in found if name.endswith(_HEAD)]
+    for head in heads:
+        file, shape = found[head]
+        same = [name for name in found if found[name][1] == shape and any(word in name for word in _EMBEDDING)]
+        if any(_differ((file, head), (found[name][0], name), os.stat(file).st_mtime_ns) for name in same):
+            config.tie_word_embeddings = text.tie_word_embeddings = False
+
+
+@functools.cache
+def _differ(one: tuple[str, str], other: tuple[str, str], written: int) -> bool:
+    """Return whether two tensors, each named by its file and its name there, have different values.
+
+    Args:
+        written: when the first file was written, so that a new file is read again.
+    """
+    import torch
+    from safetensors import safe_open
+
+    with safe_open(one[0], framework="pt") as first, safe_open(other[0], framework="pt") as second:
+        a, b = first.get_slice(one[1]), second.get_slice(other[1])
+        return not all(
+            torch.equal(a[row : row + _ROWS].float(), b[row : row + _ROWS].float())
+            for row in range(0, a.get_shape()[0], _ROWS)
+        )
 
 
 def check_trained_models(cfg: Config) -> None:
@@ -155,7 +200,9 @@ def write_assets(model_path: str, directory: str, tokenizer: Any, trust_remote_c
     """Write the files of a model directory except weights: config, generation config and tokenizer."""
     from transformers import AutoConfig, GenerationConfig
 
-    AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code).save_pretrained(directory)
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+    untie_own_head(config, model_path)
+    config.save_pretrained(directory)
     if os.path.exists(os.path.join(model_path, "generation_config.json")):
         GenerationConfig.from_pretrained(model_path).save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -8,9 +8,8 @@ rank 0, and the weights are scattered.
 from __future__ import annotations
 
 import copy
-import glob
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -32,7 +32,7 @@ from trainer.models.files import load_trained_config
 from trainer.models.lora import add_adapters, hugging_face_name, initialise_adapters
 from trainer.models.parallel_checks import refuse_axis
 from trainer.models.tensor_parallel import apply_tp
-from trainer.models.untrusted import tensor_shapes
+from trainer.models.untrusted import weight_shapes
 from trainer.models.weight_names import keep_conversions
 from trainer.parallel.ac_and_compile import compiles_blocks, prepare_blocks
 from trainer.parallel.layout import Layout
@@ -215,12 +215,17 @@ def _shard_and_fill(
                 parameter.zero_()
     initialise_adapters(module, seed)
     names = _names_in_files(module, has_score=not spec.trained)
-    shapes = _shapes_in_safetensors(path, spec.key)
-    if set(names) <= set(shapes):
+    try:
+        found = weight_shapes(path)
+    except ValueError as error:
+        raise UserError(f"{spec.key}={path}: {error}") from error
+    if set(names) <= set(found):
         tensors = module.state_dict()
         state = {file_name: tensors[name] for file_name, name in names.items()}
-        _check_shapes(f"{spec.key}={path}", state, shapes)
-        dcp.load(state, storage_reader=HuggingFaceStorageReader(path))
+        _check_shapes(f"{spec.key}={path}", state, {name: shape for name, (_, shape) in found.items()})
+        reader = HuggingFaceStorageReader(path)
+        reader.fs = _Files({file for file, _ in found.values()})
+        dcp.load(state, storage_reader=reader)
     else:
         _scatter_from_rank0(module, model, path, spec.key, names)
     return module
@@ -246,6 +251,16 @@ def _names_in_files(module: nn.Module, has_score: bool) -> dict[str, str]:
     return names
 
 
+class _Files(FileSystem):
+    """Lists these files in place of all in a directory."""
+
+    def __init__(self, files: Collection[str]):
+        self._files = sorted(files)
+
+    def ls(self, path: str | os.PathLike[str]) -> list[str]:
+        return self._files
+
+
 def _scatter_from_rank0(module: nn.Module, model: ModelConfig, path: str, key: str, names: dict[str, str]) -> None:
     """Load the model with transformers on rank 0, and scatter its weights.
 
@@ -257,38 +272,54 @@ def _scatter_from_rank0(module: nn.Module, model: ModelConfig, path: str, key: s
     problem = [None]
     if dist.get_rank() == 0:
         try:
-            lm = AutoModelForCausalLM.from_pretrained(
-                path, dtype=torch.float32, trust_remote_code=model.trust_remote_code
-            )
-            full = {names[name]: tensor for name, tensor in lm.state_dict().items() if name in names}
-            missing = sorted(set(names.values()) - set(full))
-            problem = [f"it lacks the weight {missing[0]}" if missing else None]
+            tensors = load_pretrained(path, torch.float32, model.trust_remote_code, names).state_dict()
+            _check_tied(module, tensors, path)
+            full = {names[name]: tensor for name, tensor in tensors.items() if name in names}
+        except UserError as error:
+            problem = [f"{key}={error}"]
         except Exception as error:  # a corrupt or hostile file can raise any exception
-            problem = [describe_error(error)]
+            problem = [f"{key}={path}: cannot be loaded, {describe_error(error)}"]
     dist.broadcast_object_list(problem)
     if problem[0]:
-        raise UserError(f"{key}={path}: cannot be loaded, {problem[0]}")
+        raise UserError(problem[0])
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     set_model_state_dict(module, full, options=options)
 
 
-def _shapes_in_safetensors(path: str, key: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors in the safetensors files of a model directory, by name.
+def load_pretrained(
+    path: str, dtype: torch.dtype | str, trust_remote_code: bool, needed: Collection[str] | None = None
+) -> PreTrainedModel:
+    """Return the causal LM in the directory `path` as transformers loads it.
 
     Args:
-        key: names the directory in messages.
+        needed: names of the tensors that are used. None: all.
 
     Raises:
-        UserError: a file cannot be read.
+        UserError: its files lack one, and transformers would give it random values.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(glob.glob(os.path.join(glob.escape(path), "*.safetensors"))):
-        try:
-            shapes |= tensor_shapes(file)
-        except (OSError, ValueError) as error:
-            name = os.path.basename(file)
-            raise UserError(f"{key}={path}: its {name} cannot be used ({one_line(str(error))})") from error
-    return shapes
+    lm, report = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
+    )
+    lacking = set(report["missing_keys"]) | (set() if needed is None else set(needed) - set(lm.state_dict()))
+    missing = sorted(lacking if needed is None else lacking & set(needed))
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        unknown = sorted(report["unexpected_keys"])
+        others = f"; they have {one_line(unknown[0])}, which is no weight of {type(lm).__name__}" if unknown else ""
+        raise UserError(f"{path}: its files lack the weight {missing[0]}{more}{others}")
+    return lm
+
+
+def _check_tied(module: nn.Module, tensors: Mapping[str, Tensor], path: str) -> None:
+    """Refuse weights that `module` ties, and that transformers has not tied because their values differ."""
+    first: dict[int, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(parameter), name)
+        if name in tensors and tensors[name].data_ptr() != tensors[other].data_ptr():
+            raise UserError(
+                f"{path}: its files have a {name} that differs from {other}, although its config.json ties the two; "
+                "set tie_word_embeddings to false there"
+            )
 
 
 def _check_shapes(named: str, state: Mapping[str, Tensor], shapes: dict[str, tuple[int, ...]]) -> None:

@@ -33,7 +33,7 @@ _BITS = {
     **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
 }
 _QUANTISED = ("F8", "F6", "F4")
-_INDEX_IN_USE = "model.safetensors.index.json"
+_SINGLE_FILE, _INDEX_IN_USE = "model.safetensors", "model.safetensors.index.json"
 _START_OF_POINTER = b"version https://git-lfs.github.com/"
 _STARTS_OF_BIN = (b"PK\x03\x04", b"\x80\x02")
 """A zip file, or the pickle of torch's older format."""
@@ -69,13 +69,92 @@ def tensor_shapes(file: str) -> dict[str, tuple[int, ...]]:
         return {name: shape for name, (_, shape) in _read_header(opened).items()}
 
 
+def weight_files(path: str) -> list[str]:
+    """Return the safetensors files that hold the weights of the directory `path`, as transformers chooses them.
+
+    One file of the usual name goes before an index, even if the index names others. Empty: there is neither.
+
+    Raises:
+        OSError: the index cannot be read.
+        ValueError: it is no index, or names a file outside of its directory.
+    """
+    single, index = os.path.join(path, _SINGLE_FILE), os.path.join(path, _INDEX_IN_USE)
+    if os.path.isfile(single):
+        return [single]
+    return _files_of_index(index) if os.path.isfile(index) else []
+
+
+def weight_shapes(path: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return the file and the shape of each tensor in the `weight_files` of the directory `path`, by name.
+
+    Raises:
+        ValueError: a file cannot be used, or a tensor is in two files.
+    """
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    try:
+        files = weight_files(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"its {_INDEX_IN_USE} cannot be used ({one_line(str(error))})") from error
+    for file in files:
+        for name, shape in _usable_shapes(file).items():
+            if name in found:
+                names = [os.path.basename(one) for one in (found[name][0], file)]
+                raise ValueError(f"its {names[0]} and {names[1]} both hold {one_line(name)}; remove one of them")
+            found[name] = file, shape
+    return found
+
+
+def _usable_shapes(file: str) -> dict[str, tuple[int, ...]]:
+    try:
+        return tensor_shapes(file)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"its {os.path.basename(file)} cannot be used ({one_line(str(error))})") from error
+
+
+def check_one_reading(path: str, key: str) -> None:
+    """Refuse a directory in which vLLM would read a weight from another file than transformers.
+
+    vLLM reads the files of the index, and without an index all safetensors files.
+
+    Args:
+        key: names the directory in messages.
+
+    Raises:
+        UserError: see above; or a file cannot be used.
+    """
+    try:
+        own = weight_shapes(path)
+        index = os.path.join(path, _INDEX_IN_USE)
+        others = _files_of_index(index) if os.path.isfile(index) else _safetensors(path)
+        for file in sorted(set(others) - {file for file, _ in own.values()}):
+            if twice := own.keys() & _usable_shapes(file).keys():
+                name = min(twice)
+                raise ValueError(
+                    f"transformers reads {one_line(name)} from {os.path.basename(own[name][0])}, and vLLM from "
+                    f"{os.path.basename(file)}; remove the file that is not of this model"
+                )
+    except (OSError, ValueError) as error:
+        raise UserError(f"{key}={path}: {error}") from error
+
+
+def _safetensors(path: str) -> list[str]:
+    return sorted(glob.glob(os.path.join(glob.escape(path), "*.safetensors")))
+
+
+def _files_of_index(index: str) -> list[str]:
+    return [os.path.join(os.path.dirname(index), file) for file in sorted(set(files_in_index(index).values()))]
+
+
 def quantised_tensor(path: str) -> str | None:
     """Return the name and the type of a quantised weight in the safetensors files of the directory `path`, if any.
 
     A library that does not know of the quantisation would read the numbers without their scales. Integers are weights
     only under the name of one: masks and tables of tokens are integers too. Files that cannot be read are left out.
     """
-    for file in sorted(glob.glob(os.path.join(glob.escape(path), "*.safetensors"))):
+    files: list[str] = []
+    with contextlib.suppress(OSError, ValueError):
+        files = weight_files(path)
+    for file in files:
         with contextlib.suppress(OSError, ValueError), open_regular(file) as opened:
             for name, (kind, _) in _read_header(opened).items():
                 if kind.startswith(_QUANTISED) or (kind in ("I8", "U8") and name.endswith("weight")):

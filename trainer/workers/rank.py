@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import math
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -19,6 +18,7 @@ from trainer.errors import RESTART_HINT, UserError, WorkerError
 from trainer.files.shared_memory import clear_abandoned
 from trainer.models.files import resolve_model_path
 from trainer.models.loading import load_model
+from trainer.models.untrusted import weight_files
 from trainer.objectives.base import GROUP, Objective, make_objective
 from trainer.parallel.batching import Batch, RankUpdate, select
 from trainer.parallel.determinism import use_deterministic_kernels
@@ -207,7 +207,7 @@ class Rank:
 
         Not a collective.
         """
-        for path in sorted(glob.glob(os.path.join(model_path, "*.safetensors")))[self.rank :: self.world_size]:
+        for path in weight_files(model_path)[self.rank :: self.world_size]:
             with open(path, "rb", buffering=0) as file:
                 while file.read(_READ_BYTES):
                     pass

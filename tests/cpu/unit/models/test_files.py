@@ -12,8 +12,15 @@ from safetensors.torch import load_file, save_file
 from tests.support.runs import configured
 from trainer.config import ModelConfig, TinyConfig
 from trainer.errors import UserError
-from trainer.models.files import check_trained_models, load_config, load_trained_config, resolve_model_path
+from trainer.models.files import (
+    check_trained_models,
+    load_config,
+    load_trained_config,
+    resolve_model_path,
+    write_assets,
+)
 from trainer.models.tiny import build_tiny
+from trainer.models.tokenizer import load_tokenizer
 
 
 def test_a_directory_around_a_model_is_refused_with_the_directory_of_the_model(tmp_path):
@@ -91,7 +98,7 @@ def test_weights_of_8_bits_are_refused_if_the_config_does_not_say_so(tmp_path, n
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     load_trained_config(ModelConfig(), path)  # a mask has bytes, too
     weights["model.norm.weight"] = torch.ones(16).to(getattr(torch, name))
-    save_file(weights, tmp_path / "more.safetensors", metadata={"format": "pt"})
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r": its weights are quantised \(model.norm.weight has the type [FIU]8.*\); "):
         load_trained_config(ModelConfig(), path)
 
@@ -119,3 +126,17 @@ def test_each_model_that_ranks_load_is_checked_under_its_key(tmp_path):
     cfg.model.path = None
     with pytest.raises(UserError, match=f"^trainer.critic.path={quantised}: its weights"):
         check_trained_models(cfg)
+
+
+@pytest.mark.parametrize(("change", "tied"), [(1.0, False), (0.0, True), (None, True)], ids=["own", "same", "none"])
+def test_a_head_that_differs_from_the_embedding_is_not_tied_to_it(tmp_path, change, tied):
+    """In what is loaded, and in what is exported."""
+    path = rewrite(tmp_path / "model")
+    weights = load_file(f"{path}/model.safetensors")
+    if change is not None:
+        head = weights["model.embed_tokens.weight"].clone()
+        head[-1] += change
+        save_file({**weights, "lm_head.weight": head}, f"{path}/model.safetensors", metadata={"format": "pt"})
+    assert load_config(ModelConfig(), path).tie_word_embeddings is tied
+    write_assets(path, str(tmp_path / "export"), load_tokenizer(path), False)
+    assert load_config(ModelConfig(), str(tmp_path / "export")).tie_word_embeddings is tied

@@ -214,3 +214,132 @@ def test_recurrent_layers_and_foreign_code_keep_training_mode():
     own = type("Own", (LlamaForCausalLM,), {"__module__": "transformers_modules.own"})(LlamaConfig(**SHAPE))
     _leave_training_mode(own)
     assert own.training
+
+
+Weights = dict[str, torch.Tensor]
+
+
+def write(path: Path, weights: Weights, name: str = "model.safetensors") -> None:
+    save_file(weights, path / name, metadata={"format": "pt"})
+
+
+def write_shards(path: Path, weights: Weights, more: Weights | None = None) -> None:
+    """Write two shards and their index. `more`: tensors that the second shard has, too."""
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    half = len(weights) // 2
+    shards = [dict(list(weights.items())[:half]), dict(list(weights.items())[half:])]
+    for name, tensors in zip(names, (shards[0], shards[1] | (more or {})), strict=True):
+        write(path, tensors, name)
+    index = {tensor: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+
+def make_own_head(path: Path, weights: Weights) -> None:
+    write(path, {**weights, "lm_head.weight": weights["model.embed_tokens.weight"] + 1})
+
+
+def make_same_head(path: Path, weights: Weights) -> None:
+    write(path, {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()})
+
+
+def make_head_alone(path: Path, weights: Weights) -> None:
+    weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
+    write(path, weights)
+
+
+def make_names_of_the_backbone(path: Path, weights: Weights) -> None:
+    write(path, {name.removeprefix("model."): tensor for name, tensor in weights.items()})
+
+
+def make_old_file_beside_shards(path: Path, weights: Weights) -> None:
+    write_shards(path, {name: tensor + 1 for name, tensor in weights.items()})
+
+
+def make_shards_beside_another_file(path: Path, weights: Weights) -> None:
+    (path / "model.safetensors").rename(path / "old.safetensors")
+    write_shards(path, {name: tensor + 1 for name, tensor in weights.items()})
+
+
+def make_prefix(path: Path, weights: Weights) -> None:
+    write(path, {f"_orig_mod.{name}": tensor for name, tensor in weights.items()})
+
+
+def make_one_missing(path: Path, weights: Weights) -> None:
+    weights.pop("model.norm.weight")
+    write(path, weights)
+
+
+def make_no_head(path: Path, weights: Weights) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+
+
+def make_tensor_in_two_shards(path: Path, weights: Weights) -> None:
+    (path / "model.safetensors").unlink()
+    first = next(iter(weights))
+    write_shards(path, weights, {first: weights[first] + 1})
+
+
+def make_own_head_in_another_format(path: Path, weights: Weights) -> None:
+    (path / "model.safetensors").unlink()
+    torch.save({**weights, "lm_head.weight": weights["model.embed_tokens.weight"] + 1}, path / "pytorch_model.bin")
+
+
+LOADED = [
+    make_own_head,
+    make_same_head,
+    make_head_alone,
+    make_names_of_the_backbone,
+    make_old_file_beside_shards,
+    make_shards_beside_another_file,
+]
+REFUSED = {
+    make_prefix: "its files lack the weight model.embed_tokens.weight and 12 more; they have "
+    "_orig_mod.model.embed_tokens.weight, which is no weight of Qwen3ForCausalLM",
+    make_one_missing: "its files lack the weight model.norm.weight",
+    make_no_head: "its files lack the weight lm_head.weight",
+    make_tensor_in_two_shards: "its model-00001-of-00002.safetensors and model-00002-of-00002.safetensors both "
+    "hold model.embed_tokens.weight; remove one of them",
+    make_own_head_in_another_format: "its files have a lm_head.weight that differs from model.embed_tokens.weight, "
+    "although its config.json ties the two; set tie_word_embeddings to false there",
+}
+
+
+def load_each(rank: Rank, paths: list[str]) -> list[Weights | str]:
+    """Return the state of the model in each directory, or why it is refused."""
+    results: list[Weights | str] = []
+    for path in paths:
+        try:
+            module = load_model(ModelConfig(path=path), path, rank.layout, policy_role(rank.cfg))
+            results.append({name: tensor.full_tensor() for name, tensor in module.state_dict().items()})
+        except UserError as error:
+            results.append(str(error))
+    return results
+
+
+def test_a_directory_is_read_as_transformers_reads_it_or_refused(tmp_path):
+    paths = [tmp_path / make.__name__ for make in (*LOADED, *REFUSED)]
+    for make, path in zip((*LOADED, *REFUSED), paths, strict=True):
+        build_tiny(SIZE, str(path))
+        make(path, load_file(path / "model.safetensors"))
+    (results,) = run_ranks(1, load_each, [str(path) for path in paths], cfg=Config())
+    for path, result in zip(paths, results[: len(LOADED)], strict=False):
+        expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+        assert isinstance(result, dict) and set(result) == set(expected), (path.name, result)
+        assert [name for name in result if not torch.equal(result[name], expected[name])] == [], path.name
+    for path, result, problem in zip(paths[len(LOADED) :], results[len(LOADED) :], REFUSED.values(), strict=True):
+        assert result == f"model.path={path}: {problem}"
+
+
+def test_a_critic_needs_no_head_of_a_language_model(path):
+    make_no_head(path, {})
+    make_names_of_the_backbone(path, load_file(path / "model.safetensors"))
+    (found,) = run_ranks(1, load_critic, str(path), cfg=Config())
+    assert not found.pop("value_head.weight").any()
+    for name, tensor in load_file(path / "model.safetensors").items():
+        assert torch.equal(found.pop(f"model.{name}"), tensor)
+    assert not found
+
+
+def load_critic(rank: Rank, path: str) -> Weights:
+    return full(load_model(ModelConfig(path=path), path, rank.layout, critic_role(rank.cfg)))

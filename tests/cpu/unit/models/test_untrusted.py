@@ -22,7 +22,7 @@ from trainer.config import TinyConfig
 from trainer.errors import UserError
 from trainer.models.files import resolve_model_path
 from trainer.models.tiny import build_tiny
-from trainer.models.untrusted import tensor_shapes
+from trainer.models.untrusted import check_one_reading, tensor_shapes, weight_files, weight_shapes
 from trainer.workers.rank import Rank
 
 FLOATS = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
@@ -220,3 +220,47 @@ def test_weights_that_cannot_be_loaded_are_refused_on_every_rank_and_run_no_code
     for problem, path in zip(first, paths.values(), strict=True):
         assert problem.startswith(f"model.path={path}: ") and "\n" not in problem
     assert f"the weight {name} has the shape [7], and config.json describes [32]" in first[3]
+
+
+def save_ones(path: Path, name: str, *tensors: str) -> None:
+    save_file({tensor: torch.ones(1) for tensor in tensors}, path / name)
+
+
+def write_index(path: Path, **file_of: str) -> None:
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": file_of}))
+
+
+def test_the_weights_are_in_the_files_that_transformers_reads(tmp_path):
+    """One file of the usual name, then those of the index; whatever else is there."""
+    assert weight_files(str(tmp_path)) == []
+    save_ones(tmp_path, "model-1.safetensors", "a", "b")
+    save_ones(tmp_path, "model-2.safetensors", "c")
+    save_ones(tmp_path, "other.safetensors", "a", "c")
+    assert weight_files(str(tmp_path)) == []
+    write_index(tmp_path, a="model-1.safetensors", c="model-2.safetensors")
+    assert weight_files(str(tmp_path)) == [str(tmp_path / f"model-{number}.safetensors") for number in (1, 2)]
+    assert weight_shapes(str(tmp_path))["b"] == (str(tmp_path / "model-1.safetensors"), (1,))
+    save_ones(tmp_path, "model.safetensors", "a")
+    assert list(weight_shapes(str(tmp_path))) == ["a"]
+
+
+def test_a_weight_in_two_files_is_refused(tmp_path):
+    save_ones(tmp_path, "x.safetensors", "a")
+    save_ones(tmp_path, "y.safetensors", "b", "a")
+    write_index(tmp_path, a="x.safetensors", b="y.safetensors")
+    with pytest.raises(ValueError, match="its x.safetensors and y.safetensors both hold a; remove one of them"):
+        weight_shapes(str(tmp_path))
+
+
+def test_a_weight_that_vllm_reads_from_another_file_is_refused(tmp_path):
+    save_ones(tmp_path, "model.safetensors", "a")
+    save_ones(tmp_path, "consolidated.safetensors", "other names")
+    check_one_reading(str(tmp_path), "model.path")
+    save_ones(tmp_path, "model.fp16.safetensors", "a")
+    with pytest.raises(UserError, match="transformers reads a from model.safetensors, and vLLM from model.fp16"):
+        check_one_reading(str(tmp_path), "model.path")
+    write_index(tmp_path, a="model.safetensors")
+    check_one_reading(str(tmp_path), "model.path")
+    write_index(tmp_path, a="model.fp16.safetensors")
+    with pytest.raises(UserError, match="from model.fp16.safetensors; remove the file that is not of this model"):
+        check_one_reading(str(tmp_path), "model.path")
