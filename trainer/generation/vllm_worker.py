@@ -20,6 +20,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -79,8 +80,12 @@ class WeightReceiver:
 
 
 def weight_names(model: torch.nn.Module) -> set[str]:
-    """Return the names of the weights of `model`, without those that are tied to another weight."""
-    return {name for name, _ in model.named_parameters()}
+    """Return the names of the weights of `model`, without those that are tied to another weight.
+
+    A latent attention (DeepSeek) has weights that it computes from those of the projection beside it, at each load.
+    """
+    computed = {name for name, layer in model.named_modules() if isinstance(layer, MLAAttention)}
+    return {name for name, _ in model.named_parameters() if name.rpartition(".")[0] not in computed}
 
 
 @contextmanager

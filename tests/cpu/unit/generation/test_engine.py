@@ -15,7 +15,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, FalconH1Config, GptOssConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    FalconH1Config,
+    GptOssConfig,
+    PretrainedConfig,
+    Qwen3MoeConfig,
+)
 
 from tests.support.engines import start_vllm
 from tests.support.generation import (
@@ -493,6 +500,23 @@ def test_every_layer_computes_with_the_weights_of_the_last_sync(cluster, tmp_pat
         model.save_pretrained(tmp_path / str(version))
         engine.sync_weights(SharedMemory(str(tmp_path / str(version))), version)
         assert_agrees(model, requests, engine.generate(requests), SAMPLED.temperature)
+
+
+def test_a_latent_attention_computes_with_the_weights_of_the_last_sync(cluster, tmp_path):
+    """As an engine that has started with them: vLLM's kernel for these rotations on CPU agrees with no other."""
+    latent = {"q_lora_rank": 32, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
+    shape = {name: size for name, size in SHAPE.items() if name != "head_dim"} | {"num_key_value_heads": 4}
+    config = DeepseekV3Config(**shape, **latent, first_k_dense_replace=2)
+    requests, done = with_sampling(make_requests(3), SAMPLED), []
+    for version in (0, 1):
+        torch.manual_seed(version)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / str(version))
+    for start in (0, 1):
+        engine = start_vllm(cluster, str(tmp_path / str(start)))
+        if start == 0:
+            engine.sync_weights(SharedMemory(str(tmp_path / "1")), 1)
+        done.append([(list(map(int, c.token_ids)), list(map(float, c.logprobs))) for c in engine.generate(requests)])
+    assert done[0] == done[1]
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], "all-linear"])
