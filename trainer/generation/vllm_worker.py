@@ -59,7 +59,7 @@ class WeightReceiver:
         try:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config.hf_config, trust_remote_code=config.trust_remote_code)
-            return refused_weights(path, weights_of(model), config.dtype)
+            return refused_weights(path, weights_of(model, config.dtype))
         except Exception as error:  # an error that the caller gets says that the engine has failed
             return f"cannot check the weights ({one_line(str(error))})"
 

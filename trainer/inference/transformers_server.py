@@ -77,7 +77,7 @@ class TransformersServer:
         self._stops = stop_token_ids(path, self._tokenizer)
         self._model = self._engine._model
         self._model.register_forward_hook(self._after_forward)
-        self._weights = weights_of(self._model)
+        self._weights = weights_of(self._model, self._model.dtype)
         self._thread = ThreadPoolExecutor(1)
         self._forwards, self._calls = 0, 0
         self._aborted = False
@@ -137,8 +137,7 @@ class TransformersServer:
 
     def _replace_weights(self, message: dict[str, Any]) -> dict[str, str]:
         self._aborted = False
-        dtype = next(self._model.parameters()).dtype
-        if (problem := refused_weights(message["path"], self._weights, dtype)) is not None:
+        if (problem := refused_weights(message["path"], self._weights)) is not None:
             return protocol.error_body(protocol.REFUSED, problem)
         self._engine.sync_weights(SharedMemory(message["path"]), message["version"])
         return {}

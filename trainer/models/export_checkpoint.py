@@ -86,7 +86,6 @@ def export(
         dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
         if dtype not in DTYPES:
             raise UserError(f"--dtype=auto: the config of the model has {dtype!r}; name one of {', '.join(DTYPES)}")
-    target = torch.float32 if adapter else getattr(torch, dtype)
     if adapter:
         source, stem, max_file_bytes = _adapter(files), "adapter_model", sys.maxsize
     elif lora:
@@ -94,8 +93,8 @@ def export(
     else:
         source, stem = _plain(files, config), "model"
     if not adapter:
-        source = _in_files(source, empty_model(config))
-    sizes = {name: tensor.numel() * _stored(tensor, target).itemsize for name, tensor in source.tensors.items()}
+        source = _in_files(source, empty_model(config), getattr(torch, dtype))
+    sizes = {name: tensor.numel() * tensor.itemsize for name, tensor in source.tensors.items()}
     excluded = {"config.json", "generation_config.json"} if adapter else {"config.json", ADAPTER_CONFIG}
     assets = _assets(files, excluded)
     if not adapter:
@@ -107,7 +106,7 @@ def export(
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 with open(path, "wb") as file:
                     file.write(data)
-            return _write(writing, source, target, assign_to_files(sizes, max_file_bytes, stem))
+            return _write(writing, source, assign_to_files(sizes, max_file_bytes, stem))
     except OSError as error:
         raise UserError(f"{out}: cannot be written ({error.strerror or error}); name another directory") from error
 
@@ -144,14 +143,17 @@ def _assets(files: SavedFiles, excluded: set[str]) -> dict[str, bytes]:
     return {name: files.read(path) for name, path in names.items() if name not in excluded}
 
 
-def _write(directory: str, source: _Source, target: torch.dtype, groups: Mapping[str, list[str]]) -> list[str]:
-    """Write the weight files, with floating-point tensors as `target`. Return the names of the files."""
+def _write(directory: str, source: _Source, groups: Mapping[str, list[str]]) -> list[str]:
+    """Write the weight files. Return their names."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     weight_map, total = {}, 0
     for file, names in groups.items():
-        written = {name: tensor.to(_stored(tensor, target)) for name, tensor in source.read(names).items()}
+        written = {
+            name: tensor.to(source.tensors[name].dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in source.read(names).items()
+        }
         try:
             save_file(written, os.path.join(directory, file), metadata={"format": "pt"})
         except SafetensorError as error:  # for example, a full disk
@@ -163,20 +165,15 @@ def _write(directory: str, source: _Source, target: torch.dtype, groups: Mapping
     return list(groups)
 
 
-def _stored(tensor: Tensor, target: torch.dtype) -> torch.dtype:
-    return target if tensor.is_floating_point() else tensor.dtype
-
-
-def _in_files(source: _Source, model: nn.Module | None) -> _Source:
+def _in_files(source: _Source, model: nn.Module, dtype: torch.dtype) -> _Source:
     """Return the tensors of a model's files, from its weights by their names in the module.
 
     Args:
-        model: an empty one. None: the files have the names of the module.
+        model: an empty one.
+        dtype: of the floating-point tensors.
     """
-    if model is None:
-        return source
     units = file_units(model, source.tensors)
-    tensors_of = {unit: file_tensors([unit], source.tensors) for unit in units}
+    tensors_of = {unit: file_tensors([unit], source.tensors, dtype) for unit in units}
 
     def fetch(names: list[str]) -> dict[str, Tensor]:
         wanted, found = set(names), {}

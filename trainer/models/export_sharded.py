@@ -11,7 +11,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,16 +81,16 @@ def merged_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, adapters[name].merged_into(tensor) if name in adapters else tensor
 
 
-def plan_layout(tensors: dict[str, Tensor], dtype: torch.dtype, max_file_bytes: int = MAX_FILE_BYTES) -> FileLayout:
+def plan_layout(tensors: Mapping[str, Tensor], max_file_bytes: int = MAX_FILE_BYTES) -> FileLayout:
     """Assign the tensors, in order, to files of at most `max_file_bytes` of data (see `assign_to_files`)."""
     headers, sizes, layout = {}, {}, {}
-    for file, names in assign_to_files({n: _bytes(t, dtype) for n, t in tensors.items()}, max_file_bytes).items():
+    for file, names in assign_to_files({n: _bytes(t) for n, t in tensors.items()}, max_file_bytes).items():
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         begin = 0
         for name in names:
-            end = begin + _bytes(tensors[name], dtype)
+            end = begin + _bytes(tensors[name])
             entries[name] = {
-                "dtype": _DTYPE_NAMES[_stored_dtype(tensors[name], dtype)],
+                "dtype": _DTYPE_NAMES[tensors[name].dtype],
                 "shape": list(tensors[name].shape),
                 "data_offsets": [begin, end],
             }
@@ -101,7 +101,7 @@ def plan_layout(tensors: dict[str, Tensor], dtype: torch.dtype, max_file_bytes: 
         sizes[file] = len(headers[file]) + begin
         for name in names:
             start = len(headers[file]) + entries[name]["data_offsets"][0]  # type: ignore[index]
-            layout[name] = TensorEntry(file, start, tuple(tensors[name].shape), _stored_dtype(tensors[name], dtype))
+            layout[name] = TensorEntry(file, start, tuple(tensors[name].shape), tensors[name].dtype)
     return FileLayout(headers, sizes, layout)
 
 
@@ -112,7 +112,7 @@ def write_safetensors(module: nn.Module, directory: str, dtype: torch.dtype) -> 
     """
     weights = export_tensors(module)
     units = file_units(module, weights)
-    layout = plan_layout(file_tensors(units, weights), dtype)
+    layout = plan_layout(file_tensors(units, weights, dtype))
     if dist.get_rank() == 0:
         os.makedirs(directory, exist_ok=True)
         for file, header in layout.headers.items():
@@ -148,7 +148,7 @@ def stream_tensors(module: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str,
 def file_bytes(module: nn.Module, dtype: torch.dtype) -> int:
     """Return the size in bytes of the files that `write_safetensors` writes. Not a collective."""
     weights = export_tensors(module)
-    return sum(plan_layout(file_tensors(file_units(module, weights), weights), dtype).sizes.values())
+    return sum(plan_layout(file_tensors(file_units(module, weights), weights, dtype)).sizes.values())
 
 
 def _own_blocks(
@@ -176,7 +176,7 @@ def _own_blocks(
 def _complete(unit: FileUnit, weights: dict[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and tensors of a unit in the files. A collective."""
     # The cast is before the gather, to halve the traffic (bfloat16).
-    whole = {name: full_tensor(weight.to(_stored_dtype(weight, dtype))) for name, weight in weights.items()}
+    whole = {name: full_tensor(weight.to(unit.stored_dtype(weight, dtype))) for name, weight in weights.items()}
     if unit.is_by_rows:
         (rows,) = whole.values()
         yield from unit.rows_to_files(rows, 0, rows.shape)
@@ -232,9 +232,5 @@ def _write_all(handle: int, data: memoryview, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
-def _stored_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    return dtype if tensor.dtype.is_floating_point else tensor.dtype
-
-
-def _bytes(tensor: Tensor, dtype: torch.dtype) -> int:
-    return tensor.numel() * _stored_dtype(tensor, dtype).itemsize
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.itemsize

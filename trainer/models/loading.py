@@ -33,7 +33,7 @@ from trainer.models.lora import add_adapters, hugging_face_name, initialise_adap
 from trainer.models.parallel_checks import refuse_axis
 from trainer.models.tensor_parallel import apply_tp
 from trainer.models.untrusted import weight_shapes
-from trainer.models.weight_names import keep_conversions
+from trainer.models.weight_names import keep_file_format
 from trainer.parallel.ac_and_compile import compiles_blocks, prepare_blocks
 from trainer.parallel.layout import Layout
 from trainer.parallel.shard import param_dtype, shard_model, transformer_blocks
@@ -88,7 +88,7 @@ def empty_value_model(
     lm = _empty_lm(model, config, sizes, spec.key, pack)
     with init_empty_weights(include_buffers=False):
         value_model = CriticModel(lm.base_model, lm.base_model_prefix, is_score=spec.head == SCORE)
-    keep_conversions(value_model, lm)
+    keep_file_format(value_model, lm)
     if not spec.trained:
         value_model.requires_grad_(False)
     if spec.has_adapters:
@@ -107,7 +107,7 @@ def _empty_lm(
     if sizes["cp"] > 1 and lm.config._attn_implementation != PACKED:
         reason = f"{type(lm).__name__} needs all tokens on one rank" if pack else "trainer.pack=false keeps rows whole"
         refuse_axis("cp", sizes["cp"], reason)
-    keep_conversions(lm, lm)
+    keep_file_format(lm, lm)
     has_linear_head = set_head(lm)
     if sizes["tp"] > 1 and not has_linear_head:
         problem = f"the output layer of {type(lm).__name__} is more than one linear layer without a bias"

@@ -6,10 +6,11 @@ files have.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +23,22 @@ from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
     WeightTransform,
+    build_glob_alternation,
     dot_natural_key,
     rename_source_key,
 )
 
-_ATTRIBUTE = "_trainer_conversions"
+_ATTRIBUTE = "_trainer_file_format"
+
+
+class _FileFormat(NamedTuple):
+    """How the files of a model differ from its module."""
+
+    conversions: list[WeightTransform]
+    float32: re.Pattern[str] | None
+    """Matches names of weights that no file holds in 16 bits."""
+    not_float16: re.Pattern[str] | None
+    """Matches names of weights that no file holds as float16."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +52,14 @@ class FileUnit:
     converter: WeightConverter | None
     """Makes the tensors of the files from the weights. None: a weight that at most has another name."""
     config: Any
+    float32_for: tuple[torch.dtype, ...] = ()
+    """Files of these dtypes hold the unit as float32, as `from_pretrained` loads it: biases that select experts."""
+
+    def stored_dtype(self, weight: Tensor, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of `weight` in files whose floating-point tensors are `dtype`."""
+        if not weight.is_floating_point():
+            return weight.dtype
+        return torch.float32 if dtype in self.float32_for else dtype
 
     @property
     def is_by_rows(self) -> bool:
@@ -97,28 +117,30 @@ def _tensors(converted: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
 
-def keep_conversions(module: nn.Module, model: nn.Module) -> None:
+def keep_file_format(module: nn.Module, model: nn.Module) -> None:
     """Let `file_units` of `module` know how the files of `model` differ from it. Sharding changes the class's name."""
-    setattr(module, _ATTRIBUTE, _conversions(model))
+    setattr(module, _ATTRIBUTE, _file_format(model))
 
 
-def _conversions(model: nn.Module) -> list[WeightTransform]:
-    """Return transformers' conversions of files, as `save_pretrained` reverts those of a model built from a config.
+def _file_format(model: nn.Module) -> _FileFormat:
+    """Return the conversions that `save_pretrained` reverts if a model was built from a config.
 
-    A prefix of names is the exception: whether the files have it depends on the files.
+    A prefix of names is not among them: whether the files have it depends on the files.
     """
     found = get_model_conversion_mapping(model, add_legacy=False)  # type: ignore[arg-type]
-    return [conversion for conversion in found if not isinstance(conversion, PrefixChange)]
+    names = (getattr(model, f"_keep_in_fp32_modules{suffix}", None) for suffix in ("_strict", ""))
+    patterns = [build_glob_alternation(sorted(one))[0] if one else None for one in names]
+    return _FileFormat([one for one in found if not isinstance(one, PrefixChange)], *patterns)
 
 
-def empty_model(config: dict[str, Any]) -> nn.Module | None:
+def empty_model(config: dict[str, Any]) -> nn.Module:
     """Return the causal LM that a config.json describes, on the meta device.
 
-    None: transformers has no such class. It converts no files of other classes.
+    An empty module if transformers has no such class. It converts no files of other classes.
     """
     kind = config.get("model_type")
     if kind not in CONFIG_MAPPING or CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return None
+        return nn.Module()
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
             CONFIG_MAPPING[kind].from_dict(config), attn_implementation="eager", trust_remote_code=False
@@ -129,12 +151,10 @@ def file_units(module: nn.Module, names: Iterable[str]) -> list[FileUnit]:
     """Return the units of these weights of a model, in their order.
 
     Args:
-        module: a model of transformers; or one that `keep_conversions` has prepared.
+        module: a model of transformers; or one that `keep_file_format` has prepared.
     """
-    conversions = getattr(module, _ATTRIBUTE, None)
-    if conversions is None:
-        conversions = _conversions(module)
-    reverse = [conversion.reverse_transform() for conversion in reversed(conversions)]
+    form = getattr(module, _ATTRIBUTE, None) or _file_format(module)
+    reverse = [conversion.reverse_transform() for conversion in reversed(form.conversions)]
     renamings = [one for one in reverse if isinstance(one, WeightRenaming)]
     converters = [one for one in reverse if isinstance(one, WeightConverter)]
     converter_of = {pattern: one for one in converters for pattern in one.source_patterns}
@@ -143,19 +163,28 @@ def file_units(module: nn.Module, names: Iterable[str]) -> list[FileUnit]:
         first, pattern = rename_source_key(name, renamings, converters, reverse=True)
         if first not in units:
             converter = None if pattern is None else converter_of[pattern]
-            units[first] = FileUnit({}, first, converter, getattr(module, "config", None))
+            narrow = [torch.float16] if form.not_float16 and form.not_float16.search(name) else []
+            if form.float32 and form.float32.search(name):
+                narrow = [torch.float16, torch.bfloat16]
+            units[first] = FileUnit({}, first, converter, getattr(module, "config", None), tuple(narrow))
         units[first].names[name] = pattern or ""
     unit_of = {name: unit for unit in units.values() for name in unit.names}
     return list(dict.fromkeys(unit_of[name] for name in names))
 
 
-def file_tensors(units: Iterable[FileUnit], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of the files without content: of the weights, only shape and dtype are read."""
+def file_tensors(units: Iterable[FileUnit], weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the tensors of files whose floating-point tensors are `dtype`, without content.
+
+    Args:
+        weights: complete weights or shards, of which only shape and dtype are read.
+    """
     tensors: dict[str, Tensor] = {}
     for unit in units:
-        tensors |= unit.to_files(
-            {name: torch.empty(weights[name].shape, dtype=weights[name].dtype, device="meta") for name in unit.names}
-        )
+        empty = {}
+        for name in unit.names:
+            stored = unit.stored_dtype(weights[name], dtype)
+            empty[name] = torch.empty(weights[name].shape, dtype=stored, device="meta")
+        tensors |= unit.to_files(empty)
     return tensors
 
 
@@ -182,7 +211,7 @@ def module_weights(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> I
         ValueError: the model has no such weight.
     """
     weights = model.state_dict()
-    names_of = {unit: list(file_tensors([unit], weights)) for unit in file_units(model, weights)}
+    names_of = {unit: list(file_tensors([unit], weights, torch.float32)) for unit in file_units(model, weights)}
     unit_of = {name: unit for unit, names in names_of.items() for name in names}
     waiting: defaultdict[FileUnit, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in tensors:

@@ -59,7 +59,7 @@ def test_names_and_values_are_those_of_save_pretrained(saved, name):
         else:
             found |= tensors
     assert_equal(found, saved[name])
-    empty = file_tensors(units, weights)
+    empty = file_tensors(units, weights, torch.float32)
     assert {one: tensor.shape for one, tensor in empty.items()} == {one: found[one].shape for one in empty}
     back = dict(module_weights(model, found.items()))
     assert set(back) == set(weights) and all(torch.equal(back[one], weights[one]) for one in weights)
@@ -77,8 +77,24 @@ def test_a_tensor_that_the_model_does_not_have_is_refused():
         list(module_weights(model, [("model.layers.0.mlp.experts.gate_up_proj", torch.zeros(1))]))
 
 
-def test_a_model_that_transformers_does_not_know_keeps_its_names():
-    assert empty_model({"model_type": "own"}) is None and empty_model({}) is None
+@pytest.mark.parametrize("config", [{"model_type": "own"}, {}, {"model_type": "clip"}])
+def test_a_model_that_transformers_does_not_know_keeps_its_names(config):
+    assert [unit.first for unit in file_units(empty_model(config), ["experts.gate_up_proj"])] == [
+        "experts.gate_up_proj"
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_biases_that_select_experts_stay_float32(tmp_path, dtype):
+    """As `from_pretrained` loads them: rounded ones select others."""
+    model = random_model(CONVERTED["deepseek_v3"], "eager")
+    weights = weights_of(model)
+    tensors = file_tensors(file_units(model, weights), weights, dtype)
+    precise = {name for name, tensor in tensors.items() if tensor.dtype == torch.float32}
+    assert precise == {"model.layers.1.mlp.gate.e_score_correction_bias"}
+    export(Files(model), str(tmp_path / "out"), str(dtype).removeprefix("torch."), 10**9)
+    written = load_file(tmp_path / "out/model.safetensors")
+    assert {name: tensor.dtype for name, tensor in written.items()} == {one: tensors[one].dtype for one in written}
 
 
 def write_and_stream(rank: Rank, paths: dict[str, Path], out: Path) -> dict[str, dict[str, Tensor]]:
