@@ -33,6 +33,7 @@ from trainer.metrics.progress import Progress
 from trainer.metrics.prometheus import MetricsServer
 from trainer.metrics.timing import Timer
 from trainer.metrics.tracker import Tracker
+from trainer.models.assets import policy_assets
 from trainer.models.export import PolicyExporter
 from trainer.objectives.base import Experience
 from trainer.parallel.rng import capture_rng, restore_rng, rng_as_text, rng_from_text, seed_rng
@@ -90,7 +91,6 @@ class Trainer:
         self.transcripts = TranscriptLog(cfg, directory.check)
         self.learner = learner
         self.model_path = model_path
-        self.tokenizer = tokenizer
         self.timer = timer
         self.stop = stop
         self.journal = journal
@@ -100,11 +100,11 @@ class Trainer:
         self.schedule = SaveSchedule(t.ckpt_interval, t.ckpt_interval_minutes, t.mean_time_between_failures)
         self._reset_state()
         self.recovery = Recovery(t, stop, cfg.task.optimizer)
+        self.assets = policy_assets(cfg.model, model_path, tokenizer)  # now, so that no save fails because of them
         exporter = PolicyExporter(
             learner.ranks,
             model_path,
-            tokenizer,
-            cfg.model.trust_remote_code,
+            self.assets,
             adapter_alone=t.policy.lora.rank is not None and t.hf_save_lora == "adapter",
             fence=directory.check,
         )
@@ -320,7 +320,7 @@ class Trainer:
             json_part("data", self.source.state_dict, self.source.load_state_dict, kinds=("data",)),
             *self.source.parts(),
             models_part(self.learner.ranks),
-            assets_part(self.model_path, self.tokenizer, self.cfg.model.trust_remote_code, adapters),
+            assets_part(self.assets, adapters),
             *([self.directory.run_files.part()] if self.checkpoints.store.keeps_record else []),
         ]
 

@@ -9,6 +9,7 @@ from tests.support.odd_files import config
 from tests.support.roles import roles
 from tests.support.runs import OpenRun
 from trainer.checkpoint.components import assets_part, config_part, json_part, models_part
+from trainer.models.assets import model_assets
 from trainer.models.tokenizer import load_tokenizer
 from trainer.workers.rank import Rank
 
@@ -37,7 +38,7 @@ def open_run(rank: Rank, root: str, model: str) -> OpenRun:
         json_part("trainer_state", lambda: {"step": 1}, lambda _: None),
         json_part("data", lambda: {"position": 1}, lambda _: None),
         models_part(OneRank(rank)),  # type: ignore[arg-type]
-        assets_part(model, load_tokenizer(model), False),
+        assets_part(model_assets(model, load_tokenizer(model))),
     ]
     return run
 

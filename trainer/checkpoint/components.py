@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from trainer.checkpoint.checkpoint_files import CheckpointFiles
@@ -17,7 +15,7 @@ from trainer.config import LOAD_COMPONENTS, Config, with_new_names
 from trainer.files.atomic_io import digest_bytes
 from trainer.files.documents import ObjectShape, parse_yaml
 from trainer.files.redaction import redact
-from trainer.models.files import ADAPTER_CONFIG, write_assets
+from trainer.models.files import ADAPTER_CONFIG
 
 LOG = logging.getLogger(__name__)
 
@@ -171,28 +169,19 @@ def models_part(ranks: SavingRanks) -> Component:
     return Component("models", begin, load, kinds=_OF_RANKS, is_large=True)
 
 
-def assets_part(
-    model_path: str, tokenizer: Any, trust_remote_code: bool, adapter_config: Callable[[], str] | None = None
-) -> Component:
+def assets_part(assets: Mapping[str, bytes], adapter_config: Callable[[], str] | None = None) -> Component:
     """Make the part that holds the policy's config and tokenizer, in Hugging Face format.
 
-    They never change within a run, so their content is computed once.
-
     Args:
+        assets: see `trainer.models.assets.model_assets`.
         adapter_config: returns peft's config of the policy's adapters; None: the policy has no adapters.
     """
-    files: dict[str, bytes] = {}
 
     def content() -> dict[str, bytes]:
-        if not files:
-            with tempfile.TemporaryDirectory() as scratch:
-                write_assets(model_path, scratch, tokenizer, trust_remote_code)
-                for path in sorted(Path(scratch).rglob("*")):  # additional chat templates are in a subdirectory
-                    if path.is_file():
-                        files[f"policy/huggingface/{path.relative_to(scratch)}"] = path.read_bytes()
-            if adapter_config is not None:
-                files[f"policy/huggingface/{ADAPTER_CONFIG}"] = adapter_config().encode()
-        return files
+        files = dict(assets)
+        if adapter_config is not None:
+            files[ADAPTER_CONFIG] = adapter_config().encode()
+        return {f"policy/huggingface/{name}": data for name, data in files.items()}
 
     return files_part("huggingface", content, kinds=())
 

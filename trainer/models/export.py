@@ -20,7 +20,8 @@ from typing import Any, Protocol
 from trainer.config import Config
 from trainer.errors import UserError
 from trainer.files.atomic_io import sync_path, sync_tree
-from trainer.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, write_assets
+from trainer.models.assets import CONFIG, WEIGHTS_ONLY, with_dtype
+from trainer.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.process.failpoints import failpoint
 
 MADE_LAST = ("config.json", ADAPTER_CONFIG)
@@ -46,15 +47,15 @@ class PolicyExporter:
     """Exports the policy of a job.
 
     Args:
-        model_path: directory of the initial weights. Its config and generation config are copied.
+        model_path: directory of the initial weights.
+        assets: the files except weights (see `model_assets`).
         adapter_alone: write only the adapter in peft's format and the tokenizer, and not the merged model.
         fence: raises if this process no longer holds the run directory. Then nothing is published.
     """
 
     ranks: WritingRanks
     model_path: str
-    tokenizer: Any
-    trust_remote_code: bool
+    assets: Mapping[str, bytes]
     adapter_alone: bool
     fence: Callable[[], None]
 
@@ -69,14 +70,13 @@ class PolicyExporter:
             shutil.rmtree(leftover, ignore_errors=True)
         with atomic_directory(target, self._before_publishing) as writing:
             if self.adapter_alone:
-                self.tokenizer.save_pretrained(writing)
-                with open(os.path.join(writing, ADAPTER_CONFIG), "w") as file:
-                    file.write(self.ranks.call_one("policy", "adapter_config", self.model_path))
-                with open(os.path.join(writing, ADAPTER_WEIGHTS), "wb") as weights:
-                    weights.write(self.ranks.call("policy", "adapter_weights"))
+                files = {name: data for name, data in self.assets.items() if name not in WEIGHTS_ONLY}
+                files[ADAPTER_CONFIG] = self.ranks.call_one("policy", "adapter_config", self.model_path).encode()
+                files[ADAPTER_WEIGHTS] = self.ranks.call("policy", "adapter_weights")
             else:
-                write_assets(self.model_path, writing, self.tokenizer, self.trust_remote_code)
-                self.ranks.call("policy", "write_weights", writing, dtype)
+                written = self.ranks.call("policy", "write_weights", writing, dtype)
+                files = {**self.assets, CONFIG: with_dtype(self.assets[CONFIG], written)}
+            write_files(writing, files)
             failpoint("export:written")
 
     def _before_publishing(self, target: str) -> None:
@@ -131,6 +131,15 @@ def atomic_directory(target: str, before_publishing: Callable[[str], None] = lam
         shutil.rmtree(writing, ignore_errors=True)
         raise
     sync_path(os.path.dirname(target))
+
+
+def write_files(directory: str, files: Mapping[str, bytes]) -> None:
+    """Write files by their paths in `directory`."""
+    for name, data in files.items():
+        path = os.path.join(directory, name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(data)
 
 
 def _apply_umask(directory: str) -> None:

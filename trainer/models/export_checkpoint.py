@@ -5,7 +5,6 @@ No code in the checkpoint is executed, and only files that its manifest contains
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -19,7 +18,8 @@ from trainer.errors import UserError
 from trainer.files.atomic_io import digest_weights
 from trainer.files.documents import Shape
 from trainer.files.hf_hub import first_line
-from trainer.models.export import assign_to_files, atomic_directory, write_index
+from trainer.models.assets import CONFIG, WEIGHTS_ONLY, with_dtype
+from trainer.models.export import assign_to_files, atomic_directory, write_files, write_index
 from trainer.models.files import ADAPTER_CONFIG
 from trainer.models.lora import adapted_weight, adapter_parameters, peft_name
 from trainer.models.untrusted import check_model_files, weight_shapes
@@ -95,17 +95,12 @@ def export(
     if not adapter:
         source = _in_files(source, empty_model(config), getattr(torch, dtype))
     sizes = {name: tensor.numel() * tensor.itemsize for name, tensor in source.tensors.items()}
-    excluded = {"config.json", "generation_config.json"} if adapter else {"config.json", ADAPTER_CONFIG}
-    assets = _assets(files, excluded)
+    assets = _assets(files, WEIGHTS_ONLY if adapter else (ADAPTER_CONFIG,))
     if not adapter:
-        assets["config.json"] = json.dumps({**config, "dtype": dtype}, indent=2).encode()
+        assets[CONFIG] = with_dtype(assets[CONFIG], dtype)
     try:
         with atomic_directory(out) as writing:
-            for name, data in assets.items():
-                path = os.path.join(writing, name)
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                with open(path, "wb") as file:
-                    file.write(data)
+            write_files(writing, assets)
             return _write(writing, source, assign_to_files(sizes, max_file_bytes, stem))
     except OSError as error:
         raise UserError(f"{out}: cannot be written ({error.strerror or error}); name another directory") from error
@@ -137,7 +132,7 @@ def adapter_files(files: SavedFiles) -> tuple[str, bytes, str]:
     return files.read(f"{_ASSETS}{ADAPTER_CONFIG}").decode(), weights, lora["base_model_name_or_path"]
 
 
-def _assets(files: SavedFiles, excluded: set[str]) -> dict[str, bytes]:
+def _assets(files: SavedFiles, excluded: Collection[str]) -> dict[str, bytes]:
     """Return the files of the export except the weights, by their name."""
     names = {path.removeprefix(_ASSETS): path for path in files.entries if path.startswith(_ASSETS)}
     return {name: files.read(path) for name, path in names.items() if name not in excluded}

@@ -1,4 +1,4 @@
-"""Find or download model directories, and read and write their files except weights. Cheap to import."""
+"""Find or download model directories, and read their files except weights. Cheap to import."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import glob
 import os
 import shlex
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer.config import Config, ModelConfig
 from trainer.config.role_specs import POLICY_KEY
@@ -194,15 +194,3 @@ def check_sizes(text: PretrainedConfig, names: Iterable[str], setting: str) -> N
         size = getattr(text, name, None)
         if isinstance(size, int) and size < 1:
             raise UserError(f"{setting}: {name} of its config.json must be at least 1, and is {size}")
-
-
-def write_assets(model_path: str, directory: str, tokenizer: Any, trust_remote_code: bool) -> None:
-    """Write the files of a model directory except weights: config, generation config and tokenizer."""
-    from transformers import AutoConfig, GenerationConfig
-
-    config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-    untie_own_head(config, model_path)
-    config.save_pretrained(directory)
-    if os.path.exists(os.path.join(model_path, "generation_config.json")):
-        GenerationConfig.from_pretrained(model_path).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)

@@ -25,6 +25,7 @@ _DATE = {"%Y": "2024", "%y": "24", "%m": "07", "%d": "26", "%b": "Jul", "%B": "J
 The template of Llama 3.2 writes this day where it cannot ask."""
 
 
+_CHANGES = "_trainer_changes"
 _MARK = "Reply-7f3a91c4"
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"x": _MARK}}}
 _REPLIES = ({"content": _MARK}, {"content": "", "tool_calls": [_CALL]})
@@ -105,6 +106,9 @@ def load_tokenizer(
         chat_template: a Jinja file that replaces the tokenizer's template, or the name of one of its templates.
         chat_template_kwargs: variables to set at the beginning of the template. They are saved with it.
 
+    Returns:
+        a tokenizer with an end token, a pad token and a template whose date is fixed. See `tokenizer_changes`.
+
     Raises:
         UserError: there is no tokenizer, chat template or end token; or there are several templates and no default.
     """
@@ -123,6 +127,7 @@ def load_tokenizer(
     files = {"tokenizer.json", *tokenizer.vocab_files_names.values()} - {"tokenizer_config.json"}
     if not any(os.path.exists(os.path.join(path, file)) for file in files):
         raise UserError(f"model.path={path}: the directory has no tokenizer (none of {', '.join(sorted(files))})")
+    own_template = tokenizer.chat_template
     named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
     if chat_template in named and not os.path.exists(chat_template):
         tokenizer.chat_template = named[chat_template]
@@ -138,15 +143,27 @@ def load_tokenizer(
         raise UserError(
             f"model.path={path}: its tokenizer has no chat template; name a Jinja file in model.chat_template"
         )
-    tokenizer.chat_template = _prepared(tokenizer.chat_template, path, chat_template_kwargs or {})
+    variables, changes = chat_template_kwargs or {}, {}
+    if (template := _prepared(tokenizer.chat_template, path, variables, has_fixed_date=False)) != own_template:
+        changes["chat_template"] = template
+    tokenizer.chat_template = _prepared(tokenizer.chat_template, path, variables)
     if tokenizer.eos_token_id is None:
         raise UserError(f"model.path={path}: the tokenizer has no end-of-sequence token")
     if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
+        changes["pad_token"] = tokenizer.pad_token = tokenizer.eos_token
+    setattr(tokenizer, _CHANGES, changes)
     return tokenizer
 
 
-def _prepared(template: Any, path: str, variables: Mapping[str, Any]) -> Any:
+def tokenizer_changes(tokenizer: Any) -> Mapping[str, Any]:
+    """Return what a loaded tokenizer has and its files do not: `chat_template` and `pad_token`, if they differ.
+
+    The fixed date is not among them: it holds for the run, and not for those who use what the run has trained.
+    """
+    return getattr(tokenizer, _CHANGES, {})
+
+
+def _prepared(template: Any, path: str, variables: Mapping[str, Any], has_fixed_date: bool = True) -> Any:
     """Return a chat template with a fixed date and variables; of several ones, each.
 
     transformers chooses among several: `tool_use` where there are tools, or else `default`.
@@ -161,8 +178,8 @@ def _prepared(template: Any, path: str, variables: Mapping[str, Any]) -> Any:
                 f"model.path={path}: its tokenizer has the chat templates {names}, and none with the name default; "
                 "choose one of these names, or a Jinja file, in model.chat_template"
             )
-        return {name: _prepared(one, path, variables) for name, one in template.items()}
-    template = _with_fixed_date(template)
+        return {name: _prepared(one, path, variables, has_fixed_date) for name, one in template.items()}
+    template = _with_fixed_date(template) if has_fixed_date else template
     return _with_variables(template, variables) if variables else template
 
 

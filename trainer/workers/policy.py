@@ -133,13 +133,18 @@ class PolicyWorker(TrainedWorker):
     # ---------------------------------------------------------------------------------------------------
     # Weights for engines and exports
 
-    def write_weights(self, directory: str, dtype: str) -> list[str]:
-        """Write the weights as safetensors, adapters merged; returns the file names. Each rank writes its own rows.
+    def write_weights(self, directory: str, dtype: str) -> str:
+        """Write the weights as safetensors, adapters merged. Each rank writes its own rows.
 
         Args:
             dtype: dtype of the weights (see `RolloutConfig.dtype`).
+
+        Returns:
+            the dtype that the weights have now.
         """
-        return write_safetensors(self.module, directory, param_dtype(dtype, self.device))
+        written = param_dtype(dtype, self.device)
+        write_safetensors(self.module, directory, written)
+        return str(written).removeprefix("torch.")
 
     def send_weights(self, sender: WeightSender, dtype: str) -> Any:
         """Pass the tensors, one by one, to `sender`."""

@@ -26,7 +26,6 @@ from trainer.checkpoint.start_weights import start_weights_part
 from trainer.config import LOAD_COMPONENTS, Config, ModelConfig
 from trainer.errors import UserError
 from trainer.files.documents import parse_yaml
-from trainer.models.tokenizer import load_tokenizer
 
 
 def test_a_change_is_allowed_by_its_key_or_section_and_not_by_a_prefix_of_its_name():
@@ -64,7 +63,7 @@ def test_the_parts_that_hold_the_restored_kinds_are_chosen(checkpoint, kinds, na
         json_part("trainer_state", dict, lambda _: None),
         json_part("data", dict, lambda _: None, kinds=("data",)),
         models_part(TrainWorkers()),
-        assets_part(str(model), None, False),
+        assets_part({}),
         *extra,
     ]
     chosen = Restore(frozenset(kinds)).chosen(parts, checkpoint)
@@ -145,11 +144,9 @@ def test_the_config_of_a_run_is_read_as_it_was_written():
     assert parse_yaml(config_yaml(Config())) == yaml.safe_load(config_yaml(Config()))
 
 
-def test_a_model_with_several_templates_is_saved_with_all_of_them(model, tmp_path):
-    tokenizer = load_tokenizer(str(model))
-    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "x"}
+def test_a_model_with_several_templates_is_saved_with_all_of_them(tmp_path):
     with OpenRun(config(tmp_path)) as run:
-        run.parts = [assets_part(str(model), tokenizer, False)]
+        run.parts = [assets_part({"additional_chat_templates/tool_use.jinja": b"x"})]
         run.save(1)
         saved = Path(
             run.directory.checkpoints.store.path(1), "policy/huggingface/additional_chat_templates/tool_use.jinja"

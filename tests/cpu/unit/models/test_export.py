@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from trainer.checkpoint.lock import RunLock
 from trainer.config import TinyConfig
 from trainer.errors import UserError
+from trainer.models.assets import model_assets
 from trainer.models.export import PolicyExporter, assign_to_files, atomic_directory, write_index
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
@@ -67,14 +68,15 @@ class TrainWorkers:
     def __init__(self, model: str, meanwhile=lambda: None):
         self.model, self.meanwhile = model, meanwhile
 
-    def call(self, role: str, method: str, directory: str, dtype: str) -> None:
+    def call(self, role: str, method: str, directory: str, dtype: str) -> str:
         assert (role, method) == ("policy", "write_weights")
         shutil.copy(f"{self.model}/model.safetensors", directory)
         self.meanwhile()
+        return "bfloat16"
 
 
 def exporter(ranks: TrainWorkers, fence=lambda: None) -> PolicyExporter:
-    return PolicyExporter(ranks, ranks.model, load_tokenizer(ranks.model), False, False, fence)
+    return PolicyExporter(ranks, ranks.model, model_assets(ranks.model, load_tokenizer(ranks.model)), False, fence)
 
 
 def test_an_export_replaces_an_older_one_and_removes_orphans(model, tmp_path):
@@ -87,6 +89,7 @@ def test_an_export_replaces_an_older_one_and_removes_orphans(model, tmp_path):
     assert os.listdir(target.parent) == ["policy"]
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(os.listdir(target))
     assert not (target / "old").exists()
+    assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16", "as the ranks have written them"
 
 
 @pytest.mark.parametrize("kind", ["a checkpoint", "other files", "a file", "a link"])
