@@ -88,7 +88,7 @@ class Trainer:
         self.checkpoints = directory.checkpoints
         self.source = source
         self.evaluator = evaluator
-        self.transcripts = TranscriptLog(cfg, directory.check)
+        self.transcripts = TranscriptLog(cfg, directory.check, tokenizer)
         self.learner = learner
         self.model_path = model_path
         self.timer = timer

@@ -18,6 +18,7 @@ from trainer.agents.episode import AgentEpisode
 from trainer.agents.server import AgentServer, shared_server
 from trainer.agents.sessions import AgentPool, AgentSession, Cancellation
 from trainer.config import Config
+from trainer.data.chats import check_generation_prompt
 from trainer.data.limits import max_characters
 from trainer.environments.agent import AgentResult
 from trainer.environments.episode_runner import (
@@ -61,6 +62,7 @@ class AgentRunner(EpisodeRunner):
         self._longest = cfg.longest_prompt
         self._rollout = cfg.rollout
         self._tokenizer = copy.deepcopy(tokenizer)  # the thread of the server uses it
+        check_generation_prompt(tokenizer)
         self._characters = max_characters(tokenizer, self._longest)
         self._renderer = find_renderer(cfg.model, self._tokenizer, self._characters)
 

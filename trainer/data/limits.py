@@ -25,12 +25,16 @@ def max_characters(tokenizer: Any, max_tokens: int) -> int:
 def encode(tokenizer: Any, text: str, limit: float) -> list[int]:
     """Return the tokens of `text`, without special tokens around it.
 
+    Some tokenizers write the start of a text all the same. If the chat template has written it, too, it stands once.
+
     Raises:
         TextTooLong: the text has more than `limit` characters.
     """
     if len(text) > limit:
         raise TextTooLong(len(text))
-    return tokenizer.encode(text, add_special_tokens=False)
+    tokens, start = tokenizer.encode(text, add_special_tokens=False), tokenizer.bos_token_id
+    is_twice = start is not None and tokens[:2] == [start, start] and not text.startswith(2 * tokenizer.bos_token)
+    return tokens[is_twice:]
 
 
 def beginning(tokenizer: Any, text: str, max_tokens: int) -> str:

@@ -94,7 +94,8 @@ class Conversation:
 
     def _names(self, role: str) -> bool:
         """Return whether the template names a role, or the tokenizer has a token for it."""
-        template, unknown = str(self._tokenizer.chat_template), (None, self._tokenizer.unk_token_id)
+        own, unknown = self._tokenizer.chat_template, (None, self._tokenizer.unk_token_id)
+        template = "".join(own.values()) if isinstance(own, dict) else own
         has_token = self._tokenizer.convert_tokens_to_ids(f"<|{role}|>") not in unknown
         return has_token or any(quoted in template for quoted in (f"'{role}'", f'"{role}"'))
 

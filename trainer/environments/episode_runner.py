@@ -16,6 +16,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from trainer.config import Config
+from trainer.data.chats import check_generation_prompt
 from trainer.data.datasets import Prompt, name_in_mix
 from trainer.data.limits import TextTooLong, max_characters
 from trainer.data.replies import reply_texts
@@ -195,6 +196,7 @@ class EnvironmentRunner(EpisodeRunner):
         self._most_tokens = e.most_tokens
         self._tokenizer = tokenizer
         self._lock = threading.Lock()  # one thread at a time may use the tokenizer
+        check_generation_prompt(tokenizer)
         self._limit = max_characters(tokenizer, self._longest)
         self._renderer = find_renderer(cfg.model, tokenizer, self._limit)
         self._pool = EnvironmentPool(cfg.environment, self._limit)

@@ -152,6 +152,9 @@ class TransformersServer:
             if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
                 (prompt,) = prompt
             ids = self._tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+            start = self._tokenizer.bos_token
+            if start and isinstance(prompt, str) and prompt.startswith(start):  # a rendered chat
+                ids = self._tokenizer(prompt, add_special_tokens=False)["input_ids"]
             wanted, stops = self._wanted(ids, body), _stops(body)
         text, reason, usage = await self._answer(wanted, stops)
         choice = {"index": 0, "text": text, "finish_reason": reason}

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
+
+import numpy as np
 
 from trainer.config import Config
 from trainer.data.rollout_io import remove_rollouts, write_rollouts
@@ -24,13 +28,18 @@ class TranscriptLog:
 
     Episodes without messages have no transcript. Files for which a full disk has no room wait in memory (see `flush`).
 
+    What they have before the first reply is the decoded prompt that the policy saw, and not the messages from which it
+    was rendered: a chat template may leave out some of these.
+
     Args:
         fence: raises when this process no longer holds the run directory.
+        tokenizer: decodes prompts. None: their messages are shown.
     """
 
-    def __init__(self, cfg: Config, fence: Callable[[], None]):
+    def __init__(self, cfg: Config, fence: Callable[[], None], tokenizer: Any = None):
         self.cfg = cfg
         self._fence = fence
+        self._tokenizer = tokenizer
         self._samples: dict[int, dict[str, list[Transcript]]] = {}
         self._waiting: list[Callable[[], None]] = []  # each writes a file
 
@@ -43,7 +52,11 @@ class TranscriptLog:
         logger, trainer = self.cfg.logger, self.cfg.trainer
         if not any(episode.messages for episode in episodes):
             return
-        if logger.samples_interval > 0 and step % logger.samples_interval == 0:
+        has_samples = logger.samples_interval > 0 and step % logger.samples_interval == 0
+        if not (has_samples or logger.save_rollouts or logger.keeps_rollouts(step)):
+            return
+        episodes = self._as_seen(episodes)
+        if has_samples:
             self._sample("training", step, episodes, shown=trainer.val_interval <= 0)
         write = partial(write_rollouts, trainer.run_dir, step, episodes, self._fence, scores)
         if logger.save_rollouts:
@@ -65,13 +78,30 @@ class TranscriptLog:
 
         Of a run with named sets alone, the samples are from these.
         """
-        of_sets = [episode for episodes in evaluation.sets.values() for episode in episodes]
-        if not (evaluation.greedy or of_sets):
+        greedy = self._as_seen(evaluation.greedy)
+        of_sets = self._as_seen([episode for episodes in evaluation.sets.values() for episode in episodes])
+        if not (greedy or of_sets):
             return
         if self.cfg.logger.validation:
-            written = [transcript(episode) for episode in [*evaluation.greedy, *evaluation.sampled, *of_sets]]
+            written = [transcript(episode) for episode in [*greedy, *self._as_seen(evaluation.sampled), *of_sets]]
             self._write(partial(write_validation, self.cfg.trainer.run_dir, step, written, self._fence))
-        self._sample("validation", step, evaluation.greedy or of_sets, shown=True)
+        self._sample("validation", step, greedy or of_sets, shown=True)
+
+    def _as_seen(self, episodes: Sequence[Episode]) -> list[Episode]:
+        """Return episodes that begin with the decoded tokens of their prompt, as one message of the role `prompt`."""
+        prompts: dict[bytes, Mapping[str, Any]] = {}  # episodes of a group share theirs
+        seen = []
+        for episode in episodes:
+            if self._tokenizer is not None and episode.messages and episode.turns:
+                first = episode.samples[0]
+                tokens = first.token_ids[: np.argmax(first.mask > 0)]
+                key = tokens.tobytes()
+                if key not in prompts:
+                    text = self._tokenizer.decode(tokens, skip_special_tokens=False)
+                    prompts[key] = {"role": "prompt", "content": text}
+                episode = replace(episode, messages=[prompts[key], *episode.split_messages()[1]])
+            seen.append(episode)
+        return seen
 
     def pop(self, step: int) -> Mapping[str, Sequence[Transcript]]:
         """Return the samples of `step` by `training` and `validation`, and forget them."""

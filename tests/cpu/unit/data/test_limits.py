@@ -73,3 +73,23 @@ def test_only_the_beginning_of_a_long_example_is_tokenised(tokenizer, example, r
     [whole] = sft_dataset.encode(short, tokenizer, None, sft, stops)
     assert cut.token_ids.tolist() == whole.token_ids.tolist() and len(cut.token_ids) == 200
     assert cut.mask.tolist() == whole.mask.tolist()
+
+
+class Begins:
+    """A tokenizer that writes the start of a text whatever it is asked, as some that are not fast do."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self.bos_token, self.bos_token_id = "<|pad|>", tokenizer.convert_tokens_to_ids("<|pad|>")
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        return [self.bos_token_id, *self._tokenizer.encode(text, **options)]
+
+
+@pytest.mark.parametrize("text", ["<|pad|>ab", "ab", "<|pad|><|pad|>ab"])
+def test_the_start_of_a_text_stands_once(tokenizer, text):
+    """If template and tokenizer both write it. A text that says it twice keeps both."""
+    tokens = limits.encode(Begins(tokenizer), text, 99)
+    expected = text if text.startswith("<|pad|>") else f"<|pad|>{text}"
+    more = "<|pad|>" if text.count("<|pad|>") == 2 else ""
+    assert tokenizer.decode(tokens) == more + expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import numpy as np
@@ -12,6 +13,7 @@ from trainer.data.records import decode_groups
 from trainer.data.rollout_io import kept_files
 from trainer.episodes import Episode, Sample, TokenScores
 from trainer.metrics.samples import Transcript
+from trainer.sources.base import Evaluation
 from trainer.sources.transcripts import TranscriptLog, transcript
 
 SAMPLE = Sample(np.array([7, 8]), np.array([0, 1], np.float32), np.array([0, -0.5], np.float32), (1, 1))
@@ -90,6 +92,28 @@ def test_rollouts_are_kept_until_the_run_goes_back_behind_their_step(tmp_path):
     (tmp_path / "rollouts/step_3.jsonl").touch()
     log.rewind(2)
     assert sorted(os.listdir(tmp_path / "rollouts")) == ["step_1.arrow", "step_2.arrow", "step_3.jsonl"]
+
+
+def test_a_prompt_is_shown_as_the_policy_saw_it(tmp_path, caplog, tokenizer):
+    """And not as the messages from which it was rendered: a template may leave out some of these."""
+    cfg = configured(tmp_path)
+    cfg.logger.save_rollouts, cfg.logger.samples_interval, cfg.logger.validation = True, 1, True
+    caplog.set_level("INFO")
+    tokens = np.asarray(tokenizer.encode("<|user|>seen<|assistant|>said"), np.int32)
+    mask = np.zeros(len(tokens), np.float32)
+    mask[-4:] = 1
+    chat = [{"role": "system", "content": "never seen"}, {"role": "user", "content": "meant"}]
+    chat.append({"role": "assistant", "content": "said"})
+    sample = Sample(tokens, mask, np.zeros(len(tokens), np.float32), (1, 1))
+    episodes = [Episode(f"0:1:{i}", "0:1", [sample], 1.0, messages=chat) for i in range(2)]
+    log = TranscriptLog(cfg, lambda: None, tokenizer)
+    log.add_step(1, episodes)
+    log.add_evaluation(1, Evaluation({}, greedy=episodes[:1]))
+    prompt = [{"role": "prompt", "content": "<|user|>seen<|assistant|>"}]
+    assert [(row["prompt"], row["completion"]) for row in rollouts_of(tmp_path, 1)] == 2 * [(prompt, chat[-1:])]
+    [line] = (tmp_path / "validation/step_1.jsonl").read_text().splitlines()
+    assert json.loads(line)["prompt"] == prompt
+    assert "<|user|>seen<|assistant|>" in caplog.text and "meant" not in caplog.text
 
 
 def test_what_was_computed_for_tokens_is_kept_beside_the_samples(tmp_path):
