@@ -75,6 +75,11 @@ class Config(Section):
         return max(e.max_tokens if e.name and e.max_tokens > 0 else plain for e in self.environments)
 
     @property
+    def longest_row(self) -> int:
+        """Most tokens of a sequence that the ranks compute."""
+        return self.longest_sequence if self.task.generates else self.sft.max_length
+
+    @property
     def longest_prompt(self) -> int:
         """Most tokens of the prompt of a reply, in an episode of several turns."""
         return self.environment.max_tokens - 1 if self.environment.max_tokens > 0 else self.rollout.max_prompt_tokens

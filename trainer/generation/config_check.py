@@ -19,11 +19,14 @@ _WITHOUT_EFFECT = {
 _WITHOUT_EFFECT_PARTS = ("_token_id", "dropout", "initializer", "loss_coef")
 
 
-def describe_model(model: ModelConfig, path: str) -> dict[str, Any]:
-    """Return `describe_architecture` of the model at `path`."""
+def describe_model(model: ModelConfig, path: str, longest: int) -> dict[str, Any]:
+    """Return `describe_architecture` of the model at `path`, for sequences of up to `longest` tokens."""
     from trainer.models.files import load_config
+    from trainer.models.rotations import fit_rotations
 
-    return describe_architecture(load_config(model, path))
+    config = load_config(model, path)
+    fit_rotations(config, longest, f"model.path={path}")
+    return describe_architecture(config)
 
 
 def describe_architecture(config: PretrainedConfig) -> dict[str, Any]:

@@ -99,7 +99,7 @@ class EnginePool:
         numbers = [(number,) for number in range(cfg.rollout.num_engines)]
         self._job: Job | None = None  # who uses inference servers
         if spec.served:
-            self._job = Job.of_run(cfg.trainer.run_dir, describe_model(cfg.model, model_path))
+            self._job = Job.of_run(cfg.trainer.run_dir, describe_model(cfg.model, model_path, cfg.longest_sequence))
         self._build = engine_builder(cfg, model_path, self._device, joins or cfg.streams_requests, self._job)
         group = cluster.launch_engines(self._build, numbers, environment, assignment)
         window_s, has_capacity = 60 * cfg.trainer.restart_window_minutes, functools.partial(cluster.has_capacity, group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import inspect
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,10 +17,14 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
 )
 from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainer.config import RolloutConfig
 from trainer.files.shared_memory import check_owner
@@ -101,8 +106,11 @@ class TransformersEngine:
         self._max_num_seqs = rollout.max_num_seqs
         self._version = 0
         self._asleep = False
-        self._model = load_pretrained(model_path, param_dtype(dtype, device), trust_remote_code).to(device)
+        longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+        numbers = param_dtype(dtype, device)
+        self._model = load_pretrained(model_path, numbers, trust_remote_code, longest=longest).to(device)
         self._model.eval()
+        use_full_attention(self._model)
         # The generation config of the model directory may set penalties or sampling.
         self._model.generation_config = GenerationConfig()
         layers = DynamicCache(config=self._model.config).layers
@@ -226,6 +234,34 @@ class TransformersEngine:
     def shutdown(self) -> None:
         """Free the model. The engine is of no use afterwards."""
         del self._model
+
+
+_NOTED = "sdpa_noted"
+_LEFT_TO_THE_MASK = {"sliding_window", "position_ids", "cache_position"}
+"""What models pass to their attention, and `sdpa` finds in the mask."""
+
+
+@torch.no_grad()
+def use_full_attention(model: PreTrainedModel) -> None:
+    """Make `model` use its own attention if `sdpa`, transformers' default, leaves out something of it.
+
+    `sdpa` ignores arguments that it does not know, such as Gemma-2's soft cap.
+    """
+    if model.config._attn_implementation != "sdpa" or not model._supports_attention_backend:
+        return
+    known = {*inspect.signature(sdpa_attention_forward).parameters, *_LEFT_TO_THE_MASK}
+    ignored: set[str] = set()
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        given = {name for name, value in kwargs.items() if value is not None and value is not False}
+        ignored.update(given - known)
+        return sdpa_attention_forward(*args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS.register(_NOTED, noted)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_NOTED, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    model.set_attn_implementation(_NOTED)
+    model(torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
+    model.set_attn_implementation("eager" if ignored else "sdpa")
 
 
 def read_weights(directory: str) -> Iterator[tuple[str, Tensor]]:

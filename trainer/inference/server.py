@@ -105,7 +105,8 @@ async def _serve(cfg: Config, token: str | None, listener: socket.socket, path: 
         "repeats": repeats,
         "joins_exactly": repeats and joins_exactly(spec, cfg, device, path),
     }
-    gateway = Gateway(token, inference.lease_s, description, describe_model(cfg.model, path))
+    architecture = describe_model(cfg.model, path, description["max_tokens"])
+    gateway = Gateway(token, inference.lease_s, description, architecture)
     gateway.backend = Backend(inference, settings, gateway.forget_weights)
     runner = app_runner(gateway.application())
     await runner.setup()

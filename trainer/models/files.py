@@ -14,6 +14,7 @@ from trainer.config.role_specs import POLICY_KEY
 from trainer.errors import UserError
 from trainer.files.hf_hub import first_line, pinned, why_missing, with_retries
 from trainer.models.given import MODEL_FILES
+from trainer.models.rotations import fit_rotations
 from trainer.models.untrusted import check_model_files, quantised_tensor, weight_shapes
 from trainer.process.startup import importing
 
@@ -146,19 +147,27 @@ def check_trained_models(cfg: Config) -> None:
     paths = {role.key: role.path or cfg.model.path for role in reversed(cfg.roles)}
     for key, path in paths.items():
         if path is not None:
-            load_trained_config(cfg.model, resolve_model_path(path, key), key)
+            load_trained_config(cfg.model, resolve_model_path(path, key), key, cfg.longest_row)
 
 
-def load_trained_config(model: ModelConfig, path: str, key: str = POLICY_KEY) -> PretrainedConfig:
+def load_trained_config(
+    model: ModelConfig, path: str, key: str = POLICY_KEY, longest: int | None = None
+) -> PretrainedConfig:
     """Return the architecture config of a model that ranks compute with (see `load_config`).
 
     Engines alone can do more: an evaluation may be of a quantised model.
 
+    Args:
+        longest: most tokens of a sequence in the run (see `fit_rotations`). None: the model is not to compute.
+
     Raises:
-        UserError: its weights are quantised, or it reads more than text, or its config.json cannot be used.
+        UserError: its weights are quantised, or it reads more than text, or its config.json cannot be used, or its
+            rotations depend on the batch.
     """
     config = load_config(model, path, key)
     check_trained(config, f"{key}={path}")
+    if longest is not None:
+        fit_rotations(config, longest, f"{key}={path}")
     if os.path.isdir(path) and (tensor := quantised_tensor(path)) is not None:
         raise UserError(f"{key}={path}: its weights are quantised ({tensor}); {_UNQUANTISED}")
     return config

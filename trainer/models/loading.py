@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from trainer.config import LM, SCORE, FSDPConfig, ModelConfig, RoleSpec
 from trainer.errors import UserError, describe_error, one_line
@@ -31,6 +31,7 @@ from trainer.models.critic import CriticModel
 from trainer.models.files import load_trained_config
 from trainer.models.lora import add_adapters, hugging_face_name, initialise_adapters
 from trainer.models.parallel_checks import refuse_axis
+from trainer.models.rotations import check_position_table, fit_rotations
 from trainer.models.tensor_parallel import apply_tp
 from trainer.models.untrusted import weight_shapes
 from trainer.models.weight_names import keep_file_format
@@ -43,7 +44,13 @@ _VALUE_HEAD, _SCORE_HEAD = "value_head.", "score."
 
 
 def load_model(
-    model: ModelConfig, path: str, layout: Layout, spec: RoleSpec, seed: int = 0, pack: bool = True
+    model: ModelConfig,
+    path: str,
+    layout: Layout,
+    spec: RoleSpec,
+    seed: int = 0,
+    pack: bool = True,
+    longest: int | None = None,
 ) -> nn.Module:
     """Load the model of a role from the local directory `path`, split over the axes of `layout`. A collective.
 
@@ -57,9 +64,13 @@ def load_model(
         spec: the model's role: its head, whether it is trained, its adapters, and its sharding.
         seed: seed of the adapters' initial values.
         pack: `trainer.pack`.
+        longest: most tokens of a sequence. None: the model knows the positions of all.
     """
     empty_model = empty_causal_lm if spec.head == LM else empty_value_model
-    module, backbone = empty_model(model, load_trained_config(model, path, spec.key), layout.sizes, spec, pack)
+    config = load_trained_config(model, path, spec.key, longest)
+    module, backbone = empty_model(model, config, layout.sizes, spec, pack)
+    if longest is not None:
+        check_position_table(module, longest, f"{spec.key}={path}")
     return _shard_and_fill(module, backbone, model, path, layout, spec, seed)
 
 
@@ -287,18 +298,26 @@ def _scatter_from_rank0(module: nn.Module, model: ModelConfig, path: str, key: s
 
 
 def load_pretrained(
-    path: str, dtype: torch.dtype | str, trust_remote_code: bool, needed: Collection[str] | None = None
+    path: str,
+    dtype: torch.dtype | str,
+    trust_remote_code: bool,
+    needed: Collection[str] | None = None,
+    longest: int | None = None,
 ) -> PreTrainedModel:
     """Return the causal LM in the directory `path` as transformers loads it.
 
     Args:
         needed: names of the tensors that are used. None: all.
+        longest: most tokens of a sequence (see `fit_rotations`). None: the length of each batch decides.
 
     Raises:
         UserError: its files lack one, and transformers would give it random values.
     """
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    if longest is not None:
+        fit_rotations(config, longest, f"model.path={path}")
     lm, report = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
+        path, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
     )
     lacking = set(report["missing_keys"]) | (set() if needed is None else set(needed) - set(lm.state_dict()))
     missing = sorted(lacking if needed is None else lacking & set(needed))

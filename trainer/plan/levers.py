@@ -244,7 +244,7 @@ def _recomputations(cfg: Config) -> Iterator[Change]:
 def micro_batches(cfg: Config) -> Iterator[Change]:
     """Yield smaller sizes of micro-batches, the smallest last."""
     t = cfg.trainer
-    longest = cfg.longest_sequence if cfg.task.generates else cfg.sft.max_length
+    longest = cfg.longest_row
     fewest = max(_FEWEST_TOKENS, -(-longest // t.context_parallel_size))
     tokens = t.max_tokens_per_micro_batch
     while tokens > fewest and cfg.task.trains:

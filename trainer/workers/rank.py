@@ -113,7 +113,7 @@ class Rank:
             assert policy is not None, "the role is the policy without its adapters"
             module = policy
         else:
-            module = load_model(cfg.model, path, layout, spec, cfg.trainer.seed, cfg.trainer.pack)
+            module = load_model(cfg.model, path, layout, spec, cfg.trainer.seed, cfg.trainer.pack, cfg.longest_row)
         changing = partial(self._before_change, spec.name)
         if spec.trained:
             return _TRAINED[spec.head](spec, module, layout, self.objective, changing)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.generation import ROLLOUT, SAMPLED, make_requests, tokens_of, with_sampling
+from tests.support.architectures import ARCHITECTURES, VOCABULARY, random_model
+from tests.support.generation import ROLLOUT, SAMPLED, assert_agrees, make_requests, tokens_of, with_sampling
 from trainer.config import TinyConfig
 from trainer.errors import UserError
 from trainer.generation.transformers_engine import TransformersEngine
@@ -39,6 +40,20 @@ def test_weights_of_another_model_are_refused(model_paths, tmp_path):
     save_file({"lm_head.bias": torch.zeros(320)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="the engine's model has no weight lm_head.bias"):
         engine.sync_weights(SharedMemory(str(tmp_path)), 1)
+
+
+@pytest.mark.parametrize("name, attention", [("gemma2", "eager"), ("gemma3", "sdpa"), ("qwen3", "sdpa")])
+def test_attention_is_what_the_model_defines(tmp_path, name, attention):
+    """transformers' default ignores a soft cap."""
+    model = random_model(ARCHITECTURES[name], "eager").eval()
+    model.save_pretrained(tmp_path)
+    engine = TransformersEngine(str(tmp_path), dtype="auto", seed=1, rollout=ROLLOUT, device="cpu")
+    assert engine._model.config._attn_implementation == attention
+    requests = [
+        dataclasses.replace(request, prompt_token_ids=[int(token) % VOCABULARY for token in request.prompt_token_ids])
+        for request in with_sampling(make_requests(6), SAMPLED)
+    ]
+    assert_agrees(model, requests, engine.generate(requests), SAMPLED.temperature)
 
 
 def test_rows_that_have_ended_are_not_computed_any_longer(model_paths, monkeypatch):
