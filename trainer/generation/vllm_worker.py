@@ -57,7 +57,8 @@ class WeightReceiver:
         """
         config = self.vllm_config.model_config
         try:
-            with torch.device("meta"):
+            # With vLLM's own attention, as its backend for transformers has it, the model reads the config.
+            with set_current_vllm_config(self.vllm_config), torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config.hf_config, trust_remote_code=config.trust_remote_code)
             return refused_weights(path, weights_of(model, config.dtype))
         except Exception as error:  # an error that the caller gets says that the engine has failed
