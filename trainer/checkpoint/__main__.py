@@ -21,7 +21,7 @@ from trainer.checkpoint.components import read_config
 from trainer.checkpoint.exports import export_directory, is_exported
 from trainer.checkpoint.inspection import CHECKED, axes_of, check_step, describe, describe_all
 from trainer.checkpoint.manager import CheckpointManager, Retention
-from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, UnreadableError
+from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError
 from trainer.checkpoint.storage import open_storage, remove_records
 from trainer.checkpoint.store import BOOKKEEPING, CheckpointStore, open_store
 from trainer.config import TrainerConfig
@@ -49,7 +49,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _status_of(error: Exception) -> int:
-    return 1 if isinstance(error, CorruptCheckpointError) and not isinstance(error, UnreadableError) else 2
+    return 1 if isinstance(error, CorruptCheckpointError) else 2
 
 
 def _parser() -> ToolParser:

@@ -13,7 +13,7 @@ from trainer.checkpoint import late_validation, record
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.checkpoint_files import step_in
 from trainer.checkpoint.components import read_config
-from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, ElsewhereError, UnreadableError
+from trainer.checkpoint.manifest import Checkpoint, CheckpointError, CorruptCheckpointError
 from trainer.checkpoint.storage import open_storage
 from trainer.checkpoint.store import CheckpointStore, open_store
 from trainer.config.renamed import METRICS
@@ -48,8 +48,8 @@ def describe(path: str, level: str) -> dict[str, Any]:
         row["age"] = age(manifest["saved_at"])
         row["files"] = len(manifest["files"])
         manifests.check_files(checkpoint, level)
-    except CorruptCheckpointError as error:
-        row |= {"valid": False, "readable": not isinstance(error, (UnreadableError, ElsewhereError))}
+    except CheckpointError as error:
+        row |= {"valid": False, "readable": isinstance(error, CorruptCheckpointError)}
         row["problem"] = str(error).removeprefix(f"{path}: ")
     return row
 
@@ -85,7 +85,7 @@ def _mode(path: str) -> str:
         return score["score_mode"]
     try:  # a checkpoint of an earlier version
         return read_config(checkpoint)["trainer"]["best_mode"]
-    except (CorruptCheckpointError, KeyError):
+    except (CheckpointError, KeyError):
         return "max"
 
 

@@ -20,7 +20,6 @@ from trainer.checkpoint.manifest import (
     OPTIONAL_FIELDS,
     Checkpoint,
     CorruptCheckpointError,
-    UnreadableError,
     digest_of,
     reading,
 )
@@ -59,8 +58,6 @@ def read(checkpoint: Checkpoint) -> dict[str, Any] | None:
             if body.pop("self") != digest_of(body):
                 raise ValueError("its content does not match its own hash")
             return body
-    except UnreadableError:
-        raise
     except CorruptCheckpointError as error:
         LOG.warning("%s; the validation of this step counts as not done", error)
     return None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.checkpoint_files import CheckpointFiles, files_at, step_in
-from trainer.checkpoint.manifest import CorruptCheckpointError, Fields, FileEntry, UnreadableError
+from trainer.checkpoint.manifest import CorruptCheckpointError, Fields, FileEntry
 from trainer.checkpoint.storage import LocalStorage, for_each
 from trainer.checkpoint.store import NODE, LocalStore
 from trainer.files.atomic_io import read_file
@@ -116,8 +116,6 @@ class LocalTier:
             checkpoint = manifests.read(self._store.path(step))
             if checkpoint.manifest["self"] != digest:
                 raise CorruptCheckpointError(f"{checkpoint.path} belongs to another checkpoint")
-        except UnreadableError:  # it must not be deleted
-            raise
         except CorruptCheckpointError:
             self._delete(step)
             return []
@@ -129,8 +127,6 @@ class LocalTier:
             try:
                 manifests.check_entries(checkpoint, [entry], level)
                 valid.append(entry.path)
-            except UnreadableError:
-                raise
             except CorruptCheckpointError:
                 os.remove(path)
         return valid

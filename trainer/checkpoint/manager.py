@@ -25,7 +25,14 @@ from trainer.checkpoint import late_validation
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.checkpoint_files import CheckpointFiles
 from trainer.checkpoint.components import Component, Restore
-from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, FileEntry, UnreadableError
+from trainer.checkpoint.manifest import (
+    Checkpoint,
+    CheckpointError,
+    CorruptCheckpointError,
+    ElsewhereError,
+    FileEntry,
+    UnreadableError,
+)
 from trainer.checkpoint.storage import StoreError
 from trainer.checkpoint.store import CheckpointStore
 from trainer.config.renamed import METRICS
@@ -266,7 +273,11 @@ class CheckpointManager:
             self.store.delete(step)
 
     def _score(self, step: int, metric: str) -> float | None:
-        """Return the `metric` of `step`; None if it was not measured, or if the run was compared by another metric."""
+        """Return the `metric` of `step`; None if it was not measured, or if the run was compared by another metric.
+
+        Raises:
+            CheckpointError: the checkpoint may be whole, and cannot be read now.
+        """
         try:
             score = late_validation.score_of(manifests.read(self.store.path(step)))
         except CorruptCheckpointError:
@@ -288,8 +299,8 @@ class CheckpointManager:
             whole: False: shards on the local disks of several nodes are not checked here, but by ranks.
 
         Raises:
-            UserError: there are checkpoints but none is valid; the newest cannot be read, and may be valid; or the
-                storage is failing.
+            UserError: there are checkpoints but none is valid; the newest has another format, or cannot be read, and
+                may be valid; or the storage is failing.
         """
         problems: list[str] = []
         for step in reversed(self.store.steps()):
@@ -305,7 +316,7 @@ class CheckpointManager:
                 except StoreError as error:
                     unreadable = StoreError(f"{path}: {error}")
                     continue
-                except CorruptCheckpointError as error:
+                except (CorruptCheckpointError, ElsewhereError) as error:
                     problems.append(str(error))
                     continue
                 for problem in problems:
@@ -420,5 +431,5 @@ def _try(action: Callable[[], None]) -> None:
     """Call `action` after a save, and log a warning if it fails."""
     try:
         action()
-    except OSError as error:
+    except (OSError, CheckpointError) as error:
         LOG.warning("%s", error)

@@ -14,10 +14,11 @@ from datetime import datetime
 from types import NoneType
 from typing import Any
 
+from trainer import __version__
 from trainer.checkpoint.checkpoint_files import MANIFEST, CheckpointFiles, FileEntry, files_at, step_in
 from trainer.checkpoint.storage import open_storage
 from trainer.config.axes import with_new_names
-from trainer.errors import UserError
+from trainer.errors import UserError, one_line
 from trainer.files.atomic_io import access_problem, digest_bytes, is_unrelated_to_content
 from trainer.files.documents import ObjectShape, Shape, is_count, is_number, mismatch, parse_object
 
@@ -60,22 +61,26 @@ class Checkpoint:
         return None if axes is None else with_new_names(axes)
 
 
-class CorruptCheckpointError(UserError):
-    """A checkpoint cannot be used. The message names the damaged file."""
+class CheckpointError(UserError):
+    """A checkpoint cannot be used: it is damaged (`CorruptCheckpointError`), or may be whole (the others)."""
 
 
-class UnreadableError(CorruptCheckpointError):
-    """A file of a checkpoint cannot be read now, for a reason that says nothing about its content (no permission).
+class CorruptCheckpointError(CheckpointError):
+    """A checkpoint is damaged. The message names the damaged file.
 
-    The checkpoint may be whole, so it must not be deleted, nor an older one used instead.
+    Only such a checkpoint may be skipped, so that an older one is used instead, or deleted.
     """
 
 
-class OtherFormatError(CorruptCheckpointError):
+class UnreadableError(CheckpointError):
+    """A file of a checkpoint cannot be read now, for a reason that says nothing about its content (no permission)."""
+
+
+class OtherFormatError(CheckpointError):
     """Another version of this program has written the checkpoint."""
 
 
-class ElsewhereError(CorruptCheckpointError):
+class ElsewhereError(CheckpointError):
     """Shards of a checkpoint are on the disks of other nodes, where they may be whole."""
 
 
@@ -84,7 +89,8 @@ def reading(path: str, name: str) -> Iterator[None]:
     """Raise errors in the block as those of the file `name` of the checkpoint at `path`.
 
     Raises:
-        CorruptCheckpointError: the file cannot be read, or a ValueError in the block says how it is damaged.
+        CorruptCheckpointError: the file is missing, or a ValueError in the block says how it is damaged.
+        UnreadableError: the file cannot be read.
         StoreError: the object store fails. This says nothing about the file.
     """
     try:
@@ -188,7 +194,9 @@ def read(path: str) -> Checkpoint:
     """Read the manifest of the checkpoint at `path`, and check its format, its fields and its hash.
 
     Raises:
-        CorruptCheckpointError: the manifest is missing or damaged, or has another format, other fields or another step.
+        CorruptCheckpointError: the manifest is missing or damaged, or has other fields or another step.
+        OtherFormatError: it has another format.
+        UnreadableError: it cannot be read.
     """
     path = path.rstrip("/")
     with reading(path, MANIFEST):
@@ -197,9 +205,10 @@ def read(path: str) -> Checkpoint:
         except FileNotFoundError:
             raise CorruptCheckpointError(f"{path}: not a checkpoint, it has no {MANIFEST}") from None
     if manifest["format_version"] != FORMAT_VERSION:
+        other = one_line(str(manifest.get("trainer_version", "another version")))
         raise OtherFormatError(
-            f"{path}: its format is version {manifest['format_version']}, this program reads {FORMAT_VERSION}; "
-            "resume with the version that wrote it"
+            f"{path}: {other} of this program has written it in format {manifest['format_version']}, and {__version__} "
+            f"reads format {FORMAT_VERSION}; install the version that wrote it, or move the checkpoint away"
         )
     if manifest.get("self") != digest_of({k: v for k, v in manifest.items() if k != "self"}):
         raise CorruptCheckpointError(f"{path}: {MANIFEST} is damaged (its content does not match its own hash)")
@@ -309,8 +318,6 @@ def check_digest(checkpoint: Checkpoint, entry: FileEntry) -> None:
     try:
         with reading(checkpoint.path, _path(checkpoint, entry)):
             digest = checkpoint.files.digest(entry.path)
-    except UnreadableError:
-        raise
     except CorruptCheckpointError as error:
         digest = f"unreadable: {getattr(error.__cause__, 'strerror', None)}"
     if digest != entry.hash:

@@ -70,10 +70,9 @@ class NamedFiles:
         """Return the names, shapes and types of the tensors of a role; empty if the checkpoint lacks the role."""
         if f"{role}/.metadata" not in self.entries:
             return {}
+        data = self.read(f"{role}/.metadata")
         try:
-            metadata = load_metadata(io.BytesIO(self.read(f"{role}/.metadata")))
-        except CorruptCheckpointError:
-            raise
+            metadata = load_metadata(io.BytesIO(data))
         except UserError as error:
             raise CorruptCheckpointError(f"{self.path}: {role}/{error}") from error
         files = {f"{role}/{info.relative_path}" for info in metadata.storage_data.values()}
@@ -106,6 +105,9 @@ class NamedFiles:
                 dcp.load(wanted, storage_reader=reader, planner=_Flat(), no_dist=True)
             except dcp.CheckpointException as error:  # a BaseException, so `except Exception` would not catch it
                 cause = next(iter(error.failures.values()))[0]
+                with reading(self.path, role):
+                    if isinstance(cause, OSError):
+                        raise cause from None
                 raise CorruptCheckpointError(f"{self.path}/{role}: cannot be loaded: {first_line(cause)}") from None
         return wanted
 

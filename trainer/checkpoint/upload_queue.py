@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from trainer.checkpoint import late_validation
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.lock import RunLock
-from trainer.checkpoint.manifest import CorruptCheckpointError
+from trainer.checkpoint.manifest import CheckpointError, CorruptCheckpointError
 from trainer.checkpoint.replica_ranks import NodeDisks
 from trainer.checkpoint.storage import for_each
 from trainer.checkpoint.store import CheckpointStore, LocalStore
@@ -130,7 +130,7 @@ class UploadQueue:
         """Return whether shards of a checkpoint are on the disks of other nodes alone."""
         try:
             checkpoint = manifests.read(self._local.path(step))
-        except CorruptCheckpointError:
+        except CheckpointError:
             return False
         shards = (path for paths in checkpoint.nodes.values() for path in paths)
         return any(not os.path.exists(os.path.join(checkpoint.path, path)) for path in shards)

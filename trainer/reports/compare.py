@@ -17,7 +17,7 @@ from typing import Any
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.components import CONFIG_FILE, read_config
 from trainer.checkpoint.inspection import find_store
-from trainer.checkpoint.manifest import CorruptCheckpointError
+from trainer.checkpoint.manifest import CheckpointError
 from trainer.config import with_new_names, with_new_words
 from trainer.errors import UserError, did_you_mean, sentence_of
 from trainer.files.documents import flatten, parse_yaml
@@ -93,7 +93,7 @@ def _config_of(path: str) -> dict[str, Any]:
     for step in reversed(store.steps() if store is not None else []):
         try:
             return read_config(manifests.read(store.path(step)))
-        except CorruptCheckpointError:
+        except CheckpointError:
             continue
     return {}
 

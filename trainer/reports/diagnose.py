@@ -20,7 +20,7 @@ from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint import record
 from trainer.checkpoint.inspection import check_content
 from trainer.checkpoint.lock import holder
-from trainer.checkpoint.manifest import CorruptCheckpointError
+from trainer.checkpoint.manifest import CheckpointError, CorruptCheckpointError
 from trainer.checkpoint.store import open_store
 from trainer.config.trainer import PROCESSES
 from trainer.errors import UserError, format_size
@@ -169,11 +169,12 @@ def _newest(root: str, seconds: float) -> tuple[int, list[str]]:
         try:
             checkpoint = manifests.read(path)
             read, total = check_content(checkpoint, seconds, _tell)
-        except CorruptCheckpointError as error:
+        except CheckpointError as error:
             if isinstance(error.__cause__, PermissionError):
                 raise error.__cause__ from None
             if step in store.steps():  # a running job may have deleted it meanwhile
-                lines.append(f"{path}: DAMAGED ({str(error).removeprefix(f'{path}: ')})")
+                finding = "DAMAGED" if isinstance(error, CorruptCheckpointError) else "NOT READ"
+                lines.append(f"{path}: {finding} ({str(error).removeprefix(f'{path}: ')})")
             continue
         check = "all bytes agree"
         if read < total:

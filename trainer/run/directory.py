@@ -12,7 +12,7 @@ from typing import Any
 from trainer.checkpoint import late_validation, record
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.manager import CheckpointManager, Retention
-from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, UnreadableError
+from trainer.checkpoint.manifest import Checkpoint, CheckpointError, CorruptCheckpointError, UnreadableError
 from trainer.checkpoint.replica_ranks import AskedRanks
 from trainer.checkpoint.start_weights import read_revisions
 from trainer.checkpoint.storage_access import check_access, give_access
@@ -239,7 +239,7 @@ class RunDirectory:
         """Return a block that adds a late validation to a checkpoint. If it fails, the next start does it."""
         try:
             yield
-        except OSError as error:  # also that of a store that does not answer
+        except (OSError, CheckpointError) as error:  # also that of a store that does not answer
             LOG.warning("%s: its validation is not added (%s); the next start does it", late.path, error)
 
     @property

@@ -20,9 +20,6 @@ from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import (
     Checkpoint,
     CorruptCheckpointError,
-    ElsewhereError,
-    OtherFormatError,
-    UnreadableError,
 )
 from trainer.checkpoint.start_weights import movable_paths
 from trainer.checkpoint.store import open_store
@@ -166,8 +163,6 @@ def _verify_named(path: str, level: str, otherwise: Callable[[], str]) -> Checkp
     """
     try:
         return manifests.verify(path, level)
-    except (UnreadableError, OtherFormatError, ElsewhereError):
-        raise
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(
             f"trainer.resume_path={error}; restore the checkpoint from a copy, or {otherwise()}"

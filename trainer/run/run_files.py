@@ -20,7 +20,14 @@ from trainer.checkpoint import late_validation
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.checkpoint_files import CheckpointFiles
 from trainer.checkpoint.components import Component
-from trainer.checkpoint.manifest import CARRIED, Checkpoint, CorruptCheckpointError, FileEntry, read_object
+from trainer.checkpoint.manifest import (
+    CARRIED,
+    Checkpoint,
+    CheckpointError,
+    CorruptCheckpointError,
+    FileEntry,
+    read_object,
+)
 from trainer.checkpoint.storage import StoreError
 from trainer.checkpoint.store import CheckpointStore
 from trainer.errors import one_line
@@ -120,7 +127,7 @@ class RunFiles:
                     if unused:
                         unused.difference_update(*pool.map(self._names_in, chosen))
             self._store.remove_pieces(unused)
-        except (CorruptCheckpointError, OSError) as error:
+        except (CheckpointError, OSError) as error:
             LOG.warning("pieces of files that no checkpoint names are not deleted: %s", error)
         else:
             if unused:

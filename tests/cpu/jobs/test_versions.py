@@ -154,4 +154,4 @@ def test_a_checkpoint_of_a_format_that_is_not_read_is_refused_by_name(tmp_path):
     done = continue_run("format-1", tmp_path)
     said = done.stdout + done.stderr
     assert done.returncode == 2, said
-    assert re.search(rf"format-1/.*: its format is version 1, this program reads {FORMAT_VERSION}; resume with", said)
+    assert re.search(rf"format-1/.*in format 1, and .* reads format {FORMAT_VERSION}; install the version that", said)

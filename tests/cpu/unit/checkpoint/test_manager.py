@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -18,13 +19,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.checkpoints import hidden, manager, parts_of, save
+from tests.support.checkpoints import give_newer_format, hidden, manager, parts_of, save
 from tests.support.jobs import wait_until
+from trainer import __version__
 from trainer.checkpoint.checkpoint_files import CheckpointFiles
+from trainer.checkpoint.choice import read_named
 from trainer.checkpoint.components import Component, json_part
+from trainer.checkpoint.inspection import describe
+from trainer.checkpoint.local_tier import LocalTier
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import CheckpointManager, Retention
-from trainer.checkpoint.manifest import FileEntry, verify
+from trainer.checkpoint.manifest import FORMAT_VERSION, FileEntry, verify
 from trainer.errors import UserError
 from trainer.files.atomic_io import digest_bytes
 from trainer.process.signals import SIGNALS
@@ -239,6 +244,35 @@ def test_latest_is_the_newest_valid_checkpoint_and_does_not_read_the_hint(tmp_pa
         (tmp_path / f"global_step_{step}/manifest.json").unlink()
     with pytest.raises(UserError, match="no checkpoint in .* is valid.*weights/shard"):
         checkpoints.latest()
+
+
+def test_a_newest_checkpoint_of_a_newer_format_is_refused_and_stays(tmp_path, caplog):
+    checkpoints = manager(tmp_path)
+    for step in (1, 2):
+        save(checkpoints, step)
+    give_newer_format(tmp_path / "global_step_2")
+    caplog.clear()
+    sentence = (
+        f"{tmp_path}/global_step_2: 9.9 of this program has written it in format {FORMAT_VERSION + 1}, and "
+        f"{__version__} reads format {FORMAT_VERSION}; install the version that wrote it, or move the checkpoint away"
+    )
+    with pytest.raises(UserError, match=f"^{re.escape(sentence)}$"):
+        checkpoints.latest()
+    assert checkpoints.store.steps() == [1, 2] and not caplog.messages
+    assert describe(str(tmp_path / "global_step_2"), "hash")["readable"] is False, "it is not called damaged"
+    with pytest.raises(UserError, match="install the version that wrote it"):
+        read_named(str(tmp_path), "hash")
+    with pytest.raises(UserError, match="install the version that wrote it"):
+        LocalTier(str(tmp_path)).scrub(2, "", "hash")
+    assert checkpoints.store.steps() == [1, 2], "nor is it deleted from the disk of a node"
+
+
+def test_retention_deletes_nothing_while_a_score_cannot_be_read(tmp_path, caplog):
+    checkpoints = manager(tmp_path, Retention(newest=1, best=1))
+    save(checkpoints, 1)
+    give_newer_format(tmp_path / "global_step_1")
+    save(checkpoints, 2)
+    assert checkpoints.store.steps() == [1, 2] and "global_step_1: 9.9 of this program" in caplog.text
 
 
 def test_latest_before_a_step_leaves_out_that_step(tmp_path):
