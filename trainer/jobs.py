@@ -44,7 +44,7 @@ def run_task(task: Task, device: str, early: Early = None) -> None:
     cfg, t = task.cfg, task.cfg.trainer
     stop = StopRequest(t.deadline)
     with open_run(task) as directory:
-        record_start(t.run_dir, cfg)
+        record_start(t.run_dir, cfg, directory.continued and directory.continued.step)
         total = cfg.total_steps
         exports = task.exports_last or t.hf_save_interval > 0
         if _is_finished(directory, total, exports):

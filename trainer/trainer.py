@@ -285,10 +285,11 @@ class Trainer:
         Raises:
             UserError: the run is to stop, or has no checkpoint to go back to.
         """
-        assert self.directory.resume is not None
+        assert self.directory.resume is not None and self.audit is not None
         choice, path = self.cfg.trainer.on_resume_mismatch, self.directory.resume.checkpoint.path
         if choice == "stop":
             raise UserError(f"trainer.on_resume_mismatch=stop: resumed from {path}, but {problem}")
+        self.audit.discard()
         LOG.warning("resumed from %s, but %s", path, problem)
         if choice == "warn":
             return True

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from trainer.config import TASKS, Config, Metric, with_new_names
@@ -49,12 +50,21 @@ class RecordedTask:
 
 def last_start(run_dir: str) -> dict[str, Any] | None:
     """Return the last line of `starts.jsonl` that can be read; None if there is none."""
+    return next(_starts(run_dir), None)
+
+
+def starts_from(run_dir: str, step: int) -> list[dict[str, Any]]:
+    """Return the last starts of a run that have all resumed from the checkpoint of `step`, and saved no newer one."""
+    return list(takewhile(lambda start: start.get("resumed_step") == step, _starts(run_dir)))
+
+
+def _starts(run_dir: str) -> Iterator[dict[str, Any]]:
+    """Yield the lines of `starts.jsonl` that can be read, the last one first."""
     with contextlib.suppress(FileNotFoundError), open(os.path.join(run_dir, STARTS_FILE), "rb") as file:
         for line in reversed(file.read().splitlines()):
             with contextlib.suppress(ValueError):
                 start = parse_object(line, _START)
-                return start | {"config": with_new_names(start["config"])}
-    return None
+                yield start | {"config": with_new_names(start["config"])}
 
 
 def recorded_task(start: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> RecordedTask:

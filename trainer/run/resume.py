@@ -17,10 +17,7 @@ from trainer.checkpoint import record
 from trainer.checkpoint.checkpoint_files import step_in
 from trainer.checkpoint.components import Restore, read_config
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.checkpoint.manifest import (
-    Checkpoint,
-    CorruptCheckpointError,
-)
+from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError
 from trainer.checkpoint.start_weights import movable_paths
 from trainer.checkpoint.store import open_store
 from trainer.config import LOAD_COMPONENTS, Config
@@ -29,6 +26,7 @@ from trainer.errors import UserError
 from trainer.files.redaction import redact
 from trainer.files.uris import absolute, is_same, is_url
 from trainer.run import compatibility, lineage
+from trainer.run.recorded_task import starts_from
 from trainer.run.run_metadata import has_metrics, second_run
 
 LOG = logging.getLogger(__name__)
@@ -224,17 +222,22 @@ def compare(cfg: Config, checkpoint: Checkpoint, fork: bool) -> Resume:
     for change in changes:
         if not change.key.startswith(_NOT_SHOWN + (_NAMED_AFTER_RUN if renamed else ())):
             LOG.info("config changed since the checkpoint: %s", change)
-    altered, by = compatibility.altered_metrics(changes, rules)
+    then = [] if fork else starts_from(cfg.trainer.run_dir, checkpoint.step)
+    since = [*changes]
+    for start in then:  # the changes since later starts, which may have logged the steps that are trained again
+        logged_with, now = (redact(one, references=False) for one in (start["config"], dataclasses.asdict(cfg)))
+        since += compatibility.find_changes(logged_with, now, defaults)
+    altered, by = compatibility.altered_metrics(since, rules)
     if by and not fork:
-        LOG.info("%s, because %s changed", _NOT_COMPARED[altered], ", ".join(by))
+        LOG.info("%s, because %s changed", _NOT_COMPARED[altered], ", ".join(dict.fromkeys(by)))
     if altered == compatibility.OF_UPDATE:
         altered = tuple(dict.fromkeys([*altered, *cfg.task.families]))
     added_steps = compatibility.added_steps(changes, cfg, checkpoint.step)
+    # Another version of this package may sum in another order.
+    versions = {checkpoint.manifest.get("trainer_version"), *(one.get("versions", {}).get("trainer") for one in then)}
     return Resume(
         checkpoint,
         Restore(restored, fork, added_steps),
-        # Another version of this package may sum in another order.
-        same_rounding=checkpoint.manifest.get("trainer_version") == __version__
-        and compatibility.same_rounding(changes, rules),
+        same_rounding=versions == {__version__} and compatibility.same_rounding(since, rules),
         altered=altered,
     )

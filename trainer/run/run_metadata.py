@@ -77,10 +77,13 @@ def second_run(run_dir: str) -> UserError:
     )
 
 
-def record_start(run_dir: str, cfg: Config) -> None:
+def record_start(run_dir: str, cfg: Config, resumed_step: int | None = None) -> None:
     """Write `config.yaml`, and append a line to `starts.jsonl`. They hold no secrets (see `trainer.files.redaction`).
 
     Does nothing if `recorded_early` has recorded this start.
+
+    Args:
+        resumed_step: step of the checkpoint of this run that it continues; None: it begins without one.
     """
     if run_dir in _early:
         _early.remove(run_dir)
@@ -97,6 +100,7 @@ def record_start(run_dir: str, cfg: Config) -> None:
         "versions": versions(),
         "git": git_states([os.path.dirname(__file__), os.getcwd()]),
         "task": describe_task(cfg),
+        "resumed_step": resumed_step,
         "config": config,
     }
     write_file(os.path.join(run_dir, CONFIG_FILE), yaml.safe_dump(config, sort_keys=False, allow_unicode=True))

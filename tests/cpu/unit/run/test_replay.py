@@ -34,6 +34,19 @@ def test_replayed_steps_are_verified_and_survive_another_kill(tmp_path, caplog):
     assert not os.path.exists(tmp_path / "metrics.replay.jsonl")
 
 
+def test_logged_lines_that_differ_stay_for_the_next_start_until_they_are_given_up(tmp_path):
+    rows = [{"step": n, "reward/mean": n / 3} for n in (1, 2, 3)]
+    run_dir = logged(tmp_path, rows)
+    for _ in range(3):  # trainer.on_resume_mismatch=stop
+        audit = ReplayAudit(run_dir, 1, 0.0, same_layout=True)
+        logged(tmp_path, rows[:1])
+        assert audit.check(2, {"reward/mean": 2 / 3}) is None
+        assert "reward/mean is 7.0 and was 1.0" in audit.check(3, {"reward/mean": 7.0})
+        assert audit.check(4, {"reward/mean": 7.0}) is None
+    audit.discard()
+    assert ReplayAudit(run_dir, 1, 0.0, same_layout=True).check(3, {"reward/mean": 7.0}) is None
+
+
 def test_the_first_metric_that_differs_is_named(tmp_path):
     run_dir = logged(tmp_path, [{"step": 1, "policy/kl": 0.5, "policy/loss": None, "reward/mean": 1.0}])
     audit = ReplayAudit(run_dir, 0, 0.0, same_layout=True)
@@ -63,7 +76,7 @@ def test_a_first_step_that_was_not_logged_is_not_compared_with_a_later_one(tmp_p
 def test_a_jump_is_one_from_the_last_steps_alone(tmp_path, caplog):
     values = [100.0] * 20 + [1.0, 1.1] * 10
     rows = [{"step": step, "policy/loss": value} for step, value in enumerate(values, start=1)]
-    audit = ReplayAudit(logged(tmp_path, rows), 40, 0.0, same_layout=True)
+    audit = ReplayAudit(logged(tmp_path, rows), 40, 0.0, same_layout=True, exact=False)
     assert audit.check(41, {"policy/loss": 100.0}) is None
     assert "over the 20 steps before it was 1.05" in caplog.text
     caplog.clear()
@@ -84,12 +97,23 @@ def test_on_other_ranks_the_first_step_is_compared_to_rounding(tmp_path, caplog)
 def test_without_replayed_steps_a_jump_is_reported(tmp_path, caplog):
     rows = [{"step": n, "policy/loss": 0.1 + n / 100, "policy/kl": 0.2} for n in range(1, 11)]
     assert jumps({"policy/loss": 0.2, "policy/kl": 0.21}, rows) == []
-    audit = ReplayAudit(logged(tmp_path, rows), 10, 0.0, same_layout=True)
+    audit = ReplayAudit(logged(tmp_path, rows), 10, 0.0, same_layout=False)
     assert audit.check(11, {"policy/loss": 5.0, "policy/kl": 0.2}) is None
     (record,) = caplog.records
     assert record.levelname == "WARNING" and "policy/loss jumped to 5" in record.getMessage()
     assert "trainer checkpoint rollback" in record.getMessage()
     assert jumps({"policy/loss": float("nan")}, rows)
+
+
+@pytest.mark.parametrize("is_replayed", [True, False])
+def test_a_step_that_gives_the_same_bits_jumps_where_the_undisturbed_run_does(tmp_path, caplog, is_replayed):
+    """Of a run with more steps, or one of whose steps is verified."""
+    rows = [{"step": n, "policy/loss": 0.1} for n in range(1, 12)]
+    run_dir = logged(tmp_path, rows if is_replayed else rows[:10])
+    audit = ReplayAudit(run_dir, 10, 0.0, same_layout=not is_replayed)
+    assert audit.check(11, {"policy/loss": 0.1 if is_replayed else 5.0}) is None
+    assert audit.check(12, {"policy/loss": 5.0}) is None
+    assert caplog.messages == []
 
 
 def test_a_policy_that_begins_to_move_is_no_jump():

@@ -16,7 +16,9 @@ from trainer.checkpoint.components import config_digest
 from trainer.checkpoint.manifest import CorruptCheckpointError
 from trainer.config import compose
 from trainer.errors import UserError
+from trainer.run import compatibility
 from trainer.run.directory import RunDirectory
+from trainer.run.run_metadata import record_start
 
 
 def test_a_checkpoint_of_a_step_that_no_run_reaches_is_compared_with_its_lines_at_once(run_dir):
@@ -273,6 +275,30 @@ def test_a_fall_back_is_held_against_the_config_of_the_older_checkpoint(tmp_path
     with opened(cfg) as run:
         with pytest.raises(UserError, match=r"rollout.n=4: .*saved with 8.*change=\[rollout.n\]"):
             run.directory.fall_back()
+
+
+CHANGED: dict = {"trainer.policy.optimizer.lr": 0.5, "trainer.allow_config_change": ["trainer.policy.optimizer.lr"]}
+
+
+@pytest.mark.parametrize(
+    ("change", "resumed_step", "altered", "same_rounding"),
+    [
+        (CHANGED, 1, compatibility.OF_UPDATE, True),
+        ({"trainer.num_workers": 2}, 1, (), False),
+        (CHANGED, 0, (), True),  # it has saved this checkpoint, which holds its config
+        ({}, 1, (), True),
+    ],
+)
+def test_logged_lines_are_held_against_the_config_that_logged_them(
+    tmp_path, change, resumed_step, altered, same_rounding
+):
+    """A start with another config has resumed here, and saved nothing. Then its change was undone."""
+    save_steps(configured(tmp_path), 1)
+    record_start(str(tmp_path), configured(tmp_path, change), resumed_step)
+    with RunDirectory(configured(tmp_path, resume_mode="latest")).open() as directory:
+        resume = directory.resume
+        assert resume.altered[: len(altered)] == altered and bool(resume.altered) == bool(altered)
+        assert resume.same_rounding == same_rounding
 
 
 # ----------------------------------------------------------------------------------------------------------
