@@ -24,6 +24,7 @@ from typing import NoReturn, TextIO
 from trainer.errors import UserError, sentence_of
 from trainer.files.appended import open_appended, write_all_or_nothing
 from trainer.files.redaction import hide_known
+from trainer.process.signals import open_standard_streams
 
 _CHUNK = 1 << 20
 _JOINERS = "\u200c\u200d"
@@ -229,11 +230,7 @@ def guard_output() -> None:
     reward processes. The flush at the exit of the interpreter cannot fail either; otherwise the exit status would be
     120. A stream that has been replaced, for example by a test, is left unchanged.
     """
-    for standard in range(3):  # if one is closed, the next opened file would get its number and its output
-        try:
-            os.fstat(standard)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)
+    open_standard_streams()
     sys.stdout = _guarded(sys.stdout, 1)
     sys.stderr = _guarded(sys.stderr, 2)
 

@@ -102,6 +102,7 @@ class Signals:
 
         No exception is raised before `listening` begins, because exceptions are handled there.
         """
+        open_standard_streams()
         for number in HANDLED:
             signal.signal(number, self._on_signal)
         # On the alarm, the main thread has reached no safe point: the exception is raised wherever it is.
@@ -384,6 +385,19 @@ class Signals:
 
 SIGNALS = Signals()
 os.register_at_fork(after_in_child=SIGNALS._leave_watch)
+
+
+def open_standard_streams() -> None:
+    """Open what is closed of stdin, stdout and stderr, here and for processes that this one starts.
+
+    Else the next file that is opened gets the number, and with it all that is printed: a pipe that tells of signals
+    would take the output for signals.
+    """
+    for standard in range(3):
+        try:
+            os.fstat(standard)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free
 
 
 def _say(text: str) -> None:

@@ -17,6 +17,14 @@ from trainer.process import time_limits
 from trainer.process.signals import EXIT_STATUS, HANDLED, SIGNALS, Stopped
 from trainer.run.stopping import StopRequest
 
+ROOT = str(Path(__file__).parents[4])
+STREAMS = r"""
+import os
+streams = [os.readlink(f"/proc/self/fd/{{number}}") for number in range(3)]
+with open("{}", "w") as file:
+    print(*streams, sep="\n", file=file)
+"""
+
 
 @pytest.fixture(autouse=True)
 def every_signal_counts(monkeypatch):
@@ -31,6 +39,21 @@ def send(number: int) -> None:
 
 def test_the_exit_status_asks_schedulers_to_retry():
     assert EXIT_STATUS == 75, "EX_TEMPFAIL: scripts of users look for this number"
+
+
+@pytest.mark.parametrize("closed", ["0<&- 1>&-", "0<&- 1>&- 2>&-", "1>&-", "2>&-"])
+def test_closed_streams_are_not_taken_for_the_pipe_of_signals(closed, tmp_path):
+    """What is printed would count as signals, and the job would be killed at each start."""
+    (tmp_path / "child.py").write_text(STREAMS.format("child"))
+    (tmp_path / "job.py").write_text(
+        "import subprocess, sys\nfrom trainer.process.signals import SIGNALS\nSIGNALS.listen()\n"
+        + STREAMS.format("job")
+        + "subprocess.run([sys.executable, 'child.py'], check=True)\n"
+    )
+    command = f"exec {sys.executable} job.py {closed}"
+    subprocess.run(["sh", "-c", command], cwd=tmp_path, env={**os.environ, "PYTHONPATH": ROOT}, check=True, timeout=60)
+    job, child = ((tmp_path / name).read_text().splitlines() for name in ("job", "child"))
+    assert job == child and [job[int(stream[0])] for stream in closed.split()] == ["/dev/null"] * len(closed.split())
 
 
 @pytest.mark.parametrize("number", HANDLED)
