@@ -197,18 +197,20 @@ class UploadQueue:
         while True:
             self._wake.wait()
             self._wake.clear()
-            while ready := self._ready():
-                newest = ready[-1]  # the newest first: it makes the most safe
-                if self._ending.is_set() and newest not in self.not_yet_uploaded():
-                    return
+            while True:
+                newest = None
                 try:
+                    if (newest := self._next()) is None:
+                        break
                     with TRACER.span(f"upload {newest}", "uploads"):
                         self._upload(newest)
-                except Exception as error:
-                    if newest not in self._local.steps():
-                        continue  # it was archived meanwhile
+                except Exception as error:  # also of a disk that cannot be listed now
+                    with contextlib.suppress(OSError):
+                        if newest is not None and newest not in self._local.steps():
+                            continue  # it was archived meanwhile
                     self._problem = str(error)
-                    LOG.warning("global_step_%d is not uploaded yet: %s", newest, error)
+                    what = "the newest checkpoint" if newest is None else f"global_step_{newest}"
+                    LOG.warning("%s is not uploaded yet: %s", what, error)
                     if self._ending.wait(wait_s):
                         return
                     wait_s = min(2 * wait_s, time_limits.UPLOAD_LONGEST_BACKOFF_S)
@@ -216,6 +218,11 @@ class UploadQueue:
                     self._problem, wait_s = "", time_limits.UPLOAD_FIRST_BACKOFF_S
             if self._ending.is_set():
                 return
+
+    def _next(self) -> int | None:
+        """Return the step to upload next, the newest first, which makes the most safe; None: there is none."""
+        newest = max(self._ready(), default=None)
+        return None if self._ending.is_set() and newest not in self.not_yet_uploaded() else newest
 
     def _upload(self, step: int) -> None:
         """Copy a checkpoint of the disks to the remote store, and commit it there.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -16,6 +17,7 @@ from trainer.checkpoint.manifest import mark_rollback, read, rollback_mark, veri
 from trainer.checkpoint.store import open_store
 from trainer.checkpoint.tiers import TieredStore
 from trainer.checkpoint.upload_queue import UploadQueue
+from trainer.process import time_limits
 from trainer.process.tracing import TRACER
 
 
@@ -44,6 +46,28 @@ def test_the_queue_is_derived_from_what_lies_in_both_stores(local, remote):
     assert queue.waiting() == [1] and queue.lag_s() == 0 and not queue.readable(3)
     queue.add(3)
     assert queue.waiting() == [1, 3] and queue.readable(3), "it has been saved again"
+
+
+def test_uploads_go_on_after_a_disk_could_not_be_listed(local, remote, monkeypatch, caplog):
+    """Also in the answer to a failed upload."""
+    monkeypatch.setattr(time_limits, "UPLOAD_FIRST_BACKOFF_S", 0.01)
+    queue, failures = UploadQueue(local, remote), iter([False, True, True])
+    queue.uploaded()
+    steps = local.steps
+
+    def list_steps() -> list[int]:
+        if threading.current_thread().name == "uploader" and next(failures, False):
+            raise OSError(errno.EIO, "Input/output error", local.root)
+        return steps()
+
+    monkeypatch.setattr(local, "steps", list_steps)
+    queue.start(lambda: None)
+    while queue.waiting():
+        assert queue._thread.is_alive()
+        threading.Event().wait(0.02)
+    queue.finish(10)
+    assert remote.steps() == [1, 2, 3]
+    assert "is not uploaded yet: [Errno 5] Input/output error" in caplog.text
 
 
 def test_the_newest_is_uploaded_first_and_all_of_them_in_the_end(local, remote, monkeypatch):
