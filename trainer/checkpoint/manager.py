@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import sys
 import threading
 import time
@@ -121,7 +122,7 @@ class CheckpointManager:
         self._committed = committed
         self._disk_is_full = disk_is_full
         self._saving: threading.Thread | None = None
-        self._results: list[SaveResult] = []
+        self._results: queue.SimpleQueue[SaveResult] = queue.SimpleQueue()  # of the threads of saves
         self._failed: list[CheckpointFiles] = []
         """Staging areas of failed saves, into which ranks may still have written while they were deleted."""
 
@@ -177,15 +178,14 @@ class CheckpointManager:
                 if isinstance(error, OSError) and is_disk_unwritable(error):
                     _try(partial(self._disk_is_full, error))
             TRACER.add(f"save {step}", started, time.monotonic(), SAVES, bytes=result.bytes)
-            self._results.append(result)
+            self._results.put(result)
 
         self._saving = threading.Thread(target=run, name=f"the save of step {step}", daemon=True)
         self._saving.start()
 
     def results(self) -> list[SaveResult]:
         """Return the results of the saves that have ended since the last call."""
-        ended, self._results = self._results, []
-        return ended
+        return [self._results.get() for _ in range(self._results.qsize())]
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until no save is under way, or for `timeout_s`."""
