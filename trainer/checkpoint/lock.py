@@ -242,10 +242,11 @@ class RunLock:
         owner, etag = self._fetch()
         if owner is not None and owner.get("token") != self._token:
             self._lost_to = owner
-        elif self._storage.disk is not None:
-            os.utime(self.path)  # a write would wait for the disk, which may be busy for longer than `lease_s`
-        elif owner is not None:
-            self._put(self._owner(), etag)
+        elif owner is not None and etag is not None:
+            if self._storage.disk is not None:  # which may be busy for longer than `lease_s`
+                self._storage.disk.touch_if_match(NAME, etag)
+            else:
+                self._put(self._owner(), etag)
 
     def _fetch(self) -> tuple[dict[str, Any] | None, str | None]:
         """Return the owner (None: the lock is free), and the etag of the lock (None: there is none)."""

@@ -240,6 +240,17 @@ def test_a_heartbeat_finds_that_the_lock_is_another_s_and_does_not_keep_it_alive
         assert os.stat(tmp_path / ".lock").st_mtime == 1e9
 
 
+def test_a_heartbeat_does_not_touch_a_lock_that_is_taken_after_it_has_read_it(tmp_path):
+    with RunLock(str(tmp_path), lease_s=60) as lock:
+        lock.acquire()
+        seen = lock._fetch()
+        lock._fetch = lambda: seen  # what it has read. Then another job takes the lock
+        assert lock._storage.put_if(".lock", json.dumps({"token": "x"}).encode(), seen[1])
+        os.utime(tmp_path / ".lock", (1e9, 1e9))
+        lock._renew()
+        assert os.stat(tmp_path / ".lock").st_mtime == 1e9
+
+
 def test_a_heartbeat_outlives_a_moment_without_its_lock_file(tmp_path):
     with RunLock(str(tmp_path), lease_s=0.6) as lock:
         lock.acquire()
