@@ -59,6 +59,13 @@ _SIGNS: tuple[tuple[str, str, str], ...] = (
 _COLLECTIVE = re.compile(r"NCCL|gloo|collective|process group|c10d|TCPStore|recvBytes|Connection", re.IGNORECASE)
 
 
+_OF_CODE = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError, ValueError),
+    *(FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError),
+)
+"""What code raises that is wrong, or a path that is, whatever the text says. Machines that fail raise other errors."""
+
+
 def classify(error: BaseException) -> tuple[str, str]:
     """Return the class of a failure (`INFRASTRUCTURE`, `JOB` or `PREEMPTION`) and a short description of its cause."""
     if isinstance(error, (Stopped, KeyboardInterrupt)):
@@ -73,6 +80,8 @@ def classify(error: BaseException) -> tuple[str, str]:
         return _CAUSES.get(error.cause, (INFRASTRUCTURE, "process"))
     if is_out_of_memory(error):
         return _CAUSES["memory"]
+    if isinstance(error, _OF_CODE):
+        return JOB, "exception"
     text = f"{type(error).__name__}: {error}"
     if (gpu_error := gpu_error_in(text)) is not None:
         return (INFRASTRUCTURE if gpu_error.is_of_machine else JOB), gpu_error.cause

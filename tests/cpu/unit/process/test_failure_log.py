@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 
 import pytest
 import torch
@@ -56,6 +58,13 @@ XID = "NVRM: Xid (PCI:0000:3b:00): {}, pid=4711, name=python, GPU has fallen off
         (RuntimeError(XID.format(13)), JOB, "GPU error (Xid 13)"),
         (OSError(28, "No space left on device"), INFRASTRUCTURE, "storage"),
         (RuntimeError("Stale file handle"), INFRASTRUCTURE, "storage"),
+        *((OSError(number, os.strerror(number)), INFRASTRUCTURE, "storage") for number in (errno.EIO, errno.ESTALE)),
+        (ConnectionRefusedError(111, "Connection refused"), INFRASTRUCTURE, "network"),
+        *(
+            (OSError(number, os.strerror(number), "gloo/tables.json"), JOB, "exception")
+            for number in (errno.ENOENT, errno.EACCES, errno.EISDIR, errno.ENOTDIR, errno.EEXIST)
+        ),
+        (KeyError("Connection refused"), JOB, "exception"),
         (Stopped("stopped after step 3"), PREEMPTION, "stop request"),
         (KeyboardInterrupt(), PREEMPTION, "stop request"),
     ],
