@@ -134,6 +134,8 @@ def answering(answers: Mapping[str, bytes]) -> Iterator[str]:
     """Serve the same answer to each request to a path, and `{}` where there is none. Yields the address."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"  # connections stay open
+
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
             self.do_GET()

@@ -303,6 +303,7 @@ class ServerEngine:
         self._ended.set()
         with contextlib.suppress(WorkerError, UserError):
             self._post(protocol.RELEASE, {}, self._headers)
+        self._client.close()
 
     def _renew(self) -> None:
         every_s = min(self._lease["lease_s"] / 4, time_limits.SERVER_POLL_S)
@@ -353,6 +354,10 @@ class ServerEngine:
             silent = isinstance(error, httpx.ReadTimeout)
             reason = f"no sign of life for {time_limits.SERVER_SILENCE_S:g} s" if silent else str(error)
             raise self._lost(reason or type(error).__name__) from error
+        except RuntimeError as error:  # also of a thread that still sends when `shutdown` has closed the client
+            if isinstance(error, WorkerError) or not self._client.is_closed:
+                raise
+            raise self._lost("this job has left it") from error
         except ValueError as error:
             if isinstance(error, UserError):
                 raise
@@ -449,7 +454,18 @@ def _ask_all(
     end = time.monotonic() + limit_s
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
+    if any(thread.is_alive() for thread in threads):  # each ends after its own time limit
+        threading.Thread(target=_close_after, args=(client, threads), daemon=True).start()
+    else:
+        client.close()
     return dict(answers)
+
+
+def _close_after(client: httpx.Client, threads: Sequence[threading.Thread]) -> None:
+    """Close a client when the threads that use it have ended."""
+    for thread in threads:
+        thread.join()
+    client.close()
 
 
 def _authorization() -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import http.server
 import itertools
 import json
@@ -16,6 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -29,6 +31,7 @@ from trainer.errors import UserError, WorkerError
 from trainer.files.shared_memory import SharedDirectory
 from trainer.generation import server_engine
 from trainer.generation.lifecycle import State
+from trainer.generation.server_engine import silent_servers
 from trainer.generation.server_protocol import GENERATE, LEASE, STATUS, WEIGHTS
 from trainer.generation.transformers_engine import TransformersEngine
 from trainer.generation.weight_sync import SharedMemory
@@ -288,6 +291,27 @@ def test_another_program_at_the_address_is_no_inference_server():
     finally:
         listener.shutdown()
         listener.server_close()
+
+
+def test_no_connection_is_left_open():
+    """Neither of the questions after a signal, of which there may be many, nor of an engine that has ended."""
+    answers = {STATUS: b"{}", LEASE: b'{"start": "1", "lease_s": 60}'}
+
+    def connections(port: int) -> list:
+        found = psutil.Process().net_connections("tcp")
+        return [one for one in found if one.raddr and one.raddr.port == port and one.status == "ESTABLISHED"]
+
+    gc.disable()  # the collector would close some
+    try:
+        with answering(answers) as url:
+            port = int(url.rpartition(":")[2])
+            assert [silent_servers([url], 30.0), silent_servers([url, url], 30.0)] == [[], []]
+            assert connections(port) == []
+            with engine(url):
+                assert connections(port)
+            assert connections(port) == []
+    finally:
+        gc.enable()
 
 
 ONE_TOKEN = ["AQAAAA==", "", "stop", [1, 1], []]
