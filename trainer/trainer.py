@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import cached_property, partial
@@ -211,7 +210,7 @@ class Trainer:
         if saving:
             blocked = self.learner.ranks.pop_stall_seconds()
             self.timer.add("checkpoint_blocked", blocked)
-            self.saves.blocked_s += blocked
+            self.saves.add_blocked(self.saves.begun, blocked)
         return metrics
 
     def finish_step(
@@ -350,7 +349,8 @@ class Trainer:
         t, step = self.cfg.trainer, self.state.step
         if self.saves.begun == step:
             return
-        started = time.monotonic()
+        with self.saves.blocking(self.saves.begun):
+            self.checkpoints.wait()
         description = {
             **self.learner.ranks.description,
             "config_digest": config_digest(self.directory.cfg),
@@ -359,12 +359,12 @@ class Trainer:
             "metrics_from": self.tracker.first_step,
             "lacks_validation": self._lacks_validation,
         }
-        # A checkpoint must not outlive what was logged of its steps.
-        self.checkpoints.save(step, self.parts, description, before=(self.tracker.flush, self.transcripts.flush))
-        if not t.ckpt_async:
-            self.checkpoints.wait()
+        with self.saves.blocking(step):
+            # A checkpoint must not outlive what was logged of its steps.
+            self.checkpoints.save(step, self.parts, description, before=(self.tracker.flush, self.transcripts.flush))
+            if not t.ckpt_async:
+                self.checkpoints.wait()
         self.saves.begun = step
-        self.saves.blocked_s = time.monotonic() - started
         self.schedule.saved()
 
     def _save_last(self, metrics: dict[str, float]) -> None:
@@ -434,9 +434,6 @@ class Trainer:
         if "rng" in state:
             self.learner.kl.load_state_dict(state["kl_controller"])
             restore_rng(rng_from_text(state["rng"]))
-
-    # ---------------------------------------------------------------------------------------------------
-    # Helpers
 
     def _evaluate(self, step: int) -> dict[str, float]:
         """Return the metrics of the validation data under the current policy."""

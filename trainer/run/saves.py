@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 
 from trainer.checkpoint.manager import SaveResult
 from trainer.errors import NotSavedError, UserError
@@ -77,10 +79,21 @@ class SaveTracker:
         """The newest checkpoint that this process has committed."""
         self.seconds = 0.0
         """Seconds from begin to commit of the last save."""
-        self.blocked_s = 0.0
-        """Seconds that training has waited for the save under way."""
+        self._blocked_s: Counter[int] = Counter()  # by the steps of saves
         self.begun: int | None = None
         """The step of the newest save, unless it has failed."""
+
+    def add_blocked(self, step: int | None, seconds: float) -> None:
+        """Count seconds that training has waited for the save of `step`; None: there is none."""
+        if step is not None:
+            self._blocked_s[step] += seconds  # type: ignore[assignment]
+
+    @contextlib.contextmanager
+    def blocking(self, step: int | None) -> Iterator[None]:
+        """Count the time of the block as time that training waits for the save of `step`."""
+        started = time.monotonic()
+        yield
+        self.add_blocked(step, time.monotonic() - started)
 
     def collect(self, results: Sequence[SaveResult], last: bool = False) -> None:
         """Log the results of saves, and count the failures.
@@ -92,11 +105,12 @@ class SaveTracker:
             UserError: more saves failed in a row than `trainer.ckpt_failures_allowed`.
         """
         for result in results:
+            blocked_s = self._blocked_s.pop(result.step, 0.0)
             if result.error is None:
                 self._failures = 0
                 self.last_good = result.path
                 self.seconds = result.seconds
-                self._schedule.measured(self.blocked_s, result.seconds)
+                self._schedule.measured(blocked_s, result.seconds)
             else:
                 self._record_failure(result.step, result.error, last)
 

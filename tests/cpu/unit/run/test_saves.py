@@ -87,9 +87,23 @@ def test_a_failed_save_is_begun_again_and_an_older_one_says_nothing_of_a_newer()
     assert saves.begun is None
 
 
+def test_each_save_costs_what_training_has_waited_for_it():
+    """Save 2 ends while save 4 begins and waits for it, so its result is collected after both."""
+    saves = results(allowed=0)
+    saves.begun = 2
+    saves.add_blocked(2, 1.0)
+    with saves.blocking(saves.begun):
+        pass  # the wait for save 2
+    saves.add_blocked(4, 50.0)
+    saves.collect([good(2, seconds=0.0)])
+    assert saves._schedule.best_interval_s() == pytest.approx((2 * 1 * 240 * 60) ** 0.5, rel=0.01)
+    saves.collect([good(4, seconds=0.0)])
+    assert saves._schedule.best_interval_s() == pytest.approx((2 * 50 * 240 * 60) ** 0.5, rel=0.01)
+
+
 def test_a_good_save_tells_its_path_and_its_cost():
     saves = results(allowed=0)
-    saves.blocked_s = 6.0
+    saves.add_blocked(2, 6.0)
     saves.collect([good(2, seconds=20.0)])
     assert (saves.last_good, saves.seconds) == ("/runs/global_step_2", 20.0)
     assert saves._schedule.best_interval_s() == pytest.approx((2 * 6 * 240 * 60) ** 0.5)
