@@ -99,7 +99,7 @@ class Trainer:
         self.schedule = SaveSchedule(t.ckpt_interval, t.ckpt_interval_minutes, t.mean_time_between_failures)
         self._reset_state()
         self.recovery = Recovery(t, stop, cfg.task.optimizer)
-        self.assets = policy_assets(cfg.model, model_path, tokenizer)  # now, so that no save fails because of them
+        self.assets = policy_assets(cfg, model_path, tokenizer)  # now, so that no save fails because of them
         exporter = PolicyExporter(
             learner.ranks,
             model_path,

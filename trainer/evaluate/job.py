@@ -49,6 +49,7 @@ from trainer.metrics.tracker import METRICS_FILE
 from trainer.models.export import MAX_FILE_BYTES
 from trainer.models.export_checkpoint import adapter_files, export
 from trainer.models.files import resolve_model_path
+from trainer.models.heads import refuse_classifier, refuse_classifier_in
 from trainer.models.tokenizer import stop_token_ids
 from trainer.process.failure_log import INCIDENTS
 from trainer.process.log_setup import LOG_FILE
@@ -195,8 +196,11 @@ class _Evaluating:
         if checkpoint is None:
             assert given is not None
             path = resolve_model_path(given)
+            refuse_classifier_in(path, "model.path")
             return path, FixedWeights(path, self.directory)
         files = NamedFiles(checkpoint)
+        config = files.json("policy/huggingface/config.json", {})
+        refuse_classifier(config.get("architectures"), checkpoint.path)
         if self.cfg.syncs_adapter:
             config, adapter, base = adapter_files(files)
             path = resolve_model_path(given or base)

@@ -7,12 +7,14 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.config import ModelConfig
+from trainer.config import SCORE, VALUE, Config, ModelConfig
+from trainer.config.fields import config_error
 from trainer.errors import UserError
 from trainer.files.documents import parse_object
 from trainer.files.hf_hub import first_line
-from trainer.models.files import ADAPTER_CONFIG, untie_own_head
+from trainer.models.files import ADAPTER_CONFIG, load_config, untie_own_head
 from trainer.models.given import MODEL_FILES, given_files
+from trainer.models.heads import classifier_fields
 from trainer.models.tokenizer import tokenizer_changes
 
 CONFIG = "config.json"
@@ -21,9 +23,24 @@ WEIGHTS_ONLY = (CONFIG, "generation_config.json")
 _TOKENIZER_CONFIG, _TEMPLATE, _TEMPLATES = "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/"
 
 
-def policy_assets(model: ModelConfig, model_path: str, tokenizer: Any) -> dict[str, bytes]:
-    """Return the files of a run's policy (see `model_assets`)."""
-    return model_assets(model_path, tokenizer, config_changes(model, model_path))
+def policy_assets(cfg: Config, model_path: str, tokenizer: Any) -> dict[str, bytes]:
+    """Return the files of a run's policy (see `model_assets`).
+
+    Raises:
+        UserError: a file cannot be read, or the policy has a head that no export can have.
+    """
+    policy = cfg.roles[0]
+    changes = config_changes(cfg.model, model_path)
+    if policy.head == VALUE and cfg.trainer.hf_save_interval > 0:
+        raise config_error(cfg, "trainer.hf_save_interval", "the policy has a head for values, which no class of "
+                           "transformers reads; choose -1, or the head score")  # fmt: skip
+    if policy.head == SCORE:
+        if policy.has_adapters and cfg.trainer.hf_save_lora == "adapter":
+            raise config_error(cfg, "trainer.hf_save_lora", "the policy has a score head, which an adapter's files "
+                               "lack; choose merged")  # fmt: skip
+        config = load_config(cfg.model, model_path)
+        changes |= classifier_fields(config, tokenizer, f"model.path={model_path}", cfg.model.trust_remote_code)
+    return model_assets(model_path, tokenizer, changes)
 
 
 def model_assets(model_path: str, tokenizer: Any, changes: Mapping[str, Any] | None = None) -> dict[str, bytes]:

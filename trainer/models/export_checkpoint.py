@@ -21,6 +21,7 @@ from trainer.files.hf_hub import first_line
 from trainer.models.assets import CONFIG, WEIGHTS_ONLY, with_dtype
 from trainer.models.export import assign_to_files, atomic_directory, write_files, write_index
 from trainer.models.files import ADAPTER_CONFIG
+from trainer.models.heads import SCORE_HEAD, VALUE_HEAD, is_classifier, score_name
 from trainer.models.lora import adapted_weight, adapter_parameters, peft_name
 from trainer.models.untrusted import check_model_files, weight_shapes
 from trainer.models.weight_names import empty_model, file_tensors, file_units
@@ -80,6 +81,9 @@ def export(
         raise UserError(f"{files.path}: contains no policy with its Hugging Face config")
     config = files.json(f"{_ASSETS}config.json", {})
     lora = files.json(f"{_ASSETS}{ADAPTER_CONFIG}", _ADAPTER_FIELDS)
+    if _heads(files) and (adapter or not is_classifier(config.get("architectures"))):
+        problem = "an adapter's files lack; write the merged weights" if adapter else "no class of transformers reads"
+        raise UserError(f"{files.path}: its policy has a head for values or scores, which {problem}")
     if (adapter or base) and not lora:
         raise UserError(f"{files.path}: its policy was trained without adapters (trainer.policy.lora)")
     if dtype == "auto":
@@ -168,18 +172,31 @@ def _in_files(source: _Source, model: nn.Module, dtype: torch.dtype) -> _Source:
         dtype: of the floating-point tensors.
     """
     units = file_units(model, source.tensors)
-    tensors_of = {unit: file_tensors([unit], source.tensors, dtype) for unit in units}
+    tensors_of = {
+        unit: {score_name(name): tensor for name, tensor in file_tensors([unit], source.tensors, dtype).items()}
+        for unit in units
+    }
 
     def fetch(names: list[str]) -> dict[str, Tensor]:
         wanted, found = set(names), {}
         touched = [unit for unit in units if wanted & set(tensors_of[unit])]
         weights = source.read([name for unit in touched for name in unit.names])
         for unit in touched:
-            tensors = unit.to_files({name: weights.pop(name) for name in unit.names})
-            found |= {name: tensor.contiguous() for name, tensor in tensors.items() if name in wanted}
+            for name, tensor in unit.to_files({name: weights.pop(name) for name in unit.names}).items():
+                if (name := score_name(name)) in wanted:
+                    found[name] = tensor.contiguous()
         return {name: found[name] for name in names}
 
     return _Source({name: tensor for unit in units for name, tensor in tensors_of[unit].items()}, fetch)
+
+
+def _heads(files: SavedFiles) -> dict[str, Tensor]:
+    """Return the head of a policy that gives one value, without content (see `_Source`). Empty: a language model."""
+    return {
+        name.removeprefix(_MODEL): torch.empty(tuple(entry.size), device="meta")
+        for name, entry in files.shapes("policy").items()
+        if name.startswith(f"{_MODEL}{VALUE_HEAD}")
+    }
 
 
 def _plain(files: SavedFiles, config: dict[str, Any]) -> _Source:
@@ -232,6 +249,10 @@ def _merged(files: SavedFiles, lora: dict[str, Any], base: str) -> _Source:
             "--base, or write only the adapter with --adapter"
         )
     scale = lora["lora_alpha"] / lora["r"]
+    heads = _heads(files)  # trained whole, in place of that of the base
+    if heads:
+        of_base = {name: weight for name, weight in weights.items() if not name.startswith(("lm_head.", SCORE_HEAD))}
+        weights = of_base | heads
 
     def fetch(names: list[str]) -> dict[str, Tensor]:
         pairs = {name: [f"{_MODEL}{p}" for p in adapter_parameters(name)] for name in names if name in adapted}
@@ -240,6 +261,9 @@ def _merged(files: SavedFiles, lora: dict[str, Any], base: str) -> _Source:
         )
         merged = {}
         for name in names:
+            if name in heads:
+                merged |= {name: files.tensors("policy", [f"{_MODEL}{name}"])[f"{_MODEL}{name}"]}
+                continue
             with safe_open(file_of[name], framework="pt") as weights:
                 merged[name] = weights.get_tensor(name)
             if name in pairs:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trainer.models.export import MAX_FILE_BYTES, assign_to_files, write_index
+from trainer.models.heads import score_name
 from trainer.models.lora import adapters_of, full_tensor, hugging_face_name
 from trainer.models.weight_names import FileUnit, file_tensors, file_units, whole_units
 from trainer.parallel.shard import reshard
@@ -59,14 +60,15 @@ class FileLayout:
 def export_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return what a model's files hold: parameters (tied ones once) and persistent buffers, without adapters.
 
-    The names are those in the module. See `trainer.models.weight_names` for those in the files.
+    The names are those in the module, except that of a head (`score.weight`). See `trainer.models.weight_names` for
+    those in the files.
     """
     reshard(module)
     tensors: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
         file_name = hugging_face_name(name)
         if file_name is not None:
-            tensors[file_name] = parameter.detach()
+            tensors[score_name(file_name)] = parameter.detach()
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     for name, value in module.state_dict().items():
         if name not in parameters:

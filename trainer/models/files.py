@@ -14,6 +14,7 @@ from trainer.config.role_specs import POLICY_KEY
 from trainer.errors import UserError
 from trainer.files.hf_hub import first_line, pinned, why_missing, with_retries
 from trainer.models.given import MODEL_FILES
+from trainer.models.heads import check_head
 from trainer.models.rotations import fit_rotations
 from trainer.models.untrusted import check_model_files, quantised_tensor, weight_shapes
 from trainer.process.startup import importing
@@ -144,10 +145,11 @@ def check_trained_models(cfg: Config) -> None:
     Raises:
         UserError: one cannot be used (see `load_trained_config`).
     """
-    paths = {role.key: role.path or cfg.model.path for role in reversed(cfg.roles)}
-    for key, path in paths.items():
-        if path is not None:
-            load_trained_config(cfg.model, resolve_model_path(path, key), key, cfg.longest_row)
+    for role in cfg.roles:
+        if (path := role.path or cfg.model.path) is not None:
+            path = resolve_model_path(path, role.key)
+            config = load_trained_config(cfg.model, path, role.key, cfg.longest_row)
+            check_head(config, role, path, cfg.model.trust_remote_code)
 
 
 def load_trained_config(

@@ -20,7 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from trainer.config import LM, SCORE, FSDPConfig, ModelConfig, RoleSpec
 from trainer.errors import UserError, describe_error, one_line
@@ -29,6 +35,7 @@ from trainer.models.attention import PACKED, is_stateful, set_attention
 from trainer.models.chunked_logprobs import compile_head, set_head
 from trainer.models.critic import CriticModel
 from trainer.models.files import load_trained_config
+from trainer.models.heads import SCORE_HEAD, VALUE_HEAD, check_head, is_classifier, score_name
 from trainer.models.lora import add_adapters, hugging_face_name, initialise_adapters
 from trainer.models.parallel_checks import refuse_axis
 from trainer.models.rotations import check_position_table, fit_rotations
@@ -38,9 +45,6 @@ from trainer.models.weight_names import keep_file_format
 from trainer.parallel.ac_and_compile import compiles_blocks, prepare_blocks
 from trainer.parallel.layout import Layout
 from trainer.parallel.shard import param_dtype, shard_model, transformer_blocks
-
-_VALUE_HEAD, _SCORE_HEAD = "value_head.", "score."
-"""Names of the head of a value model: in the module, and in files of transformers."""
 
 
 def load_model(
@@ -54,9 +58,9 @@ def load_model(
 ) -> nn.Module:
     """Load the model of a role from the local directory `path`, split over the axes of `layout`. A collective.
 
-    Without the head of a language model, it has the same backbone with a value head. That of a trained model starts at
-    0. A frozen model has the head of its files (`score.weight`, as transformers saves a sequence classifier with one
-    label).
+    Without the head of a language model, it has the same backbone with a value head. A score head is that of the files
+    (`score.weight`, as transformers saves a sequence classifier with one label). That of a trained model starts at 0 if
+    they have none, as a head for values does.
 
     Parameters are float32. Frozen ones are stored in the forward dtype, because no optimizer updates them.
 
@@ -68,6 +72,7 @@ def load_model(
     """
     empty_model = empty_causal_lm if spec.head == LM else empty_value_model
     config = load_trained_config(model, path, spec.key, longest)
+    check_head(config, spec, path, model.trust_remote_code)
     module, backbone = empty_model(model, config, layout.sizes, spec, pack)
     if longest is not None:
         check_position_table(module, longest, f"{spec.key}={path}")
@@ -103,7 +108,7 @@ def empty_value_model(
     if not spec.trained:
         value_model.requires_grad_(False)
     if spec.has_adapters:
-        add_adapters(value_model, spec.lora, spec.setting("lora"), heads=(_VALUE_HEAD,))
+        add_adapters(value_model, spec.lora, spec.setting("lora"), heads=(VALUE_HEAD,))
     return value_model, lm.base_model_prefix
 
 
@@ -222,14 +227,15 @@ def _shard_and_fill(
             module.get_submodule(parent)._buffers[leaf] = buffer.to(device)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            if name.startswith(_VALUE_HEAD):  # the initial values are 0 on any number of ranks
+            if name.startswith(VALUE_HEAD):  # the initial values are 0 on any number of ranks
                 parameter.zero_()
     initialise_adapters(module, seed)
-    names = _names_in_files(module, has_score=not spec.trained)
     try:
         found = weight_shapes(path)
     except ValueError as error:
         raise UserError(f"{spec.key}={path}: {error}") from error
+    is_given = f"{SCORE_HEAD}weight" in found or is_classifier(module.config.architectures)
+    names = _names_in_files(module, has_score=not spec.trained or spec.head == SCORE and is_given)
     if set(names) <= set(found):
         tensors = module.state_dict()
         state = {file_name: tensors[name] for file_name, name in names.items()}
@@ -255,8 +261,8 @@ def _names_in_files(module: nn.Module, has_score: bool) -> dict[str, str]:
         if name in tied:
             continue
         file_name = hugging_face_name(name)
-        if name.startswith(_VALUE_HEAD):
-            file_name = name.replace(_VALUE_HEAD, _SCORE_HEAD) if has_score else None
+        if name.startswith(VALUE_HEAD):
+            file_name = score_name(name) if has_score else None
         if file_name is not None:
             names[file_name] = name
     return names
@@ -304,7 +310,7 @@ def load_pretrained(
     needed: Collection[str] | None = None,
     longest: int | None = None,
 ) -> PreTrainedModel:
-    """Return the causal LM in the directory `path` as transformers loads it.
+    """Return the causal LM, or the reward model, in the directory `path` as transformers loads it.
 
     Args:
         needed: names of the tensors that are used. None: all.
@@ -316,7 +322,8 @@ def load_pretrained(
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     if longest is not None:
         fit_rotations(config, longest, f"model.path={path}")
-    lm, report = AutoModelForCausalLM.from_pretrained(
+    is_reward_model = is_classifier(config.architectures)
+    lm, report = (AutoModelForSequenceClassification if is_reward_model else AutoModelForCausalLM).from_pretrained(
         path, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
     )
     lacking = set(report["missing_keys"]) | (set() if needed is None else set(needed) - set(lm.state_dict()))

@@ -24,11 +24,13 @@ from trainer.config import FSDPConfig, OptimizerConfig, RoleSpec
 from trainer.errors import NonFiniteError, UserError
 from trainer.files.documents import is_count, mismatch, parse_object
 from trainer.models.attention import can_pack, can_share_prefixes, quadratic_cost
+from trainer.models.export_sharded import write_safetensors
+from trainer.models.lora import adapted_modules, adapter_config, adapter_tensors
 from trainer.objectives.base import GROUP, LossResult, Objective, Outputs
 from trainer.parallel.batching import MicroBatch, RankUpdate, take_rows
 from trainer.parallel.layout import Layout
 from trainer.parallel.rng import capture_rng, restore_rng
-from trainer.parallel.shard import frees_after_forward, reshard
+from trainer.parallel.shard import frees_after_forward, param_dtype, reshard
 from trainer.parallel.shares import Limits, Part, Share
 from trainer.process.failpoints import failpoint
 from trainer.process.tracing import TRACER
@@ -378,3 +380,30 @@ class TrainedWorker(ModelWorker):
             set_optimizer_state_dict(self.module, self.optimizer, state["optimizer"])
             self.optimizer_steps = int(state["optimizer_steps"])
             self._configure_optimizer()
+
+    # ---------------------------------------------------------------------------------------------------
+    # Weights for exports
+
+    def write_weights(self, directory: str, dtype: str) -> str:
+        """Write the weights as safetensors, adapters merged. Each rank writes its own rows.
+
+        Args:
+            dtype: dtype of the weights (see `RolloutConfig.dtype`).
+
+        Returns:
+            the dtype that the weights have now.
+        """
+        written = param_dtype(dtype, self.device)
+        write_safetensors(self.module, directory, written)
+        return str(written).removeprefix("torch.")
+
+    def adapter_config(self, base_model: str) -> str:
+        """Return peft's config of the adapters, which names `base_model` as the adapted model. Not a collective."""
+        return adapter_config(self.spec.lora, adapted_modules(self.module), base_model)
+
+    def adapter_weights(self) -> bytes | None:
+        """Return the adapters as a safetensors file on the rank that reports, and None on the others."""
+        from safetensors.torch import save
+
+        tensors = adapter_tensors(self.module)
+        return save(tensors, metadata={"format": "pt"}) if self.layout.is_main_rank else None

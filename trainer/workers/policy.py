@@ -20,10 +20,9 @@ from trainer.models.export_sharded import (
     file_bytes,
     merged_tensors,
     stream_tensors,
-    write_safetensors,
 )
 from trainer.models.logprobs import logprobs_and_entropy, token_logprobs
-from trainer.models.lora import adapted_modules, adapter_config, adapter_tensors, disabled_adapters
+from trainer.models.lora import disabled_adapters
 from trainer.objectives.base import Objective, Outputs
 from trainer.parallel.batching import MicroBatch, RankUpdate
 from trainer.parallel.layout import Layout
@@ -131,20 +130,7 @@ class PolicyWorker(TrainedWorker):
         return self.map_rows(share, lambda mb: (_token_logprobs(self.module, mb, _COLD) > math.log(0.6)).float())
 
     # ---------------------------------------------------------------------------------------------------
-    # Weights for engines and exports
-
-    def write_weights(self, directory: str, dtype: str) -> str:
-        """Write the weights as safetensors, adapters merged. Each rank writes its own rows.
-
-        Args:
-            dtype: dtype of the weights (see `RolloutConfig.dtype`).
-
-        Returns:
-            the dtype that the weights have now.
-        """
-        written = param_dtype(dtype, self.device)
-        write_safetensors(self.module, directory, written)
-        return str(written).removeprefix("torch.")
+    # Weights for engines
 
     def send_weights(self, sender: WeightSender, dtype: str) -> Any:
         """Pass the tensors, one by one, to `sender`."""
@@ -175,17 +161,6 @@ class PolicyWorker(TrainedWorker):
         if self._shared is not None:
             self._shared.close()
             self._shared = None
-
-    def adapter_config(self, base_model: str) -> str:
-        """Return peft's config of the adapters, which names `base_model` as the adapted model. Not a collective."""
-        return adapter_config(self.spec.lora, adapted_modules(self.module), base_model)
-
-    def adapter_weights(self) -> bytes | None:
-        """Return the adapters as a safetensors file on the rank that reports, and None on the others."""
-        from safetensors.torch import save
-
-        tensors = adapter_tensors(self.module)
-        return save(tensors, metadata={"format": "pt"}) if self.layout.is_main_rank else None
 
 
 class FrozenWorker(ModelWorker):

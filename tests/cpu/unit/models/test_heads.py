@@ -1,0 +1,166 @@
+"""A trained score head is a reward model: for transformers, for a task that starts from it, for no language model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
+from transformers import AutoModelForSequenceClassification
+
+from tests.support.architectures import ARCHITECTURES, CONVERTED, VOCABULARY, random_model
+from tests.support.ranks import run_ranks
+from trainer.config import LM, SCORE, VALUE, Config, ModelConfig, RoleSpec, policy_role
+from trainer.errors import UserError
+from trainer.models.assets import policy_assets
+from trainer.models.export import write_files
+from trainer.models.export_checkpoint import export
+from trainer.models.export_sharded import write_safetensors
+from trainer.models.heads import check_head, classifier_fields, refuse_classifier_in
+from trainer.models.loading import load_model, load_pretrained
+from trainer.parallel.packing import Packing
+from trainer.workers.rank import Rank
+
+LENGTHS = [5, 2, 7]
+IDS = torch.randint(2, VOCABULARY, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
+
+
+class Tokenizer:
+    eos_token_id, pad_token_id = 1, 0
+
+
+def policy(head: str, cfg: Config | None = None) -> RoleSpec:
+    return dataclasses.replace(policy_role(cfg or Config()), head=head)
+
+
+def train(rank: Rank, paths: dict[str, str], out: str) -> dict[str, Any]:
+    """Give each model a head, and write it; return the scores, the head of a task that starts from it, and refusals."""
+    found = {}
+    for name, path in paths.items():
+        model, export_path = ModelConfig(path=path), f"{out}/{name}"
+        module = load_model(model, path, rank.layout, policy(SCORE, rank.cfg))
+        assert not module.value_head.weight.full_tensor().any(), "it starts at 0 where the files have none"
+        with torch.no_grad():
+            module.value_head.weight.fill_(0.5)
+            module.value_head.weight.mul_(2)
+            scores = module(IDS, Packing(LENGTHS, "cpu"))
+        write_safetensors(module, export_path, torch.float32)
+        config = json.loads(Path(path, "config.json").read_text())
+        fields = classifier_fields(module.config, Tokenizer(), "model.path", False)
+        write_files(export_path, {"config.json": json.dumps(config | fields).encode()})
+        again = load_model(ModelConfig(path=export_path), export_path, rank.layout, policy(SCORE, rank.cfg))
+        with torch.no_grad():
+            rescored = again(IDS, Packing(LENGTHS, "cpu"))
+        try:
+            load_model(ModelConfig(path=export_path), export_path, rank.layout, policy(LM, rank.cfg))
+            refusal = ""
+        except UserError as error:
+            refusal = str(error)
+        found[name] = (scores, rescored, refusal)
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
+    root = tmp_path_factory.mktemp("models")
+    configs = {"qwen3": ARCHITECTURES["qwen3"], "mixtral": CONVERTED["mixtral"]}
+    for name, config in configs.items():
+        random_model(config, "eager").save_pretrained(root / name)
+    paths = {name: str(root / name) for name in configs}
+    return root / "out", run_ranks(1, train, paths, str(root / "out"), cfg=Config())[0]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
+def test_transformers_reads_a_trained_score_head_and_gives_the_same_scores(trained, name):
+    out, found = trained
+    scores, rescored, refusal = found[name]
+    model, report = AutoModelForSequenceClassification.from_pretrained(
+        out / name, output_loading_info=True, dtype=torch.float32
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"] and model.config.num_labels == 1
+    rows = IDS[0].split(LENGTHS)
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=Tokenizer.pad_token_id)
+    last = scores[torch.arange(3), torch.tensor(LENGTHS) - 1]
+    torch.testing.assert_close(model.eval()(padded, attention_mask=(padded != 0).long()).logits[:, 0], last)
+    torch.testing.assert_close(rescored, scores, atol=1e-5, rtol=1e-5)  # a task that starts from it
+    assert "is a reward model, which scores texts and writes none" in refusal
+    assert type(load_pretrained(str(out / name), "auto", False)) is type(model)
+    with pytest.raises(UserError, match=r"^model\.path=.*: .*ForSequenceClassification is a reward model"):
+        refuse_classifier_in(str(out / name), "model.path")
+
+
+def test_a_tokenizer_that_pads_with_its_end_token_lets_transformers_score_single_texts():
+    tokenizer = Tokenizer()
+    tokenizer.pad_token_id = tokenizer.eos_token_id
+    fields = classifier_fields(ARCHITECTURES["qwen3"], tokenizer, "x", False)
+    assert fields["pad_token_id"] is None and fields["architectures"] == ["Qwen3ForSequenceClassification"]
+
+
+def test_a_family_without_a_sequence_classifier_is_refused():
+    config = CONVERTED["ernie4_5_moe"]
+    with pytest.raises(UserError, match=r"^model\.path=x: transformers has no sequence classifier for .*ernie4_5_moe"):
+        check_head(config, policy(SCORE), "x")
+    check_head(config, policy(VALUE), "x")
+    check_head(config, dataclasses.replace(policy(SCORE), trained=False), "x")
+
+
+class Files:
+    """A checkpoint (`SavedFiles`) of a policy with a head."""
+
+    path = "run/checkpoints/global_step_3"
+    entries = ("policy/huggingface/config.json",)
+
+    def __init__(self, architectures: list[str]):
+        model = random_model(ARCHITECTURES["qwen3"], "eager")
+        weights = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+        weights["value_head.weight"] = torch.ones(1, 32)
+        self._tensors: dict[str, Tensor] = {f"model.{name}": tensor for name, tensor in weights.items()}
+        self._config = {**model.config.to_dict(), "architectures": architectures}
+
+    def read(self, path: str) -> bytes:
+        return json.dumps(self._config).encode()
+
+    def json(self, path: str, shape: dict) -> dict[str, Any]:
+        return self._config if path.endswith("huggingface/config.json") else {}
+
+    def shapes(self, role: str) -> dict[str, Any]:
+        return {
+            name: TensorStorageMetadata(TensorProperties(tensor.dtype), tensor.size(), [])
+            for name, tensor in self._tensors.items()
+        }
+
+    def tensors(self, role: str, names: list[str]) -> dict[str, Tensor]:
+        return {name: self._tensors[name] for name in names}
+
+
+def test_a_checkpoint_of_a_score_head_is_exported_as_a_reward_model(tmp_path):
+    export(Files(["Qwen3ForSequenceClassification"]), str(tmp_path / "out"), "float32", 10**9)
+    written = load_file(tmp_path / "out/model.safetensors")
+    assert written["score.weight"].all() and not {"value_head.weight", "lm_head.weight"} & set(written)
+    with pytest.raises(UserError, match="has a head for values or scores, which an adapter's files lack"):
+        export(Files(["Qwen3ForSequenceClassification"]), str(tmp_path / "adapter"), "float32", 1, adapter=True)
+    with pytest.raises(UserError, match="has a head for values or scores, which no class of transformers reads"):
+        export(Files(["Qwen3ForCausalLM"]), str(tmp_path / "values"), "float32", 10**9)
+
+
+def test_an_export_that_cannot_have_the_head_is_refused_before_the_first_step(tmp_path, monkeypatch):
+    random_model(ARCHITECTURES["qwen3"], "eager").save_pretrained(tmp_path)
+    cfg = Config()
+    cfg.trainer.hf_save_interval = 2
+    monkeypatch.setattr(Config, "roles", property(lambda config: (policy(VALUE, config),)))
+    with pytest.raises(UserError, match=r"trainer\.hf_save_interval.*the policy has a head for values"):
+        policy_assets(cfg, str(tmp_path), Tokenizer())
+    cfg.trainer.hf_save_lora, cfg.trainer.policy.lora.rank = "adapter", 4
+    monkeypatch.setattr(Config, "roles", property(lambda config: (policy(SCORE, config),)))
+    with pytest.raises(UserError, match=r"trainer\.hf_save_lora.*an adapter's files lack"):
+        policy_assets(cfg, str(tmp_path), Tokenizer())
+    cfg.trainer.hf_save_lora = "merged"
+    config = json.loads(policy_assets(cfg, str(tmp_path), Tokenizer())["config.json"])
+    assert config["architectures"] == ["Qwen3ForSequenceClassification"] and config["pad_token_id"] == 0
