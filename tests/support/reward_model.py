@@ -1,12 +1,22 @@
-"""A kind of training that is not shipped: policy gradients whose rewards a frozen reward model on the ranks gives."""
+"""Kinds of training that are not shipped: with a frozen reward model on the ranks, and of a reward model."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
-from trainer.config import SCORE, TASKS, Config, RoleSpec, policy_gradient_roles
+import torch
+import torch.nn.functional as F
+
+from tests.support.preferences import TASK as PREFERENCE
+from tests.support.preferences import Preference
+from trainer.config import SCORE, TASKS, Config, RoleSpec, policy_gradient_roles, policy_role
+from trainer.objectives import Outputs
+from trainer.objectives.base import LossResult
+from trainer.parallel.batching import MicroBatch
 from trainer.rewards.scorer import RankScorer
 from trainer.tasks import Ingredients, Task, rl
 
@@ -26,3 +36,28 @@ def build(cfg: Config) -> Task:
 
 
 TASK = replace(TASKS["rl"], build=build, roles=roles, reward_functions=False)
+
+
+class Ranking(Preference):
+    """L = -log sigmoid(r(chosen) - r(rejected)) (Bradley and Terry, 1952), r the score after the last token."""
+
+    def loss(
+        self, role: str, outputs: Outputs, mb: MicroBatch, totals: Any, numbers: Mapping[str, float]
+    ) -> LossResult:
+        last = (mb["mask"] * torch.arange(mb["mask"].shape[1], device=mb["mask"].device)).argmax(dim=1)
+        scores = outputs.values.gather(1, last[:, None])[:, 0] * mb["sign"]
+        pairs, pair = torch.unique(mb["group_ids"], return_inverse=True)
+        margins = scores.new_zeros(len(pairs)).index_add(0, pair, scores)
+        is_pair = scores.new_zeros(len(pairs)).index_add(0, pair, mb["sign"].abs()) > 1.5  # not so without rows
+        losses = -F.logsigmoid(margins) * is_pair
+        return losses.sum() / totals, {"margin": margins.detach().sum() / totals}
+
+
+TRAINED = replace(
+    PREFERENCE,
+    objective=Ranking,
+    roles=lambda cfg: (replace(policy_role(cfg), head=SCORE),),
+    best="policy/margin",
+    metrics={"policy/margin": PREFERENCE.metrics["policy/margin"]},
+)
+"""The reward model itself is trained, on pairs (see `tests.support.preferences`)."""
