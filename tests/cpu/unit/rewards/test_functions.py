@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -58,7 +59,42 @@ gsm8k, math = REWARDS["gsm8k"], REWARDS["math"]
         ("72 m^2", "72"),
         ("an area of 72 m^12.", "72"),
         ("1, 2, 3", "3"),
-        ("1,2,3", "3"),
+        ("(3, 4)", "4"),
+        *(
+            (form, "1000")
+            for form in (
+                "1{,}000",
+                "1\\,000",
+                "1\\ 000",
+                "1,\\!000",
+                "1\\!000",
+                "1~000",
+                "1 000",
+                "1\u00a0000",
+                "1\u202f000",
+                "#### 1 000",
+                "$1,000.00",
+                "\\$1{,}000",
+                "#### 1 000 km",
+                "1,000.",
+                "\\boxed{1{,}000}",
+                "$\\boxed{1\\,000}$",
+                "\\boxed{1000} after 3 days",
+                "\\boxed{1000\\text{ m}^{2}}",
+                "\\boxed{x_1 = 1000}",
+                "<answer>1000</answer>",
+                "#### 1000</answer>",
+                "#### 1000 #### ",
+                "####1000####",
+                "#### 1000 ####\n####\n",
+                "**1,000**",
+                "1000\\%",
+            )
+        ),
+        ("12 345 678.5", "12345678.5"),
+        ("1{,}234{,}567", "1234567"),
+        ("1.000", "1"),
+        ("#### -\\$5", "-5"),
     ],
 )
 def test_gsm8k_accepts(completion, answer):
@@ -82,6 +118,41 @@ def test_gsm8k_accepts(completion, answer):
         ("", "72"),
         ("", "none either"),
         ("#### ", "####"),
+        *(
+            (form, wrong)
+            for form, wrongs in {
+                "1 2": ("12", "1", "2"),
+                "#### 1 2": ("12", "1", "2"),
+                "1,00": ("100", "1", "0"),
+                "1,2,3": ("123", "3", "1"),
+                "#### 1,00": ("100", "1", "0"),
+                "1,000,00": ("100000", "1000", "0"),
+                "1.000": ("1000",),
+                "1.000.000": ("1",),
+                "1.000,50": ("1000.5", "1", "50"),
+                "0 100": ("100", "0"),
+                "1 0000": ("10000", "1", "0"),
+                "1_000": ("1", "0"),
+                "1\\,00": ("100", "1"),
+                "1000 000": ("1000000",),
+                "1,000 000": ("1000000",),
+                "1/2": ("1", "2", "0.5"),
+                "#### 1/2": ("1", "2"),
+                "\\boxed{\\frac{1}{2}}": ("1", "2"),
+                "#### \\frac{1}{2}": ("1", "2"),
+                "2 1/2": ("2",),
+                "1e3": ("1", "3"),
+                "1e-3": ("1", "3", "-3"),
+                "10^3": ("10", "3"),
+                "1.5\\times 10^3": ("10", "3"),
+                "x^{2}": ("2",),
+                "3:30": ("3", "30"),
+                "#### 3:30": ("3",),
+                "\\boxed{41} or 42": ("42",),
+                "#### 72 #### x": ("72",),
+            }.items()
+            for wrong in wrongs
+        ),
     ],
 )
 def test_gsm8k_refuses(completion, answer):
@@ -163,6 +234,48 @@ def test_math_accepts(completion, answer):
 )
 def test_math_refuses(completion, answer):
     assert math(completion, answer) == 0.0
+
+
+PAGE = Path(__file__).resolve().parents[4] / "docs/rewards.md"
+TABLE = re.findall(r"^\| `(.+?)` \| `(.+?)` \| ([01]) \|", PAGE.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(("completion", "answer", "reward"), TABLE)
+def test_math_decides_as_the_page_says(completion, answer, reward):
+    assert math(completion, answer) == float(reward) and len(TABLE) == 18
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        (r"\boxed{50\%}", "50%", 1.0),
+        (r"\boxed{0.5\%}", "0.5", 0.0),
+        (r"So it is 0.5\%", "0.5", 0.0),
+        (r"So it is 0.5%", r"0.5\%", 1.0),
+        (r"\boxed{1{,}000\%}", "10", 1.0),
+        ("5", "<answer>5</answer>", 1.0),
+        ("<answer>x^2+1</answer>", "1+x^2", 1.0),
+        (r"hm 6<answer>\boxed{5}</answer> not 6", "5", 1.0),
+        ("<answer>4</answer> or <answer>5", "5", 1.0),
+        ("<answer>6</answer> and not 5", "5", 0.0),
+        ("</think>42", "42", 1.0),
+        ("<|channel|>final<|message|>42", "42", 1.0),
+        ("[THINK]1[/THINK]42", "42", 1.0),
+        (r"\boxed{1<x<2}", "1<x<2", 1.0),
+        (r"\boxed{0}", r"0.\overline{3}", 0.0),
+        (r"\boxed{1/6}", r"0.1\overline{6}", 1.0),
+        (r"-0.\dot{3}", "-1/3", 1.0),
+        ("0.5", "−0.5", 0.0),
+        (r"\boxed{0}", r"1\,000", 0.0),
+        (r"\boxed{0}", "1 000", 0.0),
+        (r"\boxed{1 000}", "1000", 1.0),
+        ("1{,}000", "1000", 1.0),
+        (r"It costs \$1000.", "1000", 1.0),
+        (r"\boxed{1000}", "1,00", 0.0),
+    ],
+)
+def test_math_reads_what_the_library_alone_would_not(completion, answer, reward):
+    assert math(completion, answer) == reward
 
 
 # arithmetic, reverse_text
