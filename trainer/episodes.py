@@ -20,10 +20,17 @@ class Sample:
     logprobs: np.ndarray | None = None
     """`(T,)` float32, under the policy that sampled, 0 where `mask` is 0. None: nobody sampled the tokens."""
     weight_versions: tuple[int, int] | None = None
-    """The oldest and the newest weights that sampled tokens of it. None: nobody sampled the tokens."""
+    """The oldest and the newest weights of this run's policy that sampled tokens of it; they count from 1. None, or 0:
+    another policy sampled the tokens, or, without `logprobs`, nobody did."""
     version_spans: tuple[tuple[int, int], ...] = ()
     """Which weights sampled which tokens, if several did: pairs of a version and a number of tokens, in the order of
     the tokens whose `mask` is 1. Empty: one version did, or the engine does not say."""
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether another policy than this run's sampled its tokens, so that no version says how far away it is."""
+        is_sampled = self.logprobs is not None and bool((self.mask > 0).any())
+        return is_sampled and (self.weight_versions is None or self.weight_versions[0] == 0)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ def build_batch(samples: Sequence[Sample], groups: Sequence[str] | None = None, 
 
     Returns:
         `input_ids`, `mask` (1 = a token to learn from) and, if the tokens were sampled, `rollout_logprobs`: `(B, T)`;
-        `lengths`, `group_ids`: `(B,)`; if older weights sampled some of them, `is_stale`: `(B,)`.
+        `lengths`, `group_ids`: `(B,)`; if older weights or another policy sampled some of them, `is_stale`: `(B,)`; if
+        another policy did, `is_foreign`: `(B,)`.
     """
     lengths = np.asarray([len(sample.token_ids) for sample in samples], dtype=np.int64)
     width = int(lengths.max())
@@ -39,10 +40,12 @@ def build_batch(samples: Sequence[Sample], groups: Sequence[str] | None = None, 
     }
     if all(sample.logprobs is not None for sample in samples):
         batch["rollout_logprobs"] = stack_padded([sample.logprobs for sample in samples], np.float32, width)
-    # Version 0 is what sources of the user give: their weights are unknown.
-    stale = [sample.mask.any() and 0 < (sample.weight_versions or (step,))[0] < step for sample in samples]
-    if any(stale):
-        batch["is_stale"] = np.asarray(stale)
+    foreign = np.asarray([sample.is_foreign for sample in samples])
+    if foreign.any():
+        batch["is_foreign"] = foreign
+    stale = foreign | [sample.mask.any() and 0 < (sample.weight_versions or (step,))[0] < step for sample in samples]
+    if stale.any():
+        batch["is_stale"] = stale
     return batch
 
 

@@ -223,7 +223,12 @@ def describe_rewards(
 
 
 def logprob_mismatch(batch: Batch) -> dict[str, float]:
-    """Return metrics of the difference between the engine's and the trainer's log-probs; none without a token."""
+    """Return metrics of the difference between the engine's and the trainer's log-probs; none without a token.
+
+    Tokens that another policy has sampled have no part in it.
+    """
+    if "is_foreign" in batch:
+        batch = {**batch, "mask": batch["mask"] * ~batch["is_foreign"][:, None]}
     mask = batch["mask"] > 0
     if not mask.any():  # no agent of the step has asked the policy
         return {}

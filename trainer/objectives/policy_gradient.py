@@ -110,7 +110,7 @@ class PolicyGradient(Objective):
         joined = add_advantages(joined, shaped, a, self.kl.coef, baselines, learnable)
         for name in ("advantages", "returns"):
             batch[name] = split_samples(joined[name], batch, episode_ids) if several else joined[name]
-        was_sampled = episodes[0].samples[0].weight_versions is not None
+        was_sampled = episodes[0].samples[0].logprobs is not None
         metrics = describe_rewards(joined, rewards, status, known) if was_sampled else {}
         if "values" in batch and learnable.any():
             mask = (batch["mask"] > 0) & learnable[episode_ids][:, None]

@@ -80,16 +80,20 @@ def _turn_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
 
 def staleness(episodes: Sequence[Episode], step: int) -> dict[str, float]:
     """Return by how many versions the weights that sampled the episodes are older than those that the step trains."""
-    samples = [sample for episode in episodes for sample in episode.samples if sample.mask.any()]
-    ages = [step - sample.weight_versions[0] for sample in samples if sample.weight_versions is not None]
+    ages = [step - oldest for oldest, _ in _versions(episodes)]
     return {"rollout/staleness_mean": float(np.mean(ages)), "rollout/staleness_max": float(max(ages))} if ages else {}
 
 
 def mean_versions(episodes: Sequence[Episode]) -> dict[str, float]:
     """Return how many versions of the weights have sampled an episode."""
-    ranges = [sample.weight_versions for episode in episodes for sample in episode.samples if sample.mask.any()]
-    counts = [newest - oldest + 1 for oldest, newest in filter(None, ranges)]
+    counts = [newest - oldest + 1 for oldest, newest in _versions(episodes)]
     return {"rollout/versions_mean": float(np.mean(counts))} if counts else {}
+
+
+def _versions(episodes: Sequence[Episode]) -> list[tuple[int, int]]:
+    """Return the versions of each sample that this run's policy has sampled."""
+    samples = [sample for episode in episodes for sample in episode.samples if sample.mask.any()]
+    return [one.weight_versions for one in samples if one.weight_versions is not None and not one.is_foreign]
 
 
 def means(name: str, values: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -61,6 +61,17 @@ def test_tokens_that_nobody_sampled_have_no_log_probs():
     assert found["group_ids"].tolist() == [0, 1]
 
 
+def test_rows_that_older_weights_or_another_policy_have_sampled_are_marked():
+    ones = np.ones(2, np.float32)
+    versions = [(3, 3), (2, 3), None, (0, 0)]
+    samples = [Sample(np.asarray([1, 2]), ones, -ones, one) for one in versions]
+    samples.append(Sample(np.asarray([1, 2]), 0 * ones, 0 * ones, (0, 0)))  # nothing was sampled
+    found = build_batch(samples, step=3)
+    assert found["is_stale"].tolist() == [False, True, True, True, False]
+    assert found["is_foreign"].tolist() == [False, False, True, True, False]
+    assert not {"is_stale", "is_foreign"} & build_batch(samples[:1], step=3).keys()
+
+
 def test_samples_of_one_episode_share_its_advantage():
     """The group is compared by episodes: a second sample does not count twice."""
     three = [sample([50], 1, 2), sample([50, 1, 2, 51], 3), sample([50], 4)]

@@ -68,12 +68,12 @@ def policy_loss(made: PolicyGradient, arrays: dict[str, np.ndarray]) -> tuple[fl
 
 @pytest.mark.parametrize("chosen", ["auto", "off", "mis"])
 def test_rollouts_of_older_weights_that_a_checkpoint_held_are_corrected(chosen):
-    """So a resume may turn `rollout.ahead` off."""
+    """So a resume may turn `rollout.ahead` off. Rollouts of another policy are corrected, too."""
     made = objective(rollout_correction=chosen)
 
-    def trained(version: int) -> dict[str, np.ndarray]:
-        ones = np.ones(3, np.float32)
-        samples = [Sample(np.arange(3, dtype=np.int32), ones, -2 * ones, (version, version)) for _ in range(4)]
+    def trained(version: int | None) -> np.ndarray:
+        ones, versions = np.ones(3, np.float32), None if version is None else (version, version)
+        samples = [Sample(np.arange(3, dtype=np.int32), ones, -2 * ones, versions) for _ in range(4)]
         rows = build_batch(samples, ["0", "0", "1", "1"], 5)
         episodes = [Episode(f"0:0:{i}", "0", [sample], float(i)) for i, sample in enumerate(samples)]
         old = {"old_logprobs": np.full((4, 3), -1.5, np.float32)}
@@ -84,15 +84,39 @@ def test_rollouts_of_older_weights_that_a_checkpoint_held_are_corrected(chosen):
         return experience.batch["advantages"]
 
     assert np.array_equal(trained(5), trained(4)) == (chosen != "auto")
-    assert np.array_equal(trained(5), trained(0)), "a source of the user does not know the weights"
+    assert np.array_equal(trained(4), trained(None)), "nobody knows how far away another policy is"
+    assert np.array_equal(trained(4), trained(0)), "this run's weights count from 1"
+
+
+def test_the_agreement_of_log_probs_is_measured_on_what_this_run_has_sampled():
+    """The rewards of rollouts of another policy are measured, too."""
+    ones = np.ones(3, np.float32)
+
+    def measured(*versions: tuple[int, int] | None) -> dict[str, float]:
+        samples = [
+            Sample(np.arange(3, dtype=np.int32), ones, -(2.0 + 5 * (one is None)) * ones, one) for one in versions
+        ]
+        episodes = [Episode(f"0:0:{i}", "0", [sample], float(i)) for i, sample in enumerate(samples)]
+        old = {"old_logprobs": np.full((len(samples), 3), -1.5, np.float32)}
+        batch = build_batch(samples, ["0"] * len(samples), 5)
+        found = objective().experience(episodes, batch | old).metrics
+        late = objective().end_step({**batch, "sampled": batch["mask"]}, {}, old["old_logprobs"])
+        assert {name: late[name] for name in late} == {name: found[name] for name in late}
+        return found
+
+    fresh, mixed, foreign = measured((5, 5), (5, 5)), measured((5, 5), None), measured(None, None)
+    assert fresh["rollout/logprob_diff_max"] == mixed["rollout/logprob_diff_max"] == pytest.approx(0.5)
+    assert not [name for name in foreign if "logprob_diff" in name] and foreign["reward/mean"] == 0.5
+    assert foreign["rollout_is/clip_frac"] == 1.0
 
 
 def test_held_rollouts_of_older_weights_are_refused_where_nothing_corrects_them():
     """A run with `rollout.ahead=0` passes the check of its config, and may still hold such rollouts."""
     ones = np.ones(3, np.float32)
 
-    def train(version: int, **algorithm: str) -> None:
-        sample = Sample(np.arange(3, dtype=np.int32), ones, -2 * ones, (version, version))
+    def train(version: int | None, **algorithm: str) -> None:
+        versions = None if version is None else (version, version)
+        sample = Sample(np.arange(3, dtype=np.int32), ones, -2 * ones, versions)
         episodes = [Episode(f"0:0:{i}", "0", [sample], float(i)) for i in range(2)]
         made = objective(policy_loss="reinforce", **{"old_logprobs": "rollout", **algorithm})
         made.experience(episodes, build_batch([sample] * 2, ["0", "0"], 5) | {"old_logprobs": np.full((2, 3), -1.5)})
@@ -100,8 +124,9 @@ def test_held_rollouts_of_older_weights_are_refused_where_nothing_corrects_them(
     train(5)
     train(4, rollout_correction="off")
     train(4, old_logprobs="recompute")
-    with pytest.raises(UserError, match="^algorithm.policy_loss=reinforce: has no ratio .* of this step; choose"):
-        train(4)
+    for version in (4, None):
+        with pytest.raises(UserError, match="^algorithm.policy_loss=reinforce: has no ratio .* of this step; choose"):
+            train(version)
 
 
 def test_a_policy_loss_of_a_subclass_gets_corrected_advantages():

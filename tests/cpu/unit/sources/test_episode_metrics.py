@@ -8,7 +8,7 @@ import pytest
 from trainer.config import Config, EnvironmentConfig, RewardConfig
 from trainer.config.data import SourceConfig
 from trainer.episodes import Episode, Sample
-from trainer.sources.episode_metrics import episode_metrics, failure_metrics
+from trainer.sources.episode_metrics import episode_metrics, failure_metrics, mean_versions, staleness
 
 MATH = SourceConfig(files=["a"], reward=RewardConfig(success_threshold=0.5))
 GAMES = SourceConfig(files=["b"], environment=EnvironmentConfig(name="a:B"))
@@ -72,3 +72,16 @@ def test_without_any_known_reward_a_source_has_no_mean():
 def test_without_a_mix_the_names_are_those_of_the_run():
     found = episode_metrics(Config(), [episode("0:1", 1.0, rewards={"exact": 1.0})])
     assert found == {"reward/exact/mean": 1.0}
+
+
+def test_only_weights_of_this_run_have_an_age():
+    ones = np.ones(2, np.float32)
+
+    def of(*versions: tuple[int, int] | None) -> list[Episode]:
+        samples = [Sample(np.zeros(2, np.int32), ones, -ones, one) for one in versions]
+        return [Episode("0:0:0", "0:0", samples)]
+
+    mixed = of((3, 4), (0, 0), None)
+    assert staleness(mixed, 5) == {"rollout/staleness_mean": 2.0, "rollout/staleness_max": 2.0}
+    assert mean_versions(mixed) == {"rollout/versions_mean": 2.0}
+    assert staleness(of((0, 0), None), 5) == mean_versions(of((0, 0), None)) == {}
