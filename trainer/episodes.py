@@ -60,7 +60,8 @@ class Episode:
     samples: list[Sample]
     """One, unless a later turn could not be written as the earlier ones with more tokens after them."""
     reward: float | None = 1.0
-    """None: it is not scored yet, or that failed: then losses, baselines and means of rewards leave the episode out."""
+    """None: it is not scored yet, or that failed, or its environment failed before the policy could cause that: then
+    losses, baselines and means of rewards leave the episode out."""
     rewards: Mapping[str, float] = field(default_factory=dict)
     """What `reward` consists of."""
     status: str = "stop"

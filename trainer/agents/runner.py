@@ -35,6 +35,7 @@ from trainer.episodes import Episode
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.request_stream import RequestStream
 from trainer.process import time_limits
+from trainer.sandbox.pool import NOT_TRIED
 from trainer.sandbox.tasks import Round
 from trainer.seeding import environment_seed, turn_seed
 
@@ -115,12 +116,13 @@ class AgentRunner(EpisodeRunner):
         messages, turns = tree.transcript()
         counts = {"samples": float(len(samples)), "errors": float(bool(session.error))}
         answer = request.prompt.row.get(self._answer_key)
+        is_spared = session.failure and (not turns or session.failure.startswith(NOT_TRIED))
         self.server.post(session.episode.forget)
         return Episode(
             request.uid,
             request.group,
             samples or [empty_sample(self._tokenizer)],
-            reward=result.reward + sum(result.rewards.values()),
+            reward=None if is_spared else result.reward + sum(result.rewards.values()),
             rewards=result.rewards,
             status=session.status,
             failure=session.failure,

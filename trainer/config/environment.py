@@ -51,9 +51,10 @@ class EnvironmentConfig(Section):
     """Whether methods that are not `async` run in threads, those of several environments at the same time. false: one
     after another in each process. null: as the class says with its attribute `thread_safe`. Agents always do."""
     on_failure: str = choice("leave_out", ON_FAILURE, resume="rollouts")
-    """What the run does with an episode whose environment failed. `leave_out`: it is neither trained on nor compared
-    with the others of its row, and no metric of rewards counts it. If the algorithm compares episodes, a row with fewer
-    than two others is left out as a whole. `zero`: its reward is 0."""
+    """What the run does with an episode whose environment failed before the policy replied. `leave_out`: it is neither
+    trained on nor compared with the others of its row, and no metric of rewards counts it. If the algorithm compares
+    episodes, a row with fewer than two others is left out as a whole. `zero`: its reward is 0. An episode whose
+    environment fails later always has a reward of 0, because the policy may have caused that."""
     max_error_rate: float = number(0.5, at_least=0, at_most=1, resume="harmless")
     """The run ends if a greater fraction of the episodes of a batch fails, with `data.mix` of those of all sources that
     have an environment and the same limit. 1: never, and an environment that fails for the first row of the data is no

@@ -337,7 +337,7 @@ class EnvironmentRunner(EpisodeRunner):
             "status": episode.status,
             "answer": "" if answer is None else str(answer),
             "failure": episode.failure,
-            "reward": 0.0,
+            "reward": None if episode.is_spared else 0.0,
         }
         if not episode.failure:
             fields["reward"] = episode.reward

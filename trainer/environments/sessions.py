@@ -16,7 +16,7 @@ from trainer.config import EnvironmentConfig
 from trainer.environments.base import Message, StepResult
 from trainer.environments.worker import largest_message
 from trainer.sandbox.limits import LARGEST_REWARD, MAX_ASYNC_SESSIONS
-from trainer.sandbox.pool import WorkerPool
+from trainer.sandbox.pool import NOT_TRIED, WorkerPool
 from trainer.sandbox.process import ProcessDied
 from trainer.sandbox.tasks import Task
 
@@ -45,6 +45,8 @@ class Session(Task):
         """Why the episode has ended: `timeout` or `failed` if the environment has failed."""
         self.failure = ""
         """Why the environment has failed."""
+        self.is_spared = False
+        """The policy cannot have caused the failure."""
         self.answered = 0
         """Calls that the present environment has answered. It begins again at 0 when the environment is lost."""
         self.on_rest: Callable[[Any], None] | None = None
@@ -96,6 +98,7 @@ class Session(Task):
                 "failed",
                 "answered the same replies in another way when they were repeated; an environment must be a function "
                 "of row, seed and replies",
+                by_policy=False,
             )
         if not abs(self.reward) <= LARGEST_REWARD:
             self.fail("failed", f"gave rewards that add up to {self.reward:g}, beyond {LARGEST_REWARD:g}")
@@ -132,9 +135,11 @@ class Session(Task):
         else:
             super().record_failure(status, reason)
 
-    def fail(self, status: str, reason: str) -> None:
+    def fail(self, status: str, reason: str, by_policy: bool = True) -> None:
+        """End the episode. `by_policy`: a reply may have caused the failure, if there was one."""
         if not self.ended:
             self.status, self.failure, self.ended = "timeout" if status == "timeout" else "failed", reason, True
+            self.is_spared = not (by_policy and self.replies) or reason.startswith(NOT_TRIED)
 
 
 class EnvironmentPool(WorkerPool):

@@ -14,6 +14,8 @@ from trainer.sandbox.pool import NOT_TRIED
 
 _OUTCOMES = {"leave_out": "are left out", "zero": "count as 0"}
 """What becomes of failures, by `reward.on_failure` or `environment.on_failure`."""
+_OF_EPISODES = "have a reward of 0, or are left out if the policy had not replied"
+"""What becomes of episodes with `leave_out`."""
 _NAMES = {"reward": "rewards", "environment": "episodes"}
 
 
@@ -55,7 +57,9 @@ class Failures:
         """
         lines = []
         if self.count:
-            lines.append(f"{self._share(total, step)} failed and {_OUTCOMES[on_failure]}; the first: {self.first}")
+            is_mixed = self.section == "environment" and on_failure == "leave_out"
+            outcome = _OF_EPISODES if is_mixed else _OUTCOMES[on_failure]
+            lines.append(f"{self._share(total, step)} failed and {outcome}; the first: {self.first}")
         if self.skipped:
             times = f"{limits.FAILED_TIME_LIMITS} times {self.section}.timeout_s"
             lines.append(

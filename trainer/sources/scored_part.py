@@ -116,8 +116,13 @@ class ScoredPart:
         return {index: self._with_reward(ended[index], *result) for index, result in results}
 
     def _with_reward(self, episode: Episode, reward: float, terms: Mapping[str, float], reason: str) -> Episode:
-        """Return an episode with its reward. `reason`: why the reward failed, empty if it did not."""
-        is_left_out = reason and self._cfg.on_failure == "leave_out"
+        """Return an episode with its reward.
+
+        Args:
+            reason: why the reward or the environment failed; empty: it did not. An environment that may have failed
+                through what the policy did has given a reward of 0: else the policy could learn to leave that way.
+        """
+        is_left_out = reason and self._cfg.on_failure == "leave_out" and episode.reward is None
         return dataclasses.replace(
             episode,
             reward=None if is_left_out else reward,

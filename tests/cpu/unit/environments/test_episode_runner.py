@@ -160,7 +160,8 @@ def test_text_that_is_far_too_long_is_not_tokenised(tokenizer):
 def test_an_episode_whose_environment_fails_has_reward_0_and_says_why(runner, tokenizer, at, turns, length):
     policy = Policy(tokenizer, "a", "bb")
     failed, good = run(runner, policy, requests_of({"do": "raise", "at": at}, {"prompt": "y"}))
-    assert (failed.status, failed.turns, failed.reward, failed.length) == ("failed", turns, 0.0, length)
+    reward = 0.0 if turns else None  # the policy cannot have caused it
+    assert (failed.status, failed.turns, failed.reward, failed.length) == ("failed", turns, reward, length)
     assert len(failed.samples) == 1 and len(failed.samples[0].token_ids) > 0
     assert (good.status, good.reward) == ("stop", 3.0)
     assert "raised RuntimeError: it broke in environments.py:" in failed.failure and not good.failure

@@ -62,7 +62,7 @@ class Step:
         cfg.algorithm.advantage_estimator = estimator
         cfg.data = DataConfig(synthetic="arithmetic", synthetic_args={"max_value": 9}, train_size=9, val_size=4)
         if reward.pop("environment", False):
-            options = {"fails": list(fails)}
+            options = {"fails": list(fails), "at_reset": not fails}
             cfg.environment = EnvironmentConfig(name="failing_world:World", kwargs=options, **reward)
         else:
             cfg.reward = RewardConfig(name="failing_rewards:half", **{"max_error_rate": 1.0, **reward})
@@ -93,10 +93,14 @@ WORLD = """
 from trainer.environments import StepResult
 
 class World:
-    def __init__(self, fails):
-        self.fails = fails
+    first = {}
+
+    def __init__(self, fails, at_reset=False):
+        self.fails, self.at_reset = fails, at_reset
 
     def reset(self, row, seed):
+        if self.at_reset and row == World.first.setdefault("row", row):
+            raise RuntimeError("it broke")
         return [{"role": "user", "content": "?"}]
 
     def step(self, reply):
@@ -126,29 +130,24 @@ def step(tmp_path, model, monkeypatch):
 ALL = [place % 2 + place / 100 for place in range(9)]
 
 
-@pytest.mark.parametrize("environment", [False, True])
-def test_failed_rewards_are_left_out_or_count_as_0(step, caplog, environment):
+def test_failed_rewards_are_left_out_or_count_as_0(step, caplog):
     """With `zero` a failure is a reward of 0; with `leave_out`, the default, it is none, and counts in no mean."""
-    failed, kind = [1, 3, 4, 5], "environment" if environment else "reward"
-    left_out = step(*failed, environment=environment)
-    zero = step(*failed, environment=environment, on_failure="zero")
+    failed = [1, 3, 4, 5]
+    left_out, zero = step(*failed), step(*failed, on_failure="zero")
     assert left_out.rewards == [None if place in failed else ALL[place] for place in range(9)]
     assert zero.rewards == [0.0 if place in failed else ALL[place] for place in range(9)]
     for found in (left_out, zero):
         reasons = [episode.failure for episode in found.episodes]
         assert [bool(reason) for reason in reasons] == [place in failed for place in range(9)]
-        assert all("the judge is down" in reason or "it broke" in reason for reason in reasons if reason)
+        assert all("the judge is down" in reason for reason in reasons if reason)
         assert [line["failure"] for line in found.lines] == reasons
         assert [line["reward"] for line in found.lines] == found.rewards
-        assert found.metrics[f"{kind}/failures"] == 4
+        assert found.metrics["reward/failures"] == 4
         assert found.validation["val/failures"] == 2
     assert left_out.row_rewards == [pytest.approx(np.mean([0, 0.02])), None, pytest.approx(np.mean([0.06, 1.07, 0.08]))]
     assert zero.row_rewards == [pytest.approx(np.mean([0, 0, 0.02])), 0.0, pytest.approx(np.mean([0.06, 1.07, 0.08]))]
-    if not environment:
-        assert left_out.metrics["reward/half/mean"] == pytest.approx(np.mean([0, 0.02, 0.06, 1.07, 0.08]))
-        said = "4 of 9 rewards of step 1 (44.4%) failed and are left out; the first: raised TimeoutError: the judge is"
-    else:
-        said = "4 of 9 episodes of step 1 (44.4%) failed and are left out; the first: step raised"
+    assert left_out.metrics["reward/half/mean"] == pytest.approx(np.mean([0, 0.02, 0.06, 1.07, 0.08]))
+    said = "4 of 9 rewards of step 1 (44.4%) failed and are left out; the first: raised TimeoutError: the judge is"
     assert said in caplog.text
     # Held out: four prompts, of which the greedy completions at the places 1 and 3 fail.
     assert left_out.validation["val/reward/mean"] == pytest.approx(0.01) and left_out.validation["val/accuracy"] == 0
@@ -158,6 +157,30 @@ def test_failed_rewards_are_left_out_or_count_as_0(step, caplog, environment):
     held_out = {(line["uid"], line["number"]): line for line in left_out.held_out}
     assert held_out["val:1", 0]["reward"] is None and held_out["val:1", 0]["failure"]
     assert held_out["val:0", 0]["reward"] == 0 and held_out["val:0", 0]["failure"] is None
+
+
+@pytest.mark.parametrize("on_failure", ["leave_out", "zero"])
+def test_an_environment_that_fails_after_a_reply_gives_a_reward_of_0(step, caplog, on_failure):
+    """Else the policy could learn to leave an episode that goes badly, by an action that fails."""
+    failed = [1, 3, 4, 5]
+    found = step(*failed, environment=True, on_failure=on_failure)
+    assert found.rewards == [0.0 if place in failed else ALL[place] for place in range(9)]
+    assert [one.status for one in found.episodes] == ["failed" if place in failed else "stop" for place in range(9)]
+    reasons = [one.failure for one in found.episodes]
+    assert [line["failure"] for line in found.lines] == reasons and "it broke" in reasons[1]
+    assert (found.metrics["environment/failures"], found.validation["val/failures"]) == (4, 2)
+    assert found.validation["val/reward/mean"] == pytest.approx(0.005)
+    assert "4 of 9 episodes of step 1 (44.4%) failed and " in caplog.text
+
+
+def test_an_environment_that_fails_before_a_reply_is_left_out_or_counts_as_0(step, caplog):
+    left_out, zero = (step(environment=True, on_failure=value) for value in ("leave_out", "zero"))
+    for found, reward in ((left_out, None), (zero, 0.0)):
+        failed = [episode for episode in found.episodes if episode.failure]
+        assert [(one.reward, one.status, one.turns) for one in failed] == [(reward, "failed", 0)] * 3
+        assert len({one.group for one in failed}) == 1 and found.metrics["environment/failures"] == 3
+        assert sum(one is None for one in found.row_rewards) == (reward is None)
+    assert "failed and have a reward of 0, or are left out if the policy had not replied; the first" in caplog.text
 
 
 def test_a_baseline_that_failed_is_no_baseline(step):
