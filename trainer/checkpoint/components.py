@@ -13,7 +13,7 @@ from trainer.checkpoint.manifest import Checkpoint, FileEntry, read_object, read
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import LOAD_COMPONENTS, Config, with_new_names
 from trainer.files.atomic_io import digest_bytes
-from trainer.files.documents import ObjectShape, parse_yaml
+from trainer.files.documents import ObjectShape, dump_yaml, parse_yaml
 from trainer.files.redaction import redact
 from trainer.models.files import ADAPTER_CONFIG
 
@@ -116,9 +116,7 @@ def config_part(cfg: Config) -> Component:
 
 def config_yaml(cfg: Config) -> bytes:
     """Return the content of `config.yaml`: the resolved config without secrets, which a resume does not need."""
-    import yaml
-
-    return yaml.safe_dump(redact(asdict(cfg)), sort_keys=False).encode()
+    return dump_yaml(redact(asdict(cfg))).encode()
 
 
 def config_digest(cfg: Config) -> str:

@@ -32,6 +32,7 @@ from trainer.errors import (
     is_out_of_memory,
     one_line,
 )
+from trainer.files.documents import dump_yaml
 from trainer.files.redaction import redact, redact_text, redact_yaml
 from trainer.process.log_setup import LOG_FILE, guard_output, logging_to_file, show, show_messages
 from trainer.process.signals import CONTINUES, EXIT_STATUS, SIGNALS, Stopped
@@ -183,8 +184,6 @@ def _take_flag(*names: str) -> str:
 
 def _print_config(section: str, config: Config) -> None:
     """Print the config, or a section or key of it, as YAML."""
-    import yaml
-
     if section and not is_name(section):
         raise UserError(no_such_key(section))
     nested: Any = redact(dataclasses.asdict(config))
@@ -192,7 +191,7 @@ def _print_config(section: str, config: Config) -> None:
         if name not in nested:
             raise UserError(no_such_key(section))
         nested = nested[name]
-    print(yaml.safe_dump(nested, sort_keys=False, allow_unicode=True).removesuffix("...\n"), end="")
+    print(dump_yaml(nested, allow_unicode=True).removesuffix("...\n"), end="")
 
 
 class _JobError(BaseException):

@@ -15,6 +15,7 @@ from typing import Any
 
 from trainer.config.overrides import CONFIG, find_groups
 from trainer.config.schema import MAPPINGS, is_name, no_such_key, section_named
+from trainer.config.texts import construct_yaml
 from trainer.errors import UserError, as_list, did_you_mean, one_line
 
 GROUP = "config_file"
@@ -219,7 +220,7 @@ def _read_choice(group: str, choice: str, files: ConfigFiles) -> None:
 
 
 def _read(path: str) -> tuple[dict[str, Any], dict[str, int], str]:
-    """Return the values of a YAML file, the line of each dotted key, and the text."""
+    """Return the values of a YAML file (see `construct_yaml`), the line of each dotted key, and the text."""
     import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -233,7 +234,7 @@ def _read(path: str) -> tuple[dict[str, Any], dict[str, int], str]:
         if not isinstance(root, yaml.MappingNode):
             raise UserError(f"{path}: must be a mapping of sections to keys and values, such as `trainer: {{seed: 1}}`")
         lines = dict(_lines(root, path))
-        loaded = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+        loaded = OmegaConf.to_container(OmegaConf.create(construct_yaml(text)), resolve=False)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or 'it is no text'})") from error
     except yaml.YAMLError as error:

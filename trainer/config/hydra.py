@@ -26,6 +26,7 @@ from trainer.config.reward import RemoteConfig
 from trainer.config.rollout import RolloutConfig
 from trainer.config.schema import MAPPINGS, Config, refuse_unknown_keys, validate
 from trainer.config.tasks import find_task
+from trainer.config.texts import construct_yaml, unquoted
 from trainer.errors import UserError
 from trainer.files.redaction import HIDDEN, hidden_keys, redact_command, remember, secrets_of
 
@@ -102,6 +103,7 @@ def register() -> None:
         return f"{find_task(task).compared_by(metric, mode)[1]}imize"
 
     ConfigStore.instance().store(name="schema", node=Config)
+    _read_texts_as_typed()
     OmegaConf.register_new_resolver("sweep_suffix", _sweep_suffix, replace=True)
     OmegaConf.register_new_resolver("if_sweep", lambda name: name if _sweep_suffix() else None, replace=True)
     OmegaConf.register_new_resolver("optuna_direction", direction, replace=True)
@@ -109,6 +111,27 @@ def register() -> None:
     OmegaConf.register_new_resolver("quarter", lambda a: a // 4, replace=True)
     OmegaConf.register_new_resolver("if_builtin", _if_builtin, replace=True)
     OmegaConf.register_new_resolver("if_eq", _if_eq, replace=True)
+
+
+def _read_texts_as_typed() -> None:
+    """Let Hydra read YAML files with `construct_yaml`: those of the groups, and those that a file of the user names."""
+    from hydra._internal.core_plugins import file_config_source
+    from hydra._internal.sources_registry import SourcesRegistry
+    from hydra.plugins.config_source import ConfigResult
+    from omegaconf import OmegaConf
+
+    class FileConfigSource(file_config_source.FileConfigSource):  # by another name, Hydra would refuse it
+        def load_config(self, config_path: str) -> ConfigResult:
+            result = super().load_config(config_path)
+            package = result.header["package"]
+            if package in (None, "_group_"):
+                package = os.path.dirname(config_path).replace("/", ".")
+            with open(os.path.join(self.path, self._normalize_file_name(config_path)), encoding="utf-8") as file:
+                values = construct_yaml(file.read(), package.replace("_global_", "").strip("."))
+            result.config = OmegaConf.create(values or {})
+            return result
+
+    SourcesRegistry.instance().types["file"] = FileConfigSource
 
 
 def register_plugins(arguments: list[str]) -> None:
@@ -241,7 +264,7 @@ def _sweep_suffix() -> str:
         return ""
     fixed = set(job.config.override_dirname.exclude_keys)
     overrides = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
-    swept = [o for o in overrides if o.partition("=")[0].lstrip("+~") not in fixed]
+    swept = [unquoted(o) for o in overrides if o.partition("=")[0].lstrip("+~") not in fixed]
     name = ",".join(redact_command(swept)).replace("/", "_")
     if len(name.encode()) > _LONGEST_SUFFIX:
         digest = hashlib.sha256(name.encode()).hexdigest()[:16]

@@ -28,6 +28,7 @@ from trainer.config.schema import (
     without_source,
 )
 from trainer.config.tasks import OPTIONS
+from trainer.config.texts import quoted
 from trainer.errors import UserError, as_list, did_you_mean
 from trainer.files.documents import flatten
 
@@ -116,6 +117,8 @@ def _unknown_flag(word: str, command: str) -> str:
 def checked(overrides: Sequence[str], groups: dict[str, list[str]], sweeps: bool) -> list[str]:
     """Return the overrides with the pluses that Hydra needs: none where the schema has the key, two below `MAPPINGS`.
 
+    Texts that look like other values get quotes.
+
     Args:
         groups: names of the groups, with their choices.
         sweeps: one job runs for each combination of values.
@@ -136,7 +139,7 @@ def checked(overrides: Sequence[str], groups: dict[str, list[str]], sweeps: bool
             problems.append(problem)
     if problems:
         raise UserError(as_list("the command cannot be read:", problems))
-    return plain
+    return list(map(quoted, plain))
 
 
 def is_in_mapping(key: str) -> bool:

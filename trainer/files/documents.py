@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -73,6 +74,21 @@ def parse_yaml(text: bytes | str, shape: dict[Any, Shape] | None = None) -> dict
     except Exception as error:  # the constructors of PyYAML raise any exception on a bad value
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
     return _checked(value, shape or {})
+
+
+def dump_yaml(value: Any, **options: Any) -> str:
+    """Return a value as YAML, its keys in their order.
+
+    Texts such as `1e5` are in quotes: PyYAML takes them for texts without, but OmegaConf for numbers.
+    """
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    number = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.[\d_]+)[eE][-+]?\d+")
+    Dumper.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789."))
+    return yaml.dump(value, Dumper=Dumper, sort_keys=False, **options)
 
 
 def flatten(

@@ -18,13 +18,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import yaml
-
 from trainer import __version__
 from trainer.config import Config
 from trainer.errors import UserError
 from trainer.files.appended import AppendedFile
 from trainer.files.atomic_io import write_file
+from trainer.files.documents import dump_yaml
 from trainer.files.redaction import redact, redact_command
 from trainer.metrics.tracker import METRICS_FILE
 from trainer.process import time_limits
@@ -103,7 +102,7 @@ def record_start(run_dir: str, cfg: Config, resumed_step: int | None = None) -> 
         "resumed_step": resumed_step,
         "config": config,
     }
-    write_file(os.path.join(run_dir, CONFIG_FILE), yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+    write_file(os.path.join(run_dir, CONFIG_FILE), dump_yaml(config, allow_unicode=True))
     starts = AppendedFile(os.path.join(run_dir, STARTS_FILE))
     starts.append(json.dumps(start).encode() + b"\n")
     starts.sync()  # a job must not start on a full disk
