@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from trainer.models.online_softmax import OnlineSoftmax, Slopes, Vocabulary, gradient_of_logits
 from trainer.parallel.collectives import AxisGroup
@@ -304,8 +304,8 @@ class _Backbone(nn.Module):
         super().__init__()
         self.hidden = hidden
 
-    def forward(self, *_: Any, **__: Any) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=self.hidden)
+    def forward(self, *_: Any, **__: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=self.hidden)  # a mixture of experts reads its `router_logits`
 
 
 class _OutputLayer(nn.Module):

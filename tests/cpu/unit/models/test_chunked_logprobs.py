@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import CohereConfig, GraniteConfig, PhiConfig
+from transformers import CohereConfig, GraniteConfig, MixtralConfig, PhiConfig
 
 from tests.support.architectures import ARCHITECTURES, VOCABULARY, random_model
 from trainer.models import chunked_logprobs as module
@@ -35,6 +35,7 @@ HEADS = {
     "gemma2": (ARCHITECTURES["gemma2"], Head(softcap=30.0)),
     "granite": (GraniteConfig(**SHAPE, logits_scaling=8.0), Head(scale=1 / 8)),
     "cohere": (CohereConfig(**SHAPE, logit_scale=0.25), Head(scale=0.25)),
+    "a mixture of experts": (MixtralConfig(**SHAPE, num_local_experts=2), Head()),
     "a head with a bias": (PhiConfig(**SHAPE), None),
 }
 
