@@ -170,6 +170,7 @@ _LATER_FIELDS: dict[Any, Shape] = {
     "axes": {str: is_count},
     "nodes": {str: [_is_path]},
     "lacks_validation": bool,
+    "accepted": [str],
 }
 OPTIONAL_FIELDS = _RUN_FIELDS | _LATER_FIELDS
 """The shapes of the fields that a manifest may have."""

@@ -148,7 +148,7 @@ class AlgorithmConfig(Section):
         kl = {"ref_logprobs"} if self.kl_coef > 0 else set()
         return inputs_of(ESTIMATOR, self.advantage_estimator) | inputs_of(LOSS, self.policy_loss) | kl
 
-    def check(self, config: Config, name: str) -> None:
+    def check_values(self, config: Config, name: str) -> None:
         rollout = config.rollout
         if self.pass_k is not None and self.pass_k > rollout.n:
             raise config_error(config, "algorithm.pass_k", f"exceeds rollout.n={rollout.n}")

@@ -74,7 +74,7 @@ class NamedData(Section):
             reward=config.reward,
         )
 
-    def check(self, config: Config, name: str) -> None:
+    def check_values(self, config: Config, name: str) -> None:
         if self.synthetic is None:
             if not self.files:
                 raise config_error(config, f"{name}.files", "name at least one file, or a generator with synthetic")
@@ -97,8 +97,8 @@ class SourceConfig(NamedData):
     curriculum: str | None = setting(None, resume="harmless")
     """Function that chooses the prompts of each epoch of this source, and their order (see `data.curriculum`)."""
 
-    def check(self, config: Config, name: str) -> None:
-        super().check(config, name)
+    def check_values(self, config: Config, name: str) -> None:
+        super().check_values(config, name)
         _check_curriculum(config, f"{name}.curriculum")
 
 
@@ -128,8 +128,8 @@ class ValSetConfig(NamedData):
             return self.temperature
         return 0.0 if self.n == 1 else config.rollout.temperature or 1.0
 
-    def check(self, config: Config, name: str) -> None:
-        super().check(config, name)
+    def check_values(self, config: Config, name: str) -> None:
+        super().check_values(config, name)
         if name.rpartition(".")[2] in _NO_SETS:
             raise UserError(f"{name}: a set cannot have this name, which stands for something else; choose another")
         if self.n > 1 and self.temperature == 0:
@@ -184,7 +184,7 @@ class DataConfig(Section):
     """Several sources of training prompts, by names of your choice, instead of `train_files` or `synthetic`
     ([docs/data.md](data.md)). Each has the keys of `data.mix.<name>`. To add or drop a source needs permission."""
 
-    def check(self, config: Config, name: str) -> None:
+    def check_values(self, config: Config, name: str) -> None:
         if self.mix:
             self._check_mix(config)
         elif self.synthetic:

@@ -88,7 +88,7 @@ class EnvironmentConfig(Section):
         """Whether its requests join at any time those that an engine generates."""
         return self.name is not None and (self.schedule == "stream" or self.is_agent)
 
-    def check(self, config: Config, name: str) -> None:
+    def check_values(self, config: Config, name: str) -> None:
         if self.python is not None and self.name is None:
             raise config_error(config, "environment.python", "is the interpreter of environment.name, which is not set")
         if self.name is None:

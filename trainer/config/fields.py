@@ -223,7 +223,7 @@ class Section:
                     "`setting`, and say what a resume may do with it"
                 )
 
-    def check(self, config: Config, name: str) -> None:
+    def check_values(self, config: Config, name: str) -> None:
         """Refuse values that contradict each other. Called when every single value is within its bounds.
 
         Args:

@@ -43,7 +43,7 @@ class MlflowConfig(Section):
     name: str = setting("${trainer.run_name}${sweep_suffix:}", resume="harmless")
     """Name of the run in MLflow. In a `-m` sweep each job's overrides are appended."""
 
-    def check(self, config: Config, name: str) -> None:
+    def check_values(self, config: Config, name: str) -> None:
         _check_package(config, name, self.enabled)
 
 
@@ -59,7 +59,7 @@ class TrackioConfig(Section):
     group: str | None = setting("${if_sweep:${trainer.run_name}}", resume="harmless")
     """Trackio shows the runs of a group together. By default the jobs of a `-m` sweep are a group."""
 
-    def check(self, config: Config, name: str) -> None:
+    def check_values(self, config: Config, name: str) -> None:
         _check_package(config, name, self.enabled)
 
 

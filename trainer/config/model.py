@@ -53,7 +53,7 @@ class TinyConfig(Section):
     """Seed of the random weights and of the order of the warm start. It is separate from `trainer.seed`, so that runs
     of several seeds start from one model."""
 
-    def check(self, config: Config, name: str) -> None:
+    def check_values(self, config: Config, name: str) -> None:
         if self.head_dim % 2:
             raise config_error(config, "model.tiny.head_dim", "must be even: positions turn pairs of its numbers")
         if self.num_heads % self.num_kv_heads:
@@ -70,12 +70,17 @@ class ModelConfig(Section):
     tiny: TinyConfig = subsection(TinyConfig)
     """Shape of the built-in model."""
     cache_dir: str | None = setting(None, resume="harmless")
-    """Directory of the built-in models that were built and warmed up, one directory per configuration. null: the
+    """Directory of the built-in models that were built and warmed up, one directory per configuration, and of the
+    verdicts on models (`check`). null: the
     environment variable TRAINER_CACHE, or `~/.cache/trainer`."""
     attn_implementation: str = choice("sdpa", ("sdpa", "eager", "flash_attention_2"), resume="rollouts")
     """Attention of the trainer's models. `sdpa`: torch's kernels, each packed sequence by itself; a class without them
     that cannot pack has its own attention, and one sequence a row. `flash_attention_2`: the package flash-attn.
     `eager`: plain matrices, whose size is the square of all tokens of a micro-batch."""
+    check: str = choice("refuse", ("refuse", "accept"), resume="harmless")
+    """What happens if the comparison before the first step finds that the ranks compute something else than the model's
+    own class in transformers: `refuse` the run, or `accept` it. That is said at each start and in each checkpoint's
+    manifest. The verdict is kept in `cache_dir`."""
     trust_remote_code: bool = setting(False, resume="rollouts")
     """Allow the model directory to run its own Python code."""
     chat_template: str | None = setting(None, resume="rollouts")
@@ -93,7 +98,7 @@ class ModelConfig(Section):
     them, if it can and if the calls that it writes can be read. `hermes`, and `auto` otherwise: as text in the format
     of Hermes. A run with tools that a version without this key began needs `hermes` to continue as it was."""
 
-    def check(self, config: Config, name: str) -> None:
+    def check_values(self, config: Config, name: str) -> None:
         for variable in self.chat_template_kwargs:
             if not variable.isidentifier():
                 raise config_error(config, "model.chat_template_kwargs", f"{variable!r} is no name of a variable")

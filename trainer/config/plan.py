@@ -33,7 +33,7 @@ class PlanConfig(Section):
     storage_gb_s: float = number(2.0, above=0, resume="harmless")
     """Speed of the storage of `trainer.ckpt_path` for one node, in GB/s."""
 
-    def check(self, config: Config, name: str) -> None:
+    def check_values(self, config: Config, name: str) -> None:
         if not config.task.generates:
             self._check_examples(config, name)
             return

@@ -71,7 +71,7 @@ class RewardConfig(Section):
         """Return the key of the rewards with its value, for errors."""
         return f"reward.name={self.name if isinstance(self.name, str) else ','.join(self.name)}"
 
-    def check(self, config: Config, name: str) -> None:
+    def check_values(self, config: Config, name: str) -> None:
         is_list = isinstance(self.name, list) and self.name and all(isinstance(item, str) for item in self.name)
         if not (isinstance(self.name, str) or is_list):
             problem = "must be a name, or a list of names; where an environment gives the rewards, leave reward.* out"

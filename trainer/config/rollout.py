@@ -108,7 +108,7 @@ class RolloutConfig(Section):
     engine_args: dict[str, Any] = open_section(resume="rollouts")
     """Further arguments for `vllm.LLM`, or for an engine of your own."""
 
-    def check(self, config: Config, name: str) -> None:
+    def check_values(self, config: Config, name: str) -> None:
         spec = find_engine(self.engine)
         if self.tensor_parallel_size > 1 and not spec.tensor_parallel:
             problem = f"rollout.engine={self.engine} runs on one device; choose {engines_with('tensor_parallel')}"

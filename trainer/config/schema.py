@@ -175,7 +175,7 @@ class Config(Section):
             return False
         return setting == "adapter" or rank <= self.engine.max_lora_rank
 
-    def check(self, config: Config, name: str) -> None:
+    def check_values(self, config: Config, name: str) -> None:
         for allowed in self.trainer.allow_config_change:
             if not is_name(allowed) and allowed not in [role.key for role in config.roles]:
                 problem = f"there is no key or section {allowed}; {_instead_of(allowed)}"
@@ -257,7 +257,7 @@ def validate(config: Config) -> None:
     unused = config.task.unused
     for name, section in walk_sections(config):
         if not any(fnmatchcase(f"{name}.", pattern) for pattern in unused):
-            section.check(config, name)
+            section.check_values(config, name)
     config.task.check_options(config.algorithm.options)
 
 

@@ -37,7 +37,7 @@ class SFTConfig(Section):
     optimizer: OptimizerConfig = subsection(lambda: OptimizerConfig(lr=2e-3, warmup_steps=10))
     """Optimizer of supervised training."""
 
-    def check(self, config: Config, name: str) -> None:
+    def check_values(self, config: Config, name: str) -> None:
         files = config.data.train_files + [file for source in config.data.mix.values() for file in source.files]
         if self.source == "rollouts" and not files:
             problem = "needs data.train_files, the files that logger.save_rollouts=true makes a run write"

@@ -231,7 +231,7 @@ class TrainerConfig(Section):
     reference: ReferenceConfig = subsection(ReferenceConfig)
     """The reference. Only with `algorithm.kl_coef` above 0, or if a function of `algorithm` reads `ref_logprobs`."""
 
-    def check(self, config: Config, name: str) -> None:
+    def check_values(self, config: Config, name: str) -> None:
         if self.train_batch_size % self.mini_batch_size:
             problem = f"must be a multiple of trainer.mini_batch_size={self.mini_batch_size}"
             raise config_error(config, "trainer.train_batch_size", problem)

@@ -51,7 +51,7 @@ class OptimizerConfig(Section):
     """Steps of the run after which `cosine` has ended; later steps keep its last value. null: the steps of the run
     (`trainer.total_steps`, `sft.steps`). With a number, a run can be extended without changing the schedule."""
 
-    def check(self, config: Config, name: str) -> None:
+    def check_values(self, config: Config, name: str) -> None:
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise config_error(config, f"{name}.betas", "must be two numbers, each at least 0 and below 1")
 
@@ -114,7 +114,7 @@ class LoraConfig(Section):
     )
     """Names of the linear layers that get adapters, such as `q_proj`. Empty: all linear layers of the blocks."""
 
-    def check(self, config: Config, name: str) -> None:
+    def check_values(self, config: Config, name: str) -> None:
         if self.rank is None:
             for key in changed_keys(self, LoraConfig(), name):
                 raise config_error(config, key, f"needs {name}.rank")
@@ -143,7 +143,7 @@ class CriticConfig(Section):
     fsdp: FSDPConfig = subsection(FSDPConfig)
     """Sharding of the critic."""
 
-    def check(self, config: Config, name: str) -> None:
+    def check_values(self, config: Config, name: str) -> None:
         if self.warmup_steps >= config.trainer.total_steps:
             problem = f"leaves no step of trainer.total_steps={config.trainer.total_steps} for the policy"
             raise config_error(config, f"{name}.warmup_steps", problem)
@@ -168,7 +168,7 @@ class ReferenceConfig(Section):
     fsdp: ShardingConfig = subsection(ShardingConfig)
     """Sharding of the reference."""
 
-    def check(self, config: Config, name: str) -> None:
+    def check_values(self, config: Config, name: str) -> None:
         changed = changed_keys(self, ReferenceConfig(), name)
         if not changed:
             return

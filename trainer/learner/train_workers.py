@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -18,9 +19,12 @@ from trainer.config.axes import axis_sizes
 from trainer.errors import FailureSource
 from trainer.metrics.throughput import peak_flops
 from trainer.models.files import resolve_model_path
+from trainer.models.verdicts import Verdict
 from trainer.parallel.batching import Batch
 from trainer.parallel.shares import Limits, divide
 from trainer.process.startup import importing
+
+LOG = logging.getLogger(__name__)
 
 
 def _build_rank(cfg: Config, rank: int, world_size: int, device: str) -> Any:
@@ -93,6 +97,8 @@ class TrainWorkers:
         self._groups: dict[str, WorkerGroup] = {}
         self._known_limits: dict[str, tuple[list[int], Limits]] = {}
         self._peaks: CallFutures | None = None  # FLOP/s, which the ranks of the policy measure
+        self.accepted: list[str] = []
+        """What models compute otherwise than their own classes, accepted by `model.check=accept`."""
         self.launch()
 
     def launch(self) -> None:
@@ -120,7 +126,8 @@ class TrainWorkers:
         """What the manifest of a checkpoint says of the ranks that wrote it."""
         t = self.cfg.trainer
         axes = axis_sizes(t, self.count)
-        return {"roles": self.saved_roles, "ranks": self.count, "replicas": t.dp_replicate, "axes": axes}
+        accepted = {"accepted": self.accepted} if self.accepted else {}
+        return {"roles": self.saved_roles, "ranks": self.count, "replicas": t.dp_replicate, "axes": axes, **accepted}
 
     def read_files(self, model_path: str) -> CallFutures:
         """Begin to read the model's files into host memory, while engines hold the GPUs."""
@@ -135,13 +142,14 @@ class TrainWorkers:
         ]
         paths = {name: spec.path and resolve_model_path(spec.path, spec.key) for name, spec in self.roles.items()}
         specs = {name: dataclasses.replace(spec, path=paths[name]) for name, spec in self.roles.items()}
-        calls += [group.start("build", [specs[role] for role in roles], model_path) for group, roles in hosts]
+        builds = [group.start("build", [specs[role] for role in roles], model_path) for group, roles in hosts]
         # Of a CPU there is no data sheet. Its ranks measure before anyone waits for them.
         self._peaks = self.policy.start("measure_peak") if self.cluster.device == "cpu" else None
 
         def wait() -> None:
             for call in calls:
                 call.result()
+            self.accepted = _accepted({key: one for call in builds for key, one in call.result()[0].items()})
 
         return wait
 
@@ -344,3 +352,14 @@ def _assemble(parts: list[tuple[np.ndarray, np.ndarray]], shape: tuple[int, int]
     for rows, values in parts:
         out[rows, : values.shape[1]] = values
     return out
+
+
+def _accepted(verdicts: Mapping[str, Verdict]) -> list[str]:
+    """Say what the ranks have found of their models, and return what the config accepts."""
+    for model, verdict in verdicts.items():
+        if verdict.not_compared:
+            LOG.info("%s: not compared with its own class: %s", model, ", ".join(verdict.not_compared))
+    accepted = [f"{model}: {verdict.problem}" for model, verdict in verdicts.items() if verdict.problem]
+    for sentence in accepted:
+        LOG.warning("%s; model.check=accept trains it nevertheless", sentence)
+    return accepted

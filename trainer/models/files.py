@@ -80,6 +80,11 @@ def resolve_model_path(path: str, key: str = POLICY_KEY) -> str:
     return snapshot
 
 
+def cache_directory(model: ModelConfig) -> str:
+    """Return the directory of what is kept from one run for later ones."""
+    return os.path.expanduser(model.cache_dir or os.environ.get("TRAINER_CACHE") or "~/.cache/trainer")
+
+
 def import_configs() -> None:
     """Import the part of transformers that `load_config` needs, which takes about a second."""
     with importing():

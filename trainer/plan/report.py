@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer.config import Config
+from trainer.config.axes import axis_sizes
+from trainer.models.verdicts import read_verdict, verdict_file
 from trainer.plan.advice import LARGEST_FACTOR
 from trainer.plan.hardware import COMPILED_KEEPS, GB, SHARED_SHARE, Cluster
 from trainer.plan.plan import Plan
@@ -105,11 +108,28 @@ def notes(cfg: Config, plan: Plan) -> list[str]:
                 f"an episode has {w.prompt + w.response:,} of at most {w.longest:,} tokens, on average, and all after "
                 f"the first {w.prompt:,} count as generated and trained; plan.response_tokens says how many they are"
             )
+    found += _checks(cfg, plan)
     if (slow := _slow_saves(cfg, plan)) is not None:
         found.append(slow)
     if any(map(cfg.validates, range(1, cfg.total_steps + 1))):
         found.append("hours are without validation")
     return found
+
+
+def _checks(cfg: Config, plan: Plan) -> list[str]:
+    """Return what earlier starts have found of the models of directories (see `trainer.models.model_check`)."""
+    found: dict[str, str] = {}
+    sizes = axis_sizes(cfg.trainer, cfg.trainer.num_workers)
+    for role in cfg.roles if cfg.task.trains else ():
+        path = role.path or cfg.model.path
+        if path is None or path in found or not os.path.isdir(path):
+            continue
+        run = sizes, role, cfg.trainer.pack, cfg.longest_row
+        verdict = read_verdict(verdict_file(cfg.model, path, plan.cluster.device.kind, *run))
+        if verdict is not None:
+            said = verdict.problem or "an earlier start has compared it with its own class, and nothing differs"
+            found[path] = f"{role.key}={path}: {said}"
+    return list(found.values())
 
 
 def _slow_saves(cfg: Config, plan: Plan) -> str | None:

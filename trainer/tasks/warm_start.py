@@ -20,6 +20,7 @@ from trainer.config.fields import walk_keys
 from trainer.config.schema import without_source
 from trainer.errors import UserError
 from trainer.learner.learner import Learner
+from trainer.models.files import cache_directory
 from trainer.process.signals import SIGNALS
 from trainer.run.directory import RunDirectory
 from trainer.run.stopping import StopRequest
@@ -156,8 +157,7 @@ def cached_model(cfg: Config) -> str:
         and without_source(key) == key  # what answers and rewards the rows of a source has no part in the model
         and (key in _NAMED or value != usual.get(key))
     }
-    cache = os.path.expanduser(cfg.model.cache_dir or os.environ.get("TRAINER_CACHE") or "~/.cache/trainer")
-    return os.path.join(cache, f"tiny-{derive_seed(json.dumps(recipe, sort_keys=True)):016x}")
+    return os.path.join(cache_directory(cfg.model), f"tiny-{derive_seed(json.dumps(recipe, sort_keys=True)):016x}")
 
 
 def _delete_run(run_dir: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from trainer.config import LM, SCORE, VALUE, Config, RoleSpec
 from trainer.config.axes import axis_sizes
@@ -18,7 +19,9 @@ from trainer.errors import RESTART_HINT, UserError, WorkerError
 from trainer.files.shared_memory import clear_abandoned
 from trainer.models.files import resolve_model_path
 from trainer.models.loading import load_model
+from trainer.models.model_check import check_model
 from trainer.models.untrusted import weight_files
+from trainer.models.verdicts import Verdict
 from trainer.objectives.base import GROUP, Objective, make_objective
 from trainer.parallel.batching import Batch, RankUpdate, select
 from trainer.parallel.determinism import use_deterministic_kernels
@@ -92,32 +95,51 @@ class Rank:
         clear_abandoned()  # leftovers of killed runs in this machine's shared memory
         seed_rng(derive_seed(t.seed, "rank", self.layout.dp_rank))
 
-    def build(self, roles: Sequence[RoleSpec], model_path: str) -> None:
-        """Load the initial weights of `roles`.
+    def build(self, roles: Sequence[RoleSpec], model_path: str) -> dict[str, Verdict]:
+        """Load the initial weights of `roles`, and compare each model with its own class.
 
         Args:
             model_path: the initial weights of the policy, and of each role without a path of its own.
+
+        Returns:
+            the verdicts, by the key and the path of the model.
         """
         assert self.layout is not None and self.saver is not None, "connect first"
         path = resolve_model_path(model_path)
         self.objective = make_objective(self.cfg)
+        verdicts: dict[str, tuple[str, Verdict]] = {}
         with self._memory_snapshots("_".join(spec.name for spec in roles)):
             for spec in roles:
-                self.roles[spec.name] = self._load(spec, resolve_model_path(spec.path, spec.key) if spec.path else path)
+                of_role = resolve_model_path(spec.path, spec.key) if spec.path else path
+                module = self._load(spec, of_role)
+                if of_role not in verdicts:  # other roles with the same weights have the same backbone
+                    args = (
+                        self.cfg.model,
+                        module,
+                        of_role,
+                        self.layout,
+                        spec,
+                        self.cfg.trainer.pack,
+                        self.cfg.longest_row,
+                    )
+                    verdicts[of_role] = spec.key, check_model(*args)
+                self.roles[spec.name] = self._worker(spec, module)
+        return {f"{key}={of_role}": verdict for of_role, (key, verdict) in verdicts.items()}
 
-    def _load(self, spec: RoleSpec, path: str) -> ModelWorker:
-        cfg, layout = self.cfg, self.layout
-        assert layout is not None
-        policy = self.roles["policy"].module if "policy" in self.roles else None
-        if spec.is_policy_base:
-            assert policy is not None, "the role is the policy without its adapters"
-            module = policy
-        else:
-            module = load_model(cfg.model, path, layout, spec, cfg.trainer.seed, cfg.trainer.pack, cfg.longest_row)
+    def _load(self, spec: RoleSpec, path: str) -> nn.Module:
+        assert self.layout is not None
+        if spec.is_policy_base:  # the policy without its adapters
+            return self.roles["policy"].module
+        cfg = self.cfg
+        return load_model(cfg.model, path, self.layout, spec, cfg.trainer.seed, cfg.trainer.pack, cfg.longest_row)
+
+    def _worker(self, spec: RoleSpec, module: nn.Module) -> ModelWorker:
+        assert self.layout is not None
         changing = partial(self._before_change, spec.name)
         if spec.trained:
-            return _TRAINED[spec.head](spec, module, layout, self.objective, changing)
-        return FrozenWorker(spec, module, layout, self.objective, changing, policy)
+            return _TRAINED[spec.head](spec, module, self.layout, self.objective, changing)
+        policy = self.roles["policy"].module if "policy" in self.roles else None
+        return FrozenWorker(spec, module, self.layout, self.objective, changing, policy)
 
     def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call `method` of the worker of `role`."""

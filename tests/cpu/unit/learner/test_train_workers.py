@@ -14,7 +14,8 @@ from tests.support.ranks import local_cluster
 from trainer.cluster.fork_server import HOST
 from trainer.config import Config
 from trainer.errors import FailureSource
-from trainer.learner.train_workers import TrainWorkers
+from trainer.learner.train_workers import TrainWorkers, _accepted
+from trainer.models.verdicts import Verdict
 from trainer.parallel.batching import RankUpdate
 
 
@@ -28,6 +29,17 @@ def test_each_rank_measures_its_own_speed_and_the_ranks_describe_their_axes():
         assert all(1e7 < speed < 1e14 for speed in speeds.values())
         axes = {"dp_replicate": 1, "dp_shard": 1, "cp": 2, "tp": 1}
         assert ranks.description == {"roles": ["policy"], "ranks": 2, "replicas": 1, "axes": axes}
+
+
+def test_what_a_model_computes_otherwise_is_said_and_kept_for_manifests(caplog):
+    verdicts = {"model.path=/a": Verdict("another window", ["layer 7"]), "judge=/b": Verdict()}
+    with caplog.at_level("INFO"):
+        accepted = _accepted(verdicts)
+    assert accepted == ["model.path=/a: another window"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "model.path=/a: not compared with its own class: layer 7",
+        "model.path=/a: another window; model.check=accept trains it nevertheless",
+    ]
 
 
 class Asked:

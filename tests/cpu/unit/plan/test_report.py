@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 
+from trainer.config.axes import axis_sizes
+from trainer.models.verdicts import Verdict, keep_verdict, verdict_file
 from trainer.plan.hardware import Cluster
 from trainer.plan.plan import make_plan
 from trainer.plan.report import as_json, as_text, notes, verdict, words
@@ -157,3 +160,19 @@ def test_notes_say_which_share_of_activations_compiled_blocks_count_with(cfg, no
         assert compiled == f"{kept / saved():.0%}" != "100%"
     fsdp.activation_checkpointing, fsdp.compile = "full", None
     assert share() == []  # all of what is kept without a compiler
+
+
+def test_a_verdict_on_the_model_that_is_kept_is_named(cfg, node, tmp_path):
+    plan = make_plan(cfg, node)
+    cfg.model.path, cfg.model.cache_dir = str(tmp_path / "model"), str(tmp_path / "cache")
+    os.mkdir(cfg.model.path)
+    (tmp_path / "model" / "config.json").write_text("{}")
+    assert not any(cfg.model.path in note for note in notes(cfg, plan))
+    sizes = axis_sizes(cfg.trainer, cfg.trainer.num_workers)
+    file = verdict_file(cfg.model, cfg.model.path, node.device.kind, sizes, cfg.roles[0], True, cfg.longest_row)
+    for kept, said in (
+        (Verdict(), "an earlier start has compared it"),
+        (Verdict("its window differs"), "its window"),
+    ):
+        keep_verdict(file, kept)
+        assert [note for note in notes(cfg, plan) if note.startswith(f"model.path={cfg.model.path}: {said}")]
