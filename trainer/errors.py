@@ -92,6 +92,10 @@ class DivergedError(NonRetryableError):
     """A metric of the run has stayed above its limit (`trainer.divergence_limits`)."""
 
 
+class LogprobMismatchError(DivergedError):
+    """Engines and ranks disagree about the policy (`rollout.max_logprob_diff`). The weights were not updated."""
+
+
 class NonFiniteError(RuntimeError):
     """The loss or the gradient norm is NaN or infinite. The weights were not updated."""
 

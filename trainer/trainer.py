@@ -21,7 +21,7 @@ from trainer.checkpoint.exports import PolicyExports
 from trainer.checkpoint.start_weights import start_weights_part
 from trainer.config import Config
 from trainer.episodes import Episode
-from trainer.errors import DivergedError, NonFiniteError, UserError
+from trainer.errors import DivergedError, LogprobMismatchError, NonFiniteError, UserError
 from trainer.files.redaction import redact
 from trainer.journal.history import first_history, history_at
 from trainer.journal.journal import Journal
@@ -163,8 +163,8 @@ class Trainer:
                 while self.state.step < self.cfg.total_steps and not self.is_enough(self.state.step):
                     step = self.state.step + 1
                     self.recovery.begin_step(step)
-                    with self.learner.profiled(step), self.timer("step", step=step):
-                        episodes = self._next_episodes(step, metrics)
+                    with self.learner.profiled(step), self.timer("step", step=step), self._saved_before(metrics):
+                        episodes = self.source.next(step)
                         experience = self.learner.score(episodes, step)
                         metrics = self._update(experience, step)
                         self.journal.trained(episodes)  # the policy has new weights, which may sample from now on
@@ -179,13 +179,13 @@ class Trainer:
                 self.exports.export_if_missing(self.state.step)
                 self._wait_for_saves()
 
-    def _next_episodes(self, step: int, last_metrics: dict[str, float]) -> list[Episode]:
-        """Return the episodes of a step. If a signal ends a wait for inference servers, save the step before."""
+    @contextmanager
+    def _saved_before(self, last_metrics: dict[str, float]) -> Iterator[None]:
+        """Save the state before a step that ends the run, but not with batches ahead, which a checkpoint holds."""
         rng = capture_rng(with_gpu=False)
         try:
-            return self.source.next(step)
-        except NoServerStopped:
-            # With batches ahead nothing can be saved: a checkpoint holds them, and they wait for servers, too.
+            yield
+        except (NoServerStopped, LogprobMismatchError):
             if last_metrics and self.cfg.rollout.ahead == 0 and self.state.step not in self.checkpoints.store.steps():
                 restore_rng(rng)
                 self._save_last(last_metrics)

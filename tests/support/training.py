@@ -56,6 +56,7 @@ def config(**trainer) -> Config:
     cfg = Config()
     cfg.algorithm.kl_coef = 0.1
     cfg.algorithm.entropy_coef = 0.01
+    cfg.rollout.max_logprob_diff = None  # no engine has sampled the batch
     cfg.trainer.mini_batch_size = 3
     cfg.trainer.policy.optimizer.lr = 1e-3
     cfg.trainer.critic.optimizer.lr = 1e-3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from trainer.config.fields import (
 )
 from trainer.config.inference import TOKEN
 from trainer.config.transports import find_transport
+from trainer.errors import UserError
 from trainer.files.redaction import agree
 from trainer.files.uris import split_http_url
 
@@ -69,6 +71,11 @@ class RolloutConfig(Section):
     """Validation also samples this many completions per prompt for `val/pass@<k>`. 0: greedy completions only."""
     dtype: str = choice("auto", ("auto", "bfloat16", "float32"), resume="rollouts")
     """Precision of the engine: `auto` (bfloat16 on CUDA, float32 on CPU), `bfloat16` or `float32`."""
+    max_logprob_diff: str | None = setting("auto", resume="harmless")
+    """Largest mean difference, in nats per token, between the log-probs of engines and ranks for tokens of the newest
+    weights. Above it, the run stops before it trains on them. `auto`: 0.001 if both compute in float32 on CPU, 0.01 on
+    GPUs, 0.1 with bfloat16, 0.3 with a quantised engine; none where `top_p`, `top_k` or temperature 0 change the
+    engine's log-probs. null: no limit."""
     max_num_seqs: int = number(256, at_least=1, resume="rounding")
     """Largest number of sequences that an engine runs at the same time."""
     kv_cache_mb: int = number(128, at_least=1, resume="rounding")
@@ -117,6 +124,7 @@ class RolloutConfig(Section):
             problem = f"rollout.engine={self.engine} takes none; choose {engines_with('engine_args')}"
             raise config_error(config, "rollout.engine_args", problem)
         self._check_urls(config, spec.served)
+        self.logprob_limit("float32", "cpu")
         if self.weight_sync != "auto":
             find_transport(self.weight_sync)
         if self.colocate and not spec.gpus:
@@ -143,6 +151,31 @@ class RolloutConfig(Section):
         if served and self.server_timeout_s >= config.trainer.hang_timeout_s:
             problem = f"must be below trainer.hang_timeout_s={config.trainer.hang_timeout_s:g}, or the wait is a hang"
             raise config_error(config, "rollout.server_timeout_s", problem)
+
+    def logprob_limit(self, dtype: str, device: str) -> float | None:
+        """Return the largest mean difference of log-probs (see `max_logprob_diff`); None: there is no limit.
+
+        Args:
+            dtype: `float32` if engines and ranks compute in it, else `bfloat16`.
+            device: `cpu` or `cuda`.
+        """
+        chosen = str(self.max_logprob_diff).lower()
+        if chosen in ("none", "null", "off", "false"):
+            return None
+        if chosen == "auto":
+            if self.top_p < 1 or self.top_k > 0 or self.temperature == 0:
+                return None
+            quantised = any(self.engine_args.get(name) for name in ("quantization", "kv_cache_dtype"))
+            return 0.3 if quantised else {"float32": {"cpu": 1e-3}.get(device, 1e-2)}.get(dtype, 0.1)
+        try:
+            limit = float(chosen)
+        except ValueError:
+            limit = -1.0
+        if not 0 < limit < math.inf:
+            raise UserError(
+                f"rollout.max_logprob_diff={self.max_logprob_diff}: must be a number above 0, auto, or null (no limit)"
+            )
+        return limit
 
     @property
     def works_ahead(self) -> bool:

@@ -297,6 +297,7 @@ class TrainedWorker(ModelWorker):
             for name, value in {"loss": loss, **metrics}.items():
                 sums[name] = sums.get(name, 0.0) + value.detach().double()
         totals = self.layout.sum_over_data({name: float(value) for name, value in sums.items()})
+        self.check_sums(totals)
         grad_norm = self.layout.clip_grad_norm(self.module.parameters(), self.optimizer_config.max_grad_norm)
         for name, value in (("loss", totals["loss"]), ("gradient norm", grad_norm)):
             if not math.isfinite(value):
@@ -311,6 +312,9 @@ class TrainedWorker(ModelWorker):
         self.optimizer_steps += 1
         failpoint("updating")
         return {**totals, "grad_norm": grad_norm, "lr": lr}
+
+    def check_sums(self, sums: dict[str, float]) -> None:
+        """Check sums over a mini-batch before its optimizer step, and remove those that are no metrics."""
 
     def optimizer_tensors(self) -> list[Tensor]:
         """Return the states of the optimizer on this rank's device, without its counters. Not a collective."""

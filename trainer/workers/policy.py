@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from trainer.algorithms import Totals, aggregate
 from trainer.config import RoleSpec
+from trainer.errors import LogprobMismatchError
 from trainer.files.shared_memory import SharedDirectory, check_free_space
 from trainer.models.export_sharded import (
     export_tensors,
@@ -23,7 +24,7 @@ from trainer.models.export_sharded import (
 )
 from trainer.models.logprobs import logprobs_and_entropy, token_logprobs
 from trainer.models.lora import disabled_adapters
-from trainer.objectives.base import Objective, Outputs
+from trainer.objectives.base import LossResult, Objective, Outputs
 from trainer.parallel.batching import MicroBatch, RankUpdate
 from trainer.parallel.layout import Layout
 from trainer.parallel.shard import param_dtype, reshard
@@ -32,6 +33,9 @@ from trainer.workers.base import ModelWorker, TrainedWorker, stack_rows
 
 _COLD = 2.0**-20
 """At this temperature the likeliest token has all of the probability. A power of two rounds no logit."""
+
+_DIFFERENCE, _COMPARED = "logprob_difference", "compared_tokens"
+"""Sums over a mini-batch: of the differences to the engine's log-probs, and of the tokens that have them."""
 
 
 class WeightSender(Protocol):
@@ -56,6 +60,12 @@ class PolicyWorker(TrainedWorker):
         self._fresh: list[tuple[list[int], np.ndarray]] = []  # rows and old log-probs that the update has computed
         self._entropy: dict[int, np.ndarray] = {}  # of the tokens of each row, for people
         self._keeps_entropy = False  # in the current step
+        self._step, self._is_first = 0, False  # the next optimizer step is the first one of `_step`
+        cfg, device = objective.cfg, layout.device
+        dtypes = {param_dtype(dtype, device) for dtype in (cfg.rollout.dtype, spec.sharding.param_dtype)}
+        dtype = "float32" if dtypes == {torch.float32} else "bfloat16"
+        compares = cfg.task.generates and objective.temperature == cfg.rollout.temperature
+        self._logprob_limit = cfg.rollout.logprob_limit(dtype, device) if compares else None
 
     def logprobs(self, share: Share) -> tuple[np.ndarray, np.ndarray]:
         """Return the log-probs of this rank's rows of a batch (see `ModelWorker.map_rows`)."""
@@ -94,6 +104,7 @@ class PolicyWorker(TrainedWorker):
             share: besides, if they exist, `old_logprobs` and `sampled` (1: the returned log-probs hold this token; else
                 `mask`): `(n, T)`; and, if only some rows have old log-probs, `has_old_logprobs` `(n,)`.
         """
+        self._step, self._is_first = step, True
         if not self.objective.reads_old_logprobs:
             return super().update(share, step, totals, numbers)
         if not all(part.has_old_logprobs for part in share.parts[1:]):
@@ -106,6 +117,38 @@ class PolicyWorker(TrainedWorker):
         entropy = stack_rows([([row], values[None]) for row, values in self._entropy.items()])
         self._fresh, self._entropy = [], {}
         return dataclasses.replace(update, rows=rows, logprobs=logprobs, entropy=entropy)
+
+    def _loss(self, part: Part, totals: Any, numbers: Mapping[str, float], mb: MicroBatch) -> LossResult:
+        outputs = self.outputs(mb, part)
+        loss, metrics = self.objective.loss(self.role, outputs, mb, totals, numbers)
+        if not self._is_first or self._logprob_limit is None or "rollout_logprobs" not in mb:
+            return loss, metrics
+        assert outputs.logprobs is not None
+        mask = mb.arrays.get("sampled", mb["mask"])
+        if "is_stale" in mb:  # other weights sampled them
+            mask = mask * ~mb["is_stale"][:, None].bool()
+        difference = (outputs.logprobs.detach() - mb["rollout_logprobs"]).abs() * (mask > 0)
+        return loss, metrics | {_DIFFERENCE: difference.sum(), _COMPARED: (mask > 0).sum()}
+
+    def check_sums(self, sums: dict[str, float]) -> None:
+        """Compare the log-probs of engines and ranks in the first optimizer step, whose weights sampled the tokens.
+
+        Raises:
+            LogprobMismatchError: they differ by more than `rollout.max_logprob_diff`; the weights have not changed.
+        """
+        self._is_first = False
+        difference, tokens = sums.pop(_DIFFERENCE, 0.0), sums.pop(_COMPARED, 0.0)
+        if self._logprob_limit is None or difference <= self._logprob_limit * tokens:
+            return
+        self.optimizer.zero_grad()
+        raise LogprobMismatchError(
+            f"rollout.max_logprob_diff: the log-probs of engines and ranks for the same weights differ by "
+            f"{difference / tokens:.2g} nats per token in step {self._step}, and at most {self._logprob_limit:g} is "
+            "rounding, so one of them computes another model and the step was not trained on; likely causes are rows "
+            "that see each other in packed batches (try trainer.pack=false), weights or buffers that were not loaded "
+            "or not synced (experts after a sync), dropout, or attention that the engine computes in another way (try "
+            "the other one of rollout=transformers and rollout=vllm); a larger value or null lets the run go on"
+        )
 
     @torch.no_grad()
     def cross_entropy(self, share: Share, totals: Totals) -> float:

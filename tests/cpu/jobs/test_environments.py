@@ -79,6 +79,7 @@ def test_a_mix_of_an_agent_and_a_reward_is_trained(tmp_path: Path, monkeypatch):
     build_tiny(TinyConfig(hidden_size=32, intermediate_size=64, num_layers=1), str(tmp_path / "model"))
     done = run_forked_job(
         "algorithm=grpo", "model.path=model", "rollout.engine=tests.support.token_engine:JOINING",
+        "rollout.max_logprob_diff=null",
         "rollout.max_response_tokens=16", "rollout.max_prompt_tokens=64", "trainer.run_dir=run",
         "trainer.val_interval=-1", "trainer.train_batch_size=4", "data.train_size=-1",
         "data.mix.asks.synthetic=reverse_text", "data.mix.asks.size=8",

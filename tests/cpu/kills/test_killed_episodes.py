@@ -45,10 +45,12 @@ MIX = ("data.train_size=-1", "data.val_files=[validation.jsonl]", "data.mix.own.
        "data.mix.other.environment.name=tests.support.environments:Hashed",
        "data.mix.single.synthetic=reverse_text", "data.mix.single.size=3",
        "data.mix.single.environment.name=null")  # fmt: skip
-STREAM = ("rollout.engine=tests.support.token_engine:JOINING", "environment.schedule=stream", "trainer.num_workers=2",
+STREAM = ("rollout.engine=tests.support.token_engine:JOINING", "rollout.max_logprob_diff=null",
+          "environment.schedule=stream", "trainer.num_workers=2",
           "environment.name=tests.support.environments:Dawdling", *MIX,
           "data.mix.other.environment.name=tests.support.environments:Threaded")  # fmt: skip
-AGENTS = ("rollout.engine=tests.support.token_engine:JOINING", "environment.name=tests.support.agents:Hashed",
+AGENTS = ("rollout.engine=tests.support.token_engine:JOINING", "rollout.max_logprob_diff=null",
+          "environment.name=tests.support.agents:Hashed",
           "rollout.ahead=1", "environment.num_processes=2")  # fmt: skip
 ROUNDS = ("environment.name=tests.support.environments:Programs", "rollout.ahead=1",
           "data.val_sets.words.synthetic=reverse_text", "data.val_sets.words.size=5", "data.val_sets.words.n=4",

@@ -144,7 +144,11 @@ IN_FLIGHT += [("in_flight:taken", 2), ("logged", 1), ("save:shards_written", 1),
 
 def test_a_job_in_flight_killed_in_every_phase_trains_every_prompt_once(model, tmp_path):
     """Ten prompts, and 24 that are trained: the third epoch is under way."""
-    engine = ("rollout.engine=tests.support.token_engine:ENGINE", "rollout.in_flight_updates=true")
+    engine = (
+        "rollout.engine=tests.support.token_engine:ENGINE",
+        "rollout.max_logprob_diff=null",
+        "rollout.in_flight_updates=true",
+    )
     common = ("logger.save_rollouts=true", "rollout.max_response_tokens=24", "trainer.num_workers=2")
     job = Job(tmp_path / "job", (f"model.path={model}", *engine, *common, "rollout.window=4"))
     for place, nth in IN_FLIGHT:

@@ -63,6 +63,7 @@ def a_step(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """The metrics of one step, and its seconds by phase. What was computed for tokens is added to `kept`."""
     cfg = Config()
+    cfg.rollout.max_logprob_diff = None  # no engine has sampled the batch
     cfg.trainer.train_batch_size, cfg.trainer.mini_batch_size, cfg.rollout.n = 2, mini_batch, 4
     cfg.trainer.policy.optimizer.lr, cfg.trainer.update_epochs = 1e-2, update_epochs
     cfg.logger.rollouts_interval = 0 if kept is None else 10
@@ -237,6 +238,7 @@ def test_a_shared_prompt_changes_nothing_but_the_work(model):
 def test_an_episode_of_two_samples_is_scored_as_one(model):
     """As if its two halves were one row: the same advantages and metrics of the reward."""
     cfg = Config()
+    cfg.rollout.max_logprob_diff = None  # no engine has sampled the batch
     cfg.trainer.train_batch_size, cfg.trainer.mini_batch_size, cfg.rollout.n = 2, 2, 4
     whole = episodes()
     first = whole[0].samples[0]
@@ -259,6 +261,7 @@ def test_an_episode_of_two_samples_is_scored_as_one(model):
 def learner_of(model: str, mini_batch: int = 1, epochs: int = 1, **algorithm: Any) -> Iterator[Learner]:
     """A learner on one rank, for steps of two prompts."""
     cfg = Config()
+    cfg.rollout.max_logprob_diff = None  # no engine has sampled the batch
     cfg.trainer.train_batch_size, cfg.trainer.mini_batch_size, cfg.rollout.n = 2, mini_batch, 4
     cfg.trainer.update_epochs = epochs
     cfg.trainer.policy.optimizer.lr = 1e-2
@@ -305,6 +308,7 @@ def test_functions_of_a_user_get_the_models_and_the_groups_that_they_read(model)
         "policy_loss": f"{__name__}:pulled_to_reference",
     }
     cfg = Config()
+    cfg.rollout.max_logprob_diff = None  # no engine has sampled the batch
     cfg.trainer.train_batch_size = cfg.trainer.mini_batch_size = 2
     cfg.trainer.max_tokens_per_micro_batch, cfg.trainer.share_prefixes = 6, False
     cfg.algorithm = replace(cfg.algorithm, **functions)
@@ -477,6 +481,7 @@ def test_a_step_with_failed_rewards_learns_what_it_would_learn_without_them(mode
 
     def learnt(given: list[Episode], ranks: int, mini_batch: int) -> dict[str, float]:
         cfg = Config()
+        cfg.rollout.max_logprob_diff = None  # no engine has sampled the batch
         cfg.trainer.train_batch_size, cfg.trainer.mini_batch_size, cfg.rollout.n = 2, mini_batch, 4
         cfg.algorithm.advantage_estimator = estimator
         with local_cluster(ranks, cfg) as cluster:

@@ -113,6 +113,7 @@ def model_path(tmp_path_factory) -> str:
 
 def configured(*changes: Settings) -> Config:
     cfg = Config()
+    cfg.rollout.max_logprob_diff = None  # no engine has sampled the batch
     defaults: Settings = {
         "trainer.total_steps": 10,
         "trainer.train_batch_size": GROUPS,

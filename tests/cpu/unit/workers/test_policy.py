@@ -12,6 +12,7 @@ from tests.support.ranks import run_ranks
 from tests.support.roles import roles
 from tests.support.training import GROUPS, PER_GROUP, WIDTH, config, make_batch
 from trainer.config import TinyConfig, correction_of
+from trainer.errors import LogprobMismatchError
 from trainer.models.tiny import build_tiny
 from trainer.objectives.experience import correct_advantages
 from trainer.parallel.batching import Batch, mini_batches
@@ -101,6 +102,42 @@ def test_kl_clip_fraction_and_entropy_exist_for_sampled_batches_only(model_path)
     sampled, written = run_ranks(1, metrics_of, model_path, cfg=cfg)[0]
     assert written.keys() == {"loss", "grad_norm", "lr"}
     assert sampled.keys() == written.keys() | {"kl", "clip_frac", "entropy"}
+
+
+def compare_logprobs(rank: Rank, path: str) -> dict[str, str]:
+    """What the update says of engines whose log-probs differ by so much; "untouched" if it left the weights alone."""
+    cfg, batch, found = rank.cfg, make_batch(), {}
+    rank.build(roles(cfg, ["policy"]), path)
+    own = assemble(*rank.score("policy", "logprobs", batch))
+    wrong = np.arange(len(own)) % 3 == 0
+    cases = {
+        "rounding": ({"rollout_logprobs": own + 4e-4}, "auto"),
+        "another model": ({"rollout_logprobs": own - 0.01}, "auto"),
+        "another model, without old log-probs": ({"rollout_logprobs": own - 0.01, "old_logprobs": None}, "auto"),
+        "other weights": ({"rollout_logprobs": own - 0.1 * wrong[:, None], "is_stale": wrong}, "auto"),
+        "a higher limit": ({"rollout_logprobs": own - 0.01}, "0.02"),
+        "a lower limit": ({"rollout_logprobs": own + 4e-4}, "1e-4"),
+        "no limit": ({"rollout_logprobs": own - 3}, None),
+        "top-p": ({"rollout_logprobs": own - 3}, "auto"),
+    }
+    for name, (arrays, limit) in cases.items():
+        cfg.rollout.max_logprob_diff, cfg.rollout.top_p = limit, 0.9 if name == "top-p" else 1.0
+        rank.build(roles(cfg, ["policy"]), path)
+        changed = {key: array for key, array in {**batch, **arrays}.items() if array is not None}
+        try:
+            rank.update("policy", changed, 4)
+        except LogprobMismatchError as error:
+            same = np.array_equal(own, assemble(*rank.score("policy", "logprobs", batch)))
+            found[name] = f"{'untouched' if same else 'changed'}: {error}"
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_whose_tokens_another_model_has_sampled_is_not_trained_on(model_path, ranks):
+    for found in run_ranks(ranks, compare_logprobs, model_path, cfg=config(mini_batch_size=GROUPS)):
+        assert list(found) == ["another model", "another model, without old log-probs", "a lower limit"]
+        assert all(sentence.startswith("untouched: rollout.max_logprob_diff: ") for sentence in found.values())
+        assert "differ by 0.01 nats per token in step 4, and at most 0.001 is" in found["another model"]
 
 
 def kept_gradients(rank: Rank, path: str) -> dict:

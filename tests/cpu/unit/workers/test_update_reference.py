@@ -87,6 +87,7 @@ def experience(model_path) -> Batch:
 
 def config(algorithm: AlgorithmConfig, max_tokens: int = 30) -> Config:
     cfg = Config()
+    cfg.rollout.max_logprob_diff = None  # no engine has sampled the batch
     cfg.algorithm = dataclasses.replace(algorithm, kl_coef=0.05)
     cfg.rollout.temperature = TEMPERATURE
     cfg.rollout.max_response_tokens = MAX_RESPONSE
