@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from trainer.config import ModelConfig, RoleSpec
 from trainer.errors import UserError, describe_error
@@ -41,7 +42,7 @@ from trainer.parallel.packing import Packing
 from trainer.parallel.shard import param_dtype, reshard, transformer_blocks
 
 _WHOLE = 100_000_000
-_LARGEST = 400_000_000
+_LARGEST = 200_000_000
 """Parameters of the most layers of a part of a model. They take about 5 s."""
 _LENGTHS = (17, 40)
 """Tokens of the two rows. The second one is longer than a window up to `_WINDOW`."""
@@ -361,9 +362,8 @@ def _part(
     if isinstance(getattr(text, "sliding_window", None), int) and text.sliding_window > _WINDOW:
         text.sliding_window = _SHORT_WINDOW
     tensors = _first_tensors(path, count, vocabulary)
-    lm_class = type(
-        AutoModelForCausalLM.from_config(part, trust_remote_code=model.trust_remote_code, dtype=torch.float32)
-    )
+    with torch.device("meta"), no_init_weights():
+        lm_class = type(AutoModelForCausalLM.from_config(part, trust_remote_code=model.trust_remote_code))
     lm, report = lm_class.from_pretrained(
         None,
         config=part,
