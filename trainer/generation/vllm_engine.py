@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import RolloutConfig
@@ -34,6 +35,9 @@ _REFUSALS = (TypeError, ValueError, AssertionError, AttributeError, NotImplement
 
 _OCCUPIED = "Free memory on device"
 """Begins vLLM's complaint about memory that other processes hold."""
+
+_UNIMPORTABLE = "failed to be inspected"
+"""In vLLM's complaint about a model whose class it cannot import."""
 
 _CPU_PREFILL_TOKENS = 8192  # tokens a prefill batch; bounds its activations in memory
 
@@ -323,6 +327,12 @@ def start_failure(error: Exception, model_path: str) -> Exception:
         # Perhaps by a process of the last start of this job, which is still ending.
         return WorkerError(
             f"rollout.engine=vllm does not start, its GPU is occupied: {reason}", RESTART_HINT, "gpu_memory_in_use"
+        )
+    if _UNIMPORTABLE in reason and find_spec("torchvision") is None:
+        # vLLM logs why, and does not raise it. Text models of a family with images (Qwen3.5) import its classes.
+        return UserError(
+            f"rollout.engine=vllm: vLLM cannot import its class of {model_path}, probably for want of torchvision, "
+            "which is not installed; install the torchvision that fits this torch, or choose rollout=transformers"
         )
     return UserError(f"rollout.engine=vllm does not start with {model_path} and these settings: {reason}")
 

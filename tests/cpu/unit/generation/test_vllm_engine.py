@@ -18,6 +18,15 @@ def test_memory_of_other_processes_is_the_machine_s_fault_and_a_wrong_setting_th
     assert isinstance(refused, UserError) and "max_model_len" in str(refused)
 
 
+def test_a_model_that_needs_torchvision_is_named_where_it_is_left_out():
+    complaint = "Model architectures ['Qwen3_5ForCausalLM'] failed to be inspected. Please check the logs."
+    refused = start_failure(ValueError(complaint), "qwen")
+    assert isinstance(refused, UserError) and "torchvision" in str(refused) and "rollout=transformers" in str(refused)
+    spec = find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    assert "to be inspected. Please" in (Path(spec.origin).parent / "model_executor/models/registry.py").read_text()
+
+
 def test_vllm_begins_its_complaint_like_this():
     spec = find_spec("vllm")
     assert spec is not None and spec.origin is not None
