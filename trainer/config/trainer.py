@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 LOAD_COMPONENTS = ("weights", "optimizer", "rng", "data", "state")
 PROCESSES = "processes"
 """`trainer.ray_address` of a run without Ray."""
+_MODEL_PATHS = ("model.path", "trainer.critic.path")
 _LONGEST_NAME = 200  # bytes; file names end at 255, and some get a suffix
 
 
@@ -333,8 +334,9 @@ class TrainerConfig(Section):
             places[parent] = os.path.dirname(self.resume_path.rstrip("/"))
         pairs += [pair for pair in permutations(places, 2) if set(pair) != {ckpt, parent}]
         places["trainer.run_dir"] = self.run_dir
-        paths = {role.key: role.path or config.model.path or "" for role in config.roles}
-        models = {key: path for key, path in paths.items() if os.path.isdir(path)}  # not a name of the Hub
+        # Not those of `config.roles`: a config may name a loss that cannot be imported here.
+        paths = {key: value_of(config, key) for key in _MODEL_PATHS}
+        models = {key: path for key, path in paths.items() if path and os.path.isdir(path)}  # not a name of the Hub
         pairs += [(key, other) for key in models for other in (export, cache) if other in places]
         places |= models
         for key, other in pairs:
