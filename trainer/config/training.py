@@ -96,7 +96,7 @@ class FSDPConfig(ShardingConfig):
 
     def __post_init__(self) -> None:
         mode = str(self.activation_checkpointing)
-        self.activation_checkpointing = CHECKPOINTING_OF_BOOL.get(mode, mode)
+        self.activation_checkpointing = CHECKPOINTING_OF_BOOL.get(mode.capitalize(), mode)
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,10 +57,13 @@ class WeightReceiver:
         vLLM merges weights under names of its own, so the names are those of an empty Hugging Face model.
         """
         config = self.vllm_config.model_config
+        own = copy.deepcopy(config.hf_config)
+        if config.word_embeddings_untied_by_checkpoint and _has_no_head(self.model_runner.get_model()):
+            own.tie_word_embeddings = own.get_text_config().tie_word_embeddings = True  # vLLM has tied them again
         try:
             # With vLLM's own attention, as its backend for transformers has it, the model reads the config.
             with set_current_vllm_config(self.vllm_config), torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config.hf_config, trust_remote_code=config.trust_remote_code)
+                model = AutoModelForCausalLM.from_config(own, trust_remote_code=config.trust_remote_code)
             return refused_weights(path, weights_of(model, config.dtype))
         except Exception as error:  # an error that the caller gets says that the engine has failed
             return f"cannot check the weights ({one_line(str(error))})"
@@ -78,6 +82,10 @@ class WeightReceiver:
         """Return the layers of a loaded adapter that this worker's model does not have. vLLM ignores them."""
         manager = self.model_runner.lora_manager._adapter_manager
         return sorted(set(manager.list_adapters()[adapter].loras) - set(manager.modules))
+
+
+def _has_no_head(model: torch.nn.Module) -> bool:
+    return not any(name.endswith("lm_head.weight") for name in weight_names(model))
 
 
 def weight_names(model: torch.nn.Module) -> set[str]:
@@ -137,10 +145,11 @@ class _DirectWrites(TorchFunctionMode):
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.Tensor.copy_ or not args[0].is_meta or _in_loader():
+        is_write = func is torch.Tensor.copy_ and args[0].is_meta and not _in_loader()
+        owner = self._weights.get(args[0].untyped_storage()._cdata) if is_write else None
+        if owner is None:
             return func(*args, **(kwargs or {}))
-        target, source = args[0], args[1]
-        layer, name = self._weights[target.untyped_storage()._cdata]
+        (target, source), (layer, name) = args[:2], owner
         weight = layer._parameters[name]
         weight.weight_loader = _copy_region
         weight.weight_loader = make_online_process_loader(layer, name)
