@@ -51,7 +51,7 @@ class _Worker(SandboxedProcess):
     """One process of a pool."""
 
     def __init__(self, arguments: Sequence[Any], environment: Mapping[str, str], python: str | None):
-        super().__init__("trainer.sandbox.worker:serve", arguments, environment, python)
+        super().__init__("trainer.sandbox.worker:serve", arguments, environment, python, name=arguments[0])
         self.is_ready = self.is_concurrent = False
         self.sessions: dict[Task, None] = {}
         self.queue: deque[Task] = deque()

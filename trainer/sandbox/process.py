@@ -35,9 +35,17 @@ class SandboxedProcess:
         arguments: JSON-able.
         environment: the environment of the process.
         python: another interpreter, which finds its own packages and `trainer`. It needs psutil.
+        name: says in the command line what the process is for.
     """
 
-    def __init__(self, serve: str, arguments: Sequence[Any], environment: Mapping[str, str], python: str | None = None):
+    def __init__(
+        self,
+        serve: str,
+        arguments: Sequence[Any],
+        environment: Mapping[str, str],
+        python: str | None = None,
+        name: str = "",
+    ):
         self.pipe, worker_end = multiprocessing.Pipe()
         self.output, output = os.pipe()
         """Descriptor of what the process prints (see `OutputCapture`)."""
@@ -51,7 +59,7 @@ class SandboxedProcess:
             given.seek(0)
             code = (
                 f"{preamble(python)}; from trainer.sandbox.reaper import main; "
-                f"main({os.getpid()}, {worker_end.fileno()}, {serve!r}, json.load(open({given.fileno()})))"
+                f"main({os.getpid()}, {worker_end.fileno()}, {serve!r}, json.load(open({given.fileno()})))  # {name}"
             )
             self.process = subprocess.Popen(
                 [python or sys.executable, "-u", "-c", code],

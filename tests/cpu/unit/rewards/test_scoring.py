@@ -167,7 +167,7 @@ def _others() -> None:
 
 def _processes() -> list[psutil.Process]:
     children = set(psutil.Process().children(recursive=True)) - _BEFORE
-    return [p for p in children if "trainer.sandbox.reaper" in command_of(p)]
+    return [p for p in children if "trainer.rewards.worker" in command_of(p)]
 
 
 def test_pool_refuses_an_unknown_reward():

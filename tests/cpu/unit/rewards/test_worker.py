@@ -105,7 +105,7 @@ def test_all_kinds_of_numbers_are_rewards(single, name):
 def test_processes_with_many_threads_left_are_replaced(single):
     rewards, failures = score_all(single, *["leaves a thread"] * 100)
     assert (rewards, failures.count) == ([1.0] * 100, 0)
-    worker = [p for p in psutil.Process().children(recursive=True) if "trainer.sandbox.reaper" in command_of(p)]
+    worker = [p for p in psutil.Process().children(recursive=True) if "trainer.rewards.worker" in command_of(p)]
     assert max(process.num_threads() for process in worker) < 50
 
 
