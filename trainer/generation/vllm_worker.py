@@ -110,11 +110,15 @@ def every_weight_replaced(model: torch.nn.Module, config: ModelConfig, expected:
         ValueError: names the first weight that kept its old value.
     """
     load, loaded = model.load_weights, set()
+    first: dict[int, str] = {}  # the names of layers; shared experts, for one, stand in two places of some models
+    places = {name: first.setdefault(id(layer), name) for name, layer in model.named_modules(remove_duplicate=False)}
 
     def record(*args: Any, **kwargs: Any) -> Any:
         with _DirectWrites(model):
             names = load(*args, **kwargs)
-        loaded.update(expected if names is None else names)  # None: this model does not tell
+        for name in expected if names is None else names:  # None: this model does not tell
+            layer, _, weight = name.rpartition(".")
+            loaded.add(f"{places.get(layer, layer)}.{weight}".lstrip("."))
         loaded.difference_update(_without_values(model))
         return names
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Dots1Config,
     FalconH1Config,
     GptOssConfig,
     PretrainedConfig,
@@ -479,6 +480,19 @@ MODELS = {
     "experts": Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48),
     # Experts with biases, and attention sinks: vLLM's model copies them past its loaders.
     "copied experts": GptOssConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=16),
+    # vLLM's model has the experts that all tokens share in two places.
+    "shared experts": Dots1Config(
+        **SHAPE,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+    ),
     "recurrent layers": FalconH1Config(
         **SHAPE, mamba_d_ssm=128, mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16, mamba_expand=2
     ),
