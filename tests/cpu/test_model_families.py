@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ from transformers import (
 )
 
 from tests.support.architectures import SHAPE
+from tests.support.forks import run_forked
+from tools.model_families import MARK, read_results
+from tools.tiny_families import FAMILIES
 from trainer.config import ModelConfig, TinyConfig
 from trainer.errors import UserError
 from trainer.models.files import load_trained_config
@@ -32,6 +36,26 @@ from trainer.models.tiny import build_tiny
 
 DOC = Path(__file__).parents[2] / "docs/models.md"
 IDS = torch.arange(5, 30)[None]
+
+
+MEASURED = ("qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gemma4", "gpt_oss", "seed_oss")
+
+
+@pytest.mark.parametrize("family", MEASURED)
+def test_a_family_trains_exports_and_resumes_as_transformers_computes_it(tmp_path, family):
+    """Without vLLM, whose start takes most of the time of a row."""
+    results = tmp_path / "rows.jsonl"
+    words = ["--engine=transformers", f"--results={results}", family]
+    done = run_forked("tools.model_families", words, DOC.parents[1], dict(os.environ), timeout=300)
+    assert done.returncode == 0, (done.stdout, done.stderr, results.read_text())
+    row = read_results(results)[family]
+    assert row["resume"] and row["resume on 2"] and row["packs"] and row["passes"] == 0
+    assert not any(str(value).startswith("refused") for name, value in row.items() if name != "tp"), row
+
+
+def test_the_page_has_rows_of_families_that_the_tool_knows():
+    listed = re.findall(r"^\| `([^`]*)` \|", DOC.read_text().partition(MARK)[2], re.M)
+    assert listed == sorted(listed) and set(MEASURED) <= set(listed) <= set(FAMILIES)
 
 
 def run_lines(heading: str, source: Path, directory: Path, *changes: tuple[str, str]) -> None:
