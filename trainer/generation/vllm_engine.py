@@ -377,8 +377,7 @@ def device_options(rollout: RolloutConfig, device: str, model_path: str, trust_r
             # A seeded request whose prefill is cut into chunks kills the CPU engine.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(_CPU_PREFILL_TOKENS, length, rollout.max_num_seqs),
-            # vLLM keeps the states of recurrent layers for later requests only where it cuts prefills into chunks.
-            **({"enable_prefix_caching": False} if _keeps_state(model_path, trust_remote_code) else {}),
+            **_options_of_model(model_path, trust_remote_code),
         }
     return options | {
         "enforce_eager": rollout.enforce_eager,
@@ -389,9 +388,20 @@ def device_options(rollout: RolloutConfig, device: str, model_path: str, trust_r
     }
 
 
-def _keeps_state(model_path: str, trust_remote_code: bool) -> bool:
-    """Return whether vLLM's model has recurrent layers, which keep a state along a sequence."""
+_HEADS_APART = ("lfm2", "lfm2_moe")
+"""Types whose models in vLLM give heads as an axis of their own to the rotations, as latent attention does. Then the
+kernel on CPU turns other parts of them; vLLM's own code in torch is right."""
+
+
+def _options_of_model(model_path: str, trust_remote_code: bool) -> dict[str, Any]:
+    """Return the arguments of `vllm.LLM` that a model needs on CPU."""
     from vllm.config import ModelConfig
 
     config = ModelConfig(model_path, trust_remote_code=trust_remote_code, skip_tokenizer_init=True)
-    return config.has_inner_state or config.is_hybrid
+    options: dict[str, Any] = {}
+    if config.has_inner_state or config.is_hybrid:
+        # vLLM keeps the states of recurrent layers for later requests only where it cuts prefills into chunks.
+        options["enable_prefix_caching"] = False
+    if config.is_deepseek_mla or config.hf_config.model_type in _HEADS_APART:
+        options["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
+    return options
