@@ -326,7 +326,9 @@ def _child(pipe: Any, function: Callable[..., Any], args: Any) -> None:
         pipe.send((True, function(*args)))
     except BaseException as error:
         traceback.print_exc()
-        pipe.send((False, error if isinstance(error, UserError) else RuntimeError(f"{type(error).__name__}: {error}")))
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        text = str(error) or f"{os.path.basename(at.filename)}: {at.line}"
+        pipe.send((False, error if isinstance(error, UserError) else RuntimeError(f"{type(error).__name__}: {text}")))
     finally:
         os._exit(0)  # an engine may have threads
 
@@ -409,14 +411,13 @@ COLUMNS = {
 }
 """The measurements of each column: the worst of them is shown."""
 _CAUSES = {
-    "deepseek_v2": "vLLM's CPU kernel turns queries and keys of latent attention otherwise than its GPU kernel",
     "cohere2": "vLLM lets a token see one token more than the window that transformers has",
     "ernie4_5_moe": "vLLM's CPU kernel for experts ignores the bias that selects them",
     "apertus": "vLLM keeps two numbers of the activation in bfloat16, in a model of float32, too",
     "bloom": "vLLM computes the exact GELU, and transformers that of the model, an approximation",
-    "gemma3n": "vLLM's class for the text model computes otherwise than transformers, in which part is not known",
+    "nemotron_h": "transformers rounds recurrent layers in another way token by token than in one pass",
+    "gemma3n": "vLLM leaves out the embeddings of each layer where the model has text alone",
 }
-_CAUSES["deepseek_v3"] = _CAUSES["deepseek_v2"]
 OUTSIDE = {(name, column): cause for name, cause in _CAUSES.items() for column in ("engine", "after a sync")}
 """What causes a wrong number that this project cannot mend, by family and column."""
 
@@ -448,16 +449,17 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     def cell(row: Mapping[str, Any], column: str) -> str:
         values = [row[name] for name in COLUMNS[column] if row.get(name) is not None]
         if "ranks" in row:
-            return noted(row["ranks"]) if column == "alone" else ""
+            kind, _, text = row["ranks"].partition(": ")
+            return f"{kind} {noted(text)}" if column == "alone" else ""
         text = " ".join(f"{v.partition(':')[0]} {noted(v.partition(': ')[2])}" for v in values if isinstance(v, str))
         numbers = [v for v in values if isinstance(v, float)]
         if numbers:
             text = f"{max(numbers):.0e} {text}" if max(numbers) else f"0 {text}"
         elif values and isinstance(values[0], bool):
             text = "exact" if all(values) else "differs"
-        if column == "engine" and row.get("engine") == "transformers":
-            text = f"transformers {text.strip()} {noted(row['vllm'].partition(': ')[2])}" if "vllm" in row else text
         text = f"**{text.strip()}**" if column in wrong(row) else text.strip()
+        if column == "engine" and "vllm" in row:
+            text = f"transformers {text} {noted(row['vllm'].partition(': ')[2])}"
         cause = OUTSIDE.get((row["family"], column))
         return f"{text} {noted(cause)}" if cause else text
 
