@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 from transformers import AutoModelForSequenceClassification
 
 from tests.support.architectures import ARCHITECTURES, CONVERTED, VOCABULARY, random_model
 from tests.support.ranks import run_ranks
+from tests.support.saved_policy import SavedPolicy
 from trainer.config import LM, SCORE, VALUE, Config, ModelConfig, RoleSpec, policy_role
 from trainer.errors import UserError
 from trainer.models.assets import policy_assets
@@ -111,43 +110,22 @@ def test_a_family_without_a_sequence_classifier_is_refused():
     check_head(config, dataclasses.replace(policy(SCORE), trained=False), "x")
 
 
-class Files:
-    """A checkpoint (`SavedFiles`) of a policy with a head."""
-
-    path = "run/checkpoints/global_step_3"
-    entries = ("policy/huggingface/config.json",)
-
-    def __init__(self, architectures: list[str]):
-        model = random_model(ARCHITECTURES["qwen3"], "eager")
-        weights = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-        weights["value_head.weight"] = torch.ones(1, 32)
-        self._tensors: dict[str, Tensor] = {f"model.{name}": tensor for name, tensor in weights.items()}
-        self._config = {**model.config.to_dict(), "architectures": architectures}
-
-    def read(self, path: str) -> bytes:
-        return json.dumps(self._config).encode()
-
-    def json(self, path: str, shape: dict) -> dict[str, Any]:
-        return self._config if path.endswith("huggingface/config.json") else {}
-
-    def shapes(self, role: str) -> dict[str, Any]:
-        return {
-            name: TensorStorageMetadata(TensorProperties(tensor.dtype), tensor.size(), [])
-            for name, tensor in self._tensors.items()
-        }
-
-    def tensors(self, role: str, names: list[str]) -> dict[str, Tensor]:
-        return {name: self._tensors[name] for name in names}
+def with_head(architecture: str) -> SavedPolicy:
+    """Return a checkpoint of a policy with a head."""
+    model = random_model(ARCHITECTURES["qwen3"], "eager")
+    weights = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    weights["value_head.weight"] = torch.ones(1, 32)
+    return SavedPolicy(weights, {**model.config.to_dict(), "architectures": [architecture]})
 
 
 def test_a_checkpoint_of_a_score_head_is_exported_as_a_reward_model(tmp_path):
-    export(Files(["Qwen3ForSequenceClassification"]), str(tmp_path / "out"), "float32", 10**9)
+    export(with_head("Qwen3ForSequenceClassification"), str(tmp_path / "out"), "float32", 10**9)
     written = load_file(tmp_path / "out/model.safetensors")
     assert written["score.weight"].all() and not {"value_head.weight", "lm_head.weight"} & set(written)
     with pytest.raises(UserError, match="has a head for values or scores, which an adapter's files lack"):
-        export(Files(["Qwen3ForSequenceClassification"]), str(tmp_path / "adapter"), "float32", 1, adapter=True)
+        export(with_head("Qwen3ForSequenceClassification"), str(tmp_path / "adapter"), "float32", 1, adapter=True)
     with pytest.raises(UserError, match="has a head for values or scores, which no class of transformers reads"):
-        export(Files(["Qwen3ForCausalLM"]), str(tmp_path / "values"), "float32", 10**9)
+        export(with_head("Qwen3ForCausalLM"), str(tmp_path / "values"), "float32", 10**9)
 
 
 def test_an_export_that_cannot_have_the_head_is_refused_before_the_first_step(tmp_path, monkeypatch):

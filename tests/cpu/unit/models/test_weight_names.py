@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 from transformers import PreTrainedModel
 
 from tests.support.architectures import CONVERTED, random_model
 from tests.support.ranks import run_ranks
+from tests.support.saved_policy import SavedPolicy
 from trainer.config import Config, ModelConfig, policy_role
 from trainer.models.export_checkpoint import export
 from trainer.models.export_sharded import file_bytes, stream_tensors, write_safetensors
@@ -92,7 +90,7 @@ def test_biases_that_select_experts_stay_float32(tmp_path, dtype):
     tensors = file_tensors(file_units(model, weights), weights, dtype)
     precise = {name for name, tensor in tensors.items() if tensor.dtype == torch.float32}
     assert precise == {"model.layers.1.mlp.gate.e_score_correction_bias"}
-    export(Files(model), str(tmp_path / "out"), str(dtype).removeprefix("torch."), 10**9)
+    export(saved_policy(model), str(tmp_path / "out"), str(dtype).removeprefix("torch."), 10**9)
     written = load_file(tmp_path / "out/model.safetensors")
     assert {name: tensor.dtype for name, tensor in written.items()} == {one: tensors[one].dtype for one in written}
 
@@ -118,36 +116,14 @@ def test_ranks_write_and_stream_the_tensors_of_save_pretrained(saved, tmp_path, 
             assert_equal(load_file(tmp_path / name / "model.safetensors"), directory)
 
 
-class Files:
-    """A checkpoint (`SavedFiles`) of a model."""
-
-    path = "run/checkpoints/global_step_3"
-    entries = ("policy/huggingface/config.json",)
-
-    def __init__(self, model: PreTrainedModel):
-        self._tensors = {f"model.{name}": tensor for name, tensor in weights_of(model).items()}
-        self._config = model.config.to_dict()
-
-    def read(self, path: str) -> bytes:
-        return json.dumps(self._config).encode()
-
-    def json(self, path: str, shape: dict) -> dict[str, Any]:
-        return self._config if path.endswith("huggingface/config.json") else {}
-
-    def shapes(self, role: str) -> dict[str, Any]:
-        return {
-            name: TensorStorageMetadata(TensorProperties(tensor.dtype), tensor.size(), [])
-            for name, tensor in self._tensors.items()
-        }
-
-    def tensors(self, role: str, names: list[str]) -> dict[str, Tensor]:
-        return {name: self._tensors[name] for name in names}
+def saved_policy(model: PreTrainedModel) -> SavedPolicy:
+    return SavedPolicy(weights_of(model), model.config.to_dict())
 
 
 @pytest.mark.parametrize("most", [10**9, 5000])
 @pytest.mark.parametrize("name", CONVERTED)
 def test_a_checkpoint_is_exported_with_the_tensors_of_save_pretrained(saved, tmp_path, name, most):
-    files = export(Files(random_model(CONVERTED[name], "eager")), str(tmp_path / "out"), "float32", most)
+    files = export(saved_policy(random_model(CONVERTED[name], "eager")), str(tmp_path / "out"), "float32", most)
     assert (len(files) > 1) == (most == 5000)
     found: dict[str, Tensor] = {}
     for file in files:
