@@ -9,7 +9,7 @@ STAMP := .venv/.installed-$(EXTRA)
 # Some images set it; then every process would compile torch, vLLM and Ray anew, and take twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo check test test-gpu bench lint lock docs site
+.PHONY: setup demo check test release-check test-gpu bench lint lock docs site
 
 setup: $(STAMP)  ## .venv with the locked packages; EXTRA=gpu for the GPU set
 
@@ -23,7 +23,10 @@ check: lint  ## lint, and the CPU tests that start no job, rank, vLLM, Ray or co
 	$(BIN)/python -m pytest tests/cpu -m "not processes" -n 4 --dist loadfile $(ARGS)
 
 test: setup  ## the CPU tests
-	$(BIN)/python -m pytest tests/cpu -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest tests/cpu --ignore=tests/cpu/release -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+release-check: setup  ## what guards a release: wheel, image, recipes, Slurm, browser, tutorial, examples, several nodes
+	$(BIN)/python -m pytest tests/cpu/release -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-gpu: setup  ## the same promises on GPUs
 	$(BIN)/python -m pytest tests/gpu_ci $(ARGS)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.cpu.test_packaging import tool
+from tests.cpu.release.test_packaging import tool
 from tests.support.lacking import lacking
 
 

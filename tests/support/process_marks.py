@@ -37,7 +37,7 @@ def add_marks(items: Collection[pytest.Item]) -> None:
         fixtures = [fixture.func for group in item._fixtureinfo.name2fixturedefs.values() for fixture in group]
         values = item.callspec.params.values() if hasattr(item, "callspec") else ()
         values = [value for value in values if inspect.isclass(value) or inspect.isfunction(value)]
-        is_job = {"jobs", "kills"} & set(item.path.parts[-2:])
+        is_job = {"jobs", "kills", "release"} & set(item.path.parts[-2:])
         if is_job or any(map(_starts_processes, [item.function, *fixtures, *values])):
             item.add_marker(MARK)
 

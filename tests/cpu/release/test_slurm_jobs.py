@@ -1,4 +1,4 @@
-"""Whole jobs in a real Slurm, by the script of the examples. tests/cpu/test_slurm.py has the script's own cases."""
+"""Whole jobs in a real Slurm, by the script of the examples. test_slurm.py has the cases of the script."""
 
 from __future__ import annotations
 

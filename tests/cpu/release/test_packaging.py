@@ -20,7 +20,7 @@ from tests.support.lacking import lacking
 from trainer.__main__ import COMMANDS
 from trainer.config.hydra import OPTUNA
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
 UV = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")

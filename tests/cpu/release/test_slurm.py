@@ -1,4 +1,4 @@
-"""The Slurm script, run by bash with stand-ins. tests/cpu/jobs/test_slurm_jobs.py runs it in a real Slurm."""
+"""The Slurm script, run by bash with stand-ins. tests/cpu/release/test_slurm_jobs.py runs it in a real Slurm."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "examples/slurm/train.sbatch"
+SCRIPT = Path(__file__).resolve().parents[3] / "examples/slurm/train.sbatch"
 
 
 RUNNING = "JobState=RUNNING Restarts=0 EndTime=Unknown PreemptTime=None"

@@ -185,7 +185,7 @@ WRONG_TASKS = {
 def sky_tasks(tmp_path_factory) -> dict[str, Any]:
     """What SkyPilot reads in the recipe, and in each wrong one, when the command of the page launches it."""
     directory = tmp_path_factory.mktemp("sky")
-    python = make_venv(directory / "venv", "SkyPilot", Path(__file__).parents[1] / "support/skypilot-requirements.txt")
+    python = make_venv(directory / "venv", "SkyPilot", Path(__file__).parents[2] / "support/skypilot-requirements.txt")
     (command,) = re.findall(r"^sky jobs launch .*", (ROOT / "docs/deploy.md").read_text(), flags=re.MULTILINE)
     recipe, *words = shlex.split(re.sub(r"\$\(.*?\)", "TOKEN", command))[3:]
     names = {recipe: recipe}
