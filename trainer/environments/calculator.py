@@ -6,7 +6,7 @@ import ast
 import operator
 import re
 from collections.abc import Callable
-from decimal import Decimal, Inexact, localcontext
+from decimal import Context, Decimal, Inexact, localcontext
 from fractions import Fraction
 from typing import Any
 
@@ -102,8 +102,7 @@ def _written(value: Fraction) -> str:
     """Return a number as text: exact if it is whole or has up to `_DIGITS` digits, else with 12 digits."""
     if value.denominator == 1:
         return str(value.numerator)
-    with localcontext() as context:
-        context.prec = _DIGITS
+    with localcontext(Context(prec=_DIGITS)) as context:  # a new one: a copy would have the flags of the thread
         exact = Decimal(value.numerator) / Decimal(value.denominator)
         if not context.flags[Inexact]:
             return f"{exact:.{_DIGITS}g}"

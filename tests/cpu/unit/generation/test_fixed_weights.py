@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -16,6 +17,8 @@ def test_servers_get_a_copy_in_the_dtype_of_the_engines(tmp_path):
     weight, count = torch.randn(3, 2), torch.arange(3)
     save_file({"w": weight, "n": count}, str(tmp_path / "model-1.safetensors"))
     save_file({"v": weight}, str(tmp_path / "model-2.safetensors"))
+    files = {"w": "model-1.safetensors", "n": "model-1.safetensors", "v": "model-2.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     weights = FixedWeights(str(tmp_path), str(tmp_path))
     path = weights.share_weights("bfloat16")
     assert sorted(os.listdir(path)) == ["model-1.safetensors", "model-2.safetensors"]
