@@ -1,8 +1,7 @@
 """Where a run's metrics go: `metrics.jsonl`, and services such as Weights & Biases (`trainer.metrics.sinks`).
 
 `metrics.jsonl` is the record that counts. A run that is killed and resumed continues it without a duplicate, missing or
-torn line, and corrects the others to agree with it. A file that somebody deletes or changes while the run appends to
-it is written again.
+torn line, and corrects the others to agree with it.
 """
 
 from __future__ import annotations
@@ -73,6 +72,7 @@ class Tracker:
         os.makedirs(run_dir, exist_ok=True)
         self._run_dir = run_dir
         self._path = os.path.join(run_dir, METRICS_FILE)
+        self._fence = fence
         self._file = AppendedFile(self._path, fence)
         is_new = not os.path.exists(self._path) or os.path.getsize(self._path) == 0
         self._last_step: int | None = -1 if is_new else None
@@ -170,7 +170,7 @@ class Tracker:
         whole = known | values
         self._send(last["step"], values, samples or {}, whole)
         last |= _without_nan(values)
-        self._file.rewrite(as_lines([*rows, last]).encode())
+        write_file(self._path, as_lines([*rows, last]), self._fence)
         return last
 
     def _send(
@@ -209,11 +209,11 @@ class Tracker:
             UserError: a line other than the last is not a JSON object.
         """
         if self.first_step is not None:  # lines that this process has kept or logged
-            self._file.check()
+            self._file.sync()
         rows = read_metrics(self._path)
         kept = [row for row in rows if row["step"] <= step]
         self._keep_cut([row for row in rows if row["step"] > step])
-        self._file.rewrite(as_lines(kept).encode())
+        write_file(self._path, as_lines(kept), self._fence)
         self._last_step = step
         self.first_step = kept[0]["step"] if kept else None
         sinks, self._sinks = self._sinks, []
@@ -261,7 +261,7 @@ class Tracker:
         if not self._is_closed:
             self._is_closed = True
             with contextlib.suppress(OSError, UserError):  # the run has ended, or reports itself why it cannot write
-                self._file.check()
+                self._file.sync()
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
             sink.close(exit_code)

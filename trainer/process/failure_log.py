@@ -148,7 +148,7 @@ class IncidentLog:
         """Append to the file `previous` of an outer run again. None: drop later incidents."""
         if self._file is not None:
             with contextlib.suppress(OSError, UserError):
-                self._file.check()
+                self._file.sync()
         self._file = previous
 
     def record(self, incident: Incident) -> None:

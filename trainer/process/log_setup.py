@@ -26,7 +26,6 @@ from trainer.files.appended import open_appended, write_all_or_nothing
 from trainer.files.redaction import hide_known
 from trainer.process.signals import open_standard_streams
 
-_CHUNK = 1 << 20
 _JOINERS = "\u200c\u200d"
 """Characters of the spelling of Persian and Indic words, and of emoji."""
 
@@ -93,7 +92,6 @@ class LogFile(logging.Handler):
         super().__init__(logging.INFO)
         self.is_used = False
         self._file: int | None = None
-        self._path = ""
         self._waiting: list[bytes] = []
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -124,24 +122,9 @@ class LogFile(logging.Handler):
         """Append `data` to the file, and return whether that was possible."""
         assert self._file is not None
         with contextlib.suppress(OSError):
-            self._reopen_if_replaced()
             write_all_or_nothing(self._file, data)
             return True
         return False
-
-    def _reopen_if_replaced(self) -> None:
-        """Open the file again if it was moved, deleted or replaced. Copy the lines of a deleted file to the new one."""
-        assert self._file is not None
-        status = os.fstat(self._file)
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.stat(self._path), status):
-                return
-        old, self._file = self._file, open_appended(self._path)
-        if status.st_nlink == 0 and os.fstat(self._file).st_size == 0:
-            offset = 0
-            while chunk := os.pread(old, _CHUNK, offset):
-                offset += os.write(self._file, chunk)
-        os.close(old)
 
     def open(self, path: str) -> None:
         """Write to the file at `path`, starting with the lines that wait.
@@ -151,7 +134,7 @@ class LogFile(logging.Handler):
         if not self.is_used or self._file is not None:
             return
         with contextlib.suppress(OSError):
-            self._file, self._path = open_appended(path), path
+            self._file = open_appended(path)
             write_all_or_nothing(self._file, b"".join(self._waiting))
             self._waiting = []
 

@@ -11,6 +11,7 @@ from typing import Any
 import xxhash
 
 from trainer.files.appended import AppendedFile
+from trainer.files.atomic_io import read_file
 from trainer.files.documents import is_number, parse_object
 from trainer.files.redaction import redact
 from trainer.rewards.parsing import Terms
@@ -71,7 +72,7 @@ class RewardCache:
             self._known = {}
             if os.path.exists(self._path):
                 self._fence()
-                self._known.update(filter(None, map(_read_line, self._file.content().splitlines())))
+                self._known.update(filter(None, map(_read_line, read_file(self._path).splitlines())))
         return self._known
 
 

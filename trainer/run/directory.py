@@ -19,7 +19,7 @@ from trainer.checkpoint.storage_access import check_access, give_access
 from trainer.checkpoint.tiers import open_tiers
 from trainer.config import Config
 from trainer.errors import UserError
-from trainer.files.appended import AppendedFile, repair_last_line
+from trainer.files.appended import AppendedFile, cut_torn_line
 from trainer.files.hf_hub import is_data, pin
 from trainer.files.uris import is_url
 from trainer.metrics.best import instead_of, score_in
@@ -119,7 +119,7 @@ class RunDirectory:
         try:
             with stage("looking for a checkpoint to resume from"):
                 self.locks.acquire(wait)
-                self._repair_last_lines()
+                self._cut_torn_lines()
                 LOG_FILE.open(os.path.join(self.cfg.trainer.run_dir, LOG_NAME))
                 self.checkpoints.clean_up()
                 self._restore_run_files()
@@ -153,11 +153,11 @@ class RunDirectory:
         kinds, revisions = self.resume.restore.kinds, read_revisions(self.resume.checkpoint)
         return {name: one for name, one in revisions.items() if ("data" if is_data(name) else "weights") in kinds}
 
-    def _repair_last_lines(self) -> None:
-        """Repair the torn last lines that a kill has left, also in files to which nothing will be appended."""
+    def _cut_torn_lines(self) -> None:
+        """Remove the torn last lines that a kill has left, also in files to which nothing will be appended."""
         for name in (*(name for name in PATTERNS if name.endswith(".jsonl") and "/" not in name), LOG_NAME):
             with contextlib.suppress(OSError):  # the code that needs the file reports it
-                repair_last_line(os.path.join(self.cfg.trainer.run_dir, name))
+                cut_torn_line(os.path.join(self.cfg.trainer.run_dir, name))
 
     def _record_death(self, text: str) -> None:
         """Record that the driver of the last start died."""
