@@ -33,7 +33,7 @@ from trainer.errors import (
     one_line,
 )
 from trainer.files.documents import dump_yaml
-from trainer.files.redaction import redact, redact_text, redact_yaml
+from trainer.files.redaction import redact, redact_text
 from trainer.process.log_setup import LOG_FILE, guard_output, logging_to_file, show, show_messages
 from trainer.process.signals import CONTINUES, EXIT_STATUS, SIGNALS, Stopped
 
@@ -305,7 +305,7 @@ def _hydra_output() -> Iterator[None]:
         with contextlib.redirect_stdout(printed):
             yield
     finally:
-        show(redact_yaml(printed.getvalue().rstrip("\n")))
+        show(redact_text(printed.getvalue().rstrip("\n")))
 
 
 def _compose_and_run(job: Job, command: str) -> None:

@@ -19,16 +19,15 @@ from typing import Any
 from trainer.config.algorithm import AlgorithmConfig, with_own_defaults
 from trainer.config.config_file import ConfigFiles, load
 from trainer.config.explanation import unresolved
-from trainer.config.fields import value_of, walk_sections
+from trainer.config.fields import value_of
 from trainer.config.named_sections import read_section
 from trainer.config.overrides import CONFIG, MULTIRUN, arranged, checked, find_groups
-from trainer.config.reward import RemoteConfig
 from trainer.config.rollout import RolloutConfig
 from trainer.config.schema import MAPPINGS, Config, refuse_unknown_keys, validate
 from trainer.config.tasks import find_task
 from trainer.config.texts import construct_yaml, unquoted
 from trainer.errors import UserError
-from trainer.files.redaction import HIDDEN, hidden_keys, redact_command, remember, secrets_of
+from trainer.files.redaction import HIDDEN, hidden_keys, name_secrets, redact_command
 
 _PLUGINS = {"hydra/sweeper=optuna": "hydra_optuna_sweeper", "hydra/launcher=submitit": "hydra_submitit_launcher"}
 OPTUNA = "optuna>=4.9,<5"
@@ -190,10 +189,8 @@ def to_config(dict_config: Any) -> Config:
             f"{hidden[0]}: {HIDDEN} stands for a secret that was left out where this config was printed or saved; give "
             "it by an environment variable: ${oc.env:NAME}"
         )
-    remember(*secrets_of(nested))
+    name_secrets(OmegaConf.to_container(dict_config, resolve=False))
     _read_sections(config)
-    headers = [one.header_env for _, one in walk_sections(config) if isinstance(one, RemoteConfig)]
-    remember(*(os.environ.get(name or "", "") for name in headers))
     refuse_unknown_keys(config)
     config.algorithm = AlgorithmConfig(**with_own_defaults(vars(config.algorithm)))
     if config.rollout.num_engines == RolloutConfig.num_engines:

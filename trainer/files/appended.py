@@ -1,4 +1,4 @@
-"""Files of a run directory to which one process at a time appends lines: metrics, incidents, starts, rewards, the log."""
+"""Files to which one process at a time appends lines: metrics, incidents, starts, rewards, the log."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from typing import NoReturn, TextIO
 
 from trainer.errors import UserError, sentence_of
 from trainer.files.appended import open_appended, write_all_or_nothing
-from trainer.files.redaction import hide_known
+from trainer.files.redaction import redact_text
 from trainer.process.signals import open_standard_streams
 
 _JOINERS = "\u200c\u200d"
@@ -70,7 +70,7 @@ class _Messages(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            text = escape(hide_known(self.format(record)))
+            text = escape(redact_text(self.format(record)))
             self.write(text if record.levelno < logging.WARNING else f"{record.levelname}: {text}")
         except Exception:
             self.handleError(record)
@@ -107,7 +107,7 @@ class LogFile(logging.Handler):
     def write(self, text: str) -> None:
         """Append `text` without a buffer, so that a signal handler may call this and a kill loses nothing."""
         now = time.strftime("%Y-%m-%d %H:%M:%S")
-        lines = escape(hide_known(text)).removesuffix("\n").split("\n") if text else []
+        lines = escape(redact_text(text)).removesuffix("\n").split("\n") if text else []
         data = "".join(f"{now} {line}\n" for line in lines).encode(errors="backslashreplace")
         self.acquire()
         try:

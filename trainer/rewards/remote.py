@@ -11,14 +11,13 @@ import httpx
 import tenacity
 
 from trainer.errors import one_line
-from trainer.files.redaction import HIDDEN, SecretFilter, secrets_in_address
 from trainer.rewards.parsing import Terms, read_value
 from trainer.rewards.signature import RewardSignature
 
 WANTED = ("completion", "answer", "prompt", "messages", "row", "status")
 """What the server gets of each completion."""
 _LARGEST_ANSWER = 1 << 20
-_READ_OF_REFUSAL = 4000
+_LONGEST_REFUSAL = 500
 _BACKOFF = tenacity.wait_exponential(multiplier=0.25, max=30) + tenacity.wait_random(0, 0.25)
 _PASSING = (408, 425, 429)
 """Refusals that may pass, besides all errors of the server (5xx)."""
@@ -56,8 +55,8 @@ class RemoteReward:
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if secret:
             self._headers[header] = secret
-        # The server has the secrets, and may repeat them in whatever it says.
-        self._hide = SecretFilter([secret, *secrets_in_address(url)])
+        self._is_quoted = not secret
+        """Whether messages repeat what the server says: one that has the secret could repeat that."""
         self._client: httpx.AsyncClient | None = None
 
     async def compute(self, calls: list[dict[str, Any]]) -> list[list[Terms | str]]:
@@ -76,14 +75,13 @@ class RemoteReward:
 
     def _read(self, value: Any) -> Terms | str:
         terms = read_value(value)
-        if isinstance(terms, str):
-            return one_line(self._hide(terms))
-        hidden = next((name for name in map(self._hide, terms) if HIDDEN in name), None)
-        return terms if hidden is None else one_line(f"returned a term called {hidden!r}, which repeats a credential")
+        if self._is_quoted or not isinstance(terms, str):
+            return terms
+        return "returned neither a finite number nor terms"
 
     def _describe(self, error: BaseException) -> str:
-        """Return `Type: text`. The text may hold what the server has sent."""
-        return f"{type(error).__name__}: {self._hide(str(error))}"
+        """Return `Type: text`; the type alone if the text may hold what a server with the secret has sent."""
+        return f"{type(error).__name__}: {error}" if self._is_quoted else type(error).__name__
 
     async def _ask(self, calls: list[dict[str, Any]]) -> list[Any]:
         body = json.dumps({"completions": calls}).encode()
@@ -118,8 +116,8 @@ class RemoteReward:
         status = response.status_code
         if status == 200:
             return bytes(answer)
-        # Hidden before it is cut: a cut can leave a part of a secret that is too short to be found.
-        reason = f"answered HTTP {status}: {self._hide(answer[:_READ_OF_REFUSAL].decode(errors='replace'))[:500]}"
+        text = f": {answer[:_LONGEST_REFUSAL].decode(errors='replace')}" if self._is_quoted else ""
+        reason = f"answered HTTP {status}{text}"
         if status in _PASSING or status >= 500:
             raise _Passing(reason, _seconds(response.headers.get("Retry-After", "")))
         raise _Failure(reason)

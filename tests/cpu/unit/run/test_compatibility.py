@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from trainer.checkpoint.components import config_yaml
 from trainer.config import OPEN_SECTIONS, AlgorithmConfig, Config, EngineSpec, RolloutConfig, compose
 from trainer.config.fields import RESUME, SavedRun, Section, number, resume_rules, walk_keys
 from trainer.config.schema import with_sections
 from trainer.errors import UserError
-from trainer.files.redaction import redact_text
 from trainer.run import compatibility
 from trainer.run.compatibility import Change
 
@@ -345,15 +343,6 @@ def test_the_address_of_a_server_is_no_other_run(arguments, change):
     assert compatibility.resume_rules(now, saved)["rollout.engine_args"].change == change
     same = compatibility.deciding_settings(before) == compatibility.deciding_settings(now)
     assert same == (change == "harmless")
-
-
-def test_the_key_of_a_server_is_in_no_config(monkeypatch):
-    monkeypatch.setenv("INFERENCE_API_KEY", "s3cret-of-the-server")
-    cfg = Config(rollout=RolloutConfig(engine=f"{__name__}:SERVER"))
-    cfg.rollout.engine_args = {"urls": ["http://a"], "api_key": "s3cret-of-the-server"}
-    saved = config_yaml(cfg).decode()
-    assert "s3cret" not in saved and "${oc.env:INFERENCE_API_KEY}" in saved
-    assert "s3cret" not in redact_text("HTTP 401 for the key s3cret-of-the-server at http://a")
 
 
 MIX = ["data.mix.math.files=[a.jsonl]", "data.mix.code.files=[b.jsonl]", "trainer.val_interval=-1"]

@@ -15,6 +15,7 @@ import yaml
 import trainer
 from tests.support.namespaces import small_disk
 from trainer.config import Config
+from trainer.files.redaction import name_secrets
 from trainer.run.run_metadata import git_states, record_start, versions
 
 
@@ -32,6 +33,7 @@ def test_each_start_adds_a_line_and_the_last_config_is_kept(tmp_path):
 
 def test_secrets_are_not_written(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    name_secrets({"a": "${oc.env:WANDB_API_KEY}"})
     arguments = [
         "python",
         "data.stop_token=ends here",
@@ -45,7 +47,7 @@ def test_secrets_are_not_written(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "orig_argv", arguments)
     config = Config()
     config.logger.wandb.entity = "0123456789abcdef"
-    config.environment.kwargs = {"api_key": "0123456789abcdef", "authorization": "Bearer xyz", "pwd": 4711, "n": 1}
+    config.environment.kwargs = {"api_key": "0123456789abcdef", "authorization": "Bearer xyz", "password": 4711, "n": 1}
     record_start(str(tmp_path), config)
     start = json.loads((tmp_path / "starts.jsonl").read_text())
     assert start["command"] == [
@@ -53,14 +55,14 @@ def test_secrets_are_not_written(tmp_path, monkeypatch):
         "data.stop_token=ends here",
         "environment.kwargs={api_key:***,n:1}",
         "+environment.kwargs.secret_key=***",
-        "reward.url=https://***@host/judge?token=***&n=1",
+        "reward.url=https://***@host/judge?token=abc&n=1",
         "reward.api_key=***",
         "trainer.run_name=${oc.env:WANDB_API_KEY}",
         "rollout.max_prompt_tokens=64",
     ]
     for file in tmp_path.iterdir():
         assert "0123456789abcdef" not in file.read_text()
-    shown = {"api_key": "${oc.env:WANDB_API_KEY}", "authorization": "***", "pwd": "***", "n": 1}
+    shown = {"api_key": "${oc.env:WANDB_API_KEY}", "authorization": "***", "password": "***", "n": 1}
     assert start["config"]["environment"]["kwargs"] == shown
 
 
