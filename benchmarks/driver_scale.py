@@ -123,9 +123,6 @@ class Threads:
     def has_started(self, process: Any) -> bool:
         return True
 
-    def py_spy_stacks(self, process_ids: Sequence[tuple[int, str]]) -> list[str]:
-        return []
-
     def kill(self, process: Any, process_id: tuple[int, str] | None) -> None:
         pass
 

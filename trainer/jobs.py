@@ -12,7 +12,6 @@ from trainer.checkpoint.start_weights import read_revisions, start_weights_part
 from trainer.cluster.early_start import Early
 from trainer.cluster.fork_server import ForkServer
 from trainer.cluster.ray_head import RayHead
-from trainer.cluster.watchdog import Watchdog
 from trainer.cluster.worker_groups import Cluster
 from trainer.config import Config
 from trainer.config.trainer import PROCESSES
@@ -23,6 +22,7 @@ from trainer.metrics.prometheus import MetricsServer
 from trainer.models.export import export_target
 from trainer.models.files import import_configs, resolve_model_path
 from trainer.process.startup import importing, stage
+from trainer.process.watchdog import Watchdog
 from trainer.reports.report import final_report
 from trainer.run.compatibility import ConfigRefused
 from trainer.run.directory import RunDirectory
@@ -68,7 +68,7 @@ def run_task(task: Task, device: str, early: Early = None) -> None:
                 import_configs()  # while Ray starts; the tokenizers follow while ranks do
             cluster = ends.enter_context(cluster_of(cfg, device, early))
             ends.enter_context(directory.settling())
-            watchdog = ends.enter_context(Watchdog(t, cluster))
+            watchdog = ends.enter_context(Watchdog(t.hang_timeout_s, t.rpc_timeout_s))
             if server is not None:
                 server.progress = watchdog.progress
             trainer = make_trainer(task, cluster, directory, task.initial_weights(cluster, stop), stop, server)

@@ -17,7 +17,6 @@ from tests.soak.outcomes import Outcome, difference, outcome_of
 from tests.soak.scene import Scene, Workspace
 from tests.support.forks import fork_server
 from tests.support.jobs import environment, send
-from trainer.cluster.stacks import py_spy_stacks
 
 _POLL_INTERVAL_S = 0.02
 _MORE_STARTS = 4
@@ -235,8 +234,9 @@ class _Attempt:
         """Write what the processes of the job do to its log."""
         with self._workspace.log.open("a") as log:
             for process in self._workspace.processes(self._job.pid):
-                (stacks,) = py_spy_stacks([process.pid])
-                log.write(f"\nSTUCK {process.pid} {process.status()} {' '.join(process.cmdline())[-200:]}\n{stacks}")
+                log.write(f"\nSTUCK {process.pid} {process.status()} {' '.join(process.cmdline())[-200:]}\n")
+                log.flush()
+                subprocess.run(["py-spy", "dump", "--nonblocking", "--pid", str(process.pid)], stdout=log, check=False)
 
 
 def _last_lines(log: Path) -> str:

@@ -19,8 +19,8 @@ from trainer.config import TrainerConfig
 from trainer.errors import UserError, describe_error
 from trainer.files.documents import Shape, parse_object
 from trainer.process import time_limits
-from trainer.process.bounded_calls import ends_within
 from trainer.process.signals import SIGNALS
+from trainer.process.watchdog import ends_within
 
 LOG = logging.getLogger(__name__)
 _REMOVING_S = 0.01

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -16,9 +14,7 @@ import ray
 from ray import cloudpickle
 from ray._private.state import actors
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from trainer.cluster.stacks import PY_SPY_S, local_stacks, py_spy_stacks
 from trainer.cluster.timeouts import Timeouts
 from trainer.cluster.worker_groups import WorkerGroup
 from trainer.cluster.worker_setup import failure_of, prepare_process
@@ -26,8 +22,6 @@ from trainer.errors import RESTART_HINT, WorkerError, one_line
 from trainer.process import time_limits
 from trainer.process.startup import importing
 from trainer.process.tracing import MAIN, answer_call
-
-_NODE_STACKS_S = 2 * PY_SPY_S  # a node starts a process of Ray for py-spy first
 
 
 class _Host:
@@ -64,11 +58,6 @@ class _Host:
         return os.getpid(), ray.util.get_node_ip_address(), self._building.done()
 
     @ray.method(concurrency_group="heartbeat")
-    def stacks(self, _: str) -> str:
-        """Return the stacks of all threads of this process."""
-        return local_stacks()
-
-    @ray.method(concurrency_group="heartbeat")
     def placements(self, _: str) -> dict[str, Any]:
         """Return the address and the id of the node, and the GPU ids of this actor."""
         context = ray.get_runtime_context()
@@ -96,29 +85,6 @@ class _Actors:
 
     def has_started(self, process: Any) -> bool:
         return _process_id_of(process) is not None
-
-    def py_spy_stacks(self, process_ids: Sequence[tuple[int, str]]) -> list[str]:
-        pids = defaultdict[str, list[int]](list)
-        for pid, address in process_ids:
-            pids[address].append(pid)
-        local, tickets, end = ray.util.get_node_ip_address(), {}, time.monotonic() + _NODE_STACKS_S
-        py_spy = ray.remote(num_cpus=0, max_retries=0)(py_spy_stacks)
-        for node in ray.nodes():
-            address, at = node["NodeManagerAddress"], NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            if node["Alive"] and address in pids and address != local:
-                tickets[py_spy.options(scheduling_strategy=at).remote(pids[address])] = address
-        stacks = dict(zip(((pid, local) for pid in pids[local]), py_spy_stacks(pids[local]), strict=True))
-        while tickets:
-            done, _ = ray.wait(list(tickets), timeout=max(0.0, end - time.monotonic()))
-            if not done:
-                break
-            address = tickets.pop(done[0])
-            with contextlib.suppress(RayError):
-                stacks.update(zip(((pid, address) for pid in pids[address]), ray.get(done[0]), strict=True))
-        return [
-            stacks.get(process_id, f"Neither the process nor its node answers within {_NODE_STACKS_S:g} s.\n")
-            for process_id in process_ids
-        ]
 
     def kill(self, process: Any, process_id: tuple[int, str] | None) -> None:
         process_id = process_id or _process_id_of(process)

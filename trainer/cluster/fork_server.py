@@ -26,7 +26,6 @@ from typing import Any, NoReturn
 
 import psutil
 
-from trainer.cluster.stacks import local_stacks
 from trainer.cluster.supervisor import adopt_orphans, end_all, end_descendants, is_running, signal_on_death_of_parent
 from trainer.cluster.worker_setup import prepare_process
 from trainer.errors import describe_error
@@ -269,10 +268,6 @@ class _Host:
     def heartbeat(self) -> tuple[int, str, bool]:
         """Return the id of this process, the address of its node, and whether its object is built."""
         return os.getpid(), HOST, self._is_built
-
-    def stacks(self) -> str:
-        """Return the stacks of all threads of this process."""
-        return local_stacks()
 
     def placements(self) -> dict[str, Any]:
         """Return the address of the node, its name and the GPU ids of this process."""

@@ -17,9 +17,8 @@ from typing import Any
 from trainer.cluster.fork_server import BUILD, HOST, ForkServer
 from trainer.cluster.gpu_health import GpuHealthCheck
 from trainer.cluster.resources import FindGpus, check_gpus, gpus_per_engine
-from trainer.cluster.stacks import py_spy_stacks
 from trainer.cluster.timeouts import timeouts_of
-from trainer.cluster.worker_groups import WorkerGroup, stacks_of
+from trainer.cluster.worker_groups import WorkerGroup
 from trainer.cluster.worker_setup import failure_of
 from trainer.config import Config
 from trainer.errors import RESTART_HINT, WorkerError
@@ -27,7 +26,7 @@ from trainer.files.shared_memory import PrivateDirectory
 from trainer.process.signals import SIGNALS
 from trainer.process.xid import gpu_lines
 
-_HOST_CHANNELS = ("heartbeat", "placements", "stacks")
+_HOST_CHANNELS = ("heartbeat", "placements")
 """Channels that the host itself serves, with a method of the same name."""
 
 
@@ -140,10 +139,6 @@ class ProcessCluster:
         self._groups.remove(entry)
         group.kill()
         self._gpus += entry[1]
-
-    def stacks(self) -> dict[str, str]:
-        """Return the stacks of all processes, by name. Thread-safe."""
-        return stacks_of([group for group, _ in self._groups])
 
     def _launch(
         self,
@@ -274,9 +269,6 @@ class _Processes:
 
     def has_started(self, process: _Process) -> bool:
         return True
-
-    def py_spy_stacks(self, process_ids: Sequence[tuple[int, str]]) -> list[str]:
-        return py_spy_stacks([pid for pid, _ in process_ids])
 
     def kill(self, process: _Process, process_id: tuple[int, str] | None) -> None:
         process.kill()

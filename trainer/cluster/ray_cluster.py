@@ -35,14 +35,14 @@ from trainer.cluster.resources import (
     slots_needed,
 )
 from trainer.cluster.timeouts import timeouts_of
-from trainer.cluster.worker_groups import WorkerGroup, stacks_of
+from trainer.cluster.worker_groups import WorkerGroup
 from trainer.config import Config
 from trainer.errors import RESTART_HINT, UserError, WorkerError, describe_error, one_line
 from trainer.process import time_limits
-from trainer.process.bounded_calls import ends_within
 from trainer.process.failure_log import INCIDENTS, INFRASTRUCTURE, Incident
 from trainer.process.signals import SIGNALS, Stopped
 from trainer.process.startup import stage
+from trainer.process.watchdog import ends_within
 from trainer.process.xid import gpu_lines
 
 LOG = logging.getLogger(__name__)
@@ -283,10 +283,6 @@ class RayCluster:
             with SIGNALS.deferred(), contextlib.suppress(RayError):
                 lines[tickets[ticket]] = ray.get(ticket)
         return lines
-
-    def stacks(self) -> dict[str, str]:
-        """Return the stacks of all processes, by name. Thread-safe."""
-        return stacks_of([group for group, _ in self._groups])
 
     def _launch(
         self,

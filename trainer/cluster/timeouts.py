@@ -22,10 +22,6 @@ class Timeouts:
     """Returns the name of a process of the cluster that has died, or None if all run."""
     failed_nodes: Callable[[], Mapping[str, str]] = dict
     """Returns the addresses of failed nodes, each with the reason."""
-    hang_s: float = float("inf")
-    """A repeated call hangs if it takes this many seconds and also ten times as long as its longest run so far."""
-    run_dir: str | None = None
-    """Directory of the run, for the stacks of processes that hang."""
 
     def heartbeat_limit_s(self, is_starting: bool) -> float:
         """Return the age of a heartbeat, in seconds, after which a process counts as dead.
@@ -49,4 +45,4 @@ def timeouts_of(
     t: TrainerConfig, failed_process: Callable[[], str | None], failed_nodes: Callable[[], Mapping[str, str]] = dict
 ) -> Timeouts:
     """Return the timeouts of a run."""
-    return Timeouts(t.heartbeat_timeout_s, t.rpc_timeout_s, failed_process, failed_nodes, t.hang_timeout_s, t.run_dir)
+    return Timeouts(t.heartbeat_timeout_s, t.rpc_timeout_s, failed_process, failed_nodes)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 from trainer.cluster.resources import FindGpus
-from trainer.cluster.stacks import local_stacks, write_stacks
 from trainer.cluster.timeouts import Timeouts
 from trainer.errors import RESTART_HINT, FailureSource, UserError, WorkerError, set_failure_source
 from trainer.process import time_limits
-from trainer.process.hang_limit import learnt_limit_s
 from trainer.process.signals import CONTINUES, SIGNALS, Stopped
 from trainer.process.tracing import TRACER, WANTED
 
@@ -26,7 +22,6 @@ LOG = logging.getLogger(__name__)
 # When a rank dies, its connections close, so the other ranks fail too. Their errors may arrive first. The user should
 # read the cause and not its effects.
 _ECHO_SIGNS = ("Connection closed", "Connection reset", "gloo", "NCCL", "recvBytes", "process group")
-_KNOWN_CALLS = 3  # number of calls after which their usual duration is known
 
 
 class Cluster(Protocol):
@@ -92,10 +87,6 @@ class Cluster(Protocol):
         """Kill the processes of the group and free their resources."""
         ...
 
-    def stacks(self) -> dict[str, str]:
-        """Return the stacks of all processes, by name. Thread-safe."""
-        ...
-
     def examine(self, error: Exception) -> Exception:
         """Return the GPU failure that explains a worker's `error`, or `error` itself (see `GpuHealthCheck`)."""
         ...
@@ -108,9 +99,9 @@ class Backend(Protocol):
         """Begin a call and return its ticket. Calls on different channels run at the same time.
 
         Args:
-            channel: `call` and `background` run `method` of the hosted object. Three channels also answer during a call
+            channel: `call` and `background` run `method` of the hosted object. Two channels also answer during a call
                 and while the object is built. `heartbeat` returns the pid, the address of the node, and whether the
-                object is built. `placements` returns host, node and GPU ids. `stacks` returns the stacks as text.
+                object is built. `placements` returns host, node and GPU ids.
         """
         ...
 
@@ -128,10 +119,6 @@ class Backend(Protocol):
 
     def has_started(self, process: Any) -> bool:
         """Return whether the process has been started. Before that, it may wait for capacity."""
-        ...
-
-    def py_spy_stacks(self, process_ids: Sequence[tuple[int, str]]) -> list[str]:
-        """Return the stacks of processes that do not answer. A process is given by its pid and its node's address."""
         ...
 
     def kill(self, process: Any, process_id: tuple[int, str] | None) -> None:
@@ -229,7 +216,6 @@ class WorkerGroup:
         self.backend = backend
         self.timeouts = timeouts
         self._launch = launch
-        self._durations: dict[str, tuple[int, float]] = {}  # by method key: number of calls, longest in seconds
         self.workers = [_Worker(f"{name} {i}", launch(i), backend) for i in range(count)]
 
     def __len__(self) -> int:
@@ -261,44 +247,6 @@ class WorkerGroup:
         """Return host, node id and GPU ids of each worker."""
         return self._start("placements", "", dict.fromkeys(range(len(self)), ())).result()
 
-    def record_duration(self, method_key: str, seconds: float) -> None:
-        """Record how long a call with this method key took."""
-        count, longest = self._durations.get(method_key, (0, 0.0))
-        self._durations[method_key] = count + 1, max(longest, seconds)
-
-    def hang_limit_s(self, method_key: str) -> float:
-        """Return after how many seconds a call with this method key counts as hanging."""
-        count, longest = self._durations.get(method_key, (0, 0.0))
-        is_known = count >= _KNOWN_CALLS and not method_key.startswith("background ")  # a save waits for the storage
-        learnt_s = learnt_limit_s(self.timeouts.hang_s, longest) if is_known else float("inf")
-        return min(self.timeouts.rpc_s, learnt_s)
-
-    def write_stacks(self, reason: str) -> None:
-        """Write the stacks of all workers and of this process to the run directory."""
-        if self.timeouts.run_dir is None:
-            return
-        directory = write_stacks(self.timeouts.run_dir, reason, {"driver": local_stacks(), **self.stacks()})
-        if directory is not None:
-            LOG.warning("the stacks of the processes are in %s", directory)
-
-    def stacks(self) -> dict[str, str]:
-        """Return the stacks of all workers by name, except those on failed nodes."""
-        failed = self.timeouts.failed_nodes()
-        workers = [worker for worker in self.workers if worker.source.node not in failed]
-        tickets = {worker: self.backend.begin(worker.process, "stacks", "", (), {}) for worker in workers}
-        end = time.monotonic() + time_limits.WORKER_STACKS_S
-        stacks, unresponsive = {}, {}
-        for worker, ticket in tickets.items():
-            stacks[worker.name] = ""
-            worker.heartbeat_age_s()  # the answer to the first heartbeat contains the process id
-            if self.backend.wait([ticket], max(0.0, end - time.monotonic())):
-                with contextlib.suppress(Exception):  # it has died
-                    stacks[worker.name] = self.backend.get(ticket, worker.name)
-            elif worker.process_id is not None:
-                unresponsive[worker.name] = worker.process_id
-        remote_stacks = self.backend.py_spy_stacks(list(unresponsive.values())) if unresponsive else []
-        return {**stacks, **dict(zip(unresponsive, remote_stacks, strict=True))}
-
     def end(self, worker: int) -> None:
         """Kill the process of one worker. `replace` starts another one."""
         self.workers[worker].end()
@@ -321,16 +269,6 @@ class WorkerGroup:
         return futures
 
 
-def stacks_of(groups: Sequence[WorkerGroup]) -> dict[str, str]:
-    """Return the stacks of all workers of these groups, by name. A slow group does not delay the others."""
-    with ThreadPoolExecutor(max(1, len(groups))) as threads:
-        return {
-            name: text
-            for group_stacks in threads.map(WorkerGroup.stacks, groups)
-            for name, text in group_stacks.items()
-        }
-
-
 @dataclass(frozen=True)
 class _Call:
     """A running call of one worker."""
@@ -339,8 +277,6 @@ class _Call:
     """Index of the worker in its group."""
     worker: _Worker
     started_at: float
-    method_key: str
-    """Channel, method and the names among the arguments: calls with the same key take a similar time."""
 
 
 class CallFutures:
@@ -365,8 +301,7 @@ class CallFutures:
         started_at = time.monotonic()
         with SIGNALS.deferred():
             ticket = group.backend.begin(target.process, self._channel, method, args, kwargs | spans)
-        method_key = " ".join([self._channel, method, *(name for name in args[:2] if isinstance(name, str))])
-        self._calls[ticket] = _Call(worker, target, started_at, method_key)
+        self._calls[ticket] = _Call(worker, target, started_at)
 
     @property
     def is_running(self) -> bool:
@@ -424,9 +359,6 @@ class CallFutures:
             )
         if check_health and (not done or time.monotonic() > self._health_checked_at + time_limits.POLL_INTERVAL_S):
             overdue = dict(self._find_overdue({t: c for t, c in self._calls.items() if t not in done}))
-            if overdue:
-                with SIGNALS.deferred():
-                    self._group.write_stacks(next(iter(overdue.values())).message)
             for ticket, error in overdue.items():
                 outcomes.append((self._calls.pop(ticket).index, None, error))
             self._health_checked_at = time.monotonic()
@@ -441,7 +373,6 @@ class CallFutures:
                 outcomes.append((call.index, None, error))
             else:
                 call.worker.is_starting &= self._channel == "placements"
-                self._group.record_duration(call.method_key, time.monotonic() - call.started_at)
                 outcomes.append((call.index, value, None))
         return outcomes
 
@@ -472,9 +403,8 @@ class CallFutures:
                     "or its machine hangs"
                 )
                 yield ticket, _worker_error(worker, message, RESTART_HINT, "heartbeat_timeout")
-            elif elapsed_s > self._group.hang_limit_s(call.method_key):
-                limit = "rpc" if elapsed_s > timeouts.rpc_s else "hang"
-                message = f"{worker}: no result after {elapsed_s:.0f} s (trainer.{limit}_timeout_s)"
+            elif elapsed_s > timeouts.rpc_s:
+                message = f"{worker}: no result after {elapsed_s:.0f} s (trainer.rpc_timeout_s)"
                 yield ticket, _worker_error(worker, message, f"{RESTART_HINT}, or raise the limit", "rpc_timeout")
             elif heartbeat_age_s > time_limits.HEARTBEAT_WARNING_S and not worker.is_starting:
                 worker.warn_unresponsive(heartbeat_age_s, timeouts.heartbeat_s)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-from trainer.cluster.stacks import allow_stacks
 from trainer.errors import RESTART_HINT, UserError, WorkerError, is_out_of_memory, one_line
 from trainer.process.log_setup import guard_output, show_messages
 from trainer.process.network import use_network_of
@@ -21,7 +20,6 @@ def prepare_process(address: str) -> None:
     """
     guard_output()  # user functions print too
     show_messages()
-    allow_stacks()
     use_network_of(address, os.environ)
 
 

@@ -111,10 +111,8 @@ class TrainerConfig(Section):
     """Seconds that one call of the ranks or engines may take (to start, to generate the completions of a step, to
     update) before they count as dead."""
     hang_timeout_s: float = number(600.0, at_least=0.001, resume="harmless")
-    """Seconds after which a call of the ranks or engines that was made before counts as hanging, if it also takes ten
-    times as long as the longest one before. The stacks of the processes are then written to `stacks` in the run
-    directory, and the process counts as dead. A driver that hangs by the same rule ends the job with status 75, or is
-    killed (137) if it is in a call of C that cannot be interrupted."""
+    """Seconds without progress of the driver within the steps after which it prints its stacks and ends the job with
+    status 75 (1 in a call of C that cannot be interrupted). Waits for ranks, engines and storage do not count."""
     max_restarts: int = number(3, at_least=0, resume="harmless")
     """Number of times within `restart_window_minutes` that the job starts its ranks again after one of them died, hung,
     ran out of memory or raised an exception. Training continues from the last commit. 0: such a failure ends the

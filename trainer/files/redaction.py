@@ -14,16 +14,16 @@ from typing import Any
 
 HIDDEN = "***"
 _SECRET = re.compile(
-    r"(?:^|_)(?:secret|password|passwd|passphrase|credentials?|authorization|cookies?|"
+    r"^(?:token|auth|bearer)$|(?:^|_)(?:secret|password|passwd|passphrase|credentials?|authorization|cookies?|"
     r"(?:api|access|secret|private|auth|signing|encryption)_?keys?|"
-    r"(?:api|access|auth|bearer|refresh|session|personal|hf|hub|wandb|github|gitlab|bot)_?tokens?|^(?:token|auth|bearer))"
+    r"(?:api|access|auth|bearer|refresh|session|personal|hf|hub|wandb|github|gitlab|bot)_?tokens?)"
     r"(?:_(?!env$|file$|path$|name$|url$)|$)"
 )
 _REFERENCE = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)[^{}]*\}")
 _IN_ADDRESS = re.compile(r"(?<=://)[^/@\s'\"]+(?=@)")
-_IN_BRACES = re.compile(r"(?P<begin>(?P<name>[\w.-]+)\s*:\s*)(?P<value>[^\s,}\]]+)")
-_SHORTEST = 4
-"""Length of the shortest value of a variable to replace in texts: a shorter one may be a part of any word."""
+_IN_BRACES = re.compile(r"(?P<begin>(?P<name>[\w.-]+)\s*:\s*)(?P<value>[^\s,{}\[\]]+)")
+_SHORTEST = 8
+"""Length of the shortest secret to search for in texts: a shorter one may be a part of any word."""
 _named: dict[str, str] = {}
 """By value: the variables with secrets that the config of this process names."""
 
@@ -45,7 +45,7 @@ def name_secrets(config: Any) -> None:
             continue
         variables = {name for name in _REFERENCE.findall(value) if is_secret(key) or is_secret(name)}
         for variable in variables | ({value} if key.endswith("_env") else set()):
-            if len(secret := os.environ.get(variable, "").strip()) >= _SHORTEST:
+            if secret := os.environ.get(variable, "").strip():
                 _named[secret] = f"${{oc.env:{variable}}}"
 
 
@@ -93,8 +93,9 @@ def redact(value: Any, name: str = "", references: bool = True) -> Any:
 
 def _written(text: str) -> str:
     """Return a text with the references of the config in place of the secrets that it names."""
-    for secret, reference in _named.items():
-        text = text.replace(secret, reference)
+    for secret in sorted(_named, key=len, reverse=True):
+        if text == secret or len(secret) >= _SHORTEST:
+            text = text.replace(secret, _named[secret])
     return text
 
 
@@ -107,7 +108,7 @@ def redact_command(arguments: Sequence[str]) -> list[str]:
     """Return the words of a command without secrets: those of `KEY=VALUE`, and of `KEY: VALUE` in braces."""
 
     def hide(match: re.Match[str]) -> str:
-        is_shown = not is_secret(match["name"]) or match["value"].startswith("${")
+        is_shown = not is_secret(match["name"]) or match["value"].startswith("$")
         return match[0] if is_shown else match["begin"] + HIDDEN
 
     shown = []

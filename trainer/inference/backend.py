@@ -25,7 +25,6 @@ from trainer.config.inference import TOKEN, InferenceConfig
 from trainer.errors import WorkerError
 from trainer.files.shared_memory import PrivateDirectory
 from trainer.process import time_limits
-from trainer.process.hang_limit import learnt_limit_s
 from trainer.process.network import use_network_of
 from trainer.process.signals import SIGNALS
 from trainer.sandbox.reaper import is_tracker
@@ -109,7 +108,7 @@ class Backend:
         """Seconds after which a load of weights hangs."""
         if self._longest_load_s is None:
             return self._cfg.start_timeout_s
-        return min(self._cfg.start_timeout_s, learnt_limit_s(self._cfg.hang_timeout_s, self._longest_load_s))
+        return min(self._cfg.start_timeout_s, max(self._cfg.hang_timeout_s, 10 * self._longest_load_s))
 
     async def run(self, ready: Callable[[], None]) -> None:
         """Keep the engine running, until the task is cancelled.

@@ -4,8 +4,7 @@ During training, the first SIGTERM, SIGUSR1 or Ctrl-C lets the current step fini
 second signal stops the run without a save, which is as safe as a kill. Before the first step, and after the last one,
 there is nothing to save, and the first signal stops the run directly. In all these cases the exit status is 75
 (`EX_TEMPFAIL`: the same command continues). A third signal ends the process immediately, also with 75. If a long call
-of a C function keeps the process from handling signals, a separate process kills it (`process.signal_watch`). That
-process also kills a job whose heartbeats stop.
+of a C function keeps the process from handling signals, a separate process kills it (`process.signal_watch`).
 
 A handler only records its signal. The exception is raised at the next safe point (`check`), because libraries may
 swallow or replace an exception that a handler raises. A download or an import has no safe point: after
@@ -22,7 +21,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -38,11 +37,6 @@ _MOMENTS = {
     "interrupted": "while the ranks restarted: the last checkpoint is unchanged",
     "after": "after the last step",
 }
-
-
-def killed(pid: int) -> str:
-    """Return the end of the final message of a process that its watching process has killed."""
-    return f"killed process {pid}; {CONTINUES}"
 
 
 class Stopped(BaseException):
@@ -71,31 +65,34 @@ class Signals:
     """The signals that this process has received. There is one object for the process: `SIGNALS`."""
 
     def __init__(self) -> None:
-        self.first: str | None = None
-        """Name of the first signal, or None if no signal has arrived."""
-        self.raised: BaseException | None = None
-        """The exception that a signal has raised. It is raised only once, so later signals do not disturb the exit."""
         self.safe_points = 0
         """Number of safe points that the main thread has passed. If it does not change, the main thread may hang."""
-        self.passed: dict[int, int] = {}
-        """Number of safe points that each other thread has passed, by its identifier."""
-        self._seen: dict[int, int] = {}  # the same at the last `check_behind`
         self.is_waiting = False
         """Whether the main thread is in a `waiting` block."""
         self.waits_for = ""
         """What the main thread waits for on another thread, for messages (`waiting_for`). Empty: nothing."""
-        self.count = 0
-        """Number of signals so far."""
         self.trains = True
         """Whether this process trains a run, which the same command continues."""
-        self._handled = 0  # number of signals that the training loop has handled
-        self._last_s = 0.0
+        self._passed: dict[int, int] = {}  # safe points of each other thread, by its identifier
+        self._seen: dict[int, int] = {}  # the same at the last `check_behind`
         self._deferred = 0
-        self._is_listening = False
-        self._steps = "before"
         self._watch: int | None = None
         """The process that watches this one (see `_start_watch`)."""
-        self._watch_pipes = (-1, -1)  # for signals and for heartbeats
+        self._watch_pipe = -1
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin without a signal: what the signals of a run have set must not reach the next run of this process."""
+        self.first: str | None = None
+        """Name of the first signal, or None if no signal has arrived."""
+        self.raised: BaseException | None = None
+        """The exception that a signal has raised. It is raised only once, so later signals do not disturb the exit."""
+        self.count = 0
+        """Number of signals so far."""
+        self._handled = 0  # number of signals that the training loop has handled
+        self._last_s = 0.0
+        self._is_listening = False
+        self._steps = "before"
 
     def listen(self) -> None:
         """Record the signals until the process exits. An entry point calls this before it imports other modules.
@@ -128,9 +125,7 @@ class Signals:
                 signal.signal(number, handler)
             if not is_watched:
                 self.end_watch()
-            watch = self._watch, self._watch_pipes
-            self.__init__()
-            self._watch, self._watch_pipes = watch
+            self._forget()
 
     def reinstall(self) -> None:
         """Install the handlers again. Call it after a library has changed them at the C level."""
@@ -250,7 +245,7 @@ class Signals:
         """
         if threading.current_thread() is not threading.main_thread():
             thread = threading.get_ident()
-            self.passed[thread] = self.passed.get(thread, 0) + 1
+            self._passed[thread] = self._passed.get(thread, 0) + 1
             return
         self.safe_points += is_progress
         waits_for_step = self._steps == "inside" and self.count == 1
@@ -267,7 +262,7 @@ class Signals:
         """
         if threading.current_thread() is not threading.main_thread():
             return self.check()
-        passed = self.passed.get(thread, 0)
+        passed = self._passed.get(thread, 0)
         before, self._seen[thread] = self._seen.get(thread), passed
         self.check(is_progress=passed != before)
 
@@ -312,52 +307,34 @@ class Signals:
         elif self._is_listening:
             signal.setitimer(signal.ITIMER_REAL, time_limits.SIGNAL_GRACE_S, 1.0)
 
-    def send_heartbeat(self, limit_s: float | None, text: str = "", command: Sequence[str] = ()) -> None:
-        """Tell the watching process that this process can still run Python.
-
-        Args:
-            limit_s: seconds after which the watching process kills this process if no further heartbeat arrives. Time
-                in which the process is stopped, or has no processor, does not count. None: no heartbeats are expected.
-            text: final message for the log and stderr.
-            command: a command that the watching process runs before it kills this process.
-        """
-        import json
-
-        if self._watch is not None:
-            with contextlib.suppress(OSError):  # the pipe is full, or the watching process was killed
-                os.write(self._watch_pipes[1], json.dumps([limit_s, text, list(command)]).encode() + b"\n")
-
     def _start_watch(self) -> None:
         """Start the process that kills this one if it can no longer exit by itself (see `process.signal_watch`)."""
-        signals, heartbeats = (os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK) for _ in range(2))
-        self._watch_pipes = signals[1], heartbeats[1]
-        text = f"stopped by a third signal, which the process could not handle: {killed(os.getpid())}"
+        reading, self._watch_pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        os.set_blocking(reading, True)
+        text = (
+            f"stopped by a third signal, which the process could not handle: killed process {os.getpid()}; {CONTINUES}"
+        )
         script = os.path.join(os.path.dirname(__file__), "signal_watch.py")
         handled = ",".join(str(int(number)) for number in HANDLED)
         limits = [str(time_limits.SAME_REQUEST_S), str(time_limits.SIGNAL_GRACE_S)]
         try:
-            for reading in (signals[0], heartbeats[0]):
-                os.set_blocking(reading, True)
             self._watch = os.posix_spawn(
                 sys.executable,
                 [sys.executable, "-I", "-S", script, str(os.getpid()), handled, *limits, text],
                 os.environ,
                 file_actions=[
-                    (os.POSIX_SPAWN_DUP2, signals[0], 0),
-                    (os.POSIX_SPAWN_DUP2, heartbeats[0], 3),
+                    (os.POSIX_SPAWN_DUP2, reading, 0),
                     (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
                 ],
                 setsid=True,  # it must not receive the signals to the process group
                 setsigmask=HANDLED,  # nor die of those that a scheduler sends to each process of the job
             )
         except (OSError, ValueError):  # no process can be started, or Python does not know its own path
-            for pipe in self._watch_pipes:
-                os.close(pipe)
-            return
+            os.close(self._watch_pipe)
+        else:
+            signal.set_wakeup_fd(self._watch_pipe, warn_on_full_buffer=False)
         finally:
-            os.close(signals[0])
-            os.close(heartbeats[0])
-        signal.set_wakeup_fd(signals[1], warn_on_full_buffer=False)
+            os.close(reading)
 
     @property
     def watching_process(self) -> int | None:
@@ -369,8 +346,7 @@ class Signals:
         if self._watch is not None:  # otherwise this process has been forked since
             watch, self._watch = self._watch, None
             signal.set_wakeup_fd(-1)
-            for pipe in self._watch_pipes:
-                os.close(pipe)
+            os.close(self._watch_pipe)
             with contextlib.suppress(OSError):  # it was killed, and a library has reaped it
                 os.kill(watch, signal.SIGKILL)
                 os.waitpid(watch, 0)

@@ -106,10 +106,7 @@ def test_a_job_whose_driver_hangs_ends_and_continues_with_the_same_command(overr
     command = [f"trainer.run_dir={run}", *overrides, "trainer.hang_timeout_s=3"]
     run_until(log, *command, env={"TRAINER_FAILPOINT": f"logged,5,{reached}"}, status=75)
     assert "the driver has made no progress for" in log.read_text() and reached.exists()
-    (directory,) = (run / "stacks").iterdir()
-    stacks = {file.stem: file.read_text() for file in directory.iterdir()}
-    assert stacks.keys() == {"driver", "rank_0", "rank_1", "engine_0"}
-    assert "in failpoint" in stacks["driver"] and "thread MainThread" in stacks["rank_1"]
+    assert "in failpoint" in log.read_text()
     assert run_until(log, *command)
     assert outcome(run) == uninterrupted, log.read_text()
     first, second = read_incidents(str(run))

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.support.jobs import command_of, wait_until
+from tests.support.jobs import wait_until
 from tests.support.nodes import Nodes
 from trainer.cluster.node_health import Node, NodeHealth, _Record
 
@@ -56,8 +56,6 @@ def replace(engine):
 with RayCluster(cfg, "cpu") as cluster:
     group = cluster.launch_engines(Host, [()] * 2, {})
     print(*(placement["host"] for placement in group.placements()), flush=True)
-    input()
-    print("(idle)" in group.stacks()["engine 0"], flush=True)
     input()
     replace(0)
     alive = sum(node["Alive"] for node in ray.nodes())
@@ -224,12 +222,6 @@ def test_an_engine_of_a_failed_node_starts_on_another_node_before_ray_notices(mo
         by_address = {node.address: node for node in others}
         driver = Asked(head.command(sys.executable, "-c", ENGINES, head.ray_address))
         first, second = driver.reads().split()
-        hosts = [one for one in by_address[first].processes() if "ray::_Host" in command_of(one)]
-        for process in hosts:
-            process.suspend()
-        assert driver.says() == "True", "the other node returns the stack of its process"
-        for process in hosts:
-            process.resume()
         by_address[first].cut()
         (spare,) = set(by_address) - {first, second}
         assert driver.says() == f"{spare} {second} 4 True"

@@ -16,7 +16,6 @@ import pytest
 
 from tests.cpu.unit.cluster.hosted import FailsToLoad, Host, LoadsAfterEngine, OpensRanks, SlowToLoad
 from tests.support.jobs import wait_until
-from trainer.cluster import timeouts
 from trainer.cluster.process_cluster import ProcessCluster
 from trainer.cluster.ray_cluster import RayCluster
 from trainer.cluster.supervisor import is_running
@@ -264,26 +263,6 @@ def test_poll_returns_the_failure_of_one_worker_and_the_results_of_others(group)
     result, error = outcomes[1]
     assert result is None and error.cause == "killed" and failure_source_of(error).name == "rank 1"
     assert failure_source_of(error).role == "rank"
-
-
-def test_a_repeated_call_hangs_after_ten_times_its_longest_duration_but_a_save_does_not():
-    settings = timeouts.Timeouts(heartbeat_s=10.0, rpc_s=1000.0, hang_s=60.0)
-    group = WorkerGroup("rank", 0, lambda _: None, None, settings)
-    for kind, seconds in (
-        ("call quick", 1.0),
-        ("call slow", 20.0),
-        ("call slowest", 500.0),
-        ("background finish_save", 1.0),
-    ):
-        group.record_duration(kind, seconds)
-        group.record_duration(kind, seconds / 2)
-        assert group.hang_limit_s(kind) == 1000.0, "two calls are too few to know"
-        group.record_duration(kind, seconds / 2)
-    assert group.hang_limit_s("call quick") == 60.0
-    assert group.hang_limit_s("call slow") == 200.0
-    assert group.hang_limit_s("call slowest") == 1000.0
-    assert group.hang_limit_s("background finish_save") == 1000.0, "a save waits for the storage"
-    assert group.hang_limit_s("call new") == 1000.0
 
 
 def test_one_look_finds_all_calls_that_have_ended(shared_group):

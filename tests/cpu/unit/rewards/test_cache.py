@@ -42,8 +42,8 @@ def test_cached_rewards_are_private(tmp_path):
 
 
 def test_credentials_in_the_address_are_not_in_the_key_of_a_cached_reward():
-    assert key_of("http://judge/score?v=1&key=a", {}) == key_of("http://judge/score?v=1&key=b", {})
-    assert key_of("http://judge/score?v=1&key=a", {}) != key_of("http://judge/score?v=2&key=a", {})
+    assert key_of("http://a@judge/score?v=1", {}) == key_of("http://b@judge/score?v=1", {})
+    assert key_of("http://a@judge/score?v=1", {}) != key_of("http://a@judge/score?v=2", {})
 
 
 def test_a_torn_last_line_is_dropped_and_damaged_lines_are_skipped(tmp_path):
