@@ -269,7 +269,6 @@ class Trainer:
             self.recovery.wait()
             self.directory.rediscover()
             self.recovery.lost_s = self.directory.lost_seconds()
-            self.recovery.watch(self.directory.metrics())
             self._reset_state()
             self.timer.pop()
             for reset in resets:
@@ -457,7 +456,6 @@ class Trainer:
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         self.state.best = better(self.state.best, *self.cfg.compared_by, step, metrics)
-        metrics |= self.recovery.end_step(metrics, self.learner.ranks.speeds)
         self.tracker.log(step, metrics, self.transcripts.pop(step), self._lacks_validation)
         self.progress.update(step, metrics)
         if (divergence := self.checks.update(step, metrics)) is not None:

@@ -22,7 +22,6 @@ from trainer.checkpoint.checkpoint_files import files_at
 from trainer.checkpoint.manifest import FileEntry
 from trainer.config import Config, SFTConfig
 from trainer.episodes import Sample
-from trainer.errors import FailureSource
 from trainer.files.atomic_io import digest_bytes
 from trainer.journal.history import Identity
 from trainer.journal.journal import Journal
@@ -70,9 +69,6 @@ class ToyRanks:
 
     def ask(self, numbers: Collection[int] | None, value: Any, method: str, *args: Any) -> dict[int, Any]:
         return {0: getattr(value, method)(*args)}
-
-    def speeds(self) -> dict[FailureSource, float]:
-        return {FailureSource("rank 0", "10.0.0.1"): 4e9, FailureSource("rank 1", "10.0.0.2"): 1e9}
 
     def pop_stall_seconds(self) -> float:
         return 0.0

@@ -15,7 +15,6 @@ from concurrent.futures import Future
 from typing import Any
 
 from trainer.cluster.fork_server import BUILD, HOST, ForkServer
-from trainer.cluster.gpu_health import GpuHealthCheck
 from trainer.cluster.resources import FindGpus, check_gpus, gpus_per_engine
 from trainer.cluster.timeouts import timeouts_of
 from trainer.cluster.worker_groups import WorkerGroup
@@ -23,8 +22,8 @@ from trainer.cluster.worker_setup import failure_of
 from trainer.config import Config
 from trainer.errors import RESTART_HINT, WorkerError
 from trainer.files.shared_memory import PrivateDirectory
+from trainer.process.failures import GpuHealthCheck, gpu_lines
 from trainer.process.signals import SIGNALS
-from trainer.process.xid import gpu_lines
 
 _HOST_CHANNELS = ("heartbeat", "placements")
 """Channels that the host itself serves, with a method of the same name."""

@@ -22,7 +22,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trainer.cluster import placement
 from trainer.cluster.actors import launch_actors
-from trainer.cluster.gpu_health import GpuHealthCheck
 from trainer.cluster.node_health import Node, NodeHealth
 from trainer.cluster.ray_head import CPU_OBJECT_STORE_BYTES, RayHead
 from trainer.cluster.resources import (
@@ -39,11 +38,11 @@ from trainer.cluster.worker_groups import WorkerGroup
 from trainer.config import Config
 from trainer.errors import RESTART_HINT, UserError, WorkerError, describe_error, one_line
 from trainer.process import time_limits
-from trainer.process.failure_log import INCIDENTS, INFRASTRUCTURE, Incident
+from trainer.process.failure_log import INCIDENTS, Incident
+from trainer.process.failures import INFRASTRUCTURE, GpuHealthCheck, gpu_lines
 from trainer.process.signals import SIGNALS, Stopped
 from trainer.process.startup import stage
 from trainer.process.watchdog import ends_within
-from trainer.process.xid import gpu_lines
 
 LOG = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from trainer.generation.transport import wait_for_all
 from trainer.models.untrusted import check_one_reading
 from trainer.process import time_limits
 from trainer.process.failure_log import INCIDENTS, describe
-from trainer.process.restart_policy import Decision, Restarts
+from trainer.process.failures import Decision, Restarts
 from trainer.process.signals import CONTINUES, SIGNALS, NoServerStopped, Stopped
 
 LOG = logging.getLogger(__name__)

@@ -16,7 +16,6 @@ from trainer.cluster.resources import rank_environment
 from trainer.cluster.worker_groups import CallFutures, Cluster, WorkerGroup
 from trainer.config import Config
 from trainer.config.axes import axis_sizes
-from trainer.errors import FailureSource
 from trainer.metrics.throughput import peak_flops
 from trainer.models.files import resolve_model_path
 from trainer.models.verdicts import Verdict
@@ -296,15 +295,6 @@ class TrainWorkers:
                 return known * self.count
             self._peaks = self.policy.start("measure_peak")
         return sum(self._peaks.result())
-
-    def speeds(self) -> dict[FailureSource, float]:
-        """Return the FLOP/s of each rank, measured now: all compute at the same time, and none waits for another."""
-        speeds: dict[FailureSource, float] = {}
-        for group, _ in self._hosts():
-            values, placements = group.call("measure_speed"), group.placements()
-            origins = [FailureSource(f"{group.name} {i}", placement["host"]) for i, placement in enumerate(placements)]
-            speeds |= zip(origins, values, strict=True)
-        return speeds
 
     @functools.cached_property
     def num_parameters(self) -> tuple[int, int]:

@@ -345,17 +345,6 @@ RULES = (
         "the engines have waited for new weights for most of each step (time/wait_weights); try more "
         "trainer.num_workers, or fewer rollout.num_engines",
     ),
-    Rule(
-        "slow_rank",
-        "trainer.excluded_nodes",
-        ("perf/slowest_rank",),
-        1,
-        lambda s: s["perf/slowest_rank"] < 0.75,
-        "`perf/slowest_rank` is below 0.75",
-        "GPUs of one kind differ by less. All ranks wait for the slowest one.",
-        "one rank has computed more slowly than the others, which wait for it (perf/slowest_rank); log.txt names it "
-        "and its node. Replace the node, or leave it out (trainer.excluded_nodes)",
-    ),
 )
 """The thresholds with their reasons, in the order of the docs."""
 

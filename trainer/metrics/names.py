@@ -184,11 +184,6 @@ METRICS: dict[str, Metric] = {
     "perf/tokens_per_s": Metric("Prompt and completion tokens trained on, divided by `time/step`.", "tokens/s"),
     "perf/samples_per_s": Metric("Completions of the step, divided by `time/step`.", "completions/s"),
     "perf/sync_gb_per_s": Metric("Size of the weights or adapters that engines got, divided by `time/sync`.", "GB/s"),
-    "perf/slowest_rank": Metric(
-        "Speed of the slowest rank, divided by that of the fastest. Each computes by itself for half a second. "
-        "Measured after 20 steps, and when the ranks have become slower.",
-        "share",
-    ),
     "perf/prefix_reuse_frac": Metric(
         "Share of the prompt and completion tokens that the last update of the policy did not compute again, because "
         "completions of one prompt share them (`trainer.share_prefixes`).",

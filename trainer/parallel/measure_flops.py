@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 
 import torch
@@ -15,15 +14,6 @@ def measure_peak(dtype: torch.dtype, device: str, seconds: float = 0.2) -> float
     """
     size = 8192 if device == "cuda" else 1024
     return 2 * size**3 / min(_time_products(size, dtype, device, seconds))
-
-
-def measure_speed(dtype: torch.dtype, device: str, seconds: float = 0.5) -> float:
-    """Return the average FLOP/s of matrix products of `dtype`. Everything that slows this process down lowers it.
-
-    Needs 100 MB on a GPU.
-    """
-    size = 4096 if device == "cuda" else 512
-    return 2 * size**3 / statistics.fmean(_time_products(size, dtype, device, seconds))
 
 
 def _time_products(size: int, dtype: torch.dtype, device: str, seconds: float) -> list[float]:

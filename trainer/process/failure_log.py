@@ -1,11 +1,10 @@
-"""The failures of a run: one line of `incidents.jsonl` for each incident, and the classification of failures."""
+"""The failures of a run: one line of `incidents.jsonl` for each incident."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import re
 import socket
 import time
 from collections.abc import Callable
@@ -19,77 +18,14 @@ from trainer.errors import (
     WorkerError,
     describe_with_place,
     failure_source_of,
-    is_out_of_memory,
 )
 from trainer.files.appended import AppendedFile
 from trainer.files.documents import is_count, is_number, parse_object
 from trainer.files.redaction import redact_text
+from trainer.process.failures import INFRASTRUCTURE, JOB, classify
 from trainer.process.signals import Stopped
-from trainer.process.xid import gpu_error_in
 
 INCIDENTS_FILE = "incidents.jsonl"
-
-INFRASTRUCTURE = "infrastructure"
-"""The machines failed. The same step succeeds on another machine or later."""
-JOB = "job"
-"""The run itself may be at fault. The same step may fail again."""
-PREEMPTION = "pre-emption"
-"""A user or a scheduler requested the stop."""
-
-_CAUSES = {
-    "killed": (INFRASTRUCTURE, "killed process"),
-    "heartbeat_timeout": (INFRASTRUCTURE, "heartbeat timeout"),
-    "rpc_timeout": (INFRASTRUCTURE, "RPC timeout"),
-    "node": (INFRASTRUCTURE, "failed node"),
-    "cluster": (INFRASTRUCTURE, "Ray died"),
-    "memory": (JOB, "out of memory"),
-    "weights": (JOB, "weights not sent"),
-    "server": (INFRASTRUCTURE, "inference server"),
-    "server_absent": (INFRASTRUCTURE, "inference server"),
-    "gpu_memory_in_use": (INFRASTRUCTURE, "GPU memory in use"),
-}
-"""Failure class and description of each cause of a `WorkerError`."""
-
-_SIGNS: tuple[tuple[str, str, str], ...] = (
-    (r"timed? ?out", INFRASTRUCTURE, "collective timeout"),
-    (r"NCCL|gloo|Connection (closed|reset|refused)|recvBytes|Broken pipe|process group", INFRASTRUCTURE, "network"),
-    (r"No space left|Input/output error|Stale file handle|Read-only file system|Disk quota", INFRASTRUCTURE, "storage"),
-)
-"""Patterns in the messages of library exceptions, with failure class and description of the cause."""
-_COLLECTIVE = re.compile(r"NCCL|gloo|collective|process group|c10d|TCPStore|recvBytes|Connection", re.IGNORECASE)
-
-
-_OF_CODE = (
-    *(ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError, ValueError),
-    *(FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError),
-)
-"""What code raises that is wrong, or a path that is, whatever the text says. Machines that fail raise other errors."""
-
-
-def classify(error: BaseException) -> tuple[str, str]:
-    """Return the class of a failure (`INFRASTRUCTURE`, `JOB` or `PREEMPTION`) and a short description of its cause."""
-    if isinstance(error, (Stopped, KeyboardInterrupt)):
-        return PREEMPTION, "stop request"
-    if isinstance(error, NonFiniteError):
-        return JOB, "non-finite number"
-    if isinstance(error, DivergedError):
-        return JOB, "divergence"
-    if isinstance(error, UserError):
-        return JOB, "refused"
-    if isinstance(error, WorkerError) and error.cause != "gpu":
-        return _CAUSES.get(error.cause, (INFRASTRUCTURE, "process"))
-    if is_out_of_memory(error):
-        return _CAUSES["memory"]
-    if isinstance(error, _OF_CODE):
-        return JOB, "exception"
-    text = f"{type(error).__name__}: {error}"
-    if (gpu_error := gpu_error_in(text)) is not None:
-        return (INFRASTRUCTURE if gpu_error.is_of_machine else JOB), gpu_error.cause
-    for pattern, failure_class, cause in _SIGNS:
-        if re.search(pattern, text, re.IGNORECASE) and (cause != "collective timeout" or _COLLECTIVE.search(text)):
-            return failure_class, cause
-    from_system = isinstance(error, OSError) and error.errno is not None
-    return (INFRASTRUCTURE, "storage") if from_system else (JOB, "exception")
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,12 @@ from trainer.errors import UserError, format_size
 from trainer.files.uris import inside, is_same, is_url
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.process import time_limits
-from trainer.process.failure_log import INFRASTRUCTURE, JOB, Incident, read_incidents
+from trainer.process.failure_log import Incident, read_incidents
+from trainer.process.failures import INFRASTRUCTURE, JOB
 from trainer.process.log_setup import ToolParser, escape, run_tool, show
 from trainer.process.signals import CONTINUES
 from trainer.run.next_command import next_command
 from trainer.run.recorded_task import last_start, recorded_task
-from trainer.run.recovery_check import compare_since
 from trainer.run.run_metadata import HOLDS_A_RUN, LOG_NAME, STARTS_FILE
 
 _SHOWN = 10
@@ -88,8 +88,6 @@ def diagnose(run_dir: str, seconds: float = time_limits.DIAGNOSE_READ_S) -> list
     is_refused = good == 0 and any(": DAMAGED" in line for line in checkpoints)
     if not running and good != total:
         lines += ["restart    " + ("is refused: no checkpoint is valid" if is_refused else _restart(good, step, total))]
-    if incidents and (since := compare_since(rows, incidents[-1].step, task.watched)):
-        lines += [f"since      {since[0]}", *(f"           {line}" for line in since[1:])]
     suspects = bad_nodes(incidents)
     if suspects:
         lines += ["bad nodes  " + ", ".join(f"{node} ({reason})" for node, reason in suspects.items())]

@@ -25,7 +25,8 @@ from trainer.files.uris import is_url
 from trainer.metrics.best import instead_of, score_in
 from trainer.metrics.trace_file import Timeline
 from trainer.metrics.tracker import CUT_FILE, METRICS_FILE, check_lines, first_step, read_metrics
-from trainer.process.failure_log import INCIDENTS, INFRASTRUCTURE, Incident
+from trainer.process.failure_log import INCIDENTS, Incident
+from trainer.process.failures import INFRASTRUCTURE
 from trainer.process.log_setup import LOG_FILE
 from trainer.process.signals import Stopped
 from trainer.process.startup import stage

@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from trainer.config import TrainerConfig
 from trainer.errors import (
     DivergedError,
-    FailureSource,
     NonFiniteError,
     NonRetryableError,
     WorkerError,
@@ -19,10 +17,9 @@ from trainer.errors import (
 )
 from trainer.metrics.health import Divergence
 from trainer.process import time_limits
-from trainer.process.failure_log import INCIDENTS, INFRASTRUCTURE, classify, describe
-from trainer.process.restart_policy import Decision, Restarts
+from trainer.process.failure_log import INCIDENTS, describe
+from trainer.process.failures import INFRASTRUCTURE, Decision, Restarts, classify
 from trainer.process.signals import SIGNALS, Stopped
-from trainer.run.recovery_check import OWN_SPEED, RecoveryCheck, SlowdownCheck, name_slow_ranks, slowest_share
 from trainer.run.stopping import StopRequest
 
 LOG = logging.getLogger(__name__)
@@ -45,8 +42,6 @@ class Recovery:
         self._delay_s = 0.0
         self._step = 0
         self._step_began = time.monotonic()
-        self._recovery_check: RecoveryCheck | None = None
-        self._slowdown_check = SlowdownCheck()
         self.lost_s = 0.0
         """Seconds of the finished steps that are trained again."""
 
@@ -107,29 +102,6 @@ class Recovery:
     def complete(self) -> None:
         """Record the failure that is cured, if there is one: the ranks run, with the state of the last commit."""
         self._record_restart("restarted the ranks")
-
-    def watch(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Compare the speed of the next steps with that of `rows`, the lines of `metrics.jsonl` before the failure."""
-        self._recovery_check = RecoveryCheck(rows)
-
-    def end_step(
-        self, metrics: Mapping[str, float], speeds: Callable[[], Mapping[FailureSource, float]]
-    ) -> dict[str, float]:
-        """Warn if the run has stayed slow since the last recovery. Return what has been measured, as metrics.
-
-        Args:
-            speeds: measures the speed of each rank. Called seldom.
-        """
-        sentence = self._recovery_check.update(metrics) if self._recovery_check is not None else None
-        if not (self._slowdown_check.update(metrics) or sentence):
-            return {}
-        measured = speeds()
-        share = slowest_share(measured)
-        if sentence:
-            LOG.warning("%s; %s", sentence, name_slow_ranks(measured))
-        elif share is not None and share < OWN_SPEED:
-            LOG.info(name_slow_ranks(measured))
-        return {} if share is None else {"perf/slowest_rank": share}
 
     def diverged(self, divergence: Divergence, saved: Sequence[int]) -> DivergedError:
         """Return the exception that ends a run which has diverged. Its message names the checkpoint to go back to.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -26,7 +25,7 @@ from trainer.objectives.base import GROUP, Objective, make_objective
 from trainer.parallel.batching import Batch, RankUpdate, select
 from trainer.parallel.determinism import use_deterministic_kernels
 from trainer.parallel.layout import Layout
-from trainer.parallel.measure_flops import measure_peak, measure_speed
+from trainer.parallel.measure_flops import measure_peak
 from trainer.parallel.mesh import SideGroup, init_process_group, listen
 from trainer.parallel.profiling import TorchProfiler, memory_snapshots, record_allocations, snapshot_path
 from trainer.parallel.rng import seed_rng
@@ -343,14 +342,6 @@ class Rank:
         """Return the FLOP/s that this rank reaches in matrix products of the policy's forward dtype."""
         dtype = param_dtype(self.cfg.trainer.policy.fsdp.param_dtype, self.device)
         return measure_peak(dtype, self.device)
-
-    def measure_speed(self) -> float:
-        """Return the FLOP/s of this rank alone, now, on average; NaN: the GPU has no room. Not a collective."""
-        dtype = param_dtype(self.cfg.trainer.policy.fsdp.param_dtype, self.device)
-        try:
-            return measure_speed(dtype, self.device)
-        except torch.OutOfMemoryError:
-            return math.nan
 
     def device_name(self) -> str:
         """Return the name of this rank's GPU, or `cpu`. Not a collective."""

@@ -34,7 +34,8 @@ from trainer.errors import (
 from trainer.jobs import _is_finished
 from trainer.metrics.tracker import Tracker
 from trainer.parallel.rng import capture_rng, rng_as_text
-from trainer.process.failure_log import INFRASTRUCTURE, JOB, read_incidents
+from trainer.process.failure_log import read_incidents
+from trainer.process.failures import INFRASTRUCTURE, JOB
 from trainer.process.signals import NoServerStopped, Stopped
 from trainer.run.directory import RunDirectory
 from trainer.run.stopping import StopRequest
@@ -546,16 +547,6 @@ def test_a_number_that_is_not_finite_ends_the_run_and_keeps_what_was_saved(tmp_p
         ):
             trainer.fit()
     assert len(failures[3]) == (restarts == 0)
-
-
-def test_a_run_that_stays_slow_names_the_phase_the_rank_and_its_node(tmp_path, model, caplog):
-    cfg = toy_config(tmp_path)
-    with RunDirectory(cfg).open() as directory:
-        trainer = toy_trainer(cfg, directory, model)
-        trainer.recovery.watch([{"time/step": 1e-9, "time/rollout": 1e-9}] * 3)  # so quick that every step is slow
-        trainer.fit()
-    (warning,) = [line for line in caplog.messages if "since the recovery" in line]
-    assert "The slow phase is" in warning and warning.endswith("each measured by itself: rank 1 on 10.0.0.2 (25%)")
 
 
 @pytest.mark.parametrize("interval", [1, 2, 100])

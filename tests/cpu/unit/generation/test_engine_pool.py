@@ -21,7 +21,7 @@ from trainer.generation.lifecycle import State
 from trainer.generation.request_stream import StreamAborted
 from trainer.process import time_limits
 from trainer.process.failure_log import read_incidents
-from trainer.process.restart_policy import can_recover
+from trainer.process.failures import can_recover
 
 # --------------------------------------------------------------------------------------------------------
 # Requests

@@ -16,7 +16,7 @@ from trainer.generation.engine import Request
 from trainer.generation.engines import Engines
 from trainer.generation.lifecycle import GpuMemory
 from trainer.process.failure_log import read_incidents
-from trainer.process.restart_policy import can_recover
+from trainer.process.failures import can_recover
 from trainer.process.signals import SIGNALS
 
 

@@ -11,22 +11,17 @@ import numpy as np
 import pytest
 
 from tests.support.ranks import local_cluster
-from trainer.cluster.fork_server import HOST
 from trainer.config import Config
-from trainer.errors import FailureSource
 from trainer.learner.train_workers import TrainWorkers, _accepted
 from trainer.models.verdicts import Verdict
 from trainer.parallel.batching import RankUpdate
 
 
-def test_each_rank_measures_its_own_speed_and_the_ranks_describe_their_axes():
+def test_the_ranks_describe_their_axes():
     cfg = Config()
     cfg.trainer.context_parallel_size = 2
     with local_cluster(2, cfg, "cpu") as cluster:
         ranks = TrainWorkers(cluster.cfg, cluster)
-        speeds = ranks.speeds()
-        assert list(speeds) == [FailureSource("policy rank 0", HOST), FailureSource("policy rank 1", HOST)]
-        assert all(1e7 < speed < 1e14 for speed in speeds.values())
         axes = {"dp_replicate": 1, "dp_shard": 1, "cp": 2, "tp": 1}
         assert ranks.description == {"roles": ["policy"], "ranks": 2, "replicas": 1, "axes": axes}
 

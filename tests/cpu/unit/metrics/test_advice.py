@@ -16,7 +16,7 @@ from trainer.algorithms.registry import needs_different_completions
 from trainer.config import Config
 from trainer.config.fields import walk_keys
 from trainer.metrics.advice import COMPARE_NOTHING, RULES, Advice, Advisor, advise, with_reference
-from trainer.metrics.names import METRICS, is_metric
+from trainer.metrics.names import is_metric
 from trainer.metrics.tracker import read_metrics
 
 ROOT = Path(__file__).parents[4]
@@ -40,7 +40,6 @@ START = {
     "environment/failures": 0,
     "reward/failures": 0,
     "perf/samples_per_s": 8.0,
-    "perf/slowest_rank": 0.97,
     "time/step": 8.0,
     "time/rollout": 4.0,
     "time/wait_weights": 2.0,
@@ -65,7 +64,6 @@ SICK: dict[str, dict[str, float]] = {
     "failed_rewards": {"reward/failures": 10},
     "ranks_wait": {"time/rollout": 6.5},
     "engines_wait": {"time/wait_weights": 6.5},
-    "slow_rank": {"perf/slowest_rank": 0.6},
 }
 # What a step before it has beside the healthy values.
 BEFORE: dict[str, dict[str, float]] = {"stale_rollouts": STALE, "falling_accuracy": {"val/accuracy": 0.55}}
@@ -253,4 +251,3 @@ def test_the_docs_are_fresh():
     page = (ROOT / "docs" / "metrics.md").read_text()
     assert page == with_reference(page), "run `make docs`"
     assert all(f"\n| `{rule.name}` | {rule.condition} | " in page for rule in RULES)
-    assert "perf/slowest_rank" in METRICS

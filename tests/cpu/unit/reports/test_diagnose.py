@@ -82,12 +82,6 @@ def test_a_deadline_that_has_passed_is_left_out_of_the_next_command(run, capsys,
     assert ("trainer.deadline" in said(run, capsys)[-1]) == kept
 
 
-def test_after_an_incident_its_metrics_stand_beside_those_before(run, capsys):
-    lines = said(run, capsys)
-    index = lines.index("since      steps 3 to 4, beside the 2 before")
-    assert lines[index + 1] == "           time/step 1 on average, before 1 to 1"
-
-
 @pytest.mark.parametrize("address, drains", [("10.0.0.1:6379", True), ("processes", False), (None, False)])
 def test_nodes_with_several_incidents_are_named_and_drained_by_the_next_command(run, capsys, address, drains):
     lose(run, ("rank 1", "10.0.0.7"), ("engine 0", "10.0.0.8"), ("rank 0", "10.0.0.8"), ("critic rank 1", "10.0.0.7"))

@@ -17,7 +17,8 @@ from tests.support.metrics import make_tracker, step_metrics
 from trainer.config import Metric
 from trainer.errors import UserError
 from trainer.metrics.tracker import PARENT_FILE
-from trainer.process.failure_log import INCIDENTS, INFRASTRUCTURE, JOB, Incident
+from trainer.process.failure_log import INCIDENTS, Incident
+from trainer.process.failures import INFRASTRUCTURE, JOB
 from trainer.reports.report import _notes, _panels, main, write_report
 
 ROOT = Path(__file__).parents[4]

@@ -18,7 +18,8 @@ from tests.support.rewards import full, reward_pool, score
 from trainer.cluster.supervisor import end_all, is_running
 from trainer.config.reward import RemoteConfig
 from trainer.errors import UserError, WorkerError
-from trainer.process.failure_log import INCIDENTS, INFRASTRUCTURE, read_incidents
+from trainer.process.failure_log import INCIDENTS, read_incidents
+from trainer.process.failures import INFRASTRUCTURE
 
 CUSTOM = """
 import os, sys, time

@@ -122,15 +122,3 @@ def test_a_diverged_run_is_told_the_newest_checkpoint_before_the_divergence(star
     error = recovery.diverged(Divergence("policy/kl", 1.0, first_step=6, value=9.0), saved)
     with pytest.raises(NonRetryableError, match=advice):
         raise error
-
-
-def test_a_slow_rank_is_measured_and_named_once_the_usual_speed_is_known(start, caplog):
-    caplog.set_level("INFO")
-    recovery, _ = start()
-    row = {"perf/tokens_per_s": 100.0, "time/step": 2.0, "time/update": 1.0}
-    speeds = {FailureSource("rank 0", "10.0.0.1"): 4e12, FailureSource("rank 1", "10.0.0.2"): 1e12}
-    found = [recovery.end_step(row, lambda: speeds) for _ in range(60)]
-    assert found == [{}] * 19 + [{"perf/slowest_rank": 0.25}] + [{}] * 40
-    assert [line for line in caplog.messages if "slower than the fastest" in line] == [
-        "slower than the fastest rank, each measured by itself: rank 1 on 10.0.0.2 (25%)"
-    ]
