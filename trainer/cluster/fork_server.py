@@ -20,6 +20,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, NoReturn
@@ -35,8 +36,8 @@ from trainer.process.startup import importing
 from trainer.process.tracing import MAIN, answer_call
 
 HOST = "127.0.0.1"
-BUILD = 0
-"""Number of the answer that reports that the object of a worker could not be built."""
+BUILD = "build"
+"""The method of a worker's first call. Its argument is the pickle of `(factory, args)`."""
 
 
 class ForkServer:
@@ -52,7 +53,6 @@ class ForkServer:
 
     def __init__(self, preload: Sequence[str] = (), env: Mapping[str, str] | None = None):
         self._lock = threading.Lock()  # a thread may replace an engine while another one starts ranks
-        self._has_workers = False
         self._connection, remote = _pair()
         with remote:
             self._process = self._start(remote, preload, {**os.environ, **(env or {})})
@@ -70,32 +70,20 @@ class ForkServer:
             env=env,
         )
 
-    def start(self, name: str, env: dict[str, str]) -> Connection:
-        """Begin to fork a worker. Return the connection that the worker serves (see `_Host`).
+    def start(self, title: str, env: Mapping[str, str], placement: Mapping[str, Any]) -> Connection:
+        """Begin to fork a worker. Return the connection that it serves (see `_Host`). Its first message is its pid.
 
         Args:
-            name: unique name of the worker, for `end`.
+            title: what `ps -o comm` shows.
             env: environment variables to add to the environment of this process.
+            placement: the answer to the call `placements`.
         """
         connection, remote = _pair()
-        with remote, self._lock, contextlib.suppress(OSError):  # if the fork server has died, the connection closes
-            self._has_workers = True
-            self._connection.send(("start", name, {**os.environ, **env}, os.getcwd(), sys.path))
-            send_handle(self._connection, remote.fileno(), self._process.pid)
+        with remote, contextlib.suppress(OSError):  # if the fork server has died, the connection closes
+            with self._lock:
+                send_handle(self._connection, remote.fileno(), self._process.pid)
+            connection.send((title, {**os.environ, **env}, os.getcwd(), sys.path, placement))
         return connection
-
-    def end(self, name: str) -> None:
-        """Kill a worker and all processes that it has started, and wait until they have exited.
-
-        A fork server that does not answer is killed with all its workers.
-        """
-        with self._lock, contextlib.suppress(OSError, EOFError):  # the fork server and its workers have died
-            self._connection.send(("end", name))
-            if not self._connection.poll(time_limits.WORKER_EXIT_S):
-                processes = [*self._process.children(recursive=True), self._process]
-                end_all(processes)
-                psutil.wait_procs(processes, time_limits.PROCESS_EXIT_S)
-            self._connection.recv()
 
     @property
     def is_running(self) -> bool:
@@ -108,14 +96,17 @@ class ForkServer:
     def close(self) -> None:
         """Kill the fork server, all workers and all processes that they have started. Wait until they have exited."""
         self._connection.close()
-        if not self._has_workers:  # it may still import, and not read the connection
-            with contextlib.suppress(psutil.NoSuchProcess):
-                self._process.terminate()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._process.terminate()
         try:
             self._process.wait(time_limits.PROCESS_EXIT_S)
         except psutil.TimeoutExpired:
-            end_all([*self._process.children(recursive=True), self._process])
+            end_tree(self._process)
             self._process.wait()
+
+    def kill(self) -> None:
+        """Kill a fork server that does not respond, with all its workers."""
+        end_tree(self._process)
 
     def __enter__(self) -> ForkServer:
         return self
@@ -124,8 +115,16 @@ class ForkServer:
         self.close()
 
 
+def end_tree(process: psutil.Process) -> None:
+    """Kill a process and all processes that it has started, and wait until they have exited."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        processes = [*process.children(recursive=True), process]
+        end_all(processes)
+        psutil.wait_procs(processes, time_limits.PROCESS_EXIT_S)
+
+
 def run_fork_server(descriptor: int, preload: Sequence[str]) -> NoReturn:
-    """Fork workers until the driver closes its end of the connection or exits. Then kill all workers.
+    """Fork a worker for each socket that the driver sends, until the driver exits. Then kill all workers.
 
     Args:
         descriptor: file descriptor of the connection to the driver.
@@ -134,6 +133,7 @@ def run_fork_server(descriptor: int, preload: Sequence[str]) -> NoReturn:
     def end(*_: object) -> NoReturn:
         # Not SIG_IGN: Python writes an error if a signal arrives just before that.
         signal.signal(signal.SIGTERM, lambda *_: None)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         end_descendants()
         os._exit(0)
 
@@ -145,58 +145,41 @@ def run_fork_server(descriptor: int, preload: Sequence[str]) -> NoReturn:
         with importing():
             for module in preload:
                 importlib.import_module(module)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes workers that have exited
         gc.freeze()  # collections of the workers leave the shared memory of the modules alone
-        _serve_driver(Connection(descriptor))
+        driver, fork_server = Connection(descriptor), os.getpid()
+        with contextlib.suppress(EOFError, ConnectionError):
+            while True:
+                worker = recv_handle(driver)
+                if os.fork() == 0:
+                    driver.close()
+                    _run_worker(Connection(worker), fork_server)
+                os.close(worker)
     except BaseException:
         traceback.print_exc()
     finally:
         end()
 
 
-def _serve_driver(driver: Connection) -> None:
-    workers: dict[str, int] = {}
-    fork_server = os.getpid()
-    while True:
-        try:
-            match driver.recv():
-                case "start", name, environment, directory, path:
-                    descriptor = recv_handle(driver)
-                    workers[name] = os.fork()
-                    if workers[name] == 0:
-                        driver.close()
-                        sys.path[:] = path  # the fork server may be older than what the driver has added
-                        _run_worker(Connection(descriptor), fork_server, name, environment, directory)
-                    os.close(descriptor)
-                case "end", name:
-                    if name in workers:  # otherwise it has been killed before
-                        _end_worker(workers.pop(name))
-                    driver.send(None)
-        except (EOFError, ConnectionError):
-            return
-
-
-def _end_worker(pid: int) -> None:
-    worker = psutil.Process(pid)
-    processes = [*worker.children(recursive=True), worker]
-    end_all(processes)
-    psutil.wait_procs(processes)
-
-
-def _run_worker(
-    driver: Connection, fork_server: int, name: str, environment: dict[str, str], directory: str
-) -> NoReturn:
+def _run_worker(driver: Connection, fork_server: int) -> NoReturn:
     try:
-        with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
-            file.write(name)  # `top` and `ps -o comm` show its first 15 characters
         signal_on_death_of_parent(signal.SIGKILL)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in (signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
         if os.getppid() == fork_server:
+            driver.send(os.getpid())
+            title, environment, directory, path, placement = driver.recv()
+            with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
+                file.write(title)
             os.environ.clear()
             os.environ.update(environment)
             os.chdir(directory)
+            sys.path[:] = path  # the fork server may be older than what the driver has added
             if "torch" in sys.modules and "OMP_NUM_THREADS" in environment:  # torch reads it only on import
                 sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
-            _Host(driver).run()
+            prepare_process(HOST)
+            sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # there is no flush at the exit
+            _Host(driver, placement).run()
     except BaseException:
         traceback.print_exc()
     finally:
@@ -206,36 +189,24 @@ def _run_worker(
 class _Host:
     """Hosts one object. Each of the channels "call", "background" and "heartbeat" has its own thread.
 
-    A fourth thread reads the connection. The first message is the placement, the second one is `(factory, args)`. Each
-    later message is `(number, channel, payload)`, and its answer is `(number, has_failed, payload)`. A payload is the
-    pickle of `(method, args, kwargs)`, of a result, or of an exception and its traceback as text. The channel
-    "heartbeat" also runs while the object is built.
+    A fourth thread reads the connection. A message is `(number, channel, payload)`, its answer
+    `(number, has_failed, payload)`. A payload is a pickle of `(method, args, kwargs)`, of a result, or of an exception
+    with its traceback. The channel "heartbeat" also runs while the object is built.
     """
 
-    def __init__(self, driver: Connection):
+    def __init__(self, driver: Connection, placement: Mapping[str, Any]):
         self._driver = driver
-        self._is_built = False
+        self._placement = placement
+        self._object: Future[Any] = Future()
         self._send_lock = threading.Lock()
         channels = ("call", "background", "heartbeat")
         self._calls: dict[str, queue.SimpleQueue] = {name: queue.SimpleQueue() for name in channels}
 
     def run(self) -> NoReturn:
-        """Build the object, then serve calls. This process exits when the driver closes the connection."""
-        self._placement = self._driver.recv()
-        message = self._driver.recv_bytes()
+        """Serve calls. This process exits when the driver closes the connection."""
         threading.Thread(target=self._read, daemon=True).start()
-        threading.Thread(target=self._serve, args=("heartbeat",), daemon=True).start()
-        try:
-            with importing():
-                factory, args = pickle.loads(message)
-            prepare_process(HOST)
-            sys.stdout.reconfigure(line_buffering=True)  # this process exits without a flush
-            self._object = factory(*args)
-        except BaseException as error:
-            self._answer(BUILD, True, _packed(error))
-            os._exit(1)
-        self._is_built = True
-        threading.Thread(target=self._serve, args=("background",), daemon=True).start()
+        for channel in ("background", "heartbeat"):
+            threading.Thread(target=self._serve, args=(channel,), daemon=True).start()
         self._serve("call")
 
     def _read(self) -> NoReturn:
@@ -252,30 +223,36 @@ class _Host:
             number, payload = self._calls[channel].get()
             try:
                 method, args, kwargs = pickle.loads(payload)
-                if channel == "heartbeat":
+                if channel == "heartbeat" or method == BUILD:
                     result = getattr(self, method)(*args, **kwargs)
                 else:
-                    result = answer_call(getattr(self._object, method), row, args, kwargs, method)
+                    result = answer_call(getattr(self._object.result(), method), row, args, kwargs, method)
                 answer, has_failed = pickle.dumps(result), False
             except BaseException as error:
                 answer, has_failed = _packed(error), True
-            self._answer(number, has_failed, answer)
+            with self._send_lock:
+                self._driver.send((number, has_failed, answer))
 
-    def _answer(self, number: int, has_failed: bool, payload: bytes) -> None:
-        with self._send_lock:
-            self._driver.send((number, has_failed, payload))
+    def build(self, message: bytes) -> None:
+        """Build the object. If that fails, each call raises the error."""
+        try:
+            with importing():
+                factory, args = pickle.loads(message)
+            self._object.set_result(factory(*args))
+        except BaseException as error:
+            self._object.set_exception(error)
 
     def heartbeat(self) -> tuple[int, str, bool]:
         """Return the id of this process, the address of its node, and whether its object is built."""
-        return os.getpid(), HOST, self._is_built
+        return os.getpid(), HOST, self._object.done()
 
-    def placements(self) -> dict[str, Any]:
+    def placements(self) -> Mapping[str, Any]:
         """Return the address of the node, its name and the GPU ids of this process."""
         return self._placement
 
 
 def _packed(error: BaseException) -> bytes:
-    trace = traceback.format_exc()
+    trace = "".join(traceback.format_exception(error))
     try:
         packed = pickle.dumps((error, trace))
         pickle.loads(packed)  # fails for some exceptions whose constructor takes other arguments

@@ -12,9 +12,12 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from multiprocessing.connection import Connection
 from typing import Any
 
-from trainer.cluster.fork_server import BUILD, HOST, ForkServer
+import psutil
+
+from trainer.cluster.fork_server import BUILD, HOST, ForkServer, end_tree
 from trainer.cluster.resources import FindGpus, check_gpus, gpus_per_engine
 from trainer.cluster.timeouts import timeouts_of
 from trainer.cluster.worker_groups import WorkerGroup
@@ -22,6 +25,7 @@ from trainer.cluster.worker_setup import failure_of
 from trainer.config import Config
 from trainer.errors import RESTART_HINT, WorkerError
 from trainer.files.shared_memory import PrivateDirectory
+from trainer.process import time_limits
 from trainer.process.failures import GpuHealthCheck, gpu_lines
 from trainer.process.signals import SIGNALS
 
@@ -155,7 +159,8 @@ class ProcessCluster:
             ids = gpus(worker)
             visible = {"CUDA_VISIBLE_DEVICES": ",".join(ids)} if self.device == "cuda" else {}
             placement = {"host": HOST, "node": "this", "gpus": ids}
-            return _Process(server, f"{name} {worker}", {**env, **visible}, factory, args[worker], placement)
+            connection = server.start(f"{name} {worker}", {**env, **visible}, placement)
+            return _Process(server, connection, factory, args[worker])
 
         group = WorkerGroup(name, len(args), launch, _Processes(), self._timeouts)
         self._groups.append((group, group_gpus))
@@ -178,39 +183,30 @@ class _Stored:
 
 
 class _Process:
-    """The driver's connection to a worker (see `trainer.cluster.fork_server._Host`)."""
+    """The driver's end of a worker (see `fork_server._Host`). The result of a call is a future, never an exception.
 
-    def __init__(
-        self,
-        fork_server: ForkServer,
-        title: str,
-        env: dict[str, str],
-        factory: Any,
-        args: tuple,
-        placement: dict[str, Any],
-    ):
-        self._fork_server = fork_server
-        self._name = f"{title} {secrets.token_hex(4)}"  # after a restart, another worker has the same title
-        self._connection = fork_server.start(self._name, env)
-        message = pickle.dumps((factory, args))
-        with contextlib.suppress(OSError):  # the fork server has died: `_read` reports it
-            self._connection.send(placement)
-            self._connection.send_bytes(message)
+    It is `(has_failed, payload)`, or None if the worker has exited.
+    """
+
+    def __init__(self, server: ForkServer, connection: Connection, factory: Any, args: tuple):
+        self._server = server
+        self._connection = connection
+        self._pid: Future[int | None] = Future()
+        self._lock = threading.Lock()
         self._send_lock = threading.Lock()
-        self._state_lock = threading.Lock()
         self._calls: dict[int, Future] = {}
-        self._numbers = itertools.count(BUILD + 1)
-        self._final_outcome: tuple[str, bytes] | None = None
-        """The outcome of all calls after the worker has exited."""
+        self._numbers = itertools.count()
+        self._has_exited = False
         threading.Thread(target=self._read, daemon=True).start()
+        self.begin("call", BUILD, (pickle.dumps((factory, args)),), {})
 
     def begin(self, channel: str, method: str, args: tuple, kwargs: dict[str, Any]) -> Future:
-        """Begin a call. The result of the future is `(outcome, payload)`, never an exception."""
+        """Begin a call."""
         payload = pickle.dumps((method, args, kwargs), pickle.HIGHEST_PROTOCOL)
         call: Future = Future()
-        with self._state_lock:
-            if self._final_outcome is not None:
-                call.set_result(self._final_outcome)
+        with self._lock:
+            if self._has_exited:
+                call.set_result(None)
                 return call
             number = next(self._numbers)
             self._calls[number] = call
@@ -219,26 +215,28 @@ class _Process:
         return call
 
     def kill(self) -> None:
-        """Kill the process and all processes that it has started."""
-        self._fork_server.end(self._name)
+        """Kill the process and all processes that it has started. Kill a fork server that has not started it."""
+        try:
+            pid = self._pid.result(time_limits.WORKER_EXIT_S)
+        except TimeoutError:
+            self._server.kill()
+        else:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                end_tree(psutil.Process(pid))
 
     def _read(self) -> None:
-        final_outcome = ("died", b"")
         with contextlib.suppress(EOFError, OSError):
+            self._pid.set_result(self._connection.recv())
             while True:
                 number, has_failed, payload = self._connection.recv()
-                if number == BUILD:
-                    final_outcome = ("failed", payload)
-                else:
-                    with self._state_lock:
-                        call = self._calls.pop(number)
-                    call.set_result(("failed" if has_failed else "done", payload))
-        with self._state_lock:
-            self._final_outcome = final_outcome
+                with self._lock:
+                    call = self._calls.pop(number)
+                call.set_result((has_failed, payload))
+        with self._lock:
+            self._has_exited = True
             calls = list(self._calls.values())
-            self._calls.clear()
         for call in calls:
-            call.set_result(final_outcome)
+            call.set_result(None)
         with self._send_lock:
             self._connection.close()
 
@@ -256,15 +254,15 @@ class _Processes:
         return list(done)
 
     def get(self, ticket: Future, name: str) -> Any:
-        outcome, payload = ticket.result()
-        if outcome == "done":
-            return pickle.loads(payload)
-        if outcome == "failed":
-            cause, trace = pickle.loads(payload)
+        if ticket.result() is None:
+            text = f"{name} died: its process was killed or crashed, perhaps because memory ran out"
+            raise WorkerError(text, RESTART_HINT, "killed")
+        has_failed, payload = ticket.result()
+        value = pickle.loads(payload)
+        if has_failed:
+            cause, trace = value
             raise failure_of(cause, name, trace)
-        raise WorkerError(
-            f"{name} died: its process was killed or crashed, perhaps because memory ran out", RESTART_HINT, "killed"
-        )
+        return value
 
     def has_started(self, process: _Process) -> bool:
         return True

@@ -37,8 +37,6 @@ PROCESS_EXIT_S = 20.0
 """Longest wait for killed processes, and for a process that kills its own before it exits."""
 WORKER_EXIT_S = 120.0
 """Longest wait until the fork server has killed a worker with its processes."""
-WORKER_STACKS_S = 3.0
-"""Longest wait for workers to return their stacks by themselves."""
 RESTART_FIRST_DELAY_S = 2.0
 """Wait before the second restart in a row. Each further restart doubles it."""
 RESTART_LONGEST_DELAY_S = 300.0
@@ -60,8 +58,6 @@ KERNEL_LOGS_S = 20.0
 """Longest wait for the kernel logs of the nodes."""
 KERNEL_LOG_AGE_S = 3600.0
 """Age of the oldest message of a kernel log that may explain a failure: a hang is detected long after it."""
-KERNEL_CLOCK_ERROR_S = 5.0
-"""Largest difference of the clocks of a kernel log and of this process."""
 
 # Saves and storage
 SAVE_END_S = 60.0

@@ -1,15 +1,17 @@
-"""Worker groups as plain processes: their start, and that they leave no processes behind."""
+"""Worker groups as plain processes: how workers start and answer, and that they leave no processes behind."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import signal
+import subprocess
+import sys
 
 import psutil
 import pytest
 
-from tests.cpu.unit.cluster.hosted import Host
+from tests.cpu.unit.cluster.hosted import FailsToLoad, Host
 from tests.support.jobs import left_running, wait_until
 from trainer.cluster.fork_server import ForkServer
 from trainer.cluster.process_cluster import ProcessCluster
@@ -29,35 +31,59 @@ def fork_server_process():
         yield server
 
 
+@pytest.fixture
+def cluster(fork_server_process):
+    with ProcessCluster(settings(num_workers=2), "cpu", fork_server_process) as cluster:
+        yield cluster
+
+
 def ended(*pids: int) -> bool:
     return not any(psutil.pid_exists(pid) and is_running(psutil.Process(pid)) for pid in pids)
 
 
-def test_an_error_that_cannot_be_unpickled_keeps_its_text(fork_server_process):
-    with ProcessCluster(settings(), "cpu", fork_server_process) as cluster:
-        with pytest.raises(RuntimeError, match=r"^OddError: 1 and 2\n"):
-            cluster.launch_ranks("rank", Host, {}).call("raise_odd_error")
+def test_a_worker_has_the_environment_directory_and_import_path_of_its_start(cluster, monkeypatch, tmp_path):
+    """The fork server has started earlier."""
+    monkeypatch.setenv("WORD", "of now")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    group = cluster.launch_ranks("rank", Host, {"OTHER": "own"}, 1)
+    assert group.call("environment", "WORD") == ["of now"] and group.call("environment", "OTHER") == ["own"]
+    (pid,) = group.call("pid")
+    assert os.readlink(f"/proc/{pid}/cwd") == str(tmp_path) and group.call("import_path") == [sys.path]
+    assert psutil.Process(pid).name()[:6] == "rank 0"
 
 
-def test_an_exit_of_a_worker_is_reported(fork_server_process):
-    with ProcessCluster(settings(), "cpu", fork_server_process) as cluster:
-        with pytest.raises(WorkerError, match="(?s)^rank 0 failed: .*SystemExit: 3"):
-            cluster.launch_ranks("rank", Host, {}).call("exit")
+def test_failures_of_workers_are_raised_in_the_driver(cluster):
+    group = cluster.launch_ranks("rank", Host, {}, 1)
+    with pytest.raises(RuntimeError, match=r"^OddError: 1 and 2\n"):
+        group.call("raise_odd_error")
+    with pytest.raises(WorkerError, match="(?s)^rank 0 failed: .*SystemExit: 3"):
+        group.call("exit")
+    failing = cluster.launch_ranks("rank", FailsToLoad, {}, 1)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="^cannot load\n.*ValueError: cannot load"):
+            failing.call("pid")
+    with pytest.raises(WorkerError, match="^rank 0 died: its process was killed or crashed"):
+        group.call("is_killed")
 
 
-def test_process_names_of_workers(fork_server_process):
-    with ProcessCluster(settings(num_workers=2), "cpu", fork_server_process) as cluster:
-        pids = cluster.launch_ranks("rank", Host, {}).call("pid")
-        assert [psutil.Process(pid).name()[:6] for pid in pids] == ["rank 0", "rank 1"]
+def test_heartbeats_are_answered_during_a_call(cluster):
+    group = cluster.launch_ranks("rank", Host, {}, 1)
+    (pid,) = group.call("pid")
+    waiting = group.start("wait_for_open")
+    backend, process = group.backend, group.workers[0].process
+    ticket = backend.begin(process, "heartbeat", "", (), {})
+    assert backend.get(ticket, "rank 0") == (pid, "127.0.0.1", True)
+    group.start_background("open").result()
+    assert waiting.result() == [True]
 
 
-def test_release_kills_workers_and_all_processes_that_they_started(fork_server_process):
-    with ProcessCluster(settings(num_workers=2), "cpu", fork_server_process) as cluster:
-        group, other = (cluster.launch_ranks("rank", Host, {}) for _ in range(2))
-        pids = [*group.call("pid"), *group.call("child")]
-        cluster.release(group)
-        assert ended(*pids)
-        assert other.call("rank") == [0, 1]
+def test_release_kills_workers_and_all_processes_that_they_started(cluster):
+    group, other = (cluster.launch_ranks("rank", Host, {}) for _ in range(2))
+    pids = [*group.call("pid"), *group.call("child")]
+    cluster.release(group)
+    assert ended(*pids)
+    assert other.call("rank") == [0, 1]
 
 
 def test_closing_a_cluster_leaves_no_process_and_no_file(marker):
@@ -74,23 +100,30 @@ def test_the_death_of_the_fork_server_ends_the_job_with_a_message():
     with ProcessCluster(settings(), "cpu") as cluster:
         group = cluster.launch_ranks("rank", Host, {})
         pid = group.call("pid")[0]
+        assert os.getpgid(pid) != os.getpgid(0), "Ctrl-C goes to the process group of the driver"
+        os.kill(pid, signal.SIGINT)
+        assert group.call("rank") == [0]
         psutil.Process(psutil.Process(pid).ppid()).kill()
         wait_until(lambda: ended(pid))
         with pytest.raises(WorkerError, match="^the fork server of the job died, and the job with it"):
             group.call("rank")
 
 
-def test_signals_to_the_driver_do_not_reach_workers():
-    """Ctrl-C goes to the process group of the driver."""
+def test_a_stopped_fork_server_is_killed_with_its_workers(monkeypatch):
+    monkeypatch.setattr(time_limits, "WORKER_EXIT_S", 0.5)
     with ProcessCluster(settings(), "cpu") as cluster:
         group = cluster.launch_ranks("rank", Host, {})
         pid = group.call("pid")[0]
-        assert os.getpgid(pid) != os.getpgid(0)
-        os.kill(pid, signal.SIGINT)
-        assert group.call("rank") == [0]
+        psutil.Process(psutil.Process(pid).ppid()).suspend()
+        group.end(0)
+        wait_until(lambda: ended(pid))
+        group.replace(0)
+        group.end(0)
+        with pytest.raises(WorkerError, match="^the fork server of the job died, and the job with it"):
+            group.call("rank")
 
 
-def test_ranks_and_engines_have_separate_gpus(fork_server_process, monkeypatch):
+def test_gpus_of_ranks_and_engines(fork_server_process, monkeypatch):
     """Only the environment decides which GPUs a process sees, so this needs no GPU."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     cfg = settings(num_workers=2)
@@ -101,32 +134,45 @@ def test_ranks_and_engines_have_separate_gpus(fork_server_process, monkeypatch):
         assert ranks.call("environment", "CUDA_VISIBLE_DEVICES") == ["4", "5"]
         assert engines.call("environment", "CUDA_VISIBLE_DEVICES") == ["6,7"]
         cluster.release(ranks)
-        assert cluster.launch_ranks("rank", Host, {}).placements()[1]["gpus"] == ["5"]
-
-
-def test_engines_can_share_the_gpus_of_ranks(fork_server_process, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    cfg = settings(num_workers=2)
-    cfg = dataclasses.replace(cfg, rollout=dataclasses.replace(cfg.rollout, num_engines=2, colocate=True))
-    with ProcessCluster(cfg, "cuda", fork_server_process) as cluster:
         placements = cluster.launch_ranks("rank", Host, {}).placements()
-        engines = cluster.launch_engines(Host, [()] * 2, {}, lambda engine: placements[1 - engine :][:1])
-        assert engines.call("environment", "CUDA_VISIBLE_DEVICES") == ["5", "4"]
-
-
-def test_too_few_gpus_are_refused(monkeypatch, fork_server_process):
+        assert placements[1]["gpus"] == ["5"]
+        shared = cluster.launch_engines(Host, [()] * 2, {}, lambda engine: placements[1 - engine :][:1])
+        assert shared.call("environment", "CUDA_VISIBLE_DEVICES") == ["5", "4"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    with pytest.raises(UserError, match="trainer.num_workers=2: .* need 3 GPUs, and there are 1"):
-        ProcessCluster(settings(num_workers=2), "cuda", fork_server_process).__enter__()
+    with pytest.raises(UserError, match="trainer.num_workers=2: .* need 4 GPUs, and there are 1"):
+        ProcessCluster(cfg, "cuda", fork_server_process).__enter__()
 
 
-def test_a_stopped_fork_server_does_not_block_the_driver(monkeypatch):
-    monkeypatch.setattr(time_limits, "WORKER_EXIT_S", 0.5)
-    with ProcessCluster(settings(), "cpu") as cluster:
+ENDLESS = "tests.cpu.unit.cluster.endless"
+
+
+def test_closing_ends_imports_that_last(tmp_path, monkeypatch):
+    monkeypatch.setattr(time_limits, "PROCESS_EXIT_S", 3600)
+    with ForkServer([ENDLESS], {"IMPORTING": f"{tmp_path}/begun"}) as server:
+        wait_until((tmp_path / "begun").exists)
+    assert not server.is_running
+
+
+DRIVER = """
+import os, signal, sys
+from tests.cpu.unit.cluster.hosted import Host
+from tests.support.inheriting_fork_server import InheritingForkServer
+from trainer.cluster.fork_server import ForkServer
+from trainer.cluster.process_cluster import ProcessCluster
+from trainer.config import Config
+with globals()[sys.argv[1]]() as server:
+    with ProcessCluster(Config(), "cpu", server) as cluster:
         group = cluster.launch_ranks("rank", Host, {})
-        pid = group.call("pid")[0]
-        psutil.Process(psutil.Process(pid).ppid()).suspend()
-        group.end(0)
-        with pytest.raises(WorkerError, match="^the fork server of the job died, and the job with it"):
-            group.call("rank")
-        wait_until(lambda: ended(pid))
+        print(os.getpgid(group.call("pid")[0]) == os.getpgid(0), group.call("child")[0], flush=True)
+        group.call("waits")
+"""
+
+
+@pytest.mark.parametrize("kind", ["ForkServer", "InheritingForkServer"])
+def test_the_death_of_the_driver_leaves_no_process(kind, marker):
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, kind], stdout=subprocess.PIPE, text=True)
+    shares_process_group, child = driver.stdout.readline().split()
+    assert shares_process_group == str(kind == "InheritingForkServer")
+    driver.kill()
+    driver.wait()
+    wait_until(lambda: left_running(marker) == [] and ended(int(child)))
