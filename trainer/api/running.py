@@ -24,9 +24,8 @@ from trainer.api.functions import describe_function
 from trainer.api.results import RunResult, describe_result
 from trainer.config.tasks import TaskSpec
 from trainer.errors import UserError
-from trainer.process.signals import EXIT_STATUS, HANDLED, killed
+from trainer.process.signals import EXIT_STATUS, HANDLED
 from trainer.run.next_command import PYTHON_RUN
-from trainer.run.run_metadata import LOG_NAME
 
 Function = Callable[..., Any] | str
 _KEYS = {
@@ -101,11 +100,10 @@ def train(
     return _conclude(*_run(overrides, {"pickles": pickles}))
 
 
-def _conclude(reports: Sequence[Mapping[str, Any]], status: int, pid: int) -> RunResult:
+def _conclude(reports: Sequence[Mapping[str, Any]], status: int) -> RunResult:
     """Return the result of a run whose process has ended with `status`, or raise what `train` raises.
 
     Args:
-        pid: the process.
         reports: what the process has reported: its paths first, the reason of its end last.
     """
     paths = reports[0] if reports and "run_dir" in reports[0] else None
@@ -118,17 +116,8 @@ def _conclude(reports: Sequence[Mapping[str, Any]], status: int, pid: int) -> Ru
     if status == 2 and text:
         raise UserError(text)
     if status < 0:
-        if paths and (words := _last_words(paths["run_dir"])).endswith(killed(pid)):
-            raise RunStopped(words, describe_result(paths, "stopped"))
         text = f"its process was killed by {signal.Signals(-status).name}, perhaps because memory ran out"
     raise RunFailed(text or f"its process ended with status {status}")
-
-
-def _last_words(run_dir: str) -> str:
-    """Return the last line of the run's log, without its time."""
-    with contextlib.suppress(OSError), open(os.path.join(run_dir, LOG_NAME), errors="replace") as file:
-        return file.read().rstrip("\n").rpartition("\n")[2].split(" ", 2)[-1]
-    return ""
 
 
 def _checked(overrides: Sequence[str]) -> list[str]:
@@ -159,8 +148,8 @@ def _with_functions(overrides: list[str], functions: dict[str, Any]) -> tuple[li
     return overrides, pickles
 
 
-def _run(overrides: list[str], message: dict[str, Any]) -> tuple[list[dict[str, Any]], int, int]:
-    """Run the child to its end; returns its reports, its exit status and its process id."""
+def _run(overrides: list[str], message: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
+    """Run the child to its end; returns its reports and its exit status."""
     reading, writing = os.pipe()
     # A notebook, or a test, has put something else in place of the terminal.
     replaced = sys.stdout is not sys.__stdout__
@@ -186,7 +175,7 @@ def _run(overrides: list[str], message: dict[str, Any]) -> tuple[list[dict[str, 
             sys.stdout.write(line.decode("utf-8", "replace"))
             sys.stdout.flush()
         status = process.wait()
-        return [json.loads(line) for line in reports if line.endswith(b"\n")], status, process.pid
+        return [json.loads(line) for line in reports if line.endswith(b"\n")], status
 
 
 @contextlib.contextmanager

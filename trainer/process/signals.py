@@ -39,11 +39,6 @@ _MOMENTS = {
 }
 
 
-def killed(pid: int) -> str:
-    """Return the end of the final message of a process that its watching process has killed."""
-    return f"killed process {pid}; {CONTINUES}"
-
-
 class Stopped(BaseException):
     """The run stopped early because a signal or a deadline asked for it.
 
@@ -316,7 +311,9 @@ class Signals:
         """Start the process that kills this one if it can no longer exit by itself (see `process.signal_watch`)."""
         reading, self._watch_pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         os.set_blocking(reading, True)
-        text = f"stopped by a third signal, which the process could not handle: {killed(os.getpid())}"
+        text = (
+            f"stopped by a third signal, which the process could not handle: killed process {os.getpid()}; {CONTINUES}"
+        )
         script = os.path.join(os.path.dirname(__file__), "signal_watch.py")
         handled = ",".join(str(int(number)) for number in HANDLED)
         limits = [str(time_limits.SAME_REQUEST_S), str(time_limits.SIGNAL_GRACE_S)]

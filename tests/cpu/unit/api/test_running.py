@@ -15,7 +15,7 @@ import trainer
 from tests.support.jobs import environment
 from trainer import RunFailed, RunStopped, UserError, train
 from trainer.api.running import _conclude, _with_functions
-from trainer.process.signals import HANDLED, killed
+from trainer.process.signals import HANDLED
 from trainer.rewards.functions import gsm8k
 from trainer.tasks import Metric, Task, TaskSpec
 
@@ -38,20 +38,7 @@ PATHS = {"run_dir": "run", "ckpt_path": "run/checkpoints", "export_path": "run/e
 )
 def test_the_end_of_the_process_says_how_the_run_ended(reports, status, kind, text):
     with pytest.raises(kind, match=text):
-        _conclude(reports, status, pid=1234)
-
-
-def test_a_run_that_was_killed_by_its_watch_was_stopped(tmp_path):
-    """It has logged the reason. The reason of an earlier process does not count."""
-    paths = {name: str(tmp_path / path) for name, path in PATHS.items()} | {"best_metric": "", "best_mode": "max"}
-    (tmp_path / "run").mkdir()
-    words = "stopped by a third signal, which the process could not handle: " + killed(1234)
-    (tmp_path / "run/log.txt").write_text(f"2026-11-23 01:02:03 step 3\n2026-11-23 01:02:04 {words}\n")
-    with pytest.raises(RunStopped) as stopped:
-        _conclude([paths], -9, pid=1234)
-    assert str(stopped.value) == words and stopped.value.result.status == "stopped"
-    with pytest.raises(RunFailed, match="killed by SIGKILL, perhaps because memory ran out"):
-        _conclude([paths], -9, pid=1235)
+        _conclude(reports, status)
 
 
 @pytest.mark.parametrize(

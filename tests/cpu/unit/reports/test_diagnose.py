@@ -16,7 +16,7 @@ from tests.support.runs import OpenRun, configured
 from trainer.checkpoint.lock import NAME as LOCK_NAME
 from trainer.errors import FailureSource, UserError, WorkerError, set_failure_source
 from trainer.process.failure_log import INCIDENTS, describe
-from trainer.process.signals import killed
+from trainer.process.signals import CONTINUES
 from trainer.reports.diagnose import main
 from trainer.run.run_metadata import record_start
 
@@ -163,8 +163,8 @@ def test_a_run_whose_driver_was_killed_and_a_run_that_runs(run, capsys):
         and "was killed, perhaps because memory ran out" in lines[1]
     )
     with open(run / "log.txt", "a") as file:
-        file.write(f"2026-11-23 01:02:03 stopped by a third signal: {killed(sleeper.pid)}\n")
-    assert said(run, capsys)[1] == f"ended      stopped by a third signal: {killed(sleeper.pid)}"
+        file.write(f"2026-11-23 01:02:03 stopped by a third signal; {CONTINUES}\n")
+    assert said(run, capsys)[1] == f"ended      stopped by a third signal; {CONTINUES}"
     with OpenRun(configured(run, total_steps=9, resume_mode="latest")):
         pass
     last = said(run, capsys)[4]
