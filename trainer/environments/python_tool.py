@@ -7,31 +7,27 @@ from typing import Any
 
 from trainer.environments.tools import ToolFailure
 from trainer.errors import UserError
-from trainer.sandbox.code_runner import MAX_CODE, CodeLimits, CodeResult, shared_runner
-from trainer.sandbox.isolation import NAMESPACES
+from trainer.sandbox.programs import MAX_CODE, CodeLimits, CodeResult, shared_sandbox
 
 
 class PythonTool:
-    """Gives an environment the tool `python`. Each call runs a program in a fresh process.
+    """Gives an environment the tool `python`. Each call runs a program in a sandbox of its own.
 
     Args:
-        isolation: `namespaces` or `landlock` (docs/environments.md#python). One that this machine does not have is
-            refused.
         modules: packages beside the standard library that programs may import, such as `numpy`.
-        limits: fields of `trainer.sandbox.code_runner.CodeLimits`.
+        limits: fields of `trainer.sandbox.programs.CodeLimits`.
 
     Raises:
         UserError: an argument is none of these, or programs cannot be closed in on this machine.
     """
 
-    def __init__(self, isolation: str = NAMESPACES, modules: Sequence[str] = (), **limits: Any):
+    def __init__(self, modules: Sequence[str] = (), **limits: Any):
         try:
             self._limits = CodeLimits(**limits)
         except TypeError as error:
             names = ", ".join(CodeLimits.__dataclass_fields__)
-            raise UserError(f"the tool python takes isolation, modules, {names} ({error})") from error
-        self._runner = shared_runner(self._limits, isolation, tuple(modules))
-        self._runner.start()
+            raise UserError(f"the tool python takes modules, {names} ({error})") from error
+        self._sandbox = shared_sandbox(self._limits, tuple(modules))
 
     async def python(self, code: str) -> str:
         """Run a Python program, and return what it prints. Nothing stays for the next one.
@@ -40,13 +36,9 @@ class PythonTool:
             code: The program. If it ends with an expression, its value is printed.
         """
         try:
-            return self._answer(await self._runner.run(code))
+            return self._answer(await self._sandbox.run(code))
         except (RuntimeError, UserError, OSError) as error:
             raise ToolFailure(f"the tool python failed: {error}") from error
-
-    def close(self) -> None:
-        """End the server that runs programs. The next call starts it again."""
-        self._runner.close()
 
     def _answer(self, result: CodeResult) -> str:
         limits = self._limits

@@ -52,7 +52,7 @@ class Questions(ToolEnvironment):
         instructions: str | None = None,
         steps_reward: float = 0.0,
     ):
-        self._python = PythonTool(**(python or {})) if "python" in tools else None
+        self._python = python or {}
         self.tools = tuple(map(self._find, tools))
         if reward not in REWARDS and ":" not in reward:
             raise UserError(f"reward={reward}: choose {', '.join(REWARDS)}, or an import path")
@@ -64,8 +64,8 @@ class Questions(ToolEnvironment):
         self._results: list[str] = []
 
     def _find(self, name: str) -> Callable[..., Any]:
-        if name == "python" and self._python is not None:
-            return self._python.python
+        if name == "python":
+            return PythonTool(**self._python).python
         if name == "calculator":
             return calculator
         if ":" in name:
@@ -75,9 +75,7 @@ class Questions(ToolEnvironment):
     @classmethod
     def check_options(cls, **options: Any) -> None:
         """Check the options, and that programs can be closed in on this machine."""
-        environment = cls(**options)
-        if environment._python is not None:
-            environment._python.close()
+        cls(**options)
 
     def prompt(self, row: Mapping[str, Any]) -> str | Sequence[Message]:
         return row[self._keys[0]]

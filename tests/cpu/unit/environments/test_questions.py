@@ -11,7 +11,6 @@ import pytest
 from tests.support.gsm8k import REASON, find_gsm8k
 from trainer.data.row_files import read_rows
 from trainer.environments.base import check_options
-from trainer.environments.python_tool import PythonTool
 from trainer.environments.questions import Questions, worked_chat
 from trainer.errors import UserError
 
@@ -80,23 +79,13 @@ def test_columns_tools_and_the_reward_can_be_chosen():
     [
         ({"tools": ["abacus"]}, "tools=abacus: choose calculator, python, or an import path"),
         ({"reward": "luck"}, "reward=luck: choose gsm8k"),
-        ({"tools": ["python"], "python": {"cpu": 1}}, "the tool python takes isolation"),
-        ({"tools": ["python"], "python": {"isolation": "hope"}}, "isolation=hope: choose namespaces or landlock"),
+        ({"tools": ["python"], "python": {"cpu": 1}}, "the tool python takes modules"),
         ({"tools": ["python"], "python": {"modules": ["no_such"]}}, "No module named 'no_such'"),
     ],
 )
 def test_wrong_options_are_refused_before_the_first_episode(options, problem):
     with pytest.raises(UserError, match=problem):
         check_options("trainer.environments.questions:Questions", options)
-
-
-def test_the_check_leaves_no_process():
-    check_options("trainer.environments.questions:Questions", {"tools": ["python"]})
-    assert Questions(["calculator"])._python is None and PythonTool()._runner._server is not None
-    before = PythonTool()._runner._server
-    check_options("trainer.environments.questions:Questions", {"tools": ["python"]})
-    assert before.poll() is not None and PythonTool()._runner._server is not before
-    PythonTool().close()
 
 
 SOLUTION = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nThat is 48+24 = $<<48+24=72>>72.00 altogether.\n#### 72"
