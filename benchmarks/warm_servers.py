@@ -2,11 +2,10 @@
 
 Trains the built-in model, or one with random weights (`--model 17M`), with engines of its own (cold), and with an
 inference server that stays up (warm). Each job is killed with all its processes after its third step, and started again
-with the same command, by turns, N times each (`--kills`). The engines are vLLM's, or those of transformers
-(`--engine`). The seconds are those from the kill to the first step that the new job finishes, and, of that, those until
-the new job begins that step. Both jobs are otherwise the same: plain processes, or Ray with `--ray`. A killed job
-trains the step that was lost from its journal while its engines load; `-- rollout.journal=false` shows what a server
-saves where that step must be generated.
+with the same command, by turns, N times each (`--kills`). The seconds are those from the kill to the first step that
+the new job finishes, and, of that, those until the new job begins that step. Both jobs are otherwise the same: plain
+processes, or Ray with `--ray`. A killed job trains the step that was lost from its journal while its engines load; `--
+rollout.journal=false` shows what a server saves where that step must be generated.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ _LONGEST_S = 900.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=2)
-    parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm")
     parser.add_argument(
         "--model", choices=tuple(SHAPES), help="a model with random weights (default: the built-in one)"
     )
@@ -58,9 +56,9 @@ def main() -> None:
     jobs = [*common, "trainer.resume_mode=latest", *processes, *options.extra]
     seconds: dict[str, list[tuple[float, float]]] = {"cold": [], "warm": []}
     try:
-        with serving(options.engine, common, directory) as url:
+        with serving(common, directory) as url:
             for _ in range(options.kills):
-                for name, words in ways(options.engine, url).items():
+                for name, words in ways(url).items():
                     run_dir = os.path.join(directory, name)
                     row = kill_and_restart([*jobs, *words, f"trainer.run_dir={run_dir}"], run_dir)
                     seconds[name].append(row)
@@ -74,18 +72,18 @@ def main() -> None:
     print(f"warm / cold                                  {ratio:.2f}  (aim: at most 0.50)")
 
 
-def ways(engine: str, url: str) -> dict[str, list[str]]:
+def ways(url: str) -> dict[str, list[str]]:
     """Return the overrides of a job with engines of its own, and of one that asks the server at `url`."""
-    return {"cold": [f"rollout.engine={engine}"], "warm": ["rollout.engine=server", f"rollout.urls=[{url}]"]}
+    return {"cold": ["rollout.engine=vllm"], "warm": ["rollout.engine=server", f"rollout.urls=[{url}]"]}
 
 
 @contextlib.contextmanager
-def serving(engine: str, words: list[str], directory: str):
+def serving(words: list[str], directory: str):
     """Start a server, wait until it serves, and yield its address."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    command = [sys.executable, "-m", "trainer.inference", *words, f"inference.engine={engine}"]
+    command = [sys.executable, "-m", "trainer.inference", *words]
     with open(os.path.join(directory, "server.txt"), "w") as log:
         server = subprocess.Popen([*command, f"inference.port={port}"], stdout=log, stderr=log, start_new_session=True)
     url = f"http://127.0.0.1:{port}"

@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # Trainer and inference apart: a server stays up while two jobs train reverse-text, 10 steps each. The second job finds
 # the server warm. On CPU the result is that of one job of 20 steps, to the last bit.
-# Overrides go to the server and to both jobs, those of inference.* to the server alone: inference.engine=transformers
-# serves without vLLM.
+# Overrides go to the server and to both jobs, those of inference.* to the server alone.
 set -euo pipefail
 case "$*" in
   *experiment=*smoke*) out="outputs/smoke/inference_server-$(date +%Y%m%d-%H%M%S)" ;;

@@ -350,7 +350,7 @@ def _on(*storages: str) -> Callable[[Kind], bool]:
 
 
 def _served(kind: Kind) -> bool:
-    return bool(kind.server)
+    return kind.is_served
 
 
 def _on_nodes(kind: Kind) -> bool:

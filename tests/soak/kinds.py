@@ -37,11 +37,6 @@ _ROLLOUTS = (
 _REWARD = ("reward.name=tests.support.hashed_reward:hashed", "reward.timeout_s=20")
 _SERVED = (
     "rollout.engine=server",
-    "rollout.server_timeout_s=120",  # a server that was killed needs half a minute
-    "trainer.hang_timeout_s=150",
-)
-_SERVED_BY_VLLM = (
-    "rollout.engine=server",
     "rollout.server_timeout_s=240",  # vLLM needs a minute to start, more on a busy machine
     "trainer.hang_timeout_s=300",
     "rollout.max_num_seqs=32",
@@ -70,8 +65,8 @@ class Kind:
     """Its numbers are those of an uninterrupted job. False: only the prompts of each step are."""
     in_order: bool = True
     """Which prompts a step trains on does not depend on how long they take. False: each is trained once an epoch."""
-    server: str = ""
-    """The engine of the inference server that generates, and that stays up between the jobs. Empty: there is none."""
+    is_served: bool = False
+    """An inference server generates, and stays up between the jobs."""
     on_nodes: bool = False
     """Its Ray is a cluster of several nodes, of which some are lost."""
     weight: float = 1.0
@@ -172,18 +167,15 @@ KINDS = {
             in_order=False,
             weight=0.3,
         ),
-        _rollouts("server", *_SERVED, server="transformers"),
-        _rollouts(
-            "server_ahead", *_SERVED, "rollout.ahead=1", "trainer.num_workers=2", server="transformers", weight=0.5
-        ),
-        _rollouts("vllm_server", *_SERVED_BY_VLLM, "trainer.num_workers=2", server="vllm", weight=0.3),
+        _rollouts("server", *_SERVED, is_served=True, weight=0.5),
+        _rollouts("server_ahead", *_SERVED, "rollout.ahead=1", "trainer.num_workers=2", is_served=True, weight=0.3),
         _rollouts(
             "server_in_flight",
-            *_SERVED_BY_VLLM,
+            *_SERVED,
             "rollout.in_flight_updates=true",
             "rollout.max_staleness=2",
             "rollout.max_response_tokens=256",  # so that new weights come in the middle of completions
-            server="vllm",
+            is_served=True,
             is_exact=False,
             weight=0.3,
         ),

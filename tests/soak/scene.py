@@ -27,15 +27,10 @@ from trainer.models.tiny import build_tiny
 
 DISK_BYTES = 96 << 20
 _BUCKET = "soak"
-_SERVERS = {
-    "transformers": ("inference.engine=transformers", "rollout.max_response_tokens=8"),
-    "vllm": (
-        *("inference.engine=vllm", "rollout.max_response_tokens=256", "rollout.max_num_seqs=32"),
-        *("rollout.kv_cache_mb=32", "inference.start_timeout_s=150"),
-    ),
-}
-"""The settings of the inference server with each engine."""
-_SERVER = ("inference.lease_s=5", "inference.hang_timeout_s=10")
+_SERVER = (
+    *("inference.lease_s=5", "inference.hang_timeout_s=10", "rollout.kv_cache_mb=32"),
+    *("rollout.max_response_tokens=256", "rollout.max_num_seqs=32"),
+)
 
 
 class Scene:
@@ -51,7 +46,7 @@ class Scene:
         self.disk = directory / "disk"
         self.model = directory / "model"
         self.store = Faults()
-        self._servers: dict[str, tuple[Server, Wire]] = {}
+        self._server: tuple[Server, Wire] | None = None
 
     def __enter__(self) -> Scene:
         self._stack = contextlib.ExitStack()
@@ -76,13 +71,13 @@ class Scene:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def server(self, engine: str) -> tuple[Server, Wire]:
-        """Return the inference server with this engine, and the wire to it. It starts at the first call."""
-        if engine not in self._servers:
-            log, words = self.directory / f"server-{engine}.log", (*_SERVER, *_SERVERS[engine])
-            server = self._stack.enter_context(Server(log, f"model.path={self.model}", *words)).wait()
-            self._servers[engine] = server, self._stack.enter_context(Wire(server.port))
-        return self._servers[engine]
+    def server(self) -> tuple[Server, Wire]:
+        """Return the inference server, and the wire to it. It starts at the first call."""
+        if self._server is None:
+            log = self.directory / "server.log"
+            server = self._stack.enter_context(Server(log, f"model.path={self.model}", *_SERVER)).wait()
+            self._server = server, self._stack.enter_context(Wire(server.port))
+        return self._server
 
     def empty_store(self) -> None:
         """Let the object store work again; delete everything in that of S3, and make the bucket again."""
@@ -149,7 +144,7 @@ class Workspace(contextlib.ExitStack):
 
     def __enter__(self) -> Workspace:
         self.directory.mkdir()
-        if self.kind.server:
+        if self.kind.is_served:
             _ = self.server  # it starts before the job is timed
         if self.kind.on_nodes:
             self.cluster = self.enter_context(Cluster())
@@ -158,14 +153,14 @@ class Workspace(contextlib.ExitStack):
     @property
     def server(self) -> tuple[Server, Wire]:
         """The inference server of the job, and the wire to it."""
-        return self.scene.server(self.kind.server)
+        return self.scene.server()
 
     @property
     def overrides(self) -> list[str]:
         """The settings of the job that depend on its workspace."""
         given = [f"model.path={self.scene.model}", f"trainer.run_dir={self.run}", f"trainer.ckpt_path={self.root}"]
         given += [f"trainer.ckpt_cache_dir={self.local}"] if self.local else []
-        given += [f"rollout.urls=[{self.server[1].url}]"] if self.kind.server else []
+        given += [f"rollout.urls=[{self.server[1].url}]"] if self.kind.is_served else []
         return [*given, f"trainer.ray_address={self.cluster.head.ray_address}"] if self.cluster else given
 
     def driver(self, job: int) -> int | None:

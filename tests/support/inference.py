@@ -104,16 +104,15 @@ class Server:
 
 
 def job(run: str = "a", start: int = 1, owner: str = "", engine: int = 0) -> Job:
-    """A start of a run. Each test has runs of its own: a server remembers the newest start of each."""
+    """A start of a run. Each test has runs of its own: a server remembers who has left."""
     identity = f"{run} in {os.environ.get('PYTEST_CURRENT_TEST')}"
-    starts = tuple(f"{identity} {number}" for number in range(1, start + 1))
-    return Job(starts, identity, f"run {run} {start}", engine, owner or os.urandom(8).hex())
+    return Job(identity, start, identity, f"run {run} {start}", engine, owner or os.urandom(8).hex())
 
 
 def copied(one: Job, directory: str = "elsewhere") -> Job:
     """The first start of a copy of a run's directory."""
     return dataclasses.replace(
-        one, starts=(*one.starts, "copy"), directory=directory, name=f"copy of {one.name}", owner="copy"
+        one, start=one.start + 1, directory=directory, name=f"copy of {one.name}", owner=f"copy {os.urandom(8).hex()}"
     )
 
 

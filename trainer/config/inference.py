@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from trainer.config.fields import LONGEST_TIME, Section, choice, number, setting
+from trainer.config.fields import LONGEST_TIME, Section, number, setting
 from trainer.errors import UserError
 
 TOKEN = "TRAINER_INFERENCE_TOKEN"
@@ -28,8 +28,6 @@ def read_token() -> str | None:
 
 @dataclass
 class InferenceConfig(Section):
-    engine: str = choice("vllm", ("vllm", "transformers"), resume="harmless")
-    """Engine of the server: `vllm`, or `transformers` on machines without vLLM."""
     host: str = setting("127.0.0.1", resume="harmless")
     """Address on which the server listens. Beyond the loopback interface it needs a token."""
     port: int = number(8000, at_least=1, at_most=65535, resume="harmless")
@@ -37,8 +35,6 @@ class InferenceConfig(Section):
     lease_s: float = number(60.0, at_least=1, at_most=LONGEST_TIME, resume="harmless")
     """Seconds without a sign of life after which another job may use the server. The same run may at any time, once it
     has been started again."""
-    start_timeout_s: float = number(1800.0, at_least=1, at_most=LONGEST_TIME, resume="harmless")
-    """Seconds within which the engine must have loaded the model. Then it is ended and started again."""
     hang_timeout_s: float = number(120.0, at_least=1, at_most=LONGEST_TIME, resume="harmless")
-    """Seconds without progress after which the engine is ended and started again. A load of weights may also take ten
-    times as long as the longest one before, and the first one `inference.start_timeout_s`."""
+    """Seconds without progress after which the engine is ended and started again. The load of a model, or of new
+    weights, may take half an hour."""

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -73,8 +74,8 @@ class ServerEngine:
         self._error: Exception | None = None
         self._shared: SharedDirectory | None = None
         tokens = rollout.max_prompt_tokens + rollout.max_response_tokens
-        needs = {"tokens": tokens, "in_flight": rollout.in_flight_updates, "repeats": repeats}
-        self._claim = {"job": self._job.as_message(), "needs": needs}
+        needs = {"tokens": tokens, "repeats": repeats}
+        self._claim = {"job": asdict(self._job), "needs": needs}
         self._lease = self._wait_for_lease(rollout.server_timeout_s)
         self._headers = {protocol.OWNER: self._job.owner, protocol.START: self._lease["start"]}
         self._ended = threading.Event()
@@ -414,7 +415,7 @@ def silent_servers(urls: Sequence[str], limit_s: float) -> list[int]:
 def servers_join_exactly(urls: Sequence[str], limit_s: float) -> bool:
     """Return whether all servers give a request the same bits whichever others run with it, as far as they answer.
 
-    One that does not answer within `limit_s` seconds, or is of an older build, counts as one that does not.
+    One that does not answer within `limit_s` seconds counts as one that does not.
     """
     answers = _ask_all(urls, "GET", protocol.STATUS, limit_s).values()
     return len(answers) == len(urls) and all(map(_joins_exactly, answers))

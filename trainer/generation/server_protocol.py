@@ -5,13 +5,15 @@ A stream of completions has one JSON list of completions a line. An empty line s
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import contextlib
 import hashlib
 import json
 import os
 import secrets
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -42,9 +44,10 @@ _STARTS_FILE = "starts.jsonl"
 class Job:
     """Who uses a server."""
 
-    starts: tuple[str, ...]
-    """Digests of the starts of the run up to this one. Each covers the starts before it, so copies of a run that are
-    started have digests of their own."""
+    run: str
+    """Digest of the first start of the run: that of all its starts, and of those of its copies."""
+    start: int
+    """Number of this start. A later one takes the server from an earlier one."""
     directory: str
     """Digest of the path and the inode of the run directory. A copy has another one."""
     name: str
@@ -56,27 +59,9 @@ class Job:
     architecture: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """Of the model (see `config_check.describe_architecture`)."""
 
-    @property
-    def run(self) -> str:
-        """Identity of the run. All its starts, and those of its copies, have the same."""
-        return self.starts[0]
-
-    @property
-    def start(self) -> str:
-        """Identity of this start."""
-        return self.starts[-1]
-
     def of_process(self, engine: int) -> Job:
         """Return the same for a new process that speaks to a server. Its secret begins with that of the job."""
         return replace(self, engine=engine, owner=f"{self.owner}.{secrets.token_hex(16)}")
-
-    def continues(self, other: Job) -> bool:
-        """Return whether `other` is this start or an earlier one in the same directory, whose lock this start took."""
-        return other.start in self.starts and (other.start == self.start or other.directory == self.directory)
-
-    def as_message(self) -> dict[str, Any]:
-        """Return what a claim says of the job. Servers of an older build read the directory by the name `place`."""
-        return {**asdict(self), "place": self.directory}
 
     @staticmethod
     def of_run(run_dir: str, architecture: Mapping[str, Any]) -> Job:
@@ -86,16 +71,15 @@ class Job:
                 lines = file.readlines()
         except OSError:
             lines = []
-        digests, digest = [], ""
-        for line in lines or [os.path.abspath(run_dir).encode()]:  # a line names time, host and process
-            digests.append(digest := hashlib.sha256(digest.encode() + line).hexdigest()[:16])
+        first = lines[0] if lines else os.path.abspath(run_dir).encode()  # a line names time, host and process
+        run = hashlib.sha256(first).hexdigest()[:16]
         name = f"run {os.path.basename(os.path.abspath(run_dir))} (process {os.getpid()} on {socket.gethostname()})"
         owner = secrets.token_hex(16)
-        return Job(tuple(digests), _digest_of(run_dir), name, owner=owner, architecture=architecture)
+        return Job(run, len(lines), _digest_of(run_dir), name, owner=owner, architecture=architecture)
 
 
 def owners_of(owner: str) -> tuple[str, str]:
-    """Return the secret of a process and that of its job. They are equal for a job itself, and in older builds."""
+    """Return the secret of a process and that of its job. They are equal for a job itself."""
     return owner, owner.partition(".")[0]
 
 
@@ -197,3 +181,24 @@ def _packed(values: np.ndarray | Iterable[Any], dtype: str) -> str:
 
 def _unpacked(text: str, dtype: str) -> np.ndarray:
     return np.frombuffer(base64.b64decode(text), dtype).copy()
+
+
+async def with_signs_of_life(lines: AsyncIterator[bytes], every_s: float = ALIVE_S) -> AsyncIterator[bytes]:
+    """Yield the lines of an answer that takes long, and an empty line whenever none has come for `every_s`."""
+    waiting: asyncio.Future[bytes] | None = None
+    try:
+        while True:
+            waiting = asyncio.ensure_future(anext(lines))
+            while not (await asyncio.wait([waiting], timeout=every_s))[0]:
+                yield b"\n"
+            try:
+                line, waiting = waiting.result(), None
+            except StopAsyncIteration:
+                return
+            yield line
+    finally:
+        if waiting is not None:
+            waiting.cancel()
+            with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration, Exception):
+                await waiting
+        await lines.aclose()  # type: ignore[attr-defined]

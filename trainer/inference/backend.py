@@ -31,10 +31,7 @@ from trainer.sandbox.reaper import is_tracker
 
 LOG = logging.getLogger(__name__)
 
-SERVERS = {
-    "vllm": "trainer.inference.vllm_server:serve",
-    "transformers": "trainer.inference.transformers_server:serve",
-}
+_SERVE = "trainer.inference.vllm_server:serve"
 _PREFIX = "trainer-inference-"
 _FAILED_STARTS = 5
 """Starts in a row without an engine that served, after which the server ends."""
@@ -51,8 +48,9 @@ class Backend:
     Args:
         cfg: `inference.*`.
         settings: what the engine is built from: `model_path`, `name`, `rollout`, `device`, `seed`, `trust_remote_code`,
-            `deterministic` (`trainer.deterministic`); `snapshot`, the file for the GPU's memory if it runs out; and
-            `idle_check_s`, seconds between two looks at the processes of an idle engine.
+            `chat_template`, `chat_template_kwargs`, `deterministic` (`trainer.deterministic`); `snapshot`, the file for
+            the GPU's memory if it runs out; and `idle_check_s`, seconds between two looks at the processes of an idle
+            engine.
         on_start: called when the engine has lost its weights, as a new one starts.
     """
 
@@ -69,7 +67,6 @@ class Backend:
         self._ever_served = False
         self._failed: str | None = None
         self._load_began: float | None = None
-        self._longest_load_s: float | None = None
         self._segments: set[str] = set()  # shared memory of the processes, which a killed one leaves behind
         self.session: aiohttp.ClientSession
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans come here if the reaper is killed
@@ -98,18 +95,6 @@ class Backend:
         finally:
             self._load_began = None
 
-    def note_load(self) -> None:
-        """Note, at the end of the block of `loading`, how long the load has taken."""
-        assert self._load_began is not None
-        self._longest_load_s = max(self._longest_load_s or 0.0, time.monotonic() - self._load_began)
-
-    @property
-    def _load_limit_s(self) -> float:
-        """Seconds after which a load of weights hangs."""
-        if self._longest_load_s is None:
-            return self._cfg.start_timeout_s
-        return min(self._cfg.start_timeout_s, max(self._cfg.hang_timeout_s, 10 * self._longest_load_s))
-
     async def run(self, ready: Callable[[], None]) -> None:
         """Keep the engine running, until the task is cancelled.
 
@@ -130,7 +115,7 @@ class Backend:
                     await self._end()
                     failures = 0 if has_served else failures + 1
                     if failures and (failures == _FAILED_STARTS or not self._ever_served):
-                        raise WorkerError(f"inference.engine={self._cfg.engine} does not start: {reason}", "see above")
+                        raise WorkerError(f"the engine of the inference server does not start: {reason}", "see above")
                     LOG.warning("%s; it is started again", reason)
                     await asyncio.sleep(min(time_limits.RESTART_LONGEST_DELAY_S, failures * 2.0**failures))
             finally:
@@ -149,7 +134,7 @@ class Backend:
         null = os.open(os.devnull, os.O_RDWR)
         code = (
             f"import json, sys; sys.path[:] = {sys.path!r}; from trainer.sandbox.reaper import main; "
-            f"main({os.getpid()}, {null}, {SERVERS[self._cfg.engine]!r}, json.load(open(sys.argv[1])))"
+            f"main({os.getpid()}, {null}, {_SERVE!r}, json.load(open(sys.argv[1])))"
         )
         self._process = subprocess.Popen(
             [sys.executable, "-c", code, arguments],
@@ -163,7 +148,7 @@ class Backend:
     async def _watch(self, ready: Callable[[], None]) -> tuple[bool, str]:
         """Watch one process until it has failed. Return whether it has served, and what happened."""
         assert self._process is not None
-        deadline, has_served, seen, moved_at = time.monotonic() + self._cfg.start_timeout_s, False, None, 0.0
+        deadline, has_served, seen, moved_at = time.monotonic() + time_limits.SERVER_START_S, False, None, 0.0
         while True:
             self._segments |= _mapped_segments(self._process.pid)
             if self._failed is not None:
@@ -176,7 +161,7 @@ class Backend:
             alive = await self._alive(limit_s)
             now = time.monotonic()
             is_loading = was_loading or self._load_began is not None
-            is_overdue = self._load_began is not None and now - self._load_began > self._load_limit_s
+            is_overdue = self._load_began is not None and now - self._load_began > time_limits.SERVER_START_S
             if is_loading:
                 moved_at = now
             if alive is not None:
@@ -191,7 +176,7 @@ class Backend:
                 doing = "while it loads weights" if is_overdue else f"for {self._cfg.hang_timeout_s:g} s"
                 return True, f"the engine makes no progress {doing}"
             if not has_served and now > deadline:
-                return False, f"the model is not loaded after {self._cfg.start_timeout_s:g} s"
+                return False, f"the model is not loaded after {time_limits.SERVER_START_S:g} s"
             await asyncio.sleep(time_limits.SERVER_POLL_S if has_served else time_limits.POLL_INTERVAL_S)
 
     async def _alive(self, limit_s: float, path: str = "/trainer/alive") -> dict[str, Any] | None:

@@ -20,20 +20,17 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from trainer.config.engines import ENGINES
 from trainer.errors import UserError
 from trainer.files.shared_memory import SharedDirectory, check_owner, choose_directory
 from trainer.generation import server_protocol as protocol
 from trainer.generation.config_check import find_difference
-from trainer.generation.server_protocol import Job, error_body
+from trainer.generation.server_protocol import Job, error_body, with_signs_of_life
 from trainer.inference.backend import Backend
-from trainer.inference.leases import InUseError, Leases, RefusedError
-from trainer.inference.streams import with_signs_of_life
+from trainer.inference.lease import InUseError, Lease, RefusedError
 
 _OPEN = re.compile(r"/(v1/(models|completions|chat/completions|responses)|health|metrics|tokenize|detokenize)")
 """Paths of the engine that people may use. All others, such as those that change the engine, are the front's alone."""
 _FILE = re.compile(r"[\w-][\w.-]*\.safetensors")
-_LISTEN_S = 1.0
 _HOP_HEADERS = {"connection", "content-length", "transfer-encoding", "host", "keep-alive", "authorization"}
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -44,7 +41,7 @@ class Gateway:
 
     Args:
         token: which every request must carry; None: none, and only this machine can ask.
-        description: what the server tells jobs about itself: `max_tokens`, the longest sequence; `model`; `engine`;
+        description: what the server tells jobs about itself: `max_tokens`, the longest sequence; `model`;
             `repeats`, whether its completions repeat to the last bit; `joins_exactly`, whether they are the same
             whichever other requests run with them.
         architecture: of the model (see `config_check.describe_architecture`).
@@ -55,13 +52,12 @@ class Gateway:
         self._token = token
         self._description = description
         self._architecture = architecture
-        self._leases = Leases(lease_s, time.monotonic)
+        self._lease_of_job = Lease(lease_s, time.monotonic)
         self._weights_of: str | None = None  # the owner whose weights the engine has
         self._calls: set[asyncio.Task[Any]] = set()  # of the job
         self._uploads: SharedDirectory | None = None
         self._loading = asyncio.Lock()
         self._loads: set[asyncio.Task[Any]] = set()
-        self._listened_at = time.monotonic()
 
     def application(self) -> web.Application:
         """Return the HTTP application."""
@@ -74,7 +70,7 @@ class Gateway:
         app.router.add_post(protocol.WEIGHTS, self._weights)
         app.router.add_put(f"{protocol.UPLOAD}/{{name}}", self._upload)
         app.router.add_route("*", "/{path:.*}", self._forward)
-        app.cleanup_ctx.append(self._run)
+        app.on_cleanup.append(self._clean_up)
         return app
 
     def forget_weights(self) -> None:
@@ -82,23 +78,8 @@ class Gateway:
         self._weights_of = None
         self._drop_uploads()
 
-    async def _run(self, _: web.Application) -> AsyncIterator[None]:
-        listening = asyncio.ensure_future(self._keep_listening())
-        yield
-        listening.cancel()
+    async def _clean_up(self, _: web.Application) -> None:
         self._drop_uploads()
-
-    async def _keep_listening(self) -> None:
-        while True:
-            self._listen()
-            await asyncio.sleep(_LISTEN_S)
-
-    def _listen(self) -> None:
-        """Note that the server hears jobs. Time in which it was suspended does not count as the silence of a job."""
-        now = time.monotonic()
-        if (deaf_s := now - self._listened_at) > 2 * _LISTEN_S:
-            self._leases.extend(deaf_s)
-        self._listened_at = now
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -121,7 +102,7 @@ class Gateway:
             return web.json_response(error_body(protocol.BUSY, f"its engine fails: {type(error).__name__}"), status=503)
 
     async def _status(self, _: web.Request) -> web.Response:
-        job = self._leases.job
+        job = self._lease_of_job.job
         state = "ready" if self.backend.is_ready else "starting"
         return web.json_response({**self._description, "state": state, "job": job and job.name})
 
@@ -137,12 +118,6 @@ class Gateway:
                 f"takes {self._description['max_tokens']} tokens, prompt and completion together, and this job needs "
                 f"{tokens}; start it with larger rollout.max_prompt_tokens or rollout.max_response_tokens"
             )
-        if message["needs"].get("in_flight") and not ENGINES[self._description["engine"]].in_flight:
-            raise RefusedError(
-                f"runs inference.engine={self._description['engine']}, which takes no new weights while it generates, "
-                "and this job has rollout.in_flight_updates=true; start it with inference.engine=vllm, or choose "
-                "rollout.ahead"
-            )
         if message["needs"].get("repeats") and not self._description["repeats"]:
             raise RefusedError(
                 "runs on a GPU without trainer.deterministic=true, and this job has it; "
@@ -150,20 +125,19 @@ class Gateway:
             )
         if (difference := find_difference(self._architecture, architecture)) is not None:
             raise RefusedError(difference)
-        self._listen()
-        if self._leases.take(job):
+        if self._lease_of_job.take(job):
             self._end_calls()
             self.forget_weights()
         if not self.backend.is_ready:
             return web.json_response(error_body(protocol.BUSY, "its engine is starting"), status=503)
-        return web.json_response({"start": self.backend.start_id, "lease_s": self._leases.lease_s})
+        return web.json_response({"start": self.backend.start_id, "lease_s": self._lease_of_job.lease_s})
 
     async def _renew(self, request: web.Request) -> web.Response:
         self._check(request)
         return web.json_response({})
 
     async def _release(self, request: web.Request) -> web.Response:
-        self._leases.release(request.headers.get(protocol.OWNER, ""))
+        self._lease_of_job.release(request.headers.get(protocol.OWNER, ""))
         return web.json_response({})
 
     def _check(self, request: web.Request) -> str:
@@ -173,7 +147,7 @@ class Gateway:
         return owner
 
     def _check_owner(self, owner: str, start: str | None) -> None:
-        self._leases.renew(owner)
+        self._lease_of_job.renew(owner)
         if start != self.backend.start_id or not self.backend.is_ready:
             raise LookupError("its engine has been started again")
 
@@ -250,7 +224,7 @@ class Gateway:
             if answer is None:  # some of the weights may be new
                 self.backend.fail("while it loaded weights", start)
                 return error_body(protocol.LOST, "its engine has failed while it loaded weights")
-            job = self._leases.job
+            job = self._lease_of_job.job
             if not answer and job is not None and job.owner == owner and start == self.backend.start_id:
                 self._weights_of = owner
             return answer
@@ -267,8 +241,6 @@ class Gateway:
                     async for line in response.content:
                         if line.strip():
                             answer = json.loads(line)
-                if answer == {}:  # no error
-                    self.backend.note_load()
         except (aiohttp.ClientError, ConnectionError, ValueError):
             return None
         return answer
@@ -342,11 +314,8 @@ def is_loopback(host: str) -> bool:
 
 
 def _job(message: Any) -> Job:
-    starts = tuple(map(str, message["starts"]))
-    if not starts:
-        raise ValueError("a job without a start")
-    directory = message["directory"] if "directory" in message else message["place"]  # of a job of an older build
-    return Job(starts, str(directory), str(message["name"]), int(message["engine"]), str(message["owner"]))
+    run, directory, name, owner = (str(message[field]) for field in ("run", "directory", "name", "owner"))
+    return Job(run, int(message["start"]), directory, name, int(message["engine"]), owner)
 
 
 def _sizes(directory: str) -> dict[str, int]:

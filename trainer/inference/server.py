@@ -57,10 +57,8 @@ def check(cfg: Config) -> str | None:
             f"inference.host={inference.host}: others can reach this address; set the environment variable {TOKEN} to "
             "a secret, here and where the jobs run, or choose 127.0.0.1"
         )
-    if inference.engine == "vllm" and importlib.util.find_spec("vllm") is None:
-        raise UserError(
-            "inference.engine=vllm: vLLM is not installed; install it, or choose inference.engine=transformers"
-        )
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError("trainer inference: vLLM is not installed; install trainer[cpu] or trainer[gpu]")
     return token
 
 
@@ -84,7 +82,7 @@ async def _serve(cfg: Config, token: str | None, listener: socket.socket, path: 
     from trainer.parallel.profiling import snapshot_path
 
     rollout, inference = cfg.rollout, cfg.inference
-    spec = ENGINES[inference.engine]
+    spec = ENGINES["vllm"]
     device = pick_device(cfg.trainer.device, spec)
     repeats = device == "cpu" or cfg.trainer.deterministic
     settings = {
@@ -95,11 +93,12 @@ async def _serve(cfg: Config, token: str | None, listener: socket.socket, path: 
         "deterministic": cfg.trainer.deterministic,
         "seed": cfg.trainer.seed,
         "trust_remote_code": cfg.model.trust_remote_code,
+        "chat_template": cfg.model.chat_template,
+        "chat_template_kwargs": dict(cfg.model.chat_template_kwargs),
         "snapshot": snapshot_path(cfg.trainer.run_dir, f"server_{listener.getsockname()[1]}"),
         "idle_check_s": cfg.inference.hang_timeout_s / 4,
     }
     description = {
-        "engine": inference.engine,
         "model": name,
         "max_tokens": rollout.max_prompt_tokens + rollout.max_response_tokens,
         "repeats": repeats,

@@ -23,11 +23,12 @@ from trainer.config import RolloutConfig
 from trainer.config.engines import ENGINES
 from trainer.generation import server_protocol as protocol
 from trainer.generation.engine import Request
-from trainer.inference.streams import with_signs_of_life
-from trainer.models.tokenizer import stop_token_ids
+from trainer.generation.server_protocol import with_signs_of_life
+from trainer.models.tokenizer import load_tokenizer, stop_token_ids
 
 _OWN_OPTIONS = ("skip_tokenizer_init", "use_tqdm_on_load", "weight_transfer_config")
 """Options of `vllm.LLM` that a server for people does without."""
+_TEMPLATE = "chat_template.jinja"
 
 
 def serve(_: Any, socket_path: str, settings: dict[str, Any]) -> None:
@@ -37,6 +38,7 @@ def serve(_: Any, socket_path: str, settings: dict[str, Any]) -> None:
             os.environ.setdefault(name, value)
     JobRoutes.snapshot, JobRoutes.idle_check_s = settings["snapshot"], settings["idle_check_s"]
     write_generation_config(os.path.dirname(socket_path), settings)
+    write_chat_template(os.path.dirname(socket_path), settings)
     sys.argv = ["trainer inference", *arguments(socket_path, settings)]
     from vllm.entrypoints.launchers.api_server.entry import main
 
@@ -54,10 +56,20 @@ def write_generation_config(directory: str, settings: dict[str, Any]) -> None:
         json.dump(config | {"eos_token_id": list(stop_token_ids(path, tokenizer))}, file)
 
 
+def write_chat_template(directory: str, settings: dict[str, Any]) -> None:
+    """Write the chat template of the config, if it names one, for vLLM to use in place of that of the model."""
+    template, variables = settings["chat_template"], settings["chat_template_kwargs"]
+    if template is not None or variables:
+        tokenizer = load_tokenizer(settings["model_path"], template, settings["trust_remote_code"], variables)
+        with open(os.path.join(directory, _TEMPLATE), "w") as file:
+            file.write(tokenizer.chat_template)
+
+
 def arguments(socket_path: str, settings: dict[str, Any]) -> list[str]:
     """Return the arguments of vLLM's API server."""
     from trainer.generation.vllm_engine import device_options, dtype_on
 
+    template = os.path.join(os.path.dirname(socket_path), _TEMPLATE)
     rollout, device = RolloutConfig(**settings["rollout"]), settings["device"]
     options = {
         "model": settings["model_path"],
@@ -66,6 +78,7 @@ def arguments(socket_path: str, settings: dict[str, Any]) -> list[str]:
         "seed": settings["seed"],
         "trust_remote_code": settings["trust_remote_code"],
         "generation_config": os.path.dirname(socket_path),
+        "chat_template": template if os.path.exists(template) else None,
         **device_options(rollout, device, settings["model_path"], settings["trust_remote_code"]),
         **({"distributed_executor_backend": "uni"} if device == "cpu" else {}),
         **rollout.engine_args,

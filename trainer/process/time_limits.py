@@ -107,6 +107,8 @@ SERVER_POLL_S = 2.0
 """Between two looks of an inference server at its engine."""
 LEAVE_S = 3.0
 """For inference servers to take leave of a job that ends early. Otherwise they wait for the end of its lease."""
+SERVER_START_S = 1800.0
+"""Time within which the engine of an inference server must have loaded its model, or new weights."""
 SERVER_STOP_S = 10.0
 """Longest wait until the processes of an engine have ended by themselves."""
 

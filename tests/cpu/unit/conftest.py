@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.inference import ROLLOUT, TOKEN, Server
 from tests.support.odd_files import make_run
 from trainer.config import TinyConfig
-from trainer.config.inference import TOKEN as VARIABLE
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
 
@@ -43,18 +40,3 @@ def model(tmp_path_factory) -> str:
 def tokenizer(model) -> Any:
     """The tokenizer of that model. The tests of one module share it."""
     return load_tokenizer(model)
-
-
-@pytest.fixture(scope="session")
-def running_server(tmp_path_factory) -> Iterator[Server]:
-    """A server of the transformers engine, with the built-in model."""
-    log = tmp_path_factory.mktemp("server") / "log"
-    with Server(log, "inference.engine=transformers", "inference.lease_s=5", *ROLLOUT, token=TOKEN) as server:
-        yield server.wait()
-
-
-@pytest.fixture
-def server(running_server, monkeypatch) -> Server:
-    """The server, whose token the test's process has."""
-    monkeypatch.setenv(VARIABLE, TOKEN)
-    return running_server

@@ -35,7 +35,6 @@ def test_there_is_one_engine_for_each_server():
         (served(f"rollout.urls=[{ONE}]", "rollout.server_timeout_s=0"), "server_timeout_s=0.0: must be at least 1"),
         (served(f"rollout.urls=[{ONE}]", "rollout.server_timeout_s=600"), "must be below trainer.hang_timeout_s=600"),
         (["inference.port=0"], "inference.port=0: must be at least 1"),
-        (["inference.engine=sglang"], "inference.engine=sglang: choose one of vllm, transformers"),
     ],
 )
 def test_what_cannot_work_is_refused(words, sentence):

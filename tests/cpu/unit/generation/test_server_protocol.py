@@ -42,23 +42,16 @@ def test_what_is_no_list_of_requests_is_a_value_error(body):
         decode_requests(body)
 
 
-def test_a_start_continues_the_starts_before_it_in_its_directory(tmp_path):
+def test_a_start_of_a_run_and_a_copy_of_its_directory_are_told_apart(tmp_path):
     assert _STARTS_FILE == STARTS_FILE
     (run := tmp_path / "run").mkdir()
-    empty = Job.of_run(str(run), {})
     (run / STARTS_FILE).write_text('{"time": 1}\n')
     first = Job.of_run(str(run), {})
     shutil.copytree(run, tmp_path / "copy")
     (run / STARTS_FILE).write_text('{"time": 1}\n{"time": 2}\n')
-    second = Job.of_run(str(run), {})
-    (tmp_path / "copy" / STARTS_FILE).write_text('{"time": 1}\n{"time": 3}\n')
-    copy = Job.of_run(str(tmp_path / "copy"), {})
-    assert first.run == second.run == copy.run != empty.run
-    assert second.continues(first) and second.continues(second) and not first.continues(second)
-    assert not copy.continues(first) and not copy.continues(second) and not second.continues(copy)
-    shutil.rmtree(run)
-    shutil.copytree(tmp_path / "copy", run)
-    assert not Job.of_run(str(run), {}).continues(second)
+    second, copy = Job.of_run(str(run), {}), Job.of_run(str(tmp_path / "copy"), {})
+    assert first.run == second.run == copy.run and (first.start, second.start) == (1, 2)
+    assert first.directory == second.directory != copy.directory
 
 
 def test_the_fingerprint_tells_directories_with_equal_files_apart(tmp_path):
