@@ -70,6 +70,12 @@ class Blocking(Waiting):
         return self._answer()
 
 
+class Threads(Blocking):
+    """The same, in threads."""
+
+    thread_safe = True
+
+
 class _Generation:
     """See `trainer.environments.episode_runner.Generation`."""
 
@@ -108,8 +114,8 @@ def config(schedule: str | None, most: int, calls: str) -> Config:
     cfg.rollout.kv_cache_mb = 512
     cfg.trainer.ray_address = "processes"
     if schedule is not None:
-        name = f"benchmarks.environments:{'Waiting' if calls == 'async' else 'Blocking'}"
-        cfg.environment = EnvironmentConfig(name=name, schedule=schedule, max_turns=10, use_threads=calls == "threads")
+        name = {"async": "Waiting", "threads": "Threads", "in_turn": "Blocking"}[calls]
+        cfg.environment = EnvironmentConfig(name=f"benchmarks.environments:{name}", schedule=schedule, max_turns=10)
     return cfg
 
 

@@ -47,9 +47,6 @@ class EnvironmentConfig(Section):
     environment; then the episode counts as failed. For agents, the time between two calls to the policy."""
     num_processes: int = number(1, at_least=1, resume="harmless")
     """Number of processes that run environments. Each holds many of them."""
-    use_threads: bool | None = setting(None, resume="harmless")
-    """Whether methods that are not `async` run in threads, those of several environments at the same time. false: one
-    after another in each process. null: as the class says with its attribute `thread_safe`. Agents always do."""
     on_failure: str = choice("leave_out", ON_FAILURE, resume="rollouts")
     """What the run does with an episode whose environment failed before the policy replied. `leave_out`: it is neither
     trained on nor compared with the others of its row, and no metric of rewards counts it. If the algorithm compares

@@ -6,7 +6,6 @@ process that scores an answer makes the example again, with all that the task kn
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import copy
 import functools
@@ -28,16 +27,11 @@ COMPOSITE = "composite"
 _CHUNK = 1000
 """Examples of one data set of the package. Some of its tasks make all of theirs at the start, or have no more than
 20,000."""
-BY_PYTHON = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
-"""Tasks whose score gives an answer that is not right to `eval`, because it may be a list."""
-BY_SYMPY = frozenset(
-    {"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"}
+_EVALUATES = frozenset(
+    {"binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24"}
+    | {"simple_integration", "spiral_matrix", "string_insertion"}
 )
-"""Tasks whose score gives the answer to SymPy, which makes Python of it and evaluates that."""
-_CALCULATION = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Name, ast.expr_context)
-_FUNCTIONS = frozenset({"Abs", "abs", "acos", "asin", "atan", "cos", "cosh", "exp", "ln", "log", "sin", "sinh", "sqrt"})
-_FUNCTIONS |= {"Integral", "acosh", "asinh", "atanh", "cot", "csc", "erf", "sec", "tan", "tanh"}
-_UNREADABLE = "?"
+"""Tasks whose score evaluates an answer, as Python or by SymPy, which makes Python of it: an answer could run code."""
 _ANSWER = re.compile(r"<answer>\s?(.*?)\s?</answer>", re.DOTALL)
 
 
@@ -51,6 +45,13 @@ def check_task(task: str, options: Mapping[str, Any]) -> None:
     if task not in known:
         meant = did_you_mean(task, known) or f"choose one of {', '.join(sorted(known))}"
         raise UserError(f"data.task={task}: reasoning-gym {_version()} has no such task; {meant}")
+    parts = [one["name"] for one in options.get("datasets", [])] if task == COMPOSITE else []
+    for name in (task, *parts):
+        if name in _EVALUATES:
+            raise UserError(
+                f"data.task={task}: the score of reasoning-gym's task {name} evaluates what the policy has written, "
+                "so an answer could run code with your rights; choose another task"
+            )
     names = [name for name in known[task][1].__dataclass_fields__ if name != "size"]
     for name in options:
         if name not in names:
@@ -86,29 +87,7 @@ def score(completion: str, row: Mapping[str, Any]) -> float:
     answers = _ANSWER.findall(completion)
     answer = answers[-1] if answers else completion.rpartition("</think>")[2]
     dataset = _chunk(made_of["task"], _as_text(made_of["options"]), made_of["number"] // _CHUNK)
-    task = entry["metadata"]["source_dataset"] if made_of["task"] == COMPOSITE else made_of["task"]
-    return float(dataset.score_answer(_harmless(answer.strip(), task), copy.deepcopy(entry)))
-
-
-def _harmless(answer: str, task: str) -> str:
-    """Return the answer; if the task's score would run code that it holds, one that is as wrong."""
-    if task not in BY_PYTHON | BY_SYMPY:
-        return answer
-    try:
-        parts = ast.walk(ast.parse(answer, mode="eval"))
-        return answer if all(_only_calculates(part, task) for part in parts) else _UNREADABLE
-    except (SyntaxError, ValueError):  # `eval` refuses it too, but SymPy reads more than Python does
-        return answer if task in BY_PYTHON else _UNREADABLE
-    except (RecursionError, MemoryError):
-        return _UNREADABLE
-
-
-def _only_calculates(part: ast.AST, task: str) -> bool:
-    if isinstance(part, ast.Constant):  # SymPy's functions evaluate a text that they are given
-        return task in BY_PYTHON or isinstance(part.value, (int, float))
-    if isinstance(part, ast.Call):
-        return task in BY_SYMPY and isinstance(part.func, ast.Name) and part.func.id in _FUNCTIONS
-    return isinstance(part, _CALCULATION) or task in BY_PYTHON and isinstance(part, (ast.List, ast.Tuple))
+    return float(dataset.score_answer(answer.strip(), copy.deepcopy(entry)))
 
 
 def known_tasks() -> Mapping[str, Any]:

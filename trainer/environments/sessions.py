@@ -152,7 +152,7 @@ class EnvironmentPool(WorkerPool):
     def __init__(self, config: EnvironmentConfig, most_characters: int):
         super().__init__(
             "trainer.environments.worker:EnvironmentHandler",
-            [config.name, dict(config.kwargs), config.timeout_s, most_characters, config.use_threads],
+            [config.name, dict(config.kwargs), config.timeout_s, most_characters],
             config.num_processes,
             role="environment",
             name=f"environment.name={config.name}",

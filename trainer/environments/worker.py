@@ -95,29 +95,18 @@ class EnvironmentHandler(UserObjects):
     """Makes the calls `[environment, method, *arguments]` of environments, which are numbers here.
 
     Methods are `reset` (with row and seed), `step` (with a message) and `close`. The first two return the fields of a
-    `StepResult`.
-
-    Args:
-        use_threads: see `environment.use_threads`.
+    `StepResult`. Those that are not `async` run in a thread: several at a time only if the class is `thread_safe`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        options: dict[str, Any],
-        timeout_s: float,
-        most_characters: int,
-        use_threads: bool | None = None,
-    ):
+    def __init__(self, name: str, options: dict[str, Any], timeout_s: float, most_characters: int):
         kind = find_environment(name)
         if is_agent(kind):
             raise UserError(f"{name} is an agent; the interpreter of the trainer must be able to import it, too")
         methods = (getattr(kind, method, None) for method in METHODS)
         is_safe = getattr(kind, "thread_safe", False)
         is_safe = is_safe(**options) if callable(is_safe) else bool(is_safe)
-        self._in_threads = is_safe if use_threads is None else use_threads
-        self._threads = UserThreads("environment")
-        self.is_concurrent = self._in_threads or any(map(inspect.iscoroutinefunction, methods))
+        self._threads = UserThreads("environment", several=is_safe)
+        self.is_concurrent = is_safe or any(map(inspect.iscoroutinefunction, methods))
         self.in_turn = not self.is_concurrent
         super().__init__(kind, options)
         self._timeout_s = timeout_s
@@ -138,14 +127,13 @@ class EnvironmentHandler(UserObjects):
         if method == "reset":
             with contextlib.suppress(Exception):  # the one before has failed, and this one takes its place
                 await self._close(number)
-            self._environments[number] = await self._run(self._make, late=_close_made)
+            self._environments[number] = await self._run(self._make)
         environment = self._environments[number]
-        value = await self._run(
-            getattr(environment, method),
-            *arguments,
-            given_up=lambda: self._environments.pop(number, None),  # the thread has it, and closes it at the end
-            late=lambda _: environment.close(),
-        )
+        try:
+            value = await self._run(getattr(environment, method), *arguments)
+        except asyncio.CancelledError:  # perhaps a thread still has it
+            self._environments.pop(number, None)
+            raise
         with checks_value(getattr(environment, method)):
             result = _step(value if method == "step" else StepResult(_messages(value)))
         _cut(result["messages"], self._most_characters)
@@ -156,25 +144,15 @@ class EnvironmentHandler(UserObjects):
         if environment is not None:
             await self._run(environment.close)
 
-    async def _run(self, function: Callable[..., Any], *arguments: Any, **after: Callable[..., object]) -> Any:
-        """Return what user code returns.
-
-        Args:
-            after: `given_up` and `late`, if it runs in a thread (see `UserThreads.run`).
-        """
-        if not self._in_threads or inspect.iscoroutinefunction(function):
-            value = function(*arguments)
-            return await value if inspect.isawaitable(value) else value
+    async def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what user code returns."""
+        if inspect.iscoroutinefunction(function):
+            return await function(*arguments)
         try:
-            return await self._threads.run(function, *arguments, **after)
+            return await self._threads.run(function, *arguments)
         except asyncio.CancelledError:
             self.must_end |= self._threads.too_many_left
             raise
-
-
-def _close_made(environment: Any) -> object:
-    """Close an environment that was made too late; None: it was not made."""
-    return None if environment is None else environment.close()
 
 
 def _step(value: Any) -> dict[str, Any]:

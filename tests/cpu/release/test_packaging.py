@@ -164,7 +164,6 @@ COMES_WITH = {
     "optuna": "hydra-optuna-sweeper",
     "starlette": "vllm",
     "submitit": "hydra-submitit-launcher",
-    "verifiers": "an interpreter of its own (docs/environments.md)",
 }
 """Packages that are imported only beside another one, which brings them."""
 

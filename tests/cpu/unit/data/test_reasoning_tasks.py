@@ -8,7 +8,6 @@ import random
 import re
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from trainer.config import DataConfig
 from trainer.data import reasoning_tasks
 from trainer.data.datasets import check_files, load_rows
 from trainer.data.generators import _generate_apart, _select, generate
-from trainer.data.reasoning_tasks import BY_PYTHON, BY_SYMPY, NAME, check_task, known_tasks, make_example, score
+from trainer.data.reasoning_tasks import _EVALUATES, NAME, check_task, known_tasks, make_example, score
 from trainer.data.row_digest import digest_rows
 from trainer.errors import UserError
 
@@ -55,56 +54,6 @@ def test_composites_mix_tasks():
     assert all(score(row["answer"], row) == 1.0 for row in rows)
 
 
-WITHOUT_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
-"""Tasks that check an answer, but name none."""
-
-
-@pytest.mark.parametrize("task", sorted(known_tasks()))
-def test_every_task_makes_rows_and_scores_their_answers(task):
-    options = {"datasets": [{"name": "chain_sum"}]} if task == "composite" else {}
-    row = json.loads(json.dumps(make_example(task, options, 0)))
-    assert row["prompt"] and (row["answer"] is None or not row["answer"]) == (task in WITHOUT_ANSWER)
-    if row["answer"]:
-        assert score(row["answer"], row) == 1.0
-
-
-EVALUATED = sorted(BY_PYTHON | BY_SYMPY)
-
-
-@pytest.mark.parametrize("task", [*EVALUATED, "composite"])
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "{}",
-        "[{}]",
-        "sin({})",
-        "sin({!r})",
-        "1! + {}",
-        "x if {} else x",
-        "[{} for x in [1]]",
-        "(lambda: {})()",
-        "(1).__class__.__base__.__subclasses__() or {}",
-        "f'{{{}}}'",
-    ],
-)
-def test_no_answer_is_run_as_code(tmp_path, monkeypatch, task, answer):
-    monkeypatch.chdir(tmp_path)
-    options = {"datasets": [{"name": name} for name in ("countdown", "n_queens")]} if task == "composite" else {}
-    rows = [make_example(task, options, number) for number in range(4 if task == "composite" else 1)]
-    code = answer.format("__import__('os').mkdir('ran')")
-    assert [score(code, row) for row in rows] == [score("?", row) for row in rows]
-    assert not Path("ran").exists()
-
-
-@pytest.mark.parametrize("task", EVALUATED)
-def test_right_answers_of_tasks_that_evaluate_them_count(task):
-    for number in range(5):
-        row = make_example(task, {}, number)
-        assert row["answer"] and score(row["answer"], row) == 1.0
-        if task == "spiral_matrix":
-            assert score(str(row["answer"].split()), row) == 0.1
-
-
 def test_other_tasks_evaluate_no_answers():
     """If a new version of the package has more of them, look at what they evaluate."""
     own = {"basic_arithmetic", "bitwise_arithmetic", "codeio", "gsm_symbolic", "number_sorting", "propositional_logic"}
@@ -114,7 +63,7 @@ def test_other_tasks_evaluate_no_answers():
         modules = {cls.__module__ for cls in kind.__mro__ if cls.__module__.startswith("reasoning_gym.")}
         if any(evaluates.search(inspect.getsource(sys.modules[module])) for module in modules):
             found.add(task)
-    assert found - own == {*EVALUATED}
+    assert found - own == _EVALUATES
 
 
 def test_generators_of_the_process_are_left_as_they_were():
@@ -145,22 +94,20 @@ def test_a_task_with_too_few_examples_is_refused():
         generate(NAME, options, 30, "val", "chain_sum")
 
 
-@pytest.mark.parametrize(
-    ("task", "options", "message"),
-    [
+def test_tasks_that_cannot_be_made_are_refused_in_one_sentence():
+    for task, options, message in (
         ("chain_sums", {}, "data.task=chain_sums: reasoning-gym .* has no such task; did you mean chain_sum"),
         ("chain_sum", {"terms": 3}, "data.task=chain_sum takes no terms; .*min_terms"),
         ("chain_sum", {"size": 3}, "takes no size"),
         ("chain_sum", {"min_terms": 0}, "reasoning-gym refuses them for data.task=chain_sum .AssertionError"),
-        ("chain_sum", {"min_terms": "x"}, "reasoning-gym refuses them"),
         ("composite", {}, "reasoning-gym refuses them for data.task=composite"),
         ("composite", {"datasets": [{"name": "no"}]}, "reasoning-gym refuses them .*no"),
-    ],
-)
-def test_tasks_that_cannot_be_made_are_refused_in_one_sentence(task, options, message):
-    with pytest.raises(UserError, match=message) as error:
-        check_task(task, options)
-    assert "\n" not in str(error.value)
+        ("n_queens", {}, "the score of reasoning-gym's task n_queens evaluates what the policy has written"),
+        ("composite", {"datasets": [{"name": "countdown"}]}, "data.task=composite: .* task countdown evaluates"),
+    ):
+        with pytest.raises(UserError, match=message) as error:
+            check_task(task, options)
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.processes
@@ -186,7 +133,3 @@ def test_rows_of_other_data_and_of_other_versions_have_no_score(monkeypatch):
         score("7", {**row, "prompt": "3+4"})
     monkeypatch.setattr(reasoning_tasks, "_version", lambda: "9.9")
     assert digest_rows([make_example("chain_sum", {}, 0)]) != digest_rows([row])
-
-
-def test_there_are_a_hundred_tasks():
-    assert len(known_tasks()) > 100

@@ -64,17 +64,13 @@ class Earlier:
     def start(self, row: Any, seed: int) -> None: ...
 
 
-def handler(
-    kind: str = "Scripted", most_characters: int = 1000, use_threads=None, **options: Any
-) -> EnvironmentHandler:
-    return EnvironmentHandler(f"{HERE}:{kind}", options, 3.0, most_characters, use_threads)
+def handler(kind: str = "Scripted", most_characters: int = 1000, **options: Any) -> EnvironmentHandler:
+    return EnvironmentHandler(f"{HERE}:{kind}", options, 3.0, most_characters)
 
 
-def answer(
-    row: dict[str, Any], *calls: str, kind: str = "Scripted", most_characters: int = 1000, use_threads=None
-) -> dict[str, Any]:
+def answer(row: dict[str, Any], *calls: str, kind: str = "Scripted", most_characters: int = 1000) -> dict[str, Any]:
     """The answer to the last of `reset` and these further calls."""
-    ours = handler(kind, most_characters, use_threads)
+    ours = handler(kind, most_characters)
     result = asyncio.run(ours.compute([0, "reset", row, 7]))
     for call in calls:
         result = asyncio.run(
@@ -96,66 +92,37 @@ def test_only_an_environment_with_async_methods_runs_beside_others():
     assert handler().limit_s([0, "reset"]) == 3.0
 
 
-def test_an_environment_runs_in_threads_as_its_class_or_the_config_says():
-    assert handler("Late").is_concurrent and handler("Scripted", use_threads=True).is_concurrent
-    ours = handler("Late", use_threads=False)
-    assert not ours.is_concurrent and ours.in_turn
+def test_a_blocking_environment_runs_in_a_thread_and_several_only_if_its_class_allows_it():
+    assert handler("Late").is_concurrent and not handler("Scripted").is_concurrent and handler("Scripted").in_turn
     EVENT.set()
-    for use_threads, in_main in ((None, False), (False, True)):
-        answer({}, "step", kind="Late", use_threads=use_threads)
-        assert (BEGUN.get(timeout=60) is threading.main_thread()) == in_main
+    answer({}, "step", kind="Late")
+    assert BEGUN.get(timeout=60) is not threading.main_thread()
 
 
-class Slow(Late):
-    """Is made when `EVENT` is set."""
-
-    def __init__(self, **options: Any):
-        super().__init__(**options)
-        BEGUN.put(threading.current_thread())
-        EVENT.wait(60)
+class LateAlone(Late):
+    thread_safe = False
 
 
-def test_an_environment_that_is_made_too_late_is_closed(monkeypatch):
+@pytest.mark.parametrize("kind", ["Late", "LateAlone"])
+def test_an_environment_whose_call_was_given_up_is_not_called_again(monkeypatch, kind):
+    """A thread still has it. Where only one call runs at a time, the process must end."""
     monkeypatch.setattr(Scripted, "closed", [])
     EVENT.clear()
 
     async def give_up() -> None:
-        ours = handler("Slow")
-        call = asyncio.ensure_future(ours.compute([0, "reset", {}, 7]))
+        ours = handler(kind)
+        await ours.compute([0, "reset", {}, 7])
+        call = asyncio.ensure_future(ours.compute([0, "step", {}]))
         await asyncio.to_thread(BEGUN.get, timeout=60)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
+        assert ours.must_end == (kind == "LateAlone") and ours._environments == {}
         EVENT.set()
-        while ours._threads._left:
-            await asyncio.sleep(0.01)
-        assert len(Scripted.closed) == 1 and ours._environments == {}
-
-    asyncio.run(give_up())
-
-
-def test_an_environment_whose_call_was_given_up_is_closed_when_the_call_ends(monkeypatch):
-    """Not before: an environment never has two calls at the same time."""
-    monkeypatch.setattr(Scripted, "closed", [])
-    EVENT.clear()
-
-    async def give_up() -> None:
-        ours = handler("Late")
         await ours.compute([0, "reset", {}, 7])
-        call = asyncio.ensure_future(ours.compute([0, "step", {}]))
-        thread = await asyncio.to_thread(BEGUN.get, timeout=60)
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-        await ours.compute([0, "reset", {}, 7])
-        assert Scripted.closed == [] and not ours.must_end
-        EVENT.set()
-        while ours._threads._left:
-            await asyncio.sleep(0.01)
-        assert Scripted.closed == ["one"] and thread is not threading.main_thread()
         assert (await ours.compute([0, "step", {}]))["done"]
         await ours.compute([0, "close"])
-        assert Scripted.closed == ["one", "one"]
+        assert Scripted.closed == ["one"]
 
     asyncio.run(give_up())
 
