@@ -8,6 +8,9 @@ from typing import Any
 
 import numpy as np
 
+REPLY_MARK = "Reply-7f3a91c4"
+"""Stands for a reply in a rendered chat where only the text around it matters. No chat says it."""
+
 
 @dataclass(frozen=True)
 class Sample:

@@ -8,13 +8,13 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from trainer.episodes import REPLY_MARK
 from trainer.errors import UserError
 
 LOG = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 
-_MARK = "Reply-7f3a91c4"
 _WRITTEN = ("content", "reasoning_content", "reasoning", "thinking", "thought", "tool_calls", "function_call")
 """Fields of a reply that the policy would have to write."""
 
@@ -175,14 +175,14 @@ def check_generation_prompt(tokenizer: Any) -> None:
     Raises:
         UserError: the policy would have to write it.
     """
-    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}]
+    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": REPLY_MARK}]
     try:
         prompts = {tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=p) for p in (0, 1)}
         text = tokenizer.apply_chat_template(chat, tokenize=False)
     except Exception:  # it writes no such chat
         return
     prompt = prompts.pop()
-    before, is_written, _ = text.removeprefix(prompt).partition(_MARK)
+    before, is_written, _ = text.removeprefix(prompt).partition(REPLY_MARK)
     if not prompts and text.startswith(prompt) and is_written and before.strip():
         raise UserError(
             f"model.chat_template: {template_in_use(tokenizer)} writes no generation prompt, and {before!r} before a "

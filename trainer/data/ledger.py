@@ -18,9 +18,8 @@ from trainer.files.documents import Shape, is_count, is_number, mismatch
 from trainer.import_utils import import_function, user_code
 from trainer.seeding import permutation
 
-_FORMAT = 2  # of `state_dict`; format 1 had one layout for prompts and one for examples
-_FORMAT_WITH_GAPS = 3  # also has rows behind the next one; versions that cannot read them must refuse it
-FORMAT_OF_MIX = 4
+_FORMAT = 1  # of `state_dict`
+FORMAT_OF_MIX = 2
 """Of the state of a `trainer.data.mix_ledger.MixLedger`."""
 HOW_TO_FORK = (
     "fork the checkpoint (trainer.resume_mode=from_path) with "
@@ -28,7 +27,7 @@ HOW_TO_FORK = (
 )
 _LONGEST_FINGERPRINT = 100
 _STATE: dict[Any, Shape] = {
-    "places": [{"epoch": is_count, "position": is_count}],
+    "positions": [{"epoch": is_count, "position": is_count}],
     "trained_ahead": [{"dataset": is_count, "epoch": is_count, "index": is_count}],
     "curriculum": (NoneType, {"name": str, "order": (NoneType, [is_count]), "rewards": [(is_number, NoneType)]}),
 }
@@ -240,15 +239,13 @@ class Ledger:
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {
-            "format": _FORMAT_WITH_GAPS if self._trained_ahead else _FORMAT,
+            "format": _FORMAT,
             "seed": self._seed,
             "rows": [len(dataset) for dataset in self._datasets],
             "fingerprint": self._fingerprint,
-            "places": [{"epoch": epoch, "position": position} for epoch, position in self._positions],
+            "positions": [{"epoch": epoch, "position": position} for epoch, position in self._positions],
+            "trained_ahead": [asdict(index) for index in sorted(self._trained_ahead, key=astuple)],
         }
-        if self._trained_ahead:
-            ahead = sorted(self._trained_ahead, key=astuple)
-            state["trained_ahead"] = [asdict(index) for index in ahead]
         if self._row_fingerprint is not None:
             state["row_fingerprint"] = self._row_fingerprint
         if self._curriculum is not None:
@@ -266,7 +263,6 @@ class Ledger:
         Raises:
             UserError: it was taken with other data or another seed, is damaged, or is written in another format.
         """
-        state = self._upgraded(state)
         self._check_data(state)
         problem = self._problem(state)
         if problem is not None:
@@ -280,39 +276,13 @@ class Ledger:
                 f"{self._section}.curriculum={now}: the run was saved with {before}, and its position in the data "
                 "means nothing otherwise; restore the key"
             )
-        self._positions = [(saved["epoch"], saved["position"]) for saved in state["places"]]
+        self._positions = [(saved["epoch"], saved["position"]) for saved in state["positions"]]
         self._trained_ahead = set(_saved_indices(state))
         self._orders = {}
         if saved is not None:
             self._rewards = {row: reward for row, reward in enumerate(saved["rewards"]) if reward is not None}
             if saved["order"] is not None:
                 self._orders = {(0, self._positions[0][0]): saved["order"]}
-
-    def _upgraded(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return `state` of format 1 in this format."""
-        if state.get("format") != 1:
-            return state
-        shape: dict[Any, Shape] = {"consumed": [is_count]} if self._kind == "examples" else _STATE["places"][0]  # type: ignore[index]
-        problem = mismatch(state, shape)
-        if problem is not None:
-            raise UserError(
-                f"{self._section}: the checkpoint's position in the data is corrupt ({problem}); use another checkpoint"
-            )
-        if self._kind == "prompts":
-            positions = [{"epoch": state["epoch"], "position": state["position"]}]
-            return {**state, "format": _FORMAT, "rows": [state.get("num_prompts")], "places": positions}
-        if len(state["consumed"]) != len(self._datasets):
-            found = len(state["consumed"])
-            raise UserError(
-                f"{self._section}: the checkpoint's position in the data is corrupt (it has {found} data sets instead "
-                f"of {len(self._datasets)}); use another checkpoint"
-            )
-        rows = [len(dataset) for dataset in self._datasets]
-        positions = [
-            dict(zip(("epoch", "position"), divmod(consumed, count), strict=True))
-            for consumed, count in zip(state["consumed"], rows, strict=True)
-        ]
-        return {**state, "format": _FORMAT, "rows": rows, "places": positions}
 
     def _check_data(self, state: dict[str, Any]) -> None:
         """Check that `state` was saved with this seed and these rows."""
@@ -321,23 +291,21 @@ class Ledger:
                 "data.mix: the run was saved with a mix of sources, and its position in the data means nothing "
                 f"otherwise; restore the key, or {HOW_TO_FORK}"
             )
-        if state.get("format") not in (_FORMAT, _FORMAT_WITH_GAPS):
+        if state.get("format") != _FORMAT:
             raise UserError(
                 f"{self._section}: the checkpoint's position in the data has format {state.get('format')}, this "
-                f"version reads up to {_FORMAT_WITH_GAPS}; resume with the version that wrote it"
+                f"version reads {_FORMAT}; resume with the version that wrote it"
             )
         compared = [
             ("seed", "trainer.seed", f"the order of the {self._kind}", self._seed),
             ("rows", self._section, f"the number of {self._kind}", [len(dataset) for dataset in self._datasets]),
             ("fingerprint", self._section, f"the {self._kind}' content", self._fingerprint),
         ]
-        if "row_fingerprint" in state and self._row_fingerprint is not None:  # earlier versions saved none
+        if self._row_fingerprint is not None:
             meaning = "the content of columns besides prompt and answer"
             compared.append(("row_fingerprint", self._section, meaning, self._row_fingerprint))
         for name, key, meaning, own in compared:
             saved = state.get(name)
-            if name.endswith("fingerprint") and isinstance(saved, str):
-                saved = _short(saved)  # earlier versions saved any text
             if saved != own:
                 other_name = "give the source another name, or " if self._source and key == self._section else ""
                 raise UserError(
@@ -347,10 +315,10 @@ class Ledger:
 
     def _problem(self, state: dict[str, Any]) -> str | None:
         """Return why `state` cannot be a position in these rows; None: it can."""
-        problem = mismatch({"curriculum": None, "trained_ahead": [], **state}, _STATE)
+        problem = mismatch({"curriculum": None, **state}, _STATE)
         if problem is not None:
             return problem
-        if len(state["places"]) != len(self._datasets):
+        if len(state["positions"]) != len(self._datasets):
             return f"it has {len(state['places'])} data sets instead of {len(self._datasets)}"
         saved = state.get("curriculum")
         orders = [range(len(dataset)) for dataset in self._datasets]
@@ -362,14 +330,14 @@ class Ledger:
             if not order or len(set(order)) < len(order) or max(order) >= count:
                 return f"curriculum.order is no order of the {self._kind}"
             orders = [order]
-        for position, order in zip(state["places"], orders, strict=True):
+        for position, order in zip(state["positions"], orders, strict=True):
             if position["position"] >= len(order):
                 return f"position is {position['position']}"
         ahead = _saved_indices(state)
         for index in ahead:
             if index.dataset >= len(self._datasets) or index.index >= len(self._datasets[index.dataset]):
                 return f"trained_ahead has {index}"
-            if index.epoch < state["places"][index.dataset]["epoch"]:
+            if index.epoch < state["positions"][index.dataset]["epoch"]:
                 return f"trained_ahead has {index} of an epoch that is over"
         return None if len(set(ahead)) == len(ahead) else "trained_ahead has a row twice"
 
@@ -390,5 +358,4 @@ def _short(fingerprint: str) -> str:
 
 
 def _saved_indices(state: Mapping[str, Any]) -> list[SampleIndex]:
-    saved = state.get("trained_ahead", [])
-    return [SampleIndex(index["dataset"], index["epoch"], index["index"]) for index in saved]
+    return [SampleIndex(index["dataset"], index["epoch"], index["index"]) for index in state["trained_ahead"]]

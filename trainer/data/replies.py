@@ -45,21 +45,7 @@ def changed_answer(tokenizer: Any, answers: Sequence[str]) -> tuple[int, str] | 
     return None
 
 
-def plain_text(tokenizer: Any, text: str) -> str:
-    """Return a text without the tokenizer's special tokens. Earlier versions recorded replies without them."""
-    for token in _special_tokens(tokenizer):
-        text = text.replace(token, "")
-    return text
-
-
 @functools.lru_cache(maxsize=4)
 def _added_tokens(tokenizer: Any) -> frozenset[int]:
     """Return the tokens that are no pieces of text. Some tokenizers have thousands, and make the table anew."""
     return frozenset(tokenizer.added_tokens_decoder)
-
-
-@functools.lru_cache(maxsize=4)
-def _special_tokens(tokenizer: Any) -> tuple[str, ...]:
-    """Return the texts of the special tokens, the longest first."""
-    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    return tuple(sorted({*special, *tokenizer.all_special_tokens}, key=len, reverse=True))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from trainer.data.records import encode, unescaped
-from trainer.data.replies import plain_text
+from trainer.data.replies import reply_text
 from trainer.data.row_files import read_rows
 from trainer.episodes import Episode, TokenScores, split_messages
 from trainer.errors import UserError
@@ -23,7 +23,6 @@ from trainer.process.log_setup import ToolParser, run_tool
 
 FOLDER = "rollouts"
 _FILE = re.compile(r"step_([1-9][0-9]{0,17})\.arrow")
-_IDS = ("prompt_ids", "completion_ids")
 _JSON = ("messages", "rewards", "metrics")
 
 
@@ -93,8 +92,8 @@ def read_rollouts(
 ) -> list[dict[str, Any]]:
     """Return the tokens, masks and log-probs of the rollouts in a file that have at least `min_reward`.
 
-    The file is one of `write_rollouts`, or has lines that `trainer rollouts` has printed or earlier versions have
-    written. Each sample of a multi-turn episode is one rollout.
+    The file is one of `write_rollouts`, or has lines that `trainer rollouts` has printed. Each sample of a multi-turn
+    episode is one rollout.
 
     Args:
         vocab_size: vocabulary size of the model that learns from them.
@@ -117,9 +116,9 @@ def read_rollouts(
                 f"sft.source=rollouts: {where} contains token {largest}, and the vocabulary of model.path has "
                 f"{vocab_size} tokens; it was written with another model"
             )
-        replies = [text for sample in samples for text in _replies(sample, tokenizer)]
-        contents = [plain_text(tokenizer, message["content"]) for message in _messages(row) or []]
-        if not all(plain_text(tokenizer, reply) in contents for reply in replies):
+        contents = {message["content"] for message in _messages(row) or []}
+        replies = (reply for sample in samples for reply in _replies(sample))
+        if not all(_texts(tokenizer, reply) & contents for reply in replies):
             raise UserError(f"sft.source=rollouts: {where} was written with another tokenizer than that of model.path")
         # A reward that failed, entirely or in one of its terms, reaches no limit.
         if min_reward is None or (not row.get("failure") and row["reward"] >= min_reward):
@@ -146,34 +145,28 @@ def _samples(row: Any) -> list[dict[str, Any]]:
     """Return the samples of a line, or an empty list if the line is not a rollout."""
     if not isinstance(row, dict) or not (_is_number(row.get("reward")) or row.get("failure")):
         return []
-    if _is_rollout(row):
-        prompt, completion = row["prompt_ids"], row["completion_ids"]
-        zeros = [0.0] * len(prompt)
-        mask, logprobs = zeros + [1.0] * len(completion), zeros + row["logprobs"]
-        return [{"token_ids": prompt + completion, "mask": mask, "logprobs": logprobs}]
     samples = row.get("samples")
     return samples if isinstance(samples, list) and all(map(_is_sample, samples)) and _messages(row) is not None else []
 
 
 def _messages(row: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the messages with the policy's replies, or None if they cannot be read.
-
-    Earlier versions wrote a completion as text, and the messages of several turns as `messages`.
-    """
-    completion = row.get("completion", row.get("messages"))
-    if isinstance(completion, str):
-        completion = [{"role": "assistant", "content": completion}]
+    """Return the messages with the policy's replies, or None if they cannot be read."""
+    completion = row.get("completion")
     readable = isinstance(completion, list) and all(
         isinstance(message, dict) and isinstance(message.get("content"), str) for message in completion
     )
     return completion if readable else None
 
 
-def _replies(sample: dict[str, Any], tokenizer: Any) -> list[str]:
-    """Return the text of each run of consecutive sampled tokens, with all special tokens."""
+def _replies(sample: dict[str, Any]) -> list[list[int]]:
+    """Return each run of consecutive sampled tokens."""
     runs = itertools.groupby(zip(sample["token_ids"], sample["mask"], strict=True), key=lambda pair: pair[1] > 0)
-    replies = [[token for token, _ in run] for sampled, run in runs if sampled]
-    return [tokenizer.decode(tokens, skip_special_tokens=False) for tokens in replies]
+    return [[token for token, _ in run] for sampled, run in runs if sampled]
+
+
+def _texts(tokenizer: Any, reply: list[int]) -> set[str]:
+    """Return the texts that a reply may have, whether the policy has ended it or not."""
+    return {reply_text(tokenizer, reply, has_ended) for has_ended in (True, False)}
 
 
 def _is_sample(value: Any) -> bool:
@@ -184,16 +177,6 @@ def _is_sample(value: Any) -> bool:
         all(isinstance(column, list) and all(map(_is_number, column)) for column in columns)
         and len({len(column) for column in columns}) == 1
         and all(type(token) is int and token >= 0 for token in value["token_ids"])
-    )
-
-
-def _is_rollout(row: Any) -> bool:
-    return (
-        all(isinstance(row.get(k), list) and all(type(i) is int and i >= 0 for i in row[k]) for k in _IDS)
-        and isinstance(row.get("logprobs"), list)
-        and len(row["logprobs"]) == len(row["completion_ids"])
-        and all(map(_is_number, row["logprobs"]))
-        and _messages(row) is not None
     )
 
 

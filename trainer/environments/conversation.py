@@ -16,9 +16,9 @@ from trainer.data.limits import TextTooLong, encode
 from trainer.data.replies import reply_text
 from trainer.environments.base import Message
 from trainer.environments.rendering import ChatRenderer
-from trainer.environments.template_tools import PROBE_TOOL, REPLY_MARK, TemplateTools, outline, with_answered_calls
+from trainer.environments.template_tools import PROBE_TOOL, TemplateTools, outline, with_answered_calls
 from trainer.environments.tools import split_tools
-from trainer.episodes import Sample
+from trainer.episodes import REPLY_MARK, Sample
 from trainer.errors import UserError
 from trainer.generation.engine import Completion
 

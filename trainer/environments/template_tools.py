@@ -18,12 +18,11 @@ from trainer.data.replies import reply_text
 from trainer.environments.base import Message
 from trainer.environments.calls import read_calls, split_calls
 from trainer.environments.tools import unread_reply
+from trainer.episodes import REPLY_MARK
 from trainer.errors import UserError
 
 LOG = logging.getLogger(__name__)
 
-REPLY_MARK = "Reply-7f3a91c4"
-"""Stands for a reply where only the text around it matters."""
 _NAME, _ANSWER = "look_7f3a91c4", "Answer-7f3a91c4"
 PROBE_TOOL = {
     "type": "function",

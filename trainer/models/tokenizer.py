@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
+from trainer.episodes import REPLY_MARK
 from trainer.errors import UserError
 from trainer.files.atomic_io import open_regular
 from trainer.files.documents import is_count, mismatch, parse_object
@@ -26,9 +27,8 @@ The template of Llama 3.2 writes this day where it cannot ask."""
 
 
 _CHANGES = "_trainer_changes"
-_MARK = "Reply-7f3a91c4"
-_CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"x": _MARK}}}
-_REPLIES = ({"content": _MARK}, {"content": "", "tool_calls": [_CALL]})
+_CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"x": REPLY_MARK}}}
+_REPLIES = ({"content": REPLY_MARK}, {"content": "", "tool_calls": [_CALL]})
 
 
 def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -83,7 +83,7 @@ def _template_stops(tokenizer: PreTrainedTokenizerBase, template: str) -> list[i
             text = tokenizer.apply_chat_template(chat, tokenize=False)
         except Exception:  # it has no calls, or no chat at all
             continue
-        _, is_written, end = text.rpartition(_MARK)
+        _, is_written, end = text.rpartition(REPLY_MARK)
         tokens = tokenizer.encode(end, add_special_tokens=False) if is_written else []
         written = [token for token in tokens if token in added or tokenizer.decode([token]).strip()]
         if "tool_calls" in reply:

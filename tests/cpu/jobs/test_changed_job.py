@@ -90,5 +90,6 @@ def test_what_a_resume_may_change_acts_in_a_whole_job(tmp_path):
         "rows",
         "fingerprint",
         "row_fingerprint",
-        "places",
+        "positions",
+        "trained_ahead",
     }

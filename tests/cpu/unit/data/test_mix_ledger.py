@@ -215,7 +215,7 @@ def test_a_damaged_state_is_refused_in_one_sentence(data):
         )
     )
     part[key] = data.draw(
-        st.sampled_from([None, -1, 1.5, [], [1], "x" * random.Random(1).randrange(3, 4), {"places": 3}])
+        st.sampled_from([None, -1, 1.5, [], [1], "x" * random.Random(1).randrange(3, 4), {"positions": 3}])
     )
     restarted = ledger({"math": 1, "code": 1})
     try:

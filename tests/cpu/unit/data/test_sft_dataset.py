@@ -232,9 +232,6 @@ def test_episodes_of_several_turns_are_read_back_as_they_were_sampled(tokenizer,
     assert [example.token_ids.tolist() for example in printed] == [example.token_ids.tolist() for example in part]
     row = lines[0]
     assert (row["prompt"], row["completion"]) == (chat[:1], chat[1:])
-    old = {name: value for name, value in row.items() if name not in ("prompt", "completion")} | {"messages": chat}
-    file.write_text(json.dumps(old) + "\n")
-    assert len(load_train(data, sft(source="rollouts"), tokenizer)[0]) == 1, "the form of earlier versions"
     for change, problem in (
         ({"samples": [{**row["samples"][0], "mask": [1]}]}, "is not a rollout"),
         ({"samples": [{**row["samples"][0], "token_ids": ["x"]}]}, "is not a rollout"),
@@ -271,26 +268,17 @@ def test_rollouts_are_read_back_as_they_were_sampled(tokenizer, tmp_path):
     assert all(e.weight_versions is None for e in (*both, *right)), "not sampled by the policy that learns them"
     with pytest.raises(UserError, match="sft.min_reward=2: no rollout of training has that much"):
         load_train(data, sft(source="rollouts", min_reward=2), tokenizer)
-    row = {
-        "step": 5, "uid": "0:7", "prompt": chat, "answer": "ba", "completion": [{"role": "assistant", "content": "ba"}],
-        "reward": 1.0, "rewards": {}, "finish_reason": "stop", "failure": None, "prompt_ids": prompt,
-        "completion_ids": both[0].token_ids.tolist()[start:], "logprobs": [-0.5, -0.25, -0.125],
-    }  # fmt: skip
-    for line in (row, {**row, "prompt": "ab", "completion": "ba"}):
-        (tmp_path / "old.jsonl").write_text(json.dumps(line) + "\n")
-        old_data = DataConfig(train_files=[str(tmp_path / "old.jsonl")])
-        [old] = load_train(old_data, sft(source="rollouts", max_weight=4.0), tokenizer)
-        assert old[0].token_ids.tolist() == both[0].token_ids.tolist(), "the forms of earlier versions"
-        assert old[0].logprobs.tolist() == both[0].logprobs.tolist()
+    [row, _] = read_lines(file)
+    (one,) = row["samples"]
     for change, problem in (
-        ({"logprobs": [0.0]}, "is not a rollout"),
-        ({"logprobs": [math.nan, 0.0, 0.0]}, "is not a rollout"),
+        ({"samples": [{**one, "logprobs": [0.0]}]}, "is not a rollout"),
+        ({"samples": [{**one, "logprobs": [math.nan] * len(one["logprobs"])}]}, "is not a rollout"),
         ({"reward": math.inf}, "is not a rollout"),
-        ({"completion": "xx"}, "another tokenizer"),
+        ({"completion": "xx"}, "is not a rollout"),
         ({"completion": [{"role": "assistant", "content": "xx"}]}, "another tokenizer"),
         ({"completion": ["ba"]}, "is not a rollout"),
         (
-            {"prompt_ids": [320]},
+            {"samples": [{**one, "token_ids": [320, *one["token_ids"][1:]]}]},
             "contains token 320, and the vocabulary of model.path has 320 tokens; it was written with another model",
         ),
     ):
