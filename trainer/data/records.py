@@ -19,11 +19,10 @@ if TYPE_CHECKING:
 
 
 @functools.cache
-def schema(has_sources: bool = False, has_scores: bool = False) -> pa.Schema:
+def schema(has_scores: bool = False) -> pa.Schema:
     """Return the columns: one row for each episode.
 
     Args:
-        has_sources: the episodes are of several sources. Files without sources stay readable for earlier versions.
         has_scores: what the trainer computed for the tokens is kept with them.
 
     `key` names its group in the journal; null elsewhere. `messages`, `rewards` and `metrics` are JSON, which has any
@@ -40,10 +39,10 @@ def schema(has_sources: bool = False, has_scores: bool = False) -> pa.Schema:
             ("version_spans", pa.list_(pa.list_(pa.int64()))),
         ]
     )
-    texts = [(name, pa.string()) for name in ("key", "group", "uid", "messages", "answer", "status", "failure")]
+    names = ("key", "group", "uid", "source", "messages", "answer", "status", "failure")
+    texts = [(name, pa.string()) for name in names]
     of_reward = [("reward", pa.float64()), ("baseline", pa.float64()), ("rewards", pa.string())]
     others = [("metrics", pa.string()), ("turns", pa.int64()), ("samples", pa.list_(sample))]
-    others += [("source", pa.string())] if has_sources else []
     scores = pa.struct([(name, pa.list_(pa.float32())) for name in _SCORES])
     others += [("scores", pa.list_(scores))] if has_scores else []
     return pa.schema([("step", pa.int64()), *texts, *of_reward, *others])
@@ -51,7 +50,7 @@ def schema(has_sources: bool = False, has_scores: bool = False) -> pa.Schema:
 
 _SCORES = ("logprobs", "entropy", "advantages")
 _TEXTS = ("group", "uid", "answer", "status", "failure")
-_PLAIN = (*_TEXTS, "turns", "reward", "baseline")
+_PLAIN = (*_TEXTS, "source", "turns", "reward", "baseline")
 _JSON = ("messages", "rewards", "metrics")
 _ESCAPE = "\0json "
 _encode_any = json.JSONEncoder(default=str).encode  # as text: times and decimals of Parquet files
@@ -99,10 +98,9 @@ def encode(
         columns["messages"] = _messages_column(episodes)
         columns |= {"step": [step] * len(episodes), "key": keys or [None] * len(episodes)}
         columns["samples"] = _samples_column(episodes)
-        columns["source"] = [episode.source for episode in episodes]
         if scores is not None:
             columns["scores"] = _scores_column(episodes, scores)
-        kept = schema(any(columns["source"]), scores is not None)
+        kept = schema(scores is not None)
         table = pa.table([columns[name] for name in kept.names], kept.with_metadata(dict(about or {})))
     except (TypeError, UnicodeError, pa.ArrowException) as error:
         raise ValueError(str(error)) from error
@@ -146,14 +144,13 @@ def decode_groups(data: bytes, keys: Collection[str] | None = None) -> tuple[dic
 
     try:
         table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
-        has_sources, has_scores = "source" in table.schema.names, "scores" in table.schema.names
-        if not table.schema.equals(schema(has_sources, has_scores)):
+        if not table.schema.equals(schema("scores" in table.schema.names)):
             raise ValueError("it has other columns")
         table.validate(full=True)
         if keys is not None:
             chosen = frozenset(keys)
             table = table.filter(pa.array([key in chosen for key in table.column("key").to_pylist()], pa.bool_()))
-        rows = table.select([*_PLAIN, *_JSON, "key", *(["source"] if has_sources else [])]).to_pylist()
+        rows = table.select([*_PLAIN, *_JSON, "key"]).to_pylist()
         samples = _samples_of(table.column("samples").combine_chunks())
     except (pa.ArrowException, OSError) as error:
         raise ValueError(str(error)) from error
