@@ -42,8 +42,8 @@ def test_kept_rollouts_are_printed_as_lines_and_read_by_other_tools(tmp_path, ca
     ]
     line = {
         "step": 3, "group": "0:1", "uid": "0:1:0", "source": "", "prompt": chat[:1], "completion": chat[1:],
-        "answer": "", "status": "turns", "failure": "", "reward": 0.5, "baseline": None, "rewards": {"a": 0.5}, "metrics": {"m": 1.0},
-        "turns": 1, "samples": tokens,
+        "answer": "", "status": "turns", "failure": "", "reward": 0.5, "baseline": None, "rewards": {"a": 0.5},
+        "metrics": {"m": 1.0}, "turns": 1, "samples": tokens,
     }  # fmt: skip
     assert main([str(tmp_path)]) == 0
     assert [json.loads(text) for text in capsys.readouterr().out.splitlines()] == [line, {**line, "step": 10}]
