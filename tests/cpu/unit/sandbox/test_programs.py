@@ -308,7 +308,7 @@ def test_a_program_that_nobody_waits_for_ends_and_waiting_for_a_turn_does_not_co
         return await waiting
 
     assert asyncio.run(abandoned()).output == "1\n"
-    assert not any(process.is_running() for process in processes)
+    assert not psutil.wait_procs(processes, timeout=60)[1]
 
 
 def test_nothing_runs_on_after_the_process_that_has_started_it():
