@@ -12,7 +12,6 @@ from trainer.config.tasks import TASKS, TaskSpec, add_task, find_task
 from trainer.errors import UserError
 from trainer.run.directory import RunDirectory
 from trainer.run.recorded_task import last_start, recorded_task
-from trainer.run.replay import jumps
 from trainer.run.run_metadata import record_start
 
 PYTHON = ["python", "-m"]
@@ -52,7 +51,7 @@ def test_a_start_names_its_task_for_those_who_cannot_import_it(tmp_path, monkeyp
     assert json.loads((tmp_path / "starts.jsonl").read_text())["task"]["name"] == "mine:TASK"
 
 
-def test_metrics_of_the_own_task_are_watched_and_altered_by_a_change_of_the_update(tmp_path):
+def test_metrics_of_the_own_task_are_altered_by_a_change_of_the_update(tmp_path):
     """As those of the package's tasks are."""
     spec = TaskSpec(lambda cfg: None, metrics={"dpo/margin": Metric("A margin.", "nats", watched=True)})
     add_task("mine:MARGINS", lambda: spec)
@@ -60,8 +59,6 @@ def test_metrics_of_the_own_task_are_watched_and_altered_by_a_change_of_the_upda
     save_steps(configured(tmp_path, task="mine:MARGINS"), 1)
     with RunDirectory(configured(tmp_path, {"trainer.policy.optimizer.lr": 0.5}, **settings)).open() as directory:
         assert directory.resume is not None and "dpo/" in directory.resume.altered
-    history = [{"step": step, "dpo/margin": 1.0} for step in range(1, 9)]
-    assert jumps({"dpo/margin": 9.0}, history, spec.watched) and not jumps({"dpo/margin": 9.0}, history)
 
 
 @pytest.mark.parametrize("before, now", [("rl", "sft"), ("sft", "rl")])
