@@ -9,14 +9,14 @@ import signal
 import pytest
 
 from tests.cpu.unit.cluster.hosted import Host
-from tests.support.jobs import left_running, wait_until
+from tests.support.jobs import left_running
 from trainer.cluster.early_start import early_for, early_start
 from trainer.cluster.fork_server import ForkServer
 from trainer.cluster.process_cluster import ProcessCluster
 from trainer.cluster.ray_head import RayHead
 from trainer.cluster.resources import rank_environment
 from trainer.config import Config
-from trainer.errors import UserError, WorkerError
+from trainer.errors import UserError
 from trainer.process.signals import SIGNALS, Stopped
 
 HOSTED = "tests.cpu.unit.cluster.hosted"
@@ -45,27 +45,9 @@ def test_ranks_are_forked_where_their_modules_are_imported_and_engines_are_not(m
             engine = cluster.launch_engines(Host, [()], {})
             assert engine.call("has_imported", "json.tool") == [False]
             assert engine.call("parent") != rank.call("parent")
-    assert left_running(marker) == []
-
-
-@pytest.mark.processes
-def test_what_a_job_on_gpus_cannot_use_is_ended(marker):
-    """A driver of GPUs may leave no trace in /proc, so only torch knows that there are some."""
-    with early_start(settings(), [HOSTED]) as early:
         assert early_for(early, "cpu") is early and early_for(None, "cuda") is None
-        assert isinstance(early, ForkServer) and early.is_running
         assert early_for(early, "cuda") is None and not early.is_running
     assert left_running(marker) == []
-
-
-def test_the_death_of_the_process_that_forks_ranks_is_named():
-    cfg = settings()
-    with early_start(cfg, [HOSTED]) as early, ProcessCluster(cfg, "cpu", rank_server=early) as cluster:
-        group = cluster.launch_ranks("rank", Host, {})
-        os.kill(group.call("parent")[0], signal.SIGKILL)
-        wait_until(lambda: not early.is_running)
-        with pytest.raises(WorkerError, match="^the fork server of the job died"):
-            group.call("waits")
 
 
 @pytest.mark.parametrize("address, kind", [(None, RayHead), ("processes", ForkServer)])

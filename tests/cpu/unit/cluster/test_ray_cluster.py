@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -16,17 +14,6 @@ import ray
 
 from tests.support.jobs import left_running, wait_until
 from trainer.cluster.placement import create_placement_group, exclude_nodes, remove
-from trainer.cluster.ray_cluster import RayCluster
-from trainer.config import Config
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory) -> Iterator[RayCluster]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_TMPDIR", "/tmp")  # pytest's own paths are too long for sockets
-        trainer = dataclasses.replace(Config().trainer, num_workers=2)
-        with RayCluster(Config(trainer=trainer), "cpu") as cluster:
-            yield cluster
 
 
 def environment(tmp_path: Path) -> dict[str, str]:
@@ -48,19 +35,15 @@ except UserError as error:
 """
 
 
-@pytest.mark.parametrize("token", [None, "", "0" * 64])
-def test_a_cluster_that_wants_a_token_is_named_without_it(token, cluster, tmp_path):
+def test_a_cluster_that_wants_a_token_is_named_without_it(ray_cluster, tmp_path):
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     env |= {"HOME": str(tmp_path), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-    if token is not None:
-        env["RAY_AUTH_MODE"] = "token"
-    if token:
-        env["RAY_AUTH_TOKEN"] = token
     address = ray.get_runtime_context().gcs_address
     command = [sys.executable, "-c", JOINS, address]
-    joined = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
-    assert joined.stdout.startswith(f"trainer.ray_address={address}: the cluster requires a token"), joined
-    assert joined.stdout.count("\n") == 1
+    for given in ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}):
+        joined = subprocess.run(command, capture_output=True, text=True, env=env | given, timeout=300)
+        assert joined.stdout.startswith(f"trainer.ray_address={address}: the cluster requires a token"), joined
+        assert joined.stdout.count("\n") == 1
 
 
 WAITS_FOR_NODES = """
@@ -80,7 +63,7 @@ for timeout_s in (None, 0.5):
 """
 
 
-def test_a_cluster_that_is_too_small_may_get_more_nodes(cluster):
+def test_a_cluster_that_is_too_small_may_get_more_nodes(ray_cluster):
     """Only with `placement_timeout_s`. Otherwise the job is refused before it creates placement groups."""
     address = ray.get_runtime_context().gcs_address
     done = subprocess.run([sys.executable, "-c", WAITS_FOR_NODES, address], capture_output=True, text=True, timeout=300)
@@ -122,6 +105,7 @@ with ray_cluster.RayCluster(cfg, "cpu") as cluster:
 
 LATE = """
 import logging, sys
+import ray
 from trainer.cluster.placement import create_placement_group, remove
 from trainer.cluster.ray_cluster import LOG, RayCluster
 from trainer.config import compose
@@ -141,23 +125,21 @@ def join(record):
 LOG.addFilter(join)
 with RayCluster(cfg, "cpu") as cluster:
     for is_first in (True, False):
-        group = create_placement_group([{"CPU": 1}], {})
+        group = create_placement_group([{"CPU": 1}] * (int(ray.cluster_resources()["CPU"]) - 2), {})
         assert group.wait(60)
         print(cluster.count_ranks())
         remove([group])
 """
 
 
-@pytest.mark.parametrize("timeout_s", ["null", "10000"])
-def test_only_the_first_start_waits_for_late_nodes_and_only_with_the_key(timeout_s, cluster):
+def test_the_first_start_waits_for_late_nodes(ray_cluster):
     """A placement group has a CPU of the cluster. It stands for a node that joins while the first start waits."""
-    command = [sys.executable, "-c", LATE, ray.get_runtime_context().gcs_address, timeout_s]
+    command = [sys.executable, "-c", LATE, ray.get_runtime_context().gcs_address, "10000"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     few = "the cluster has capacity for 1 of 2 ranks: "
-    impatient = [f"{few}starting 1", "1"]
-    patient = [f"{few}waiting for more, up to 10000 s (trainer.placement_timeout_s)", "2"]
     lines = [line for line in done.stdout.splitlines() if line.isdigit() or few in line and "up to 0.5 s" not in line]
-    assert lines == [*(impatient if timeout_s == "null" else patient), *impatient], done
+    waiting = f"{few}waiting for more, up to 10000 s (trainer.placement_timeout_s)"
+    assert lines == [waiting, "2", f"{few}starting 1", "1"], done
 
 
 ASKS = """
@@ -188,112 +170,48 @@ def add_node_once_asked():
     remove([group])
 
 with RayCluster(cfg, "cpu") as cluster:
-    group = create_placement_group([{"CPU": 1}], {})
+    group = create_placement_group([{"CPU": 1}] * (int(ray.cluster_resources()["CPU"]) - 2), {})
     assert group.wait(60)
     adding = threading.Thread(target=add_node_once_asked)
     adding.start()
     print(cluster.count_ranks())
     adding.join()
-    while asked() or ray.available_resources().get("CPU") != 3:
+    while asked() or ray.available_resources().get("CPU") != ray.cluster_resources()["CPU"]:
         time.sleep(0.05)
     print("free")
 """
 
 
-def test_an_autoscaler_sees_what_a_start_that_waits_for_nodes_lacks(cluster):
+def test_an_autoscaler_sees_what_a_start_that_waits_for_nodes_lacks(ray_cluster):
     """Nothing is asked for any more once the ranks can start. A group stands for a node, as above."""
     command = [sys.executable, "-c", ASKS, ray.get_runtime_context().gcs_address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.stdout.splitlines() == [str([[{"CPU": 1.0}] * 3]), "2", "free"], done
 
 
-LOSES_RAYLET = """
-import subprocess, sys
-import psutil, ray
-from trainer.cluster.ray_cluster import RayCluster
-from trainer.config import Config, compose
-from trainer.errors import WorkerError
-
-def wait(address):
-    keys = [f"trainer.ray_address={address}", "trainer.placement_timeout_s=10000"]
-    with RayCluster(compose([*keys, "trainer.num_workers=9", "trainer.min_world_size=1"]), "cpu") as cluster:
-        print("waits", flush=True)
-        try:
-            cluster.count_ranks()
-        except WorkerError as error:
-            print(error)
-
-def kill_raylet():
-    with RayCluster(Config(), "cpu"):
-        command = [sys.executable, "-c", sys.argv[1], sys.argv[1], ray.get_runtime_context().gcs_address]
-        waiting = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert waiting.stdout.readline() == "waits\\n"
-        next(one for one in psutil.Process().children(recursive=True) if one.name() == "raylet").kill()
-        print(waiting.communicate(timeout=60)[0], end="")
-
-wait(sys.argv[2]) if len(sys.argv) > 2 else kill_raylet()
-"""
-
-
-@pytest.mark.slow
-def test_a_start_that_waits_for_nodes_notices_that_ray_has_died(tmp_path):
-    command = [sys.executable, "-c", LOSES_RAYLET, LOSES_RAYLET]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment(tmp_path))
-    died = "Ray's raylet on this machine died, and the job with it; restart it with the same command\n"
-    assert died in done.stdout, done
-    assert left_running(str(tmp_path)) == []
-
-
-def test_each_of_several_nodes_is_excluded(cluster):
+def test_each_of_several_nodes_is_excluded(ray_cluster):
     group = create_placement_group([{"CPU": 1}], exclude_nodes(["0" * 56, ray.nodes()[0]["NodeID"]]))
     assert not group.wait(2)
     remove([group])
 
 
-def test_placement_groups_that_are_removed_early_free_their_resources(cluster):
+def test_placement_groups_that_are_removed_early_free_their_resources(ray_cluster):
     """Ray leaks about one of 60 groups that are removed while it schedules them."""
     before = ray.available_resources()["CPU"]
-    for i in range(200):
+    for i in range(100):
         group = create_placement_group([{"CPU": 1}], {})
         time.sleep(i % 8 / 1000)
         remove([group])
     wait_until(lambda: ray.available_resources().get("CPU") == before)
 
 
-def test_drained_nodes_and_nodes_with_a_broken_gpu_get_no_ranks(cluster):
+def test_drained_nodes_and_nodes_with_a_broken_gpu_get_no_ranks(ray_cluster):
     own = ray.util.get_node_ip_address()
     command = [sys.executable, "-c", DRAINS, ray.get_runtime_context().gcs_address, own]
     joined = subprocess.run(command, capture_output=True, text=True, timeout=300)
     count, kernel_logs, refused, is_excluded = joined.stdout.splitlines()
     assert (count, kernel_logs, is_excluded) == ("1", str({own: []}), "True"), joined
     assert "has capacity for 0 ranks" in refused
-
-
-LOSES_RAY = """
-import sys
-import numpy as np
-from tests.support.jobs import left_running
-from trainer.cluster.ray_cluster import RayCluster
-from trainer.config import Config
-from trainer.errors import WorkerError
-with RayCluster(Config(), "cpu") as cluster:
-    cluster._head._daemons[sys.argv[1]].kill()
-    try:
-        while True:
-            cluster.put(np.zeros(10**6))
-    except WorkerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
-"""
-
-
-def test_a_driver_that_ray_ends_leaves_a_message(marker):
-    """Ray ends the process in C++ when it stores a batch and the store has gone with the raylet."""
-    done = subprocess.run([sys.executable, "-c", LOSES_RAY, "raylet"], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1
-    (sentence,) = (line for line in done.stderr.splitlines() if "ERROR worker.py" not in line)  # Ray's own, in a race
-    assert "Ray's raylet died" in sentence
-    assert left_running(marker) == []
 
 
 LOSES_THE_GCS = """
@@ -322,17 +240,6 @@ def test_the_death_of_ray_ends_a_call_and_no_placement_group_is_created_after_it
     assert left_running(marker) == []
 
 
-CHILD_OF_PROCESS_1 = """
-import os
-from trainer.cluster.ray_cluster import RayCluster
-from trainer.config import Config
-assert os.getppid() == 1
-with RayCluster(Config(), "cpu"):
-    pass
-os.write(1, b"left\\n")
-os._exit(0)
-"""
-
 CHILD_OF_PROCESS_1_LOSES_RAY = """
 import os
 from trainer.cluster.ray_cluster import RayCluster
@@ -358,12 +265,6 @@ def run_in_container(script: str) -> subprocess.CompletedProcess[str]:
         pytest.skip("this machine has no process namespaces")
     words = [*unshare, "sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-u", "-c", script]
     return subprocess.run(words, capture_output=True, text=True, timeout=300)
-
-
-def test_a_child_of_process_1_leaves_ray_and_lives_on(marker):
-    """Ray takes its parent for the raylet, and process 1 for the sign that the raylet has died."""
-    done = run_in_container(CHILD_OF_PROCESS_1)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "left\n", "")
 
 
 def test_a_child_of_process_1_that_loses_ray_leaves_a_message(marker):

@@ -14,31 +14,25 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.cpu.unit.cluster.conftest import settings
 from tests.cpu.unit.cluster.hosted import FailsToLoad, Host, LoadsAfterEngine, OpensRanks, SlowToLoad
 from tests.support.jobs import wait_until
 from trainer.cluster.process_cluster import ProcessCluster
 from trainer.cluster.ray_cluster import RayCluster
 from trainer.cluster.supervisor import is_running
 from trainer.cluster.worker_groups import CallFutures, WorkerGroup
-from trainer.config import Config
 from trainer.errors import UserError, WorkerError, failure_source_of
 from trainer.process import time_limits
 from trainer.process.tracing import TRACER
 
 
-def settings() -> Config:
-    """Ray has capacity for two ranks and three engines, which suffices for the two groups of a test."""
-    cfg = Config()
-    cfg.trainer.heartbeat_timeout_s, cfg.trainer.num_workers, cfg.rollout.num_engines = 10.0, 2, 3
-    return cfg
-
-
-@pytest.fixture(scope="module", params=[ProcessCluster, RayCluster], ids=["process", "ray"])
+@pytest.fixture(scope="module", params=["process", "ray"])
 def cluster(request) -> Iterator[RayCluster | ProcessCluster]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_TMPDIR", "/tmp")  # pytest's own paths are too long for sockets
-        with request.param(settings(), "cpu") as cluster:
-            yield cluster
+    if request.param == "ray":
+        yield request.getfixturevalue("ray_cluster")
+        return
+    with ProcessCluster(settings(), "cpu") as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +51,29 @@ def group(cluster) -> Iterator[WorkerGroup]:
     cluster.release(group)
 
 
-def test_results_are_in_the_order_of_the_workers(shared_group):
+def test_results_are_in_the_order_of_the_workers(cluster, shared_group):
     assert len(shared_group) == 2
     assert shared_group.call("rank") == [0, 1]
     assert shared_group.call("echo", 1, b=2) == [((1,), {"b": 2})] * 2
     assert shared_group.call_one(1, "rank") == 1
     assert shared_group.call("built_with") == [(0, 2, "cpu"), (1, 2, "cpu")]
     assert shared_group.call("environment", "WORD") == ["set", "set"]
+    placements = shared_group.placements()
+    assert [placement["host"] for placement in placements] == ["127.0.0.1"] * 2
+    assert len({placement["node"] for placement in placements}) == 1
+    assert [placement["gpus"] for placement in placements] == [[], []]
+    address = cluster.rendezvous_address(shared_group)
+    assert os.path.isdir(os.path.dirname(address.removeprefix("file://")))
+    assert cluster.rendezvous_address(shared_group) != address
+    batch = {"ids": np.arange(10**6), "name": "batch"}
+    for (received,), _ in shared_group.call("echo", cluster.put(batch)):
+        np.testing.assert_array_equal(received["ids"], batch["ids"])
+        assert received["name"] == "batch"
+    engines = cluster.launch_engines(Host, [("a", i) for i in range(3)], {"WORD": "engine"})
+    assert engines.call("built_with") == [("a", 0), ("a", 1), ("a", 2)]
+    assert engines.call("environment", "WORD") == ["engine"] * 3
+    assert len(set(engines.call("pid"))) == 3
+    cluster.release(engines)
 
 
 def test_calls_bring_the_spans_of_their_workers(shared_group, monkeypatch):
@@ -93,14 +103,6 @@ def test_a_worker_can_start_its_next_call_while_others_run(shared_group):
     assert sorted(results) == [(0, 0), (0, 2), (0, 4), (1, 1), (1, 3), (1, 5)]
 
 
-def test_each_engine_is_a_process_with_its_own_arguments(cluster, shared_group):
-    engines = cluster.launch_engines(Host, [("a", i) for i in range(3)], {"WORD": "engine"})
-    assert engines.call("built_with") == [("a", 0), ("a", 1), ("a", 2)]
-    assert engines.call("environment", "WORD") == ["engine"] * 3
-    assert len(set(engines.call("pid"))) == 3
-    cluster.release(engines)
-
-
 def test_engines_start_on_the_gpus_of_ranks_that_still_import(cluster, monkeypatch, tmp_path):
     env = {"OPENED": str(tmp_path / "opened")}
     with ExitStack() as stack:
@@ -114,28 +116,6 @@ def test_engines_start_on_the_gpus_of_ranks_that_still_import(cluster, monkeypat
         assert engines.call("environment", "CUDA_VISIBLE_DEVICES") == ["", ""]
 
 
-def test_workers_receive_the_value_of_a_reference(cluster, shared_group):
-    batch = {"ids": np.arange(10**6), "name": "batch"}
-    stored = cluster.put(batch)
-    for (received,), _ in shared_group.call("echo", stored):
-        np.testing.assert_array_equal(received["ids"], batch["ids"])
-        assert received["name"] == "batch"
-
-
-def test_placements_contain_host_node_and_gpus(shared_group):
-    placements = shared_group.placements()
-    assert [placement["host"] for placement in placements] == ["127.0.0.1"] * 2
-    assert len({placement["node"] for placement in placements}) == 1
-    assert [placement["gpus"] for placement in placements] == [[], []]
-
-
-def test_the_rendezvous_address_is_a_new_file(cluster, shared_group):
-    address = cluster.rendezvous_address(shared_group)
-    assert address.startswith("file:///")
-    assert os.path.isdir(os.path.dirname(address.removeprefix("file://")))
-    assert cluster.rendezvous_address(shared_group) != address
-
-
 def test_an_exception_of_a_worker_is_raised_unchanged(shared_group):
     with pytest.raises(UserError, match="^choose another$"):
         shared_group.call("raise_user_error")
@@ -143,10 +123,7 @@ def test_an_exception_of_a_worker_is_raised_unchanged(shared_group):
         shared_group.call("no_such_method")
     (note,) = raised.value.__notes__
     assert note.startswith("in rank ") and "AttributeError: " in note
-
-
-def test_the_cause_is_raised_and_not_its_effect_on_other_ranks(shared_group):
-    """The error of rank 1 arrives first, because its connection has closed. Rank 0 reports the cause."""
+    # The error of rank 1 arrives first, because its connection has closed. Rank 0 reports the cause.
     with pytest.raises(ValueError, match="the cause"):
         shared_group.call("fail_after_peer")
 
@@ -159,12 +136,6 @@ def test_a_death_is_raised_and_not_its_effect_on_other_ranks(group):
     assert group.call_one(0, "rank") == 0
 
 
-def test_background_calls_run_during_other_calls(shared_group):
-    waiting = shared_group.start("wait_for_open")
-    shared_group.start_background("open").result()
-    assert waiting.result() == [True, True]
-
-
 def test_two_threads_can_wait_for_one_worker(shared_group, monkeypatch):
     """The saving thread and the training loop do this."""
     monkeypatch.setattr(time_limits, "POLL_INTERVAL_S", 0.0)
@@ -172,16 +143,19 @@ def test_two_threads_can_wait_for_one_worker(shared_group, monkeypatch):
     calls = [shared_group.start("waits", 3.0), *(shared_group.start_background("waits_a_little") for _ in range(3))]
     with ThreadPoolExecutor() as threads:
         assert list(threads.map(lambda call: call.result(), calls)) == [["waited"] * 2] * 4
+    waiting = shared_group.start("wait_for_open")
+    shared_group.start_background("open").result()
+    assert waiting.result() == [True, True]
 
 
-@pytest.mark.parametrize("end", ["is_killed", "wants_a_tensor", "wants_bytes", "fills_the_gpu"])
-def test_out_of_memory_is_reported_in_one_line(end, group, capfd):
-    with pytest.raises(WorkerError) as raised:
-        group.call(end)
-    text = str(raised.value)
-    assert text.startswith("rank ") and "\n" not in text, text
-    assert "memory" in text and "the same command" in text
-    assert capfd.readouterr() == ("", ""), "nothing else is printed"
+def test_out_of_memory_is_reported_in_one_line(group, capfd):
+    for end in ("wants_a_tensor", "wants_bytes", "fills_the_gpu", "is_killed"):
+        with pytest.raises(WorkerError) as raised:
+            group.call(end)
+        text = str(raised.value)
+        assert text.startswith("rank ") and "\n" not in text, text
+        assert "memory" in text and "the same command" in text
+        assert capfd.readouterr() == ("", ""), "nothing else is printed"
 
 
 def test_a_rank_that_cannot_load_is_named_with_its_reason(cluster):
@@ -190,16 +164,6 @@ def test_a_rank_that_cannot_load_is_named_with_its_reason(cluster):
         group.call("rank")
     assert "bad rank" in str(raised.value) + str(getattr(raised.value, "__notes__", ""))
     cluster.release(group)
-
-
-def test_a_rank_that_does_not_start_is_named(cluster, monkeypatch, caplog):
-    monkeypatch.setattr(time_limits, "START_WARNING_S", 1.0)
-    group = cluster.launch_ranks("slow rank", SlowToLoad, {})
-    group.call("waits", 0.0)
-    cluster.release(group)
-    warnings = [record.getMessage() for record in caplog.records if "has not started" in record.getMessage()]
-    assert sorted(text[:11] for text in warnings) == ["slow rank 0", "slow rank 1"]
-    assert all("it counts as dead" in text for text in warnings)
 
 
 def test_a_rank_that_is_stopped_while_it_starts_is_named(cluster, monkeypatch):
@@ -219,9 +183,8 @@ def test_a_rank_that_is_stopped_while_it_starts_is_named(cluster, monkeypatch):
     assert not is_running(stopped)
 
 
-@pytest.mark.parametrize("cluster", [RayCluster], ids=["ray"], indirect=True)  # the other waits for no capacity
-def test_a_rank_that_is_not_scheduled_yet_misses_no_heartbeats(cluster):
-    group = cluster._launch("rank", Host, [()], lambda rank: {"num_cpus": 1000}, {})
+def test_a_rank_that_is_not_scheduled_yet_misses_no_heartbeats(ray_cluster):
+    group = ray_cluster._launch("rank", Host, [()], lambda rank: {"num_cpus": 1000}, {})
     time.sleep(1)
     assert group.workers[0].heartbeat_age_s() < 1
     group.kill()
@@ -263,10 +226,3 @@ def test_poll_returns_the_failure_of_one_worker_and_the_results_of_others(group)
     result, error = outcomes[1]
     assert result is None and error.cause == "killed" and failure_source_of(error).name == "rank 1"
     assert failure_source_of(error).role == "rank"
-
-
-def test_one_look_finds_all_calls_that_have_ended(shared_group):
-    """Else those behind the first would count as running since they began, however late that look is."""
-    calls = shared_group.start("rank")
-    wait_until(lambda: len(shared_group.backend.wait(list(calls._calls), 0.1)) == 2)
-    assert len(calls.poll()) == 2 and not calls.is_running
