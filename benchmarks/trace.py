@@ -138,7 +138,7 @@ def answer_us(calls: int, inner: int, traced: bool) -> float:
     for _ in range(calls):
         answer = answer_call(work, "main", (), {WANTED: True} if traced else {}, "update")
         sent = pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
-        TRACER.receive("rank 0", 0.0, pickle.loads(sent))
+        TRACER.receive("rank 0", pickle.loads(sent))
         TRACER.take()  # else this process would send again what it has received
     spent = time.process_time() - begin
     return 1e6 * spent / calls

@@ -36,8 +36,8 @@ from trainer.process.startup import importing
 from trainer.process.tracing import MAIN, answer_call
 
 HOST = "127.0.0.1"
-BUILD = "build"
-"""The method of a worker's first call. Its argument is the pickle of `(factory, args)`."""
+BUILD = "<build>"
+"""The method of a worker's first call, which no object has. Its argument is the pickle of `(factory, args)`."""
 
 
 class ForkServer:
@@ -223,8 +223,10 @@ class _Host:
             number, payload = self._calls[channel].get()
             try:
                 method, args, kwargs = pickle.loads(payload)
-                if channel == "heartbeat" or method == BUILD:
-                    result = getattr(self, method)(*args, **kwargs)
+                if method == BUILD:
+                    result = self._build(*args)
+                elif channel == "heartbeat":
+                    result = getattr(self, method)()
                 else:
                     result = answer_call(getattr(self._object.result(), method), row, args, kwargs, method)
                 answer, has_failed = pickle.dumps(result), False
@@ -233,7 +235,7 @@ class _Host:
             with self._send_lock:
                 self._driver.send((number, has_failed, answer))
 
-    def build(self, message: bytes) -> None:
+    def _build(self, message: bytes) -> None:
         """Build the object. If that fails, each call raises the error."""
         try:
             with importing():

@@ -367,7 +367,7 @@ class CallFutures:
             try:
                 with SIGNALS.deferred():
                     answer = self._group.backend.get(ticket, call.worker.name)
-                    value = TRACER.receive(call.worker.name, call.started_at, answer)
+                    value = TRACER.receive(call.worker.name, answer)
             except Exception as error:
                 set_failure_source(error, call.worker.source)
                 outcomes.append((call.index, None, error))

@@ -111,7 +111,6 @@ class TraceFile:
         self._most_bytes = most_bytes
         self._epoch = time.time() - time.monotonic()
         self._named: set[tuple[str, str]] = set()  # processes and rows that the file has names for
-        self._errors: dict[str, float] = {}  # the accuracies of clocks that the file has
         self._free_from: dict[tuple[str, str], list[float]] = {}  # of rows whose spans may overlap
         self._is_begun = False
 
@@ -133,7 +132,6 @@ class TraceFile:
 
     def _forget_names(self) -> None:
         self._named.clear()
-        self._errors.clear()
 
     def _append(self, data: bytes) -> bool:
         """Append events. Return False if the file is full, or no timeline."""
@@ -172,7 +170,7 @@ class TraceFile:
         return b",\n".join(json.dumps(event).encode() for event in events)
 
     def _name(self, events: list[dict[str, object]], process: str, row: str) -> None:
-        """Add the events that name a process and a row, and say how well the clock of the process is known."""
+        """Add the events that name a process and a row."""
         place = {"ph": "M", "pid": _number(process), "tid": _number(process, row)}
         if (process, "") not in self._named:
             self._named.add((process, ""))
@@ -182,11 +180,6 @@ class TraceFile:
             self._named.add((process, row))
             events.append({"name": "thread_name", **place, "args": {"name": row}})
             events.append({"name": "thread_sort_index", **place, "args": {"sort_index": int(row != MAIN)}})
-        error = TRACER.clock_error_s(process)
-        if error and error < self._errors.get(process, float("inf")) / 2:
-            self._errors[process] = error
-            text = f"times within {1000 * error:.3g} ms of those of the driver"
-            events.append({"name": "process_labels", **place, "args": {"labels": text, "clock_error_s": error}})
 
     def _microseconds(self, seconds: float) -> int:
         return int(1e6 * (seconds + self._epoch))
@@ -212,16 +205,6 @@ def read_spans(run_dir: str, newest_bytes: int | None = None) -> list[Span]:
                 start, end = float(ts) / 1e6, float(ts + dur) / 1e6  # type: ignore[arg-type]
                 spans.append(Span(names.get(process, ""), names.get(row, ""), name, start, end, details))  # type: ignore
     return spans
-
-
-def clock_error_s(run_dir: str) -> float:
-    """Return by how much times of different machines in the timeline of a run may differ; 0 if there is one machine."""
-    errors: dict[object, float] = {}
-    for event in _events(run_dir, 0):
-        match event:
-            case {"name": "process_labels", "pid": pid, "args": {"clock_error_s": float(error)}}:
-                errors[pid] = error
-    return max(errors.values(), default=0.0)
 
 
 def _events(run_dir: str, newest_bytes: int | None = None) -> Iterator[dict[str, object]]:

@@ -11,7 +11,7 @@ from itertools import chain, cycle
 from typing import TYPE_CHECKING
 
 from trainer.metrics.names import PHASES
-from trainer.metrics.trace_file import clock_error_s, read_spans
+from trainer.metrics.trace_file import read_spans
 from trainer.process.tracing import DRIVER, MAIN, Span
 from trainer.reports.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, YELLOW
 
@@ -58,7 +58,6 @@ class StepTimeline:
     """Of each rank and engine: what it waited for, and when."""
     hidden: Counter[str] = field(default_factory=Counter)
     """Numbers of further processes without a lane here, by kind. They count in `sentences`."""
-    clock_error_s: float = 0.0
     sentences: list[str] = field(default_factory=list)
     """How long ranks and engines were idle, and what they waited for."""
 
@@ -67,16 +66,15 @@ def last_step(run_dir: str) -> StepTimeline | None:
     """Return the last complete step in the timeline of a run; None: there is none."""
     spans = read_spans(run_dir, _NEWEST_BYTES)
     steps = [span for span in spans if span[:3] == (DRIVER, MAIN, STEP) and type(span.details.get(STEP)) is int]
-    return step_timeline(steps[-1], spans, clock_error_s(run_dir)) if steps else None
+    return step_timeline(steps[-1], spans) if steps else None
 
 
-def step_timeline(step: Span, spans: Iterable[Span], error_s: float = 0.0) -> StepTimeline:
+def step_timeline(step: Span, spans: Iterable[Span]) -> StepTimeline:
     """Return what the processes did in a step.
 
     Args:
         step: the span of the whole step.
         spans: of the run.
-        error_s: by how much clocks of different machines may differ.
     """
     seconds = step.end - step.start
     found: defaultdict[str, list[tuple[str, float, float]]] = defaultdict(list)
@@ -96,7 +94,6 @@ def step_timeline(step: Span, spans: Iterable[Span], error_s: float = 0.0) -> St
         shown,
         {lane: waits for lane, waits in idle.items() if lane in shown},
         hidden,
-        error_s,
         list(_sentences(idle, seconds)),
     )
 
@@ -133,8 +130,7 @@ def draw(axes: Axes, timeline: StepTimeline, letters: int) -> None:
     axes.set_xlim(0, timeline.seconds)
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))  # each name once
     axes.legend(handles.values(), handles.keys(), loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    error = f", clocks within {1000 * timeline.clock_error_s:.2g} ms" if timeline.clock_error_s else ""
-    axes.set_xlabel("\n".join([f"seconds{error}", *lines_below(timeline, letters)]))
+    axes.set_xlabel("\n".join(["seconds", *lines_below(timeline, letters)]))
     axes.set_title(f"Step {timeline.step}: what each process did")
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.support.timelines import assert_nested, spans_of
 from trainer.config import LoggerConfig
 from trainer.errors import UserError
-from trainer.metrics.trace_file import OLDER_FILE, TRACE_FILE, Timeline, TraceFile, clock_error_s, read_spans
-from trainer.process.tracing import DRIVER, MAIN, OVERLAPPING, TRACER, ClockOffset, Span
+from trainer.metrics.trace_file import OLDER_FILE, TRACE_FILE, Timeline, TraceFile, read_spans
+from trainer.process.tracing import DRIVER, MAIN, OVERLAPPING, TRACER, Span
 
 PLENTY = 1 << 30
 
@@ -104,19 +104,6 @@ def test_spans_that_overlap_get_rows_in_which_they_do_not(tmp_path_factory, time
     for row in {one.row for one in found}:
         ends = sorted((one.start, one.end) for one in found if one.row == row)
         assert all(end <= start + 2e-6 for (_, end), (start, _) in zip(ends, ends[1:], strict=False))
-
-
-def test_how_well_a_clock_is_known_is_told(tmp_path, monkeypatch):
-    clock = ClockOffset()
-    clock.update(0.0, 100.1, 100.2, 0.3)
-    monkeypatch.setattr(TRACER, "offsets", {"boot": clock})
-    monkeypatch.setattr(TRACER, "clocks", {"rank 1": "boot"})
-    file = TraceFile(str(tmp_path), PLENTY)
-    file.write([span("a", process="rank 0"), span("a", process="rank 1")])
-    assert clock_error_s(str(tmp_path)) == pytest.approx(0.1)
-    clock.update(1.0, 101.001, 101.002, 1.003)
-    file.write([span("a", process="rank 1")])
-    assert clock_error_s(str(tmp_path)) == pytest.approx(0.001)
 
 
 def test_a_timeline_records_what_happens_while_it_is_open(tmp_path, off):

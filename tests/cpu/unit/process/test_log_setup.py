@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.jobs import environment, metrics, start_forked_job
+from tests.support.jobs import environment
 from trainer.metrics.tracker import METRICS_FILE
 from trainer.process import log_setup
 from trainer.process.log_setup import LogFile, escape, messages_to
@@ -72,7 +72,7 @@ def test_messages_are_printed_unchanged_and_warnings_have_a_prefix():
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
 def test_any_text_can_be_printed_in_any_encoding(encoding):
     done = show(encoding, capture_output=True)
     assert done.returncode == 7, done.stderr.decode(encoding)
@@ -130,24 +130,11 @@ def _read(display: int) -> bytes:
         return b""
 
 
-@pytest.mark.parametrize(
-    "tool", [["trainer.checkpoint", "ls", "."], ["trainer", "report", "."], ["trainer.main", "--cfg", "job"]]
-)
-def test_every_command_keeps_its_exit_status(tmp_path, tool):
-    (tmp_path / METRICS_FILE).write_text(json.dumps({"step": 1, "reward/mean": 0.5}) + "\n")
-    (tmp_path / "global_step_1").mkdir()
-    expected = subprocess.run([sys.executable, "-m", *tool], cwd=tmp_path, capture_output=True, env=environment())
+def test_a_command_keeps_its_exit_status_when_nothing_can_be_printed():
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-m", *tool], cwd=tmp_path, stdout=full, stderr=full, env=environment())
-    assert expected.stdout and done.returncode == expected.returncode, expected.stderr
-
-
-def test_an_error_about_bad_input_keeps_status_2():
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "trainer.main", "no.such=1"], stdout=full, stderr=full, env=environment()
-        )
-    assert done.returncode == 2
+        for words, status in ((["--cfg", "job"], 0), (["no.such=1"], 2)):
+            command = [sys.executable, "-m", "trainer", "train", *words]
+            assert subprocess.run(command, stdout=full, stderr=full, env=environment()).returncode == status
 
 
 def test_a_report_that_cannot_be_drawn_is_a_warning_after_a_run_that_ended_well(tmp_path, caplog):
@@ -156,8 +143,6 @@ def test_a_report_that_cannot_be_drawn_is_a_warning_after_a_run_that_ended_well(
     final_report(str(tmp_path))
     (warning,) = caplog.records
     assert warning.levelname == "WARNING" and warning.getMessage().startswith("no report was drawn")
-    done = subprocess.run([sys.executable, "-m", "trainer", "report", tmp_path], capture_output=True, text=True)
-    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
@@ -170,15 +155,6 @@ def test_an_error_of_the_drawing_itself_is_a_warning_after_a_run_that_ended_well
     final_report(str(tmp_path))
     (warning,) = caplog.records
     assert warning.levelname == "WARNING" and "no report was drawn (ValueError: " in warning.getMessage()
-
-
-def test_a_run_directory_of_any_name_is_drawn_and_printed(tmp_path):
-    run_dir = os.fsencode(tmp_path) + b"/run \xff"  # no UTF-8
-    os.mkdir(run_dir)
-    with open(run_dir + b"/" + METRICS_FILE.encode(), "w") as file:
-        file.write(json.dumps({"step": 1, "reward/mean": 0.5}) + "\n")
-    done = subprocess.run([sys.executable, "-m", "trainer", "report", run_dir], capture_output=True, text=True)
-    assert done.returncode == 0 and "\\udcff/report.png" in done.stdout, done.stderr
 
 
 def chatty(completion: str, answer: str) -> float:
@@ -196,40 +172,12 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("sink", ["/dev/full", "/dev/null"])
-def test_a_reward_that_prints_is_not_counted_as_failed(tmp_path, sink):
+def test_a_reward_that_prints_is_not_counted_as_failed(tmp_path):
     (tmp_path / "score.py").write_text(REWARD)
     env = environment() | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": f"{Path(__file__).parents[3]}"}
-    with open(sink, "w") as out:
+    with open("/dev/full", "w") as out:
         done = subprocess.run([sys.executable, "score.py"], cwd=tmp_path, env=env, stdout=out, stderr=subprocess.PIPE)
     assert done.returncode == 0, done.stderr.decode()
-
-
-LOSS = """
-from trainer.algorithms import POLICY_LOSSES
-
-
-def loss(*args, **kwargs):
-    print("\\u4e2d\\ud800")
-    return POLICY_LOSSES["clip"](*args, **kwargs)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_job_completes_although_nothing_can_be_printed(tmp_path):
-    """With a reward and a loss that print too."""
-    (tmp_path / "own.py").write_text(LOSS)
-    overrides = [
-        "algorithm.policy_loss=own:loss",
-        "reward.name=tests.cpu.unit.process.test_log_setup:chatty",
-        "logger.save_rollouts=true",
-    ]
-    job = start_forked_job(*overrides, cwd=tmp_path, log=Path("/dev/full"))
-    assert job.wait(500) == 0
-    rows = metrics(tmp_path / "outputs/default")
-    assert [row["step"] for row in rows] == [0, 1, 2]
-    assert rows[2]["reward/failures"] == 0 and rows[2]["val/accuracy"] == 1
 
 
 LOG = """

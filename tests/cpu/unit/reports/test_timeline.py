@@ -75,14 +75,14 @@ def test_many_processes_share_a_picture_and_all_count(tmp_path):
     step = span(DRIVER, "step", 0, 10, step=1)
     spans = [step, span(DRIVER, "rollout", 0, 10)]
     spans += [span(f"policy rank {rank}", "policy update", 0, 10 if rank < 50 else 0.5) for rank in range(100)]
-    found = timeline.step_timeline(step, spans, 0.0021)
+    found = timeline.step_timeline(step, spans)
     assert list(found.lanes) == [DRIVER, *(f"policy rank {rank}" for rank in range(8))]
     assert found.hidden == {"ranks": 92}
     assert found.sentences == ["ranks idle 4.75 s of 10.00 s: waited for rollouts"]
     axes = Figure().add_subplot()
     timeline.draw(axes, found, 30)
     assert axes.get_xlabel().splitlines() == [
-        "seconds, clocks within 2.1 ms",
+        "seconds",
         "ranks idle 4.75 s of 10.00 s:",
         "waited for rollouts",
         "92 more ranks",
