@@ -3,7 +3,7 @@
 EXTRA ?= $(if $(wildcard .venv/.installed-gpu)$(filter test-gpu,$(MAKECMDGOALS)),gpu,cpu)
 PYTHON ?= python3
 ARGS ?=
-BENCH ?= packing logprob python_tool bfloat16 step_time profile_step scaling rollout weight_sync checkpoint journal trace recovery ahead environments warm_servers view plan decode scale driver_scale rendezvous vs_trl resume_vs_trl
+BENCH ?= packing logprob python_tool bfloat16 step_time profile_step scaling rollout weight_sync checkpoint journal trace recovery ahead environments warm_servers view plan scale driver_scale rendezvous vs_trl resume_vs_trl
 BIN := .venv/bin
 STAMP := .venv/.installed-$(EXTRA)
 # Some images set it; then every process would compile torch, vLLM and Ray anew, and take twice as long to start.

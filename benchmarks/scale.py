@@ -1,6 +1,6 @@
 """The tables of docs/scale.md: `python -m benchmarks.scale [--cases 8B-8 …]`.
 
-One plan for each size of model and cluster: its memory, time, weight sync, checkpoint and the driver's traffic. The
+One plan for each size of model and cluster: its memory, time, weight sync and checkpoint. The
 plans are those of `trainer plan` with the overrides that `--commands` prints.
 """
 
@@ -64,15 +64,7 @@ HEADS = {
         "host of a node",
     ),
     "time": ("run", "step", "rollout", "scores", "update", "sync", "host copies", "tokens/s"),
-    "state": (
-        "run",
-        "checkpoint",
-        "a save",
-        "start after a kill",
-        "a kill costs",
-        "to the ranks, a step",
-        "from the ranks",
-    ),
+    "state": ("run", "checkpoint", "a save", "a kill costs"),
 }
 
 
@@ -85,7 +77,7 @@ def row_of(table: str, name: str, plan: Plan) -> str:
     """Return the line of a table for a case."""
     model, gpus = name.split("-")
     cells = [f"{model} on {int(gpus):,} GPU{'s' if gpus != '1' else ''}"]
-    time, saves = plan.time, plan.saves
+    time, disk = plan.time, plan.disk
     if table == "memory":
         peak = plan.members[0].peak
         (sizes,) = (phase.sizes for phase in plan.members[0].phases if phase.name == "update of the policy")
@@ -99,18 +91,10 @@ def row_of(table: str, name: str, plan: Plan) -> str:
         ]
     elif table == "time":
         shares = [f"{time.phases.get(phase, 0.0) / time.total:.0%}" for phase in ("rollout", "scores", "update")]
-        copies = sum(time.phases.get(phase, 0.0) for phase in ("offload", "sleep"))
-        cells += [f"{time.total:.0f} s", *shares, f"{time.phases['sync']:.1f} s", f"{copies:.1f} s"]
+        cells += [f"{time.total:.0f} s", *shares, f"{time.phases['sync']:.1f} s", f"{time.phases['copies']:.1f} s"]
         cells += [f"{time.tokens_per_s:,.0f}"]
     else:
-        cells += [
-            f"{saves.checkpoint / GB:,.0f} GB",
-            f"{saves.write_s:.0f} s",
-            f"{saves.restart_s:.0f} s",
-            f"{saves.kill_s / 60:.0f} min",
-            f"{plan.traffic.sent / GB:.1f} GB",
-            f"{plan.traffic.received / GB:.2f} GB",
-        ]
+        cells += [f"{disk.checkpoint / GB:,.0f} GB", f"{disk.save_s:.0f} s", f"{disk.kill_s / 60:.0f} min"]
     return f"| {' | '.join(cells)} |"
 
 

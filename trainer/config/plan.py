@@ -1,4 +1,4 @@
-"""`plan.*`: the cluster and the workload for which `trainer plan` computes memory and time."""
+"""`plan.*`: the cluster and the mean lengths for which `trainer plan` computes memory and time."""
 
 from __future__ import annotations
 
@@ -22,16 +22,6 @@ class PlanConfig(Section):
     """Tokens of a completion, on average; with an environment, of all replies and messages after the prompt. null: half
     of `rollout.max_response_tokens`, or of what the prompt leaves of the longest episode; in supervised training, what
     the prompt leaves of `sft.max_length`."""
-    gen_batches: float = number(1.0, at_least=1, resume="harmless")
-    """Batches of prompts that a step samples for the one that it trains on, on average, with
-    `algorithm.dynamic_sampling`. `sampling/batches` of a run is this number."""
-    host_memory_gb: float | None = number(None, above=0, resume="harmless")
-    """Memory of a node's host, in GB. null: that of a usual node of eight such GPUs; of fewer GPUs, their share."""
-    shared_memory_gb: float | None = number(None, above=0, resume="harmless")
-    """Size of `/dev/shm` on a node, in GB. null: what is free on this machine with `gpus=cpu`; otherwise half of the
-    host's memory, as Linux mounts it. A container has 0.064 unless it was given more (`docker run --shm-size`)."""
-    storage_gb_s: float = number(2.0, above=0, resume="harmless")
-    """Speed of the storage of `trainer.ckpt_path` for one node, in GB/s."""
 
     def check_values(self, config: Config, name: str) -> None:
         if not config.task.generates:
@@ -46,12 +36,6 @@ class PlanConfig(Section):
             if any(environment.name for environment in config.environments):
                 longest = f"what the prompt leaves of the longest episode, {most}"
             raise config_error(config, f"{name}.response_tokens", f"is above {longest}")
-        a = config.algorithm
-        most_batches = a.max_gen_batches if a.dynamic_sampling else 1
-        if self.gen_batches > most_batches:
-            limit = f"algorithm.max_gen_batches={most_batches}" if a.dynamic_sampling else "1"
-            needs = "" if a.dynamic_sampling else ", which is the number without algorithm.dynamic_sampling"
-            raise config_error(config, f"{name}.gen_batches", f"is above {limit}{needs}")
 
     def mean_prompt(self, config: Config) -> int:
         """Return the tokens of a prompt of a rollout, on average."""

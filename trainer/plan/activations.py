@@ -10,14 +10,16 @@ Not traced: the output layer (see `head_bytes`), and what FSDP2 gathers and redu
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -36,44 +38,61 @@ from trainer.parallel.collectives import AxisGroup
 from trainer.parallel.packing import Packing
 from trainer.parallel.shard import transformer_blocks
 from trainer.plan.hardware import COMPILED_KEEPS
-from trainer.plan.meter import MemoryMeter
-from trainer.plan.model_shape import empty_module, forward_dtype, key_of, refusing
+from trainer.plan.model_shape import ModelShape, empty_module, forward_dtype, refusing, shape_key
+from trainer.plan.workload import Row
 
 _FEW, _MANY = 1, 3
+"""Blocks of the traces."""
 _PLANNED = "planned"
+_DEVICE = torch.ops.prim.device.default
+"""Asks a fake tensor for its device."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """The sequences of a micro-batch."""
+class TensorMemory(TorchDispatchMode):
+    """Counts the bytes of all tensors that operators return in the block, while they live. Fake tensors count, too.
 
-    lengths: tuple[int, ...]
-    prefix_lengths: tuple[int, ...] | None
-    """See `Packing`."""
-    targets: int
-    """Number of tokens whose log-probs are needed."""
+    A view shares the memory of its tensor, which counts once. Tensors from before the block do not count.
+    """
 
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths) - sum(self.prefix_lengths or ())
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self.peak = 0
+        self._counted: set[int] = set()
 
-    def contains(self, other: Row) -> bool:
-        """Return whether activations of the other row take no more memory: it has no more of anything."""
-        return all(ours >= others for ours, others in zip(self._measures, other._measures, strict=True))
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is _DEVICE:  # two of three calls for fake tensors
+            return function(*args)
+        kwargs = kwargs or {}
+        before = {tensor.untyped_storage()._cdata for tensor in _tensors_in([args, kwargs])}
+        result = function(*args, **kwargs)
+        for tensor in _tensors_in(result):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in before and storage._cdata not in self._counted:
+                self._count(storage, storage._cdata)
+        return result
 
-    @property
-    def _measures(self) -> tuple[int, ...]:
-        prefixes = self.prefix_lengths or ()
-        whole, longest = sum(self.lengths), max(self.lengths)
-        return self.tokens, whole, longest, len(self.lengths), len(prefixes), sum(prefixes), self.targets
+    def _count(self, storage: torch.UntypedStorage, number: int) -> None:
+        size = storage.nbytes()
+        self._counted.add(number)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._forget, number, size).atexit = False
 
-    def tokens_of_rank(self, cp: int) -> int:
-        """Return the tokens of the slice that each of `cp` ranks has."""
-        return -(-self.tokens // cp)
+    def _forget(self, number: int, size: int) -> None:
+        self._counted.discard(number)
+        self.now -= size
 
-    def targets_of_rank(self, cp: int) -> int:
-        """Return the most tokens of a slice whose log-probs are needed: in one without prompts, all of them."""
-        return min(self.targets, self.tokens_of_rank(cp))
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors among the arguments or the results of an operator: it takes and returns no other containers."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)
+    elif isinstance(value, dict):
+        yield from _tensors_in(list(value.values()))
 
 
 @dataclass(frozen=True)
@@ -86,30 +105,20 @@ class Activations:
     """Left at the end of a forward pass, for the backward pass."""
     peak: int = 0
     """The most at a time in forward and backward pass."""
-    moved_forward: int = 0
-    """Read and written in a pass without gradients, beside products and attention."""
-    moved: int = 0
-    """The same in forward and backward pass."""
+
+
+_traced: dict[tuple[object, ...], Activations] = {}
 
 
 def trace(
-    cfg: Config,
-    role: RoleSpec,
-    config: PretrainedConfig,
-    sizes: Mapping[str, int],
-    row: Row,
-    device: str,
-    backward: bool,
-    only_known: bool = False,
+    cfg: Config, role: RoleSpec, model: ModelShape, sizes: Mapping[str, int], row: Row, device: str, backward: bool
 ) -> Activations:
     """Return the activations of the model of a role in a pass without gradients, or in a forward and a backward pass.
 
     Args:
-        config: of the model.
         sizes: sizes of the layout's axes.
         device: that of the plan, `cpu` or `cuda`. The trace itself computes nothing.
         backward: trace a forward and a backward pass.
-        only_known: trace nothing. The activations are the most of those that were traced with smaller rows, or nothing.
 
     Raises:
         UserError: the code of the model cannot be traced.
@@ -118,44 +127,19 @@ def trace(
     lora = role.lora if role.has_adapters else LoraConfig()  # its other values say nothing without adapters
     same = replace(role, head=LM, trained=False, optimizer=None, lora=lora)
     mode = recomputation_of(role) if backward else "none"
-    key = key_of(cfg, same, sizes, backward, mode, forward_dtype(role, device), device)
-    known = _traces.setdefault(key, {})  # the search for changes asks many times
-    if row not in known and not only_known:
-        with refusing(cfg, role, config):
-            known[row] = _extrapolate(cfg, role, config, sizes, row, device, backward)
-    found = known[row] if row in known else _most([known[one] for one in known if row.contains(one)])
+    key = (*shape_key(cfg, same, sizes), sizes["cp"], row, backward, mode, forward_dtype(role, device), device)
+    if key not in _traced:
+        with refusing(cfg, role, model.config):
+            few, many = (_trace(cfg, role, model.config, sizes, row, device, backward, n) for n in (_FEW, _MANY))
+        blocks = (model.text.num_hidden_layers - _FEW) / (_MANY - _FEW)
+        fields = ("forward", "saved", "peak")
+        pairs = [(getattr(few, name), getattr(many, name)) for name in fields]
+        _traced[key] = Activations(*(int(first + (last - first) * blocks) for first, last in pairs))
+    found = _traced[key]
     if not compiles_blocks(role.sharding, device, sizes, cfg.trainer.deterministic):
         return found
     freed = int((1 - COMPILED_KEEPS[mode]) * found.saved)
     return replace(found, saved=found.saved - freed, peak=found.peak - freed)
-
-
-_traces: dict[tuple[str, ...], dict[Row, Activations]] = {}
-"""By what decides them beside the row, and by the row."""
-
-
-def _most(found: Sequence[Activations]) -> Activations:
-    names = [field.name for field in fields(Activations)]
-    return Activations(*(max((getattr(one, name) for one in found), default=0) for name in names))
-
-
-def _extrapolate(
-    cfg: Config,
-    role: RoleSpec,
-    config: PretrainedConfig,
-    sizes: Mapping[str, int],
-    row: Row,
-    device: str,
-    backward: bool,
-) -> Activations:
-    layers = config.get_text_config().num_hidden_layers
-    few, many = (_trace(cfg, role, config, sizes, row, device, backward, count) for count in (_FEW, _MANY))
-
-    def extrapolated(name: str) -> int:
-        first, last = getattr(few, name), getattr(many, name)
-        return int(first + (last - first) / (_MANY - _FEW) * (layers - _FEW))
-
-    return Activations(*(extrapolated(name) for name in (field.name for field in fields(Activations))))
 
 
 def head_bytes(
@@ -203,6 +187,11 @@ def head_bytes(
     return inputs + forward, inputs + max(with_entropy, chunks, after, spread)
 
 
+def recomputation_of(role: RoleSpec) -> str:
+    """Return the activation checkpointing of a role."""
+    return role.sharding.activation_checkpointing if isinstance(role.sharding, FSDPConfig) else "none"
+
+
 def _trace(
     cfg: Config,
     role: RoleSpec,
@@ -217,8 +206,9 @@ def _trace(
     module, backbone = empty_module(cfg, role, config, {**sizes, "tp": 1, "cp": 1})
     packing = Packing(row.lengths, "cpu", _axis(sizes["cp"]), row.prefix_lengths)
     body = module.get_submodule(backbone)
-    if body.config._attn_implementation == PACKED:
-        body.set_attn_implementation(_PLANNED if device == "cuda" else PACKED)
+    packs = body.config._attn_implementation == PACKED
+    if packs and device == "cuda":
+        body.set_attn_implementation(_PLANNED)
     for block in transformer_blocks(body):
         block.forward = recomputed(block.forward, recomputation_of(role))
     body.train(role.trained)
@@ -226,24 +216,22 @@ def _trace(
     shape = (1, packing.local_slice.stop - packing.local_slice.start, width)
     with FakeTensorMode(allow_non_fake_inputs=True):
         _use_fake_tensors(body, dtype)
-        arguments = _arguments(body, packing)
+        arguments: dict[str, Any] = {"position_ids": packing.position_ids, "use_cache": False}
+        if packs:
+            packing.prepare()
+            arguments |= {"position_ids": packing.shard(packing.position_ids), "packing": packing}
         if not backward:
-            with MemoryMeter() as meter, torch.no_grad():
-                body(inputs_embeds=torch.empty(shape, dtype=dtype), use_cache=False, **arguments)
-            return Activations(forward=meter.peak, moved_forward=meter.moved)
-        with MemoryMeter() as meter:
+            with TensorMemory() as memory, torch.no_grad():
+                body(inputs_embeds=torch.empty(shape, dtype=dtype), **arguments)
+            return Activations(forward=memory.peak)
+        with TensorMemory() as memory:
             # The embeddings have no part in it: their gradient is that of an FSDP unit.
             inputs = torch.empty(shape, dtype=dtype).requires_grad_()
             inputs.register_post_accumulate_grad_hook(_drop_gradient)
-            hidden = body(inputs_embeds=inputs, use_cache=False, **arguments).last_hidden_state
-            saved = meter.now
+            hidden = body(inputs_embeds=inputs, **arguments).last_hidden_state
+            saved = memory.now
             hidden.backward(torch.empty_like(hidden))
-        return Activations(saved=saved, peak=meter.peak, moved=meter.moved)
-
-
-def recomputation_of(role: RoleSpec) -> str:
-    """Return the activation checkpointing of a role."""
-    return role.sharding.activation_checkpointing if isinstance(role.sharding, FSDPConfig) else "none"
+        return Activations(saved=saved, peak=memory.peak)
 
 
 def _use_fake_tensors(module: nn.Module, dtype: torch.dtype) -> None:
@@ -258,13 +246,6 @@ def _use_fake_tensors(module: nn.Module, dtype: torch.dtype) -> None:
         for name, buffer in child._buffers.items():
             if buffer is not None:
                 child._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
-
-
-def _arguments(body: nn.Module, packing: Packing) -> dict[str, Any]:
-    if body.config._attn_implementation in (PACKED, _PLANNED):
-        packing.prepare()
-        return {"position_ids": packing.shard(packing.position_ids), "packing": packing}
-    return {"position_ids": packing.position_ids}
 
 
 def _drop_gradient(parameter: Tensor) -> None:

@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from trainer.config import Config
+from trainer.errors import UserError
 from trainer.plan.hardware import CONTEXT_BYTES, GRAPHS_BYTES, Cluster, Device, prefill_tokens
-from trainer.plan.kv_cache import SequenceCache, cache_of, expanded_bytes
 from trainer.plan.model_shape import ModelShape
 from trainer.plan.workload import Workload
 
 _NOISE_BYTES = 5 * 4
 """Of each row and token of the vocabulary while transformers draws a token: logits, log-probs, noise, their sum and the
 scores that choose the token (`KeyedSampler`)."""
+_LATENT_TYPES = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"}
+"""Types of models whose latent attention vLLM stores compressed."""
+
+
+@dataclass(frozen=True)
+class SequenceCache:
+    """What an engine keeps of a sequence on each of its devices, in bytes."""
+
+    token: int
+    """Of each token, in the layers that attend to all tokens."""
+    window: int = 0
+    """Tokens to which the other layers attend."""
+    window_token: int = 0
+    """Of each token in the window, in these layers."""
+    states: int = 0
+    """Of the layers that keep a state."""
+
+    def size(self, tokens: float) -> int:
+        """Return the bytes of a sequence of so many tokens."""
+        return int(tokens * self.token + min(tokens, self.window) * self.window_token + self.states)
 
 
 @dataclass(frozen=True)
@@ -28,8 +49,6 @@ class PlannedEngine:
     """Of each sequence, in the KV cache."""
     longest: int
     """Tokens of the longest sequence."""
-    budget: int
-    """What the engine may take of a GPU. If it takes no share of one, and on CPU: what it takes."""
     gpus: int
     """Of an engine. 0: it has none of the job."""
     graphs: int = 0
@@ -38,11 +57,6 @@ class PlannedEngine:
     @property
     def total(self) -> int:
         return self.weights + self.kv_cache + self.workspace
-
-    @property
-    def waking(self) -> int:
-        """What a sleeping engine takes when it wakes up."""
-        return self.weights + self.kv_cache
 
     @property
     def tokens(self) -> int:
@@ -74,34 +88,30 @@ def plan_engine(cfg: Config, policy: ModelShape, device: Device, workload: Workl
     """
     if not cfg.num_engines or not cfg.engine.gpus and not device.is_cpu:
         return None
-    r = cfg.rollout
+    r, text, longest = cfg.rollout, policy.text, workload.longest
     tp = r.tensor_parallel_size if not device.is_cpu else 1
     itemsize = 2 if r.dtype == "bfloat16" or r.dtype == "auto" and not device.is_cpu else 4
-    text = policy.config.get_text_config()
-    cache, longest = cache_of(cfg, policy, itemsize, tp), workload.longest
-    weights = itemsize * policy.total // tp
-    batch = max(_prefill_tokens(cfg, device), cfg.longest_sequence if device.is_cpu else 0, r.max_num_seqs)
-    layer = itemsize * batch * numbers_of_layer(text, tp, device.is_cpu)
-    sampler = itemsize * batch * text.hidden_size + r.max_num_seqs * text.vocab_size * _bytes_of_logit(
-        device, itemsize, tp
-    )
-    workspace = int(max(layer, sampler))
+    cache, weights = cache_of(cfg, policy, itemsize, tp), itemsize * policy.total // tp
+    gpus = 0 if device.is_cpu else tp
     if not cfg.engine.streaming:
         rows = min(math.ceil(workload.rows / cfg.num_engines), r.max_num_seqs)
         widths = getattr(text, "intermediate_size", 0) + text.hidden_size  # transformers holds three tensors of each
         prompts = rows * (itemsize * r.max_prompt_tokens * 3 * widths + cache.size(r.max_prompt_tokens))
         size = rows * cache.size(longest)
-        expanded = rows * longest * expanded_bytes(text, itemsize)
-        workspace = max(prompts - size, _NOISE_BYTES * rows * text.vocab_size) + expanded
-    elif device.is_cpu:
-        size = r.kv_cache_mb * 2**20
-    else:
-        budget = int(r.gpu_memory_utilization * device.memory)
-        graphs = 0 if r.enforce_eager else GRAPHS_BYTES
-        size = budget - weights - workspace - graphs - CONTEXT_BYTES
-        return PlannedEngine(weights, size, workspace + graphs, cache, longest, budget, tp, graphs)
-    gpus = 0 if device.is_cpu else tp
-    return PlannedEngine(weights, size, workspace, cache, longest, weights + size + workspace, gpus)
+        workspace = max(prompts - size, _NOISE_BYTES * rows * text.vocab_size)
+        return PlannedEngine(weights, size, workspace, cache, longest, gpus)
+    prefill = r.engine_args.get("max_num_batched_tokens") or prefill_tokens(device)
+    batch = max(prefill, cfg.longest_sequence if device.is_cpu else 0, r.max_num_seqs)
+    layer = itemsize * batch * numbers_of_layer(text, tp, device.is_cpu)
+    sampler = itemsize * batch * text.hidden_size + r.max_num_seqs * text.vocab_size * _bytes_of_logit(
+        device, itemsize, tp
+    )
+    workspace = int(max(layer, sampler))
+    if device.is_cpu:
+        return PlannedEngine(weights, r.kv_cache_mb * 2**20, workspace, cache, longest, gpus)
+    graphs = 0 if r.enforce_eager else GRAPHS_BYTES
+    size = int(r.gpu_memory_utilization * device.memory) - weights - workspace - graphs - CONTEXT_BYTES
+    return PlannedEngine(weights, size, workspace + graphs, cache, longest, gpus, graphs)
 
 
 def numbers_of_layer(text: Any, tp: int, on_cpu: bool) -> int:
@@ -135,24 +145,6 @@ def _bytes_of_logit(device: Device, itemsize: int, tp: int) -> float:
     return 4 + itemsize * (1 if tp == 1 else 2 + 1 / tp)
 
 
-def _prefill_tokens(cfg: Config, device: Device) -> int:
-    return cfg.rollout.engine_args.get("max_num_batched_tokens") or prefill_tokens(device)
-
-
-def most_engines(cluster: Cluster, size: int, ranks: int | None) -> int:
-    """Return how many engines the cluster has room for: all GPUs of an engine are on one node.
-
-    Args:
-        size: GPUs of an engine.
-        ranks: that share their GPUs with engines; they fill one node after the other. None: engines have their own
-            GPUs, and are placed first.
-    """
-    if ranks is None:
-        return cluster.nodes * (cluster.per_node // size)
-    nodes, left = divmod(ranks, cluster.per_node)
-    return nodes * (cluster.per_node // size) + left // size
-
-
 def engine_problem(
     cfg: Config, cluster: Cluster, engine: PlannedEngine, workload: Workload, policy: ModelShape
 ) -> str | None:
@@ -161,30 +153,75 @@ def engine_problem(
     Args:
         policy: the complete model, without tensor parallelism.
     """
-    size = engine.gpus
+    size, heads = engine.gpus, policy.text.num_attention_heads
     if size > cluster.per_node:
         key = f"rollout.tensor_parallel_size={size}"
         return f"{key}: the GPUs of an engine are on one node, and a node has {cluster.per_node}"
-    shared = cfg.rollout.colocate
-    most = most_engines(cluster, size, cfg.trainer.num_workers if shared else None) if size else cfg.num_engines
-    if cfg.num_engines > most:
-        gpus = "GPUs that ranks have" if shared else "GPUs"
-        each = "each needs a GPU" if size == 1 else f"each needs {size} GPUs of one node"
-        return (
-            f"rollout.num_engines={cfg.num_engines}: {each}, and with {cluster.per_node} GPUs a node there are {gpus} "
-            f"for {most}"
-        )
-    heads = policy.config.get_text_config().num_attention_heads
-    if engine.gpus and heads % engine.gpus:  # vLLM refuses it
-        return f"rollout.tensor_parallel_size={engine.gpus} must divide the number of attention heads, {heads}"
+    if size:  # ranks fill one node after the other, and engines share their GPUs
+        nodes, rest = divmod(cfg.trainer.num_workers if cfg.rollout.colocate else cluster.gpus, cluster.per_node)
+        most = nodes * (cluster.per_node // size) + rest // size
+        if cfg.num_engines > most:
+            return f"rollout.num_engines={cfg.num_engines}: there is room for {most} engines of {size} GPUs of one node"
+        if heads % size:  # vLLM refuses it
+            return f"rollout.tensor_parallel_size={size} must divide the number of attention heads, {heads}"
     if cfg.engine.streaming and cluster.device.is_cpu and engine.cache.states:
         return "vLLM cannot generate on CPU with layers that keep a state; choose rollout=transformers"
     if engine.kv_cache <= 0:
         return "the weights leave no room for a KV cache"
-    needed = engine.cache.size(workload.longest, in_flight=_prefill_tokens(cfg, cluster.device))
+    needed = engine.cache.size(workload.longest)
     if cfg.engine.streaming and needed > engine.kv_cache:  # vLLM refuses to start
         return (
             f"its KV cache has {engine.kv_cache / 2**20:,.0f} MiB, and the longest sequence has {workload.longest:,} "
-            f"tokens, which may take {needed / 2**20:,.0f} MiB"
+            f"tokens, which take {needed / 2**20:,.0f} MiB"
         )
     return None
+
+
+def cache_of(cfg: Config, model: ModelShape, itemsize: int, tp: int) -> SequenceCache:
+    """Return what vLLM keeps of a sequence on one of `tp` devices. transformers keeps as much, or a little less.
+
+    Args:
+        model: the complete model, without tensor parallelism.
+        itemsize: bytes of a number.
+
+    Raises:
+        UserError: the config of the model does not say what its layers keep.
+    """
+    text = model.text
+    windowed = "sliding_attention" if getattr(text, "sliding_window", None) else "full_attention"
+    kinds = Counter(getattr(text, "layer_types", None) or [windowed] * text.num_hidden_layers)
+    full, window, state = (kinds.pop(f"{kind}_attention", 0) for kind in ("full", "sliding", "linear"))
+    shares = getattr(text, "num_kv_shared_layers", 0) or text.to_dict().get("per_layer_config")
+    if kinds or shares or bool(state) != model.is_stateful or state and not hasattr(text, "linear_num_value_heads"):
+        raise _refusal(cfg, model)
+    if getattr(text, "kv_lora_rank", None):
+        if text.model_type not in _LATENT_TYPES:
+            raise _refusal(cfg, model)
+        return SequenceCache(full * (text.kv_lora_rank + text.qk_rope_head_dim) * itemsize)  # on each device
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
+        heads = 1
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    token = 2 * max(1, heads // tp) * width * itemsize
+    states = state * _state_bytes(text, itemsize, tp) if state else 0
+    return SequenceCache(full * token, text.sliding_window if window else 0, window * token, states)
+
+
+def _state_bytes(text: Any, itemsize: int, tp: int) -> int:
+    """Return the bytes of the state of a gated delta net (Yang et al., 2024) on one of `tp` devices.
+
+    It has a matrix for each head, and the last inputs of a convolution over queries, keys and values.
+    """
+    keys, values = text.linear_num_key_heads // tp, text.linear_num_value_heads // tp
+    key, value = text.linear_key_head_dim, text.linear_value_head_dim
+    inputs = (text.linear_conv_kernel_dim - 1) * (2 * keys * key + values * value) * itemsize
+    return inputs + values * value * key * 4
+
+
+def _refusal(cfg: Config, model: ModelShape) -> UserError:
+    role = cfg.roles[0]
+    return UserError(
+        f"{role.key}={role.path or cfg.model.path}: engines for models of the type {model.config.model_type} cannot be "
+        "planned, because it is not known what their layers keep of a sequence; choose another model, or plan "
+        "trainer.task=sft"
+    )

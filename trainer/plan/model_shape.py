@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,8 +14,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
@@ -31,13 +29,34 @@ from trainer.models.loading import empty_causal_lm, empty_value_model
 from trainer.models.parallel_checks import COLWISE, ROWWISE, check_model_axes
 from trainer.models.tiny import tiny_config
 from trainer.parallel.shard import param_dtype, transformer_blocks
-from trainer.plan.known import known_file, known_models
 
+_SHAPES = os.path.join(os.path.dirname(__file__), "shapes")
+"""Configs of models, so that a plan of them needs no network."""
+_ENDINGS = ("-instruct", "-base", "-chat", "-it")
+_SAME_SHAPES = {
+    "llama-3-8b": "llama-3.1-8b",
+    "llama-3-70b": "llama-3.3-70b",
+    "llama-3.1-70b": "llama-3.3-70b",
+}
+"""Models with the matrices of another one."""
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names that configs of transformers give to the number of experts of a block."""
-_NEEDED = ("vocab_size", "num_hidden_layers")
-"""What a plan computes with, besides what `load_config` checks."""
 _FAKE_TENSORS = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+def shipped_models() -> list[str]:
+    """Return the names of the models whose shapes come with this project."""
+    return sorted(name.removesuffix(".json") for name in os.listdir(_SHAPES) if name.endswith(".json"))
+
+
+def shipped_file(path: str) -> str | None:
+    """Return the `config.json` that comes with this project for an id, such as `Qwen/Qwen3-8B`; None: there is none."""
+    name = path.rstrip("/").rpartition("/")[2].casefold()
+    for ending in _ENDINGS:
+        name = name.removesuffix(ending)
+    name = name.removeprefix("meta-")
+    name = _SAME_SHAPES.get(name, name)
+    return os.path.join(_SHAPES, f"{name}.json") if name in shipped_models() else None
 
 
 @dataclass(frozen=True)
@@ -79,12 +98,16 @@ class ModelShape:
     is_stateful: bool = False
     """Some layers carry a state along a sequence."""
 
+    @property
+    def text(self) -> Any:
+        """The config of the language model in a model of several kinds of data."""
+        return self.config.get_text_config()
+
     @cached_property
     def expert_share(self) -> float:
         """Share of the experts of a block that a token passes through. 1: there are none."""
-        text = self.config.get_text_config()
-        counts = (getattr(text, name, None) for name in _EXPERT_COUNTS)
-        count, chosen = next((count for count in counts if count), None), getattr(text, "num_experts_per_tok", None)
+        counts = (getattr(self.text, name, None) for name in _EXPERT_COUNTS)
+        count, chosen = next((count for count in counts if count), None), getattr(self.text, "num_experts_per_tok", 0)
         return min(1.0, chosen / count) if count and chosen else 1.0
 
     @cached_property
@@ -110,9 +133,7 @@ class ModelShape:
 
     def shard(self, ranks: int, block: int | None = None, trained: bool = False) -> int:
         """Return the numbers that a rank has of them after FSDP2 has sharded them over `ranks`."""
-        if ranks not in self._sums:  # the search for changes asks many times
-            self._sums[ranks] = self._sums_of(ranks)
-        return self._sums[ranks][block, trained]
+        return sum(p.shard(ranks) for p in self.parameters if block in (None, p.block) and (p.trained or not trained))
 
     @cached_property
     def largest_parameter(self) -> int:
@@ -124,26 +145,10 @@ class ModelShape:
         """Numbers of the largest block, on a rank before FSDP2 shards it: of all parameters, and of trained ones."""
         return {trained: max(self.numel(block, trained) for block in range(self.blocks)) for trained in (False, True)}
 
-    @cached_property
-    def _sums(self) -> dict[int, Counter[tuple[int | None, bool]]]:
-        return {}
-
-    def _sums_of(self, ranks: int) -> Counter[tuple[int | None, bool]]:
-        """Return the numbers that a rank has of each block and of all blocks, of all parameters and of trained ones."""
-        sums: Counter[tuple[int | None, bool]] = Counter()
-        for parameter in self.parameters:
-            size = parameter.shard(ranks)
-            for block in (parameter.block, None):
-                sums[block, False] += size
-                sums[block, True] += size * parameter.trained
-        return sums
-
 
 def find_config(cfg: Config, role: RoleSpec) -> PretrainedConfig:
-    """Return the architecture of the model of a role.
-
-    It is that of a directory, else one of those that come with this project, else that of the Hub's cache, else that of
-    the Hub.
+    """Return the architecture of the model of a role: that of a directory, else one that comes with this project, else
+    that of the Hub or its cache.
 
     Raises:
         UserError: there is none.
@@ -151,35 +156,29 @@ def find_config(cfg: Config, role: RoleSpec) -> PretrainedConfig:
     path = role.path or cfg.model.path
     if path is None:
         return tiny_config(cfg.model.tiny)
-    if os.path.isdir(path):
-        return load_trained_config(cfg.model, path, role.key)
-    if (file := known_file(path)) is not None:
-        with open(file) as stream:
-            values = json.load(stream)
-        return AutoConfig.for_model(values.pop("model_type"), **values)
-    if (cached := _cached_directory(path)) is not None:
-        return load_trained_config(cfg.model, cached, role.key)
-    try:
-        # Queried first, because transformers would retry for a minute without a network, and print each attempt.
-        with_retries(lambda: HfApi().model_info(path, timeout=10))
-    except Exception as error:  # each of the libraries below has its own error classes
-        raise UserError(
-            f"{role.key}={path}: {why_missing(error)}; name a directory with a config.json, or a model that needs no "
-            f"network: {', '.join(known_models())}"
-        ) from error
-    return load_trained_config(cfg.model, path, role.key)
+    directory = path
+    if not os.path.isdir(path):
+        if (file := shipped_file(path)) is not None:
+            with open(file) as stream:
+                values = json.load(stream)
+            return AutoConfig.for_model(values.pop("model_type"), **values)
+        try:
+            directory = with_retries(lambda: snapshot_download(path, allow_patterns=["config.json", "*.py"]))
+        except Exception as error:  # each of the libraries below has its own error classes
+            raise UserError(
+                f"{role.key}={path}: {why_missing(error)}; name a directory with a config.json, or a model that needs "
+                f"no network: {', '.join(shipped_models())}"
+            ) from error
+    return load_trained_config(cfg.model, directory, role.key)
 
 
-def _cached_directory(path: str) -> str | None:
-    """Return the directory of a model in the Hub's cache; None: it is not there."""
-    try:
-        file = try_to_load_from_cache(path, "config.json")
-    except HFValidationError:  # no id of the Hub
-        return None
-    return os.path.dirname(file) if isinstance(file, str) else None
+_built: dict[tuple[str, ...], ModelShape] = {}
 
 
-_shapes: dict[tuple[str, ...], ModelShape] = {}
+def shape_key(cfg: Config, role: RoleSpec, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Return a text for everything that decides the shapes of a role's model."""
+    inside = [(name, size) for name, size in sorted(sizes.items()) if AXES[name].joins_blocks]
+    return tuple(map(repr, (cfg.model, cfg.trainer.pack, role.path, role.head, role.trained, role.lora, inside)))
 
 
 def shape_of(cfg: Config, role: RoleSpec, sizes: Mapping[str, int]) -> ModelShape:
@@ -191,41 +190,25 @@ def shape_of(cfg: Config, role: RoleSpec, sizes: Mapping[str, int]) -> ModelShap
     Raises:
         UserError: the model cannot be split so, or has an architecture that cannot be planned.
     """
-    # How many ranks have slices of tokens changes nothing, only that some have.
-    key = key_of(cfg, role, {**sizes, "cp": min(sizes["cp"], 2)})
-    if key not in _shapes:  # the search for changes asks many times
-        _shapes[key] = _shape_of(cfg, role, sizes)
-    check_model_axes(cfg, _shapes[key].config.get_text_config(), _name_of(role))
-    return _shapes[key]
-
-
-def _name_of(role: RoleSpec) -> str:
-    """Return what messages call the model of a role."""
-    return "the model" if role.path is None else f"the {role.name}"
-
-
-def key_of(cfg: Config, role: RoleSpec, sizes: Mapping[str, int], *others: object) -> tuple[str, ...]:
-    """Return a text for everything that decides the shapes of a role's model, and for `others`."""
-    inside = [(name, size) for name, size in sorted(sizes.items()) if AXES[name].joins_blocks]
-    values = (cfg.model, cfg.trainer.pack, role.path, role.head, role.trained, role.lora, inside, *others)
-    return tuple(map(repr, values))
-
-
-def _shape_of(cfg: Config, role: RoleSpec, sizes: Mapping[str, int]) -> ModelShape:
+    if (key := shape_key(cfg, role, sizes)) in _built:  # each layout asks
+        return _built[key]
     config = find_config(cfg, role)
-    check_model_axes(cfg, config.get_text_config(), _name_of(role))
+    text, setting = config.get_text_config(), f"{role.key}={role.path or cfg.model.path}"
+    check_model_axes(cfg, text, "the model" if role.path is None else f"the {role.name}")
     with refusing(cfg, role, config):
-        check_sizes(config.get_text_config(), _NEEDED, f"{role.key}={role.path or cfg.model.path}")
+        check_sizes(text, ("vocab_size", "num_hidden_layers"), setting)
         module, backbone = empty_module(cfg, role, config, sizes)
-        return ModelShape(
+        tp = sizes["tp"]
+        _built[key] = ModelShape(
             config,
-            tuple(_parameters(module, backbone, sizes["tp"])),
-            _head_rows(module, sizes["tp"]),
+            tuple(_parameters(module, backbone, tp)),
+            len(module.get_output_embeddings().weight) // tp if isinstance(module, PreTrainedModel) else 0,
             sum(parameter.numel() for parameter in module.parameters()),
             sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad),
             can_pack(module),
             is_stateful(module),
         )
+    return _built[key]
 
 
 @contextmanager
@@ -263,21 +246,19 @@ def forward_dtype(role: RoleSpec, device: str) -> torch.dtype:
     return param_dtype(role.sharding.param_dtype, device)
 
 
-def _parameters(module: nn.Module, backbone: str, tp: int) -> list[ParameterShape]:
+def _parameters(module: nn.Module, backbone: str, tp: int) -> Iterator[ParameterShape]:
     plan = getattr(module.get_submodule(backbone).config.get_text_config(), "base_model_tp_plan", None) or {}
     blocks = {id(p): i for i, block in enumerate(transformer_blocks(module)) for p in block.parameters()}
     embeddings = {id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)}
     if isinstance(module, PreTrainedModel):
         embeddings.add(id(module.get_output_embeddings().weight))
-    found = []
     for name, parameter in module.named_parameters():
         dimension = 0 if id(parameter) in embeddings else _split_dimension(name.removeprefix(f"{backbone}."), plan)
         shape = list(parameter.shape)
         if tp > 1 and dimension is not None and dimension < len(shape):
             shape[dimension] //= tp
         block = blocks.get(id(parameter), -1)
-        found.append(ParameterShape(tuple(shape), parameter.requires_grad, block, ".experts." in name))
-    return found
+        yield ParameterShape(tuple(shape), parameter.requires_grad, block, ".experts." in name)
 
 
 def _split_dimension(name: str, plan: Mapping[str, Any]) -> int | None:
@@ -289,7 +270,3 @@ def _split_dimension(name: str, plan: Mapping[str, Any]) -> int | None:
     if style in ROWWISE:
         return None if adapter[:1] == "B" or name.endswith(".bias") else 1
     return None
-
-
-def _head_rows(module: nn.Module, tp: int) -> int:
-    return len(module.get_output_embeddings().weight) // tp if isinstance(module, PreTrainedModel) else 0

@@ -1,19 +1,19 @@
-"""The plan of a run on a cluster: memory of ranks, engines and hosts, checkpoints, time, and whether it fits."""
+"""The plan of a run on a cluster: memory of ranks, engines and hosts, disk, time, and whether it fits."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer.cluster.resources import check_gpus, rank_groups
 from trainer.config import Config
 from trainer.config.axes import axis_sizes
-from trainer.errors import UserError
-from trainer.plan.checkpoints import PlannedSaves, plan_saves
+from trainer.errors import UserError, format_size
+from trainer.files.shared_memory import SHARED_MEMORY
 from trainer.plan.engines import PlannedEngine, engine_problem, plan_engine
-from trainer.plan.hardware import CONTEXT_BYTES, DRIVER_BYTES, GB, PROCESS_BYTES, Cluster
-from trainer.plan.model_shape import shape_of
+from trainer.plan.hardware import CONTEXT_BYTES, DRIVER_BYTES, GB, PROCESS_BYTES, START_S, STORAGE, Cluster
+from trainer.plan.model_shape import ModelShape, shape_of
 from trainer.plan.ranks import (
     ENGINE_KINDS,
     Phase,
@@ -21,16 +21,10 @@ from trainer.plan.ranks import (
     host_bytes_of_rank,
     plan_role,
     rank_phases,
+    writes_shared_memory,
 )
-from trainer.plan.shared_memory import PlannedShared, plan_shared
 from trainer.plan.timing import StepTime, plan_time
-from trainer.plan.workload import Workload, scored_share, workload_of
-
-_SCORED_BYTES, _TRAINED_BYTES = 8, 28
-"""Bytes of a token in the batches that ranks score and train on: ids and mask; then advantages and log-probs, too."""
-
-BESIDE = " and engine"
-"""Ends the name of ranks that share their GPUs with engines."""
+from trainer.plan.workload import Workload, workload_of
 
 
 @dataclass(frozen=True)
@@ -48,13 +42,21 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """Bytes that pass through the driver in a step."""
+class PlannedDisk:
+    """What checkpoints and exports take, and the time of saves."""
 
-    sent: int
-    """To the ranks together: each gets its rows once to score them, and once to train on them."""
-    received: int
-    """From ranks and engines: tokens with their log-probs, and scores."""
+    checkpoint: int
+    """Bytes of a checkpoint."""
+    export: int
+    """Bytes of an export in Hugging Face format."""
+    total: int
+    """Bytes of all checkpoints and exports that are kept."""
+    interval_steps: int
+    """Steps between saves."""
+    save_s: float
+    """Seconds in which a checkpoint is copied and written. Training continues meanwhile."""
+    kill_s: float
+    """Seconds that a kill costs on average: the start, half an interval, and the save that was under way."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,8 @@ class Plan:
     engine: PlannedEngine | None
     host: int
     """Bytes of host memory on the fullest node."""
-    shared: PlannedShared
-    """What is in shared memory on the fullest node; a part of `host`."""
-    traffic: Traffic
     time: StepTime
-    saves: PlannedSaves
+    disk: PlannedDisk
     problems: tuple[str, ...]
     """Why it does not fit. Empty: it fits."""
 
@@ -84,29 +83,30 @@ class Plan:
 
     @property
     def hours(self) -> float:
-        """Hours to the end of the run, without failures: the steps, the waits for saves, and those for the exports of
-        `trainer.hf_save_interval`."""
-        return (self.time.total * self.time.steps + self.saves.waits_s + self.saves.exports_s) / 3600
+        """Hours to the end of the run, without failures and validation."""
+        return self.time.total * self.time.steps / 3600
 
 
-def make_plan(cfg: Config, cluster: Cluster, traced: bool = True, bounded: Collection[str] = ()) -> Plan:
+def make_plan(cfg: Config, cluster: Cluster, traced: bool = True) -> Plan:
     """Return the plan of the run that a config describes.
 
     Args:
         traced: False: activations count as nothing, which takes no time. What does not fit so does not fit.
-        bounded: passes that are not traced, `update` or `scores`. Their activations count as the most of those that
-            were traced with smaller micro-batches, or as nothing. What does not fit so does not fit either.
 
     Raises:
         UserError: the model cannot be split so, or there is none.
     """
-    device = cluster.device
-    problems = _problems_of_sizes(cfg, cluster)
+    device, problems = cluster.device, []
+    if not device.is_cpu:
+        try:
+            check_gpus(cfg, cluster.gpus)
+        except UserError as error:
+            problems.append(str(error))
     sizes = axis_sizes(cfg.trainer, cfg.trainer.num_workers)
     whole = shape_of(cfg, cfg.roles[0], dict.fromkeys(sizes, 1))
     workload = workload_of(cfg, sizes, whole.packs)
-    planned = cfg.roles if cfg.task.trains else ()
-    roles = tuple(plan_role(cfg, role, sizes, workload, device.kind, traced, bounded) for role in planned)
+    specs = cfg.roles if cfg.task.trains else ()
+    roles = tuple(plan_role(cfg, spec, sizes, workload, device.kind, traced) for spec in specs)
     engine = plan_engine(cfg, whole, device, workload)
     members = _members(cfg, cluster, roles, engine, workload)
     for member in members:
@@ -117,42 +117,20 @@ def make_plan(cfg: Config, cluster: Cluster, traced: bool = True, bounded: Colle
                 )
     if engine is not None and (problem := engine_problem(cfg, cluster, engine, workload, whole)) is not None:
         problems.append(f"engine: {problem}")
-    groups = _groups(cfg, roles)
-    copy = max((sum(role.saved for role in group) for group in groups), default=0) / device.pcie
-    seconds = plan_time(cfg, cluster, roles, whole, engine, workload)
-    storage = cfg.plan.storage_gb_s * GB * max(1, min(cluster.nodes, -(-cfg.trainer.num_workers // cluster.per_node)))
-    traffic = _traffic(cfg, workload)
-    saves = plan_saves(cfg, roles, seconds, copy, storage, device.is_cpu)
-    # Without the time of activations a step seems short, and more checkpoints seem to wait for their uploads.
-    shared = plan_shared(cfg, cluster, groups, whole, saves, seconds.total if traced else math.inf)
-    host = _host(cfg, cluster, roles, engine, members, shared)
+    shared = shared_weights(cfg, whole, cluster)
+    if shared > device.shared_memory:
+        problems.append(
+            f"shared memory: {format_size(shared)} of weights for the engines, and {SHARED_MEMORY} has "
+            f"{format_size(device.shared_memory)}; make it larger (in a container: --shm-size), or choose "
+            "rollout.weight_sync=broadcast"
+        )
+    host = _host(cfg, cluster, roles, engine, members) + shared
     if host > device.host_memory:
         problems.append(f"host memory: {host / GB:.0f} GB of {device.host_memory / GB:.0f} GB on a node")
-    if (problem := shared.problem(cfg)) is not None:
-        problems.append(problem)
+    seconds = plan_time(cfg, cluster, roles, whole, engine, workload)
+    disk = _disk(cfg, cluster, roles, seconds)
     count = sum(member.count for member in members)
-    return Plan(
-        cluster, count, workload, roles, tuple(members), engine, host, shared, traffic, seconds, saves, tuple(problems)
-    )
-
-
-def _traffic(cfg: Config, workload: Workload) -> Traffic:
-    """Return the traffic of a step. Rows are padded to the longest one."""
-    numbers = workload.rows * workload.longest
-    scored = sum(scored_share(cfg, role, workload) > 0 for role in cfg.roles)
-    sampled = 8 * workload.rows * workload.response if cfg.task.generates else 0
-    return Traffic(numbers * (_SCORED_BYTES + _TRAINED_BYTES), 4 * scored * numbers + sampled)
-
-
-def _problems_of_sizes(cfg: Config, cluster: Cluster) -> list[str]:
-    """Return why the run has not enough GPUs, as a list of at most one sentence."""
-    if cluster.device.is_cpu:
-        return []
-    try:
-        check_gpus(cfg, cluster.gpus)
-    except UserError as error:
-        return [str(error)]
-    return []
+    return Plan(cluster, count, workload, roles, tuple(members), engine, host, seconds, disk, tuple(problems))
 
 
 def _groups(cfg: Config, roles: Sequence[PlannedRole]) -> list[Sequence[PlannedRole]]:
@@ -166,31 +144,44 @@ def _members(
     cfg: Config, cluster: Cluster, roles: Sequence[PlannedRole], engine: PlannedEngine | None, workload: Workload
 ) -> list[Member]:
     device, members = cluster.device, []
-    beside = engine is not None and engine.gpus > 0 and cfg.rollout.colocate
+    shared = engine is not None and engine.gpus > 0 and cfg.rollout.colocate
     for group in _groups(cfg, roles):
-        phases = rank_phases(cfg, group, workload, device)
-        if beside:
-            phases = [_beside_engine(phase, engine) for phase in phases]
+        phases = rank_phases(cfg, group, workload)
         name = "rank" if len(group) == len(roles) else f"rank of the {group[0].spec.name}"
-        reserved = tuple(phase.with_reserve(device, 2 if beside else 1) for phase in phases)
-        members.append(Member(f"{name}{BESIDE}" if beside else name, cfg.trainer.num_workers, reserved, device.memory))
-    if engine is not None and not beside:
+        if shared:
+            assert engine is not None
+            phases, name = [_with_engine(phase, engine) for phase in phases], f"{name} and engine"
+        reserved = tuple(phase.with_reserve(device, 2 if shared else 1) for phase in phases)
+        members.append(Member(name, cfg.trainer.num_workers, reserved, device.memory))
+    if engine is not None and not shared:
         sizes = {"weights": engine.weights, "kv_cache": max(0, engine.kv_cache), "buffers": engine.workspace}
-        reserved = 0 if device.is_cpu else CONTEXT_BYTES
-        phase = Phase("rollout", {**sizes, "reserved": reserved})
+        phase = Phase("rollout", {**sizes, "reserved": 0 if device.is_cpu else CONTEXT_BYTES})
         members.append(Member("engine", cfg.num_engines * max(1, engine.gpus), (phase,), device.memory))
     return members
 
 
-def _beside_engine(phase: Phase, engine: PlannedEngine | None) -> Phase:
+def _with_engine(phase: Phase, engine: PlannedEngine) -> Phase:
     """Return a phase of a rank that shares its GPU with an engine.
 
     The engine sleeps in all phases but the rollouts. It wakes its weights for new ones, and a save may follow.
     """
-    assert engine is not None
     weights = engine.weights if phase.name in ("rollout", "save", "weights to engines") else 0
     cache, buffers = (max(0, engine.kv_cache), engine.workspace) if phase.name == "rollout" else (0, engine.graphs)
     return Phase(phase.name, {**phase.sizes, **dict(zip(ENGINE_KINDS, (weights, cache, buffers), strict=True))})
+
+
+def shared_weights(cfg: Config, policy: ModelShape, cluster: Cluster) -> int:
+    """Return the bytes of the policy's weights that go to the engines through the shared memory of a node.
+
+    Args:
+        policy: the complete model, without tensor parallelism.
+    """
+    syncs = cfg.task.generates and cfg.task.trains and cfg.num_engines and not cfg.syncs_adapter
+    has_own = any(not isinstance(transport, str) for transport in cfg.engine.transports)  # which `auto` takes
+    if not syncs or has_own or not writes_shared_memory(cfg, cluster.device.kind):
+        return 0
+    is_half = cfg.rollout.dtype == "bfloat16" or cfg.rollout.dtype == "auto" and not cluster.device.is_cpu
+    return (2 if is_half else 4) * policy.total
 
 
 def _host(
@@ -199,17 +190,40 @@ def _host(
     roles: Sequence[PlannedRole],
     engine: PlannedEngine | None,
     members: Sequence[Member],
-    shared: PlannedShared,
 ) -> int:
-    """Return the bytes of host memory on the fullest node."""
+    """Return the bytes of host memory on the fullest node, without those in shared memory."""
     device = cluster.device
-    of_ranks = sum(host_bytes_of_rank(cfg, group) for group in _groups(cfg, roles))
-    ranks = min(cfg.trainer.num_workers, cluster.per_node) if not device.is_cpu else cfg.trainer.num_workers
-    processes = min(sum(member.count for member in members), cluster.per_node)
-    host = DRIVER_BYTES + ranks * of_ranks + shared.files  # Ray's objects are among those of the driver
+    ranks = cfg.trainer.num_workers if device.is_cpu else min(cfg.trainer.num_workers, cluster.per_node)
+    host = DRIVER_BYTES + ranks * sum(host_bytes_of_rank(cfg, group) for group in _groups(cfg, roles))
     if device.is_cpu:
         processes = rank_groups(cfg) * cfg.trainer.num_workers + cfg.num_engines
         return host + sum(member.count * member.peak.total for member in members) + processes * PROCESS_BYTES["cpu"]
     if engine is not None and cfg.rollout.colocate:  # sleeping engines keep their weights there
         host += engine.weights * min(cfg.num_engines * engine.gpus, cluster.per_node)
+    processes = min(sum(member.count for member in members), cluster.per_node)
     return host + 2 * processes * PROCESS_BYTES["cuda"]
+
+
+def _disk(cfg: Config, cluster: Cluster, roles: Sequence[PlannedRole], seconds: StepTime) -> PlannedDisk:
+    """Return what is written: saved weights and, of trained roles, two moments of each number; and exports."""
+    t, checkpoint, export, steps = cfg.trainer, 0, 0, seconds.steps
+    for role in roles:
+        if role.spec.saved:
+            saved = role.model.trained if role.spec.has_adapters else role.model.total
+            checkpoint += 12 * role.model.trained if role.spec.trained else role.itemsize * saved
+    if roles:
+        itemsize = 4 if cfg.export_dtype == "float32" or cfg.export_dtype == "auto" and cluster.device.is_cpu else 2
+        export = itemsize * roles[0].model.total
+    copied = max((sum(role.saved for role in group) for group in _groups(cfg, roles)), default=0)
+    nodes = max(1, min(cluster.nodes, math.ceil(t.num_workers / cluster.per_node)))
+    write = checkpoint / (STORAGE * nodes)
+    save = copied / cluster.device.pcie + write
+    by_steps = isinstance(t.ckpt_interval, int) and t.ckpt_interval > 0
+    interval = t.ckpt_interval if by_steps else max(1, math.ceil(2 * save / seconds.total))
+    interval = min(interval, steps)
+    made = math.ceil(steps / interval)
+    kept = made if t.max_ckpts_to_keep < 0 else min(made, t.max_ckpts_to_keep)
+    exports = math.ceil(steps / t.hf_save_interval) if t.hf_save_interval > 0 else 0
+    again = seconds.total - (0 if seconds.overlaps else seconds.rollout)  # rollouts are in the journal
+    kill = START_S[cluster.device.kind] + write + interval * again / 2 + save
+    return PlannedDisk(checkpoint, export, kept * checkpoint + exports * export, interval, save, kill)

@@ -11,10 +11,10 @@ from trainer.config import Config, FSDPConfig, RoleSpec
 from trainer.config.axes import weight_shards
 from trainer.parallel.ac_and_compile import compiles_blocks
 from trainer.parallel.shard import frees_after_forward, prefetch_depth
-from trainer.plan.activations import Activations, Row, head_bytes, recomputation_of, trace
+from trainer.plan.activations import Activations, head_bytes, trace
 from trainer.plan.hardware import CONTEXT_BYTES, FRAGMENTATION, Device
 from trainer.plan.model_shape import ModelShape, forward_dtype, shape_of
-from trainer.plan.workload import Workload, scored_share
+from trainer.plan.workload import Row, Workload, scored_share
 
 ENGINE_KINDS = ("engine_weights", "kv_cache", "engine_buffers")
 """Kinds of memory of an engine that shares its GPU with a rank. `engine_buffers`: its workspace and its graphs."""
@@ -43,11 +43,7 @@ class Phase:
         return sum(self.sizes.values())
 
     def with_reserve(self, device: Device, processes: int = 1) -> Phase:
-        """Return the phase with what the GPU's software takes.
-
-        Args:
-            processes: of the GPU.
-        """
+        """Return the phase with what the software of a GPU takes for so many processes."""
         if device.is_cpu:
             return self
         tensors = sum(size for kind, size in self.sizes.items() if kind not in ENGINE_KINDS)
@@ -84,11 +80,6 @@ class PlannedRole:
         return self.spec.sharding  # type: ignore[return-value]
 
     @property
-    def recomputation(self) -> str:
-        """Which activations the backward pass computes again (see `FSDPConfig.activation_checkpointing`)."""
-        return recomputation_of(self.spec)
-
-    @property
     def frees_gathered(self) -> bool:
         """What FSDP2 has gathered is freed after a block's pass."""
         return frees_after_forward(self.spec.sharding, self.device, self.shards, self.spec.trained_whole)
@@ -113,8 +104,7 @@ class PlannedRole:
         if not self.spec.saved:
             return 0
         weights, optimizer = self.state
-        trained = _MASTER * self.model.shard(self.shards, trained=True)
-        return (trained if self.spec.has_adapters else weights) + optimizer
+        return (self.gradients if self.spec.has_adapters else weights) + optimizer
 
     @property
     def gradients(self) -> int:
@@ -137,8 +127,7 @@ class PlannedRole:
 
     def ahead(self) -> int:
         """Return how many blocks are gathered or kept beside the one that computes."""
-        depth = prefetch_depth(self.fsdp, self.device, self.shards)
-        return max(1, depth) if self.shards > 1 else 0
+        return max(1, prefetch_depth(self.fsdp, self.device, self.shards)) if self.shards > 1 else 0
 
     def moments_of_update(self, carried: bool) -> list[dict[str, int]]:
         """Return what an update holds besides the states: at the output layer, in the last block, and at the end.
@@ -147,36 +136,28 @@ class PlannedRole:
             carried: gradients of micro-batches before this one are there.
         """
         assert self.update is not None
-        fsdp, model = self.fsdp, self.model
+        fsdp, model, text = self.fsdp, self.model, self.model.text
+        of_block, of_rest = model.largest_block[True], model.numel(-1, trained=True)
         reduced = 2 if fsdp.reduce_dtype == "bfloat16" else 4
         kept = self.gradients if fsdp.reduce_gradients == "micro_batch" else reduced * model.numel(trained=True)
         before = kept if carried else 0
         # FSDP2 keeps what it has reduced last, the rest of the model, until the next reduction of the same update.
         reduces_each = fsdp.reduce_gradients == "micro_batch" and self.shards > 1
-        held = reduced * model.numel(-1, trained=True) if carried and reduces_each else 0
-        width = model.config.get_text_config().hidden_size
-        forward, backward = head_bytes(
-            model.head_rows,
-            width,
-            self.rows[0],
-            self.itemsize,
-            self.device,
-            model.numel(-1, trained=True) > 0,
-            self.entropy,
-            self.cp,
-            self.compiled,
-            bool(getattr(model.config.get_text_config(), "final_logit_softcapping", None)),
+        held = reduced * of_rest if carried and reduces_each else 0
+        softcap = bool(getattr(text, "final_logit_softcapping", None))
+        options = self.entropy, self.cp, self.compiled, softcap
+        head = head_bytes(
+            model.head_rows, text.hidden_size, self.rows[0], self.itemsize, self.device, of_rest > 0, *options
         )
-        of_head = self.itemsize * min(model.head_rows * width, model.numel(-1, trained=True))
-        of_block, of_rest = model.largest_block[True], model.numel(-1, trained=True)
+        of_head = self.itemsize * min(model.head_rows * text.hidden_size, of_rest)
         in_flight = 2 if self.device == "cuda" and self.shards > 1 else 1
-        tied = 2 if model.head_rows and model.config.get_text_config().tie_word_embeddings else 1
+        tied = 2 if model.head_rows and text.tie_word_embeddings else 1
         return [
             {
                 "gradients": before + held,
                 "gathered": self.gathered(self.ahead()),
                 "activations": self.update.saved,
-                "head": max(forward, backward),
+                "head": max(head),
             },
             {
                 "gradients": before + of_head + self.itemsize * of_block + max(held, reduced * in_flight * of_block),
@@ -191,9 +172,8 @@ class PlannedRole:
 
     def moments_of_scores(self) -> list[dict[str, int]]:
         """Return what a pass without gradients holds besides the states: in a block, and at the output layer."""
-        model, row = self.model, self.rows[1]
-        width = model.config.get_text_config().hidden_size
-        head, _ = head_bytes(model.head_rows, width, row, self.itemsize, self.device, False, cp=self.cp)
+        width, row = self.model.text.hidden_size, self.rows[1]
+        head, _ = head_bytes(self.model.head_rows, width, row, self.itemsize, self.device, False, cp=self.cp)
         hidden = self.itemsize * row.tokens_of_rank(self.cp) * width
         return [
             {"gathered": self.gathered(1 + self.ahead()), "activations": self.scores.forward},
@@ -202,13 +182,7 @@ class PlannedRole:
 
 
 def plan_role(
-    cfg: Config,
-    spec: RoleSpec,
-    sizes: Mapping[str, int],
-    workload: Workload,
-    device: str,
-    traced: bool = True,
-    bounded: Collection[str] = (),
+    cfg: Config, spec: RoleSpec, sizes: Mapping[str, int], workload: Workload, device: str, traced: bool = True
 ) -> PlannedRole:
     """Return what a role's model takes on a rank.
 
@@ -216,26 +190,23 @@ def plan_role(
         sizes: sizes of the layout's axes.
         device: `cpu` or `cuda`.
         traced: False: activations count as nothing.
-        bounded: passes that are not traced, `update` or `scores`: see `make_plan`.
     """
     model = shape_of(cfg, spec, sizes)
     rows = workload.row_of_update(), workload.row_of_scores()
-
-    def activations(row: Row, backward: bool) -> Activations:
-        only_known = ("update" if backward else "scores") in bounded
-        return trace(cfg, spec, model.config, sizes, row, device, backward, only_known) if traced else Activations()
-
-    shards = weight_shards(sizes)
+    update = Activations() if spec.trained else None
+    scores = Activations()
+    if traced:
+        update = trace(cfg, spec, model, sizes, rows[0], device, backward=True) if spec.trained else None
+        scores = trace(cfg, spec, model, sizes, rows[1], device, backward=False)
     itemsize = torch.finfo(forward_dtype(spec, device)).bits // 8
-    update = activations(rows[0], True) if spec.trained else None
-    scores = activations(rows[1], False)
     compiled = compiles_blocks(spec.sharding, device, sizes, cfg.trainer.deterministic)
     of_loss = "gradient" if cfg.algorithm.entropy_coef > 0 else "value"
     entropy = of_loss if cfg.task.generates else None
+    shards = weight_shards(sizes)
     return PlannedRole(spec, model, itemsize, shards, update, scores, rows, device, entropy, sizes["cp"], compiled)
 
 
-def rank_phases(cfg: Config, roles: Sequence[PlannedRole], workload: Workload, device: Device) -> list[Phase]:
+def rank_phases(cfg: Config, roles: Sequence[PlannedRole], workload: Workload) -> list[Phase]:
     """Return the phases of a rank that holds these roles, without what an engine on its GPU takes.
 
     What `trainer.offload` moves is on the GPU for the roles that a phase needs, and for no others (see `Rank.call`).
@@ -249,6 +220,9 @@ def rank_phases(cfg: Config, roles: Sequence[PlannedRole], workload: Workload, d
             "optimizer": sum(role.state[1] for role in on_device if mode == "none" or role.spec.name in optimizer),
         }
 
+    def largest(name: str, states: Mapping[str, int], moments: Sequence[Mapping[str, int]]) -> Phase:
+        return Phase(name, {**states, **max(moments, key=lambda moment: sum(moment.values()))})
+
     phases = []
     if cfg.task.generates:
         phases.append(Phase("rollout", held((), ())))
@@ -256,40 +230,29 @@ def rank_phases(cfg: Config, roles: Sequence[PlannedRole], workload: Workload, d
     needed = {"policy" if role.spec.is_policy_base else role.spec.name for role in scored}
     for role in scored:
         states = {**held(needed, ()), "buffers": role.held_by_gloo}
-        phases.append(_largest(f"scores of the {role.spec.name}", states, role.moments_of_scores()))
-    trained = [role for role in roles if role.spec.trained]
-    for role in trained:
-        moments = [_on_device(role, moment) for moment in role.moments_of_update(workload.may_accumulate)]
-        name = role.spec.name
+        phases.append(largest(f"scores of the {role.spec.name}", states, role.moments_of_scores()))
+    for role in (role for role in roles if role.spec.trained):
+        name, moments = role.spec.name, role.moments_of_update(workload.may_accumulate)
+        if role.is_on_host:  # the sharded gradients go to host memory as they are complete
+            moments = [{**one, "gradients": max(0, one["gradients"] - role.gradients)} for one in moments]
         states = {**held({name}, {name}), "buffers": role.held_by_gloo}
-        phases.append(_largest(f"update of the {name}", states, moments))
+        phases.append(largest(f"update of the {name}", states, moments))
     saved = [role.spec for role in roles if role.spec.saved]
     # What is in host memory is saved from there (see `Rank.begin_save`). The policy has just been trained.
     here = {spec.name for spec in saved if mode != "all" or spec.name == "policy" or spec.has_adapters}
     if mode != "none" and saved:
         phases.append(Phase("save", held(here, here)))
-    if cfg.task.generates and any(role.spec.name == "policy" for role in roles):
-        phases.append(Phase("weights to engines", {**held({"policy"}, ()), "buffers": sync_buffers(cfg, roles)}))
+    policy = next((role for role in roles if role.spec.name == "policy"), None)
+    if cfg.task.generates and policy is not None:
+        phases.append(Phase("weights to engines", {**held({"policy"}, ()), "buffers": sync_buffers(cfg, policy)}))
     return phases
 
 
-def _largest(name: str, held: Mapping[str, int], moments: Sequence[Mapping[str, int]]) -> Phase:
-    """Return the phase at the largest of its moments. `held`: what the rank holds in all of them."""
-    return Phase(name, {**held, **max(moments, key=lambda moment: sum(moment.values()))})
-
-
-def _on_device(role: PlannedRole, moment: dict[str, int]) -> dict[str, int]:
-    if role.is_on_host:  # the sharded gradients go to host memory as they are complete
-        return {**moment, "gradients": max(0, moment["gradients"] - role.gradients)}
-    return moment
-
-
-def sync_buffers(cfg: Config, roles: Sequence[PlannedRole]) -> int:
+def sync_buffers(cfg: Config, policy: PlannedRole) -> int:
     """Return the bytes that a rank holds while weights go to the engines: a gathered tensor, and two buckets.
 
     Into shared memory each rank writes its own rows, one tensor after the other.
     """
-    policy = next(role for role in roles if role.spec.name == "policy")
     largest = policy.model.largest_parameter
     if writes_shared_memory(cfg, policy.device):
         return largest * policy.itemsize // policy.shards
@@ -298,20 +261,18 @@ def sync_buffers(cfg: Config, roles: Sequence[PlannedRole]) -> int:
 
 def writes_shared_memory(cfg: Config, device: str) -> bool:
     """Return whether weights go to the engines through shared memory. `device` is `cpu` or `cuda`."""
-    way = cfg.rollout.weight_sync
-    return device == "cpu" if way == "auto" else way == "shared_memory"
+    transport = cfg.rollout.weight_sync
+    return device == "cpu" if transport == "auto" else transport == "shared_memory"
 
 
 def host_bytes_of_rank(cfg: Config, roles: Sequence[PlannedRole]) -> int:
     """Return the host memory of a rank: copies for saves and `trainer.offload`, and states that are offloaded.
 
-    Every save copies, also with `trainer.ckpt_async=false`. `trainer.offload` uses the copy of the last save.
+    `trainer.offload` uses the copy of the last save.
     """
     total = 0
     for role in roles:
         weights, optimizer = role.state
         moved = {"none": 0, "optimizer": optimizer, "all": weights + optimizer}[cfg.trainer.offload]
-        total += max(role.saved, moved)
-        if role.is_on_host:
-            total += weights + optimizer + role.gradients
+        total += max(role.saved, moved) + role.is_on_host * (weights + optimizer + role.gradients)
     return total

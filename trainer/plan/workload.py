@@ -8,7 +8,29 @@ from dataclasses import dataclass
 
 from trainer.config import Config, RoleSpec, correction_of
 from trainer.config.axes import AXES
-from trainer.plan.activations import Row
+
+
+@dataclass(frozen=True)
+class Row:
+    """The sequences of a micro-batch."""
+
+    lengths: tuple[int, ...]
+    prefix_lengths: tuple[int, ...] | None
+    """See `Packing`."""
+    targets: int
+    """Number of tokens whose log-probs are needed."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths) - sum(self.prefix_lengths or ())
+
+    def tokens_of_rank(self, cp: int) -> int:
+        """Return the tokens of the slice that each of `cp` ranks has."""
+        return -(-self.tokens // cp)
+
+    def targets_of_rank(self, cp: int) -> int:
+        """Return the most tokens of a slice whose log-probs are needed: in one without prompts, all of them."""
+        return min(self.targets, self.tokens_of_rank(cp))
 
 
 @dataclass(frozen=True)
@@ -54,7 +76,7 @@ class Workload:
     @property
     def computed_tokens(self) -> int:
         """Tokens of a step that the ranks compute in one pass: a prompt that rows share counts once."""
-        return self._computed(self.groups)
+        return (self.groups if self.shares_prompts else self.rows) * self.prompt + self.rows * self.response
 
     @property
     def computed_in_update(self) -> float:
@@ -76,10 +98,7 @@ class Workload:
         if not self.packs or self.fixed_tokens or self.micro_batches(self.computed_in_update) > 1:
             return self.micro_batches(self.computed_in_update) > 1
         shared = self.prompt * (self.n - 1) if self.shares_prompts else 0
-        return self._groups_of_rank(self._groups_in_update) * (self.n * self.longest - shared) > self.row_tokens
-
-    def _groups_of_rank(self, total: float) -> int:
-        return max(1, math.ceil(total / self.dp))
+        return math.ceil(self._groups_in_update / self.dp) * (self.n * self.longest - shared) > self.row_tokens
 
     def row_of_update(self) -> Row:
         """Return the largest micro-batch of an update."""
@@ -96,15 +115,13 @@ class Workload:
         """
         if not self.packs:
             return Row((self.longest,), None, self.longest - self.prompt)
-        groups = self._groups_of_rank(total)
         lengths: list[int] = []
         prefixes: list[int] = []
         used = targets = 0
-        for _ in range(groups):
+        for _ in range(max(1, math.ceil(total / self.dp))):
             for i in range(self.n):
                 prefix = self.prompt if self.shares_prompts and i else 0
-                room = self.row_tokens - used
-                length = min(self.prompt + self.response, room + prefix)
+                length = min(self.prompt + self.response, self.row_tokens - used + prefix)
                 if length - prefix < 1 or length <= self.prompt:
                     break
                 lengths.append(length)
@@ -119,10 +136,6 @@ class Workload:
         if not lengths:
             lengths, prefixes, targets = [self.row_tokens], [0], self.row_tokens - 1
         return Row(tuple(lengths), tuple(prefixes) if self.shares_prompts else None, targets)
-
-    def _computed(self, groups: int) -> int:
-        prompts = groups if self.shares_prompts else groups * self.n
-        return prompts * self.prompt + groups * self.n * self.response
 
 
 def workload_of(cfg: Config, sizes: Mapping[str, int], packs: bool = True) -> Workload:
@@ -140,33 +153,25 @@ def workload_of(cfg: Config, sizes: Mapping[str, int], packs: bool = True) -> Wo
         prompt = p.prompt_tokens or max(1, length // 2)
         response = p.response_tokens or max(1, length - prompt)
         rows = max(1, cfg.sft.batch_size * length // (prompt + response))
-        return Workload(
-            rows, 1, prompt, response, length, 0, 1, 1, dp, sizes["cp"], max(micro, length), False, True, packs
-        )
-    prompt = p.mean_prompt(cfg)
-    response = p.response_tokens or max(1, p.most_response_tokens(cfg) // 2)
+        tokens = max(micro, length)
+        return Workload(rows, 1, prompt, response, length, 0, 1, 1, dp, sizes["cp"], tokens, False, True, packs)
+    reply, left = r.max_response_tokens, p.most_response_tokens(cfg)
     policy = next(role for role in cfg.roles if role.name == "policy")
     return Workload(
-        t.train_batch_size,
-        r.n,
-        prompt,
-        response,
-        cfg.longest_sequence,
-        _longest_response(cfg),
-        policy.updates_per_step,
-        t.update_epochs,
-        dp,
-        sizes["cp"],
-        max(micro, cfg.longest_sequence),
-        packs and t.share_prefixes and r.n > 1 and cfg.model.attn_implementation == "sdpa",
+        groups=t.train_batch_size,
+        n=r.n,
+        prompt=p.mean_prompt(cfg),
+        response=p.response_tokens or max(1, left // 2),
+        longest=cfg.longest_sequence,
+        longest_response=max(min(e.max_turns * reply, left) if e.name else reply for e in cfg.environments),
+        optimizer_steps=policy.updates_per_step,
+        epochs=t.update_epochs,
+        dp=dp,
+        cp=sizes["cp"],
+        row_tokens=max(micro, cfg.longest_sequence),
+        shares_prompts=packs and t.share_prefixes and r.n > 1 and cfg.model.attn_implementation == "sdpa",
         packs=packs,
     )
-
-
-def _longest_response(cfg: Config) -> int:
-    """Return the most tokens that an engine generates one after another for a row."""
-    reply, left = cfg.rollout.max_response_tokens, cfg.plan.most_response_tokens(cfg)
-    return max(min(e.max_turns * reply, left) if e.name else reply for e in cfg.environments)
 
 
 def scored_share(cfg: Config, role: RoleSpec, workload: Workload) -> float:

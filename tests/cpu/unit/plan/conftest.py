@@ -8,7 +8,6 @@ import pytest
 from transformers import AutoConfig
 
 from trainer.config import Config, compose
-from trainer.plan import timing
 from trainer.plan.hardware import DEVICES, Cluster, Device
 
 
@@ -21,7 +20,7 @@ def node() -> Cluster:
 @pytest.fixture
 def cpu() -> Cluster:
     """A machine of two cores, whose speeds are not measured."""
-    return Cluster(1, 2, Device("cpu", 24 * 10**9, 1e11, 3e11, 1e10, 1e9, 1e9, 1e10, 24 * 10**9))
+    return Cluster(1, 2, Device("cpu", 24 * 10**9, 1e11, 3e11, 1e10, 1e9, 1e9, 1e10, 24 * 10**9, 1e10))
 
 
 SMALL = {
@@ -36,12 +35,13 @@ SMALL = {
 
 
 @pytest.fixture
-def save_config(tmp_path) -> Callable[..., str]:
+def save_config(tmp_path_factory) -> Callable[..., str]:
     """Write the config of a small model of a type of transformers; returns its directory."""
 
     def save(model_type: str, **values: int) -> str:
-        AutoConfig.for_model(model_type, **{**SMALL, **values}).save_pretrained(tmp_path)
-        return str(tmp_path)
+        path = str(tmp_path_factory.mktemp("model"))
+        AutoConfig.for_model(model_type, **{**SMALL, **values}).save_pretrained(path)
+        return path
 
     return save
 
@@ -63,10 +63,3 @@ def cfg() -> Config:
             "rollout.max_response_tokens=512",
         ]
     )
-
-
-@pytest.fixture
-def fast_host(monkeypatch) -> None:
-    """A host that starts kernels in no time, so that small passes take as long as what they compute or copy."""
-    monkeypatch.setattr(timing, "GPU_BLOCK_S", dict.fromkeys(timing.GPU_BLOCK_S, 0.0))
-    monkeypatch.setattr(timing, "GPU_GATHER_S", 0.0)

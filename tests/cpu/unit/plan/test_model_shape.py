@@ -13,7 +13,7 @@ from trainer.config import Config, LoraConfig, RoleSpec, critic_role, policy_rol
 from trainer.config.axes import AXES
 from trainer.errors import UserError
 from trainer.models.tiny import build_tiny
-from trainer.plan.model_shape import find_config, shape_of
+from trainer.plan.model_shape import find_config, shape_of, shipped_file
 
 ALONE = dict.fromkeys(AXES, 1)
 
@@ -36,7 +36,7 @@ def config(path: str | None) -> Config:
         ("meta-llama/Llama-3.3-70B-Instruct", 70_553_706_496),
     ],
 )
-def test_known_models_have_their_published_sizes(path, parameters):
+def test_shipped_models_have_their_published_sizes(path, parameters):
     shape = shape_of(config(path), policy_role(config(path)), ALONE)
     assert shape.total == shape.trained == shape.numel() == parameters
 
@@ -108,11 +108,11 @@ def test_a_model_in_the_cache_needs_no_hub(pauses, tmp_path):
     assert not pauses
 
 
-@pytest.mark.parametrize("name", ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"])
-def test_a_model_that_lacks_a_dimension_is_refused(save_config, name):
-    cfg = config(save_config("qwen3", **{name: 0}))
-    with pytest.raises(UserError, match=f"{name} of its config.json must be at least 1"):
-        shape_of(cfg, policy_role(cfg), ALONE)
+def test_a_model_that_lacks_a_dimension_is_refused(save_config):
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+        cfg = config(save_config("qwen3", **{name: 0}))
+        with pytest.raises(UserError, match=f"{name} of its config.json must be at least 1"):
+            shape_of(cfg, policy_role(cfg), ALONE)
 
 
 @pytest.mark.parametrize("is_offline", [False, True])
@@ -131,7 +131,18 @@ def test_a_model_that_is_not_in_the_cache_is_refused_without_the_hub(pauses, mon
     assert not pauses
 
 
-def test_a_directory_comes_before_a_known_name(tmp_path):
+def test_a_model_is_found_by_its_usual_names():
+    for path, name in (
+        ("Qwen/Qwen3-8B", "qwen3-8b"),
+        ("Qwen/Qwen2.5-1.5B-Instruct", "qwen2.5-1.5b"),
+        ("meta-llama/Meta-Llama-3-8B-Instruct", "llama-3.1-8b"),
+        ("/models/Qwen3-0.6B-Base/", "qwen3-0.6b"),
+    ):
+        assert shipped_file(path).endswith(f"/{name}.json")
+    assert shipped_file("nobody/nothing") is None
+
+
+def test_a_directory_comes_before_a_shipped_name(tmp_path):
     path = tmp_path / "qwen3-8b"
     cfg = config(str(path))
     build_tiny(cfg.model.tiny, str(path))

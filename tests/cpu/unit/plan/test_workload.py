@@ -89,18 +89,6 @@ def test_an_episode_may_have_the_tokens_of_all_turns():
         cfg.plan.check(cfg, "plan")
 
 
-def test_batches_are_generated_as_often_as_dynamic_sampling_may():
-    cfg = Config()
-    cfg.plan.gen_batches = 3.0
-    with pytest.raises(UserError, match=r"plan\.gen_batches=3\.0: .*without algorithm\.dynamic_sampling"):
-        cfg.plan.check(cfg, "plan")
-    cfg.algorithm.dynamic_sampling = True
-    cfg.plan.check(cfg, "plan")
-    cfg.algorithm.max_gen_batches = 2
-    with pytest.raises(UserError, match=r"plan\.gen_batches=3\.0: .*algorithm\.max_gen_batches=2"):
-        cfg.plan.check(cfg, "plan")
-
-
 def test_supervised_training_has_examples():
     cfg = Config()
     cfg.trainer.task = "sft"
