@@ -102,9 +102,10 @@ def _shared(cfg: Config, cluster: Cluster, size: int) -> Changes:
 
 
 def _separate(cfg: Config, cluster: Cluster, size: int) -> Changes:
-    """Return the layout in which engines of `size` GPUs have half of the GPUs, and the ranks the others."""
-    if not cfg.num_engines or not cfg.engine.gpus:
+    """Return the layout in which engines of at most `size` GPUs have half of the GPUs, and the ranks the others."""
+    if not cfg.num_engines or not cfg.engine.gpus or cluster.gpus < 2:
         return {}
+    size = min(size, cluster.gpus // 2)
     engines = max(1, cluster.gpus // 2 // size)
     return {
         "rollout.colocate": False,

@@ -174,7 +174,7 @@ def test_weights_and_adapters_take_time_to_the_engines(cfg, node):
     small = seconds(cfg, node, "sync")
     cfg.trainer.policy.lora.rank = 8
     assert seconds(cfg, node, "sync") < small
-    cfg.trainer.policy.lora.rank, cfg.model.path = 0, "Qwen/Qwen3-8B"
+    cfg.trainer.policy.lora.rank, cfg.model.path = None, "Qwen/Qwen3-8B"
     assert 3 < seconds(cfg, node, "sync") / small < 20
 
 

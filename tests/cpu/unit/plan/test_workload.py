@@ -78,7 +78,7 @@ def test_an_episode_may_have_the_tokens_of_all_turns():
     cfg = Config()
     cfg.environment.name, cfg.environment.max_tokens = "package:Class", 6000
     cfg.plan.prompt_tokens, cfg.plan.response_tokens = 100, 5900
-    cfg.plan.check(cfg, "plan")
+    cfg.plan.check_values(cfg, "plan")
     w = workload_of(cfg, ALONE)
     assert (w.longest, w.response, w.longest_response, w.row_tokens) == (6000, 5900, 8 * 512, 16384)
     cfg.environment.max_turns, cfg.plan.response_tokens = 20, None
@@ -86,7 +86,7 @@ def test_an_episode_may_have_the_tokens_of_all_turns():
     assert (w.response, w.longest_response) == (2950, 5900)
     cfg.plan.response_tokens = 5901
     with pytest.raises(UserError, match=r"plan\.response_tokens=5901: .*the longest episode, 5900"):
-        cfg.plan.check(cfg, "plan")
+        cfg.plan.check_values(cfg, "plan")
 
 
 def test_supervised_training_has_examples():
@@ -103,9 +103,9 @@ def test_mean_lengths_are_at_most_the_longest_that_the_task_has():
     cfg = Config()
     cfg.plan.response_tokens = 2000
     with pytest.raises(UserError, match=r"plan\.response_tokens=2000: .*rollout\.max_response_tokens=512"):
-        cfg.plan.check(cfg, "plan")
+        cfg.plan.check_values(cfg, "plan")
     cfg.trainer.task, cfg.sft.max_length = "sft", 4096
-    cfg.plan.check(cfg, "plan")  # supervised training reads no rollout limit
+    cfg.plan.check_values(cfg, "plan")  # supervised training reads no rollout limit
     cfg.plan.prompt_tokens = 2100
     with pytest.raises(UserError, match=r"plan\.response_tokens=2000: .*longer than sft\.max_length=4096"):
-        cfg.plan.check(cfg, "plan")
+        cfg.plan.check_values(cfg, "plan")
