@@ -1,8 +1,9 @@
 """Compare the forward pass of a loaded model with that of its own class, before the first step.
 
-Two short rows are packed as training packs them. Plain transformers computes each of them alone, with eager attention
-and a full mask. A model up to `_WHOLE` parameters is compared as the ranks have loaded it. Of a larger one, rank 0
-compares the first layers, as many as have one of each kind, with a part of the vocabulary.
+Two short rows are packed as training packs them, without gradients and with them. Plain transformers computes each of
+them alone, with eager attention and a full mask. A model up to `_WHOLE` parameters is compared as the ranks have loaded
+it. Of a larger one, rank 0 compares the first layers, as many as have one of each kind, with a part of the vocabulary.
+The names in the files are compared with those that transformers has read.
 
 The verdict is kept by everything that it depends on, so that a second start or a resume costs nothing.
 """
@@ -27,21 +28,22 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from trainer.config import ModelConfig, RoleSpec
-from trainer.errors import UserError, describe_error
+from trainer.errors import UserError, describe_error, one_line
 from trainer.models.attention import PACKED, can_pack
 from trainer.models.critic import CriticModel
 from trainer.models.files import load_trained_config
 from trainer.models.loading import empty_causal_lm
 from trainer.models.logprobs import token_logprobs
 from trainer.models.lora import hugging_face_name
-from trainer.models.untrusted import weight_files
+from trainer.models.untrusted import weight_files, weight_shapes
 from trainer.models.verdicts import Verdict, keep_verdict, read_verdict, verdict_file
 from trainer.models.weight_names import file_units
 from trainer.parallel.layout import Layout
 from trainer.parallel.packing import Packing
 from trainer.parallel.shard import param_dtype, reshard, transformer_blocks
 
-_WHOLE = 100_000_000
+_WHOLE = 20_000_000
+"""Parameters of a model that is compared whole. It takes about half a second."""
 _LARGEST = 200_000_000
 """Parameters of the most layers of a part of a model. They take about 5 s."""
 _LENGTHS = (17, 40)
@@ -53,6 +55,7 @@ _TIMES = 4
 """A difference is refused if it is so many times the model's own difference between the dtypes."""
 _FEW = 0.05
 """The share of tokens for which rounding may choose other experts in half precision."""
+_OTHER_LAYERS = "the model, because its config.json counts layers in another way"
 
 
 @dataclass
@@ -129,19 +132,21 @@ def _compare(
     def judge() -> Verdict:
         verdict = Verdict(not_compared=not_compared)
         try:
-            own, missing = (_whole(model, config, path), []) if is_whole else _part(model, config, module, path)
+            own, unread, missing = _whole(model, config, path) if is_whole else _part(model, config, module, path)
             verdict.not_compared += missing
             if own is None:
                 return verdict
-            verdict.problem = _other_tensor(module, own, layout) or _lost_in_export(own)
+            inside, outside = _split_unread(own, unread)
+            verdict.not_compared += outside
+            verdict.problem = inside or _other_tensor(module, own, layout) or _lost_in_export(own)
             if verdict.problem is None:
                 subject = module if is_whole else _subject(model, own, spec, pack)
                 found = ours or _passes(subject.to(layout.device), ids, None, layout.device)
                 _judge(verdict, found, own, ids, subject, param_dtype(spec.sharding.param_dtype, layout.device))
         except UserError as error:
             verdict.problem = str(error)
-        except Exception as error:  # code of a model or a file that transformers itself does not read
-            verdict.not_compared.append(f"the model ({describe_error(error)})")
+        except Exception as error:  # code of the model, or a file that transformers itself does not read
+            verdict.problem = f"it cannot be compared with its own class, because that fails: {describe_error(error)}"
         return verdict
 
     with _quiet():
@@ -169,7 +174,7 @@ def _window(block: nn.Module, text: Any) -> int | None:
 
 
 def _passes(module: nn.Module, ids: Sequence[Tensor], layout: Layout | None, device: str = "cpu") -> list[Rows]:
-    """Return what `module` computes for the rows: packed if it packs rows, else alone; again; and alone."""
+    """Return what `module` computes for the rows: packed if it packs them, else alone; again with gradients; alone."""
     cp, device = (layout.cp, layout.device) if layout else (None, device)
     together = [list(ids)] if can_pack(module) else [[row] for row in ids]
 
@@ -179,8 +184,11 @@ def _passes(module: nn.Module, ids: Sequence[Tensor], layout: Layout | None, dev
             _add_pass(found, module, rows, Packing([len(row) for row in rows], device, cp))
         return found
 
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        passes = [compute(together), compute(together), compute([[row] for row in ids])]
+    with torch.compiler.set_stance("force_eager"):
+        passes = []
+        for rows_of, has_gradients in ((together, False), (together, True), ([[row] for row in ids], False)):
+            with torch.set_grad_enabled(has_gradients):
+                passes.append(compute(rows_of))
     if layout is not None:
         reshard(module)
     return passes
@@ -195,12 +203,12 @@ def _add_pass(found: Rows, module: nn.Module, rows: list[Tensor], packing: Packi
         if isinstance(module, CriticModel):
             module(ids, packing)
         else:
-            logprobs = token_logprobs(module, ids, packing).float().cpu()
+            logprobs = token_logprobs(module, ids, packing).detach().float().cpu()
             found.logprobs += [row[1:length] for row, length in zip(logprobs, lengths, strict=True)]
     finally:
         hook.remove()
     if states:  # some classes call a part of their backbone
-        found.hidden += packing.gather(states[0][0].T.contiguous()).T.float().cpu().split(lengths)
+        found.hidden += packing.gather(states[0][0].detach().T.contiguous()).T.float().cpu().split(lengths)
 
 
 def _record_hidden(model: nn.Module, states: list[Tensor]) -> Any:
@@ -267,7 +275,14 @@ def _judge(
     pack = "set trainer.pack=false"
     key = pack if module.config._attn_implementation == PACKED else "set model.attn_implementation=eager"
     knows_hidden = bool(own.hidden and alone.hidden)
-    if differs(together, again):
+    if (
+        is_packed
+        and differs(together, again)
+        and (sees := [differs(rows, alone) for rows in (together, again)]) != [True, True]
+    ):
+        when = "no gradients are computed" if sees[0] else "gradients are computed"
+        verdict.problem = f"the sequences of a packed row see each other where {when} ({size}); {pack}"
+    elif differs(together, again):
         verdict.problem = (
             "two passes of the same weights differ: its code draws random numbers, as dropout does, while it computes; "
             "set the rate to 0 in its config.json"
@@ -317,26 +332,31 @@ def _quiet() -> Iterator[None]:
             logs.enable_progress_bar()
 
 
-def _whole(model: ModelConfig, config: PretrainedConfig, path: str) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(
+def _whole(model: ModelConfig, config: PretrainedConfig, path: str) -> tuple[PreTrainedModel, list[str], list[str]]:
+    """Return what `_part` returns, for the whole model."""
+    lm, report = AutoModelForCausalLM.from_pretrained(
         path,
         config=copy.deepcopy(config),
         dtype=torch.float32,
         attn_implementation="eager",
         trust_remote_code=model.trust_remote_code,
-    ).eval()
+        output_loading_info=True,
+    )
+    return lm.eval(), sorted(report["unexpected_keys"]), []
 
 
 def _part(
     model: ModelConfig, config: PretrainedConfig, module: nn.Module, path: str
-) -> tuple[PreTrainedModel | None, list[str]]:
-    """Return the first layers of the model, and what is missing of it.
+) -> tuple[PreTrainedModel | None, list[str], list[str]]:
+    """Return the first layers of the model, the names in its files that nothing reads, and what is not compared.
 
     Returns:
         None if one layer is too large, or transformers does not build so few.
     """
     text, blocks = config.get_text_config(), transformer_blocks(module)
     types = getattr(text, "layer_types", None) or [""] * len(blocks)
+    if len(types) != len(blocks):
+        return None, [], [_OTHER_LAYERS]
     kinds: dict[Any, int] = {}
     sizes = []
     for number, block in enumerate(blocks):
@@ -348,7 +368,7 @@ def _part(
         count -= 1
     missing = [f"layer {first} and those of its kind" for first in kinds.values() if first >= count]
     if not count:
-        return None, ["the model, because its layers are too large"]
+        return None, [], ["the model, because its layers are too large"]
     part = copy.deepcopy(config)
     for one in {id(c): c for c in (part, part.get_text_config())}.values():
         for name, value in list(vars(one).items()):
@@ -362,19 +382,29 @@ def _part(
     if isinstance(getattr(text, "sliding_window", None), int) and text.sliding_window > _WINDOW:
         text.sliding_window = _SHORT_WINDOW
     tensors = _first_tensors(path, count, vocabulary)
-    with torch.device("meta"), no_init_weights():
-        lm_class = type(AutoModelForCausalLM.from_config(part, trust_remote_code=model.trust_remote_code))
-    lm, report = lm_class.from_pretrained(
-        None,
-        config=part,
-        state_dict=tensors,
-        dtype=torch.float32,
-        attn_implementation="eager",
-        output_loading_info=True,
-    )
+    try:
+        with torch.device("meta"), no_init_weights():
+            lm_class = type(AutoModelForCausalLM.from_config(part, trust_remote_code=model.trust_remote_code))
+        lm, report = lm_class.from_pretrained(
+            None,
+            config=part,
+            state_dict=tensors,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            output_loading_info=True,
+        )
+        with torch.no_grad():
+            lm.eval()(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
+    except Exception as error:  # the class needs more layers, or a larger vocabulary
+        return None, [], [f"the model, because its first layers do not compute alone ({describe_error(error)})"]
+    if len(transformer_blocks(lm)) != count:
+        return None, [], [_OTHER_LAYERS]
     if report["missing_keys"]:
-        return None, [f"the model, because its first layers lack {sorted(report['missing_keys'])[0]}"]
-    return lm.eval(), missing
+        return None, [], [f"the model, because its first layers lack {sorted(report['missing_keys'])[0]}"]
+    ignored = [re.compile(pattern) for pattern in lm._keys_to_ignore_on_load_unexpected or ()]
+    beyond = [name for name in weight_shapes(path) if (_layer(name) or 0) >= len(blocks)]
+    beyond = [name for name in beyond if not any(pattern.search(name) for pattern in ignored)]
+    return lm, sorted([*report["unexpected_keys"], *beyond]), missing
 
 
 def _first_tensors(path: str, count: int, vocabulary: int) -> dict[str, Tensor]:
@@ -385,13 +415,41 @@ def _first_tensors(path: str, count: int, vocabulary: int) -> dict[str, Tensor]:
     for file in weight_files(path):
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118
-                layer = re.search(r"\.(\d+)\.", name)
-                if layer is not None and int(layer[1]) >= count:
+                if (_layer(name) or 0) >= count:
                     continue
                 tensor = opened.get_slice(name)
                 rows = tensor.get_shape()[:1]
                 tensors[name] = tensor[: min(_TOKENS, vocabulary)] if rows == [vocabulary] else opened.get_tensor(name)
     return tensors
+
+
+def _layer(name: str) -> int | None:
+    """Return the number of the layer that a weight belongs to, if its name has one."""
+    number = re.search(r"\.(\d+)\.", name)
+    return int(number[1]) if number else None
+
+
+def _split_unread(own: PreTrainedModel, names: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Say which weights of the files nothing reads.
+
+    Returns:
+        a sentence on one that belongs to a module of the model, such as the bias of a layer or a further layer; None:
+        there is none. Others are of modules that the class does not have, such as layers that predict more tokens.
+    """
+    modules = dict(own.named_modules())
+    outer = {"", own.base_model_prefix}
+    inside, outside = [], []
+    for name in names:
+        parent = name
+        while parent not in modules:
+            parent = parent.rpartition(".")[0]
+        (outside if parent in outer else inside).append(name)
+    problem = f"its files hold {_first_of(inside)}, which {type(own).__name__} does not read" if inside else None
+    return problem, [f"what nothing reads in the files ({_first_of(outside)})"] if outside else []
+
+
+def _first_of(names: Sequence[str]) -> str:
+    return one_line(names[0]) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _subject(model: ModelConfig, own: PreTrainedModel, spec: RoleSpec, pack: bool) -> nn.Module:

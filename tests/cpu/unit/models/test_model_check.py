@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import SeedOssConfig
+from transformers import AutoModelForCausalLM, SeedOssConfig
 
-from tests.support.architectures import ALL, CONVERTED, SHAPE, WINDOW, random_model
+from tests.support.architectures import ALL, CONVERTED, SHAPE, VOCABULARY, WINDOW, random_model
 from tests.support.ranks import run_ranks
+from tests.support.roles import roles
+from tests.support.training import GROUPS, config, make_batch
 from trainer.config import Config, FSDPConfig, ModelConfig, RoleSpec, critic_role, policy_role
-from trainer.errors import UserError
+from trainer.errors import LogprobMismatchError, UserError
 from trainer.models import attention, loading, model_check
 from trainer.models.chunked_logprobs import Head
 from trainer.models.loading import load_model
 from trainer.models.model_check import check_model
 from trainer.models.verdicts import Verdict
+from trainer.parallel.packing import Packing
 from trainer.workers.rank import Rank
 
 MODELS = {
@@ -37,8 +43,8 @@ MODELS = {
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> str:
     root = tmp_path_factory.mktemp("models")
-    for name, config in MODELS.items():
-        model = random_model(config, "eager")
+    for name, of_model in MODELS.items():
+        model = random_model(of_model, "eager")
         for buffer in model.state_dict().values():
             if "correction" in name:
                 buffer.normal_()
@@ -61,12 +67,23 @@ def pack_anyway(lm: nn.Module, *args: Any) -> None:
 
 
 def change_a_buffer(module: nn.Module) -> None:
-    dict(module.named_buffers())["model.layers.1.mlp.gate.e_score_correction_bias"].add_(1.0)
+    dict(module.named_buffers())["model.layers.1.mlp.gate.e_score_correction_bias"].zero_()
 
 
 def randomise_a_weight(module: nn.Module) -> None:
     with torch.no_grad():
         module.get_parameter("model.layers.1.self_attn.o_proj.weight").to_local().normal_()
+
+
+def fail(*_: Any) -> None:
+    raise RuntimeError("no such kernel")
+
+
+def see_each_other_without_gradients(query: torch.Tensor, *args: Any) -> Any:
+    packing = args[2]
+    if not torch.is_grad_enabled() and len(packing.lengths) > 1:
+        args = (*args[:2], Packing([packing.tokens], packing.device), *args[3:])
+    return ATTEND_ROW(query, *args)
 
 
 def units_but_one(*args: Any) -> list:
@@ -101,6 +118,14 @@ FAULTS: dict[str, tuple[str, str, list[Any], Callable[[nn.Module], None] | None,
         [],
         randomise_a_weight,
         "its weight model.layers.1.self_attn.o_proj.weight is not",
+    ),
+    "rows that see each other without gradients": (
+        *("gemma3", "sdpa", [patch.object(attention, "_attend_row", see_each_other_without_gradients)], None),
+        "the sequences of a packed row see each other where no gradients are computed",
+    ),
+    "code that fails": (
+        *("gemma3", "sdpa", [patch.object(model_check, "_judge", fail)], None),
+        "it cannot be compared with its own class, because that fails: RuntimeError: no such kernel",
     ),
     "head": (
         *("gemma3", "sdpa", [patch("trainer.models.chunked_logprobs.find_head", lambda _: Head(scale=0.5))], None),
@@ -149,6 +174,66 @@ def test_each_fault_is_refused_by_what_differs(models, tmp_path):
         assert "; set trainer.pack=false; model.check" in found[name, False]
 
 
+STOPPED = {
+    "a buffer of the initial model": ("deepseek", "sdpa", [], change_a_buffer),
+    "dropout": ("noise", "sdpa", NOISE, None),
+    "rows that see each other": ("sinks", "eager", [patch.object(loading, "set_attention", pack_anyway)], None),
+    "a weight of an old file": ("gemma3", "sdpa", [], randomise_a_weight),
+    "experts of the engine": ("window", "sdpa", [], None),
+}
+"""Faults that jobs had: what differs between the ranks and the engine."""
+
+
+def engine_logprobs(path: str, ids: np.ndarray, lengths: np.ndarray, has_fault: bool) -> np.ndarray:
+    """The log-probs of rows `(B, T)` as an engine computes them: each alone, by the model's own class."""
+    lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    found = np.zeros(ids.shape, np.float32)
+    with torch.no_grad():
+        if has_fault:
+            for name, parameter in lm.named_parameters():
+                if ".experts." in name:
+                    parameter.copy_(parameter.roll(1, 0))
+        for row, length in enumerate(lengths):
+            tokens = torch.from_numpy(ids[row, :length])[None]
+            logp = lm(input_ids=tokens, use_cache=False).logits[0].log_softmax(-1)[:-1]
+            found[row, 1:length] = logp.gather(-1, tokens[0, 1:, None])[:, 0]
+    return found
+
+
+def compare_with_engines(rank: Rank, models: str) -> dict[str, list[str | None]]:
+    """What the first step says of each fault and of the same model without it."""
+    found: dict[str, list[str | None]] = {}
+    for name, (model, attn, patches, change) in STOPPED.items():
+        path, found[name] = os.path.join(models, model), []
+        rank.cfg.model = ModelConfig(path=path, attn_implementation=attn, check="accept", cache_dir=models)
+        for has_fault in (False, True):
+            batch = make_batch()
+            batch["input_ids"] %= VOCABULARY
+            with ExitStack() as patched:
+                for one in patches if has_fault else ():
+                    patched.enter_context(one)
+                rank.build(roles(rank.cfg, ["policy"]), path)
+                if change is not None and has_fault:
+                    change(rank.roles["policy"].module)
+                is_garbage = has_fault and change is None and not patches
+                arrays = engine_logprobs(path, batch["input_ids"], batch["lengths"], is_garbage) * batch["mask"]
+                try:
+                    rank.update("policy", {**batch, "rollout_logprobs": arrays, "old_logprobs": arrays}, 1)
+                    found[name].append(None)
+                except LogprobMismatchError as error:
+                    found[name].append(str(error))
+    return found
+
+
+def test_each_fault_that_jobs_had_stops_the_first_step(models):
+    cfg = config(mini_batch_size=GROUPS)
+    cfg.rollout.max_logprob_diff = "auto"
+    (found,) = run_ranks(1, compare_with_engines, models, cfg=cfg)
+    for name, (right, wrong) in found.items():
+        assert right is None, (name, right)
+        assert wrong is not None and wrong.startswith("rollout.max_logprob_diff: "), (name, wrong)
+
+
 def check_right_models(rank: Rank, models: str, cache: str) -> dict[str, Any]:
     cfg, found = rank.cfg, {}
     before = torch.get_rng_state()
@@ -176,6 +261,40 @@ def test_right_models_are_accepted(models, tmp_path, ranks):
         assert verdict.problem is None and verdict.not_compared == [], (name, verdict)
         assert verdict.difference <= verdict.limit
         assert (verdict.limit > 0.01) == (name[1] == "half"), "rounding explains more in bfloat16"
+
+
+UNREAD = {
+    "a bias": ("model.layers.0.self_attn.q_proj.bias", True),
+    "a layer": ("model.layers.2.mlp.up_proj.weight", True),
+    "another module": ("mtp.layers.0.proj.weight", False),
+}
+
+
+def find_unread(rank: Rank, models: str, cache: str) -> dict[tuple[str, bool], Any]:
+    found = {}
+    for name, (weight, _) in UNREAD.items():
+        path = os.path.join(cache, name)
+        shutil.copytree(os.path.join(models, "gemma3"), path)
+        file = os.path.join(path, "model.safetensors")
+        save_file(load_file(file) | {weight: torch.ones(3)}, file, metadata={"format": "pt"})
+        for part in (False, True):
+            with patch.multiple(model_check, _WHOLE=0 if part else 10**9):
+                found[name, part] = checked(rank, path, cache_dir=os.path.join(cache, str(part)))
+    return found
+
+
+def test_weights_that_nothing_reads_are_refused_in_a_module_and_listed_beside_it(models, tmp_path):
+    (found,) = run_ranks(1, find_unread, models, str(tmp_path), cfg=Config())
+    for (name, part), said in found.items():
+        weight, is_refused = UNREAD[name]
+        if is_refused:
+            assert f": its files hold {weight}, which Gemma3ForCausalLM does not read; model.check=" in said, (
+                part,
+                said,
+            )
+        else:
+            assert said.problem is None
+            assert said.not_compared == [f"what nothing reads in the files ({weight})"]
 
 
 def check_twice(rank: Rank, models: str, cache: str) -> list[Any]:
