@@ -41,7 +41,7 @@ from trainer.models.parallel_checks import refuse_axis
 from trainer.models.rotations import check_position_table, fit_rotations
 from trainer.models.tensor_parallel import apply_tp
 from trainer.models.untrusted import weight_shapes
-from trainer.models.weight_names import keep_file_format
+from trainer.models.weight_names import float32_weights, keep_file_format
 from trainer.parallel.ac_and_compile import compiles_blocks, prepare_blocks
 from trainer.parallel.layout import Layout
 from trainer.parallel.shard import param_dtype, shard_model, transformer_blocks
@@ -206,9 +206,11 @@ def _shard_and_fill(
     module: nn.Module, backbone: str, model: ModelConfig, path: str, layout: Layout, spec: RoleSpec, seed: int
 ) -> nn.Module:
     device, fsdp = layout.device, FSDPConfig(**vars(spec.sharding))
-    for parameter in module.parameters():
-        if not parameter.requires_grad:
-            parameter.data = parameter.data.to(param_dtype(fsdp.param_dtype, device))
+    dtype = param_dtype(fsdp.param_dtype, device)
+    uncast = set() if dtype == torch.float32 else float32_weights(module)
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad and name not in uncast:
+            parameter.data = parameter.data.to(dtype)
     # Keep the buffers, which are not on the meta device: `to_empty` leaves tensors uninitialised, and no file has the
     # buffers that are not persistent, such as rotary frequencies.
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
@@ -218,7 +220,7 @@ def _shard_and_fill(
     prepare_blocks(transformer_blocks(module), fsdp, compiled)
     if compiled:
         compile_head(module)
-    shard_model(module, layout.fsdp_mesh, fsdp, spec.trained_whole)
+    shard_model(module, layout.fsdp_mesh, fsdp, spec.trained_whole, _owners(module, uncast, spec))
     module.to_empty(device="cpu" if fsdp.cpu_offload else device)
     for name, buffer in module.named_buffers():
         buffer.copy_(buffers[name])
@@ -246,6 +248,23 @@ def _shard_and_fill(
     else:
         _scatter_from_rank0(module, model, path, spec.key, names)
     return module
+
+
+def _owners(module: nn.Module, uncast: Collection[str], spec: RoleSpec) -> list[nn.Module]:
+    """Return the modules of these parameters, which the class keeps in float32.
+
+    Raises:
+        UserError: one of them has other parameters, too.
+    """
+    owners = sorted({name.rpartition(".")[0] for name in uncast})
+    for owner in owners:
+        for name, _ in module.get_submodule(owner).named_parameters(owner):
+            if name not in uncast:
+                raise UserError(
+                    f"{spec.setting('sharding')}.param_dtype={spec.sharding.param_dtype}: a part of {owner} stays in "
+                    f"float32, and {name} does not; choose float32"
+                )
+    return [module.get_submodule(owner) for owner in owners]
 
 
 def _names_in_files(module: nn.Module, has_score: bool) -> dict[str, str]:

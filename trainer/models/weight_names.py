@@ -147,6 +147,12 @@ def empty_model(config: dict[str, Any]) -> nn.Module:
         )
 
 
+def float32_weights(module: nn.Module) -> set[str]:
+    """Return the names of the parameters that the class of `module` keeps in float32 where others have 16 bits."""
+    pattern = getattr(module, _ATTRIBUTE).float32
+    return {name for name, _ in module.named_parameters() if pattern is not None and pattern.search(name)}
+
+
 def file_units(module: nn.Module, names: Iterable[str]) -> list[FileUnit]:
     """Return the units of these weights of a model, in their order.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,7 +21,9 @@ def param_dtype(config_dtype: str, device: str) -> torch.dtype:
     return _DTYPES[config_dtype]
 
 
-def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, trained_whole: bool) -> None:
+def shard_model(
+    model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, trained_whole: bool, uncast: Sequence[nn.Module] = ()
+) -> None:
     """Turn the parameters of `model` into DTensors over `mesh`, in place. Each block is an FSDP unit, the rest another.
 
     The model may be on the meta device. Parameters stay float32, because they are the optimizer's master weights. The
@@ -27,6 +31,7 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, trained_
 
     Args:
         trained_whole: all parameters are trained.
+        uncast: modules in the blocks whose parameters forward and backward read as they are. Each is a unit.
     """
     shards = mesh.size(mesh.ndim - 1)
     options = {
@@ -41,6 +46,9 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, trained_
         else OffloadPolicy(),
     }
     blocks = transformer_blocks(model)
+    as_stored = MixedPrecisionPolicy(reduce_dtype=_DTYPES[config.reduce_dtype], cast_forward_inputs=False)
+    for module in uncast:
+        fully_shard(module, **{**options, "mp_policy": as_stored})
     for block in blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.architectures import VOCABULARY, WITH_BUFFERS, random_model
 from tests.support.ranks import run_ranks
+from tests.support.roles import roles
 from tests.support.training import assembled, config, load_then_step, make_batch, save_then_step, train_two_steps
 from trainer.config import Config, FSDPConfig, TinyConfig
 from trainer.models.tiny import build_tiny
@@ -56,3 +58,26 @@ def test_bfloat16_is_near_float32_on_any_number_of_ranks(model_path):
         for ours, theirs in zip(result[0]["metrics"], exact[0]["metrics"], strict=True):
             assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.05)
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=0.05, abs=0.01)
+
+
+def look_at_a_gate(rank: Rank, path: str) -> dict[str, set[torch.dtype]]:
+    """The dtypes in which the weights of a block are read, by role and module."""
+    rank.build(roles(rank.cfg, ["policy", "reference"]), path)
+    batch, found = make_batch(), {}
+    batch["input_ids"] %= VOCABULARY
+    for role in ("policy", "reference"):
+        module = rank.roles[role].module
+        for name in ("mlp.gate", "self_attn.q_proj"):
+            seen = found.setdefault(f"{role} {name}", set())
+            layer = module.get_submodule(f"model.layers.1.{name}")
+            layer.register_forward_pre_hook(lambda layer, _, seen=seen: seen.add(layer.weight.dtype))
+        rank.score(role, "logprobs", batch)
+    rank.update("policy", batch, 1)
+    return found
+
+
+def test_weights_that_a_class_keeps_in_float32_are_not_cast(tmp_path):
+    random_model(WITH_BUFFERS["ernie4_5_moe"], "eager").save_pretrained(tmp_path)
+    for found in run_ranks(2, look_at_a_gate, str(tmp_path), cfg=computing_in("bfloat16")):
+        for name, dtypes in found.items():
+            assert dtypes == {torch.float32 if name.endswith("gate") else torch.bfloat16}, name
