@@ -119,6 +119,8 @@ def install(extra: str, groups: list[str], options: list[str], environment: dict
     if extra == "gpu" and "--no-index" not in options:
         # A directory of files may hold torch's CPU build, and uv would prefer 2.13.0+cpu to 2.13.0.
         options = [option for option in options if not option.startswith("--find-links")]
+    if extra == "cpu":
+        export.append("--prune=torchvision")  # its files fit the CUDA build of torch
     pip_install = [UV, "pip", "install", "--python", PYTHON, *options]
     if extra == "gpu":
         run(*pip_install, "--no-deps", "-r", "-", input=run(*export), env=environment)

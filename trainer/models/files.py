@@ -7,6 +7,7 @@ import glob
 import os
 import shlex
 from collections.abc import Iterable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from trainer.config import Config, ModelConfig
@@ -31,6 +32,9 @@ _QUANTISED = ("quantization_config", "compression_config")
 """Fields of the config.json of a model with quantised weights."""
 _MEDIA = ("vision", "image", "video", "audio", "speech", "vq")
 """Words in the names of the parts of a config.json that describe how a model reads more than text."""
+
+_WITH_TORCHVISION = ("qwen3_5",)
+"""Beginnings of the types of models whose classes in vLLM stand in modules that also read images."""
 
 _UNQUANTISED = "save the model with weights of 16 bits, as docs/models.md shows, and name that directory"
 
@@ -180,6 +184,20 @@ def load_trained_config(
     return config
 
 
+def check_torchvision(model: ModelConfig, path: str) -> None:
+    """Refuse a model whose class in vLLM imports torchvision where that is not installed, before an engine starts.
+
+    Raises:
+        UserError: see above.
+    """
+    kind = load_config(model, path).model_type
+    if kind.startswith(_WITH_TORCHVISION) and find_spec("torchvision") is None:
+        raise UserError(
+            f"rollout.engine=vllm: vLLM's class of {POLICY_KEY}={path} ({kind}) imports torchvision, which the CPU set "
+            "leaves out; install the torchvision that fits this torch, or choose rollout=transformers"
+        )
+
+
 def check_trained(config: PretrainedConfig, setting: str) -> None:
     """Refuse a config of quantised weights, and one of a model that reads more than text.
 
@@ -190,7 +208,11 @@ def check_trained(config: PretrainedConfig, setting: str) -> None:
         if values := getattr(config, field, None):
             method = values.get("quant_method") if isinstance(values, dict) else getattr(values, "quant_method", None)
             raise UserError(f"{setting}: its weights are quantised ({method or field}); {_UNQUANTISED}")
-    parts = [name for name in vars(config) if any(word in name for word in _MEDIA) and name.endswith("_config")]
+    parts = [
+        name
+        for name, value in vars(config).items()
+        if value is not None and name.endswith("_config") and any(word in name for word in _MEDIA)
+    ]
     if parts or config.get_text_config() is not config:
         kind = (config.architectures or [f"a model of the type {config.model_type}"])[0]
         parts = " and ".join(parts) or "a text model inside another"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.support.runs import configured
@@ -14,6 +15,8 @@ from trainer.config import ModelConfig, TinyConfig
 from trainer.errors import UserError
 from trainer.models.assets import config_changes
 from trainer.models.files import (
+    check_torchvision,
+    check_trained,
     check_trained_models,
     load_config,
     load_trained_config,
@@ -138,3 +141,20 @@ def test_a_head_that_differs_from_the_embedding_is_not_tied_to_it(tmp_path, chan
         save_file({**weights, "lm_head.weight": head}, f"{path}/model.safetensors", metadata={"format": "pt"})
     assert load_config(ModelConfig(), path).tie_word_embeddings is tied
     assert config_changes(ModelConfig(), path) == ({} if tied else {"tie_word_embeddings": False})
+
+
+def test_a_model_that_vllm_cannot_import_without_torchvision_is_refused_by_name(tmp_path, monkeypatch):
+    transformers.Qwen3_5TextConfig().save_pretrained(tmp_path)
+    monkeypatch.setattr("trainer.models.files.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=rf"^rollout.engine=vllm: vLLM's class of model.path={tmp_path} \(qwen3_5_text"):
+        check_torchvision(ModelConfig(), str(tmp_path))
+    monkeypatch.setattr("trainer.models.files.find_spec", lambda name: "a module")
+    check_torchvision(ModelConfig(), str(tmp_path))
+
+
+def test_a_part_for_media_that_is_null_is_none():
+    config = transformers.Qwen3Config(vision_config=None)
+    check_trained(config, "model.path=x")
+    config.vision_config = {"depth": 1}
+    with pytest.raises(UserError, match="config.json has vision_config"):
+        check_trained(config, "model.path=x")
