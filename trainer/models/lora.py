@@ -85,7 +85,8 @@ def add_adapters(module: nn.Module, config: LoraConfig, section: str, heads: tup
             f"{section}.target_modules: the model has no linear layer {unknown[0]}; it has {', '.join(sorted(linear))}"
         )
     peft_config = _peft_config(config, sorted(set(config.target_modules) or linear))
-    inject_adapter_in_model(peft_config, module, low_cpu_mem_usage=True)
+    # Without the model's config, by which peft would also adapt experts, whose names in the files are those of layers.
+    inject_adapter_in_model(peft_config, nn.ModuleList(transformer_blocks(module)), low_cpu_mem_usage=True)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(_is_adapter(name) or name.startswith(heads))
 

@@ -358,7 +358,7 @@ def test_the_kind_of_training(tmp_path, module):
         "max",
     )
     build_tiny(cfg.model.tiny, str(tmp_path))
-    given: Any = SimpleNamespace(tokenizer=load_tokenizer(str(tmp_path), None, False))
+    given: Any = SimpleNamespace(tokenizer=load_tokenizer(str(tmp_path), None, False), path=str(tmp_path))
     source, evaluator = cfg.task(cfg).source(given)
     assert public(EpisodeSource) <= set(dir(source)) and evaluator is None
     first = source.next(1)
