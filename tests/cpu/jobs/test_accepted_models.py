@@ -22,9 +22,9 @@ def test_an_accepted_model_is_named_at_each_start_and_in_the_manifest(tmp_path):
     problem = f"its files hold {UNREAD}, which Qwen3ForCausalLM does not read"
     refused = run_forked_job(*words, cwd=tmp_path, module="trainer.sft")
     assert refused.returncode == 2 and f"{problem}; model.check=accept trains it nevertheless" in refused.stderr
-    for steps in (1, 2):
-        done = run_forked_job(*words[:2], f"sft.steps={steps}", *words[3:], "model.check=accept", cwd=tmp_path,
-                              module="trainer.sft")  # fmt: skip
+    for steps, resumes in ((1, ()), (2, ("trainer.resume_mode=latest",))):
+        own = ("model.check=accept", f"sft.steps={steps}", *resumes)
+        done = run_forked_job(*words, *own, cwd=tmp_path, module="trainer.sft")
         assert done.returncode == 0, done.stderr
         assert f"{problem}; model.check=accept trains it nevertheless" in done.stdout + done.stderr
         manifest = json.loads((tmp_path / f"outputs/run/checkpoints/global_step_{steps}/manifest.json").read_text())
