@@ -16,8 +16,8 @@ import torch
 from benchmarks.gpu import make_batch
 from trainer.config import Config, TinyConfig, policy_role
 from trainer.models.tiny import build_tiny
-from trainer.parallel.measure_flops import measure_peak
 from trainer.parallel.mesh import destroy_process_group
+from trainer.parallel.profiling import measure_peak
 from trainer.workers.rank import Rank
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -31,7 +31,7 @@ from trainer.generation.engine_pool import EnginePool
 from trainer.learner.learner import Learner
 from trainer.metrics.timing import Timer
 from trainer.parallel.batching import Batch
-from trainer.parallel.shares import Limits, Share, divide
+from trainer.parallel.load_balancing import Limits, Share, divide
 from trainer.workers.base import RankUpdate
 
 SPEC = EngineSpec("benchmarks.driver_scale:FakeEngine", gpus=False)

@@ -1,6 +1,6 @@
 """Log-probs in chunks against all logits: `python -m benchmarks.logprob [--tokens 4096] [--vocabulary 151936]`.
 
-Log-probs of tokens from hidden states, forward and backward: ours (`trainer.models.chunked_logprobs`) and the naive
+Log-probs of tokens from hidden states, forward and backward: ours (`trainer.models.logprobs`) and the naive
 way (a tensor of all logits, `log_softmax`, `gather`). Prints CPU seconds on one thread, and by how much the memory of
 the process grows. The naive way needs 25 GB for 8,192 tokens, so it runs on fewer tokens; both of its costs are
 proportional to their number.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.memory import peak_bytes
-from trainer.models.chunked_logprobs import Head, _ChunkedScores
+from trainer.models.logprobs import Head, _ChunkedScores
 
 
 def naive(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable
 
-from trainer.algorithms import ADVANTAGES, POLICY_LOSSES, aggregation, correction, kl, losses, reward_shaping
+from trainer.algorithms import ADVANTAGES, POLICY_LOSSES, advantages, aggregation, correction, kl, losses
 from trainer.config import AlgorithmConfig, LoraConfig, field_docs
 from trainer.config.reference import as_written
 from trainer.models import lora
@@ -83,8 +83,8 @@ def page() -> str:
     lines += module_doc("Rollout correction", weights, correction.CORRECTIONS, "algorithm.rollout_correction")
     lines += ["## Shaping and sampling", ""]
     for name, key, doc in (
-        ("overlong_penalty", "algorithm.overlong_buffer", reward_shaping.overlong_penalty.__doc__),
-        ("informative_groups", "algorithm.filter_zero_variance", reward_shaping.informative_groups.__doc__),
+        ("overlong_penalty", "algorithm.overlong_buffer", advantages.overlong_penalty.__doc__),
+        ("informative_groups", "algorithm.filter_zero_variance", advantages.informative_groups.__doc__),
     ):
         lines += [f"### `{name}`", "", f"`{key}`.", "", *markdown(doc or "")]
     return "\n".join([*lines, "## Keys", "", *keys("algorithm", AlgorithmConfig)]).rstrip()

@@ -44,9 +44,8 @@ from trainer.generation.engine import Request, Sampling
 from trainer.generation.transformers_engine import TransformersEngine
 from trainer.generation.vllm_engine import VLLMEngine
 from trainer.generation.weight_sync import SharedMemory
-from trainer.models.assets import policy_assets
-from trainer.models.export import PolicyExporter
-from trainer.models.parallel_checks import check_axes
+from trainer.models.checks import check_axes
+from trainer.models.export import PolicyExporter, policy_assets
 from trainer.models.tokenizer import load_tokenizer
 from trainer.parallel.batching import Batch
 from trainer.workers.rank import Rank

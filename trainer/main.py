@@ -94,7 +94,7 @@ def _check_machine(cfg: Config) -> str:
         import numpy  # noqa: F401 - its threads, which torch would start, must block signals while Ray starts
     with stage("importing torch"), importing():
         from trainer.objectives.base import make_objective  # the first import of torch: the config has passed
-        from trainer.objectives.trial import try_objective
+        from trainer.objectives.check import try_objective
         from trainer.parallel.mesh import pick_device
     _use_one_thread()
     with stage("checking the config"):

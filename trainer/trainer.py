@@ -32,8 +32,7 @@ from trainer.metrics.progress import Progress
 from trainer.metrics.prometheus import MetricsServer
 from trainer.metrics.timing import Timer
 from trainer.metrics.tracker import Tracker
-from trainer.models.assets import policy_assets
-from trainer.models.export import PolicyExporter
+from trainer.models.export import PolicyExporter, policy_assets
 from trainer.objectives.base import Experience
 from trainer.parallel.rng import capture_rng, restore_rng, rng_as_text, rng_from_text, seed_rng
 from trainer.process import time_limits

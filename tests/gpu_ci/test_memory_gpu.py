@@ -12,7 +12,7 @@ from tests.support.roles import roles
 from tests.support.training import config, left_after_scores, make_batch, update
 from trainer.cluster.resources import rank_environment
 from trainer.config import Config, FSDPConfig
-from trainer.models.chunked_logprobs import _ADDS_IN_PLACE, Head, _add_product, _ChunkedScores
+from trainer.models.logprobs import _ADDS_IN_PLACE, Head, _add_product, _ChunkedScores
 from trainer.workers.rank import Rank
 
 VOCABULARY, WIDTH = 32768, 64

@@ -9,7 +9,7 @@ from tests.support.odd_files import config
 from tests.support.roles import roles
 from tests.support.runs import OpenRun
 from trainer.checkpoint.components import assets_part, config_part, json_part, models_part
-from trainer.models.assets import model_assets
+from trainer.models.export import model_assets
 from trainer.models.tokenizer import load_tokenizer
 from trainer.workers.rank import Rank
 

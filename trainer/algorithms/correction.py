@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from trainer.algorithms.aggregation import masked
-from trainer.algorithms.ratios import clamp_log_ratio, log_ratio
+from trainer.algorithms.kl import clamp_log_ratio, log_ratio
 
 CORRECTIONS = ("tis", "mis")
 LEVELS = ("token", "arithmetic", "geometric", "product")

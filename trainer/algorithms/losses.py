@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trainer.algorithms.aggregation import Totals, aggregate, masked
-from trainer.algorithms.ratios import at_least_float32, clamp_log_ratio, is_clamped, log_ratio
+from trainer.algorithms.kl import at_least_float32, clamp_log_ratio, is_clamped, log_ratio
 from trainer.algorithms.registry import without_ratio
 
 Loss = tuple[Tensor, dict[str, Tensor]]

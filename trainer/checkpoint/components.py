@@ -171,7 +171,7 @@ def assets_part(assets: Mapping[str, bytes], adapter_config: Callable[[], str] |
     """Make the part that holds the policy's config and tokenizer, in Hugging Face format.
 
     Args:
-        assets: see `trainer.models.assets.model_assets`.
+        assets: see `trainer.models.export.model_assets`.
         adapter_config: returns peft's config of the policy's adapters; None: the policy has no adapters.
     """
 

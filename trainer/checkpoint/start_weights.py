@@ -16,8 +16,7 @@ from trainer.errors import UserError, as_list
 from trainer.files.atomic_io import digest_bytes, digest_file, digest_weights
 from trainer.files.documents import Shape
 from trainer.files.hf_hub import pinned_data, revision_of
-from trainer.models.files import resolve_model_path
-from trainer.models.given import BACKBONE_FILES, Given, differences, read_file_given, read_given
+from trainer.models.files import BACKBONE_FILES, Given, differences, read_file_given, read_given, resolve_model_path
 
 LOG = logging.getLogger(__name__)
 

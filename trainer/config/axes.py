@@ -40,7 +40,7 @@ AXES: dict[str, Axis] = {
         shards_weights=True,
         joins_blocks=True,
         attention="sdpa",
-        check="trainer.models.parallel_checks:cp_problem",
+        check="trainer.models.checks:cp_problem",
     ),
     "tp": Axis(
         "tensor_parallel_size",
@@ -48,7 +48,7 @@ AXES: dict[str, Axis] = {
         # Sizes of their DTensors are maxima of symbols, for which Inductor has no code ("_nary_sym_max is not an
         # OpOverload").
         uncompilable="torch 2.13 fails to compile blocks that several ranks share for any number of tokens",
-        check="trainer.models.parallel_checks:tp_problem",
+        check="trainer.models.checks:tp_problem",
     ),
 }
 """The axes, by the names that PyTorch gives them."""

@@ -21,8 +21,7 @@ _WITHOUT_EFFECT_PARTS = ("_token_id", "dropout", "initializer", "loss_coef")
 
 def describe_model(model: ModelConfig, path: str, longest: int) -> dict[str, Any]:
     """Return `describe_architecture` of the model at `path`, for sequences of up to `longest` tokens."""
-    from trainer.models.files import load_config
-    from trainer.models.rotations import fit_rotations
+    from trainer.models.files import fit_rotations, load_config
 
     config = load_config(model, path)
     fit_rotations(config, longest, f"model.path={path}")

@@ -206,7 +206,7 @@ def build_engine(
     for name, value in variables.items():  # here, because Ray shows the environment of an actor to everybody
         os.environ.setdefault(name, value)
     if deterministic:
-        from trainer.parallel.determinism import use_deterministic_kernels
+        from trainer.parallel.rng import use_deterministic_kernels
 
         use_deterministic_kernels(warn_only=True)  # `top_p` adds up probabilities, which has no such kernel
     steps, run_dir = profiled

@@ -31,7 +31,7 @@ from trainer.generation.lifecycle import GpuMemory, Lifecycle, State
 from trainer.generation.server_protocol import Job
 from trainer.generation.transport import wait_for_all
 from trainer.models.files import check_torchvision
-from trainer.models.untrusted import check_one_reading
+from trainer.models.weight_files import check_one_reading
 from trainer.process import time_limits
 from trainer.process.failure_log import INCIDENTS, describe
 from trainer.process.failures import Decision, Restarts

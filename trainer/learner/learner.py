@@ -22,8 +22,8 @@ from trainer.metrics.timing import Timer
 from trainer.objectives.base import GROUP, Experience, make_objective
 from trainer.objectives.batches import batch_of, build_batch
 from trainer.parallel.batching import Batch, select
+from trainer.parallel.load_balancing import has_old_logprobs
 from trainer.parallel.profiling import step_directory
-from trainer.parallel.shares import has_old_logprobs
 from trainer.process.failpoints import failpoint
 
 LOG = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from trainer.metrics.throughput import peak_flops
 from trainer.models.files import resolve_model_path
 from trainer.models.verdicts import Verdict
 from trainer.parallel.batching import Batch
-from trainer.parallel.shares import Limits, divide
+from trainer.parallel.load_balancing import Limits, divide
 from trainer.process.startup import importing
 
 LOG = logging.getLogger(__name__)

@@ -18,12 +18,19 @@ from trainer.errors import UserError
 from trainer.files.atomic_io import digest_weights
 from trainer.files.documents import Shape
 from trainer.files.hf_hub import first_line
-from trainer.models.assets import CONFIG, WEIGHTS_ONLY, with_dtype
-from trainer.models.export import assign_to_files, atomic_directory, write_files, write_index
+from trainer.models.export import (
+    CONFIG,
+    WEIGHTS_ONLY,
+    assign_to_files,
+    atomic_directory,
+    with_dtype,
+    write_files,
+    write_index,
+)
 from trainer.models.files import ADAPTER_CONFIG
 from trainer.models.heads import SCORE_HEAD, VALUE_HEAD, is_classifier, score_name
 from trainer.models.lora import adapted_weight, adapter_parameters, peft_name
-from trainer.models.untrusted import check_model_files, weight_shapes
+from trainer.models.weight_files import check_model_files, weight_shapes
 from trainer.models.weight_names import empty_model, file_tensors, file_units
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -1,27 +1,229 @@
-"""Find or download model directories, and read their files except weights. Cheap to import."""
+"""Find or download model directories, and read and compare their files except weights. Cheap to import."""
 
 from __future__ import annotations
 
 import functools
 import glob
+import json
 import os
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from trainer.config import Config, ModelConfig
+from trainer.config import ModelConfig
 from trainer.config.role_specs import POLICY_KEY
 from trainer.errors import UserError
+from trainer.files.atomic_io import digest_bytes
+from trainer.files.documents import parse_json
 from trainer.files.hf_hub import first_line, pinned, why_missing, with_retries
-from trainer.models.given import MODEL_FILES
-from trainer.models.heads import check_head
-from trainer.models.rotations import fit_rotations
-from trainer.models.untrusted import check_model_files, quantised_tensor, weight_shapes
+from trainer.models.weight_files import check_model_files, quantised_tensor, weight_shapes
 from trainer.process.startup import importing
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PretrainedConfig
+
+Given = dict[str, Any]
+"""By file name: the values of a JSON object by key, or a digest of another file's content."""
+
+MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "adapter_config.json",
+    "*processor_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "tekken.json",
+    "*.model",
+    "*.spm",
+    "*.tiktoken",
+    "chat_template*",
+    "*.jinja",
+    "additional_chat_templates/*",
+)
+BACKBONE_FILES = ("config.json",)
+"""All that the critic's directory gives besides weights."""
+_CODE = "**/*.py"
+_BACKUPS = ("~", ".bak", ".orig", ".old")
+"""Endings of the copies that editors and users leave. Nothing reads them."""
+_HARMLESS = (
+    "transformers_version",
+    "_name_or_path",
+    "name_or_path",
+    "_commit_hash",
+    "tokenizer_file",
+    "special_tokens_map_file",
+    "is_local",
+    "local_files_only",
+)
+"""Keys that say who wrote a file, and where. They act on nothing."""
+_RENAMED = {"torch_dtype": "dtype"}
+"""Keys that newer versions of transformers write under another name."""
+_SHORT = 200
+"""A value whose JSON has at most this many characters is kept as it is, so that a message can show it."""
+_MEDIUM = 1 << 16
+"""An object whose JSON has at most this many characters is kept key by key."""
+_SHOWN = 4
+_DIGEST = "xxh3-128 "
+
+
+def read_given(directory: str, with_code: bool, patterns: tuple[str, ...] = MODEL_FILES) -> Given:
+    """Return what the files of a model directory say. The layout of JSON and the order of its keys have no part in it.
+
+    Args:
+        with_code: the run executes Python files of the directory (`model.trust_remote_code`).
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    names = given_files(directory, with_code, patterns)
+    return {name: read_file_given(os.path.join(directory, name)) for name in names}
+
+
+def given_files(directory: str, with_code: bool, patterns: tuple[str, ...]) -> list[str]:
+    """Return the names of these files, sorted. See `read_given`."""
+    patterns = (*patterns, _CODE) if with_code else patterns
+    found = {name for one in patterns for name in glob.glob(one, root_dir=directory, recursive=True)}
+    is_read = {name for name in found if os.path.isfile(os.path.join(directory, name))}
+    return sorted(name for name in is_read if not name.endswith(_BACKUPS))
+
+
+def read_file_given(path: str) -> Any:
+    """Return what one file says (see `Given`).
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    if path.endswith(".json"):
+        try:
+            content = parse_json(data)
+        except ValueError:
+            return _digest(data)
+        return {key: _short(value) for key, value in _leaves(content)} if isinstance(content, dict) else _short(content)
+    return _digest(data)
+
+
+def differences(name: str, saved: Any, now: Any) -> str:
+    """Return in what two contents of the file `name` differ; empty if they are the same. None: there is no file."""
+    if saved == now:
+        return ""
+    if saved is None or now is None:
+        return f"{name} is {'new' if saved is None else 'missing'}"
+    if not (isinstance(saved, Mapping) and isinstance(now, Mapping)):
+        return f"{name} has another content"
+    keys = sorted(key for key in {*saved, *now} if not (key in saved and key in now and _same(saved[key], now[key])))
+    if not keys:
+        return ""
+    shown = [_change(key, saved, now) for key in keys[:_SHOWN]]
+    more = [f"{len(keys) - _SHOWN} more"] if len(keys) > _SHOWN else []
+    return f"{name}: {', '.join(shown + more)}"
+
+
+def _same(saved: Any, now: Any) -> bool:
+    return saved == now or json.dumps(saved) == json.dumps(now)  # NaN is not equal to itself
+
+
+def _change(key: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    shown = json.dumps(key)[1:-1]
+    if key not in saved or key not in now:
+        return f"{shown} is {'new' if key not in saved else 'missing'}"
+    before, after = json.dumps(saved[key]), json.dumps(now[key])
+    if _DIGEST in before + after:
+        return f"{shown} has another value"
+    return f"{shown} was {before}, is {after}"
+
+
+def _leaves(content: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Return the values of an object by their keys, those of objects in it by `outer.inner`."""
+    found: list[tuple[str, Any]] = []
+    for key, value in content.items():
+        if key in _HARMLESS:
+            continue
+        if isinstance(value, dict) and value and len(json.dumps(value)) <= _MEDIUM:
+            found += _leaves(value, f"{prefix}{key}.")
+        else:
+            found.append((prefix + _RENAMED.get(key, key), value))
+    return found
+
+
+def _short(value: Any) -> Any:
+    text = json.dumps(value, sort_keys=True)
+    return value if len(text) <= _SHORT else _digest(text.encode())
+
+
+def _digest(data: bytes) -> str:
+    return _DIGEST + digest_bytes(data)
+
+
+_TABLES = ("wpe", "embed_positions", "position_embeddings", "position_embedding")
+"""Names of modules and buffers with a row for each position that a model knows."""
+_LOWER = "lower rollout.max_prompt_tokens, rollout.max_response_tokens or environment.max_tokens (sft.max_length)"
+
+
+def fit_rotations(config: PretrainedConfig, longest: int, setting: str) -> None:
+    """Choose the factors of the rotations in `config` by the run's longest sequence, as vLLM does.
+
+    transformers chooses LongRoPE's factors by the longest sequence of a batch, and stretches dynamic rotations by it:
+    the log-probs of a sequence would depend on the sequences that are computed with it.
+
+    Args:
+        longest: most tokens of a sequence in the run.
+        setting: what the user has set, `KEY=VALUE`.
+
+    Raises:
+        UserError: the rotations are dynamic, and the longest sequence would stretch them.
+    """
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None) or longest
+    for rotations in _by_type(getattr(text, "rope_parameters", None)):
+        if rotations["rope_type"] == "longrope":
+            original = rotations.get("original_max_position_embeddings")
+            original = original or getattr(text, "original_max_position_embeddings", None) or positions
+            for name in ("factor", "mscale") if longest > original else ():
+                if f"long_{name}" in rotations:
+                    rotations[f"short_{name}"] = rotations[f"long_{name}"]
+        elif "dynamic" in rotations["rope_type"] and longest > positions:
+            raise UserError(
+                f"{setting}: its rotations are dynamic, which depend on the longest sequence of a batch beyond "
+                f"{positions} tokens (max_position_embeddings), and the run has sequences of up to {longest}; {_LOWER}"
+            )
+
+
+def check_position_table(module: nn.Module, longest: int, setting: str) -> None:
+    """Refuse a model with a table of positions that has no row for the last tokens of the longest sequence.
+
+    Raises:
+        UserError: see above.
+    """
+    tables = [*module.named_parameters(), *module.named_buffers()]
+    for name, table in tables:
+        if table.ndim == 2 and any(part in _TABLES for part in name.split(".")):
+            owner = module.get_submodule(name.rpartition(".")[0])
+            positions = table.shape[0] - getattr(owner, "offset", 0)
+            if longest > positions:
+                raise UserError(
+                    f"{setting}: has a table of {positions} positions, and the run has sequences of up to {longest} "
+                    f"tokens; {_LOWER}"
+                )
+
+
+def _by_type(rotations: Any) -> Iterator[dict[str, Any]]:
+    """Yield the parameters of each kind of rotations: of all layers, or of each type of layers."""
+    if isinstance(rotations, dict) and "rope_type" in rotations:
+        yield rotations
+    elif isinstance(rotations, Mapping):
+        for of_layers in rotations.values():
+            yield from _by_type(of_layers)
+
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as peft names them
 _MODEL_FILES = ["*.json", "model*.safetensors", "*.bin", "*.py", *MODEL_FILES]
@@ -146,19 +348,6 @@ def _differ(one: tuple[str, str], other: tuple[str, str], written: int) -> bool:
             torch.equal(a[row : row + _ROWS].float(), b[row : row + _ROWS].float())
             for row in range(0, a.get_shape()[0], _ROWS)
         )
-
-
-def check_trained_models(cfg: Config) -> None:
-    """Check the models that the config names for the ranks, before anything expensive starts.
-
-    Raises:
-        UserError: one cannot be used (see `load_trained_config`).
-    """
-    for role in cfg.roles:
-        if (path := role.path or cfg.model.path) is not None:
-            path = resolve_model_path(path, role.key)
-            config = load_trained_config(cfg.model, path, role.key, cfg.longest_row)
-            check_head(config, role, path, cfg.model.trust_remote_code)
 
 
 def load_trained_config(

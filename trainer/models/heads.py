@@ -100,5 +100,5 @@ def classifier_fields(config: PretrainedConfig, tokenizer: Any, named: str, trus
 
 
 def score_name(name: str) -> str:
-    """Return the name in the files of a weight of a value model (see `trainer.models.critic.CriticModel`)."""
+    """Return the name in the files of a weight of a value model (see `trainer.models.loading.CriticModel`)."""
     return name.replace(VALUE_HEAD, SCORE_HEAD, 1) if name.startswith(VALUE_HEAD) else name

@@ -31,20 +31,57 @@ from transformers import (
 from trainer.config import LM, SCORE, FSDPConfig, ModelConfig, RoleSpec
 from trainer.errors import UserError, describe_error, one_line
 from trainer.files.hf_hub import first_line
-from trainer.models.attention import PACKED, is_stateful, set_attention
-from trainer.models.chunked_logprobs import compile_head, set_head
-from trainer.models.critic import CriticModel
-from trainer.models.files import load_trained_config
+from trainer.models.attention import PACKED, is_stateful, packing_arguments, set_attention
+from trainer.models.checks import refuse_axis
+from trainer.models.files import check_position_table, fit_rotations, load_trained_config
 from trainer.models.heads import SCORE_HEAD, VALUE_HEAD, check_head, is_classifier, score_name
+from trainer.models.logprobs import compile_head, set_head
 from trainer.models.lora import add_adapters, hugging_face_name, initialise_adapters
-from trainer.models.parallel_checks import refuse_axis
-from trainer.models.rotations import check_position_table, fit_rotations
 from trainer.models.tensor_parallel import apply_tp
-from trainer.models.untrusted import weight_shapes
+from trainer.models.weight_files import weight_shapes
 from trainer.models.weight_names import float32_weights, keep_file_format
 from trainer.parallel.ac_and_compile import compiles_blocks, prepare_blocks
-from trainer.parallel.layout import Layout
+from trainer.parallel.mesh import Layout
+from trainer.parallel.packing import Packing
 from trainer.parallel.shard import param_dtype, shard_model, transformer_blocks
+
+
+class CriticModel(nn.Module):
+    """Computes state values of sequences.
+
+    The backbone has the same attribute name as in the causal LM (usually `model`), so that its parameters have the same
+    names as in the safetensors files.
+
+    Args:
+        is_score: the value of a token is that of the state after it, as the score of a reward model; else before it.
+    """
+
+    def __init__(self, backbone: nn.Module, prefix: str, is_score: bool = False):
+        super().__init__()
+        self._prefix = prefix
+        self._is_score = is_score
+        setattr(self, prefix, backbone)
+        self.value_head = nn.Linear(backbone.config.hidden_size, 1, bias=False)
+
+    @property
+    def config(self):
+        return getattr(self, self._prefix).config
+
+    def forward(self, input_ids: Tensor, packing: Packing) -> Tensor:
+        """Return the values of the states of the B sequences of `packing`.
+
+        Args:
+            input_ids: `(1, N)`.
+
+        Returns:
+            `(B, T)`, with T the length of the longest sequence. Entry t is the value of the state before token t, and 0
+            at t = 0; or the score of the state after token t.
+        """
+        arguments = packing_arguments(self.config, packing)
+        ids = packing.shard(input_ids)
+        hidden = getattr(self, self._prefix)(input_ids=ids, use_cache=False, **arguments).last_hidden_state
+        values = packing.gather(self.value_head(hidden).squeeze(-1).float())
+        return packing.rows_of(values) if self._is_score else packing.rows_of_next(values)
 
 
 def load_model(

@@ -1,15 +1,30 @@
-"""Log-probs of tokens under a language model, and entropies of the next-token distributions."""
+"""Log-probs and entropies of tokens from hidden states, without a tensor of all logits.
+
+The logits of a micro-batch, `(N, V)` in float32, are by far the largest tensor of a step: 5 GB for 8,192 tokens and a
+vocabulary of 152k, and a plain backward pass holds five tensors of this size. Here, logits exist only for a few hundred
+tokens at a time, in the forward pass and again in the backward pass, and only for tokens whose log-probs are needed. On
+CPU they exist only for a block of the vocabulary at a time, which fits into the cache.
+
+`set_head` replaces the model's `forward`, so that the head runs inside it: FSDP gathers the weights of the head once.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
+import itertools
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from trainer.models.attention import packing_arguments
-from trainer.models.chunked_logprobs import Targets
-from trainer.parallel.packing import Packing
+from trainer.models.online_softmax import OnlineSoftmax, Slopes, Vocabulary, gradient_of_logits
+from trainer.parallel.collectives import AxisGroup
+from trainer.parallel.packing import Packing, index_select
 
 
 def token_logprobs(
@@ -82,3 +97,340 @@ def _scores_of_slices(
 
     local_scores = model(packing.shard(input_ids), local_targets, arguments)
     return tuple(None if scores is None else gather(scores) for scores in local_scores)
+
+
+_CHUNK_TOKENS = {"cpu": 512, "cuda": 4096}
+"""Tokens whose logits exist at the same time: enough for fast matrix products."""
+_CHUNK_LOGITS = 1 << 22
+"""With a small vocabulary, a chunk has more tokens, up to this many logits. On CPU, this is also the limit with a large
+vocabulary: 16 MB stay in the cache between one pass over them and the next."""
+
+_ADDS_IN_PLACE = "dtype_out" in torch.ops.aten.addmm.overloads()
+"""Whether a half-precision product can be added to a float32 tensor without a temporary tensor. CUDA only."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a model computes from the logits `z = W h` of its output layer: `softcap tanh(scale z / softcap)`."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+    """None: the logits are `scale z`."""
+
+
+_FULL = Vocabulary()
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The tokens of a row whose log-probs are needed."""
+
+    indices: Tensor
+    """`(n,)`: the index in the row of the token before each target."""
+    ids: Tensor
+    """`(n,)`: the token ids of the targets."""
+    temperature: float
+    """Divides the logits."""
+    entropy: str | None
+    """Whether to compute entropies: `value`, `grad` (the value, with gradients) or None (no entropies)."""
+
+
+def set_head(lm: PreTrainedModel) -> bool:
+    """Replace the `forward` of `lm` by one that returns no logits.
+
+    It has the arguments token ids `(1, N)`, `Targets`, and a dict of further arguments of the model. It returns the
+    log-probs `(n,)` of the targets and the entropies `(n,)` of their distributions (or None), in nats, at least
+    float32.
+
+    A model whose head is more than one linear layer, a factor and a soft cap computes all its logits.
+
+    If the weight of the output layer is a DTensor, each rank of its mesh has the rows of a slice of the vocabulary.
+
+    Returns:
+        whether logits are computed in chunks of tokens.
+    """
+    head = find_head(lm)
+    if head is None:
+        lm.forward = functools.partial(_unchunked_forward, lm, lm.forward)
+    else:
+        lm.forward = functools.partial(_chunked_forward, lm, head)
+    return head is not None
+
+
+def compile_head(lm: nn.Module) -> None:
+    """Compile what is done to the logits of `lm` if its head computes them in chunks. Call it after `set_head`."""
+    forward = getattr(lm, "forward", None)
+    if isinstance(forward, functools.partial) and forward.func is _chunked_forward:
+        lm.forward = functools.partial(forward, compiled=True)
+
+
+def _chunked_forward(
+    lm: PreTrainedModel,
+    head: Head,
+    input_ids: Tensor,
+    targets: Targets,
+    arguments: dict[str, Any],
+    compiled: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    states = lm.base_model(input_ids=input_ids, use_cache=False, **arguments).last_hidden_state
+    hidden, weight, vocabulary = index_select(states[0], targets.indices), lm.get_output_embeddings().weight, _FULL
+    if isinstance(weight, DTensor):
+        axis = AxisGroup.along(weight.device_mesh)
+        hidden, weight = axis.all_reduce_grad(hidden), weight.to_local()
+        vocabulary = Vocabulary(axis.rank * len(weight), axis)
+    return _ChunkedScores.apply(
+        hidden, weight, targets.ids, head, targets.temperature, targets.entropy, vocabulary, compiled
+    )
+
+
+def _unchunked_forward(
+    lm: PreTrainedModel, forward: Any, input_ids: Tensor, targets: Targets, arguments: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    logits = forward(input_ids=input_ids, use_cache=False, **arguments).logits[0]
+    logp = (index_select(logits, targets.indices).float() / targets.temperature).log_softmax(dim=-1)
+    logprobs = logp.gather(-1, targets.ids[:, None])[:, 0]
+    if targets.entropy is None:
+        return logprobs, None
+    with torch.set_grad_enabled(targets.entropy == "grad" and torch.is_grad_enabled()):
+        return logprobs, -(logp.exp() * logp).sum(dim=-1)
+
+
+class _ChunkedScores(torch.autograd.Function):
+    """Log-probs and entropies of a softmax over `W h`, in chunks of tokens.
+
+    With `p = softmax(z / temperature)`, the log-prob `l = log p_target` and the entropy `H = -sum p log p`:
+
+        dl/dz_j = (1[j = target] - p_j) / temperature
+        dH/dz_j = -p_j (log p_j + H) / temperature
+
+    The backward pass computes the logits of each chunk again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        head: Head,
+        temperature: float,
+        entropy: str | None,
+        vocabulary: Vocabulary = _FULL,
+        compiled: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        n = len(hidden)
+        logprobs = hidden.new_empty(n, dtype=_sum_dtype(weight))
+        normalizers, entropies = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        chunks = _chunks(n, weight)
+        blocks = _blocks(chunks, weight)
+        buffer = _logits_buffer(chunks, blocks, weight)
+        for chunk in chunks:
+            sums: OnlineSoftmax | None = None
+            for block in blocks:
+                z = _logits(hidden[chunk], weight[block], head, temperature, buffer)
+                of_targets = vocabulary.block(block.start).pick(z, targets[chunk])
+                of_block = OnlineSoftmax.of(z, of_targets, entropy is not None, compiled)
+                del z  # before those of the next chunk are computed
+                sums = of_block if sums is None else sums.merged(of_block)
+            assert sums is not None
+            maximum = vocabulary.maximum(sums.maximum)
+            sums = sums.relative_to(maximum)
+            if sums.dot is None:
+                of_targets, total = vocabulary.total(sums.of_targets, sums.total)
+            else:
+                of_targets, total, dot = vocabulary.total(sums.of_targets, sums.total, sums.dot)
+                entropies[chunk] = total.log() - dot / total
+            logprobs[chunk] = of_targets - maximum - total.log()
+            normalizers[chunk] = total.log() + maximum
+        ctx.save_for_backward(hidden, weight, targets, normalizers, entropies)
+        ctx.options = vocabulary, head, temperature, entropy, compiled
+        if entropy is None:
+            return logprobs, None
+        if entropy != "grad":
+            ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, normalizers, entropies = ctx.saved_tensors
+        vocabulary, head, temperature, entropy, compiled = ctx.options
+        factor = -head.scale / temperature
+        of_logprobs, of_entropies = (None if grad is None else grad * factor for grad in grads)
+        dtype = _sum_dtype(weight)
+        d_hidden = torch.zeros_like(hidden, dtype=dtype) if ctx.needs_input_grad[0] else None
+        d_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
+        chunks = _chunks(len(hidden), weight)
+        blocks = _blocks(chunks, weight)
+        buffer = _logits_buffer(chunks, blocks, weight)
+        for chunk, block in itertools.product(chunks, blocks):
+            z = _logits(hidden[chunk], weight[block], head, temperature, buffer)
+            slopes = Slopes(
+                normalizers[chunk],
+                of_logprobs[chunk],
+                entropies[chunk] if entropy == "grad" else None,
+                of_entropies[chunk] if entropy == "grad" else None,
+                None if head.softcap is None else temperature / head.softcap,
+            )
+            of_block = vocabulary.block(block.start)
+            d_logits = gradient_of_logits(z, targets[chunk], of_block, slopes, weight.dtype, compiled)
+            del z
+            if d_hidden is not None:
+                _add_product(d_hidden[chunk], d_logits, weight[block])
+            if d_weight is not None:
+                _add_product(d_weight[block], d_logits.T, hidden[chunk])
+            del d_logits
+        gradients = (None if d is None else d.to(weight.dtype) for d in (d_hidden, d_weight))
+        return *gradients, None, None, None, None, None, None
+
+
+def logits_at_a_time(rows: int, targets: int, device: str) -> int:
+    """Return how many logits exist at the same time; on a GPU, with up to so many targets.
+
+    Args:
+        rows: tokens of the vocabulary that the rank has.
+        targets: tokens whose log-probs are needed.
+        device: `cpu` or `cuda`.
+    """
+    if device == "cuda":  # the largest chunks are not those of the most targets
+        return min(targets, _most_tokens(rows, device)) * rows
+    longest = -(-targets // _count_chunks(targets, rows, device)) if targets else 0
+    return longest * min(rows, max(1, _CHUNK_LOGITS // max(longest, 1)))
+
+
+def _chunks(n: int, weight: Tensor) -> list[slice]:
+    """Return slices of similar size that cover `n` tokens."""
+    count = _count_chunks(n, len(weight), weight.device.type)
+    return [slice(n * i // count, n * (i + 1) // count) for i in range(count)] if n else []
+
+
+def _count_chunks(n: int, rows: int, device: str) -> int:
+    return max(1, -(-n // _most_tokens(rows, device)))
+
+
+def _most_tokens(rows: int, device: str) -> int:
+    """Return the most tokens of a chunk."""
+    return max(_CHUNK_TOKENS[device], _CHUNK_LOGITS // rows)
+
+
+def _sum_dtype(weight: Tensor) -> torch.dtype:
+    """Return the precision of logits and of sums over tokens: float32, or float64 for float64 weights."""
+    return torch.promote_types(weight.dtype, torch.float32)
+
+
+def _blocks(chunks: list[slice], weight: Tensor) -> list[slice]:
+    """Return slices of the vocabulary whose logits are computed together for a chunk. On CUDA: one slice."""
+    size, longest = len(weight), max((chunk.stop - chunk.start for chunk in chunks), default=1)
+    width = size if weight.is_cuda else max(1, _CHUNK_LOGITS // longest)
+    return [slice(start, min(start + width, size)) for start in range(0, size, width)]
+
+
+def _logits_buffer(chunks: list[slice], blocks: list[slice], weight: Tensor) -> Tensor | None:
+    """Return a tensor for the logits of any chunk and block on CPU, or None on CUDA.
+
+    All chunks reuse it, because the pages of a large new tensor cost about as much as the computation in it. On CUDA,
+    torch itself reuses memory.
+    """
+    if weight.is_cuda or not chunks:
+        return None
+    longest, widest = (max(piece.stop - piece.start for piece in pieces) for pieces in (chunks, blocks))
+    return weight.new_empty(longest * widest, dtype=_sum_dtype(weight))
+
+
+def _logits(hidden: Tensor, weight: Tensor, head: Head, temperature: float, buffer: Tensor | None) -> Tensor:
+    """Return the logits `(n, v)`, at least float32, divided by the temperature: in `buffer`, or in a new tensor."""
+    dtype = _sum_dtype(weight)
+    z = None if buffer is None else buffer[: len(hidden) * len(weight)].view(len(hidden), len(weight))
+    if z is not None and weight.dtype == dtype:
+        torch.mm(hidden, weight.T, out=z)
+    elif z is not None:
+        z.copy_(hidden @ weight.T)
+    elif weight.dtype != dtype:
+        z = torch.mm(hidden, weight.T, out_dtype=dtype)
+    else:
+        z = hidden @ weight.T
+    if head.softcap is not None:
+        z.mul_(head.scale / head.softcap).tanh_().mul_(head.softcap / temperature)
+    elif head.scale != temperature:
+        z *= head.scale / temperature
+    return z
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add `a @ b` to `total`, which may have a higher precision."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda and _ADDS_IN_PLACE:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    elif a.is_cuda:
+        total += torch.mm(a, b, out_dtype=total.dtype)
+    else:
+        total += a @ b
+
+
+# ---------------------------------------------------------------------------------------------------
+# What a model computes around its output layer
+
+
+class _Backbone(nn.Module):
+    """Replaces the model's backbone, and returns the same hidden states for any input."""
+
+    def __init__(self, hidden: Tensor):
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, *_: Any, **__: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=self.hidden)  # a mixture of experts reads its `router_logits`
+
+
+class _OutputLayer(nn.Module):
+    """Replaces the model's output layer, returns the same logits, and records its input."""
+
+    def __init__(self, logits: Tensor):
+        super().__init__()
+        self.logits = logits
+        self.input: Tensor | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.input = hidden
+        return self.logits
+
+
+def find_head(lm: PreTrainedModel) -> Head | None:
+    """Determine what `lm`, which may be on the meta device, computes from the logits of its output layer.
+
+    The model's `forward` runs with replaced backbone and output layer, and its result is compared with candidates.
+
+    Returns:
+        None if `Head` cannot express it.
+    """
+    layer = lm.get_output_embeddings()
+    children = dict(lm.named_children())
+    names = [name for name, child in children.items() if child is layer]
+    prefix = lm.base_model_prefix
+    if not names or prefix not in children or type(layer) is not nn.Linear or layer.bias is not None:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 3, layer.in_features, generator=generator)
+    logits = 5 * torch.randn(1, 3, layer.out_features, generator=generator)
+    output_layer = _OutputLayer(logits.clone())
+    try:
+        setattr(lm, prefix, _Backbone(hidden.clone()))
+        setattr(lm, names[0], output_layer)
+        with torch.no_grad():
+            result = lm(input_ids=torch.zeros(1, 3, dtype=torch.long), use_cache=False).logits
+    except Exception:  # the code of the model may need more of its backbone; then the model runs unchanged
+        return None
+    finally:
+        setattr(lm, prefix, children[prefix])
+        setattr(lm, names[0], layer)
+    if output_layer.input is None or not torch.equal(output_layer.input, hidden) or result.shape != logits.shape:
+        return None
+    softcap = getattr(lm.config.get_text_config(), "final_logit_softcapping", None)
+    ratio = float(result.flatten()[0] / logits.flatten()[0])
+    candidates = [Head(), Head(scale=ratio), *([Head(softcap=softcap)] if softcap else [])]
+    return next((head for head in candidates if torch.allclose(result, _apply(head, logits), rtol=1e-5)), None)
+
+
+def _apply(head: Head, logits: Tensor) -> Tensor:
+    scaled = head.scale * logits
+    return scaled if head.softcap is None else head.softcap * torch.tanh(scaled / head.softcap)

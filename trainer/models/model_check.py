@@ -30,15 +30,14 @@ from transformers.initialization import no_init_weights
 from trainer.config import ModelConfig, RoleSpec
 from trainer.errors import UserError, describe_error, one_line
 from trainer.models.attention import PACKED, can_pack
-from trainer.models.critic import CriticModel
 from trainer.models.files import load_trained_config
-from trainer.models.loading import empty_causal_lm
+from trainer.models.loading import CriticModel, empty_causal_lm
 from trainer.models.logprobs import token_logprobs
 from trainer.models.lora import hugging_face_name
-from trainer.models.untrusted import weight_files, weight_shapes
 from trainer.models.verdicts import Verdict, keep_verdict, read_verdict, verdict_file
+from trainer.models.weight_files import weight_files, weight_shapes
 from trainer.models.weight_names import file_units
-from trainer.parallel.layout import Layout
+from trainer.parallel.mesh import Layout
 from trainer.parallel.packing import Packing
 from trainer.parallel.shard import param_dtype, reshard, transformer_blocks
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from transformers import PreTrainedModel
 
-from trainer.models.parallel_checks import COLWISE, PARTIAL, ROWWISE, refuse_axis
+from trainer.models.checks import COLWISE, PARTIAL, ROWWISE, refuse_axis
 from trainer.parallel.collectives import AxisGroup
 
 

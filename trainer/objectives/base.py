@@ -91,7 +91,7 @@ class Objective:
         """
 
     def examples(self) -> Sequence[Episode]:
-        """Return episodes that the objective is tried on before anything starts (see `trainer.objectives.trial`).
+        """Return episodes that the objective is tried on before anything starts (see `trainer.objectives.check`).
 
         By default they are two groups, of `rollout.n` episodes if the task generates, else pairs, with rewards that
         differ. An objective that needs others returns its own. Empty: it is not tried.

@@ -22,7 +22,7 @@ from trainer.config import ESTIMATOR, AlgorithmConfig, chosen_options
 from trainer.config.functions import GIVEN
 from trainer.import_utils import parameter_names
 from trainer.parallel.batching import Batch, select
-from trainer.parallel.shares import has_old_logprobs
+from trainer.parallel.load_balancing import has_old_logprobs
 from trainer.sandbox.limits import LARGEST_REWARD
 
 LOG = logging.getLogger(__name__)

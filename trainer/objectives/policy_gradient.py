@@ -43,7 +43,7 @@ from trainer.objectives.experience import (
     mask_rows,
 )
 from trainer.parallel.batching import Batch, MicroBatch, mini_batches
-from trainer.parallel.shares import has_old_logprobs
+from trainer.parallel.load_balancing import has_old_logprobs
 
 _OF_SAMPLES = ("clip_frac", "kl", "entropy")
 """Metrics that mean something only if the policy, or another one, sampled the tokens."""

@@ -1,16 +1,23 @@
-"""The devices, stores and process groups of the ranks."""
+"""The ranks: their devices, stores and process groups, and the mesh that says which rows and shards each has."""
 
 from __future__ import annotations
 
+import math
 import socket
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
+from trainer.config.axes import AXES, axes_in_rank_order
 from trainer.config.engines import EngineSpec
+from trainer.parallel.collectives import AxisGroup
 
 
 def pick_device(device: str, engine: EngineSpec | None) -> str:
@@ -120,3 +127,99 @@ class SideGroup:
         values: list[Any] = [None] * dist.get_world_size(self.handle)
         dist.all_gather_object(values, value, group=self.handle)
         return values
+
+
+class Layout:
+    """The ranks of the process group as a mesh of `AXES`.
+
+    FSDP2 shards weights over `fsdp_mesh`: over `dp_shard` and `cp` together. `dp_replicate` holds copies of the shards.
+    Each position along another axis, such as `tp`, has an `fsdp_mesh` of its own.
+
+    Args:
+        device: `cpu` or `cuda`.
+        sizes: of each axis (see `axis_sizes`). Their product is the number of ranks.
+    """
+
+    def __init__(self, device: str, sizes: Mapping[str, int]):
+        assert math.prod(sizes.values()) == dist.get_world_size(), sizes
+        self.device = device
+        self.rank = dist.get_rank()
+        self.sizes = dict(sizes)
+        self._order = axes_in_rank_order()
+
+        used = [name for name in self._order if sizes[name] > 1]
+        copied = [name for name in used if not AXES[name].same_rows and not AXES[name].shards_weights]
+        sharded = [name for name in self._order if AXES[name].shards_weights and (name in used or not AXES[name].key)]
+        others = [name for name in used if AXES[name].same_rows and not AXES[name].shards_weights]
+        fsdp = [names for names in (copied, sharded) if names]
+        dims = {"_".join(names): math.prod(sizes[name] for name in names) for names in (*fsdp, *([o] for o in others))}
+        mesh = init_device_mesh(device, tuple(dims.values()), mesh_dim_names=tuple(dims))
+        self.fsdp_mesh: DeviceMesh = mesh[tuple(dims)[: len(fsdp)]] if others else mesh
+        self.tp_mesh: DeviceMesh | None = mesh["tp"] if sizes["tp"] > 1 else None
+        self.cp = self._group("cp") if sizes["cp"] > 1 else None
+
+    def _group(self, axis: str) -> AxisGroup:
+        """Return the ranks along an axis. A collective."""
+        ranks = torch.arange(dist.get_world_size()).view([self.sizes[name] for name in self._order])
+        lines = ranks.movedim(self._order.index(axis), -1).reshape(-1, self.sizes[axis])
+        group, _ = dist.new_subgroups_by_enumeration(lines.tolist())
+        assert group is not None
+        return AxisGroup(group, dist.get_rank(group), self.sizes[axis])
+
+    @property
+    def dp_size(self) -> int:
+        """Number of data-parallel ranks: a batch is split into this many parts."""
+        return dist.get_world_size() // self.ranks_per_dp_rank
+
+    @property
+    def dp_rank(self) -> int:
+        """Index of this rank along the data-parallel axes."""
+        return self.rank // self.ranks_per_dp_rank
+
+    @property
+    def ranks_per_dp_rank(self) -> int:
+        """Number of ranks that compute the same rows."""
+        return math.prod(size for name, size in self.sizes.items() if AXES[name].same_rows)
+
+    @property
+    def is_main_rank(self) -> bool:
+        """Whether the driver uses the result of this rank where all ranks have the same result."""
+        return self.rank == 0
+
+    @property
+    def is_first_of_dp_rank(self) -> bool:
+        """Whether the driver uses the result of this rank where all ranks with the same rows have the same result."""
+        return self.rank % self.ranks_per_dp_rank == 0
+
+    def describe(self) -> dict[str, object]:
+        """Return how weights are sharded, for the checkpoint."""
+        return {
+            "world_size": dist.get_world_size(),
+            "dp_size": self.dp_size,
+            "mesh_shape": list(self.fsdp_mesh.mesh.shape),
+            "mesh_dim_names": list(self.fsdp_mesh.mesh_dim_names or ()),
+        }
+
+    def sum_over_data(self, values: dict[str, float]) -> dict[str, float]:
+        """Return each value summed over the data-parallel ranks. A collective. All ranks must pass the same names.
+
+        Ranks that compute the same rows must pass the same values, which count once.
+        """
+        names = sorted(values)
+        total = torch.tensor([float(values[name]) for name in names], dtype=torch.float64)
+        if not self.is_first_of_dp_rank:
+            total.zero_()
+        dist.all_reduce(total)
+        return dict(zip(names, total.tolist(), strict=True))
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return a rank's share of a loss, scaled so that the gradients of all shares are summed.
+
+        FSDP2 averages gradients over its mesh.
+        """
+        return loss * self.fsdp_mesh.size()
+
+    def clip_grad_norm(self, parameters: Iterable[Tensor], limit: float) -> float:
+        """Clip the gradients to a global norm (0: do not clip), and return the norm before. A collective."""
+        norm = nn.utils.clip_grad_norm_(parameters, limit if limit > 0 else math.inf)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -148,3 +149,26 @@ def memory_snapshots(path: str, dump: Callable[[str], None] | None) -> Iterator[
 def snapshot_path(run_dir: str, name: str) -> str:
     """Return the file for the memory of a process that has run out of it: absolute, for people in another directory."""
     return os.path.join(os.path.abspath(run_dir), DIRECTORY, OUT_OF_MEMORY, f"{name}.pickle")
+
+
+def measure_peak(dtype: torch.dtype, device: str, seconds: float = 0.2) -> float:
+    """Return the highest FLOP/s of several square matrix products of `dtype` on this process's threads or GPU.
+
+    The matrices are large enough for the products to be limited by arithmetic and not by memory bandwidth.
+    """
+    size = 8192 if device == "cuda" else 1024
+    return 2 * size**3 / min(_time_products(size, dtype, device, seconds))
+
+
+def _time_products(size: int, dtype: torch.dtype, device: str, seconds: float) -> list[float]:
+    """Return the duration of each product, in seconds. Products run until `seconds` have passed."""
+    matrix = torch.ones(size, size, dtype=dtype, device=device)
+    product = matrix @ matrix  # the first product loads the library
+    times, end = [], time.perf_counter() + seconds
+    while not times or time.perf_counter() < end:
+        begin = time.perf_counter()
+        torch.mm(matrix, matrix, out=product)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return times

@@ -1,4 +1,4 @@
-"""Save and restore the states of a process's random generators."""
+"""Random generators of a process, and kernels whose results repeat."""
 
 from __future__ import annotations
 
@@ -79,3 +79,16 @@ def rng_from_text(texts: dict[str, str]) -> dict[str, Tensor]:
         return {name: torch.frombuffer(content, dtype=torch.uint8) for name, content in data.items()}
     except ValueError as error:
         raise UserError(f"the checkpoint's states of the random generators are corrupt ({error})") from error
+
+
+def use_deterministic_kernels(warn_only: bool = False) -> None:
+    """Make this process use kernels whose results repeat.
+
+    cuBLAS also needs `CUBLAS_WORKSPACE_CONFIG`, which must be set before CUDA starts (see `trainer.config.engines`).
+
+    Args:
+        warn_only: log a warning for an operator without such a kernel. False: the operator raises.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    # By default torch fills each new tensor. That takes time, and no tensor is read before it is written.
+    torch.utils.deterministic.fill_uninitialized_memory = False

@@ -32,7 +32,7 @@ from trainer.models.attention import (
     tokens_of_all_heads,
     uses_varlen,
 )
-from trainer.models.chunked_logprobs import logits_at_a_time
+from trainer.models.logprobs import logits_at_a_time
 from trainer.parallel.ac_and_compile import compiles_blocks, recomputed
 from trainer.parallel.collectives import AxisGroup
 from trainer.parallel.packing import Packing
@@ -156,7 +156,7 @@ def head_bytes(
 ) -> tuple[int, int]:
     """Return the bytes that the output layer takes without gradients, and at most in forward and backward pass.
 
-    That is what `trainer.models.chunked_logprobs` holds: the logits of a chunk of tokens, and gradients in float32.
+    That is what `trainer.models.logprobs` holds: the logits of a chunk of tokens, and gradients in float32.
 
     Args:
         rows: tokens of the vocabulary that the rank has. 0: the model has a value head.

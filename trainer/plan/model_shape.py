@@ -24,9 +24,9 @@ from trainer.config.axes import AXES
 from trainer.errors import UserError
 from trainer.files.hf_hub import first_line, why_missing, with_retries
 from trainer.models.attention import can_pack, is_stateful
+from trainer.models.checks import COLWISE, ROWWISE, check_model_axes
 from trainer.models.files import check_sizes, load_trained_config
 from trainer.models.loading import empty_causal_lm, empty_value_model
-from trainer.models.parallel_checks import COLWISE, ROWWISE, check_model_axes
 from trainer.models.tiny import tiny_config
 from trainer.parallel.shard import param_dtype, transformer_blocks
 

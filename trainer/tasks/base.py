@@ -20,10 +20,9 @@ from trainer.journal.journal import Journal
 from trainer.learner.learner import Learner
 from trainer.metrics.prometheus import MetricsServer
 from trainer.metrics.timing import Timer
+from trainer.models.checks import check_axes, check_tokenizer, check_vocabularies
 from trainer.models.files import resolve_model_path
-from trainer.models.parallel_checks import check_axes
 from trainer.models.tokenizer import load_tokenizer
-from trainer.models.vocabularies import check_tokenizer, check_vocabularies
 from trainer.process.startup import stage
 from trainer.rewards.cache import RewardCache
 from trainer.run.compatibility import deciding_settings

@@ -18,8 +18,8 @@ from trainer.environments.rendering import AUTO, TEMPLATE, find_renderer
 from trainer.errors import TrialError, UserError, as_list, sentences_of
 from trainer.generation.engine_pool import EnginePool
 from trainer.metrics.timing import Timer
-from trainer.models.files import check_trained_models, import_configs, resolve_model_path
-from trainer.models.positions import check_episode_length
+from trainer.models.checks import check_episode_length, check_trained_models
+from trainer.models.files import import_configs, resolve_model_path
 from trainer.models.tokenizer import stop_token_ids
 from trainer.process.startup import stage
 from trainer.rewards.functions import REMOTE

@@ -9,7 +9,8 @@ from typing import Any
 from trainer.config import Config
 from trainer.data.datasets import check_files
 from trainer.data.sft_dataset import load_train, load_val
-from trainer.models.files import check_trained_models, load_config
+from trainer.models.checks import check_trained_models
+from trainer.models.files import load_config
 from trainer.models.tokenizer import stop_token_ids
 from trainer.process.startup import stage
 from trainer.sources.evaluation import LossEvaluator

@@ -28,10 +28,10 @@ from trainer.models.export_sharded import write_safetensors
 from trainer.models.lora import adapted_modules, adapter_config, adapter_tensors
 from trainer.objectives.base import GROUP, LossResult, Objective, Outputs
 from trainer.parallel.batching import MicroBatch, RankUpdate, take_rows
-from trainer.parallel.layout import Layout
+from trainer.parallel.load_balancing import Limits, Part, Share
+from trainer.parallel.mesh import Layout
 from trainer.parallel.rng import capture_rng, restore_rng
 from trainer.parallel.shard import frees_after_forward, param_dtype, reshard
-from trainer.parallel.shares import Limits, Part, Share
 from trainer.process.failpoints import failpoint
 from trainer.process.tracing import TRACER
 from trainer.workers.async_saver import StateFiles
@@ -411,3 +411,14 @@ class TrainedWorker(ModelWorker):
 
         tensors = adapter_tensors(self.module)
         return save(tensors, metadata={"format": "pt"}) if self.layout.is_main_rank else None
+
+
+class CriticWorker(TrainedWorker):
+    """The critic and its optimizer."""
+
+    def values(self, share: Share) -> tuple[np.ndarray, np.ndarray]:
+        """Return the values of this rank's rows of a batch (see `ModelWorker.map_rows`)."""
+        return self.map_rows(share, lambda mb: self.module(mb.input_ids, mb.packing))
+
+    def outputs(self, mb: MicroBatch, part: Part) -> Outputs:
+        return Outputs(values=self.module(mb.input_ids, mb.packing))

@@ -26,9 +26,9 @@ from trainer.models.logprobs import logprobs_and_entropy, token_logprobs
 from trainer.models.lora import disabled_adapters
 from trainer.objectives.base import LossResult, Objective, Outputs
 from trainer.parallel.batching import MicroBatch, RankUpdate
-from trainer.parallel.layout import Layout
+from trainer.parallel.load_balancing import Part, Share, has_old_logprobs
+from trainer.parallel.mesh import Layout
 from trainer.parallel.shard import param_dtype, reshard
-from trainer.parallel.shares import Part, Share, has_old_logprobs
 from trainer.workers.base import ModelWorker, TrainedWorker, stack_rows
 
 _COLD = 2.0**-20

@@ -19,24 +19,25 @@ from trainer.files.shared_memory import clear_abandoned
 from trainer.models.files import resolve_model_path
 from trainer.models.loading import load_model
 from trainer.models.model_check import check_model
-from trainer.models.untrusted import weight_files
 from trainer.models.verdicts import Verdict
+from trainer.models.weight_files import weight_files
 from trainer.objectives.base import GROUP, Objective, make_objective
 from trainer.parallel.batching import Batch, RankUpdate, select
-from trainer.parallel.determinism import use_deterministic_kernels
-from trainer.parallel.layout import Layout
-from trainer.parallel.measure_flops import measure_peak
-from trainer.parallel.mesh import SideGroup, init_process_group, listen
-from trainer.parallel.profiling import TorchProfiler, memory_snapshots, record_allocations, snapshot_path
-from trainer.parallel.rng import seed_rng
+from trainer.parallel.load_balancing import Share, divide
+from trainer.parallel.mesh import Layout, SideGroup, init_process_group, listen
+from trainer.parallel.profiling import (
+    TorchProfiler,
+    measure_peak,
+    memory_snapshots,
+    record_allocations,
+    snapshot_path,
+)
+from trainer.parallel.rng import seed_rng, use_deterministic_kernels
 from trainer.parallel.shard import param_dtype, reshard
-from trainer.parallel.shares import Share, divide
 from trainer.seeding import derive_seed
 from trainer.workers.async_saver import AsyncSaver, StateFiles
-from trainer.workers.base import SHARDING_FILE, ModelWorker, TrainedWorker
-from trainer.workers.critic import CriticWorker
-from trainer.workers.gpu_memory import DeviceMemory, engine_problem, rank_problem
-from trainer.workers.offload import OffloadBuffer
+from trainer.workers.base import SHARDING_FILE, CriticWorker, ModelWorker, TrainedWorker
+from trainer.workers.offload import DeviceMemory, OffloadBuffer, engine_problem, rank_problem
 from trainer.workers.policy import FrozenWorker, PolicyWorker
 
 _TRAINED: dict[str, type[TrainedWorker]] = {LM: PolicyWorker, VALUE: CriticWorker, SCORE: CriticWorker}

@@ -46,8 +46,7 @@ from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
 from trainer.objectives import Outputs, make_objective
 from trainer.objectives.batches import build_batch
-from trainer.objectives.check import check_functions
-from trainer.objectives.trial import try_objective
+from trainer.objectives.check import check_functions, try_objective
 from trainer.parallel.batching import take_rows
 from trainer.run.compatibility import resume_rules
 from trainer.run.directory import RunDirectory

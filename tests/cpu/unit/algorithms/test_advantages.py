@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from tests.support.algorithm_checks import CASES, check_advantages, padded
 from tests.support.algorithm_checks import random_case as case
+from tests.support.tables import table
 from trainer.algorithms import ADVANTAGES
 from trainer.import_utils import options_of
 
 
-@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+@table("name", sorted(ADVANTAGES))
 @settings(max_examples=30, deadline=None)
 @given(
     shape=CASES,
@@ -36,7 +37,7 @@ SCORES = [1.0, -0.5, 0.0, 2.0, 1.5, 1.0, -1.0, 0.25, -2.0]
 TOKENS = torch.tensor([1, 5, 3, 2, 4, 2, 5, 1, 3])
 
 
-@pytest.mark.parametrize(
+@table(
     "name, options",
     [
         ("gae", {"gamma": 0.9, "lam": 0.8, "normalize_std": False}),
@@ -89,7 +90,7 @@ def test_group_advantages_by_hand():
         assert advantages[:, 0].tolist() == pytest.approx(values, rel=1e-9), name
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "maxrl", "opo", "grpo_passk"])
+@table("name", ["grpo", "rloo", "maxrl", "opo", "grpo_passk"])
 def test_groups_of_one_and_groups_of_equal_rewards_have_advantage_0(name):
     # 0.1 + 0.2 summed in another order is another number: rounding must not become an advantage.
     rewards = torch.tensor([[0.1, 0.2], [0.1, 0.2], [0.1, 0.2], [5.0, 0.0]])
@@ -97,7 +98,7 @@ def test_groups_of_one_and_groups_of_equal_rewards_have_advantage_0(name):
     assert not advantages.any()
 
 
-@pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+@table("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
 def test_whitening_equal_values_gives_0(name):
     mask = torch.ones(7, 3)
     rewards = torch.zeros(7, 3)
@@ -105,7 +106,7 @@ def test_whitening_equal_values_gives_0(name):
     assert not ADVANTAGES[name](rewards, mask, torch.arange(7))[0].any()
 
 
-@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+@table("name", sorted(ADVANTAGES))
 def test_advantages_have_no_gradient_and_the_widest_type_of_their_inputs(name):
     """Rewards that are counted as integers, values that a critic has just computed."""
     options = options_of(ADVANTAGES[name])

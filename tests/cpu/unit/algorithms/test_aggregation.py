@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.tables import table
 from trainer.algorithms.aggregation import AGGREGATIONS, Totals, aggregate, masked
 from trainer.config import algorithm
 
@@ -14,8 +15,8 @@ VALUES = torch.tensor([[1.0, 2.0, 3.0, 100.0], [5.0, 100.0, 100.0, 100.0], [100.
 MASK = torch.tensor([[1.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
 
 
-@pytest.mark.parametrize(
-    ("kind", "mean"),
+@table(
+    "kind, mean",
     [
         ("token_mean", (1 + 2 + 3 + 5) / 4),
         ("seq_mean_token_mean", (2 + 5) / 2),
@@ -38,7 +39,7 @@ def test_totals_are_exact_in_any_dtype_of_the_mask():
     assert Totals.of(torch.ones(1, 300, dtype=torch.bfloat16)).tokens == 300
 
 
-@pytest.mark.parametrize("kind", AGGREGATIONS)
+@table("kind", AGGREGATIONS)
 @settings(max_examples=20, deadline=None)
 @given(mask=st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=6), data=st.data())
 def test_terms_of_micro_batches_add_up_to_the_mean_of_the_batch(kind, mask, data):
@@ -49,7 +50,7 @@ def test_terms_of_micro_batches_add_up_to_the_mean_of_the_batch(kind, mask, data
     assert sum(terms) == pytest.approx(aggregate(values, mask, kind).item())
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@table("value", [float("inf"), float("nan")])
 def test_values_outside_the_mask_reach_neither_the_mean_nor_its_gradient(value):
     values = torch.where(MASK > 0, VALUES, value).requires_grad_()
     assert torch.equal(masked(values, MASK), VALUES * MASK)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.support import reference_algorithms as reference
 from tests.support.algorithm_checks import CASES, assert_rows, rows
 from tests.support.algorithm_checks import random_case as case
+from tests.support.tables import table
 from trainer.algorithms import (
     CORRECTIONS,
     LEVELS,
@@ -19,8 +20,8 @@ from trainer.algorithms import (
 )
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("kind", CORRECTIONS)
+@table("level", LEVELS)
+@table("kind", CORRECTIONS)
 @settings(max_examples=25, deadline=None)
 @given(
     shape=CASES,
@@ -39,8 +40,8 @@ def test_correction_weights_are_their_formulas(kind, level, shape, spread, low, 
     assert torch.equal(bound, (weights == (high if kind == "tis" else 0)) & (mask > 0))
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("kind", CORRECTIONS)
+@table("level", LEVELS)
+@table("kind", CORRECTIONS)
 def test_a_ratio_at_a_bound_is_within_it(kind, level):
     same, mask = torch.full((1, 2), -1.5), torch.ones(1, 2)
     weights, bound = correction_weights(same, same, mask, kind=kind, level=level, low=1.0, high=1.0)

@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support import reference_algorithms as reference
+from tests.support.tables import table
 from trainer.algorithms import (
     KL_ESTIMATORS,
     AdaptiveKL,
@@ -21,7 +22,7 @@ PROVEN_KEYS = {"algorithm.kl_controller", "algorithm.kl_target", "algorithm.kl_h
 """Keys that a resume changes with permission, and whose changes the tests of this file prove."""
 
 
-@pytest.mark.parametrize("kind", KL_ESTIMATORS)
+@table("kind", KL_ESTIMATORS)
 @settings(max_examples=25, deadline=None)
 @given(logprob=st.floats(-10, 10), ref=st.floats(-10, 10))
 @example(logprob=-1.0, ref=-2.5)
@@ -36,7 +37,7 @@ def test_kl_estimators_are_their_formulas(kind, logprob, ref):
     assert a.grad.item() == pytest.approx(slope[kind], rel=1e-9, abs=1e-9)
 
 
-@pytest.mark.parametrize("d", [-170.0, -30.0, 30.0, 5000.0])
+@table("d", [-170.0, -30.0, 30.0, 5000.0])
 def test_k3_equals_its_formula_for_extreme_log_probs(d):
     x = torch.tensor([[d]], dtype=torch.float64, requires_grad=True)
     kl_penalty(x, torch.zeros(1, 1, dtype=torch.float64), "k3").backward()
@@ -48,7 +49,7 @@ def test_k3_equals_its_formula_for_extreme_log_probs(d):
     assert estimate.item() >= (d - 1 if d > 0 else 1e9)
 
 
-@pytest.mark.parametrize("kind", KL_ESTIMATORS)
+@table("kind", KL_ESTIMATORS)
 def test_a_token_of_probability_0_under_both_models_has_no_kl(kind):
     logprobs = torch.tensor([[-math.inf, -1.0]], requires_grad=True)
     estimate = kl_penalty(logprobs, torch.tensor([[-math.inf, -2.0]]), kind)
@@ -56,7 +57,7 @@ def test_a_token_of_probability_0_under_both_models_has_no_kl(kind):
     assert estimate[0, 0] == 0 and logprobs.grad[0, 0] == 0 and logprobs.grad[0, 1] != 0
 
 
-@pytest.mark.parametrize("kind", KL_ESTIMATORS)
+@table("kind", KL_ESTIMATORS)
 def test_masked_tokens_have_no_kl_and_no_gradient(kind):
     logprobs = torch.tensor([[-1.0, math.inf, -math.inf]], requires_grad=True)
     estimate = kl_penalty(logprobs, torch.tensor([[-2.0, math.inf, 1.0]]), kind, torch.tensor([[1.0, 0.0, 0.0]]))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support.algorithm_checks import CASES, check_loss, padded
 from tests.support.algorithm_checks import random_case as case
+from tests.support.tables import table
 from trainer.algorithms import AGGREGATIONS, POLICY_LOSSES, Totals, aggregate, value_loss
 from trainer.import_utils import options_of
 
@@ -28,7 +29,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+@table("name", sorted(POLICY_LOSSES))
 @settings(max_examples=30, deadline=None)
 @given(
     shape=CASES,
@@ -61,8 +62,8 @@ HELD_BACK = {
 }
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+@table("aggregation", AGGREGATIONS)
+@table("name", sorted(POLICY_LOSSES))
 def test_losses_of_ratios_outside_both_clips(name, aggregation):
     tokens = torch.tensor([len(row) for row in GAINS])
     mask = ((torch.arange(8) > 0) & (torch.arange(8) <= tokens[:, None])).double()
@@ -87,7 +88,7 @@ def test_losses_of_ratios_outside_both_clips(name, aggregation):
     assert metrics["clip_frac"].item() * 16 == pytest.approx(HELD_BACK[name])
 
 
-@pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES) - set(SPLIT_DEPENDENT)))
+@table("name", sorted(set(POLICY_LOSSES) - set(SPLIT_DEPENDENT)))
 @settings(max_examples=25, deadline=None)
 @given(
     shape=CASES,
@@ -115,7 +116,7 @@ def test_micro_batches_add_up_to_the_loss_and_gradient_of_the_batch(name, shape,
     assert torch.allclose(parts[1], whole[1], atol=1e-9, rtol=0)
 
 
-@pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES) - {"cispo", "gspo", "importance_weighted_ce"}))
+@table("name", sorted(set(POLICY_LOSSES) - {"cispo", "gspo", "importance_weighted_ce"}))
 def test_gradients_equal_finite_differences_where_the_loss_is_smooth(name):
     """The others stop gradients on purpose: their gradient is checked by hand below."""
     generator = torch.Generator().manual_seed(0)
@@ -134,9 +135,9 @@ def gradient(name: str, new: list[float], old: list[float], advantages: list[flo
     return x.grad[0].tolist()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
-@pytest.mark.parametrize("sign", [-1.0, 1.0])
+@table("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@table("name", sorted(POLICY_LOSSES))
+@table("sign", [-1.0, 1.0])
 def test_extreme_ratios_have_finite_gradients_in_every_type(name, dtype, sign):
     far = -12.0 if dtype == torch.float16 else -700.0  # float16 ends at e^11, whatever is computed in between
     new = torch.tensor([[-0.5, far, -12.0, -50.0, -0.1]], dtype=dtype, requires_grad=True)
@@ -147,7 +148,7 @@ def test_extreme_ratios_have_finite_gradients_in_every_type(name, dtype, sign):
     assert new.grad.any() or (name, sign) == ("gspo", -1.0), "below the lower bound bad sequences are clipped"
 
 
-@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+@table("name", sorted(POLICY_LOSSES))
 def test_only_the_new_log_probs_get_a_gradient(name):
     mask, _, _ = case(2, 2, 4, 0)
     new, advantages = -torch.rand(mask.shape, dtype=torch.float64), torch.randn(mask.shape, dtype=torch.float64)
@@ -237,7 +238,7 @@ def test_value_loss_gradient_equals_finite_differences():
     assert torch.autograd.gradcheck(lambda x: value_loss(x, old, returns, mask, value_clip=0.01)[0], values)
 
 
-@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+@table("name", sorted(POLICY_LOSSES))
 def test_losses_default_to_the_mean_of_their_papers(name):
     aggregation = "seq_mean_token_mean" if name in ("gspo", "sapo") else "token_mean"
     mask, _, tensor = case(3, 2, 5, 1)

@@ -7,15 +7,14 @@ import math
 import pytest
 import torch
 
-from trainer.algorithms.ratios import at_least_float32, clamp_log_ratio, is_clamped, log_ratio, max_log_ratio
+from tests.support.tables import table
+from trainer.algorithms.kl import at_least_float32, clamp_log_ratio, is_clamped, log_ratio, max_log_ratio
 
 HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 INFINITE = -math.inf
 
 
-@pytest.mark.parametrize(
-    ("dtypes", "widest"), [((HALF, HALF), SINGLE), ((HALF, SINGLE), SINGLE), ((SINGLE, DOUBLE), DOUBLE)]
-)
+@table("dtypes, widest", [((HALF, HALF), SINGLE), ((HALF, SINGLE), SINGLE), ((SINGLE, DOUBLE), DOUBLE)])
 def test_ratios_are_computed_in_the_widest_dtype_and_at_least_float32(dtypes, widest):
     tensors = at_least_float32(*(torch.ones(1, dtype=dtype) for dtype in dtypes))
     assert [tensor.dtype for tensor in tensors] == [widest, widest]
@@ -40,7 +39,7 @@ def test_infinite_log_probs_outside_the_mask_have_ratio_0_and_gradient_0():
     assert found.tolist() == [1.0, 0.0, 0.0] and logprobs.grad.tolist() == [1.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize(("dtype", "largest"), [(SINGLE, 22), (DOUBLE, 177)])
+@table("dtype, largest", [(SINGLE, 22), (DOUBLE, 177)])
 def test_the_largest_ratio_can_be_squared_and_summed(dtype, largest):
     assert int(max_log_ratio(dtype)) == largest
     ratio = torch.tensor(max_log_ratio(dtype), dtype=dtype).exp()

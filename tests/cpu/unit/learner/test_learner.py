@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.ranks import local_cluster
+from tests.support.tables import table
 from trainer.algorithms import ADVANTAGES, aggregate, correction_weights
 from trainer.config import Config, TinyConfig
 from trainer.episodes import Episode, Sample, TokenScores
@@ -123,7 +124,7 @@ def test_a_step_of_one_optimizer_step_needs_no_pass_for_old_log_probs(model):
     assert of_tokens["rollout_is/clip_frac"] > 0 and of_tokens["policy/loss"] != alone["policy/loss"]
 
 
-@pytest.mark.parametrize(
+@table(
     "settings",
     [
         {},
@@ -133,7 +134,6 @@ def test_a_step_of_one_optimizer_step_needs_no_pass_for_old_log_probs(model):
         {"equal_rewards": True},
         {"equal_rewards": True, "update_epochs": 2},
     ],
-    ids=str,
 )
 def test_what_was_computed_for_tokens_is_kept_with_rollouts(model, settings):
     """And the step is the same to the last bit."""
@@ -168,7 +168,7 @@ def test_what_was_computed_for_tokens_is_kept_with_rollouts(model, settings):
     assert np.abs(difference).max() == pytest.approx(metrics["rollout/logprob_diff_max"], abs=1e-6)
 
 
-@pytest.mark.parametrize("mini_batch", [1, 2])
+@table("mini_batch", [1, 2])
 def test_kept_advantages_are_those_of_the_loss_whoever_has_corrected_them(model, mini_batch):
     """The ranks correct the rows of the first mini-batch, the driver corrects the others."""
     correction = {"rollout_correction": "mis", "rollout_correction_low": 0.5, "rollout_correction_high": 0.6}
@@ -450,7 +450,7 @@ def answered(model: str, count: int) -> list[Sample]:
     return made
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@table("ranks", [1, 2])
 def test_the_accuracy_is_that_of_greedy_decoding_and_changes_no_training(model, ranks):
     """An answer is exact if each of its tokens is the likeliest one after the true ones before it."""
     cfg, samples = Config(), answered(model, 20)
@@ -473,7 +473,7 @@ def test_the_accuracy_is_that_of_greedy_decoding_and_changes_no_training(model, 
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "gae"])
+@table("estimator", ["grpo", "gae"])
 def test_a_step_with_failed_rewards_learns_what_it_would_learn_without_them(model, estimator):
     """On one rank in a mini-batch of two prompts, and on two ranks in mini-batches of one."""
     some = [replace(one, reward=None, failure="is nan") if i in (1, 6) else one for i, one in enumerate(episodes())]

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
+from tests.support.tables import table
 from trainer.algorithms import ADVANTAGES, shape_rewards
 from trainer.config import Config, TinyConfig
 from trainer.episodes import Sample
@@ -82,7 +83,7 @@ def sample_of(prompt: Sequence[int], completion: Completion) -> Sample:
     return Sample(np.asarray([*prompt, *completion.token_ids]), mask, logprobs, (0, 0))
 
 
-@pytest.mark.parametrize("overlong, filtered", [(0, True), (3, False)])
+@table("overlong, filtered", [(0, True), (3, False)])
 def test_a_step_on_such_completions_is_finite(stopping_model, overlong, filtered):
     path, kind = stopping_model
     cfg = Config()

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
+from tests.support.tables import table
 from trainer.config import TinyConfig
 from trainer.errors import UserError
-from trainer.models.assets import changed_json, model_assets, with_dtype
+from trainer.models.export import changed_json, model_assets, with_dtype
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
 
@@ -119,8 +120,8 @@ def test_fields_of_the_config_that_differ_are_written_and_no_others(model):
     assert changed_json(b'{"a":   1}', {"a": 1}) == b'{"a":   1}'
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
+@table(
+    "config, expected",
     [
         ({}, {"dtype": "bfloat16"}),
         ({"torch_dtype": "float32"}, {"torch_dtype": "bfloat16"}),

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import FalconConfig, Llama4TextConfig, LlamaConfig, OPTConfig, RecurrentGemmaConfig
 
 from tests.support.architectures import ALL, ARCHITECTURES, VOCABULARY, WINDOW, random_model
+from tests.support.tables import table
 from trainer.errors import UserError
 from trainer.models.attention import (
     PACKED,
@@ -23,9 +24,8 @@ from trainer.models.attention import (
     set_attention,
     uses_varlen,
 )
-from trainer.models.chunked_logprobs import set_head
-from trainer.models.critic import CriticModel
-from trainer.models.logprobs import logprobs_and_entropy, token_logprobs
+from trainer.models.loading import CriticModel
+from trainer.models.logprobs import logprobs_and_entropy, set_head, token_logprobs
 from trainer.parallel.packing import Packing
 
 LENGTHS = [3, 11, 2, 7, 7, 1, 14]
@@ -91,9 +91,9 @@ def assert_same_gradients(ours: nn.Module, theirs: nn.Module) -> None:
         torch.testing.assert_close(found[name], gradient, atol=1e-5 * scale, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("short", [64, 3], ids=["wide buckets", "narrow buckets"])
-@pytest.mark.parametrize("shared", [ALONE, SHARED], ids=["nothing shared", "tokens shared"])
-@pytest.mark.parametrize("name", ALL)
+@table("short", [64, 3])
+@table("shared", [ALONE, SHARED])
+@table("name", ALL)
 def test_logprobs_entropies_and_gradients_equal_those_of_padded_rows(name, shared, short, monkeypatch):
     monkeypatch.setattr("trainer.parallel.packing._SHORT", short)
     packing, ids = Packing(LENGTHS, "cpu", prefix_lengths=shared), packed_ids(shared)
@@ -109,8 +109,8 @@ def test_logprobs_entropies_and_gradients_equal_those_of_padded_rows(name, share
     assert_same_gradients(ours, theirs)
 
 
-@pytest.mark.parametrize("shared", [ALONE, SHARED], ids=["nothing shared", "tokens shared"])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@table("shared", [ALONE, SHARED])
+@table("name", ARCHITECTURES)
 def test_values_and_gradients_of_a_critic_equal_those_of_padded_rows(name, shared):
     models = packable(name), random_model(ARCHITECTURES[name], "eager")
     critics = [CriticModel(model.base_model, model.base_model_prefix) for model in models]
@@ -125,7 +125,7 @@ def test_values_and_gradients_of_a_critic_equal_those_of_padded_rows(name, share
     assert_same_gradients(*critics)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+@table("name", ["qwen3", "gemma2"])
 def test_recomputed_activations_use_the_boundaries_of_their_micro_batch(name):
     """The backward pass of one row comes after the forward pass of another."""
     plain, recomputing = packable(name), packable(name)
@@ -138,7 +138,7 @@ def test_recomputed_activations_use_the_boundaries_of_their_micro_batch(name):
         assert torch.equal(gradient, gradients(recomputing)[name]), name
 
 
-@pytest.mark.parametrize("implementation", ["packed", "eager"])
+@table("implementation", ["packed", "eager"])
 def test_a_sequence_does_not_attend_to_its_neighbours(implementation):
     if implementation == "packed":
         model = packable("gemma2")
@@ -189,7 +189,7 @@ UNPACKED = {
 }
 
 
-@pytest.mark.parametrize("name", UNPACKED)
+@table("name", UNPACKED)
 def test_other_models_get_one_sequence_at_a_time(name):
     model = random_model(UNPACKED[name], "sdpa")
     set_attention(model)
@@ -197,9 +197,7 @@ def test_other_models_get_one_sequence_at_a_time(name):
     assert packing_arguments(model.config, Packing([4], "cpu")) == {}
 
 
-@pytest.mark.parametrize(
-    ("name", "packs"), [("sinks", False), ("a window in the mask alone", True), ("gemma3", True), ("opt", False)]
-)
+@table("name, packs", [("sinks", False), ("a window in the mask alone", True), ("gemma3", True), ("opt", False)])
 def test_eager_rows_are_packed_if_the_masks_of_the_class_keep_sequences_apart(name, packs):
     """Some classes build their masks without the positions, by which transformers separates sequences."""
     opt = OPTConfig(vocab_size=VOCABULARY, hidden_size=32, ffn_dim=32, num_hidden_layers=2, num_attention_heads=2)
@@ -224,7 +222,7 @@ def test_without_packing_a_model_keeps_its_own_attention():
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
+@table(
     "argument",
     [
         {"position_bias": torch.zeros(1, 2, 4, 4)},
@@ -234,7 +232,6 @@ def test_without_packing_a_model_keeps_its_own_attention():
         {"attention_mask": torch.ones(1, 1, 4, 4)},
         {"softcap": 2.0, "s_aux": torch.zeros(2)},
     ],
-    ids=lambda argument: next(iter(argument)),
 )
 def test_an_argument_that_packed_attention_does_not_know_is_refused(argument):
     heads, name = torch.randn(1, 2, 4, 8), next(iter(argument))
@@ -247,7 +244,7 @@ def test_an_argument_that_packed_attention_does_not_know_is_refused(argument):
         packed_attention(SimpleNamespace(), heads, heads, heads, **arguments | argument)
 
 
-@pytest.mark.parametrize("name", ["sinks", "gemma3"])
+@table("name", ["sinks", "gemma3"])
 def test_the_window_of_a_block_is_that_of_its_mask(name):
     model = packable(name)
     windows = [{module.visible_window for module in block.modules()} for block in model.model.layers]
@@ -260,7 +257,7 @@ def test_a_model_that_ignores_the_packing_is_refused():
         packed_attention(SimpleNamespace(), heads, heads, heads, None)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@table("tied", [False, True])
 def test_the_quadratic_cost_is_the_attention_fraction_of_the_flops(tied):
     config = copy.deepcopy(ARCHITECTURES["llama"])
     config.tie_word_embeddings = tied
@@ -281,8 +278,8 @@ def test_packed_rows_in_bfloat16_are_near_padded_rows():
     assert packed.dtype == torch.float32
 
 
-@pytest.mark.parametrize("shared", [ALONE, SHARED], ids=["nothing shared", "tokens shared"])
-@pytest.mark.parametrize("heads", [1, 2, 4], ids="{} key heads".format)
+@table("shared", [ALONE, SHARED])
+@table("heads", [1, 2, 4])
 def test_the_variable_length_kernel_accepts_its_arguments(heads, shared):
     """Tensors without values, for which the kernel checks its arguments and says what it would return."""
     with OperatorNames() as names:
@@ -298,7 +295,7 @@ def test_the_variable_length_kernel_accepts_its_arguments(heads, shared):
     assert {"torch_attn::_varlen_attn", "torch_attn::_varlen_attn_backward"} <= names.found
 
 
-@pytest.mark.parametrize(
+@table(
     "device, dtype, width, softcap, taken",
     [
         ("cuda", torch.bfloat16, 128, None, True),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
-from trainer.models.attention_op import attention_op
-from trainer.models.sdpa_attention import attend_buckets
+from tests.support.tables import table
+from trainer.models.attention_kernels import attend_buckets, attention_op
 from trainer.parallel.packing import Packing
 
 LENGTHS = [3, 11, 2, 7, 7, 1, 14]
@@ -20,8 +19,8 @@ def make_inputs(tokens: int) -> list[Tensor]:
     return [torch.randn(1, heads, tokens, 8, generator=generator) for heads in (4, 2, 2)]
 
 
-@pytest.mark.parametrize("shared", [ALONE, SHARED], ids=["nothing shared", "tokens shared"])
-@pytest.mark.parametrize("window, softcap", [(None, None), (6, 20.0)])
+@table("shared", [ALONE, SHARED])
+@table("window, softcap", [(None, None), (6, 20.0)])
 def test_the_operator_has_the_same_values_and_gradients(window, softcap, shared):
     packing = Packing(LENGTHS, "cpu", prefix_lengths=shared)
     inputs = make_inputs(packing.tokens)

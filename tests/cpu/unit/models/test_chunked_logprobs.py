@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CohereConfig, GraniteConfig, MixtralConfig, PhiConfig
 
 from tests.support.architectures import ARCHITECTURES, VOCABULARY, random_model
-from trainer.models import chunked_logprobs as module
+from tests.support.tables import table
+from trainer.models import logprobs as module
 from trainer.models.attention import set_attention
-from trainer.models.chunked_logprobs import Head, _ChunkedScores, find_head, set_head
-from trainer.models.logprobs import logprobs_and_entropy, token_logprobs
+from trainer.models.logprobs import Head, _ChunkedScores, find_head, logprobs_and_entropy, set_head, token_logprobs
 from trainer.models.online_softmax import Vocabulary
 from trainer.parallel.packing import Packing
 
@@ -82,7 +82,7 @@ def test_gradients_are_those_of_the_formula(compiled, tokens, temperature, head)
         torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-9)
 
 
-@pytest.mark.parametrize("name", HEADS)
+@table("name", HEADS)
 def test_find_head_detects_scale_and_softcap(name):
     config, expected = HEADS[name]
     found = find_head(random_model(config, "eager"))
@@ -91,8 +91,8 @@ def test_find_head_detects_scale_and_softcap(name):
         assert (found.scale, found.softcap) == (pytest.approx(expected.scale, rel=1e-5), expected.softcap)
 
 
-@pytest.mark.parametrize("width", [VOCABULARY, 7], ids=["whole", "in blocks"])
-@pytest.mark.parametrize("name", HEADS)
+@table("width", [VOCABULARY, 7])
+@table("name", HEADS)
 def test_scores_and_gradients_equal_those_of_the_models_own_logits(name, width, small_chunks, monkeypatch):
     monkeypatch.setattr(module, "_CHUNK_LOGITS", 4 * width)
     config, _ = HEADS[name]
@@ -136,7 +136,7 @@ class _Logits(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("frozen", [False, True])
+@table("frozen", [False, True])
 def test_no_tensor_holds_the_logits_of_more_than_a_chunk(frozen, small_chunks):
     hidden, weight = torch.randn(40, 3, requires_grad=True), nn.Parameter(torch.randn(VOCABULARY, 3), not frozen)
     with _Logits() as seen:
@@ -146,7 +146,7 @@ def test_no_tensor_holds_the_logits_of_more_than_a_chunk(frozen, small_chunks):
     assert (weight.grad is None) == frozen and hidden.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("width", [VOCABULARY, 7], ids=["whole", "in blocks"])
+@table("width", [VOCABULARY, 7])
 def test_half_precision_gradients_are_summed_in_float32(width, small_chunks, monkeypatch):
     monkeypatch.setattr(module, "_CHUNK_LOGITS", 4 * width)
     generator = torch.Generator().manual_seed(1)
@@ -164,9 +164,7 @@ def test_half_precision_gradients_are_summed_in_float32(width, small_chunks, mon
         assert error < 0.01
 
 
-@pytest.mark.parametrize(
-    "vocabulary, tokens, widths", [(256, 16384, [256]), (8192, 512, [8192]), (20000, 512, [8192, 8192, 3616])]
-)
+@table("vocabulary, tokens, widths", [(256, 16384, [256]), (8192, 512, [8192]), (20000, 512, [8192, 8192, 3616])])
 def test_with_a_large_vocabulary_only_a_block_of_logits_exists_at_a_time(vocabulary, tokens, widths):
     weight = torch.empty(vocabulary, 1, device="meta")
     chunks = module._chunks(2 * tokens, torch.empty(vocabulary, 1))

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from tests.support.architectures import ARCHITECTURES, VOCABULARY, random_model
+from tests.support.tables import table
 from trainer.models.attention import set_attention
-from trainer.models.critic import CriticModel
+from trainer.models.loading import CriticModel
 from trainer.parallel.packing import Packing
 
 LENGTHS = [4, 1, 6]
@@ -33,7 +34,7 @@ def critic_of(model, is_score: bool = False) -> CriticModel:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("is_score", [False, True])
+@table("is_score", [False, True])
 def test_a_value_is_that_before_its_token_and_a_score_that_after_it(model, ids, is_score):
     critic = critic_of(model, is_score)
     found = critic(ids, Packing(LENGTHS, "cpu"))

@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 from trainer.checkpoint.lock import RunLock
 from trainer.config import TinyConfig
 from trainer.errors import UserError
-from trainer.models.assets import model_assets
-from trainer.models.export import PolicyExporter, assign_to_files, atomic_directory, write_index
+from trainer.models.export import PolicyExporter, assign_to_files, atomic_directory, model_assets, write_index
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
 

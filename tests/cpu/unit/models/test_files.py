@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from tests.support.runs import configured
 from trainer.config import ModelConfig, TinyConfig
 from trainer.errors import UserError
-from trainer.models.assets import config_changes
+from trainer.models.checks import check_trained_models
+from trainer.models.export import config_changes
 from trainer.models.files import (
     check_torchvision,
     check_trained,
-    check_trained_models,
     load_config,
     load_trained_config,
     resolve_model_path,

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from trainer.config.model import TinyConfig
-from trainer.models.given import differences, read_given
+from trainer.models.files import differences, read_given
 from trainer.models.tiny import build_tiny
 
 CONFIG = {

@@ -15,10 +15,10 @@ from transformers import AutoModelForSequenceClassification
 from tests.support.architectures import ARCHITECTURES, CONVERTED, VOCABULARY, random_model
 from tests.support.ranks import run_ranks
 from tests.support.saved_policy import SavedPolicy
+from tests.support.tables import table
 from trainer.config import LM, SCORE, VALUE, Config, ModelConfig, RoleSpec, policy_role
 from trainer.errors import UserError
-from trainer.models.assets import policy_assets
-from trainer.models.export import write_files
+from trainer.models.export import policy_assets, write_files
 from trainer.models.export_checkpoint import export
 from trainer.models.export_sharded import write_safetensors
 from trainer.models.heads import check_head, classifier_fields, refuse_classifier_in
@@ -76,7 +76,7 @@ def trained(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
+@table("name", ["qwen3", "mixtral"])
 def test_transformers_reads_a_trained_score_head_and_gives_the_same_scores(trained, name):
     out, found = trained
     scores, rescored, refusal = found[name]

@@ -27,6 +27,7 @@ from transformers import (
 
 from tests.support.architectures import SHAPE, WITH_BUFFERS, random_model
 from tests.support.ranks import run_ranks
+from tests.support.tables import table
 from trainer.config import (
     LM,
     SCORE,
@@ -86,7 +87,7 @@ def refusal(rank: Rank, path: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@table("ranks", [1, 2])
 def test_weights_are_those_of_the_files_and_the_head_of_a_critic_starts_at_0(path, ranks):
     weights = load_file(path / "model.safetensors")
     head = torch.arange(32.0)[None]
@@ -150,7 +151,7 @@ def load_policy(rank: Rank, path: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("damage", "problem"),
+    "damage, problem",
     [
         ("shape", "the weight model.norm.weight has the shape [31], and config.json describes [32]; the two belong to"),
         ("header", "its model.safetensors cannot be used ("),
@@ -187,7 +188,7 @@ NOISY = {
 }
 
 
-@pytest.mark.parametrize("name", NOISY)
+@table("name", NOISY)
 def test_log_probs_are_free_of_noise_and_equal_those_of_the_class(name):
     """Old and new log-probs of the same weights must be equal, also where training mode means random experts."""
     config = NOISY[name]

@@ -12,8 +12,7 @@ from torch import Tensor
 from tests.support.architectures import ARCHITECTURES, VOCABULARY, random_model
 from trainer.algorithms import POLICY_LOSSES, Totals, aggregate
 from trainer.models.attention import set_attention
-from trainer.models.chunked_logprobs import set_head
-from trainer.models.logprobs import logprobs_and_entropy, token_logprobs
+from trainer.models.logprobs import logprobs_and_entropy, set_head, token_logprobs
 from trainer.parallel.batching import count_shared_tokens, take_rows
 from trainer.parallel.load_balancing import Rows, plan_micro_batches
 from trainer.parallel.packing import Packing

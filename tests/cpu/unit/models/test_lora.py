@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
+from tests.support.tables import table
 from tests.support.training import (
     assembled,
     assert_close,
@@ -188,7 +189,7 @@ def test_frozen_weights_are_stored_in_the_forward_dtype(model_path, single_rank)
 
 
 @tied_alone
-@pytest.mark.parametrize("mode", ["selective", "full"])
+@table("mode", ["selective", "full"])
 def test_recomputed_activations_give_adapters_the_same_gradients(model_path, single_rank, mode):
     cfg = lora_config()
     cfg.trainer.policy.fsdp.activation_checkpointing = mode

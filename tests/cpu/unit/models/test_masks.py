@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, PhimoeConfig, PretrainedConfig, Qwen2MoeConfig
 
 from tests.support.architectures import ALL, ARCHITECTURES, SHAPE, WINDOW
-from trainer.models.masks import Visible, visible_tokens
+from tests.support.tables import table
+from trainer.models.attention import Visible, visible_tokens
 
 _NO_HEADS = {key: value for key, value in SHAPE.items() if key != "head_dim"}
 ONE_KIND = {
@@ -23,7 +23,7 @@ def empty(config: PretrainedConfig):
         return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 
 
-@pytest.mark.parametrize("name", ONE_KIND)
+@table("name", ONE_KIND)
 def test_a_model_tells_its_masks(name):
     config, expected = ONE_KIND[name]
     assert visible_tokens(empty(config)) == [expected] * config.num_hidden_layers

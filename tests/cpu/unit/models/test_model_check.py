@@ -24,8 +24,8 @@ from tests.support.training import GROUPS, config, make_batch
 from trainer.config import Config, FSDPConfig, ModelConfig, RoleSpec, critic_role, policy_role
 from trainer.errors import LogprobMismatchError, UserError
 from trainer.models import attention, loading, model_check
-from trainer.models.chunked_logprobs import Head
 from trainer.models.loading import load_model
+from trainer.models.logprobs import Head
 from trainer.models.model_check import check_model
 from trainer.models.verdicts import Verdict
 from trainer.parallel.packing import Packing
@@ -128,7 +128,7 @@ FAULTS: dict[str, tuple[str, str, list[Any], Callable[[nn.Module], None] | None,
         "it cannot be compared with its own class, because that fails: RuntimeError: no such kernel",
     ),
     "head": (
-        *("gemma3", "sdpa", [patch("trainer.models.chunked_logprobs.find_head", lambda _: Head(scale=0.5))], None),
+        *("gemma3", "sdpa", [patch("trainer.models.logprobs.find_head", lambda _: Head(scale=0.5))], None),
         "its output layer (head) computes something else",
     ),
     "export": (

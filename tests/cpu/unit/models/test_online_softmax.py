@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from tests.support.tables import table
 from trainer.models.online_softmax import OnlineSoftmax, Slopes, Vocabulary, gradient_of_logits
 
 
@@ -31,8 +32,8 @@ def test_sums_of_slices_are_those_of_the_whole(compiled, monkeypatch):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("first", [0, 30])
+@table("dtype", [torch.float32, torch.bfloat16])
+@table("first", [0, 30])
 def test_a_compiled_gradient_is_that_of_the_operators(first, dtype, monkeypatch):
     """Also of a slice of the vocabulary in which some targets are not."""
     monkeypatch.setattr(torch._inductor.config, "compile_threads", 1, raising=False)

@@ -9,11 +9,12 @@ import pytest
 from transformers import GPT2Config, GptOssConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from tests.support.architectures import ARCHITECTURES, SHAPE
+from tests.support.tables import table
 from trainer.config import TASKS, Config, ModelConfig, RoleSpec, TinyConfig, policy_role
 from trainer.config.tasks import find_task
 from trainer.errors import UserError
+from trainer.models.checks import check_axes, check_model_axes
 from trainer.models.loading import empty_causal_lm
-from trainer.models.parallel_checks import check_axes, check_model_axes
 from trainer.models.tiny import build_tiny
 
 LLAMA = ARCHITECTURES["llama"]  # 4 heads, 2 of keys and values
@@ -24,8 +25,8 @@ def config(tensor: int = 1, context: int = 1) -> Config:
     return dataclasses.replace(Config(), trainer=trainer)
 
 
-@pytest.mark.parametrize(
-    ("cfg", "model", "problem"),
+@table(
+    "cfg, model, problem",
     [
         (
             config(context=3),
@@ -72,8 +73,8 @@ def test_what_a_model_cannot_do_is_refused_by_its_config(cfg, model, problem):
     assert str(raised.value) == f"trainer.{problem}"
 
 
-@pytest.mark.parametrize("axes", [(1, 1), (2, 1), (1, 2), (1, 4), (2, 2)], ids="{0[0]} x {0[1]}".format)
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@table("axes", [(1, 1), (2, 1), (1, 2), (1, 4), (2, 2)])
+@table("name", ["llama", "qwen3"])
 def test_axes_that_divide_the_heads_are_accepted(name, axes):
     check_model_axes(config(*axes), ARCHITECTURES[name])
 

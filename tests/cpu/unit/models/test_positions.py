@@ -7,16 +7,17 @@ from transformers import BloomConfig, Gemma3TextConfig, PretrainedConfig, Qwen3C
 
 from tests.support.architectures import SHAPE
 from tests.support.runs import configured
+from tests.support.tables import table
 from trainer.config import EnvironmentConfig
 from trainer.errors import UserError
-from trainer.models.positions import check_episode_length, positions_of
+from trainer.models.checks import check_episode_length, positions_of
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 
 
-@pytest.mark.parametrize(
-    ("config", "positions"),
+@table(
+    "config, positions",
     [
         (Qwen3Config(max_position_embeddings=64), 64),
         (Qwen3Config(max_position_embeddings=64, rope_parameters=YARN), None),
@@ -32,7 +33,6 @@ PLAIN = {"rope_type": "default", "rope_theta": 1e4}
         ),
         (BloomConfig(), None),
     ],
-    ids=["plain", "scaled", "some layers scaled", "without"],
 )
 def test_the_positions_of_a_model(config: PretrainedConfig, positions):
     assert positions_of(config) == positions

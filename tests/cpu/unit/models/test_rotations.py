@@ -9,8 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig, Phi3Config, PretrainedConfig
 
 from tests.support.architectures import SHAPE, random_model
+from tests.support.tables import table
 from trainer.errors import UserError
-from trainer.models.rotations import check_position_table, fit_rotations
+from trainer.models.files import check_position_table, fit_rotations
 
 LONG = {
     "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16,
@@ -28,7 +29,7 @@ def dynamic(positions: int) -> PretrainedConfig:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("longest", [16, 17])
+@table("longest", [16, 17])
 def test_a_sequence_has_one_log_prob_beside_any_other(longest):
     """With the factors of the longest sequence of the run, whether the batch has it or not."""
     plain, config = random_model(long_rotations(), "eager").eval(), long_rotations()
@@ -59,15 +60,11 @@ def test_dynamic_rotations_are_refused_only_where_they_depend_on_the_batch():
         fit_rotations(dynamic(32), 33, "model.path=m")
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
+@table("config", [
         GPT2Config(vocab_size=48, n_embd=32, n_layer=1, n_head=2, n_positions=20),
         OPTConfig(vocab_size=48, hidden_size=32, ffn_dim=32, num_hidden_layers=1, num_attention_heads=2,
                   max_position_embeddings=20, word_embed_proj_dim=32),
-    ],
-    ids=["gpt2", "opt"],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_a_table_of_positions_ends_before_the_longest_sequence(config):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainer.models.sdpa_attention import attend_buckets
+from tests.support.tables import table
+from trainer.models.attention_kernels import attend_buckets
 from trainer.parallel.packing import Packing
 
 HEADS, KEY_HEADS, WIDTH = 4, 2, 8
@@ -50,12 +50,12 @@ def expected(
     return torch.stack(rows).view(1, start, HEADS, WIDTH)
 
 
-@pytest.mark.parametrize("prefixes", [[0] * 5, [0, 0, 1, 3, 0]], ids=["nothing shared", "tokens shared"])
-@pytest.mark.parametrize(
-    ("scaling", "window", "softcap"),
+@table("prefixes", [[0] * 5, [0, 0, 1, 3, 0]])
+@table(
+    "scaling, window, softcap",
     [(None, None, None), (0.3, None, None), (None, 3, None), (None, None, 2.0), (0.5, 4, 1.5), (None, 99, None)],
 )
-@pytest.mark.parametrize("short", [64, 3], ids=["one bucket", "several buckets"])
+@table("short", [64, 3])
 def test_each_token_attends_to_its_sequence_up_to_itself(scaling, window, softcap, prefixes, short, monkeypatch):
     monkeypatch.setattr("trainer.parallel.packing._SHORT", short)
     lengths = [3, 11, 2, 7, 1]

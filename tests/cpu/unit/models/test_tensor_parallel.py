@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.support.architectures import ARCHITECTURES, VOCABULARY, random_model
 from tests.support.ranks import run_ranks
+from tests.support.tables import table
 from trainer.config import Config
 from trainer.errors import UserError
 from trainer.models.tensor_parallel import apply_tp
@@ -69,7 +69,7 @@ def refuse(rank: Rank) -> list[str]:
     return sentences
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@table("tied", [False, True])
 def test_two_ranks_hold_halves_and_compute_what_one_does(tied):
     for result in run_ranks(2, split, tied, cfg=config()):
         assert result["missing"] == [] and result["tied"] == tied and result["rows"] == VOCABULARY // 2

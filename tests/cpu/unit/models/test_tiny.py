@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.support.tables import table
 from trainer.config import TinyConfig
 from trainer.models.tiny import CHAT_TEMPLATE, build_tiny
 from trainer.models.tokenizer import load_tokenizer
@@ -40,9 +41,7 @@ def test_any_text_survives_encoding_and_decoding(tokenizer, text):
         assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
 
 
-@pytest.mark.parametrize(
-    "text", [" a", "a  b\n\n", "a , b .", "日本語 😀", "\x00\ufeff\u200b", "e\u0301 vs é", "'s don't"]
-)
+@table("text", [" a", "a  b\n\n", "a , b .", "日本語 😀", "\x00\ufeff\u200b", "e\u0301 vs é", "'s don't"])
 def test_unusual_text_survives_encoding_and_decoding(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 

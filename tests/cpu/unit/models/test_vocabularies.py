@@ -15,9 +15,9 @@ from tests.support.architectures import SHAPE
 from tests.support.runs import configured
 from trainer.config import LM, SCORE, TASKS, RoleSpec, TinyConfig, policy_role
 from trainer.errors import UserError
+from trainer.models.checks import check_tokenizer, check_vocabularies
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
-from trainer.models.vocabularies import check_tokenizer, check_vocabularies
 from trainer.tasks.base import make_trainer, tokenizer_of
 
 TASK = replace(

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from tests.support.architectures import CONVERTED, random_model
 from tests.support.ranks import run_ranks
 from tests.support.saved_policy import SavedPolicy
+from tests.support.tables import table
 from trainer.config import Config, ModelConfig, policy_role
 from trainer.models.export_checkpoint import export
 from trainer.models.export_sharded import file_bytes, stream_tensors, write_safetensors
@@ -42,7 +43,7 @@ def assert_equal(found: dict[str, Tensor], directory: Path) -> None:
         assert tensor.shape == expected[name].shape and torch.equal(tensor, expected[name]), name
 
 
-@pytest.mark.parametrize("name", CONVERTED)
+@table("name", CONVERTED)
 def test_names_and_values_are_those_of_save_pretrained(saved, name):
     model = random_model(CONVERTED[name], "eager")
     weights = weights_of(model)
@@ -75,7 +76,7 @@ def test_a_tensor_that_the_model_does_not_have_is_refused():
         list(module_weights(model, [("model.layers.0.mlp.experts.gate_up_proj", torch.zeros(1))]))
 
 
-@pytest.mark.parametrize("config", [{"model_type": "own"}, {}, {"model_type": "clip"}])
+@table("config", [{"model_type": "own"}, {}, {"model_type": "clip"}])
 def test_a_model_that_transformers_does_not_know_keeps_its_names(config):
     assert [unit.first for unit in file_units(empty_model(config), ["experts.gate_up_proj"])] == [
         "experts.gate_up_proj"

@@ -8,6 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from tests.support.tables import table
 from trainer.config import AlgorithmConfig, Config, OptimizerConfig, RoleSpec, compose, policy_role, tasks
 from trainer.errors import UserError
 from trainer.objectives import make_objective
@@ -39,7 +40,7 @@ def test_mini_batches_are_whole_groups():
     assert all(len(set(groups[chosen])) == 2 and len(chosen) == 4 for chosen in rows)
 
 
-@pytest.mark.parametrize(
+@table(
     "task, problem", [("rl", "rollout.n=1: .*grpo compares"), ("sft", None), ("tests.support.preferences:TASK", None)]
 )
 def test_only_the_policy_gradient_checks_the_estimator(task, problem):

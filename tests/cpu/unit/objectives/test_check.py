@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.support.tables import table
 from trainer.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS, LEVELS, POLICY_LOSSES, resolve
 from trainer.algorithms.registry import needs_different_completions
 from trainer.config import LOSS, AlgorithmConfig, Config, chosen_options, compose
@@ -89,7 +90,7 @@ def own_functions(tmp_path, monkeypatch) -> None:
     sys.modules.pop("own_functions", None)
 
 
-@pytest.mark.parametrize(
+@table(
     "settings",
     [
         {},
@@ -106,7 +107,7 @@ def test_valid_functions_are_accepted(settings, own_functions):
     check_functions(Config(algorithm=AlgorithmConfig(**settings)))
 
 
-@pytest.mark.parametrize(
+@table(
     "settings, problem",
     [
         (
@@ -172,7 +173,7 @@ def test_invalid_functions_and_options_are_refused(settings, problem, own_functi
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("estimator", ADVANTAGES)
+@table("estimator", ADVANTAGES)
 def test_estimators_that_compare_completions_need_several_different_ones(estimator):
     compares = ("grpo", "rloo", "reinforce_plus_plus_baseline", "maxrl", "opo", "grpo_passk")
     assert needs_different_completions(ADVANTAGES[estimator]) == (estimator in compares)
@@ -196,7 +197,7 @@ def test_the_schema_has_a_key_for_every_option_of_a_built_in_function():
             assert inspect.Parameter.empty not in defaults, "null must mean the function's own default"
 
 
-@pytest.mark.parametrize(
+@table(
     "key, names",
     [
         ("aggregation", (None, *AGGREGATIONS)),
@@ -210,7 +211,7 @@ def test_the_schema_offers_the_registered_functions(key, names):
     assert set(rules[key].choices) == set(names)
 
 
-@pytest.mark.parametrize("policy_loss", POLICY_LOSSES)
+@table("policy_loss", POLICY_LOSSES)
 def test_a_loss_that_cannot_correct_for_older_weights_is_refused(policy_loss):
     stale = [f"algorithm.policy_loss={policy_loss}", "rollout.ahead=1", "algorithm.old_logprobs=rollout"]
     if policy_loss != "reinforce":

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.tables import table
 from trainer.config import Config
 from trainer.objectives import Outputs
 from trainer.objectives.cross_entropy import CrossEntropy
@@ -32,7 +33,7 @@ def test_the_loss_is_the_mean_over_the_tokens_to_learn():
     assert loss_of(Config(), batch(), rows=[])[0] == 0.0
 
 
-@pytest.mark.parametrize("max_weight", [None, 1.5])
+@table("max_weight", [None, 1.5])
 def test_tokens_that_another_policy_sampled_are_weighted_and_measured(max_weight):
     cfg = Config()
     cfg.sft.max_weight = max_weight

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.tables import table
 from trainer.algorithms import ADVANTAGES, POLICY_LOSSES, shape_rewards
 from trainer.config import AlgorithmConfig, Config, RolloutConfig, correction_of
 from trainer.objectives.experience import (
@@ -75,7 +76,7 @@ def test_a_kl_in_the_reward_is_paid_by_every_completion_token():
     np.testing.assert_allclose(returns[3], [0, 0, -0.2, -0.1, 0], atol=1e-6)
 
 
-@pytest.mark.parametrize("kind, weight", [("tis", 2.0), ("mis", 0.0)])
+@table("kind, weight", [("tis", 2.0), ("mis", 0.0)])
 def test_a_correction_weighs_advantages_and_counts_what_it_cuts(kind, weight):
     ours = np.zeros((4, 5), dtype=np.float32)
     ours[2, 1] = np.log(8.0)
@@ -131,7 +132,7 @@ def gradient_error(loss: str, old_logprobs: str, correction: str, ahead: int = 1
     return error
 
 
-@pytest.mark.parametrize("loss", POLICY_LOSSES)
+@table("loss", POLICY_LOSSES)
 def test_samples_of_older_weights_give_the_gradient_of_fresh_samples(loss):
     assert gradient_error(loss, "recompute", "auto").abs().max() < 1e-12
     assert gradient_error(loss, "recompute", "off").abs().max() > 1e-2, "nothing to correct"
@@ -153,7 +154,7 @@ SOME_FAIL = np.array([True, False, True, True, True, False, True, False, False])
 """Of three groups of three, two good rows, all three, one."""
 
 
-@pytest.mark.parametrize("estimator", ADVANTAGES)
+@table("estimator", ADVANTAGES)
 def test_rows_whose_reward_failed_change_nothing_for_the_others(estimator):
     """The other rows learn the same, to the last bit, as in a batch without the failed rows."""
     rng = np.random.default_rng(3)
@@ -283,7 +284,7 @@ def experience(algorithm: AlgorithmConfig) -> dict[str, np.ndarray]:
     return mask_rows(batch, rewards, status, algorithm)
 
 
-@pytest.mark.parametrize("key, value, before", EXPERIENCE_CHANGES, ids=[key for key, *_ in EXPERIENCE_CHANGES])
+@table("key, value, before", EXPERIENCE_CHANGES)
 def test_a_step_s_experience_follows_the_config(key, value, before):
     """The experience is a pure function of the step's rollouts and the config: nothing restored can hide a change."""
     old, new = (experience(AlgorithmConfig(**settings)) for settings in (before, {**before, key: value}))

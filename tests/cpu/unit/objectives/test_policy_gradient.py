@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.tables import table
 from trainer.algorithms import Totals
 from trainer.config import AlgorithmConfig, Config, RoleSpec, TaskSpec, policy_gradient_roles
 from trainer.config.tasks import add_task
@@ -66,7 +67,7 @@ def policy_loss(made: PolicyGradient, arrays: dict[str, np.ndarray]) -> tuple[fl
     return loss.item(), {name: value.item() for name, value in metrics.items()}
 
 
-@pytest.mark.parametrize("chosen", ["auto", "off", "mis"])
+@table("chosen", ["auto", "off", "mis"])
 def test_rollouts_of_older_weights_that_a_checkpoint_held_are_corrected(chosen):
     """So a resume may turn `rollout.ahead` off. Rollouts of another policy are corrected, too."""
     made = objective(rollout_correction=chosen)
@@ -191,7 +192,7 @@ def test_the_roles_score_what_the_functions_read_before_the_update():
     assert [warming_up.updates(step) for step in (1, 2, 3)] == [["critic"], ["critic"], ["critic", "policy"]]
 
 
-@pytest.mark.parametrize("estimator, subtracted", [("with_baselines", [0.25, 0.5]), ("with_values", [2.0, 2.0])])
+@table("estimator, subtracted", [("with_baselines", [0.25, 0.5]), ("with_values", [2.0, 2.0])])
 def test_an_estimator_of_the_user_s_gets_what_it_reads(estimator, subtracted):
     """The name of the estimator does not matter, and its parameter may be keyword-only or not."""
     made = objective(advantage_estimator=f"gradient_functions:{estimator}")

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.preferences import BETA
 from tests.support.ranks import local_cluster, run_ranks
+from tests.support.tables import table
 from trainer.config import Config, TinyConfig
 from trainer.episodes import Episode, Sample
 from trainer.learner.learner import Learner
@@ -78,7 +79,7 @@ def update(rank: Rank, path: str, batch: Batch) -> dict[str, float]:
     return rank.update("policy", batch, 1).metrics
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@table("ranks", [1, 2])
 def test_a_loss_over_pairs_equals_plain_pytorch_however_many_ranks_share_the_pairs(model, ranks):
     batch = make_batch()
     expected = plain(model, batch)

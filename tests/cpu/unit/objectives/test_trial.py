@@ -11,14 +11,15 @@ import pytest
 
 from tests.support.preferences import TASK, Preference
 from tests.support.runs import configured
+from tests.support.tables import table
 from trainer.config import TASKS, Config, critic_role, policy_gradient_roles
 from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
 from trainer.main import prepare
 from trainer.objectives import Experience, Objective, make_objective
+from trainer.objectives.check import try_objective
 from trainer.objectives.cross_entropy import CrossEntropy
 from trainer.objectives.policy_gradient import PolicyGradient
-from trainer.objectives.trial import try_objective
 
 
 class Misspelt(Preference):
@@ -70,8 +71,8 @@ class Interrupting(Preference):
         raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(
-    ("kind", "problem"),
+@table(
+    "kind, problem",
     [
         (Misspelt, r"KeyError: 'the micro-batch has no sgin; it has .*lengths.*' \(.*/test_trial.py:\d+, in loss\)$"),
         (Detached, "TypeError: its loss does not depend on the outputs$"),
@@ -114,7 +115,7 @@ class Ours(PolicyGradient):
     pass
 
 
-@pytest.mark.parametrize("kind", [Preference, OfFour, Untried])
+@table("kind", [Preference, OfFour, Untried])
 def test_right_objectives_and_those_without_examples_are_accepted(kind):
     cfg = Config()
     cfg.trainer.task = "tests.support.preferences:TASK"

@@ -11,6 +11,7 @@ from benchmarks.memory import allocator_peak
 from tests.support.fsdp import in_order, prefetches
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
+from tests.support.tables import table
 from tests.support.training import GROUPS, config, make_batch, update
 from trainer.config import FSDPConfig, TinyConfig
 from trainer.models.tiny import build_tiny
@@ -85,7 +86,7 @@ def test_compiled_blocks_agree_and_are_compiled_once(tmp_path):
     assert compiled["after"] == pytest.approx(plain["after"], abs=1e-3)  # Adam enlarges rounding of small gradients
 
 
-@pytest.mark.parametrize(
+@table(
     "setting, device, context, tensor, expected",
     [
         (None, "cuda", 1, 1, True),

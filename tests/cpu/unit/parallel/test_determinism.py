@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 
 from tests.support.ranks import run_ranks
+from tests.support.tables import table
 from tests.support.training import config, train_two_steps
 from trainer.cluster.resources import rank_environment
 from trainer.config import TinyConfig
@@ -42,9 +42,9 @@ def test_ranks_on_gpus_get_what_cublas_and_the_compiler_need():
         assert rank_environment(device, {})["TORCHINDUCTOR_DETERMINISTIC"] == "1"
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("deterministic", [False, True])
+@table("engine", ENGINES)
+@table("device", ["cpu", "cuda"])
+@table("deterministic", [False, True])
 def test_engines_get_what_they_need(engine, device, deterministic):
     found = ENGINES[engine].environment_on(device, deterministic)
     strict = deterministic and device == "cuda"

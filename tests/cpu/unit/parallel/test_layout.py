@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.support.ranks import run_ranks
+from tests.support.tables import table
 from trainer.config import Config
 from trainer.workers.rank import Rank
 
@@ -20,7 +19,7 @@ def layout_of(rank: Rank) -> dict:
     }
 
 
-@pytest.mark.parametrize(
+@table(
     "ranks, replicas, context, names, shape",
     [
         (1, 1, 1, ["dp_shard"], [1]),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.tables import table
 from trainer.parallel.load_balancing import Plan, Rows, plan_micro_batches, plan_time
 
 
@@ -54,7 +54,7 @@ def test_kept_groups_are_never_divided(sizes, shared, ranks, limit):
     assert all(len(held) <= 1 or rows.num_tokens(batch) <= limit for held, batch in zip(holders, batches, strict=True))
 
 
-@pytest.mark.parametrize("ranks, limit", [(1, 100), (2, 100), (2, 1000), (3, 120)])
+@table("ranks, limit", [(1, 100), (2, 100), (2, 1000), (3, 120)])
 def test_pairs_of_unequal_lengths_are_parted_unless_groups_are_kept(ranks, limit):
     """So a loss over pairs that is right with these rows is not right by luck."""
     lengths, groups = np.array([90, 80, 70, 60, 50, 6, 5, 4, 3, 2]), np.array([0, 1, 2, 3, 4, 0, 1, 2, 3, 4])
@@ -130,9 +130,9 @@ def times(rows: Rows, ranks: int, max_tokens: int) -> tuple[float, float]:
     return costs.sum(), ranks * costs.max(axis=0).sum()
 
 
-@pytest.mark.parametrize("ranks", [1, 4, 8])
-@pytest.mark.parametrize("max_tokens", [4096, 16384])
-@pytest.mark.parametrize("prompts", [32, 128])
+@table("ranks", [1, 4, 8])
+@table("max_tokens", [4096, 16384])
+@table("prompts", [32, 128])
 def test_ranks_wait_little_for_each_other_with_lengths_like_those_of_gsm8k(ranks, max_tokens, prompts):
     lengths, groups, shared = lengths_like_gsm8k(prompts, ranks + prompts)
     work, time = times(Rows(lengths, 1e-4), ranks, max_tokens)

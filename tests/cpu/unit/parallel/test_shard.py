@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -13,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from tests.support.fsdp import gathers, in_order, prefetches
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
+from tests.support.tables import table
 from tests.support.training import GROUPS, config, make_batch, update
 from trainer.algorithms import Totals
 from trainer.config import FSDPConfig, TinyConfig, policy_role, reference_role
@@ -85,7 +85,7 @@ def test_weights_that_stay_are_gathered_once_for_all_micro_batches(tmp_path):
     assert all(map(torch.equal, kept["weights"], freed["weights"]))
 
 
-@pytest.mark.parametrize(
+@table(
     "setting, device, shards, offload, trained_whole, expected",
     [
         (None, "cuda", 1, False, True, False),
@@ -124,7 +124,7 @@ def test_no_pass_leaves_weights_gathered(tmp_path):
         assert found == {"policy": False, "reference": False, "cross-entropy": False}
 
 
-@pytest.mark.parametrize(
+@table(
     "setting, device, shards, expected",
     [(None, "cuda", 8, 1), (None, "cuda", 1, 0), (None, "cpu", 8, 0), (3, "cpu", 1, 3), (0, "cuda", 8, 0)],
 )

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.parallel.batching import Batch, count_shared_tokens
-from trainer.parallel.shares import Limits, Share, divide
+from trainer.parallel.load_balancing import Limits, Share, divide
 
 LIMITS = st.builds(Limits, st.sampled_from([1, 8, 40, 1000]), st.sampled_from([0.0, 1e-3]), st.booleans())
 

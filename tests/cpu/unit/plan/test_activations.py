@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from benchmarks.memory import allocator_peak
 from trainer.config import Config, FSDPConfig, TinyConfig, policy_role
 from trainer.config.axes import AXES
-from trainer.models import chunked_logprobs
+from trainer.models import logprobs
 from trainer.models.attention import packing_arguments, set_attention
-from trainer.models.chunked_logprobs import Head, Targets, _ChunkedScores
+from trainer.models.logprobs import Head, Targets, _ChunkedScores
 from trainer.models.tiny import tiny_config
 from trainer.parallel.ac_and_compile import prepare_blocks
 from trainer.parallel.packing import Packing
@@ -159,10 +159,10 @@ def taken_on_gpu(entropy: str | None, head: Head, dtype: torch.dtype) -> tuple[i
 
 
 def test_the_output_layer_of_a_gpu_takes_what_its_operators_hold(monkeypatch):
-    monkeypatch.setitem(chunked_logprobs._CHUNK_TOKENS, "cpu", 4096)
-    monkeypatch.setattr(chunked_logprobs, "_CHUNK_LOGITS", 4096 * 40_000)
-    monkeypatch.setattr(chunked_logprobs, "_logits_buffer", lambda *_: None)
-    monkeypatch.setattr(chunked_logprobs, "_add_product", lambda *_: None)  # it takes nothing on a GPU
+    monkeypatch.setitem(logprobs._CHUNK_TOKENS, "cpu", 4096)
+    monkeypatch.setattr(logprobs, "_CHUNK_LOGITS", 4096 * 40_000)
+    monkeypatch.setattr(logprobs, "_logits_buffer", lambda *_: None)
+    monkeypatch.setattr(logprobs, "_add_product", lambda *_: None)  # it takes nothing on a GPU
     row = Row((8193,), None, 8192)
     for dtype in (torch.float32, torch.bfloat16):
         for head in (Head(), Head(softcap=30.0)):

@@ -10,6 +10,7 @@ import torch
 from tests.support.architectures import VOCABULARY, WITH_BUFFERS, random_model
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
+from tests.support.tables import table
 from tests.support.training import config, make_batch, update
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import OptimizerConfig
@@ -18,7 +19,7 @@ from trainer.workers.base import TrainedWorker, learning_rate
 from trainer.workers.rank import Rank
 
 
-@pytest.mark.parametrize(
+@table(
     "settings, total_steps, expected",
     [
         ({}, 3, [2.0, 2.0, 2.0, 2.0]),
@@ -39,17 +40,6 @@ from trainer.workers.rank import Rank
         ),
         ({"scheduler": "cosine", "warmup_steps": 3}, 3, [2 / 3, 4 / 3, 2.0, 2.0, 0.2]),
         ({"scheduler": "cosine", "warmup_steps": 3}, 1, [2 / 3, 4 / 3, 2.0, 2.0, 0.2]),
-    ],
-    ids=[
-        "constant",
-        "warm-up",
-        "warm-up longer than the run",
-        "cosine",
-        "floor",
-        "floor as high as the peak",
-        "warm-up and cosine",
-        "warm-up of the whole run",
-        "cosine after a warm-up longer than the run",
     ],
 )
 def test_the_learning_rate_of_each_step(settings, total_steps, expected):

@@ -9,7 +9,7 @@ import numpy as np
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
 from tests.support.training import GROUPS, assembled, config, make_batch, update
-from trainer.workers.critic import CriticWorker
+from trainer.workers.base import CriticWorker
 from trainer.workers.rank import Rank
 
 

@@ -6,11 +6,12 @@ import pytest
 
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
+from tests.support.tables import table
 from tests.support.training import config, make_batch, update
 from trainer.config import Config, FSDPConfig, TinyConfig
 from trainer.errors import UserError, WorkerError
 from trainer.models.tiny import build_tiny
-from trainer.workers.gpu_memory import DeviceMemory, engine_problem, rank_problem
+from trainer.workers.offload import DeviceMemory, engine_problem, rank_problem
 from trainer.workers.rank import Rank
 
 GB = 10**9
@@ -27,7 +28,7 @@ def settings(offload: str, share: float = 0.85) -> Config:
     return cfg
 
 
-@pytest.mark.parametrize(
+@table(
     "cfg, growth, problem",
     [
         (

@@ -13,6 +13,7 @@ import torch
 
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
+from tests.support.tables import table
 from tests.support.training import (
     config,
     left_after_scores,
@@ -163,7 +164,7 @@ def test_a_rank_has_only_what_a_phase_needs(model_path):
     }
 
 
-@pytest.mark.parametrize("offload", ["none", "optimizer", "all"])
+@table("offload", ["none", "optimizer", "all"])
 def test_scores_leave_no_gathered_weights_beside_engines(model_path, offload):
     ((gathered, _),) = run_ranks(1, left_after_scores, model_path, cfg=config(offload=offload))
     assert gathered == []

@@ -12,7 +12,7 @@ from trainer.algorithms import Totals
 from trainer.config import Config, OptimizerConfig, TinyConfig
 from trainer.models.tiny import build_tiny
 from trainer.parallel.batching import Batch
-from trainer.parallel.shares import divide
+from trainer.parallel.load_balancing import divide
 from trainer.workers.rank import Rank
 
 EXAMPLES = [(5, 2), (7, 3), (9, 1), (4, 3), (6, 2)]  # tokens, and how many of them are the prompt

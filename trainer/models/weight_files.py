@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import math
 import os
 import re
-import struct
-from typing import BinaryIO
 
 from trainer.errors import UserError, format_size, one_line
 from trainer.files.atomic_io import file_problem, open_regular
-from trainer.files.documents import is_count, mismatch, parse_object
+from trainer.files.documents import parse_object
+from trainer.files.hf_hub import first_line
 
 _MIB = 1 << 20
 _LARGEST = (
@@ -23,15 +21,6 @@ _LARGEST = (
 )
 """Files that the libraries read, or could read, with the largest size of each in bytes. The first pattern that fits
 counts."""
-_LARGEST_HEADER = 100_000_000  # as the library safetensors has it
-_MOST_AXES = 32
-_BITS = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
-    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
-    **dict.fromkeys(("U32", "I32", "F32"), 32),
-    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
-    **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
-}
 _QUANTISED = ("F8", "F6", "F4")
 _SINGLE_FILE, _INDEX_IN_USE = "model.safetensors", "model.safetensors.index.json"
 _START_OF_POINTER = b"version https://git-lfs.github.com/"
@@ -58,15 +47,23 @@ def check_model_files(path: str, key: str) -> None:
                 break
 
 
-def tensor_shapes(file: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors in a safetensors file, by name.
+def tensors_in(file: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return type and shape of the tensors in a safetensors file, by name. The library checks the header.
 
     Raises:
         OSError: the file cannot be read, or is no regular file.
         ValueError: its header cannot be true.
     """
-    with open_regular(file) as opened:
-        return {name: shape for name, (_, shape) in _read_header(opened).items()}
+    from safetensors import SafetensorError, safe_open
+
+    with open_regular(file):
+        pass
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            return {name: (tensor.get_dtype(), tuple(tensor.get_shape())) for name, tensor in slices.items()}
+    except SafetensorError as error:
+        raise ValueError(first_line(error)) from error
 
 
 def weight_files(path: str) -> list[str]:
@@ -96,7 +93,7 @@ def weight_shapes(path: str) -> dict[str, tuple[str, tuple[int, ...]]]:
     except (OSError, ValueError) as error:
         raise ValueError(f"its {_INDEX_IN_USE} cannot be used ({one_line(str(error))})") from error
     for file in files:
-        for name, shape in _usable_shapes(file).items():
+        for name, (_, shape) in _usable_tensors(file).items():
             if name in found:
                 names = [os.path.basename(one) for one in (found[name][0], file)]
                 raise ValueError(f"its {names[0]} and {names[1]} both hold {one_line(name)}; remove one of them")
@@ -104,9 +101,9 @@ def weight_shapes(path: str) -> dict[str, tuple[str, tuple[int, ...]]]:
     return found
 
 
-def _usable_shapes(file: str) -> dict[str, tuple[int, ...]]:
+def _usable_tensors(file: str) -> dict[str, tuple[str, tuple[int, ...]]]:
     try:
-        return tensor_shapes(file)
+        return tensors_in(file)
     except (OSError, ValueError) as error:
         raise ValueError(f"its {os.path.basename(file)} cannot be used ({one_line(str(error))})") from error
 
@@ -127,7 +124,7 @@ def check_one_reading(path: str, key: str) -> None:
         index = os.path.join(path, _INDEX_IN_USE)
         others = _files_of_index(index) if os.path.isfile(index) else _safetensors(path)
         for file in sorted(set(others) - {file for file, _ in own.values()}):
-            if twice := own.keys() & _usable_shapes(file).keys():
+            if twice := own.keys() & _usable_tensors(file).keys():
                 name = min(twice)
                 raise ValueError(
                     f"transformers reads {one_line(name)} from {os.path.basename(own[name][0])}, and vLLM from "
@@ -151,12 +148,9 @@ def quantised_tensor(path: str) -> str | None:
     A library that does not know of the quantisation would read the numbers without their scales. Integers are weights
     only under the name of one: masks and tables of tokens are integers too. Files that cannot be read are left out.
     """
-    files: list[str] = []
     with contextlib.suppress(OSError, ValueError):
-        files = weight_files(path)
-    for file in files:
-        with contextlib.suppress(OSError, ValueError), open_regular(file) as opened:
-            for name, (kind, _) in _read_header(opened).items():
+        for file in weight_files(path):
+            for name, (kind, _) in tensors_in(file).items():
                 if kind.startswith(_QUANTISED) or (kind in ("I8", "U8") and name.endswith("weight")):
                     return f"{one_line(name)} has the type {kind}"
     return None
@@ -212,44 +206,8 @@ def _check_content(file: str, name: str) -> None:
             if (problem := file_problem(shard)) is not None:
                 raise ValueError(f"it names {os.path.relpath(shard, os.path.dirname(file))}, which {problem}")
     elif name.endswith(".safetensors"):
-        tensor_shapes(file)
+        tensors_in(file)
     elif name.startswith("pytorch_model") and name.endswith(".bin"):
         with open_regular(file) as opened:
             if not opened.read(4).startswith(_STARTS_OF_BIN):
                 raise ValueError("it is no file of torch")
-
-
-def _read_header(file: BinaryIO) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return type and shape of the tensors in a safetensors file, by name."""
-    size = os.fstat(file.fileno()).st_size
-    if size < 8:
-        raise ValueError(f"it has {size} bytes, too few for safetensors")
-    (length,) = struct.unpack("<Q", file.read(8))
-    if length > min(size - 8, _LARGEST_HEADER):
-        raise ValueError(f"its header would have {length} bytes, of {format_size(size)} and at most 100 MB")
-    header = parse_object(file.read(length))
-    header.pop("__metadata__", None)
-    tensors, spans = {}, []
-    for name, entry in header.items():
-        where = one_line(repr(name))
-        shape = {"dtype": str, "shape": [is_count], "data_offsets": [is_count]}
-        if (problem := mismatch(entry, shape, where)) is not None:
-            raise ValueError(problem)
-        if entry["dtype"] not in _BITS:
-            raise ValueError(f"{where} has the unknown type {one_line(repr(entry['dtype']))}")
-        if len(entry["shape"]) > _MOST_AXES or len(entry["data_offsets"]) != 2:
-            raise ValueError(f"{where} has a shape or an offset that no tensor has")
-        begin, end = entry["data_offsets"]
-        bits = math.prod(entry["shape"]) * _BITS[entry["dtype"]]
-        if not begin <= end <= size - 8 - length or bits != 8 * (end - begin):
-            raise ValueError(f"{where} does not fit its offsets in the file")
-        tensors[name] = (entry["dtype"], tuple(entry["shape"]))
-        spans.append((begin, end))
-    position = 0
-    for begin, end in sorted(spans):
-        if begin != position:
-            raise ValueError("its tensors overlap, or leave gaps")
-        position = end
-    if position != size - 8 - length:
-        raise ValueError("it has more bytes than its header describes, or fewer")
-    return tensors

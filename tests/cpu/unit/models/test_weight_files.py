@@ -11,10 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load_file, save_file
 
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
@@ -22,7 +19,7 @@ from trainer.config import TinyConfig
 from trainer.errors import UserError
 from trainer.models.files import resolve_model_path
 from trainer.models.tiny import build_tiny
-from trainer.models.untrusted import check_one_reading, tensor_shapes, weight_files, weight_shapes
+from trainer.models.weight_files import check_one_reading, weight_files, weight_shapes
 from trainer.workers.rank import Rank
 
 FLOATS = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
@@ -34,23 +31,24 @@ def header(content: object, data: int = 16, length: int | None = None) -> bytes:
 
 
 HEADERS = {
-    "nothing": (b"", "it has 0 bytes"),
-    "a length alone": (header({}, 0, 1 << 63), "its header would have 9223372036854775808 bytes"),
-    "too long": (header({"a": FLOATS}, length=1000), "its header would have 1000 bytes"),
-    "no JSON": (header(b"not json"), "Expecting value"),
-    "a list": (header([1]), "list instead of fields"),
-    "too deep": (header(b'{"a":' + b"[" * 100_000), "nested too deeply"),
-    "no tensor": (header({"a": 1}), "'a' is no object"),
-    "unknown type": (header({"a": {**FLOATS, "dtype": "X99\x1b[31m"}}), "unknown type 'X99"),
-    "negative": (header({"a": {**FLOATS, "shape": [-2, -2]}}), r"shape\[0\] is -2"),
-    "huge": (header({"a": {**FLOATS, "shape": [1 << 62, 1 << 62]}}), "does not fit its offsets"),
-    "many axes": (header({"a": {**FLOATS, "shape": [1] * 1000}}), "a shape or an offset that no tensor has"),
-    "outside": (header({"a": {**FLOATS, "data_offsets": [16, 32]}}), "does not fit its offsets"),
-    "backwards": (header({"a": {**FLOATS, "data_offsets": [16, 0]}}), "does not fit its offsets"),
-    "overlapping": (header({"a": FLOATS, "b": {**FLOATS, "data_offsets": [8, 24]}}, 24), "overlap, or leave gaps"),
-    "a gap": (header({"a": FLOATS, "b": {**FLOATS, "data_offsets": [20, 36]}}, 36), "overlap, or leave gaps"),
-    "a rest": (header({"a": FLOATS}, 20), "more bytes than its header describes"),
+    "nothing": (b"", "header too small"),
+    "a length alone": (header({}, 0, 1 << 63), "header too large"),
+    "too long": (header({"a": FLOATS}, length=1000), "invalid header length"),
+    "no JSON": (header(b"not json"), "invalid JSON"),
+    "a list": (header([1]), "invalid JSON"),
+    "too deep": (header(b'{"a":' + b"[" * 100_000), "recursion limit"),
+    "no tensor": (header({"a": 1}), "invalid JSON"),
+    "unknown type": (header({"a": {**FLOATS, "dtype": "X99\x1b[31m"}}), "unknown variant"),
+    "negative": (header({"a": {**FLOATS, "shape": [-2, -2]}}), "integer `-2`"),
+    "huge": (header({"a": {**FLOATS, "shape": [1 << 62, 1 << 62]}}), "overflow"),
+    "many axes": (header({"a": {**FLOATS, "shape": [1] * 1000}}), "invalid shape"),
+    "outside": (header({"a": {**FLOATS, "data_offsets": [16, 32]}}), "invalid offset"),
+    "backwards": (header({"a": {**FLOATS, "data_offsets": [16, 0]}}), "invalid offset"),
+    "overlapping": (header({"a": FLOATS, "b": {**FLOATS, "data_offsets": [8, 24]}}, 24), "invalid offset"),
+    "a gap": (header({"a": FLOATS, "b": {**FLOATS, "data_offsets": [20, 36]}}, 36), "invalid offset"),
+    "a rest": (header({"a": FLOATS}, 20), "not fully covered"),
 }
+"""Files that the library safetensors refuses, and a part of what it says."""
 
 
 @pytest.fixture
@@ -61,33 +59,14 @@ def model(tmp_path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", HEADERS)
-def test_a_header_that_lies_is_refused_in_one_sentence(model, name):
-    content, problem = HEADERS[name]
-    (model / "model.safetensors").write_bytes(content)
-    with pytest.raises(UserError, match=f"^model.path=.*: its model.safetensors cannot be used .*{problem}") as refused:
-        resolve_model_path(str(model))
-    assert "\n" not in str(refused.value)
-
-
-@given(data=st.data())
-@settings(max_examples=150, deadline=None)
-def test_what_is_accepted_is_what_the_library_accepts(data, tmp_path_factory):
-    good = save({"a": torch.ones(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16), "c": torch.ones(())})
-    offset = data.draw(st.integers(0, len(good) - 1))
-    changed = good[:offset] + data.draw(st.binary(max_size=3)) + good[offset + data.draw(st.integers(0, 3)) :]
-    file = tmp_path_factory.getbasetemp() / "changed.safetensors"
-    file.write_bytes(changed)
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            wanted = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    except SafetensorError:
-        wanted = None
-    try:
-        found = tensor_shapes(str(file))
-    except ValueError:
-        found = None
-    assert found is None or found == wanted
+def test_a_header_that_lies_is_refused_in_one_sentence(model):
+    for name, (content, problem) in HEADERS.items():
+        (model / "model.safetensors").write_bytes(content)
+        with pytest.raises(UserError) as refused:
+            resolve_model_path(str(model))
+        sentence = str(refused.value)
+        assert sentence.startswith(f"model.path={model}: its model.safetensors cannot be used ("), name
+        assert problem in sentence and sentence.isprintable(), (name, sentence)
 
 
 def put(file: Path, kind: str) -> None:

@@ -1,0 +1,196 @@
+"""Check that the models of a run fit each other, its texts and its ranks, before one is loaded. Cheap to import."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from trainer.config import Config
+from trainer.config.axes import AXES, axis_sizes
+from trainer.config.fields import config_error
+from trainer.errors import UserError, one_line
+from trainer.import_utils import import_function
+from trainer.models.files import load_config, load_trained_config, resolve_model_path
+from trainer.models.heads import check_head
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+COLWISE = {"colwise": False, "colwise_gather_output": True, "colwise_rep": True}
+"""Styles of Hugging Face plans that split the outputs of a layer, and whether the outputs are gathered."""
+ROWWISE = {"rowwise": False, "rowwise_split_input": True, "rowwise_rep": True}
+"""Styles that split the inputs of a layer, and whether the layer gets complete inputs."""
+PARTIAL = {"replicated_with_grad_allreduce"}
+"""Styles of replicated parameters whose gradients are summed over the ranks."""
+EMBEDDING = {"embedding_rowwise"}
+"""Styles of embeddings that are split by vocabulary. Embeddings are always split, even without a style."""
+
+
+def check_trained_models(cfg: Config) -> None:
+    """Check the models that the config names for the ranks, before anything expensive starts.
+
+    Raises:
+        UserError: one cannot be used (see `load_trained_config`).
+    """
+    for role in cfg.roles:
+        if (path := role.path or cfg.model.path) is not None:
+            path = resolve_model_path(path, role.key)
+            config = load_trained_config(cfg.model, path, role.key, cfg.longest_row)
+            check_head(config, role, path, cfg.model.trust_remote_code)
+
+
+def check_axes(cfg: Config, model_path: str) -> None:
+    """Check that the models of a run can be split over the ranks as the config requires, before they are loaded.
+
+    Args:
+        model_path: directory of the initial weights of the policy, and of each role without a path of its own.
+
+    Raises:
+        UserError: a model cannot be split.
+    """
+    if not any(size > 1 and AXES[name].check for name, size in axis_sizes(cfg.trainer).items()):
+        return
+    for role in {role.key: role for role in reversed(cfg.roles)}.values():
+        path = resolve_model_path(role.path, role.key) if role.path else model_path
+        name = "the model" if role.path is None else f"the {role.name}"
+        check_model_axes(cfg, load_config(cfg.model, path, role.key).get_text_config(), name)
+
+
+def check_model_axes(cfg: Config, model: Any, name: str = "the model") -> None:
+    """Check one model (see `check_axes`).
+
+    Args:
+        model: its Hugging Face config.
+        name: what messages call it.
+    """
+    sizes = axis_sizes(cfg.trainer)
+    for axis, size in sizes.items():
+        if size > 1 and (path := AXES[axis].check):
+            problem = import_function(path, f"the check of {axis}")(model, sizes, name)
+            if problem is not None:
+                refuse_axis(axis, size, problem)
+
+
+def cp_problem(model: Any, sizes: Mapping[str, int], name: str) -> str | None:
+    """Return why the attention of a model cannot be split over the ranks of `cp`, or None."""
+    heads, tp = getattr(model, "num_attention_heads", None), sizes["tp"]
+    if heads is not None and heads // tp % sizes["cp"] == 0:
+        return None
+    on_each = " on each rank of trainer.tensor_parallel_size" if tp > 1 else ""
+    return f"must divide the number of attention heads of {name}{on_each}, {heads and heads // tp}"
+
+
+def tp_problem(model: Any, sizes: Mapping[str, int], name: str) -> str | None:
+    """Return why the matrices of a model cannot be split over the ranks of `tp`, or None."""
+    plan, kind = getattr(model, "base_model_tp_plan", None), f"models of the type {model.model_type}"
+    if not plan:
+        return f"{kind} have no tensor parallel plan in transformers"
+    unknown = sorted(set(plan.values()) - {*COLWISE, *ROWWISE, *PARTIAL, *EMBEDDING})
+    if unknown:
+        return f"{kind} need the parallel style {unknown[0]}, which is not supported"
+    heads = getattr(model, "num_attention_heads", None)
+    counts = {"attention heads": heads, "tokens in the vocabulary": model.vocab_size}
+    counts["key and value heads"] = getattr(model, "num_key_value_heads", None) or heads
+    for counted, count in counts.items():
+        if count is None or count % sizes["tp"]:
+            return f"must divide the number of {counted} of {name}, {count}"
+    return None
+
+
+def refuse_axis(axis: str, size: int, problem: str) -> NoReturn:
+    """Raise an error about the size of an axis.
+
+    Raises:
+        UserError: always.
+    """
+    raise UserError(f"trainer.{AXES[axis].key}={size}: {problem}")
+
+
+def check_episode_length(cfg: Config, model_path: str) -> None:
+    """Check that the policy can read the longest episode of the environment. Of the engines, vLLM alone checks it.
+
+    Args:
+        cfg: of a run on one source alone.
+        model_path: directory of the policy.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if cfg.environment.name is None:
+        return
+    positions = positions_of(load_config(cfg.model, model_path))
+    if positions is not None and cfg.environment.max_tokens > positions:
+        problem = f"model.path={cfg.model.path} reads at most {positions} tokens (max_position_embeddings); lower it"
+        raise config_error(cfg, "environment.max_tokens", problem)
+
+
+def positions_of(config: PretrainedConfig) -> int | None:
+    """Return `max_position_embeddings`. None: the config has none, or it scales its rotations for longer texts."""
+    text = config.get_text_config()
+    rotations = getattr(text, "rope_parameters", None)
+    return None if _is_scaled(rotations) else getattr(text, "max_position_embeddings", None)
+
+
+def _is_scaled(rotations: Any) -> bool:
+    """Whether parameters of rotations, or those of a kind of layers among them, have a factor."""
+    if not isinstance(rotations, Mapping):
+        return False
+    return "factor" in rotations or any(map(_is_scaled, rotations.values()))
+
+
+_MEDIA = re.compile("(image|video|audio|vision|bo[iva]|eo[iva])_.*")
+"""Names of special tokens that stand for something else than text."""
+
+
+def check_vocabularies(cfg: Config, model_path: str) -> None:
+    """Check that no model of the run has fewer tokens in its vocabulary than the policy, before one is loaded.
+
+    Every model reads the tokens that the policy has sampled, and a rank ends at a token without an embedding.
+
+    Args:
+        model_path: directory of the initial weights of the policy.
+
+    Raises:
+        UserError: one has.
+    """
+    others = {role.key: (role.name, role.path) for role in cfg.roles if role.path is not None}
+    if not others:
+        return
+    tokens = _vocab_size(load_config(cfg.model, model_path))
+    for key, (name, path) in others.items():
+        known = _vocab_size(load_config(cfg.model, resolve_model_path(path, key), key))
+        if tokens is not None and known is not None and known < tokens:
+            raise UserError(
+                f"{key}={path}: the vocabulary of the {name} has {known} tokens, and that of the policy, "
+                f"{cfg.model.path or model_path}, has {tokens}; choose a {name} with the tokenizer of the policy, or "
+                f"resize its embeddings to {tokens} tokens"
+            )
+
+
+def check_tokenizer(cfg: Config, path: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that the model in the directory `path` has an embedding of each token that its tokenizer writes.
+
+    A tokenizer may have a token for images or sound without one, as those of Gemma 3 with text alone have.
+
+    Raises:
+        UserError: a token has none.
+    """
+    rows = _vocab_size(load_config(cfg.model, path))
+    if rows is None:
+        return
+    media = {token for name, token in tokenizer.special_tokens_map.items() if _MEDIA.match(name)}
+    without = {number: token for token, number in tokenizer.get_vocab().items() if number >= rows}
+    without = {number: token for number, token in without.items() if token not in media}
+    if without:
+        first = min(without)
+        raise UserError(
+            f"model.path={path}: the model has {rows} embeddings, and {len(without)} tokens of its tokenizer none, "
+            f"such as {one_line(repr(without[first]))} ({first}); take the tokenizer that the model was trained with, "
+            "or resize its embeddings (resize_token_embeddings)"
+        )
+
+
+def _vocab_size(config: PretrainedConfig) -> int | None:
+    """Return the number of tokens that a model has embeddings of. None: its config does not say it."""
+    return getattr(config.get_text_config(), "vocab_size", None)
