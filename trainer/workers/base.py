@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.config import FSDPConfig, OptimizerConfig, RoleSpec
 from trainer.errors import NonFiniteError, UserError
-from trainer.files.documents import is_count, mismatch, parse_object
+from trainer.files.documents import is_count, parse_object
 from trainer.models.attention import can_pack, can_share_prefixes, quadratic_cost
 from trainer.models.export_sharded import write_safetensors
 from trainer.models.lora import adapted_modules, adapter_config, adapter_tensors
@@ -142,11 +142,7 @@ class ModelWorker:
             kinds: the kinds of state to restore, any of `weights`, `optimizer` (with its schedule) and `rng`.
         """
         try:
-            saved = parse_object(files.read_json(self.role, SHARDING_FILE), {"world_size": is_count})
-            # Older versions wrote `data_size`, and still older ones had no other axes than those of the data.
-            dp_size = saved.get("dp_size", saved.get("data_size", saved["world_size"]))
-            if (problem := mismatch(dp_size, is_count, "dp_size")) is not None:
-                raise ValueError(problem)
+            dp_size = parse_object(files.read_json(self.role, SHARDING_FILE), {"dp_size": is_count})["dp_size"]
         except (OSError, ValueError) as error:
             raise UserError(f"{self.role}/{SHARDING_FILE} of the checkpoint cannot be read ({error})") from error
         # A data-parallel rank that did not exist at the save keeps its start RNG, which is keyed by its index.

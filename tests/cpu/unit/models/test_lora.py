@@ -91,7 +91,7 @@ BOTH_AXES = {"tensor_parallel_size": 2, "context_parallel_size": 2}
 
 @pytest.mark.parametrize(
     "model_path, ranks, axes",
-    [(True, 2, {}), (True, 4, {"dp_replicate": 2}), (True, 4, BOTH_AXES), (False, 4, BOTH_AXES)],
+    [(True, 4, BOTH_AXES), (False, 4, {"dp_replicate": 2})],
     indirect=["model_path"],
     ids=str,
 )

@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
+from tests.support.tables import table
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import Config, TinyConfig
 from trainer.models.tiny import build_tiny
@@ -235,7 +236,7 @@ def outcomes(model_path, tmp_path_factory) -> Callable[[str], dict[str, tuple[st
     return compute
 
 
-@pytest.mark.parametrize("role, key", [case[:2] for case in CASES], ids=[f"{role}-{key}" for role, key, *_ in CASES])
+@table("role, key", [case[:2] for case in CASES])
 def test_a_change_acts_as_if_the_run_had_started_with_it(outcomes, role, key):
     resumed, started, unchanged = outcomes(role)[key]
     assert resumed == started, "the resumed run does not compute what a run with the new value computes"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -40,20 +39,24 @@ from trainer.config.fields import number
 from trainer.errors import UserError
 from trainer.models.tiny import build_tiny
 from trainer.tasks.base import make_trainer
-from trainer.workers.base import SHARDING_FILE
 from trainer.workers.rank import Rank
 
 pytestmark = pytest.mark.early
 LAYOUTS = {
     "2 replicas in 2 contexts each": (4, {"context_parallel_size": 2, "dp_replicate": 2}),
     "more contexts than key and value heads": (4, {"context_parallel_size": 4}),
-    "2 shares on 2 tensor ranks each": (4, {"tensor_parallel_size": 2}),
     "2 replicas on 2 tensor ranks each": (4, {"tensor_parallel_size": 2, "dp_replicate": 2}),
     "2 contexts on 2 tensor ranks each": (4, {"tensor_parallel_size": 2, "context_parallel_size": 2}),
     "the same with recomputation and offload": (4, {"tensor_parallel_size": 2, "context_parallel_size": 2}),
 }
 BOTH, MANY = "2 contexts on 2 tensor ranks each", "more contexts than key and value heads"
-CASES = [("qwen3", name) for name in LAYOUTS if name != BOTH] + [("llama", BOTH), ("llama", MANY), ("gemma3", BOTH)]
+CASES = [
+    ("qwen3", "2 replicas in 2 contexts each"),
+    ("qwen3", "2 replicas on 2 tensor ranks each"),
+    ("qwen3", "the same with recomputation and offload"),
+    ("llama", MANY),
+    ("gemma3", BOTH),
+]
 
 
 def of_layout(cfg: Config, **axes: int) -> Config:
@@ -196,29 +199,19 @@ TWO_CONTEXTS = (4, {"context_parallel_size": 2})
     "tied, saved, resumed",
     [
         (True, TWO_BY_TWO, [FOUR_SHARES, TWO_CONTEXTS, WHOLE]),
-        (False, FOUR_SHARES, [TWO_BY_TWO, TWO_SHARES]),
-        (True, TWO_CONTEXTS, [TWO_BY_TWO, WHOLE]),
         (False, WHOLE, [(4, {"tensor_parallel_size": 2, "context_parallel_size": 2}), TWO_SHARES]),
     ],
-    ids=["tensor", "data", "context", "one rank"],
+    ids=["tensor", "one rank"],
 )
 def test_a_state_continues_under_any_layout(tied, saved, resumed, tmp_path):
     path, cfg, directory = tiny(tmp_path / "model", tied), config(max_tokens_per_micro_batch=70), str(tmp_path)
     uninterrupted = run_ranks(saved[0], save_then_step, path, directory, cfg=of_layout(cfg, **saved[1]))[0]
     again = run_ranks(saved[0], load_then_step, path, directory, cfg=of_layout(cfg, **saved[1]))[0]
     assert again == uninterrupted
-    for role in ("policy", "critic"):
-        as_an_older_version_wrote(tmp_path / role / SHARDING_FILE, has_axes=bool(saved[1]))
     for ranks, axes in resumed:
         results = run_ranks(ranks, load_then_step, path, directory, cfg=of_layout(cfg, **axes))[0]
         for ours, theirs in zip(results, uninterrupted, strict=True):
             assert_close(ours, theirs)
-
-
-def as_an_older_version_wrote(sharding: Path, has_axes: bool) -> None:
-    fields = json.loads(sharding.read_text())
-    size = fields.pop("dp_size")
-    sharding.write_text(json.dumps(fields | ({"data_size": size} if has_axes else {})))
 
 
 @dataclasses.dataclass

@@ -44,15 +44,12 @@ from trainer.workers.rank import Rank
 pytestmark = pytest.mark.early
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def model_path(request, tmp_path_factory) -> str:
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory) -> str:
+    """A model with tied embeddings. Of models without: `test_layouts.py`."""
     path = str(tmp_path_factory.mktemp("model"))
-    config = TinyConfig(hidden_size=64, intermediate_size=128, tie_word_embeddings=request.param, seed=3)
-    build_tiny(config, path)
+    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128, tie_word_embeddings=True, seed=3), path)
     return path
-
-
-tied_alone = pytest.mark.parametrize("model_path", [True], indirect=True, ids=["tied"])
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +100,8 @@ def test_logprobs_equal_transformers_and_transformers_loads_the_weights(model_pa
 
 
 @pytest.mark.parametrize(
-    "model_path, saved, resumed",
-    [(True, (2, 1), [(1, 1), (4, 1), (4, 2)]), (True, (4, 2), [(2, 1)])],
-    indirect=["model_path"],
+    "saved, resumed",
+    [((2, 1), [(1, 1), (4, 1), (4, 2)]), ((4, 2), [(2, 1)])],
     ids=["from 2", "from replicas"],
 )
 def test_a_state_continues_on_any_number_of_ranks_and_replicas(model_path, saved, resumed, tmp_path):
@@ -143,7 +139,6 @@ def all_weights(rank: Rank, path: str, directory: str) -> float:
     return float(sum(p.full_tensor().double().abs().sum() for p in rank.roles["policy"].module.parameters()))
 
 
-@tied_alone
 def test_weights_can_be_restored_alone(model_path, tmp_path):
     directory = str(tmp_path)
     run_ranks(1, save_then_step, model_path, directory, cfg=config())
@@ -165,7 +160,6 @@ def fail_to_write(rank: Rank, path: str, directory: str) -> str:
     return str(error.value)
 
 
-@tied_alone
 def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks_and_the_next_save_succeeds(model_path, tmp_path):
     first, second = run_ranks(2, fail_to_write, model_path, str(tmp_path), cfg=config())
     assert first == second and "rank 1" in first
@@ -187,7 +181,6 @@ def run_out_of_space(rank: Rank, path: str, directory: str) -> str:
     return str(error.value)
 
 
-@tied_alone
 def test_a_full_disk_fails_the_save_and_keeps_the_previous_checkpoint(model_path, tmp_path):
     first, second = run_ranks(2, run_out_of_space, model_path, str(tmp_path), cfg=config())
     assert first == second and "rank 1 could not write policy" in first and "GB are free" in first
@@ -216,14 +209,12 @@ def save_while_copying_is_held(rank: Rank, path: str, directory: str) -> tuple[f
     return before, waited
 
 
-@tied_alone
 def test_an_optimizer_step_waits_for_the_copy_of_the_weights(model_path, tmp_path):
     before, waited = run_ranks(1, save_while_copying_is_held, model_path, str(tmp_path), cfg=config())[0]
     assert waited
     assert run_ranks(1, all_weights, model_path, str(tmp_path), cfg=config())[0] == before
 
 
-@tied_alone
 def test_a_nan_stops_every_rank_and_changes_no_weights(model_path):
     cfg = config(mini_batch_size=GROUPS)
     for message, untouched in run_ranks(2, step_into_nan, model_path, cfg=cfg):

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
+from tests.support.tables import table
 from tests.support.training import update
 from trainer.config import AlgorithmConfig, Config, OptimizerConfig
 from trainer.parallel.batching import Batch, select
@@ -309,7 +310,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name, ranks", [*((name, 2) for name in CASES), ("sequences", 1)])
+@table("name, ranks", [*((name, 2) for name in CASES), ("sequences", 1)])
 def test_policy_update_equals_plain_pytorch(model_path, experience, name, ranks):
     batch = dict(experience)
     if name == "no reference":
