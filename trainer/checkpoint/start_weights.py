@@ -16,7 +16,7 @@ from trainer.errors import UserError, as_list
 from trainer.files.atomic_io import digest_bytes, digest_file, digest_weights
 from trainer.files.documents import Shape
 from trainer.files.hf_hub import pinned_data, revision_of
-from trainer.models.files import BACKBONE_FILES, Given, differences, read_file_given, read_given, resolve_model_path
+from trainer.models.files import BACKBONE_FILES, Contents, differences, read_content, read_contents, resolve_model_path
 
 LOG = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ def fingerprint_weights(cfg: Config, model_path: str, begins: bool) -> str:
 
 def _fingerprint_files(cfg: Config, directory: str) -> str:
     """Return a digest of what the files beside the weights say: that of what a resume compares."""
-    given = read_given(directory, with_code=cfg.model.trust_remote_code)
+    given = read_contents(directory, with_code=cfg.model.trust_remote_code)
     return digest_bytes(json.dumps(given, sort_keys=True).encode())
 
 
@@ -171,18 +171,18 @@ def _saved_files(checkpoint: Checkpoint) -> dict[str, Any]:
     return read_object(checkpoint, FILES_FILE, _FILES, missing_ok=True)
 
 
-def _read(cfg: Config, name: str, path: str) -> Given:
+def _read(cfg: Config, name: str, path: str) -> Contents:
     if name != "model.path":
-        return read_given(path, cfg.model.trust_remote_code, BACKBONE_FILES)
-    given = read_given(path, cfg.model.trust_remote_code)
+        return read_contents(path, cfg.model.trust_remote_code, BACKBONE_FILES)
+    given = read_contents(path, cfg.model.trust_remote_code)
     if cfg.model.chat_template is not None and os.path.exists(cfg.model.chat_template):  # else it is a name
-        given[_TEMPLATE] = read_file_given(cfg.model.chat_template)
+        given[_TEMPLATE] = read_content(cfg.model.chat_template)
     return given
 
 
 def _refused_files(
     checkpoint: Checkpoint,
-    given: Mapping[str, Future[Given]],
+    given: Mapping[str, Future[Contents]],
     paths: Mapping[str, str],
     allowed: list[str],
     can_fork: bool,

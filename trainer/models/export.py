@@ -23,7 +23,14 @@ from trainer.errors import UserError
 from trainer.files.atomic_io import sync_path, sync_tree
 from trainer.files.documents import parse_object
 from trainer.files.hf_hub import first_line
-from trainer.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODEL_FILES, given_files, load_config, untie_own_head
+from trainer.models.files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    MODEL_FILES,
+    content_files,
+    load_config,
+    untie_own_head,
+)
 from trainer.models.heads import classifier_fields
 from trainer.models.tokenizer import tokenizer_changes
 from trainer.process.failpoints import failpoint
@@ -68,9 +75,9 @@ def model_assets(model_path: str, tokenizer: Any, changes: Mapping[str, Any] | N
         UserError: a file cannot be read.
     """
     patterns = (*MODEL_FILES, *getattr(tokenizer, "vocab_files_names", {}).values())
-    files = {name: _read(model_path, name) for name in given_files(model_path, False, patterns)}
+    files = {name: _read(model_path, name) for name in content_files(model_path, False, patterns)}
     if any(name.endswith(CONFIG) and b'"auto_map"' in data for name, data in files.items()):
-        code = [name for name in given_files(model_path, True, ()) if name not in files]
+        code = [name for name in content_files(model_path, True, ()) if name not in files]
         files |= {name: _read(model_path, name) for name in code}
     files.pop(ADAPTER_CONFIG, None)  # the weights are merged
     try:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
 
-Given = dict[str, Any]
+Contents = dict[str, Any]
 """By file name: the values of a JSON object by key, or a digest of another file's content."""
 
 MODEL_FILES = (
@@ -71,7 +71,7 @@ _SHOWN = 4
 _DIGEST = "xxh3-128 "
 
 
-def read_given(directory: str, with_code: bool, patterns: tuple[str, ...] = MODEL_FILES) -> Given:
+def read_contents(directory: str, with_code: bool, patterns: tuple[str, ...] = MODEL_FILES) -> Contents:
     """Return what the files of a model directory say. The layout of JSON and the order of its keys have no part in it.
 
     Args:
@@ -80,20 +80,20 @@ def read_given(directory: str, with_code: bool, patterns: tuple[str, ...] = MODE
     Raises:
         UserError: a file cannot be read.
     """
-    names = given_files(directory, with_code, patterns)
-    return {name: read_file_given(os.path.join(directory, name)) for name in names}
+    names = content_files(directory, with_code, patterns)
+    return {name: read_content(os.path.join(directory, name)) for name in names}
 
 
-def given_files(directory: str, with_code: bool, patterns: tuple[str, ...]) -> list[str]:
-    """Return the names of these files, sorted. See `read_given`."""
+def content_files(directory: str, with_code: bool, patterns: tuple[str, ...]) -> list[str]:
+    """Return the names of these files, sorted. See `read_contents`."""
     patterns = (*patterns, _CODE) if with_code else patterns
     found = {name for one in patterns for name in glob.glob(one, root_dir=directory, recursive=True)}
     is_read = {name for name in found if os.path.isfile(os.path.join(directory, name))}
     return sorted(name for name in is_read if not name.endswith(_BACKUPS))
 
 
-def read_file_given(path: str) -> Any:
-    """Return what one file says (see `Given`).
+def read_content(path: str) -> Any:
+    """Return what one file says (see `Contents`).
 
     Raises:
         UserError: it cannot be read.

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from trainer.config.model import TinyConfig
-from trainer.models.files import differences, read_given
+from trainer.models.files import differences, read_contents
 from trainer.models.tiny import build_tiny
 
 CONFIG = {
@@ -30,12 +30,12 @@ def write(directory: Path, name: str, content: Any) -> None:
 
 def changes(directory: Path, name: str, content: Any, with_code: bool = False) -> list[str]:
     """Return in what the directory differs after `content` was written to the file `name`; None: it was removed."""
-    before = json.loads(json.dumps(read_given(str(directory), with_code)))
+    before = json.loads(json.dumps(read_contents(str(directory), with_code)))
     if content is None:
         (directory / name).unlink()
     else:
         write(directory, name, content)
-    now = read_given(str(directory), with_code)
+    now = read_contents(str(directory), with_code)
     return [text for file in sorted({*before, *now}) if (text := differences(file, before.get(file), now.get(file)))]
 
 
@@ -119,9 +119,9 @@ def test_a_tokenizer_that_transformers_has_saved_again_is_the_same(tmp_path):
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     build_tiny(TinyConfig(), first)
     AutoTokenizer.from_pretrained(first).save_pretrained(second)
-    given = {name: read_given(path, False) for name, path in (("first", first), ("second", second))}
+    given = {name: read_contents(path, False) for name, path in (("first", first), ("second", second))}
     tokenizer = [{k: v for k, v in one.items() if "config" not in k or "tokenizer" in k} for one in given.values()]
     assert tokenizer[0] == tokenizer[1] and "tokenizer_config.json" in tokenizer[0]
     write(tmp_path, "new/config.json", {"dtype": "bfloat16", "text_config": {"dtype": "float32"}})
     write(tmp_path, "old/config.json", {"torch_dtype": "bfloat16", "text_config": {"torch_dtype": "float32"}})
-    assert read_given(str(tmp_path / "new"), False) == read_given(str(tmp_path / "old"), False)
+    assert read_contents(str(tmp_path / "new"), False) == read_contents(str(tmp_path / "old"), False)
