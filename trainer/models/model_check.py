@@ -33,7 +33,7 @@ from trainer.models.attention import PACKED, can_pack
 from trainer.models.files import load_trained_config
 from trainer.models.loading import CriticModel, empty_causal_lm
 from trainer.models.logprobs import token_logprobs
-from trainer.models.lora import hugging_face_name
+from trainer.models.lora import full_tensor, hugging_face_name
 from trainer.models.verdicts import Verdict, keep_verdict, read_verdict, verdict_file
 from trainer.models.weight_files import weight_files, weight_shapes
 from trainer.models.weight_names import file_units
@@ -127,6 +127,7 @@ def _compare(
     is_whole = sum(parameter.numel() for parameter in module.parameters()) <= _WHOLE
     ids, not_compared = _ids_of(module, config, is_whole, longest)
     ours = _passes(module, ids, layout) if is_whole else None
+    complete = {name: full_tensor(tensor.detach()) for name, tensor in module.named_parameters()} if is_whole else {}
 
     def judge() -> Verdict:
         verdict = Verdict(not_compared=not_compared)
@@ -137,7 +138,7 @@ def _compare(
                 return verdict
             inside, outside = _split_unread(own, unread)
             verdict.not_compared += outside
-            verdict.problem = inside or _other_tensor(module, own, layout) or _lost_in_export(own)
+            verdict.problem = inside or _other_tensor(module, complete, own, layout) or _lost_in_export(own)
             if verdict.problem is None:
                 subject = module if is_whole else _subject(model, own, spec, pack)
                 found = ours or _passes(subject.to(layout.device), ids, None, layout.device)
@@ -460,8 +461,12 @@ def _subject(model: ModelConfig, own: PreTrainedModel, spec: RoleSpec, pack: boo
     return lm
 
 
-def _other_tensor(module: nn.Module, own: PreTrainedModel, layout: Layout) -> str | None:
-    """Return a sentence on a weight or buffer of rank 0 that is not that of the files; None: there is none."""
+def _other_tensor(module: nn.Module, complete: dict[str, Tensor], own: PreTrainedModel, layout: Layout) -> str | None:
+    """Return a sentence on a weight or buffer that is not that of the files; None: there is none.
+
+    Args:
+        complete: parameters of all ranks, by name. Of others, rank 0 compares its shards.
+    """
     tensors = own.state_dict()
     persistent = module.state_dict()
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -469,7 +474,7 @@ def _other_tensor(module: nn.Module, own: PreTrainedModel, layout: Layout) -> st
         expected = tensors.get(file_name) if file_name else None
         if expected is None or name not in persistent or expected.shape != tensor.shape:
             continue
-        found = tensor.detach()
+        found = complete.get(name, tensor.detach())
         if isinstance(found, DTensor):
             if layout.tp_mesh is not None:  # each rank has a part of a part
                 continue

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, SeedOssConfig
 from tests.support.architectures import ALL, CONVERTED, SHAPE, VOCABULARY, WINDOW, random_model
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
+from tests.support.tables import table
 from tests.support.training import GROUPS, config, make_batch
 from trainer.config import Config, FSDPConfig, ModelConfig, RoleSpec, critic_role, policy_role
 from trainer.errors import LogprobMismatchError, UserError
@@ -295,6 +296,18 @@ def test_weights_that_nothing_reads_are_refused_in_a_module_and_listed_beside_it
         else:
             assert said.problem is None
             assert said.not_compared == [f"what nothing reads in the files ({weight})"]
+
+
+def change_the_last_rank(rank: Rank, models: str, cache: str) -> Any:
+    change = randomise_a_weight if rank.rank == rank.world_size - 1 else None
+    return checked(rank, os.path.join(models, "gemma3"), change=change, cache_dir=cache)
+
+
+@table("axes", [{}, {"tensor_parallel_size": 2}])
+def test_the_weights_of_every_rank_are_compared(models, tmp_path_factory, axes):
+    cache = str(tmp_path_factory.mktemp("cache"))
+    for said in run_ranks(2, change_the_last_rank, models, cache, cfg=config(**axes)):
+        assert "its weight model.layers.1.self_attn.o_proj.weight is not the one that" in said
 
 
 def check_twice(rank: Rank, models: str, cache: str) -> list[Any]:
