@@ -87,7 +87,7 @@ def refusal(rank: Rank, path: str) -> str:
     return ""
 
 
-@table("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_weights_are_those_of_the_files_and_the_head_of_a_critic_starts_at_0(path, ranks):
     weights = load_file(path / "model.safetensors")
     head = torch.arange(32.0)[None]
