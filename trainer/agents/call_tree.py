@@ -20,7 +20,6 @@ from trainer.data.replies import reply_text
 from trainer.environments.base import Message
 from trainer.environments.calls import read_calls
 from trainer.environments.conversation import Conversation, sample_of
-from trainer.environments.rendering import ChatRenderer
 from trainer.environments.template_tools import TemplateTools
 from trainer.environments.tools import with_tools
 from trainer.episodes import Sample
@@ -87,13 +86,13 @@ class CallTree:
     Args:
         longest: most tokens of a prompt.
         limit: texts with more characters are too long, and not encoded (see `trainer.data.limits`).
-        renderer: writes and reads in place of the chat template, or reads the calls of tools that it describes.
+        reader: reads the calls of tools that the chat template describes; None: they are text.
     """
 
     tokenizer: Any
     longest: int
     limit: float = math.inf
-    renderer: ChatRenderer | TemplateTools | None = None
+    reader: TemplateTools | None = None
     turns: list[Turn] = field(default_factory=list)
     is_sequential: bool = True
     """No turn began while another one was under way. Set by the user of the tree."""
@@ -198,16 +197,16 @@ class CallTree:
         Args:
             tokens: of the parent, which has the first `known` messages of the request.
         """
-        names_calls = isinstance(self.renderer, ChatRenderer) or (self.renderer is not None and bool(request.tools))
+        names_calls = self.reader is not None and bool(request.tools)
         messages = [one.message_with_calls if names_calls else one.message for one in request.messages]
-        if isinstance(self.renderer, TemplateTools):
+        if self.reader is not None:
             messages = [_with_call_ids(*one) for one in zip(messages, request.messages, strict=True)]
         if parent is None:
             shown = with_tools(messages, request.tools) if request.tools else messages
-            return Conversation(self.tokenizer, shown, self.limit, self.renderer)
+            return Conversation(self.tokenizer, shown, self.limit, self.reader)
         conversation = parent.conversation.fork(tokens.tolist())
         added = messages[known:]
-        if isinstance(self.renderer, TemplateTools):
+        if self.reader is not None:
             added = _with_ids_of(parent, request.messages[known - 1], added)
         if not conversation.add_messages(added, self.longest):
             raise self._too_long("too many tokens")

@@ -30,7 +30,7 @@ from trainer.environments.episode_runner import (
     check_failures,
     empty_sample,
 )
-from trainer.environments.rendering import find_renderer
+from trainer.environments.template_tools import find_reader
 from trainer.episodes import Episode
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.request_stream import RequestStream
@@ -65,7 +65,7 @@ class AgentRunner(EpisodeRunner):
         self._tokenizer = copy.deepcopy(tokenizer)  # the thread of the server uses it
         check_generation_prompt(tokenizer)
         self._characters = max_characters(tokenizer, self._longest)
-        self._renderer = find_renderer(cfg.model, self._tokenizer, self._characters)
+        self._reader = find_reader(cfg.model, self._tokenizer)
 
     def __enter__(self) -> Self:
         e = self.config
@@ -101,7 +101,7 @@ class AgentRunner(EpisodeRunner):
         usual = Sampling(r.temperature, r.top_p, r.top_k, r.max_response_tokens, stops)
         overrides = e.agent_sampling == "override"
         rules = Rules(MODEL, request.sampling, usual, overrides, e.max_turns, self._most_tokens)
-        tree = CallTree(self._tokenizer, self._longest, self._characters, self._renderer)
+        tree = CallTree(self._tokenizer, self._longest, self._characters, self._reader)
         seed_of = partial(turn_seed, self.seed, request.step, request.group, request.number)
         episode = AgentEpisode(tree, rules, seed_of, submit, self.server.address)
         self.server.add(episode)

@@ -89,22 +89,14 @@ class ModelConfig(Section):
     chat_template_kwargs: dict[str, Any] = open_section(resume="rollouts")
     """Variables of the chat template. Qwen3: `{enable_thinking: false}` lets the model answer without thinking first.
     Exported models keep them in their chat template."""
-    renderer: str = setting("auto", resume="rollouts")
-    """What writes the conversations of an environment, and reads calls of tools: `template`, the model's chat template;
-    a renderer of the library `renderers`, such as `qwen3` (docs/environments.md); or `auto`: that of the library, if it
-    is installed, knows `path`, and writes conversations as the template does."""
     tool_format: str = choice("auto", ("auto", "hermes"), resume="rollouts")
-    """How environments describe tools where the chat template writes conversations. `auto`: the template describes
-    them, if it can and if the calls that it writes can be read. `hermes`, and `auto` otherwise: as text in the format
-    of Hermes. A run with tools that a version without this key began needs `hermes` to continue as it was."""
+    """How environments describe tools. `auto`: the chat template describes them, if it can and if the calls that it
+    writes can be read. `hermes`, and `auto` otherwise: as text in the format of Hermes."""
 
     def check_values(self, config: Config, name: str) -> None:
         for variable in self.chat_template_kwargs:
             if not variable.isidentifier():
                 raise config_error(config, "model.chat_template_kwargs", f"{variable!r} is no name of a variable")
-        if self.path is None and self.renderer not in ("auto", "template"):
-            problem = "names the format of a model at model.path; the built-in model has one of its own"
-            raise config_error(config, "model.renderer", problem)
         if self.path is not None or not config.task.trains:
             return
         longest = self.tiny.max_position_embeddings

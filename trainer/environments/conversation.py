@@ -15,7 +15,6 @@ from trainer.data.datasets import render, render_text
 from trainer.data.limits import TextTooLong, encode
 from trainer.data.replies import reply_text
 from trainer.environments.base import Message
-from trainer.environments.rendering import ChatRenderer
 from trainer.environments.template_tools import PROBE_TOOL, TemplateTools, outline, with_answered_calls
 from trainer.environments.tools import split_tools
 from trainer.episodes import REPLY_MARK, Sample
@@ -36,7 +35,7 @@ class Conversation:
 
     Args:
         limit: texts with more characters are too long, and not encoded (see `trainer.data.limits`).
-        renderer: writes and reads in place of the chat template, or reads the calls of tools that it describes.
+        reader: reads the calls of tools that the chat template describes; None: they are text.
 
     Raises:
         UserError: the chat template refuses the messages, or drops them.
@@ -48,15 +47,13 @@ class Conversation:
         tokenizer: Any,
         messages: Sequence[Message],
         limit: float = math.inf,
-        renderer: ChatRenderer | TemplateTools | None = None,
+        reader: TemplateTools | None = None,
     ):
         self._tokenizer = tokenizer
         self._limit = limit
-        self._renderer = renderer if isinstance(renderer, ChatRenderer) else None
-        self._reader = renderer if isinstance(renderer, TemplateTools) else None
+        self._reader = reader
         self._tools: list[Any] | None = None
         """Those that the chat template describes."""
-        self._reply_length = 0  # tokens of the last reply
         self.messages: list[Message] = list(messages)
         self._outline: list[Message] = list(messages)
         """The messages as the template gets them, with `REPLY_MARK` in place of what the policy said."""
@@ -71,15 +68,13 @@ class Conversation:
     def _check_roles(self, messages: Sequence[Message]) -> None:
         """Check that the template knows the roles of messages, and writes what these say.
 
-        With a renderer, too, the template writes all that does not just follow a reply.
-
         Raises:
             UserError: it drops them, or would write a role that neither it nor other models have.
         """
         template = self._tokenizer.chat_template
         in_use = f"the chat template in use (that of {self._tokenizer.name_or_path}, if the key is not set)"
         has_tools = self._tools is not None
-        names_calls = self._renderer is not None or any(message.get("tool_calls") for message in self.messages)
+        names_calls = any(message.get("tool_calls") for message in self.messages)
         for role in {message["role"] for message in messages}:
             if role not in _ROLES and not self._names(role):
                 raise UserError(
@@ -115,8 +110,6 @@ class Conversation:
         return self._tokens_of(bare)
 
     def _tokens_of(self, messages: Sequence[Message]) -> list[int]:
-        if self._renderer is not None:
-            return self._renderer.prompt(messages)
         if self._tools is None:
             return render(self._tokenizer, messages, add_generation_prompt=True, limit=self._limit)
         return encode(self._tokenizer, self._with_tools(split_tools(messages)[0]), self._limit)
@@ -161,14 +154,11 @@ class Conversation:
     def add_reply(self, completion: Completion) -> Message:
         """Append the tokens of a reply; return it as a message."""
         prompt, said = self.token_ids, completion.token_ids.tolist()
-        self._reply_length = len(said)
         self._replies.append((len(prompt), completion))
         self.token_ids = [*prompt, *said]
         text = reply_text(self._tokenizer, said, completion.finish_reason == "stop")
         reply: Message = {"role": "assistant", "content": text}
-        if self._renderer is not None:
-            reply = self._renderer.reply(said, prompt, text, self.messages)
-        elif self._reader is not None and self._tools and completion.finish_reason != "length":  # else it is cut
+        if self._reader is not None and self._tools and completion.finish_reason != "length":  # else it is cut
             reply = self._reader.reply(said, prompt, text, self._tools)
         bare = self._tokenizer.decode(said, skip_special_tokens=True)
         if bare != text and reply["content"] == text:
@@ -216,9 +206,6 @@ class Conversation:
         after the reply must begin with the stop token in which the policy has ended it: a token, at which the
         tokenizer splits any text.
         """
-        if self._renderer is not None:
-            end = len(self.token_ids) - self._reply_length
-            return self._renderer.bridge(self.token_ids[:end], self.token_ids[end:], messages, self.messages)
         write = functools.partial(render_text, self._tokenizer, tools=self._tools)
         try:
             before = write(self._outline, add_generation_prompt=False)

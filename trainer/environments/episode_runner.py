@@ -22,8 +22,8 @@ from trainer.data.limits import TextTooLong, max_characters
 from trainer.data.replies import reply_texts
 from trainer.environments.base import Message
 from trainer.environments.conversation import Conversation
-from trainer.environments.rendering import find_renderer
 from trainer.environments.sessions import EnvironmentPool, Session
+from trainer.environments.template_tools import find_reader
 from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
 from trainer.generation.engine import Completion, Request, Sampling
@@ -198,7 +198,7 @@ class EnvironmentRunner(EpisodeRunner):
         self._lock = threading.Lock()  # one thread at a time may use the tokenizer
         check_generation_prompt(tokenizer)
         self._limit = max_characters(tokenizer, self._longest)
-        self._renderer = find_renderer(cfg.model, tokenizer, self._limit)
+        self._reader = find_reader(cfg.model, tokenizer)
         self._pool = EnvironmentPool(cfg.environment, self._limit)
         self._begun: tuple[str, Conversation] | None = None
         """The first messages that were written last, as JSON, and their tokens."""
@@ -315,7 +315,7 @@ class EnvironmentRunner(EpisodeRunner):
         """Return a new conversation. Episodes of one prompt mostly begin with the same messages, written once."""
         text = json.dumps(messages)  # what is rendered differs for 1 and True, and with the order of keys
         if self._begun is None or self._begun[0] != text:
-            self._begun = text, Conversation(self._tokenizer, messages, self._limit, self._renderer)
+            self._begun = text, Conversation(self._tokenizer, messages, self._limit, self._reader)
         return self._begun[1].fork()
 
     def _add_answer(self, episode: RunningEpisode, conversation: Conversation) -> None:

@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trainer.config import ModelConfig
 from trainer.data.datasets import render_text
 from trainer.data.replies import reply_text
 from trainer.environments.base import Message
@@ -154,8 +155,15 @@ def with_answered_calls(messages: Sequence[Message]) -> list[Message]:
     return found[::-1]
 
 
+def find_reader(model: ModelConfig, tokenizer: Any) -> TemplateTools | None:
+    """Return what reads calls of tools in the format of the chat template; None: they are text (Hermes)."""
+    if model.path is None or model.tool_format == "hermes":
+        return None
+    return _find_template_tools(tokenizer, str(tokenizer.chat_template))
+
+
 @functools.lru_cache(maxsize=16)
-def find_template_tools(tokenizer: Any, template: str) -> TemplateTools | None:
+def _find_template_tools(tokenizer: Any, template: str) -> TemplateTools | None:
     """Return what reads calls in the format of a chat template.
 
     None: the template does not describe tools, or its calls cannot be read. Then tools have the format of Hermes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +13,6 @@ from trainer.config.fields import config_error
 from trainer.data.datasets import PromptSet, as_messages, check_files, load_rows, read_examples
 from trainer.data.ledger import find_curriculum
 from trainer.environments.preflight import try_environment
-from trainer.environments.rendering import AUTO, TEMPLATE, find_renderer
 from trainer.errors import TrialError, UserError, as_list, sentences_of
 from trainer.generation.engine_pool import EnginePool
 from trainer.metrics.timing import Timer
@@ -204,9 +202,7 @@ def _check_model(cfg: Config) -> None:
         return
     with stage(f"fetching the model {cfg.model.path}"):
         check_trained_models(cfg)
-        tokenizer = tokenizer_of(cfg, resolve_model_path(cfg.model.path))
-        if cfg.environment.name is not None and cfg.model.renderer not in (AUTO, TEMPLATE):  # which fit always
-            find_renderer(cfg.model, tokenizer, math.inf)
+        tokenizer_of(cfg, resolve_model_path(cfg.model.path))
 
 
 def _try_rewards(cfg: Config) -> None:

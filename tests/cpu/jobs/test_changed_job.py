@@ -31,7 +31,6 @@ ONLY_BUILT_FROM_THE_CONFIG = {
     "environment.max_seconds",
     "environment.agent_sampling",
     "algorithm.old_logprobs",
-    "model.renderer",
     "model.tool_format",
     "model.trust_remote_code",
     "reward.url",

@@ -42,9 +42,9 @@ def returned(reply: ChatMessage) -> dict[str, Any]:
 class Talk:
     """An agent and a policy. Remembers which completion the policy gave to which prompt."""
 
-    def __init__(self, tokenizer: Any, longest: int = 1000, renderer: Any = None):
+    def __init__(self, tokenizer: Any, longest: int = 1000, reader: Any = None):
         self.tokenizer = tokenizer
-        self.tree = CallTree(tokenizer, longest, renderer=renderer)
+        self.tree = CallTree(tokenizer, longest, reader=reader)
         self.given: list[tuple[list[int], list[int], list[float]]] = []
 
     def ask(self, messages: list[Any], *replies: str, delivered: bool = True, **fields: Any) -> list[dict[str, Any]]:

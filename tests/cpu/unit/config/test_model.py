@@ -7,7 +7,6 @@ from trainer.config import compose
 
 CONTRADICTIONS = [
     (["model.tiny.num_kv_heads=3"], "model.tiny.num_kv_heads=3: must divide"),
-    (["model.renderer=qwen3"], "model.renderer=qwen3: names the format of a model at model.path"),
     (["model.tiny.head_dim=3"], "model.tiny.head_dim=3: must be even"),
     (["sft.max_length=5000"], "sft.max_length=5000: exceeds model.tiny.max_position_embeddings"),
     (["rollout.max_response_tokens=4090"], "rollout.max_response_tokens=4090: with .*max_position_embeddings=4096"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cpu.unit.environments.test_model_templates import tokenizer_of
 from tests.support.chat_templates import TEMPLATES
+from tests.support.tool_templates import tokenizer_of
 from trainer.data.chats import PromptCheck, check_generation_prompt, read_chat, says, unsaid_field
 from trainer.data.datasets import render_text
 from trainer.errors import UserError

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.cpu.unit.environments.test_model_templates import tokenizer_of
-from tests.cpu.unit.environments.test_rendering import make_tokenizer
 from tests.support.chat_templates import GEMMA3, LLAMA3, QWEN3_THINKING
+from tests.support.tool_templates import make_tokenizer, tokenizer_of
 from trainer.config import SFTConfig
 from trainer.data.datasets import render_text
 from trainer.data.sft_dataset import encode

@@ -83,7 +83,7 @@ def test_an_environment_that_fails_once_is_made_again(pool, do, at, tmp_path):
         ("raise", "failed", r"step raised RuntimeError: it broke in \w+\.py:\d+"),
         ("exit", "failed", r"step raised SystemExit: 3 in \w+\.py:\d+"),
         ("die", "failed", r"ended its process \(exit status 5\)"),
-        ("hang", "timeout", "took longer than environment.timeout_s=2"),
+        ("hang", "timeout", "(step )?took longer than environment.timeout_s=2"),
     ],
 )
 def test_an_environment_that_fails_again_costs_its_episode_alone(pool, do, status, reason):

@@ -1,4 +1,4 @@
-"""Tools in the format of published chat templates, without the library `renderers`."""
+"""Tools in the format of published chat templates."""
 
 from __future__ import annotations
 
@@ -11,20 +11,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cpu.unit.agents.test_call_tree import TOOL, Talk, user
-from tests.cpu.unit.environments import test_model_templates as same
-from tests.cpu.unit.environments.test_model_templates import QWEN25_SYSTEM, TEXTS, tokenizer_of
-from tests.cpu.unit.environments.test_rendering import LONG, TOOLS, USER_ASKS, Qwen, make_tokenizer, sampled
+from tests.support import tool_templates as same
 from tests.support.chat_templates import LLAMA3
 from tests.support.episodes import requests_of, run, runner_config
 from tests.support.response_templates import CHANNELS, GLM_CALLS, JSON_CALLS, XML_CALLS
+from tests.support.tool_templates import (
+    LONG,
+    QWEN25_SYSTEM,
+    TEXTS,
+    TOOLS,
+    USER_ASKS,
+    Qwen,
+    fitting,
+    make_tokenizer,
+    rounds,
+    sampled,
+    tokenizer_of,
+)
 from trainer.agents.call_tree import call_id
 from trainer.config import ModelConfig
 from trainer.data.datasets import render_text
 from trainer.environments.conversation import Conversation
 from trainer.environments.episode_runner import EnvironmentRunner
-from trainer.environments.rendering import find_renderer
-from trainer.environments.template_tools import TemplateTools, _log_fallback
+from trainer.environments.template_tools import TemplateTools, _log_fallback, find_reader
 from trainer.environments.tools import split_tools, with_tools
+from trainer.errors import UserError
 
 NATIVE: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "Qwen2.5": ("qwen2_5", None, {}),
@@ -42,7 +53,7 @@ def native(name: str, response_template: Any = None, variables: Any = None) -> t
     """A tokenizer with the template of a model, and what reads its replies."""
     tokenizer = tokenizer_of(name, variables=variables)
     tokenizer.response_template = response_template
-    found = find_renderer(ModelConfig(path="mine/model"), tokenizer, LONG)
+    found = find_reader(ModelConfig(path="mine/model"), tokenizer)
     assert isinstance(found, TemplateTools)
     return tokenizer, found
 
@@ -52,8 +63,28 @@ def known(request) -> tuple[Any, TemplateTools]:
     return native(*NATIVE[request.param])
 
 
-test_a_prompt = same.test_a_prompt_has_the_tokens_that_the_template_gives
-test_a_reply = same.test_what_was_sampled_stays_and_is_followed_by_what_the_template_writes
+@settings(max_examples=60, deadline=None)
+@given(
+    system=TEXTS | st.none(),
+    first=TEXTS,
+    turns=st.lists(rounds(ends=False), max_size=3),
+    has_tools=st.booleans(),
+)
+def test_a_prompt_has_the_tokens_that_the_template_gives(known, system, first, turns, has_tools):
+    """Calls, answers and thoughts of its history included."""
+    tokenizer, reader = known
+    begin = [{"role": "system", "content": system}] if system else []
+    turns = [fitting(tokenizer, *turn) for turn in turns]
+    messages = [*begin, {"role": "user", "content": first}, *(one for reply, new in turns for one in (reply, *new))]
+    text = render_text(tokenizer, messages, add_generation_prompt=True, tools=TOOLS if has_tools else None)
+    prompt = Conversation(tokenizer, with_tools(messages, TOOLS) if has_tools else messages, reader=reader)
+    assert prompt.token_ids == tokenizer.encode(text, add_special_tokens=False)
+
+
+@settings(max_examples=60, deadline=None)
+@given(turns=st.lists(rounds(), min_size=1, max_size=4))
+def test_what_was_sampled_stays_and_is_followed_by_what_the_template_writes(known, turns):
+    same.check_rounds(*known, turns)
 
 
 @settings(max_examples=30, deadline=None)
@@ -65,7 +96,7 @@ def test_calls_of_qwen35_are_read_and_answered_until_the_user_speaks(name, turns
     same.check_rounds(tokenizer, reader, turns)
     conversation = ask(tokenizer, reader)
     for reply, new in [*turns, ({"role": "assistant", "content": same.END}, [{"role": "user", "content": text}])]:
-        completion, _ = same.written(tokenizer, reader, reply, new)
+        completion, _ = same.written(tokenizer, reply, new)
         conversation.add_reply(completion)
         assert conversation.add_messages(new, LONG)
     first, second = conversation.samples()
@@ -75,7 +106,7 @@ def test_calls_of_qwen35_are_read_and_answered_until_the_user_speaks(name, turns
 
 
 def ask(tokenizer: Any, reader: TemplateTools, tools: Any = TOOLS) -> Conversation:
-    return Conversation(tokenizer, with_tools([USER_ASKS], tools), renderer=reader)
+    return Conversation(tokenizer, with_tools([USER_ASKS], tools), reader=reader)
 
 
 @settings(max_examples=40, deadline=None)
@@ -85,7 +116,7 @@ def test_the_template_of_qwen25_adds_its_own_system_message(system, first):
     tokenizer, reader = native("qwen2_5")
     begin = [{"role": "system", "content": system}] if system else []
     messages = [*begin, {"role": "user", "content": first}]
-    conversation = Conversation(tokenizer, with_tools(messages, TOOLS), renderer=reader)
+    conversation = Conversation(tokenizer, with_tools(messages, TOOLS), reader=reader)
     text = tokenizer.decode(conversation.token_ids)
     assert text == render_text(tokenizer, messages, True, tools=TOOLS)
     assert text.startswith(f"<|im_start|>system\n{system or QWEN25_SYSTEM}\n\n# Tools")
@@ -174,7 +205,7 @@ def test_conversations_without_tools_stay_as_they_were(name, turns):
     """Also those whose environment has its own description of tools."""
     tokenizer, reader = native(name)
     begin = [{"role": "system", "content": "Call <tool_call>."}, USER_ASKS]
-    ours, theirs = Conversation(tokenizer, begin, renderer=reader), Conversation(tokenizer, begin)
+    ours, theirs = Conversation(tokenizer, begin, reader=reader), Conversation(tokenizer, begin)
     for reply, new in turns:
         for conversation in (ours, theirs):
             conversation.add_reply(sampled(tokenizer, f"{reply['content']}{HERMES_CALL}<|im_end|>"))
@@ -202,7 +233,7 @@ def test_otherwise_tools_have_the_format_of_hermes_and_the_log_says_so_once(capl
     for _ in range(2):
         tokenizer = tokenizer_of(template) if template == "glm4moe" else make_tokenizer()
         tokenizer.chat_template = tokenizer.chat_template if template == "glm4moe" else template
-        assert find_renderer(ModelConfig(path="mine/model"), tokenizer, LONG) is None
+        assert find_reader(ModelConfig(path="mine/model"), tokenizer) is None
     (line,) = [line for line in caplog.messages if "Hermes" in line]
     assert reason in line
 
@@ -210,7 +241,7 @@ def test_otherwise_tools_have_the_format_of_hermes_and_the_log_says_so_once(capl
 def test_a_response_template_that_does_not_fit_the_chat_template_is_not_used():
     tokenizer = tokenizer_of("glm4moe")
     tokenizer.response_template = XML_CALLS
-    assert find_renderer(ModelConfig(path="mine/model"), tokenizer, LONG) is None
+    assert find_reader(ModelConfig(path="mine/model"), tokenizer) is None
     _, reader = native("qwen3", GLM_CALLS)
     tokenizer = tokenizer_of("qwen3")
     assert ask(tokenizer, reader).add_reply(sampled(tokenizer, f"{HERMES_CALL}<|im_end|>"))["tool_calls"]
@@ -218,7 +249,7 @@ def test_a_response_template_that_does_not_fit_the_chat_template_is_not_used():
 
 @pytest.mark.parametrize("model", [{"path": None}, {"path": "mine/model", "tool_format": "hermes"}])
 def test_the_built_in_model_and_who_asks_for_it_keep_the_format_of_hermes(model):
-    assert find_renderer(ModelConfig(**model), tokenizer_of("qwen2_5"), LONG) is None
+    assert find_reader(ModelConfig(**model), tokenizer_of("qwen2_5")) is None
 
 
 @pytest.mark.processes
@@ -271,7 +302,7 @@ def test_the_answer_to_a_call_that_cannot_be_read_is_seen_where_templates_answer
     """Also if the reply ends as the template does not end it, so that the history is written again."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = ANSWERS_CALLS
-    reader = find_renderer(ModelConfig(path="mine/model"), tokenizer, LONG)
+    reader = find_reader(ModelConfig(path="mine/model"), tokenizer)
     assert isinstance(reader, TemplateTools)
     conversation = ask(tokenizer, reader)
     assert "tool_calls" not in conversation.add_reply(sampled(tokenizer, f"<tool_call>\n{{broken\n</tool_call>{stop}"))
@@ -292,7 +323,7 @@ def tells_whether_ids_agree() -> tuple[Any, int, TemplateTools]:
     assert begin in tokenizer.chat_template
     shown = "(messages[loop.index0 - 1].tool_calls or [{}])[0].id == message.tool_call_id"
     tokenizer.chat_template = tokenizer.chat_template.replace(begin, f"{begin}'[same: ' + ({shown}) | string + ']' + ")
-    reader = find_renderer(ModelConfig(path="mine/model"), tokenizer, LONG)
+    reader = find_reader(ModelConfig(path="mine/model"), tokenizer)
     assert isinstance(reader, TemplateTools)
     return tokenizer, 10_000, reader
 
@@ -317,3 +348,67 @@ def test_ids_of_the_agent_s_own_belong_to_its_calls(said):
     answer = {"role": "tool", "tool_call_id": "mine", "content": "7"}
     talk.ask([user("a"), own, answer], "It is 7.<|im_end|>", tools=[TOOL])
     assert "[same: True]7" in talk.texts()[-1]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_instruct_2507", "qwen3_5_think", "gptoss"])
+def test_sampled_tokens_stay_without_tools_too(name):
+    """Thoughts that the template would drop from earlier turns, between text of its own."""
+    tokenizer = tokenizer_of(name)
+    conversation = Conversation(tokenizer, [USER_ASKS])
+    prompt = list(conversation.token_ids)
+    stop = "<|return|>" if name == "gptoss" else "<|im_end|>"
+    reply = sampled(tokenizer, f"hm\n</think>\n\n4 {stop}")
+    conversation.add_reply(reply)
+    assert conversation.add_messages([{"role": "user", "content": "and 3?"}], LONG)
+    first, *more = conversation.samples()
+    assert first.token_ids[: len(prompt) + len(reply.token_ids)].tolist() == [*prompt, *reply.token_ids.tolist()]
+    assert first.mask.sum() == len(reply.token_ids) and not any(sample.mask.any() for sample in more)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    system=TEXTS.filter(str.strip) | st.none(),
+    first=TEXTS,
+    described=TEXTS,
+    rounds=st.lists(st.tuples(TEXTS, TEXTS, st.booleans()), max_size=3),
+)
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3"])
+def test_as_text_of_hermes_tools_and_answers_are_written_as_by_the_template(name, system, first, described, rounds):
+    """With `model.tool_format=hermes`. It is the format of these models: the tokens are those of `tools`, but for the
+    system message that Qwen2.5 adds."""
+    tokenizer = tokenizer_of(name, variables={"enable_thinking": False})
+    tools = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "description": described}}, TOOLS[1]]
+    if system is None and name == "qwen2_5":
+        system = QWEN25_SYSTEM
+    begin = [{"role": "system", "content": system}] if system else []
+    messages = [*begin, {"role": "user", "content": first}]
+    conversation = Conversation(tokenizer, with_tools(messages, tools))
+    expected = tokenizer.encode(render_text(tokenizer, messages, True, tools=tools), add_special_tokens=False)
+    for text, answer, calls in rounds:
+        said = f'{text}<tool_call>\n{{"name": "add", "arguments": {{"x": "1"}}}}\n</tool_call>' if calls else text
+        reply, new = sampled(tokenizer, f"{said}<|im_end|>"), [{"role": "tool" if calls else "user", "content": answer}]
+        conversation.add_reply(reply)
+        assert conversation.add_messages(new, LONG)
+        messages += [{"role": "assistant", "content": same.END}, *new]
+        after = render_text(tokenizer, messages, True, tools=tools).rpartition(f"{same.END}<|im_end|>")[2]
+        expected += [*reply.token_ids.tolist(), *tokenizer.encode(after, add_special_tokens=False)]
+    assert len(conversation.samples()) == 1
+    assert conversation.token_ids == expected
+
+
+DROPS = (
+    "{%- for m in messages %}{%- if m.role != 'ROLE' %}{{ '[' + m.role + ']' + m.content }}{%- endif %}{%- endfor %}"
+)
+
+
+@pytest.mark.parametrize("role", ["tool", "system"])
+def test_a_template_that_drops_messages_is_refused(role):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = DROPS.replace("ROLE", role)
+    message = {"role": role, "content": "7"}
+    with pytest.raises(UserError, match=f"drops messages of the role {role}, which the policy would not see"):
+        Conversation(tokenizer, [message, USER_ASKS])
+    conversation = Conversation(tokenizer, [USER_ASKS])
+    conversation.add_reply(sampled(tokenizer, "call<|im_end|>"))
+    with pytest.raises(UserError, match=f"drops messages of the role {role}"):
+        conversation.add_messages([message], LONG)
