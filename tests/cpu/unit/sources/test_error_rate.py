@@ -46,7 +46,7 @@ def test_episodes_that_fail_are_a_share_of_all_sources_with_environments(tmp_pat
     with failing(broken_echo(tmp_path, 0.5), model, mode) as source:
         failed = sum(bool(episode.failure) for episode in source.next(1))
     assert 0 < failed <= 4
-    assert f"{failed} of {failed} episodes of step 1 for loud (100.0%) failed and are left out" in caplog.text
+    assert f"{failed} of {failed} episodes of step 1 for loud (100.0%) failed and have a reward of 0" in caplog.text
     sentence = (
         rf"=0.1: {failed} of 10 episodes of step 1 \(.*%\) failed, {failed} of them for loud \(the first: reset rais"
     )

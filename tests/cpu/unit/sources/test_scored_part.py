@@ -130,7 +130,7 @@ def test_without_a_scorer_the_environment_has_given_the_reward():
         part = ScoredPart(Route(cfg, None, None), by_source(REQUESTS)["a"], 2, block, "step 1")  # type: ignore[arg-type]
         chunk = {
             0: episode(REQUESTS[0], reward=2.0),
-            1: episode(REQUESTS[1], reward=0.0, failure="broke"),
+            1: episode(REQUESTS[1], reward=None, failure="broke"),
             2: episode(REQUESTS[2], reward=1.0),
         }
         known = part.take(chunk, chunk)
