@@ -41,8 +41,8 @@ from trainer.process.signals import CONTINUES, SIGNALS, NoServerStopped, Stopped
 from trainer.process.startup import stage
 from trainer.run.directory import RunDirectory
 from trainer.run.recovery import Recovery
-from trainer.run.replay import ReplayAudit, audit_of
-from trainer.run.saves import SaveSchedule, SaveTracker
+from trainer.run.replay_check import ReplayAudit, audit_of
+from trainer.run.save_schedule import SaveSchedule, SaveTracker
 from trainer.run.state import TrainerState, shape_of_state
 from trainer.run.stopping import StopRequest
 from trainer.seeding import derive_seed

@@ -30,9 +30,8 @@ from trainer.process.failures import INFRASTRUCTURE
 from trainer.process.log_setup import LOG_FILE
 from trainer.process.signals import Stopped
 from trainer.process.startup import stage
-from trainer.run import lineage
 from trainer.run.directory_lock import DirectoryLocks
-from trainer.run.resume import Resume, compare, find_newest, find_resume
+from trainer.run.resume import Resume, compare, find_newest, find_resume, read_lineage
 from trainer.run.run_files import PATTERNS, RunFiles
 from trainer.run.run_metadata import LOG_NAME
 
@@ -73,7 +72,7 @@ class RunDirectory:
         """The files of the run directory that checkpoints carry, if the store asks for it."""
         self.resume: Resume | None = None
         self.lineage: dict[str, Any] = {}
-        """For a fork: the checkpoint that it started from (see `trainer.run.lineage`). Empty for other runs."""
+        """For a fork: the checkpoint that it started from (see `read_lineage`). Empty for other runs."""
 
     @property
     def continued(self) -> Checkpoint | None:
@@ -135,7 +134,7 @@ class RunDirectory:
                 if self.resume is None and self.cfg.trainer.resume_mode == "latest" and not wait:
                     path = self.cfg.trainer.run_dir
                     LOG.info("%s holds no checkpoint to continue: training starts from the beginning", path)
-                self.lineage = lineage.read(self.cfg.trainer.run_dir)
+                self.lineage = read_lineage(self.cfg.trainer.run_dir)
                 if (continued := self.continued) is not None:
                     self._complete_record(continued)
                 self._check_metrics()

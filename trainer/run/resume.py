@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import os
 import shlex
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,20 +19,26 @@ from trainer.checkpoint import record
 from trainer.checkpoint.checkpoint_files import step_in
 from trainer.checkpoint.components import Restore, read_config
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError
+from trainer.checkpoint.manifest import LINEAGE, Checkpoint, CorruptCheckpointError
 from trainer.checkpoint.start_weights import movable_paths
 from trainer.checkpoint.store import open_store
 from trainer.config import LOAD_COMPONENTS, Config
 from trainer.config.fields import SavedRun
 from trainer.errors import UserError
+from trainer.files.atomic_io import read_file, write_file
+from trainer.files.documents import parse_object
+from trainer.files.hf_hub import first_line
 from trainer.files.redaction import redact
 from trainer.files.uris import absolute, is_same, is_url
-from trainer.run import compatibility, lineage
+from trainer.metrics.tracker import METRICS_FILE, PARENT_FILE, as_lines, read_metrics
+from trainer.run import compatibility
 from trainer.run.recorded_task import starts_from
+from trainer.run.run_files import RunFiles
 from trainer.run.run_metadata import has_metrics, second_run
 
 LOG = logging.getLogger(__name__)
 
+LINEAGE_FILE = "lineage.json"
 _NOT_SHOWN = ("trainer.resume_", "trainer.load_components", "trainer.allow_")
 _NAMED_AFTER_RUN = ("trainer.run_dir", "trainer.ckpt_path", "trainer.export_path", "logger.name", "logger.group")
 """Keys that follow `trainer.run_name`, unless they are set."""
@@ -80,10 +88,10 @@ def find_resume(cfg: Config, checkpoints: CheckpointManager) -> Resume | None:
     checkpoint, fork = _find_named(cfg, checkpoints, holds_run)
     resume = compare(cfg, checkpoint, fork)
     if fork:
-        lineage.write(t.run_dir, checkpoint)
+        write_lineage(t.run_dir, checkpoint)
         if "state" in resume.restore.kinds:  # else the fork counts its steps from 0
             parent_run_dir = str(read_config(checkpoint).get("trainer", {}).get("run_dir", ""))
-            lineage.copy_metrics(t.run_dir, checkpoint, parent_run_dir)
+            copy_parent_metrics(t.run_dir, checkpoint, parent_run_dir)
     return resume
 
 
@@ -110,7 +118,7 @@ def _check_no_fork(run_dir: str) -> None:
     Raises:
         UserError: it is a fork.
     """
-    if forked := lineage.read(run_dir):
+    if forked := read_lineage(run_dir):
         raise UserError(
             f"trainer.run_dir={run_dir}: holds a fork that has no checkpoint yet; start it again with "
             f"trainer.resume_mode=from_path trainer.resume_path={forked['forked_from']}, or choose another "
@@ -131,7 +139,7 @@ def _find_named(cfg: Config, checkpoints: CheckpointManager, holds_run: bool) ->
         raise UserError(f"trainer.resume_path={t.resume_path}: {problem}{_checkpoints_near(path)}")
     if is_same(os.path.dirname(path), t.ckpt_path):
         return _verify_newest(cfg, checkpoints, path), False
-    forked = lineage.read(t.run_dir)
+    forked = read_lineage(t.run_dir)
     if forked and (holds_run or forked["forked_from"] == path):  # else no fork was ever trained here
         if forked["forked_from"] != path:
             raise UserError(
@@ -241,3 +249,59 @@ def compare(cfg: Config, checkpoint: Checkpoint, fork: bool) -> Resume:
         same_rounding=versions == {__version__} and compatibility.same_rounding(since, rules),
         altered=altered,
     )
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The origin of a fork. `lineage.json` names the checkpoint that the fork started from. `metrics.parent.jsonl` is a copy
+# of the parent's metrics up to there, because the parent may be deleted.
+
+
+def read_lineage(run_dir: str) -> dict[str, Any]:
+    """Return the record that `write_lineage` wrote (see `manifest.LINEAGE`); empty if the run is not a fork.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    path = os.path.join(run_dir, LINEAGE_FILE)
+    if not os.path.lexists(path):
+        return {}
+    try:
+        return parse_object(read_file(path), LINEAGE)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path}: is damaged ({first_line(error)}), and names the checkpoint that this fork started from; restore "
+            "the file from `parent` in the manifest.json of a checkpoint, or remove it and use "
+            "trainer.resume_mode=latest"
+        ) from error
+
+
+def write_lineage(run_dir: str, parent: Checkpoint) -> dict[str, Any]:
+    """Record that this run starts from the checkpoint `parent`; return the record."""
+    lineage = {"forked_from": parent.path, "step": parent.step, "manifest": parent.manifest["self"]}
+    write_file(os.path.join(run_dir, LINEAGE_FILE), json.dumps(lineage, indent=2))
+    return lineage
+
+
+def copy_parent_metrics(run_dir: str, parent: Checkpoint, parent_run_dir: str) -> None:
+    """Copy the metrics of the parent, and of its own parent, up to the step of its checkpoint.
+
+    They are for the report alone: if they are gone or damaged, the fork starts without them.
+
+    Args:
+        parent_run_dir: as the parent's config names it. What the checkpoint carries, and the directory above the
+            checkpoints, are tried first, because a run may have been moved.
+    """
+    with tempfile.TemporaryDirectory() as carried:
+        try:
+            store = open_store(os.path.dirname(parent.path))
+            RunFiles(carried, store).restore(parent, (METRICS_FILE, PARENT_FILE))
+            for directory in (carried, os.path.dirname(os.path.dirname(parent.path)), parent_run_dir):
+                own = read_metrics(os.path.join(directory, METRICS_FILE))
+                earlier = read_metrics(os.path.join(directory, PARENT_FILE))
+                if own:
+                    rows = [row for row in earlier if row["step"] < own[0]["step"]]
+                    rows += [row for row in own if row["step"] <= parent.step]
+                    write_file(os.path.join(run_dir, PARENT_FILE), as_lines(rows))
+                    return
+        except (OSError, UserError) as error:
+            LOG.warning("the report will not show the parent of this fork: %s", error)

@@ -8,7 +8,7 @@ import pytest
 
 from trainer.checkpoint.manager import SaveResult
 from trainer.errors import UserError
-from trainer.run.saves import SaveSchedule, SaveTracker
+from trainer.run.save_schedule import SaveSchedule, SaveTracker
 
 
 def test_saves_are_due_by_steps_and_by_minutes(monkeypatch):

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.runs import configured, opened, save_steps
 from trainer.config import compose
-from trainer.run.replay import ReplayAudit, audit_of, first_difference
+from trainer.run.replay_check import ReplayAudit, audit_of, first_difference
 
 
 def logged(tmp_path, rows: list[dict]) -> str:
