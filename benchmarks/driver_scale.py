@@ -22,8 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.cluster.timeouts import timeouts_of
-from trainer.cluster.worker_groups import WorkerGroup
+from trainer.cluster.worker_groups import WorkerGroup, timeouts_of
 from trainer.config import Config, EngineSpec
 from trainer.episodes import Episode, Sample
 from trainer.generation.engine import Completion, Request, Sampling

@@ -15,8 +15,7 @@ from ray import cloudpickle
 from ray._private.state import actors
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from trainer.cluster.timeouts import Timeouts
-from trainer.cluster.worker_groups import WorkerGroup
+from trainer.cluster.worker_groups import Timeouts, WorkerGroup
 from trainer.cluster.worker_setup import failure_of, prepare_process
 from trainer.errors import RESTART_HINT, WorkerError, one_line
 from trainer.process import time_limits

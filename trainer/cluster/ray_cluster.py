@@ -33,8 +33,7 @@ from trainer.cluster.resources import (
     rank_groups,
     slots_needed,
 )
-from trainer.cluster.timeouts import timeouts_of
-from trainer.cluster.worker_groups import WorkerGroup
+from trainer.cluster.worker_groups import WorkerGroup, timeouts_of
 from trainer.config import Config
 from trainer.errors import RESTART_HINT, UserError, WorkerError, describe_error, one_line
 from trainer.process import time_limits

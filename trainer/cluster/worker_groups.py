@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from trainer.cluster.resources import FindGpus
-from trainer.cluster.timeouts import Timeouts
+from trainer.config import TrainerConfig
 from trainer.errors import RESTART_HINT, FailureSource, UserError, WorkerError, set_failure_source
 from trainer.process import time_limits
 from trainer.process.signals import CONTINUES, SIGNALS, Stopped
@@ -22,6 +22,44 @@ LOG = logging.getLogger(__name__)
 # When a rank dies, its connections close, so the other ranks fail too. Their errors may arrive first. The user should
 # read the cause and not its effects.
 _ECHO_SIGNS = ("Connection closed", "Connection reset", "gloo", "NCCL", "recvBytes", "process group")
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """How long the driver waits for processes."""
+
+    heartbeat_s: float
+    """Age of a heartbeat, in seconds, after which a process counts as dead."""
+    rpc_s: float
+    """Longest duration of one call, in seconds."""
+    failed_process: Callable[[], str | None] = lambda: None
+    """Returns the name of a process of the cluster that has died, or None if all run."""
+    failed_nodes: Callable[[], Mapping[str, str]] = dict
+    """Returns the addresses of failed nodes, each with the reason."""
+
+    def heartbeat_limit_s(self, is_starting: bool) -> float:
+        """Return the age of a heartbeat, in seconds, after which a process counts as dead.
+
+        Args:
+            is_starting: the object of the process is not built yet.
+        """
+        return max(self.heartbeat_s, time_limits.IMPORTS_S) if is_starting else self.heartbeat_s
+
+    def check_cluster(self) -> None:
+        """Check that all processes of the cluster run. Otherwise a call of Ray could hang or end this process.
+
+        Raises:
+            WorkerError: a process of the cluster has died.
+        """
+        if process := self.failed_process():
+            raise WorkerError(f"{process} died, and the job with it", "restart it with the same command", "cluster")
+
+
+def timeouts_of(
+    t: TrainerConfig, failed_process: Callable[[], str | None], failed_nodes: Callable[[], Mapping[str, str]] = dict
+) -> Timeouts:
+    """Return the timeouts of a run."""
+    return Timeouts(t.heartbeat_timeout_s, t.rpc_timeout_s, failed_process, failed_nodes)
 
 
 class Cluster(Protocol):

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.namespaces import with_mounts
 from tests.support.refusals import refused
-from trainer.cluster.ray_tmpdir import check_tmpdir
+from trainer.cluster.ray_head import check_tmpdir
 from trainer.errors import UserError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.cluster.timeouts import Timeouts, timeouts_of
+from trainer.cluster.worker_groups import Timeouts, timeouts_of
 from trainer.config import Config
 from trainer.errors import WorkerError
 from trainer.process import time_limits
