@@ -100,8 +100,15 @@ def _written(text: str) -> str:
 
 
 def redact_text(text: str) -> str:
-    """Return a text, such as an error message, without the secrets that the config names, and those in addresses."""
-    return _IN_ADDRESS.sub(HIDDEN, _REFERENCE.sub(HIDDEN, _written(text)) if _named else text)
+    """Return a text, such as an error message, without the secrets that this process knows, and those in addresses.
+
+    It knows those that the config names, and the environment variables with a secret's name.
+    """
+    text = _REFERENCE.sub(HIDDEN, _written(text)) if _named else text
+    for name in list(os.environ):  # another thread may remove one
+        if is_secret(name) and len(secret := os.environ.get(name, "").strip()) >= _SHORTEST:
+            text = text.replace(secret, HIDDEN)
+    return _IN_ADDRESS.sub(HIDDEN, text)
 
 
 def redact_command(arguments: Sequence[str]) -> list[str]:
