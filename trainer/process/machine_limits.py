@@ -1,4 +1,7 @@
-"""The cores and the memory of this machine that this process may use: in containers and batch jobs, a part of it."""
+"""The cores and the memory of this machine that this process may use: in containers and batch jobs, a part of it.
+
+The limits are those of control groups of version 2.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,10 @@ def usable_cores(root: str = "/") -> int:
     Args:
         root: directory that holds `proc` and `sys`.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    limits = [float(cores)]
-    for group in _groups(root, "cpu"):
-        quota, period = _words(group / "cpu.max")[:2] or ["max", "100000"]
-        limits += _share(quota, period)
-        for quota, period in zip(_words(group / "cpu.cfs_quota_us"), _words(group / "cpu.cfs_period_us"), strict=False):
-            limits += _share(quota, period)
+    limits = [float(len(os.sched_getaffinity(0)))]
+    for group in _groups(root):
+        quota, period = _text(group / "cpu.max").split()[:2] or ["max", "100000"]
+        limits += [int(quota) / int(period)] if quota.isdigit() else []
     return max(1, int(min(limits)))
 
 
@@ -29,11 +29,8 @@ def usable_memory(root: str = "/") -> int:
     Args:
         root: directory that holds `proc` and `sys`.
     """
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for group in _groups(root, "memory"):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            limits += [int(word) for word in _words(group / name)[:1] if word.isdigit()]
-    return min(limits)
+    limits = [_text(group / "memory.max").strip() for group in _groups(root)]
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *map(int, filter(str.isdigit, limits))])
 
 
 def available_bytes(root: str = "/") -> int | None:
@@ -44,41 +41,24 @@ def available_bytes(root: str = "/") -> int | None:
     """
     available = _numbers(Path(root, "proc/meminfo")).get("MemAvailable:")
     free = [] if available is None else [1024 * available]
-    for group in _groups(root, "memory"):
-        for limit, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-            words = [*_words(group / limit)[:1], *_words(group / usage)[:1]]
-            if len(words) == 2 and all(word.isdigit() for word in words):
-                stat = _numbers(group / "memory.stat")
-                lists = ("inactive_file", "active_file")  # files read once, and more often: the kernel frees both
-                cache = sum(stat.get(f"total_{name}", stat.get(name, 0)) for name in lists)
-                free.append(max(0, int(words[0]) - int(words[1]) + cache))
+    for group in _groups(root):
+        limit, usage = _text(group / "memory.max").strip(), _text(group / "memory.current").strip()
+        if limit.isdigit() and usage.isdigit():
+            stat = _numbers(group / "memory.stat")  # the kernel frees pages of files
+            free.append(max(0, int(limit) - int(usage) + stat.get("inactive_file", 0) + stat.get("active_file", 0)))
     return min(free, default=None)
 
 
-def _share(quota: str, period: str) -> list[float]:
-    """Return the cores of a limit as a list; of no limit, `max` or -1, an empty one."""
-    return [int(quota) / int(period)] if quota.isdigit() and period.isdigit() and int(period) else []
-
-
-def _groups(root: str, controller: str) -> Iterator[Path]:
-    """Yield the directories of the control groups of this process, of version 2 and of version 1, and their parents.
+def _groups(root: str) -> Iterator[Path]:
+    """Yield the directories of the control group of this process and of its parents.
 
     In a container, the directory of the root often stands for the group of the container.
     """
-    mounted = Path(root, "sys/fs/cgroup")
     for line in _text(Path(root, "proc/self/cgroup")).splitlines():
-        if line.count(":") < 2:
-            continue
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        group = Path(path.lstrip("/"))
-        for parent in (group, *group.parents):
-            yield mounted / (controller if controllers else "") / parent
-
-
-def _words(file: Path) -> list[str]:
-    return _text(file).split()
+        if line.startswith("0::"):
+            group = Path(line[3:].lstrip("/"))
+            for parent in (group, *group.parents):
+                yield Path(root, "sys/fs/cgroup", parent)
 
 
 def _numbers(file: Path) -> dict[str, int]:
