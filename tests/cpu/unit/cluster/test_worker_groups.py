@@ -20,7 +20,8 @@ from tests.support.jobs import wait_until
 from trainer.cluster.process_cluster import ProcessCluster
 from trainer.cluster.ray_cluster import RayCluster
 from trainer.cluster.supervisor import is_running
-from trainer.cluster.worker_groups import CallFutures, WorkerGroup
+from trainer.cluster.worker_groups import CallFutures, Timeouts, WorkerGroup, timeouts_of
+from trainer.config import Config
 from trainer.errors import UserError, WorkerError, failure_source_of
 from trainer.process import time_limits
 from trainer.process.tracing import TRACER
@@ -226,3 +227,26 @@ def test_poll_returns_the_failure_of_one_worker_and_the_results_of_others(group)
     result, error = outcomes[1]
     assert result is None and error.cause == "killed" and failure_source_of(error).name == "rank 1"
     assert failure_source_of(error).role == "rank"
+
+
+def test_the_config_says_how_long():
+    t = Config().trainer
+    t.heartbeat_timeout_s, t.rpc_timeout_s = 11.0, 12.0
+    timeouts = timeouts_of(t, lambda: "x", lambda: {"10.0.0.1": "no answer"})
+    assert (timeouts.heartbeat_s, timeouts.rpc_s) == (11.0, 12.0)
+    assert timeouts.failed_process() == "x" and timeouts.failed_nodes() == {"10.0.0.1": "no answer"}
+
+
+def test_imports_of_a_starting_process_may_keep_it_from_answering():
+    limit = time_limits.IMPORTS_S
+    for heartbeat_s in (1.0, limit + 1):
+        timeouts = Timeouts(heartbeat_s, 1.0)
+        assert timeouts.heartbeat_limit_s(is_starting=False) == heartbeat_s
+        assert timeouts.heartbeat_limit_s(is_starting=True) == max(heartbeat_s, limit)
+
+
+def test_a_process_of_the_cluster_that_died_ends_the_job_with_its_name():
+    Timeouts(1.0, 1.0).check_cluster()
+    with pytest.raises(WorkerError, match="^raylet died, and the job with it") as raised:
+        Timeouts(1.0, 1.0, lambda: "raylet").check_cluster()
+    assert raised.value.cause == "cluster" and "restart it with the same command" in str(raised.value)
