@@ -7,11 +7,9 @@ and the bytes of its final weights must be those of an uninterrupted run.
 
 from __future__ import annotations
 
-import functools
 import random
-import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +17,9 @@ import pytest
 import torch
 from safetensors.torch import load
 
+from tests.support.buckets import make_bucket, s3_server, use_s3
 from tests.support.jobs import comparable, metrics
-from tests.support.killed_jobs import PLACES, STEPS, assert_trained_once, run_until
+from tests.support.killed_jobs import STEPS, assert_trained_once, run_until
 from trainer.config import TinyConfig
 from trainer.models.tiny import build_tiny
 
@@ -34,9 +33,10 @@ class Job:
     directory: Path
     overrides: tuple[str, ...]
 
-    def run(self, **options) -> bool:
+    def run(self, overrides: tuple[str, ...] = (), **options) -> bool:
         self.directory.mkdir(exist_ok=True)
-        return run_until(self.directory / "log", f"trainer.run_dir={self.directory}/run", *self.overrides, **options)
+        words = (f"trainer.run_dir={self.directory}/run", *self.overrides, *overrides)
+        return run_until(self.directory / "log", *words, **options)
 
     def outcome(self) -> tuple[list[dict], bytes]:
         rows = metrics(self.directory / "run")
@@ -54,18 +54,11 @@ def model(tmp_path_factory) -> str:
     return path
 
 
-ONE_RANK = ("trainer.num_workers=1",)
 AHEAD = ("trainer.num_workers=2", "rollout.ahead=1")
-GRPO = (*AHEAD, "algorithm=grpo", "algorithm.kl_coef=0.01")
-DYNAMIC = (*AHEAD, "algorithm=dapo")
-TURNS = (*AHEAD, "algorithm=grpo", "environment.name=tests.support.environments:Hashed", "environment.max_turns=3",
+TURNS = ("environment.name=tests.support.environments:Hashed", "environment.max_turns=3",
          "environment.max_tokens=72", "rollout.max_prompt_tokens=64")  # fmt: skip
-
-
-@pytest.fixture
-def overrides(request, model) -> tuple[str, ...]:
-    """Of a job with these settings."""
-    return f"model.path={model}", *request.param
+EVERYTHING = (*AHEAD, *TURNS, "algorithm=ppo", "algorithm.kl_coef=0.01", "trainer.lock_lease_s=1")
+"""PPO: policy, critic and reference on two ranks, with rollouts ahead and episodes of several turns."""
 
 
 @dataclass
@@ -76,62 +69,76 @@ class Uninterrupted:
 
 
 @pytest.fixture(scope="module")
-def run_uninterrupted(tmp_path_factory) -> Callable[[tuple[str, ...]], Uninterrupted]:
-    """Run a job uninterrupted, once for all tests of it; returns its outcome and its duration."""
+def job_of(model) -> Callable[[Path], Job]:
+    """Make a job of `EVERYTHING` that uploads its checkpoints from a disk of its own to a bucket of its own."""
 
-    @functools.cache
-    def run(overrides: tuple[str, ...]) -> Uninterrupted:
-        job = Job(tmp_path_factory.mktemp("uninterrupted"), overrides)
-        started = time.monotonic()
-        assert job.run()
-        return Uninterrupted(job.outcome(), time.monotonic() - started, job.directory / "run")
+    def make(directory: Path) -> Job:
+        bucket = make_bucket(directory.parent.name.replace("_", "-")[-40:].strip("-") + "-job")
+        uploads = (f"trainer.ckpt_path={bucket}/run", f"trainer.ckpt_cache_dir={directory}/disk")
+        return Job(directory, (f"model.path={model}", *EVERYTHING, *uploads))
 
-    return run
+    return make
 
 
-@pytest.fixture
-def uninterrupted(overrides, run_uninterrupted) -> Uninterrupted:
-    return run_uninterrupted(overrides)
+@pytest.fixture(scope="module")
+def uninterrupted(job_of, store, tmp_path_factory) -> Uninterrupted:
+    job = job_of(tmp_path_factory.mktemp("uninterrupted") / "job")
+    started = time.monotonic()
+    assert job.run()
+    return Uninterrupted(job.outcome(), time.monotonic() - started, job.directory / "run")
 
 
-# Each start of a life is killed at a place in one of its first steps or saves, and leaves what the next one finds.
-# Policy and critic are staged and written one after the other; a step is logged before it is saved.
-FIRST_SAVES = [(place, 1) for place in ("save:hinted", *(place for place in PLACES if place != "save:hinted"))]
-LATER_SAVES = [
-    [("save:begin", 2), ("save:staging", 2)],
-    [("save:staged", 4), ("save:shards_written", 4)],
-    [("save:parts_written", 2), ("save:manifest_written", 2)],
-    [("logged", 3), ("save:published", 2)],
-    [("logged", 3), ("save:hinted", 2)],
+@pytest.fixture(scope="module", autouse=True)
+def store() -> Iterator[None]:
+    """A server of object storage, for all jobs of this file."""
+    with s3_server() as url, pytest.MonkeyPatch.context() as patch:
+        use_s3(patch, url)
+        yield
+
+
+# Each start is killed in one phase of its first steps or saves, and leaves what the next start finds. Policy and critic
+# are staged and written one after the other; a step is logged before it is saved.
+PHASES = [
+    ("ahead:begun", 1),
+    ("ahead:generated", 1),
+    ("sampled", 2),
+    ("scored", 2),
+    ("updating", 3),
+    ("save:begin", 1),
+    ("save:staging", 2),
+    ("save:staged", 2),
+    ("save:shards_written", 1),
+    ("save:parts_written", 1),
+    ("save:manifest_written", 1),
+    ("save:published", 1),
+    ("ahead:begun", 1),
+    ("ahead:generated", 1),
+    ("trained", 2),
+    ("logged", 2),
+    ("upload:copied", 1),
+    ("upload:published", 1),
+    ("save:hinted", 1),
+    ("save:deleting", 1),
 ]
-WHILE_GENERATING = [(place, 1) for place in ("ahead:begun", "ahead:generated")]  # of a step ahead, before any save
-WHILE_GENERATING += [("ahead:begun", 4), ("ahead:generated", 4)]
-LIVES = [(ONE_RANK, FIRST_SAVES), (AHEAD, FIRST_SAVES), *((AHEAD, life) for life in LATER_SAVES[:2])]
-IN_A_STEP = [("sampled", 2), ("scored", 2), ("updating", 3), ("trained", 2)]
-for job, saves in zip((GRPO, DYNAMIC, TURNS), LATER_SAVES[2:], strict=True):
-    LIVES += [(job, saves), (job, WHILE_GENERATING), (job, IN_A_STEP)]
-LIVES += [(AHEAD, WHILE_GENERATING)]
 
 
-@pytest.mark.parametrize(("overrides", "life"), LIVES, indirect=["overrides"])
-def test_a_job_killed_in_every_phase_ends_like_an_uninterrupted_one(overrides, uninterrupted, life, tmp_path):
-    job = Job(tmp_path / "job", overrides)
-    for place, nth in life:
-        reached = tmp_path / f"reached {place}"
+def test_a_job_killed_in_every_phase_ends_like_an_uninterrupted_one(job_of, uninterrupted, tmp_path):
+    job = job_of(tmp_path / "job")
+    for number, (place, nth) in enumerate(PHASES):
+        reached = tmp_path / f"reached {number}"
         env = {"TRAINER_FAILPOINT": f"{place},{nth},{reached}"}
         assert not job.run(env=env, kill_when=lambda _, reached=reached: reached.exists()), place
     assert job.run()
     assert job.outcome() == uninterrupted.outcome
-    left = [path.name for path in (tmp_path / "job/run/checkpoints").iterdir() if path.name.startswith(".")]
+    left = [path.name for path in (tmp_path / "job/disk").iterdir() if path.name.startswith(".")]
     assert left == []
 
 
-@pytest.mark.parametrize("overrides", [GRPO], indirect=True)
-def test_a_fork_of_a_job_with_rollouts_ahead_ends_like_its_parent(overrides, uninterrupted, tmp_path):
+def test_a_fork_of_a_job_with_rollouts_ahead_ends_like_its_parent(job_of, uninterrupted, tmp_path):
     """Its first step trains on what the checkpoint holds: the weights that sampled that are gone."""
-    parent = uninterrupted.run_dir / "checkpoints/global_step_4"
-    job = Job(tmp_path / "fork", (*overrides, "trainer.resume_mode=from_path", f"trainer.resume_path={parent}"))
-    assert job.run()
+    parent = uninterrupted.run_dir.parent / "disk/global_step_4"
+    job = job_of(tmp_path / "fork")
+    assert job.run(overrides=("trainer.resume_mode=from_path", f"trainer.resume_path={parent}"))
     fork = comparable(metrics(job.directory / "run"))
     assert [row["step"] for row in fork] == [5, 6] and fork == uninterrupted.outcome[0][5:]
     exported = job.directory / f"run/exports/global_step_{STEPS}/policy/model.safetensors"
@@ -185,17 +192,16 @@ def test_a_job_killed_under_one_layout_ends_under_others_as_if_never_killed(tmp_
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-5) for name in theirs)
 
 
-@pytest.mark.parametrize(("overrides", "trial"), [(ONE_RANK, 0), (AHEAD, 1)], indirect=["overrides"])
-def test_a_job_killed_at_random_moments_ends_as_if_never_killed(overrides, uninterrupted, trial, tmp_path):
+def test_a_job_killed_at_random_moments_ends_as_if_never_killed(job_of, uninterrupted, tmp_path):
     """Four kills spread over the life of a job, its start and its saves included."""
-    moments = random.Random(f"{overrides[1:]} {trial}")
-    job = Job(tmp_path / "job", overrides)
+    moments = random.Random(1)
+    job = job_of(tmp_path / "job")
     kills, longest = 0, uninterrupted.seconds
     while kills < 4:
         moment = moments.uniform(0.1, longest)
         if job.run(kill_when=lambda seconds, moment=moment: seconds > moment):
             longest *= 0.7  # it is quicker now: aim earlier, and begin again
-            shutil.rmtree(tmp_path / "job/run")
+            job = job_of(tmp_path / f"job{longest:.3f}")
         else:
             kills += 1
     assert job.run()
