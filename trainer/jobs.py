@@ -67,7 +67,7 @@ def run_task(task: Task, device: str, early: Early = None) -> None:
             with stage("importing transformers"):
                 import_configs()  # while Ray starts; the tokenizers follow while ranks do
             cluster = ends.enter_context(cluster_of(cfg, device, early))
-            ends.enter_context(directory.settling())
+            ends.enter_context(directory.checkpoints.ended())
             watchdog = ends.enter_context(Watchdog(t.hang_timeout_s, t.rpc_timeout_s))
             if server is not None:
                 server.progress = watchdog.progress
@@ -151,9 +151,6 @@ def cluster_of(cfg: Config, device: str, early: Early = None) -> Cluster:
 def _is_finished(directory: RunDirectory, steps: int, exported: bool) -> bool:
     """All steps are committed, validated, uploaded and, if wanted, exported: restarting the command changes nothing."""
     continued = directory.continued
-    if continued is None or continued.step < steps or directory.lacks_validation():
-        return False
-    uploads = directory.checkpoints.store.uploads
-    if uploads is not None and uploads.needs_ranks():
+    if continued is None or continued.step < steps:
         return False
     return not exported or is_exported(export_target(directory.cfg, continued.step))

@@ -26,7 +26,7 @@ from trainer.files.redaction import redact
 from trainer.journal.history import first_history, history_at
 from trainer.journal.journal import Journal
 from trainer.learner.learner import Learner
-from trainer.metrics.best import best_so_far, better, score_of
+from trainer.metrics.best import better, score_of
 from trainer.metrics.health import MetricChecks
 from trainer.metrics.progress import Progress
 from trainer.metrics.prometheus import MetricsServer
@@ -217,7 +217,7 @@ class Trainer:
     ) -> dict[str, float]:
         """Move the ledger, evaluate, compare a replayed step with the log, log, export.
 
-        If the weights are not published, engines may have older ones: the run stops, and its next start evaluates.
+        If the weights are not published, engines may have older ones: the run stops without a validation.
         Returns all metrics of the step. `state.step` is below `step` if the run has gone back to an earlier checkpoint.
         """
         state = self.state
@@ -236,11 +236,9 @@ class Trainer:
         metrics["progress/epoch"] = self.source.epoch
         if (uploads := self.checkpoints.store.uploads) is not None:
             metrics["time/upload_lag"] = uploads.lag_s()
-        self._lacks_validation = self.evaluator is not None and self.cfg.validates(step)
         with self._left_out_at_stop():
-            if self._lacks_validation and is_published:
+            if is_published and self.cfg.validates(step):
                 metrics |= self._evaluate(step)
-                self._lacks_validation = False
         problem = self.audit.check(step, metrics, self.journal.has_all(step)) if self.audit else None
         if problem is not None and not self._accept_mismatch(problem):
             return metrics
@@ -254,7 +252,6 @@ class Trainer:
         """Build the state with which ranks start. `_train` then loads the last commit."""
         t, resume = self.cfg.trainer, self.directory.resume
         self.state = TrainerState()
-        self._lacks_validation = False  # of the last step: a signal has ended it
         self.saves = SaveTracker(t.ckpt_path, t.ckpt_failures_allowed, self.schedule)
         self.saves.last_good = resume.checkpoint.path if resume is not None else ""
 
@@ -295,7 +292,7 @@ class Trainer:
             self.load_checkpoint()
         self.saves.begun = None  # a later step has gone with the history that is given up
         self.journal.remove_after(self.state.step)
-        self.tracker.rewind(self.state.step, self.directory.lacks_validation())
+        self.tracker.rewind(self.state.step)
         self.transcripts.rewind(self.state.step)
         self._begin_checks()
         self.source.publish(version=self.state.step + 1)
@@ -332,15 +329,14 @@ class Trainer:
         step, total = self.state.step, self.cfg.total_steps
         self.stop.consider_deadline(2 * metrics["time/step"] + 2 * self.saves.seconds + 5)
         last = step == total
-        stopping = self.stop.reason is not None and (not last or self._lacks_validation)
+        stopping = self.stop.reason is not None and not last
         with self.timer("checkpoint_blocked"):
             if stopping or last:
                 self._save_last(metrics)
             elif self.schedule.due(step):
                 self.save_checkpoint(metrics)
         if stopping:
-            left = " before its validation" if self._lacks_validation else ""
-            raise Stopped(f"stopped after step {step} of {total}{left} ({self.stop.reason}); {CONTINUES}")
+            raise Stopped(f"stopped after step {step} of {total} ({self.stop.reason}); {CONTINUES}")
 
     def save_checkpoint(self, metrics: dict[str, float]) -> None:
         """Begin to write `global_step_{step}`; training continues meanwhile, unless `trainer.ckpt_async` is false."""
@@ -355,7 +351,6 @@ class Trainer:
             **score_of(self.state.best, *self.cfg.compared_by, metrics),
             "parent": self.directory.lineage or None,
             "metrics_from": self.tracker.first_step,
-            "lacks_validation": self._lacks_validation,
         }
         with self.saves.blocking(step):
             # A checkpoint must not outlive what was logged of its steps.
@@ -399,7 +394,8 @@ class Trainer:
     def load_checkpoint(self) -> None:
         """Restore the checkpoint that the run directory has found; without one, the run starts from the beginning."""
         self.audit = None
-        resume = self.directory.find_readable(self.learner.ranks)
+        self.directory.check_access(self.learner.ranks)
+        resume = self.directory.resume
         if resume is None:
             self.journal.start(0, first_history(self.cfg, self.model_path))
             return
@@ -442,20 +438,13 @@ class Trainer:
         return evaluation.metrics
 
     def _evaluate_start(self) -> None:
-        """Evaluate the initial weights, or those of the checkpoint if a signal has ended the validation of its step."""
-        step = self.state.step
-        if step == 0 and self.cfg.validates_start:
+        """Evaluate the initial weights."""
+        if self.state.step == 0 and self.cfg.validates_start:
             self._log(0, self._evaluate(0))
-        elif (continued := self.directory.continued) is not None and continued.manifest.get("lacks_validation"):
-            if self.directory.lacks_validation():
-                self.tracker.complete(self._evaluate(step), self.transcripts.pop(step))
-                self.directory.add_validation(self.transcripts.flush)
-                self._begin_checks()
-            self.state.best = best_so_far(self.directory.metrics(), *self.cfg.compared_by)
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         self.state.best = better(self.state.best, *self.cfg.compared_by, step, metrics)
-        self.tracker.log(step, metrics, self.transcripts.pop(step), self._lacks_validation)
+        self.tracker.log(step, metrics, self.transcripts.pop(step))
         self.progress.update(step, metrics)
         if (divergence := self.checks.update(step, metrics)) is not None:
             raise self.recovery.diverged(divergence, self.checkpoints.store.steps())
@@ -475,7 +464,7 @@ class Trainer:
         begins = self.journal.beginning if self.directory.continued is None else None
         tracker = Tracker(run_dir, cfg.logger, config, run_ids, check, self.server, self.recovery.restarted, begins)
         # Without a checkpoint of its own, the run rewinds to before its first line: an earlier start may have died.
-        tracker.rewind(self.state.step or -1, self.directory.lacks_validation())
+        tracker.rewind(self.state.step or -1)
         self.transcripts.rewind(self.state.step)
         return tracker
 

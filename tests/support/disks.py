@@ -5,17 +5,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import socket
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-from tests.support.ranks import local_cluster
-from trainer.config import Config
-from trainer.learner.train_workers import TrainWorkers
 
 _NEW_NAME = 0x04000000  # CLONE_NEWUTS
 DISK = "/proc/self/cwd/disk"
@@ -47,15 +40,3 @@ class Process:
         """Unset the environment variables with this prefix."""
         for name in [name for name in os.environ if name.startswith(prefix)]:
             del os.environ[name]
-
-
-@contextlib.contextmanager
-def ranks_on(nodes: Sequence[Path], cfg: Config, model: Path) -> Iterator[TrainWorkers]:
-    """One rank on each of these nodes, connected, with the weights in `model`."""
-    with local_cluster(len(nodes), cfg, "cpu") as cluster:
-        ranks = TrainWorkers(cluster.cfg, cluster)
-        for number, node in enumerate(nodes):
-            node.mkdir(exist_ok=True)
-            ranks.ask([number], Process(), "live_on", str(node))
-        ranks.begin(str(model))()
-        yield ranks

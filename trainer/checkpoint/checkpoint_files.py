@@ -43,8 +43,6 @@ class CheckpointFiles:
     """The files below the root of a storage. What this process has written is measured and hashed on its way."""
 
     storage: Storage
-    replicas: int = 0
-    """Of a staging area: the number of other nodes whose disks also get each rank's shards."""
     written: dict[str, FileEntry] = field(default_factory=dict, compare=False)
     """The files that were written through this value, by path."""
 

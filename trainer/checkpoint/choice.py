@@ -6,7 +6,7 @@ from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint import record
 from trainer.checkpoint.checkpoint_files import MANIFEST, step_in
 from trainer.checkpoint.inspection import check_step, describe_all, find_store, list_steps
-from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, ElsewhereError, UnreadableError
+from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, UnreadableError
 from trainer.checkpoint.store import CheckpointStore, open_store
 from trainer.errors import UserError
 from trainer.process.log_setup import escape, show
@@ -47,7 +47,7 @@ def read_named(path: str, level: str) -> Checkpoint:
             return manifests.verify(store.path(step), level if level != "off" else "size")
         except UnreadableError as error:
             raise UserError(f"{error}; give the command as its owner, or ask for access") from error
-        except (CorruptCheckpointError, ElsewhereError) as error:
+        except CorruptCheckpointError as error:
             show(f"skipped a damaged checkpoint: {escape(str(error), lines=False)}", error=True)
     raise UserError(f"{path}: no checkpoint there is valid")
 

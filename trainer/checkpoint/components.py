@@ -152,7 +152,7 @@ def models_part(ranks: SavingRanks) -> Component:
     """Make the part that the ranks write: weights, optimizers, schedules and RNG states of the saved roles."""
 
     def begin(staging: CheckpointFiles) -> Callable[[], list[FileEntry]]:
-        finish = ranks.begin_save(ShardedFiles(staging.path, staging.replicas))
+        finish = ranks.begin_save(ShardedFiles(staging.path))
         return lambda: [FileEntry(**entry) for entry in finish()]
 
     def load(checkpoint: Checkpoint, restore: Restore) -> None:

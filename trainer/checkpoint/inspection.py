@@ -9,8 +9,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from trainer.checkpoint import late_validation, record
 from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint import record
 from trainer.checkpoint.checkpoint_files import step_in
 from trainer.checkpoint.components import read_config
 from trainer.checkpoint.manifest import Checkpoint, CheckpointError, CorruptCheckpointError
@@ -42,7 +42,7 @@ def describe(path: str, level: str) -> dict[str, Any]:
         row["bytes"] = sum(open_storage(path).list().values())
         checkpoint = manifests.read(path)
         manifest = checkpoint.manifest
-        fields = {**manifest, **late_validation.score_of(checkpoint), "axes": checkpoint.axes}
+        fields = {**manifest, "axes": checkpoint.axes}
         row |= {name: fields.get(name) for name in ("saved_at", "ranks", "axes", "score", "score_metric")}
         row["score_metric"] = METRICS.get(row["score_metric"], row["score_metric"])
         row["age"] = age(manifest["saved_at"])
@@ -80,9 +80,8 @@ def find_best(rows: list[dict[str, Any]]) -> int | None:
 def _mode(path: str) -> str:
     """Return whether the score of a checkpoint is better if it is higher (`max`) or lower (`min`)."""
     checkpoint = manifests.read(path)
-    score = late_validation.score_of(checkpoint)
-    if "score_mode" in score:
-        return score["score_mode"]
+    if "score_mode" in checkpoint.manifest:
+        return checkpoint.manifest["score_mode"]
     try:  # a checkpoint of an earlier version
         return read_config(checkpoint)["trainer"]["best_mode"]
     except (CheckpointError, KeyError):
@@ -94,8 +93,6 @@ def check_content(
 ) -> tuple[int, int]:
     """Compare the sizes of a checkpoint's files, then read them, small ones first, until the time is over.
 
-    Shards on the disks of other nodes are left out.
-
     Args:
         tell: called about once a second with the bytes that were read, and those of all files.
 
@@ -105,9 +102,8 @@ def check_content(
     Raises:
         CorruptCheckpointError: a file differs from what was saved.
     """
-    manifests.check_files(checkpoint, "size", whole=False)
-    away = {path for paths in checkpoint.nodes.values() for path in paths}
-    entries = sorted((entry for entry in checkpoint.entries if entry.path not in away), key=lambda entry: entry.bytes)
+    manifests.check_files(checkpoint, "size")
+    entries = sorted(checkpoint.entries, key=lambda entry: entry.bytes)
     total, read = sum(entry.bytes for entry in entries), 0
     if seconds <= 0:
         return read, total

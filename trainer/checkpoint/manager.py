@@ -22,7 +22,6 @@ from importlib.metadata import version
 from typing import Any
 
 from trainer import __version__
-from trainer.checkpoint import late_validation
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.checkpoint_files import CheckpointFiles
 from trainer.checkpoint.components import Component, Restore
@@ -30,7 +29,6 @@ from trainer.checkpoint.manifest import (
     Checkpoint,
     CheckpointError,
     CorruptCheckpointError,
-    ElsewhereError,
     FileEntry,
     UnreadableError,
 )
@@ -279,7 +277,7 @@ class CheckpointManager:
             CheckpointError: the checkpoint may be whole, and cannot be read now.
         """
         try:
-            score = late_validation.score_of(manifests.read(self.store.path(step)))
+            score = manifests.read(self.store.path(step)).manifest
         except CorruptCheckpointError:
             return None
         saved = score.get("score_metric", self.retention.best_metric)
@@ -289,14 +287,13 @@ class CheckpointManager:
     # ---------------------------------------------------------------------------------------------------
     # Finding and loading
 
-    def latest(self, before: int | None = None, whole: bool = True) -> Checkpoint | None:
+    def latest(self, before: int | None = None) -> Checkpoint | None:
         """Return the newest valid checkpoint; None if there is none at all. Newer damaged ones are skipped.
 
         Two or more damaged checkpoints in a row are a sign of failing storage. The storage is then tested.
 
         Args:
             before: consider only steps below this.
-            whole: False: shards on the local disks of several nodes are not checked here, but by ranks.
 
         Raises:
             UserError: there are checkpoints but none is valid; the newest has another format, or cannot be read, and
@@ -309,14 +306,14 @@ class CheckpointManager:
             unreadable: UserError | None = None
             for path in self.store.locations(step):
                 try:
-                    checkpoint = manifests.verify(path, self.verify, whole)
+                    checkpoint = manifests.verify(path, self.verify)
                 except UnreadableError as error:
                     unreadable = error
                     continue
                 except StoreError as error:
                     unreadable = StoreError(f"{path}: {error}")
                     continue
-                except (CorruptCheckpointError, ElsewhereError) as error:
+                except CorruptCheckpointError as error:
                     problems.append(str(error))
                     continue
                 for problem in problems:

@@ -50,11 +50,6 @@ class Checkpoint:
         return [FileEntry(entry["path"], entry["bytes"], entry["hash"]) for entry in self.manifest["files"]]
 
     @property
-    def nodes(self) -> dict[str, list[str]]:
-        """The shards that the disk of each node had at the commit; empty: all files are in one directory."""
-        return self.manifest.get("nodes", {})
-
-    @property
     def axes(self) -> dict[str, int] | None:
         """The sizes of the axes along which the ranks were arranged. None: an earlier version saved it."""
         axes = self.manifest.get("axes")
@@ -78,10 +73,6 @@ class UnreadableError(CheckpointError):
 
 class OtherFormatError(CheckpointError):
     """Another version of this program has written the checkpoint."""
-
-
-class ElsewhereError(CheckpointError):
-    """Shards of a checkpoint are on the disks of other nodes, where they may be whole."""
 
 
 @contextlib.contextmanager
@@ -168,8 +159,6 @@ _LATER_FIELDS: dict[Any, Shape] = {
     "score_mode": lambda mode: mode in ("max", "min"),
     "metrics_from": (is_count, NoneType),
     "axes": {str: is_count},
-    "nodes": {str: [_is_path]},
-    "lacks_validation": bool,
     "accepted": [str],
 }
 OPTIONAL_FIELDS = _RUN_FIELDS | _LATER_FIELDS
@@ -260,46 +249,29 @@ def copy_rollback_mark(checkpoint: Checkpoint, target: CheckpointFiles) -> None:
         target.storage.put(_ROLLBACK, checkpoint.files.read(_ROLLBACK))
 
 
-def verify(path: str, level: str = "hash", whole: bool = True) -> Checkpoint:
+def verify(path: str, level: str = "hash") -> Checkpoint:
     """Read the manifest of the checkpoint at `path`, and check the files that it names.
 
     Args:
         level: `hash` (size and content), `size`, or `off`.
-        whole: False: shards that are on the disks of several nodes are not checked here (see
-            `trainer.checkpoint.replica_ranks`).
 
     Raises:
         CorruptCheckpointError: names the first file that is missing, is outside of the checkpoint, or differs.
     """
     checkpoint = read(path)
-    check_files(checkpoint, level, whole)
+    check_files(checkpoint, level)
     return checkpoint
 
 
-def check_files(checkpoint: Checkpoint, level: str, whole: bool = True) -> None:
+def check_files(checkpoint: Checkpoint, level: str) -> None:
     """Check the files of a checkpoint against its manifest (see `verify`)."""
+    assert level in VERIFY, level
     entries = checkpoint.entries
     for entry in entries:
         if not checkpoint.files.contains(entry.path):
             raise CorruptCheckpointError(
                 f"{checkpoint.path}: {MANIFEST} names {entry.path!r}, which is not inside the checkpoint, or is no file"
             )
-    away = {path for paths in checkpoint.nodes.values() for path in paths}
-    here = [entry for entry in entries if entry.path not in away]
-    if whole:
-        here += [entry for entry in entries if entry.path in away and _size_or_none(checkpoint, entry) is not None]
-        if level != "off" and len(here) < len(entries):
-            elsewhere = next(entry.path for entry in entries if entry not in here)
-            names = ", ".join(sorted(name for name, paths in checkpoint.nodes.items() if elsewhere in paths))
-            raise ElsewhereError(
-                f"{checkpoint.path}: {elsewhere} is not here but on the disk of another node ({names})"
-            )
-    check_entries(checkpoint, here, level)
-
-
-def check_entries(checkpoint: Checkpoint, entries: list[FileEntry], level: str) -> None:
-    """Check some files of a checkpoint against its manifest (see `verify`)."""
-    assert level in VERIFY, level
     path = checkpoint.path
     if level == "off":
         return

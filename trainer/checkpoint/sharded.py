@@ -8,13 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint.checkpoint_files import files_at
-from trainer.checkpoint.manifest import FileEntry
 from trainer.errors import UserError, format_size
 from trainer.process.failpoints import failpoint
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-    from torch.distributed.checkpoint import StorageReader
 
 # DCP takes seconds to import. The functions import it, because the driver uses this module without writing.
 
@@ -24,8 +22,6 @@ class ShardedFiles:
     """The sharded states below one checkpoint directory. It is plain data, so that it can be sent to the ranks."""
 
     directory: str
-    replicas: int = 0
-    """The number of other nodes whose disks also get each rank's shards."""
 
     def write(self, name: str, state: dict[str, Any], extra: dict[str, str], group: dist.ProcessGroup) -> list[dict]:
         """Write this rank's part of `state` below `{directory}/{name}`. A collective over `group`.
@@ -40,23 +36,6 @@ class ShardedFiles:
         Raises:
             OSError: a rank could not write. Every rank raises the same error.
         """
-        entries: list[FileEntry] = []
-        problem: Exception | None = None
-        try:
-            entries = self._write(name, state, extra, group)
-        except Exception as error:
-            problem = error
-        if self.replicas:
-            from trainer.checkpoint.replication import replicate
-
-            replicate(self.directory, entries, self.replicas, group)  # ranks that failed take part, too
-        if problem is not None:
-            raise problem
-        return [asdict(entry) for entry in entries]
-
-    def _write(
-        self, name: str, state: dict[str, Any], extra: dict[str, str], group: dist.ProcessGroup
-    ) -> list[FileEntry]:
         import torch.distributed as dist
         import torch.distributed.checkpoint as dcp
 
@@ -74,7 +53,7 @@ class ShardedFiles:
             is_full = free is not None and free < max(1 << 20, needed // 1000)
             text = f"rank {failed} could not write {name}: {_reason(str(cause), free, needed, is_full)}"
             raise OSError(*([errno.ENOSPC] if is_full else []), text) from None
-        return [files.written[path] for path in sorted(files.written)]
+        return [asdict(files.written[path]) for path in sorted(files.written)]
 
     def read(
         self,
@@ -94,7 +73,7 @@ class ShardedFiles:
 
         from trainer.checkpoint.safe_dcp import SafePlanner
 
-        reader = self._reader(name, group)
+        reader = files_at(self.directory).reader(name)
         try:
             for entry in optional:
                 part, _, key = entry.partition(".")
@@ -104,19 +83,6 @@ class ShardedFiles:
         except dcp.CheckpointException as error:
             cause = next(iter(error.failures.values()))[0]
             raise UserError(f"{self.directory}/{name}: cannot be loaded: {cause}") from None
-
-    def _reader(self, name: str, group: dist.ProcessGroup | None) -> StorageReader:
-        """Return a reader of the shards. Those on the disks of other nodes come from the ranks there."""
-        import torch.distributed as dist
-
-        files = files_at(self.directory)
-        if files.storage.disk is not None and dist.is_initialized():
-            from trainer.checkpoint.replication import ReplicaReader, find_replicas
-
-            replicas = find_replicas(files.storage.disk.path(name), group)
-            if replicas is not None:
-                return ReplicaReader(files.storage, name, replicas, group)
-        return files.reader(name)
 
     def read_json(self, name: str, file: str) -> bytes:
         """Return the content of a small file below `{directory}/{name}`."""

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from trainer.checkpoint.lock import NAME
-from trainer.checkpoint.replica_ranks import AskedRanks
 from trainer.checkpoint.storage import open_storage
 from trainer.checkpoint.store import open_store
 from trainer.errors import UserError, one_line
 from trainer.files.uris import absolute, is_url, store_spec
+
+
+class AskedRanks(Protocol):
+    """The ranks of a run."""
+
+    def ask(self, numbers: Collection[int] | None, value: Any, method: str, *args: Any) -> dict[int, Any]:
+        """Call `method` of a copy of `value` on these ranks (None: on all), and return their answers by number.
+
+        Any thread may ask, while the ranks do other things.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -40,10 +52,17 @@ class StorageProbe:
         if (config := sys.modules.get("fsspec.config")) is not None:  # it has read its variables already
             config.set_conf_env(config.conf)
 
-    def problem(self) -> str:
-        """Return why checkpoints cannot be written from this machine; empty if they can."""
-        if (disk := open_storage(self.root).disk) is not None:
-            return "" if os.path.exists(disk.path(NAME)) else "it is not the directory of the driver"
+    def problem(self, lock: bytes) -> str:
+        """Return why checkpoints cannot be written from this machine; empty if they can.
+
+        Args:
+            lock: the content of the lock that the driver holds there.
+        """
+        if (storage := open_storage(self.root)).disk is not None:
+            with contextlib.suppress(OSError):
+                if storage.get(NAME) == lock:
+                    return ""
+            return "it is not the directory of the driver"
         try:
             open_store(self.root).probe()
         except (OSError, UserError) as error:
@@ -67,21 +86,25 @@ def _is_named(variable: str, names: Collection[str]) -> bool:
     return any(variable.startswith(name) if name.endswith("_") else variable == name for name in names)
 
 
-def check_access(root: str, ranks: AskedRanks) -> None:
-    """Check that checkpoints can be written from all machines with ranks.
+def check_access(key: str, root: str, ranks: AskedRanks) -> None:
+    """Check that checkpoints can be written from all machines with ranks. This process must hold the lock of `root`.
+
+    Args:
+        key: the config key that names `root`.
 
     Raises:
         UserError: from some they cannot.
     """
     hosts = {host: number for number, host in _away(root, ranks).items()}
     probe = StorageProbe(absolute(root))  # ranks on other machines have another working directory
-    problems = ranks.ask(hosts.values(), probe, "problem") if hosts else {}
+    lock = open_storage(root).get(NAME) if hosts else b""
+    problems = ranks.ask(hosts.values(), probe, "problem", lock) if hosts else {}
     failed = sorted(host for host, number in hosts.items() if problems[number])
     if failed:
         is_disk = open_storage(root).disk is not None
         remedy = "mount it on all of them" if is_disk else "give every machine with ranks access to the store"
         raise UserError(
-            f"trainer.ckpt_path={root}: ranks on {', '.join(failed)} cannot write checkpoints there "
+            f"{key}={root}: ranks on {', '.join(failed)} cannot write checkpoints there "
             f"({problems[hosts[failed[0]]]}); {remedy}"
         )
 

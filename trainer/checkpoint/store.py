@@ -12,7 +12,7 @@ import errno
 import os
 import secrets
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.checkpoint_files import LATEST, MANIFEST, CheckpointFiles, step_in
@@ -26,9 +26,7 @@ if TYPE_CHECKING:
     from trainer.checkpoint.upload_queue import UploadQueue
 
 _STAGING, _TOMBSTONE, _ARCHIVED, _PROBE, _RECORD = ".writing-", ".deleting-", ".aside-", ".probe-", ".record"
-NODE = ".node"
-"""A file with the name of the disk, in a directory that each node has for itself."""
-BOOKKEEPING = (".lock", _RECORD, ".steps.json", NODE, JOURNAL)
+BOOKKEEPING = (".lock", _RECORD, ".steps.json", JOURNAL)
 """What a store keeps for itself: names, by their beginning."""
 _INTERRUPTED = {_STAGING: "an interrupted save", _TOMBSTONE: "an interrupted deletion", _PROBE: "an interrupted test"}
 
@@ -152,23 +150,9 @@ class CheckpointStore:
         """Delete pieces."""
         for_each(lambda name: self.storage.delete(f"{_RECORD}/{name}"), names)
 
-    def add_file(self, step: int, name: str, data: bytes) -> None:
-        """Add to a checkpoint a file that no manifest names, or replace it. The pieces that it names must be kept."""
-        manifests.read(self.path(step)).files.storage.put(name, data)
-
-    # ---------------------------------------------------------------------------------------------------
-    # Several nodes (see `trainer.checkpoint.tiers`)
-
     def locations(self, step: int) -> list[str]:
         """Return where the checkpoint of a step may be, the nearest first."""
         return [self.path(step)]
-
-    def connect(self, ranks: Any) -> None:
-        """Reach the disks of the nodes through these ranks, which are connected; None: the ranks are about to end."""
-
-    def missing(self, checkpoint: Any, level: str) -> list[str]:
-        """Return the files of a checkpoint that no rank can read."""
-        return []
 
 
 class LocalStore(CheckpointStore):

@@ -1,6 +1,6 @@
-"""Uploads of checkpoints from the local disks to the remote store, one after the other, on a thread.
+"""Uploads of checkpoints from the local store to the remote store, one after the other, on a thread.
 
-What lies on the disks and in the remote store is the truth, and a start derives the queue from it. While this process
+What lies in the local and in the remote store is the truth, and a start derives the queue from it. While this process
 holds the locks, it keeps one state for each step, so that the remote store is asked once.
 """
 
@@ -9,18 +9,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
+import posixpath
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from trainer.checkpoint import late_validation
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.lock import RunLock
-from trainer.checkpoint.manifest import CheckpointError, CorruptCheckpointError
-from trainer.checkpoint.replica_ranks import NodeDisks
+from trainer.checkpoint.manifest import CorruptCheckpointError
 from trainer.checkpoint.storage import for_each
 from trainer.checkpoint.store import CheckpointStore, LocalStore
 from trainer.process import time_limits
@@ -37,8 +34,6 @@ class StepState:
     """What this process knows of a step. Whether it is on the local disk is asked of the disk."""
 
     is_uploaded: bool = False
-    is_lost: bool = False
-    """The local disks lack files of it."""
     since: float = field(default_factory=time.monotonic)
     """When it was committed on the disk, or found there."""
 
@@ -47,8 +42,6 @@ class UploadQueue:
     """The checkpoints of a local store that a remote store lacks."""
 
     def __init__(self, local: LocalStore, remote: CheckpointStore):
-        self.nodes: NodeDisks | None = None
-        """The disks of other nodes, while ranks are there."""
         self.moving = threading.Lock()
         """Held while a step enters or leaves the remote store."""
         self.lock: RunLock | None = None
@@ -76,14 +69,10 @@ class UploadQueue:
             self._is_derived = True
         return {step for step, state in list(self._states.items()) if state.is_uploaded}
 
-    def readable(self, step: int) -> bool:
-        """Return whether the local disks have a step, as far as is known."""
-        return step in self._local.steps() and not self._state(step).is_lost
-
     def waiting(self) -> list[int]:
         """Return the steps that the remote store lacks, ascending."""
         uploaded = self.uploaded()
-        return [step for step in self._local.steps() if step not in uploaded and not self._state(step).is_lost]
+        return [step for step in self._local.steps() if step not in uploaded]
 
     def not_yet_uploaded(self) -> set[int]:
         """Return the steps that must stay until a newer one is uploaded. If uploads fail, the remote ones all stay."""
@@ -110,30 +99,8 @@ class UploadQueue:
         """Forget a step that has left both stores."""
         self._states.pop(step, None)
 
-    def lose(self, step: int) -> None:
-        """Note that the local disks lack files of a step."""
-        self._state(step).is_lost = True
-
-    def needs_ranks(self) -> bool:
-        """Return whether files that must be uploaded are on the disks of other nodes, which only ranks reach."""
-        needed = self.not_yet_uploaded()
-        return any(step in needed and self._is_apart(step) for step in self.waiting())
-
     def _state(self, step: int) -> StepState:
         return self._states.setdefault(step, StepState())
-
-    def _ready(self) -> list[int]:
-        """Return the steps that can be uploaded now."""
-        return [step for step in self.waiting() if self.nodes is not None or not self._is_apart(step)]
-
-    def _is_apart(self, step: int) -> bool:
-        """Return whether shards of a checkpoint are on the disks of other nodes alone."""
-        try:
-            checkpoint = manifests.read(self._local.path(step))
-        except CheckpointError:
-            return False
-        shards = (path for paths in checkpoint.nodes.values() for path in paths)
-        return any(not os.path.exists(os.path.join(checkpoint.path, path)) for path in shards)
 
     # ---------------------------------------------------------------------------------------------------
     # The thread
@@ -156,10 +123,6 @@ class UploadQueue:
         if self.lock is not None:
             self.lock.check(now=True)
 
-    def wake(self) -> None:
-        """Look again for steps that can be uploaded."""
-        self._wake.set()
-
     def finish(self, timeout_s: float) -> None:
         """Wait until the newest checkpoint is uploaded, and end the uploads.
 
@@ -169,7 +132,7 @@ class UploadQueue:
         if self._thread is None:
             return
         deadline = time.monotonic() + timeout_s
-        missing = [step for step in self._ready() if step in self.not_yet_uploaded()]
+        missing = [step for step in self.waiting() if step in self.not_yet_uploaded()]
         if missing:
             LOG.info("waiting up to %g s until global_step_%d is in %s", timeout_s, missing[-1], self._remote.root)
             while missing[-1] not in self.uploaded() and time.monotonic() < deadline:
@@ -179,8 +142,6 @@ class UploadQueue:
         left = [step for step in self.waiting() if step in self.not_yet_uploaded()]
         if left:
             reason = f"the upload took longer than trainer.ckpt_upload_timeout_s={timeout_s:g}"
-            if left[-1] not in self._ready():
-                reason = "parts of it are on nodes whose ranks have ended"
             LOG.warning(
                 "global_step_%d is in %s alone, not in %s (%s); the same command on this machine uploads it",
                 left[-1],
@@ -221,7 +182,7 @@ class UploadQueue:
 
     def _next(self) -> int | None:
         """Return the step to upload next, the newest first, which makes the most safe; None: there is none."""
-        newest = max(self._ready(), default=None)
+        newest = max(self.waiting(), default=None)
         return None if self._ending.is_set() and newest not in self.not_yet_uploaded() else newest
 
     def _upload(self, step: int) -> None:
@@ -234,30 +195,19 @@ class UploadQueue:
         checkpoint = manifests.read(self._local.path(step))
         self.check()
         self.upload_pieces()
-        staging, nodes = self._remote.begin(step), self.nodes
-        paths = [entry.path for entry in checkpoint.entries]
-        here = [path for path in paths if os.path.exists(os.path.join(checkpoint.path, path))]
-        away = [path for path in paths if path not in here]
+        sources = {entry.path: posixpath.join(checkpoint.path, entry.path) for entry in checkpoint.entries}
+        staging = self._remote.begin(step)
         try:
-            with ThreadPoolExecutor(_PARALLEL) as pool:
-                copying = pool.map(lambda path: staging.upload(os.path.join(checkpoint.path, path), path), here)
-                if away and nodes is not None:
-                    staging.written.update(nodes.upload(checkpoint, staging.path, away))
-                for _ in copying:
-                    pass
+            for_each(lambda path: staging.upload(sources[path], path), sources, _PARALLEL)
             for entry in checkpoint.entries:
-                if staging.written.get(entry.path) != entry:
-                    source = os.path.join(checkpoint.path, entry.path)
-                    raise CorruptCheckpointError(f"{source}: does not have the content that was saved")
+                if staging.written[entry.path] != entry:
+                    raise CorruptCheckpointError(f"{sources[entry.path]}: does not have the content that was saved")
             failpoint("upload:copied")
-            manifest = {name: value for name, value in checkpoint.manifest.items() if name != "nodes"}
             with self.moving:
                 if step not in self._local.steps():
                     raise FileNotFoundError(errno.ENOENT, "it was archived", checkpoint.path)
                 manifests.copy_rollback_mark(checkpoint, staging)
-                late_validation.copy(checkpoint, staging)
-                self.upload_pieces()  # those of a validation that has just been added
-                self._remote.commit(staging, step, manifest, self.check)
+                self._remote.commit(staging, step, checkpoint.manifest, self.check)
                 self._state(step).is_uploaded = True
         except BaseException:
             with contextlib.suppress(OSError):

@@ -39,7 +39,6 @@ KEYS = {
     "trainer.diverged_steps": "trainer.divergence_patience",
     "trainer.share_prompts": "trainer.share_prefixes",
     "trainer.ckpt_local_dir": "trainer.ckpt_cache_dir",
-    "trainer.ckpt_local_copies": "trainer.ckpt_replicas",
     "trainer.resume_load": "trainer.load_components",
     "trainer.stop_at": "trainer.deadline",
     "rollout.share_gpus": "rollout.colocate",

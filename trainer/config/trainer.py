@@ -156,13 +156,9 @@ class TrainerConfig(Section):
     `gs://bucket/run` (needs the extra `gcs`). Credentials, region and endpoint come from where the store's own tools
     read them."""
     ckpt_cache_dir: str | None = setting(None, resume="harmless")
-    """With `ckpt_path` in an object store: a directory on the local disk, or in the memory (`/dev/shm/…`), of each
-    node, where checkpoints are committed first. They are uploaded while training continues. null: checkpoints go
-    straight to `ckpt_path`."""
-    ckpt_replicas: int = number(0, at_least=0, resume="harmless")
-    """With `ckpt_cache_dir`: the number of other nodes whose local directories also get each rank's shards in
-    every save. With 1, the failure of a node loses nothing that is committed. Each copy takes the space of the
-    shards once more. 0: the failure of a node loses what is not uploaded yet."""
+    """With `ckpt_path` in an object store: a directory that all ranks see, where checkpoints are committed first. They
+    are uploaded while training continues. If all ranks are on one machine, it may be on its disk, or in its memory
+    (`/dev/shm/…`). null: checkpoints go straight to `ckpt_path`."""
     ckpt_upload_timeout_s: float = number(600, at_least=0, at_most=LONGEST_TIME, resume="harmless")
     """With `ckpt_cache_dir`: seconds that the end of the run waits for the upload of the last checkpoint."""
     ckpt_interval: int | str = number(10, at_least=1, off=-1, resume="harmless")
@@ -306,12 +302,6 @@ class TrainerConfig(Section):
                 raise config_error(config, "trainer.ckpt_cache_dir", "needs a trainer.ckpt_path in an object store")
             if is_url(self.ckpt_cache_dir) or is_same(self.ckpt_cache_dir, self.run_dir):
                 raise config_error(config, "trainer.ckpt_cache_dir", "must be a directory other than trainer.run_dir")
-        if self.ckpt_replicas:
-            if self.ckpt_cache_dir is None:
-                raise config_error(config, "trainer.ckpt_replicas", "needs trainer.ckpt_cache_dir")
-            if self.ray_address in (None, PROCESSES):
-                problem = "needs several nodes, so trainer.ray_address of a cluster: copies go to other nodes"
-                raise config_error(config, "trainer.ckpt_replicas", problem)
         if config.task.trains:
             self._check_apart(config)
 

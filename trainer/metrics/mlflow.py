@@ -154,7 +154,7 @@ class MLflow:
             self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
             raise
         self._retry_s = _FIRST_RETRY_S
-        last = self._waiting[-1][0]  # it may come again, with its late validation
+        last = self._waiting[-1][0]
         self._stored = {step: values for step, values in self._stored.items() if step >= last}
         self._waiting = []
 

@@ -41,11 +41,7 @@ class Sink(Protocol):
         """
 
     def log(self, step: int, values: Mapping[str, float], samples: Samples) -> None:
-        """Take the metrics of a finished step. They may be NaN or infinite.
-
-        Those of a late validation come in a second call for the step, but not to `WandB` and `OwnSink`: these get the
-        step once, after the validation (see `Tracker.complete`).
-        """
+        """Take the metrics of a finished step. They may be NaN or infinite."""
 
     def close(self, exit_code: int) -> None:
         """Send what is left, and end. 0: the run has succeeded so far."""

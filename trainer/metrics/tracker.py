@@ -35,8 +35,6 @@ METRICS_FILE = "metrics.jsonl"
 CUT_FILE = "metrics.cut.jsonl"
 PARENT_FILE = "metrics.parent.jsonl"
 """In the run directory of a fork: the metrics of its parent up to the fork, for the report."""
-_ONCE = (WandB, OwnSink)
-"""The sinks that get each step once: W&B cannot change a step, and a sink of the user's must not have to."""
 
 
 class Tracker:
@@ -133,13 +131,11 @@ class Tracker:
         step: int,
         metrics: Mapping[str, float],
         samples: Mapping[str, Sequence[Transcript]] | None = None,
-        lacks_validation: bool = False,
     ) -> None:
         """Record the metrics of a finished step (0: the validation before training). Steps must increase.
 
         Args:
             samples: episodes to read in W&B and TensorBoard, by the kind of data.
-            lacks_validation: the next start is to `complete` the step. Sinks that take a step once get it then.
 
         NaN and infinity, which JSON does not have, become `null` in `metrics.jsonl`. While the disk is full, lines wait
         in memory (see `AppendedFile`), and `flush` raises.
@@ -153,40 +149,12 @@ class Tracker:
         self._file.append(as_lines([{"step": step, **_without_nan(values)}]).encode())
         self._last_step = step
         self.first_step = step if self.first_step is None else self.first_step
-        self._send(step, values, samples or {}, None if lacks_validation else values)
+        self._send(step, values, samples or {})
 
-    def complete(
-        self, metrics: Mapping[str, float], samples: Mapping[str, Sequence[Transcript]] | None = None
-    ) -> dict[str, Any]:
-        """Add metrics to the last line, which an earlier process has logged without them, and return that line.
-
-        Call `rewind` with `lacks_validation` first. Sinks get the metrics before the file does: a start that finds the
-        line without them does the same again.
-        """
-        values = _plain_values(metrics)
-        *rows, last = read_metrics(self._path)
-        assert last["step"] == self._last_step, f"{self._path} has lines of an earlier process: rewind first"
-        known = {name: math.nan if value is None else value for name, value in last.items() if name != "step"}
-        whole = known | values
-        self._send(last["step"], values, samples or {}, whole)
-        last |= _without_nan(values)
-        write_file(self._path, as_lines([*rows, last]), self._fence)
-        return last
-
-    def _send(
-        self,
-        step: int,
-        values: Mapping[str, float],
-        samples: Mapping[str, Sequence[Transcript]],
-        whole: Mapping[str, float] | None,
-    ) -> None:
-        """Send `values` to the sinks, and to those that take a step once its `whole` metrics (None: not yet)."""
+    def _send(self, step: int, values: Mapping[str, float], samples: Mapping[str, Sequence[Transcript]]) -> None:
         for sink in self._all:
-            sent = whole if isinstance(sink, _ONCE) else values
-            if sent is None:
-                continue
             try:
-                sink.log(step, sent, samples)
+                sink.log(step, values, samples)
             except OSError as error:
                 if not is_disk_unwritable(error):
                     raise
@@ -195,15 +163,12 @@ class Tracker:
                 LOG.warning("%s gets no more steps (%s); %s has them all", name, error.strerror, METRICS_FILE)
         self._keep_runs()
 
-    def rewind(self, step: int, lacks_validation: bool = False) -> None:
+    def rewind(self, step: int) -> None:
         """Remove the lines after `step` (-1: all lines), before the first `log`.
 
         The file is replaced atomically, without lines of later steps and without a torn last line. Removed lines
         are kept in `metrics.cut.jsonl`, except those that differ only in times from a line that is there already.
         Services agree with the lines that are kept, as far as they can (see `Sink.begin`).
-
-        Args:
-            lacks_validation: `complete` follows. Sinks that take a step once get the last line then.
 
         Raises:
             UserError: a line other than the last is not a JSON object.
@@ -219,8 +184,7 @@ class Tracker:
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
             with self._left_out_if_it_fails():
-                is_early = lacks_validation and isinstance(sink, _ONCE)
-                sink.begin(kept[:-1] if is_early else kept, step - is_early)
+                sink.begin(kept, step)
                 self._sinks.append(sink)
         if self._server is not None:
             self._server.begin(kept, step)

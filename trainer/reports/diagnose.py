@@ -180,8 +180,6 @@ def _newest(root: str, seconds: float) -> tuple[int, list[str]]:
             check = (
                 f"sizes agree; {amount} read without damage, `trainer checkpoint verify {shlex.quote(path)}` reads all"
             )
-        if checkpoint.nodes:
-            check = f"{check}; shards on the disks of {', '.join(sorted(checkpoint.nodes))}"
         return step, [*lines, f"{path}, saved at {checkpoint.manifest['saved_at']} ({check})"]
     return 0, lines
 

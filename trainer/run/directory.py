@@ -6,29 +6,27 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from trainer.checkpoint import late_validation, record
 from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint import record
 from trainer.checkpoint.manager import CheckpointManager, Retention
-from trainer.checkpoint.manifest import Checkpoint, CheckpointError, CorruptCheckpointError, UnreadableError
-from trainer.checkpoint.replica_ranks import AskedRanks
+from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, UnreadableError
 from trainer.checkpoint.start_weights import read_revisions
-from trainer.checkpoint.storage_access import check_access, give_access
+from trainer.checkpoint.storage_access import AskedRanks, check_access, give_access
 from trainer.checkpoint.tiers import open_tiers
 from trainer.config import Config
 from trainer.errors import UserError
 from trainer.files.appended import AppendedFile, cut_torn_line
 from trainer.files.hf_hub import is_data, pin
 from trainer.files.uris import is_url
-from trainer.metrics.best import instead_of, score_in
+from trainer.metrics.best import instead_of
 from trainer.metrics.trace_file import Timeline
 from trainer.metrics.tracker import CUT_FILE, METRICS_FILE, check_lines, first_step, read_metrics
 from trainer.process.failure_log import INCIDENTS, Incident
 from trainer.process.failures import INFRASTRUCTURE
 from trainer.process.log_setup import LOG_FILE
-from trainer.process.signals import Stopped
 from trainer.process.startup import stage
 from trainer.run.directory_lock import DirectoryLocks
 from trainer.run.resume import Resume, compare, find_newest, find_resume, read_lineage
@@ -49,7 +47,7 @@ class RunDirectory:
         self.cfg = cfg
         t = cfg.trainer
         metric, mode = cfg.compared_by
-        store = open_tiers(t.ckpt_path, t.ckpt_cache_dir, t.ckpt_replicas)
+        store = open_tiers(t.ckpt_path, t.ckpt_cache_dir)
         self.locks = DirectoryLocks(t.run_dir, t.ckpt_path, store, t.lock_lease_s)
         self.metrics_file = os.path.join(t.run_dir, METRICS_FILE)
         self.checkpoints = CheckpointManager(
@@ -138,7 +136,6 @@ class RunDirectory:
                 if (continued := self.continued) is not None:
                     self._complete_record(continued)
                 self._check_metrics()
-                self._check_validation()
                 if self.locks.taken_over:
                     self._record_death(self.locks.taken_over)
         except BaseException:
@@ -173,96 +170,30 @@ class RunDirectory:
         Raises:
             UserError: the checkpoints of this run are missing, or none is valid.
         """
-        self.checkpoints.store.connect(None)  # the new ranks may be on other nodes
         self.checkpoints.clean_up()
         newest = find_newest(self.cfg, self.checkpoints)
         if newest is not None:
             self.resume = compare(self.cfg, newest, False)
 
-    def find_readable(self, ranks: AskedRanks) -> Resume | None:
-        """Return the checkpoint to resume from, which these ranks can read; None: training starts from the beginning.
-
-        A checkpoint on local disks can lack the shards of a failed node. Then an older checkpoint is used, or the
-        uploaded one.
+    def check_access(self, ranks: AskedRanks) -> None:
+        """Give ranks on other machines the driver's access to the stores, and check that they can write checkpoints.
 
         Raises:
-            UserError: there is no other, or it cannot be used under this config; or a machine with ranks cannot write
-                checkpoints.
+            UserError: a machine with ranks cannot.
         """
-        store, t = self.checkpoints.store, self.cfg.trainer
+        t = self.cfg.trainer
         give_access([t.ckpt_path, t.resume_path, t.export_path], ranks)
-        if not self._checked:  # later, a store may be out of service while there is a local tier
-            check_access(t.ckpt_path, ranks)
+        if t.ckpt_cache_dir is not None:
+            check_access("trainer.ckpt_cache_dir", t.ckpt_cache_dir, ranks)
+        if not self._checked:  # later, the store may be out of service while there is a local one
+            check_access("trainer.ckpt_path", t.ckpt_path, ranks)
             self._checked = True
-        store.connect(ranks)
-        while self.resume is not None and (missing := store.missing(self.resume.checkpoint, self.checkpoints.verify)):
-            path = self.resume.checkpoint.path
-            text = f"{path} is incomplete: no running node has {', '.join(missing)}"
-            LOG.warning("%s", text)
-            newest = find_newest(self.cfg, self.checkpoints)
-            if newest is None:
-                raise UserError(f"{text}; there is no other checkpoint of this run")
-            self.resume = compare(self.cfg, newest, False)
-            INCIDENTS.note("checkpoint", "shards", "lost disk", f"resumed from {newest.path}", text, newest.step)
-        return self.resume
 
     def lost_seconds(self) -> float:
         """Return the seconds of the logged steps that `resume` trains again."""
         first = 0 if self.continued is None else self.continued.step + 1
         rows = self.metrics()
         return sum(row.get("time/step") or 0.0 for row in rows if row["step"] >= first)
-
-    def lacks_validation(self) -> bool:
-        """Return whether a signal has ended the validation of the checkpoint's step, and no later start has done it."""
-        late = self._late
-        return late is not None and self.cfg.validates(late.step) and late_validation.read(late) is None
-
-    def add_validation(self, flush: Callable[[], None]) -> None:
-        """Add to the checkpoint what its late validation, which `metrics.jsonl` has, makes known.
-
-        Args:
-            flush: writes the files of the validation that wait.
-        """
-        late, rows = self._late, self.metrics()
-        assert late is not None and late.step == rows[-1]["step"]
-        if not any(name.startswith("val/") for name in rows[-1]):
-            LOG.warning("%s gets no validation: there is no data for it any more", late.path)
-        with self._adding_to(late):
-            self.locks.check()
-            flush()
-            files = self.run_files.keep() if self.checkpoints.store.keeps_record else {}
-            content = late_validation.dump(score_in(rows, *self.cfg.compared_by), files)
-            self.checkpoints.store.add_file(late.step, late_validation.NAME, content)
-
-    @contextlib.contextmanager
-    def _adding_to(self, late: Checkpoint) -> Iterator[None]:
-        """Return a block that adds a late validation to a checkpoint. If it fails, the next start does it."""
-        try:
-            yield
-        except (OSError, CheckpointError) as error:  # also that of a store that does not answer
-            LOG.warning("%s: its validation is not added (%s); the next start does it", late.path, error)
-
-    @property
-    def _late(self) -> Checkpoint | None:
-        """The checkpoint of this run from which it continues, if that was saved before its validation."""
-        checkpoint = self.continued
-        return checkpoint if checkpoint is not None and checkpoint.manifest.get("lacks_validation") else None
-
-    def _check_validation(self) -> None:
-        """Add a late validation to both tiers, because an earlier start may not have reached the remote store.
-
-        If the config asks for no validation any more, a line says so.
-        """
-        late, store = self._late, self.checkpoints.store
-        if late is None:
-            return
-        if late_validation.read(late) is None:
-            if not self.cfg.validates(late.step):
-                LOG.info("%s gets no validation: the config does not ask for it any more", late.path)
-        elif store.uploads is not None:
-            with self._adding_to(late):
-                self.locks.check()
-                store.add_file(late.step, late_validation.NAME, late.files.read(late_validation.NAME))
 
     def _restore_run_files(self) -> None:
         """Restore the files of the run directory that the newest checkpoint carries, if the disk has lost them."""
@@ -341,29 +272,10 @@ class RunDirectory:
         """
         self.locks.run_dir.check()
 
-    @contextlib.contextmanager
-    def settling(self) -> Iterator[None]:
-        """Complete what needs the ranks, while they are alive: a save that is under way, and uploads of other nodes."""
-        try:
-            with self.checkpoints.ended():
-                yield
-            self._finish_uploads(of_ranks=True)
-        except (Exception, Stopped) as error:
-            if isinstance(error, Stopped):
-                self._finish_uploads(of_ranks=True)
-            raise
-        finally:
-            self.checkpoints.store.connect(None)
-
-    def _finish_uploads(self, of_ranks: bool) -> None:
-        """Wait for uploads, or only for those that need the ranks."""
-        uploads = self.checkpoints.store.uploads
-        if uploads is not None and (not of_ranks or uploads.needs_ranks()):
-            uploads.finish(self.cfg.trainer.ckpt_upload_timeout_s)
-
     def close(self) -> None:
         """Wait for uploads, and release the locks."""
-        self._finish_uploads(of_ranks=False)
+        if (uploads := self.checkpoints.store.uploads) is not None:
+            uploads.finish(self.cfg.trainer.ckpt_upload_timeout_s)
         self._timeline.close()
         INCIDENTS.close(self._incidents)
         if self._revisions is not None:

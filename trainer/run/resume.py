@@ -98,15 +98,13 @@ def find_resume(cfg: Config, checkpoints: CheckpointManager) -> Resume | None:
 def find_newest(cfg: Config, checkpoints: CheckpointManager, before: int | None = None) -> Checkpoint | None:
     """Return the newest valid checkpoint of this run; None if the run has never had one.
 
-    Shards on other nodes are not checked: `RunDirectory.find_readable` does that, once there are ranks.
-
     Args:
         before: consider only steps below this.
 
     Raises:
         UserError: no checkpoint of the run is valid, or all are missing.
     """
-    newest = checkpoints.latest(before, whole=False)
+    newest = checkpoints.latest(before)
     if newest is None and before is None:
         record.check_nothing_committed(cfg.trainer.run_dir, cfg.trainer.ckpt_path)
     return newest

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from trainer.checkpoint import late_validation
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.checkpoint_files import CheckpointFiles
 from trainer.checkpoint.components import Component
@@ -80,10 +79,6 @@ class RunFiles:
 
         return Component(PART, begin, kinds=())
 
-    def keep(self) -> dict[str, list[dict[str, Any]]]:
-        """Keep the pieces of all files, as they are now, in the store, and list them by file."""
-        return self._keep(self._stamps())
-
     def restore(self, checkpoint: Checkpoint, only: Collection[str] | None = None) -> None:
         """Write the files that the checkpoint carries, unless the run directory has them.
 
@@ -136,8 +131,8 @@ class RunFiles:
     # ---------------------------------------------------------------------------------------------------
 
     def _names_in(self, step: int) -> set[str]:
-        lists = _lists(manifests.read(self._store.path(step)))
-        return {piece.hash for files in lists for pieces in files.values() for piece in pieces}
+        files = _listed(manifests.read(self._store.path(step)))
+        return {piece.hash for pieces in files.values() for piece in pieces}
 
     def _stamps(self) -> dict[str, tuple[int, int, int]]:
         paths = (path for pattern in PATTERNS for path in glob.glob(pattern, root_dir=self._run_dir))
@@ -193,18 +188,10 @@ class RunFiles:
 
 def _listed(checkpoint: Checkpoint) -> dict[str, list[Piece]]:
     """Return the pieces of the files that a checkpoint carries, by file."""
-    return _lists(checkpoint)[-1]
-
-
-def _lists(checkpoint: Checkpoint) -> list[dict[str, list[Piece]]]:
-    """Return the same at the save, and after a late validation: if its file is damaged, the first one counts again."""
     if PART not in checkpoint.manifest["parts"]:
-        return [{}]
-    lists = [read_object(checkpoint, FILE, {"files": CARRIED})["files"]]
-    late = late_validation.read(checkpoint)
-    if late is not None and late["files"]:  # none: it was validated in a store that carries no files
-        lists.append(late["files"])
-    return [{path: [Piece(**entry) for entry in entries] for path, entries in files.items()} for files in lists]
+        return {}
+    files = read_object(checkpoint, FILE, {"files": CARRIED})["files"]
+    return {path: [Piece(**entry) for entry in entries] for path, entries in files.items()}
 
 
 def _common(pieces: list[Piece], data: bytes) -> list[Piece]:

@@ -31,7 +31,6 @@ from trainer.errors import (
     WorkerError,
     set_failure_source,
 )
-from trainer.jobs import _is_finished
 from trainer.metrics.tracker import Tracker
 from trainer.parallel.rng import capture_rng, rng_as_text
 from trainer.process.failure_log import read_incidents
@@ -184,50 +183,8 @@ def test_a_signal_that_ends_a_wait_for_servers_costs_no_step_that_is_trained(tmp
     assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
 
 
-class NumberEvaluator:
-    """Measures the number, and draws from the generator of the user's code."""
-
-    def __init__(self, trainer: Trainer, waits_in: int | None = None):
-        self._trainer = trainer
-        self._waits_in = waits_in
-
-    def evaluate(self, step: int) -> Evaluation:
-        drawn = random.random()
-        if step == self._waits_in:
-            self._trainer.stop.ask("SIGTERM")
-            raise NoServerStopped("no server")
-        return Evaluation({"val/accuracy": self._trainer.learner.ranks.number + drawn})
-
-
-@pytest.mark.parametrize("step", [3, 5])
-def test_a_signal_that_ends_a_validation_costs_no_step_and_the_next_start_validates(tmp_path, model, step):
-    """After the last step, too: then the run is finished only once that has been done."""
-
-    def train(root: Path, waits_in: int | None = None) -> tuple[Trainer, bool]:
-        cfg = toy_config(root, ckpt_interval=100, val_interval=1, val_before_train=False)
-        with RunDirectory(cfg).open() as directory:
-            is_finished = _is_finished(directory, 5, exported=False)
-            trainer = toy_trainer(cfg, directory, model)
-            trainer.evaluator = NumberEvaluator(trainer, waits_in)
-            trainer.fit()
-        return trainer, is_finished
-
-    whole, _ = train(tmp_path / "whole")
-    with pytest.raises(Stopped, match=f"^stopped after step {step} of 5 before its validation .SIGTERM"):
-        train(tmp_path / "run", waits_in=step)
-    assert [path.name for path in (tmp_path / "run/checkpoints").glob("global*")] == [f"global_step_{step}"]
-    assert [row["step"] for row in metrics(tmp_path / "run")] == [*range(1, step + 1)]
-    without = toy_config(tmp_path / "run", ckpt_interval=100, val_interval=-1, val_before_train=False)
-    with RunDirectory(without).open() as directory:
-        assert not directory.lacks_validation(), "a config without validation needs none"
-    trainer, was_finished = train(tmp_path / "run")
-    assert comparable(metrics(tmp_path / "run")) == comparable(metrics(tmp_path / "whole"))
-    assert trainer.state.best == whole.state.best and not was_finished
-    assert train(tmp_path / "run")[1]
-
-
-class ScoresOf:
-    """Gives the third step the best score."""
+class Scores:
+    """Gives the third step the best score. The wait for servers in the validation of `waits_in` ends by a signal."""
 
     def __init__(self, trainer: Trainer, waits_in: int | None = None):
         self._trainer = trainer
@@ -236,35 +193,31 @@ class ScoresOf:
 
     def evaluate(self, step: int) -> Evaluation:
         self.steps.append(step)
+        random.random()  # code of the user
         if step == self._waits_in:
             self._trainer.stop.ask("SIGTERM")
             raise NoServerStopped("no server")
         return Evaluation({"val/accuracy": 0.9 if step == 3 else 0.1})
 
 
-def test_the_score_of_a_validation_that_came_later_outlives_a_kill(tmp_path, model):
-    """The checkpoint does not know it, and the line of the step has it, so nothing validates again."""
+@pytest.mark.parametrize("step", [3, 5])
+def test_a_signal_that_ends_a_validation_costs_the_validation_alone(tmp_path, model, step):
+    """The step is saved. After the last step, the run is finished."""
 
-    def train(waits_in: int | None = None, dies: bool = False) -> Trainer:
+    def train(waits_in: int | None = None) -> Trainer:
         cfg = toy_config(tmp_path, ckpt_interval=100, val_interval=1, val_before_train=False)
         with RunDirectory(cfg).open() as directory:
             trainer = toy_trainer(cfg, directory, model)
-            trainer.evaluator = ScoresOf(trainer, waits_in)
-
-            def die(*_):
-                raise Killed
-
-            if dies:
-                trainer.learner.update = die
-            with pytest.raises(Killed) if dies else nullcontext():
-                trainer.fit()
+            trainer.evaluator = Scores(trainer, waits_in)
+            trainer.fit()
         return trainer
 
-    with pytest.raises(Stopped):
-        train(waits_in=3)
-    assert train(dies=True).evaluator.steps == [3]
-    last = train()
-    assert last.evaluator.steps == [4, 5] and last.state.best == {"val/accuracy": 0.9, "step": 3}
+    with nullcontext() if step == 5 else pytest.raises(Stopped, match=f"^stopped after step {step} of 5 .SIGTERM"):
+        train(waits_in=step)
+    assert [path.name for path in (tmp_path / "checkpoints").glob("global*")] == [f"global_step_{step}"]
+    assert train().evaluator.steps == [*range(step + 1, 6)]
+    rows = metrics(tmp_path)
+    assert [(row["step"], "val/accuracy" in row) for row in rows] == [(one, one != step) for one in range(1, 6)]
 
 
 def test_weights_that_engines_did_not_get_are_not_validated_by_them(tmp_path, model):
@@ -273,7 +226,7 @@ def test_weights_that_engines_did_not_get_are_not_validated_by_them(tmp_path, mo
     cfg = toy_config(tmp_path, ckpt_interval=100, val_interval=1, val_before_train=False)
     with RunDirectory(cfg).open() as directory:
         trainer = toy_trainer(cfg, directory, model, stop)
-        trainer.evaluator, publish = ScoresOf(trainer), trainer.source.publish
+        trainer.evaluator, publish = Scores(trainer), trainer.source.publish
 
         def wait_in_vain(version):
             if version == 3:
@@ -282,7 +235,7 @@ def test_weights_that_engines_did_not_get_are_not_validated_by_them(tmp_path, mo
             publish(version)
 
         trainer.source.publish = wait_in_vain
-        with pytest.raises(Stopped, match="^stopped after step 2 of 5 before its validation .SIGTERM"):
+        with pytest.raises(Stopped, match="^stopped after step 2 of 5 .SIGTERM"):
             trainer.fit()
     assert trainer.evaluator.steps == [1]
     assert [row.get("val/accuracy") for row in metrics(tmp_path)] == [0.1, None]

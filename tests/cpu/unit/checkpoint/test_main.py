@@ -85,14 +85,6 @@ def test_axes_that_are_no_sizes_are_damage(tmp_path, capsys):
     )
 
 
-def test_shards_of_other_nodes_are_not_read_and_not_damaged(tmp_path, capsys):
-    shard = Path(save(manager(tmp_path), 3, nodes={"node1": ["weights/shard"]}), "weights/shard")
-    shard.unlink()
-    assert main(["verify", str(tmp_path)]) == 1
-    (line,) = capsys.readouterr().out.splitlines()
-    assert "NOT READ: weights/shard is not here but on the disk of another node (node1); it may be undamaged" in line
-
-
 def scored(root: Path, scores: dict[int, float | None], mode: str = "max") -> CheckpointManager:
     """Checkpoints with these scores by step."""
     checkpoints = manager(root)

@@ -26,7 +26,6 @@ from trainer.checkpoint.checkpoint_files import CheckpointFiles
 from trainer.checkpoint.choice import read_named
 from trainer.checkpoint.components import Component, json_part
 from trainer.checkpoint.inspection import describe
-from trainer.checkpoint.local_tier import LocalTier
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import CheckpointManager, Retention
 from trainer.checkpoint.manifest import FORMAT_VERSION, FileEntry, verify
@@ -262,9 +261,6 @@ def test_a_newest_checkpoint_of_a_newer_format_is_refused_and_stays(tmp_path, ca
     assert describe(str(tmp_path / "global_step_2"), "hash")["readable"] is False, "it is not called damaged"
     with pytest.raises(UserError, match="install the version that wrote it"):
         read_named(str(tmp_path), "hash")
-    with pytest.raises(UserError, match="install the version that wrote it"):
-        LocalTier(str(tmp_path)).scrub(2, "", "hash")
-    assert checkpoints.store.steps() == [1, 2], "nor is it deleted from the disk of a node"
 
 
 def test_retention_deletes_nothing_while_a_score_cannot_be_read(tmp_path, caplog):

@@ -39,7 +39,7 @@ def test_ranks_elsewhere_use_the_credentials_of_the_driver(bucket_behind_proxy, 
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "missing.json"))
     ranks.ask([1], Process(), "set", "AWS_DEFAULT_REGION", "eu-central-1")
     give_access([None, root], ranks)
-    check_access(root, ranks)
+    check_access("trainer.ckpt_path", root, ranks)
 
     def seen(name: str) -> str | None:
         return ranks.ask([1], Process(), "get", name)[1]
@@ -73,7 +73,7 @@ def test_a_machine_without_access_to_the_object_store_is_named_at_the_start(buck
     ranks.ask([1], Process(), "set", "AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     give_access([None, root], ranks)
     with pytest.raises(UserError, match=rf"trainer.ckpt_path={root}: ranks on elsewhere cannot .*127.0.0.1:9.*store$"):
-        check_access(root, ranks)
+        check_access("trainer.ckpt_path", root, ranks)
 
 
 def test_a_machine_that_does_not_see_the_directory_is_named_at_the_start(ranks, tmp_path, monkeypatch):
@@ -83,11 +83,14 @@ def test_a_machine_that_does_not_see_the_directory_is_named_at_the_start(ranks, 
     monkeypatch.chdir(tmp_path / "driver")
     ranks.ask([1], Process(), "live_on", str(tmp_path / "rank"))
     with OpenRun(configured(tmp_path / "run", ckpt_path=DISK), {"step": 0}) as run:
-        with pytest.raises(UserError, match=f"{DISK}: ranks on elsewhere cannot write .*mount it on all of them"):
-            run.directory.find_readable(ranks)
+        for lock in (None, "of an earlier run there"):
+            with pytest.raises(UserError, match=f"{DISK}: ranks on elsewhere cannot write .*mount it on all of them"):
+                run.directory.check_access(ranks)
+            (tmp_path / "rank/disk").mkdir(exist_ok=True)
+            (tmp_path / "rank/disk/.lock").write_text(str(lock))
         ranks.ask([1], Process(), "live_on", str(tmp_path / "driver"))
-        run.directory.find_readable(ranks)
+        run.directory.check_access(ranks)
         ranks.ask([1], Process(), "live_on", str(tmp_path / "rank"))
-        run.directory.find_readable(ranks)  # it is checked once
+        run.directory.check_access(ranks)  # it is checked once
     with OpenRun(configured(tmp_path / "run", ckpt_path="of the driver", resume_mode="latest"), {"step": 0}) as run:
-        run.directory.find_readable(ranks)
+        run.directory.check_access(ranks)

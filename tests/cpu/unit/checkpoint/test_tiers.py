@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints import give_newer_format, hidden, parts_of, save
+from tests.support.checkpoints import hidden, parts_of, save
 from tests.support.fault_proxy import CUT, ERROR, FULL, PASS
 from tests.support.namespaces import small_disk
 from tests.support.runs import OpenRun, configured
@@ -60,15 +60,6 @@ def test_a_save_is_uploaded_and_a_lost_disk_costs_nothing(root, tmp_path):
     elsewhere = CheckpointManager(open_tiers(root, str(tmp_path / "another")))
     elsewhere.load(elsewhere.latest(), parts_of(state))
     assert state == {"n": 7, "bytes": b"seven"}
-
-
-def test_a_file_that_is_added_later_is_not_left_out_where_a_checkpoint_may_be_whole(root, tmp_path):
-    store = tiers(root, tmp_path)
-    save(CheckpointManager(store), 1)
-    store.uploads.finish(60)
-    give_newer_format(tmp_path / "global_step_1")
-    with pytest.raises(UserError, match="global_step_1: 9.9 of this program has written it"):
-        store.add_file(1, "late.json", b"{}")
 
 
 def test_nothing_is_deleted_before_something_newer_is_above(root, tmp_path, faults, caplog):

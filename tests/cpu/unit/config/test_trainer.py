@@ -72,11 +72,6 @@ CONTRADICTIONS = [
     (["trainer.ckpt_path=ftp://host/x"], "trainer.ckpt_path: must be a directory that all ranks see, or begin with s3"),
     (["trainer.ckpt_path=s3://key:secret@bucket/x"], "^trainer.ckpt_path: must not contain credentials: [^@]*$"),
     (["trainer.ckpt_path=s3://bucket//x"], "trainer.ckpt_path: must not contain . or .. or an empty name"),
-    (["trainer.ckpt_replicas=1"], "trainer.ckpt_replicas=1: needs trainer.ckpt_cache_dir"),
-    (
-        ["trainer.ckpt_replicas=1", "trainer.ckpt_cache_dir=/x", "trainer.ckpt_path=s3://bucket/x"],
-        "trainer.ckpt_replicas=1: needs several nodes, so trainer.ray_address",
-    ),
     (
         ["trainer.export_path=x/ckpts", "trainer.ckpt_path=x/ckpts"],
         "trainer.ckpt_path=x/ckpts: is trainer.export_path=x/ckpts, or lies inside it; choose a directory beside it",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 
 import pytest
@@ -78,34 +77,6 @@ def test_a_sink_gets_each_step_and_at_a_restart_those_that_count(tmp_path, calls
     assert calls == [
         ("begin", [], -1), *logged, ("close", 1), ("begin", [1, 2], 2), logged[-1], ("close", 0),
     ]  # fmt: skip
-
-
-def test_a_sink_gets_a_step_once_its_late_validation_is_done(tmp_path, calls):
-    first = tracker(tmp_path)
-    first.rewind(-1)
-    first.log(1, {"reward/mean": 0.25})
-    first.log(2, {"reward/mean": 0.5}, lacks_validation=True)
-    first.close()
-    assert calls[1:] == [("log", 1, 0.25), ("close", 0)]
-    again = tracker(tmp_path)
-    again.rewind(2, lacks_validation=True)
-    again.complete({"val/accuracy": 0.75})
-    assert calls[3:] == [("begin", [1], 1), ("log", 2, 0.5)]
-    row = {"step": 2, "reward/mean": 0.5, "val/accuracy": 0.75}
-    assert read_metrics(str(tmp_path / "run/metrics.jsonl"))[-1] == row
-
-
-def test_a_late_validation_brings_a_sink_numbers_alone_as_any_step_does(tmp_path, calls):
-    first = tracker(tmp_path)
-    first.rewind(-1)
-    first.log(1, {"reward/mean": math.nan}, lacks_validation=True)
-    first.close()
-    again = tracker(tmp_path)
-    again.rewind(1, lacks_validation=True)
-    again.complete({"val/accuracy": 0.75})
-    (*_, value) = calls[-1]
-    assert isinstance(value, float) and math.isnan(value)
-    assert read_metrics(str(tmp_path / "run/metrics.jsonl"))[-1]["reward/mean"] is None
 
 
 def test_a_sink_that_fails_is_left_out_until_the_next_start(tmp_path, calls, caplog):

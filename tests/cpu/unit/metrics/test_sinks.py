@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
-import sqlite3
 import struct
 import subprocess
 import time
@@ -160,55 +158,6 @@ def test_wandb_offline_keeps_the_run_and_loses_no_step_to_a_kill(tmp_path, liste
     assert "reward/mean" not in resumed.stdout + resumed.stderr, "W&B prints no table of metrics"
     kept = [file.read_bytes() for file in (run_dir / "wandb").rglob("*") if file.is_file()]
     assert kept and not any(b"hush" in content for content in kept)
-
-
-LATE_RUN = """
-import sys, time
-from trainer.config import LoggerConfig, MlflowConfig, WandbConfig
-from trainer.metrics.tracker import Tracker
-
-logger = LoggerConfig(tensorboard=True, wandb=WandbConfig(mode="offline"))
-logger.mlflow = MlflowConfig(enabled=True, experiment="mine")
-for start in ("first", "killed", "last"):
-    tracker = Tracker(sys.argv[1], logger, {"seed": 1})
-    if start == "first":
-        tracker.rewind(-1)
-        tracker.log(1, {"reward/mean": 0.125})
-        tracker.log(2, {"reward/mean": 0.25}, lacks_validation=True)
-    else:
-        tracker.rewind(2, lacks_validation=True)
-        tracker.complete({"val/accuracy": 0.5})
-        if start == "last":
-            tracker.log(3, {"reward/mean": 0.375})
-    tracker.close()
-    time.sleep(1)  # W&B names directories by the second
-"""
-
-
-@pytest.mark.slow
-def test_services_get_a_late_validation_at_its_step(tmp_path, listener):
-    """The last start validates again, as after a kill before the checkpoint has got its score."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    done = run_python(LATE_RUN, str(tmp_path), env=wandb_environment(tmp_path, listener))
-    assert done.returncode == 0, done.stderr
-    histories = [
-        {
-            step: [json.loads(row[name]) for name in ("reward/mean", "val/accuracy") if name in row]
-            for step, row in wandb_history(file).items()
-        }
-        for file in sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
-    ]
-    validated = {1: [0.125], 2: [0.25, 0.5]}
-    assert histories == [{1: [0.125]}, validated, {**validated, 3: [0.375]}]
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    shown = {name: {(e.step, e.value) for e in events.Scalars(name)} for name in ("reward/mean", "val/accuracy")}
-    assert shown == {"reward/mean": {(1, 0.125), (2, 0.25), (3, 0.375)}, "val/accuracy": {(2, 0.5)}}
-    with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
-        sent = database.execute("SELECT key, step, value FROM metrics ORDER BY key, step").fetchall()
-    rewards = [("reward/mean", step, step / 8) for step in (1, 2, 3)]
-    assert sent == [*rewards, ("val/accuracy", 2, 0.5)]
 
 
 def test_wandb_online_without_an_account_names_the_key(tmp_path, listener):
