@@ -42,8 +42,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from benchmarks.ranks import make_batch
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.checkpoint_files import MANIFEST, files_at
-from trainer.checkpoint.object_storage import client_of
+from trainer.checkpoint.buckets import client_of
+from trainer.checkpoint.manifest import MANIFEST, files_at
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import Config, TinyConfig, policy_role
 from trainer.models.tiny import build_tiny

@@ -8,13 +8,12 @@ import io
 import itertools
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from trainer.checkpoint.object_storage import PreconditionFailed, client_of
+from trainer.checkpoint.buckets import PreconditionFailed, client_of
 from trainer.files import uris
 from trainer.files.uris import StoreSpec
 
@@ -34,7 +33,6 @@ STORE = StoreSpec(
     f"{__name__}:MemoryClient",
     variables=("MEM_",),
     identity=("MEM_KEY",),
-    final_errors=("Locked",),
     drawing=(__name__,),
 )
 
@@ -80,7 +78,7 @@ class MemoryClient:
         self._objects.pop(path, None)
 
     @contextlib.contextmanager
-    def open_writer(self, path: str, send: Callable[..., Any]) -> Iterator[io.BytesIO]:
+    def open_writer(self, path: str) -> Iterator[io.BytesIO]:
         stream = io.BytesIO()
         yield stream
         self.put(path, stream.getvalue())

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from trainer.checkpoint.object_storage import client_of
+from trainer.checkpoint.buckets import client_of
 
 KEY, SECRET = "AKIATESTSTORE0000001", "topSecretOfTheStore/4711"
 

@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.checkpoint_files import CheckpointFiles
 from trainer.checkpoint.components import Component, Restore, files_part, json_part
 from trainer.checkpoint.manager import CheckpointManager, Retention
-from trainer.checkpoint.manifest import Checkpoint
+from trainer.checkpoint.manifest import Checkpoint, CheckpointFiles
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.checkpoint.store import open_store
 

@@ -32,11 +32,8 @@ class Faults:
 
     plan: Callable[[str, str], str] = lambda method, path: PASS
     """Returns what happens to a request."""
-    stale_lists: bool = False
-    """Answer each list of objects as it was when it was asked for first."""
     seen: list[tuple[str, str, str]] = field(default_factory=list)
     """Method, path and fault of each request."""
-    lists: dict[str, tuple[int, list[tuple[str, str]], bytes]] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -67,9 +64,6 @@ def fault_proxy(upstream: str, faults: Faults) -> Iterator[str]:
         do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_one
 
         def _ask(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
-            is_list = self.command == "GET" and "list-type=2" in self.path
-            if is_list and faults.stale_lists and self.path in faults.lists:
-                return faults.lists[self.path]
             connection = http.client.HTTPConnection(host, timeout=60)
             dropped = ("transfer-encoding", "content-length", "expect", "connection")
             headers = {name: value for name, value in self.headers.items() if name.lower() not in dropped}
@@ -77,8 +71,6 @@ def fault_proxy(upstream: str, faults: Faults) -> Iterator[str]:
             answer = connection.getresponse()
             result = answer.status, answer.getheaders(), answer.read()
             connection.close()
-            if is_list:
-                faults.lists.setdefault(self.path, result)
             return result
 
         def _answer(self, status: int, headers: list[tuple[str, str]], body: bytes) -> None:

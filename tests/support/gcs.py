@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import google_crc32c
 import pytest
 
-from trainer.checkpoint.object_storage import client_of
+from trainer.checkpoint.buckets import client_of
 
 
 def use_gcs(patch: pytest.MonkeyPatch, url: str) -> None:

@@ -18,8 +18,7 @@ import numpy as np
 
 from tests.support.jobs import comparable, metrics
 from trainer.algorithms import FixedKL
-from trainer.checkpoint.checkpoint_files import files_at
-from trainer.checkpoint.manifest import FileEntry
+from trainer.checkpoint.manifest import FileEntry, files_at
 from trainer.config import Config, SFTConfig
 from trainer.episodes import Sample
 from trainer.files.atomic_io import digest_bytes

@@ -11,11 +11,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.checkpoint_files import step_in
 from trainer.checkpoint.components import read_config
 from trainer.checkpoint.inspection import find_store
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.checkpoint.manifest import Checkpoint
+from trainer.checkpoint.manifest import Checkpoint, step_in
 from trainer.checkpoint.storage import open_storage
 from trainer.errors import UserError
 

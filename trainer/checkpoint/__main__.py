@@ -15,13 +15,20 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.checkpoint_files import step_in
-from trainer.checkpoint.choice import choose_checkpoint, open_run, read_named
 from trainer.checkpoint.components import read_config
 from trainer.checkpoint.exports import export_directory, is_exported
-from trainer.checkpoint.inspection import CHECKED, axes_of, check_step, describe, describe_all
+from trainer.checkpoint.inspection import (
+    CHECKED,
+    axes_of,
+    check_step,
+    choose_checkpoint,
+    describe,
+    describe_all,
+    open_run,
+    read_named,
+)
 from trainer.checkpoint.manager import CheckpointManager, Retention
-from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError
+from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, step_in
 from trainer.checkpoint.storage import open_storage, remove_records
 from trainer.checkpoint.store import BOOKKEEPING, CheckpointStore, open_store
 from trainer.config import TrainerConfig
@@ -180,7 +187,13 @@ def _diff(args: argparse.Namespace) -> Result:
     counters = [row for row in _differences(*states) if ".rng." not in row["key"]]
     tensors = compare(*map(NamedFiles, checkpoints))
     changed = [row for row in tensors if row["note"] is not None or row["largest"] != 0]
-    lines = _summary(checkpoints, config, counters, tensors, changed)
+    lines = [f"{name}: {one.path}, step {one.step}" for name, one in zip("ab", checkpoints, strict=True)]
+    equal = not (config or counters or changed)
+    if equal:
+        lines.append(f"no difference: config, counters and {len(tensors)} tensors are equal")
+    else:
+        kinds = f"{len(config)} config keys, {len(counters)} counters, {len(changed)} of {len(tensors)} tensors"
+        lines.append(f"different: {kinds}")
     for title, rows in (("config:", config), ("counters:", counters)):
         lines += [title, *(f"  {row['key']}: {row['a']} -> {row['b']}" for row in rows)] if rows else []
     lines += ["tensors (relative change, largest change of one number):"] if changed else []
@@ -189,32 +202,7 @@ def _diff(args: argparse.Namespace) -> Result:
             lines.append(f"  {row['note']}: {row['name']}")
         else:
             lines.append(f"  {row['relative']:>9.2e}  {row['largest']:>9.2e}  {row['name']}")
-    equal = not (config or counters or changed)
     return {"equal": equal, "config": config, "counters": counters, "tensors": tensors}, lines, 0
-
-
-def _summary(
-    checkpoints: list[Checkpoint],
-    config: list[dict[str, Any]],
-    counters: list[dict[str, Any]],
-    tensors: list[dict[str, Any]],
-    changed: list[dict[str, Any]],
-) -> list[str]:
-    """Return lines that say what kinds of things differ, and by how much."""
-    lines = [f"{name}: {one.path}, step {one.step}" for name, one in zip("ab", checkpoints, strict=True)]
-    if not (config or counters or changed):
-        return [*lines, f"no difference: config, counters and {len(tensors)} tensors are equal"]
-    kinds = [f"{len(config)} config keys", f"{len(counters)} counters", f"{len(changed)} of {len(tensors)} tensors"]
-    lines.append(f"different: {', '.join(kinds)}")
-    measured = [row for row in changed if row["relative"] is not None]
-    for kind, rows in (
-        ("weights", [row for row in measured if row["name"].partition("/")[2].startswith("model.")]),
-        ("optimizer's state", [row for row in measured if not row["name"].partition("/")[2].startswith("model.")]),
-    ):
-        if rows:
-            most = max(rows, key=lambda row: row["relative"])
-            lines.append(f"largest relative change of the {kind}: {most['relative']:.2e} in {most['name']}")
-    return lines
 
 
 def _export(args: argparse.Namespace) -> Result:

@@ -8,10 +8,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from trainer.checkpoint.checkpoint_files import CheckpointFiles
-from trainer.checkpoint.manifest import Checkpoint, FileEntry, read_object, reading
+from trainer.checkpoint.manifest import Checkpoint, CheckpointFiles, FileEntry, read_object, reading
 from trainer.checkpoint.sharded import ShardedFiles
-from trainer.config import LOAD_COMPONENTS, Config, with_new_names
+from trainer.config import LOAD_COMPONENTS, Config
 from trainer.files.atomic_io import digest_bytes
 from trainer.files.documents import ObjectShape, dump_yaml, parse_yaml
 from trainer.files.redaction import redact
@@ -127,14 +126,13 @@ def config_digest(cfg: Config) -> str:
 
 
 def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the resolved config that a checkpoint was saved with, without secrets; renamed keys have their new names.
+    """Return the resolved config that a checkpoint was saved with, without secrets.
 
     Raises:
         CorruptCheckpointError: `config.yaml` is missing, or is not a mapping of sections.
     """
     with reading(checkpoint.path, CONFIG_FILE):
-        config = parse_yaml(checkpoint.files.read(CONFIG_FILE), {str: dict})
-    return redact(with_new_names(config))  # earlier versions saved secrets
+        return parse_yaml(checkpoint.files.read(CONFIG_FILE), {str: dict})
 
 
 class SavingRanks(Protocol):

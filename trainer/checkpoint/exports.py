@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainer.checkpoint.checkpoint_files import LATEST, files_at, step_in
+from trainer.checkpoint.manifest import LATEST, files_at, step_in
 from trainer.checkpoint.storage import for_each
 from trainer.config import Config
 from trainer.errors import UserError, failure_source_of, is_disk_unwritable

@@ -9,16 +9,21 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
+from trainer.checkpoint import last_commit
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint import record
-from trainer.checkpoint.checkpoint_files import step_in
-from trainer.checkpoint.components import read_config
-from trainer.checkpoint.manifest import Checkpoint, CheckpointError, CorruptCheckpointError
+from trainer.checkpoint.manifest import (
+    MANIFEST,
+    Checkpoint,
+    CheckpointError,
+    CorruptCheckpointError,
+    UnreadableError,
+    step_in,
+)
 from trainer.checkpoint.storage import open_storage
 from trainer.checkpoint.store import CheckpointStore, open_store
-from trainer.config.renamed import METRICS
 from trainer.errors import UserError
 from trainer.files.uris import is_url
+from trainer.process.log_setup import escape, show
 
 CHECKED = {"hash": "all bytes agree", "size": "sizes agree", "off": "not checked"}
 """What is known of a checkpoint after a check of each level, in words."""
@@ -26,7 +31,7 @@ CHECKED = {"hash": "all bytes agree", "size": "sizes agree", "off": "not checked
 
 def find_store(path: str) -> CheckpointStore | None:
     """Return the store with the checkpoints of a run, or of a directory or URL; None: there are none."""
-    for directory in (posixpath.join(path, "checkpoints"), path, None if is_url(path) else record.read(path)):
+    for directory in (posixpath.join(path, "checkpoints"), path, None if is_url(path) else last_commit.read(path)):
         store = None if directory is None else open_store(directory)
         if store is not None and any("global_step_" in name for name in store.storage.names()):
             return store
@@ -36,15 +41,13 @@ def find_store(path: str) -> CheckpointStore | None:
 def describe(path: str, level: str) -> dict[str, Any]:
     """Return what is known about the checkpoint `global_step_N` at a path or URL, after a check of `level`."""
     row: dict[str, Any] = {"step": step_in(path), "path": path, "saved_at": None, "age": None, "ranks": None}
-    row |= {"axes": None, "score": None, "score_metric": None, "bytes": 0, "files": 0}
+    row |= {"axes": None, "score": None, "score_metric": None, "score_mode": None, "bytes": 0, "files": 0}
     row |= {"valid": True, "readable": True, "checked": level, "problem": None}
     try:
         row["bytes"] = sum(open_storage(path).list().values())
         checkpoint = manifests.read(path)
         manifest = checkpoint.manifest
-        fields = {**manifest, "axes": checkpoint.axes}
-        row |= {name: fields.get(name) for name in ("saved_at", "ranks", "axes", "score", "score_metric")}
-        row["score_metric"] = METRICS.get(row["score_metric"], row["score_metric"])
+        row |= {name: manifest.get(name) for name in row if name in manifest}
         row["age"] = age(manifest["saved_at"])
         row["files"] = len(manifest["files"])
         manifests.check_files(checkpoint, level)
@@ -73,19 +76,8 @@ def find_best(rows: list[dict[str, Any]]) -> int | None:
         return None
     newest = scored[-1]
     alike = [row for row in scored if row["score_metric"] == newest["score_metric"]]
-    sign = -1 if _mode(newest["path"]) == "min" else 1
+    sign = -1 if newest["score_mode"] == "min" else 1
     return max(alike, key=lambda row: sign * row["score"])["step"]  # of equal scores the first
-
-
-def _mode(path: str) -> str:
-    """Return whether the score of a checkpoint is better if it is higher (`max`) or lower (`min`)."""
-    checkpoint = manifests.read(path)
-    if "score_mode" in checkpoint.manifest:
-        return checkpoint.manifest["score_mode"]
-    try:  # a checkpoint of an earlier version
-        return read_config(checkpoint)["trainer"]["best_mode"]
-    except (CheckpointError, KeyError):
-        return "max"
 
 
 def check_content(
@@ -161,3 +153,72 @@ def check_step(store: CheckpointStore, step: int, option: str) -> None:
     steps = store.steps()
     if step not in steps:
         raise UserError(f"{option}={step}: {store.root} has no checkpoint of that step; it has {list_steps(steps)}")
+
+
+# ---------------------------------------------------------------------------------------------------
+# The checkpoint that a command line names
+
+
+def open_run(root: str) -> CheckpointStore:
+    """Return the store of a run, or of a directory or URL.
+
+    Raises:
+        UserError: there are none.
+    """
+    if (store := find_store(root)) is not None:
+        return store
+    if is_checkpoint(root):
+        raise UserError(f"{root}: is one checkpoint; name its run, or the directory that it is in")
+    raise UserError(
+        f"{root}: no checkpoint is there; looked in it, in its checkpoints directory, and where its "
+        f"{last_commit.NAME} names"
+    )
+
+
+def is_checkpoint(path: str) -> bool:
+    path = path.rstrip("/")
+    return step_in(path) is not None or MANIFEST in open_store(path).storage.names()
+
+
+def read_named(path: str, level: str) -> Checkpoint:
+    """Return the checkpoint at `path`, or the newest valid checkpoint of the run at `path`.
+
+    Raises:
+        UserError: there is none.
+    """
+    path = path.rstrip("/")
+    if is_checkpoint(path):
+        return manifests.verify(path, level)
+    store = open_run(path)
+    for step in reversed(store.steps()):
+        try:
+            return manifests.verify(store.path(step), level if level != "off" else "size")
+        except UnreadableError as error:
+            raise UserError(f"{error}; give the command as its owner, or ask for access") from error
+        except CorruptCheckpointError as error:
+            show(f"skipped a damaged checkpoint: {escape(str(error), lines=False)}", error=True)
+    raise UserError(f"{path}: no checkpoint there is valid")
+
+
+def choose_checkpoint(path: str, step: int | None, best: bool) -> tuple[Checkpoint, str]:
+    """Return the checkpoint that a command line names, after reading all of it, and why it was chosen, in words.
+
+    Raises:
+        UserError: there is no such checkpoint.
+    """
+    if step is None and not best:
+        return read_named(path, "hash"), ""
+    if is_checkpoint(path):
+        raise UserError(f"{path}: is one checkpoint, and --best and --step choose one of a run; name the run")
+    store = open_run(path)
+    if step is not None:
+        check_step(store, step, "--step")
+        return manifests.verify(store.path(step), "hash"), ""
+    rows = describe_all(store, "size")
+    row = next((row for row in rows if row["best"]), None)
+    if row is None:
+        steps = list_steps(store.steps())
+        raise UserError(f"--best: no checkpoint of {store.root} has a score; name one with --step, of {steps}")
+    scored = sum(1 for row in rows if row["score"] is not None)
+    why = f" (the best of {scored}: {row['score_metric'] or 'score'} {row['score']:.4g})"
+    return manifests.verify(row["path"], "hash"), why

@@ -23,18 +23,17 @@ from typing import Any
 
 from trainer import __version__
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.checkpoint_files import CheckpointFiles
 from trainer.checkpoint.components import Component, Restore
 from trainer.checkpoint.manifest import (
     Checkpoint,
     CheckpointError,
+    CheckpointFiles,
     CorruptCheckpointError,
     FileEntry,
     UnreadableError,
 )
 from trainer.checkpoint.storage import StoreError
 from trainer.checkpoint.store import CheckpointStore
-from trainer.config.renamed import METRICS
 from trainer.errors import UserError, as_list, is_disk_unwritable, text_of
 from trainer.process import time_limits
 from trainer.process.failpoints import failpoint
@@ -45,7 +44,6 @@ LOG = logging.getLogger(__name__)
 
 SAVES = "saves"
 """The row of saves in the timeline."""
-_TEST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -280,9 +278,7 @@ class CheckpointManager:
             score = manifests.read(self.store.path(step)).manifest
         except CorruptCheckpointError:
             return None
-        saved = score.get("score_metric", self.retention.best_metric)
-        saved = METRICS.get(saved, saved)  # what an earlier version called it
-        return score.get("score") if saved == metric else None
+        return score.get("score") if score.get("score_metric") == metric else None
 
     # ---------------------------------------------------------------------------------------------------
     # Finding and loading
@@ -290,14 +286,12 @@ class CheckpointManager:
     def latest(self, before: int | None = None) -> Checkpoint | None:
         """Return the newest valid checkpoint; None if there is none at all. Newer damaged ones are skipped.
 
-        Two or more damaged checkpoints in a row are a sign of failing storage. The storage is then tested.
-
         Args:
             before: consider only steps below this.
 
         Raises:
-            UserError: there are checkpoints but none is valid; the newest has another format, or cannot be read, and
-                may be valid; or the storage is failing.
+            UserError: there are checkpoints but none is valid; or the newest has another format, or cannot be read,
+                and may be valid.
         """
         problems: list[str] = []
         for step in reversed(self.store.steps()):
@@ -307,20 +301,16 @@ class CheckpointManager:
             for path in self.store.locations(step):
                 try:
                     checkpoint = manifests.verify(path, self.verify)
-                except UnreadableError as error:
-                    unreadable = error
-                    continue
-                except StoreError as error:
-                    unreadable = StoreError(f"{path}: {error}")
-                    continue
                 except CorruptCheckpointError as error:
                     problems.append(str(error))
-                    continue
-                for problem in problems:
-                    LOG.warning("skipped a damaged checkpoint: %s", problem)
-                if len(problems) > 1:
-                    self._test_storage(len(problems))
-                return checkpoint
+                except UnreadableError as error:
+                    unreadable = error
+                except StoreError as error:
+                    unreadable = StoreError(f"{path}: {error}")
+                else:
+                    for problem in problems:
+                        LOG.warning("skipped a damaged checkpoint: %s", problem)
+                    return checkpoint
             if unreadable is not None:
                 raise type(unreadable)(
                     f"trainer.resume_mode=latest: {unreadable}; the checkpoint may be whole, so the run does not "
@@ -332,29 +322,6 @@ class CheckpointManager:
                 "repair one, move them away to start over, or name another with trainer.resume_mode=from_path"
             )
         return None
-
-    def _test_storage(self, damaged: int) -> None:
-        """Test the storage after `damaged` damaged checkpoints in a row.
-
-        Raises:
-            UserError: a test file could not be written, or its content was wrong when it was read back.
-        """
-        root = self.store.root
-        try:
-            self.store.probe(_TEST_BYTES)
-        except OSError as error:
-            raise UserError(
-                f"trainer.ckpt_path={root}: the {damaged} newest checkpoints are damaged, and a test file of "
-                f"{_TEST_BYTES >> 20} MiB could not be kept there ({error.strerror or error}); the storage is failing: "
-                "repair it, or continue elsewhere with trainer.resume_mode=from_path"
-            ) from error
-        LOG.warning(
-            "%d damaged checkpoints in a row are a sign of failing storage; a test file of %d MiB was written to %s "
-            "and read back correctly",
-            damaged,
-            _TEST_BYTES >> 20,
-            root,
-        )
 
     def load(self, checkpoint: Checkpoint, components: Sequence[Component], restore: Restore | None = None) -> None:
         """Restore these components from a checkpoint.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainer.checkpoint.checkpoint_files import files_at
+from trainer.checkpoint.manifest import files_at
 from trainer.errors import UserError, format_size
 from trainer.process.failpoints import failpoint
 
@@ -71,7 +71,7 @@ class ShardedFiles:
         """
         import torch.distributed.checkpoint as dcp
 
-        from trainer.checkpoint.safe_dcp import SafePlanner
+        from trainer.checkpoint.tensors import SafePlanner
 
         reader = files_at(self.directory).reader(name)
         try:

@@ -26,10 +26,7 @@ _FILES: dict[Any, Shape] = {"files": {str: dict}, "revisions": {str: str}}
 _TEMPLATE = "model.chat_template"
 _SMALL_MODEL_BYTES = 1 << 30
 """Models up to this size are read in about a second."""
-_SAME_EMBEDDED = (
-    "give data and model.tiny.start_accuracy as in that run (null if it began with a version without that key), so "
-    "that the built-in model is the same"
-)
+_SAME_EMBEDDED = "give data and model.tiny.start_accuracy as in that run, so that the built-in model is the same"
 
 
 def start_weights_part(cfg: Config, model_path: str) -> Component:
@@ -77,8 +74,7 @@ def start_weights_part(cfg: Config, model_path: str) -> Component:
         if refused:
             raise UserError(as_list(f"{checkpoint.path} cannot be used with these models:", refused))
 
-    unchecked = "does not name the initial weights of its run: not checked"
-    return files_part("start_weights", content, load, ("weights",), unchecked)
+    return files_part("start_weights", content, load, ("weights",))
 
 
 def _path_names(cfg: Config) -> dict[str, str]:
@@ -146,7 +142,7 @@ def movable_paths(checkpoint: Checkpoint, cfg: Config) -> tuple[str, ...]:
         CorruptCheckpointError: a record of the checkpoint cannot be read.
     """
     files = _saved_files(checkpoint).get("files", {})
-    weights = read_object(checkpoint, WEIGHTS_FILE, {str: str}, missing_ok=True)
+    weights = read_object(checkpoint, WEIGHTS_FILE, {str: str})
     compared = _compared_keys(cfg)
     return tuple(
         key
@@ -168,7 +164,7 @@ def read_revisions(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _saved_files(checkpoint: Checkpoint) -> dict[str, Any]:
-    return read_object(checkpoint, FILES_FILE, _FILES, missing_ok=True)
+    return read_object(checkpoint, FILES_FILE, _FILES)
 
 
 def _read(cfg: Config, name: str, path: str) -> Contents:

@@ -90,7 +90,7 @@ def for_each(function: Callable[[T], object], items: Iterable[T], parallel: int 
 def open_storage(root: str) -> Storage:
     """Return the storage in the directory, or at the URL, `root`. No other code asks which kind it is."""
     if is_url(root):
-        from trainer.checkpoint.object_storage import ObjectStorage
+        from trainer.checkpoint.buckets import ObjectStorage
 
         return ObjectStorage(root)
     return LocalStorage(root)

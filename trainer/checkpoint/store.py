@@ -1,8 +1,8 @@
 """The checkpoints of one run in one storage.
 
 A save writes to a staging area, which no reader sees, and `commit` turns it into a checkpoint. There are two ways to
-commit, and every storage uses one of them: a disk renames the directory of the staging area (`LocalStore`); any other
-storage puts the manifest last, on the condition that this job's reservation is there (`object_store.ObjectStore`).
+commit: a disk renames the directory of the staging area (`LocalStore`); any other storage puts the manifest last, on
+the condition that this job's reservation is there (`ObjectStore`).
 """
 
 from __future__ import annotations
@@ -10,35 +10,38 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import posixpath
+import re
 import secrets
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.checkpoint_files import LATEST, MANIFEST, CheckpointFiles, step_in
 from trainer.checkpoint.lock import RunLock
-from trainer.checkpoint.manifest import Fields
+from trainer.checkpoint.manifest import FOLDER, LATEST, MANIFEST, CheckpointFiles, Fields, files_at, step_in
 from trainer.checkpoint.storage import JOURNAL, LocalStorage, Storage, for_each, open_storage
 from trainer.files.atomic_io import drop_from_page_cache
+from trainer.files.documents import parse_object
 from trainer.process.failpoints import failpoint
 
 if TYPE_CHECKING:
-    from trainer.checkpoint.upload_queue import UploadQueue
+    from trainer.checkpoint.uploads import UploadQueue
 
 _STAGING, _TOMBSTONE, _ARCHIVED, _PROBE, _RECORD = ".writing-", ".deleting-", ".aside-", ".probe-", ".record"
-BOOKKEEPING = (".lock", _RECORD, ".steps.json", JOURNAL)
+_ASIDE = ".aside"
+BOOKKEEPING = (".lock", _RECORD, JOURNAL)
 """What a store keeps for itself: names, by their beginning."""
+_RESERVATION = re.compile(FOLDER.encode() + rb"[0-9a-f]{16}")  # see `_new_folder`
+_RESERVATION_BYTES = len(FOLDER) + 16
+_PARALLEL = 16
 _INTERRUPTED = {_STAGING: "an interrupted save", _TOMBSTONE: "an interrupted deletion", _PROBE: "an interrupted test"}
 
 
 def open_store(root: str) -> CheckpointStore:
     """Return the store in the directory, or at the URL, `root`."""
     storage = open_storage(root)
-    if storage.disk is not None:
-        return LocalStore(storage.disk)
-    from trainer.checkpoint.object_store import ObjectStore
-
-    return ObjectStore(storage)
+    return ObjectStore(storage) if storage.disk is None else LocalStore(storage.disk)
 
 
 class CheckpointStore:
@@ -120,8 +123,8 @@ class CheckpointStore:
         """Let no other job commit what it has begun. The caller must hold the lock."""
         raise NotImplementedError
 
-    def probe(self, size: int = 64) -> None:
-        """Test the operations of a save with a file of `size` bytes, which is read back.
+    def probe(self) -> None:
+        """Test the operations of a save with a small file, which is read back.
 
         Raises:
             OSError: an operation failed.
@@ -225,8 +228,8 @@ class LocalStore(CheckpointStore):
     def fence(self) -> None:
         """Do nothing: a staging area that is removed loses its name first, so no other job can commit it any more."""
 
-    def probe(self, size: int = 64) -> None:
-        name, data = f"{_PROBE}{secrets.token_hex(4)}", secrets.token_bytes(size)
+    def probe(self) -> None:
+        name, data = f"{_PROBE}{secrets.token_hex(4)}", secrets.token_bytes(64)
         renamed = f"{name}-renamed"
         try:
             self.storage.put(f"{name}/file", data)
@@ -244,6 +247,154 @@ class LocalStore(CheckpointStore):
         name = f"{prefix}{_name(step)}-{secrets.token_hex(4)}"
         self._disk.rename(_name(step), name)
         return name
+
+
+class ObjectStore(CheckpointStore):
+    """Checkpoints in a storage that does not rename. The put of a manifest over the job's reservation is the commit.
+
+    global_step_N/manifest.json      the commit; its field `folder` names the folder of the files. Before: a reservation
+    global_step_N/files-…/…          the files of a staging area or a checkpoint
+    .aside/…                         the manifest of an archived checkpoint
+
+    A reservation is the name of a folder and nothing else, and counts as no manifest. A job reserves a step, looks at
+    its lock, and puts the manifest on the condition that its reservation is still there. A job that has taken over the
+    lock first replaces the reservations of others. Only then it decides what to delete: what another job has begun
+    cannot be committed any more.
+    """
+
+    def __init__(self, storage: Storage):
+        super().__init__(storage)
+        self._begun: set[str] = set()
+        self._open: set[str] = set()  # those of `_begun` that are still written
+        self._uncertain: set[str] = set()
+
+    def steps(self) -> list[int]:
+        return [step for step, size in self._sizes().items() if size != _RESERVATION_BYTES]
+
+    def begin(self, step: int) -> CheckpointFiles:
+        folder = _new_folder()
+        self._begun.add(folder)
+        self._open.add(folder)
+        return files_at(f"{self.path(step)}/{folder}")
+
+    def commit(self, staging: CheckpointFiles, step: int, manifest: Fields, before_commit: Callable[[], None]) -> None:
+        data = manifests.dump({**manifest, "folder": staging.folder})
+        etag = self._reserve(step, staging.folder)
+        if etag is not None:
+            before_commit()
+            self._uncertain.add(staging.folder)  # a request that seems to have failed can still be done later
+            committed = self.storage.put_if(_manifest(step), data, etag)
+            self._uncertain.discard(staging.folder)
+            if committed:
+                self._open.discard(staging.folder)
+                return
+        if self._folder_in(_manifest(step)) not in self._begun:
+            raise OSError(errno.EEXIST, f"{self.path(step)}: another job writes here")
+        self.abort(staging)  # an earlier try, which seemed to have failed, is the checkpoint
+
+    def fence(self) -> None:
+        for step, size in self._sizes().items():
+            if size == _RESERVATION_BYTES:
+                content, etag = self.storage.get_with_etag(_manifest(step))
+                if _RESERVATION.fullmatch(content) and content.decode() not in self._open:
+                    self.storage.put_if(_manifest(step), _new_folder().encode(), etag)
+
+    def abort(self, staging: CheckpointFiles) -> None:
+        """Delete a staging area, unless its manifest may still appear."""
+        self._open.discard(staging.folder)
+        if staging.folder not in self._uncertain:
+            staging.storage.delete_below("")
+
+    def tombstone(self, step: int) -> str:
+        name = posixpath.join(f"global_step_{step}", self._folder_in(_manifest(step)) or "")
+        self.storage.delete(_manifest(step))
+        return name
+
+    def archive(self, step: int) -> str:
+        name = f"{_ASIDE}/global_step_{step}-{secrets.token_hex(4)}.json"
+        self.storage.put(name, self.storage.get(_manifest(step)))
+        self.storage.delete(_manifest(step))
+        return name
+
+    def archived(self, step: int | None = None) -> list[str]:
+        prefix = f"{_ASIDE}/" if step is None else f"{_ASIDE}/global_step_{step}-"
+        return [name for name in self.storage.list(_ASIDE) if name.startswith(prefix)]
+
+    def orphans(self) -> dict[str, str]:
+        listed = self.storage.list()
+        kept = {self._folder_in(name) for name in listed if name.startswith(f"{_ASIDE}/")}
+        found = {name: "an interrupted test" for name in listed if name.startswith(_PROBE)}
+        split = (name.split("/") for name in listed)
+        for parent, folder in sorted({(parts[0], parts[1]) for parts in split if len(parts) > 2}):
+            step = step_in(parent)
+            is_staging = folder.startswith(FOLDER) and folder not in kept | self._open
+            if step is not None and is_staging and self._folder_in(_manifest(step)) not in (folder, None):
+                found[f"{parent}/{folder}"] = "an interrupted save or deletion"
+        return found
+
+    def remove(self, name: str) -> None:
+        if name.startswith(f"{_ASIDE}/"):
+            step = step_in(posixpath.basename(name).partition("-")[0])
+            folder = self._folder_in(name)
+            if folder and folder != self._folder_in(_manifest(step or 0)):
+                self.storage.delete_below(f"global_step_{step}/{folder}")
+        self.storage.delete_below(name)
+        self.storage.delete(name)
+
+    def probe(self) -> None:
+        key, data = f"{_PROBE}{secrets.token_hex(8)}", secrets.token_bytes(64)
+        try:
+            if not self.storage.put_if(key, data, None) or self.storage.get(key) != data:
+                raise OSError(errno.EIO, "an object is not read back as it was written")
+            if self.storage.put_if(key, data + b"again", None):
+                raise OSError(
+                    errno.EOPNOTSUPP, "the object store overwrites an object although the request says If-None-Match: *"
+                )
+        finally:
+            with contextlib.suppress(OSError):
+                self.storage.delete(key)
+
+    # ---------------------------------------------------------------------------------------------------
+
+    def _sizes(self) -> dict[int, int]:
+        """Return the sizes of all manifests and reservations by step, ascending."""
+
+        def size(step: int) -> int | None:
+            with contextlib.suppress(FileNotFoundError):
+                return self.storage.size(_manifest(step))
+            return None
+
+        steps = sorted(step for step in map(step_in, self.storage.names()) if step is not None)
+        with ThreadPoolExecutor(_PARALLEL) as pool:
+            return {step: size for step, size in zip(steps, pool.map(size, steps), strict=True) if size is not None}
+
+    def _reserve(self, step: int, folder: str) -> str | None:
+        """Reserve a step, also over another reservation; returns its etag. None: another job has committed."""
+        key, reservation = _manifest(step), folder.encode()
+        if not self.storage.put_if(key, reservation, None):
+            content, etag = self.storage.get_with_etag(key)
+            if not _RESERVATION.fullmatch(content) or not self.storage.put_if(key, reservation, etag):
+                return None
+        content, etag = self.storage.get_with_etag(key)
+        return etag if content == reservation else None
+
+    def _folder_in(self, name: str) -> str | None:
+        """Return the folder that a manifest names; empty: there is no manifest; None: it is damaged."""
+        try:
+            content = self.storage.get(name)
+            return "" if _RESERVATION.fullmatch(content) else str(parse_object(content)["folder"])
+        except FileNotFoundError:
+            return ""
+        except (ValueError, KeyError):
+            return None
+
+
+def _manifest(step: int) -> str:
+    return f"global_step_{step}/{MANIFEST}"
+
+
+def _new_folder() -> str:
+    return f"{FOLDER}{secrets.token_hex(8)}"
 
 
 def _name(step: int) -> str:

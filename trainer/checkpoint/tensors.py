@@ -1,29 +1,257 @@
-"""Read and compare the tensors of a checkpoint without ranks, a bounded number of bytes at a time."""
+"""The tensors of a checkpoint: DCP's reader and writer for any storage, and what needs no ranks.
+
+Each rank writes one file, and reads the ranges of bytes that it needs. No code in a checkpoint is executed while it
+loads.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
+import os
+import pickle
+import posixpath
 import warnings
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter, ReadItem
+from torch.distributed.checkpoint.filesystem import FileSystemBase, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
 
-from trainer.checkpoint.checkpoint_files import MANIFEST
-from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, FileEntry, reading
-from trainer.checkpoint.safe_dcp import SafePlanner, load_metadata
+from trainer.checkpoint.manifest import (
+    MANIFEST,
+    Checkpoint,
+    CheckpointFiles,
+    CorruptCheckpointError,
+    FileEntry,
+    reading,
+)
 from trainer.errors import UserError
 from trainer.files.atomic_io import digest_bytes
-from trainer.files.documents import Shape, parse_object
+from trainer.files.documents import Shape, is_count, parse_object
 from trainer.files.hf_hub import first_line
 
+_PARALLEL = 16
 _BATCH_BYTES = 1 << 30
+
+
+class _FileSystem(FileSystemBase):
+    """What DCP needs of a file system. It writes `.metadata` under another name and renames it: here it is put once."""
+
+    def __init__(self, files: CheckpointFiles):
+        self._files = files
+        self._unnamed: dict[str, bytes] = {}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
+        name = str(path)
+        if mode == "rb":
+            yield io.BytesIO()  # `ShardReader` fetches what is read
+        elif name.endswith(".tmp"):
+            buffer = io.BytesIO()
+            yield buffer
+            self._unnamed[name] = buffer.getvalue()
+        else:
+            with self._files.open_writer(name) as stream:
+                yield stream
+
+    def concat_path(self, path: str | os.PathLike, suffix: str) -> str:
+        return posixpath.join(str(path), suffix)
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        self._files.write(str(new_path), self._unnamed.pop(str(path)))
+
+    def init_path(self, path: str | os.PathLike) -> str:
+        return str(path)
+
+    def mkdir(self, path: str | os.PathLike) -> None:
+        pass
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return True
+
+    def exists(self, path: str | os.PathLike) -> bool:
+        return False  # a staging area is new
+
+    def rm_file(self, path: str | os.PathLike) -> None:
+        raise NotImplementedError
+
+
+class ShardWriter(FileSystemWriter):
+    """Writes one file a rank to a folder of `files`, which makes it durable."""
+
+    def __init__(self, files: CheckpointFiles, folder: str):
+        super().__init__(folder, single_file_per_rank=True, sync_files=False)
+        self.fs, self.path = _FileSystem(files), folder  # type: ignore[assignment]
+
+
+class ShardReader(FileSystemReader):
+    """Reads from a folder of `files` the bytes of the tensors that this rank needs, several ranges at a time."""
+
+    def __init__(self, files: CheckpointFiles, folder: str):
+        super().__init__(folder)
+        self.fs, self.path = _FileSystem(files), folder  # type: ignore[assignment]
+        self._files = files
+        self._fetched: dict[tuple[str, int], bytes] = {}
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        metadata = load_metadata(io.BytesIO(self._files.read(f"{self.path}/.metadata")))
+        metadata.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
+        return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        with ThreadPoolExecutor(_PARALLEL) as pool:
+            for first in range(0, len(plan.items), _PARALLEL):  # a batch at a time, to bound the memory
+                items = plan.items[first : first + _PARALLEL]
+                stored = (self.storage_data[item.storage_index] for item in items)
+                places = {(info.relative_path, info.offset): info.length for info in stored}
+                self._fetched = dict(zip(places, pool.map(self._fetch, places.items()), strict=True))
+                super().read_data(LoadPlan(items), planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _fetch(self, place: tuple[tuple[str, int], int]) -> bytes:
+        (name, start), length = place
+        return self._files.storage.get_range(f"{self.path}/{name}", start, start + length)
+
+    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
+        return io.BytesIO(self._fetched[sinfo.relative_path, sinfo.offset])
+
+
+class SafePlanner(DefaultLoadPlanner):
+    """Loads plain values as `weights_only`, because DCP's own planner would execute code in them."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        from torch.distributed.checkpoint._nested_dict import set_element
+
+        loaded = torch.load(value, weights_only=True)
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
+        else:
+            self.state_dict[read_item.dest_index.fqn] = loaded
+
+
+# ---------------------------------------------------------------------------------------------------
+# `.metadata`, a pickle
+
+_ALLOWED = {
+    ("torch.distributed.checkpoint.metadata", name)
+    for name in (
+        "Metadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "MetadataIndex",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    )
+} | {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "Path"),
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Looks up allowed names only. No allowed name has a dot, so attributes of allowed objects are out of reach."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member  # the first releases of Python 3.11 pickle a member of an enum in this way
+        is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
+        if (module, name) not in _ALLOWED and not is_dtype:
+            raise UserError(f".metadata names {module}.{name}, which no checkpoint needs; it was not executed")
+        return super().find_class(module, name)
+
+
+def _enum_member(*args: Any) -> Any:
+    """Return `getattr(*args)` if that is a member of the one enum that DCP stores."""
+    match args:
+        case (enum, str(name)) if enum is _MEM_FORMAT_ENCODING and name in enum.__members__:
+            return enum.__members__[name]
+    raise UserError(".metadata calls builtins.getattr, which no checkpoint needs; it was not executed")
+
+
+def load_metadata(file: Any) -> Metadata:
+    """Read DCP's description of the shards without executing code in the file.
+
+    Raises:
+        UserError: the file is not a description of shards, names a class that is not allowed, or names a file outside
+            of its directory.
+    """
+    try:
+        metadata = _MetadataUnpickler(file).load()
+    except UserError:
+        raise
+    except Exception as error:  # a damaged pickle can raise any exception
+        raise UserError(f".metadata is damaged ({type(error).__name__}: {error})") from error
+    if not isinstance(metadata, Metadata) or not _is_description(metadata):
+        raise UserError(".metadata does not describe a sharded state")
+    for info in metadata.storage_data.values():
+        if posixpath.basename(info.relative_path) != info.relative_path:
+            raise UserError(f".metadata names the file {info.relative_path!r}, which is not beside it")
+    return metadata
+
+
+def _is_description(metadata: Metadata) -> bool:
+    """Return whether all fields have the types that DCP gives them, because a pickle can set any value."""
+    entries, stored = metadata.state_dict_metadata, metadata.storage_data
+    return (
+        isinstance(metadata.storage_meta, StorageMeta)
+        and isinstance(entries, dict)
+        and all(isinstance(name, str) and _is_entry(entry) for name, entry in entries.items())
+        and isinstance(stored, dict)
+        and all(isinstance(index, MetadataIndex) and _is_stored(info) for index, info in stored.items())
+    )
+
+
+def _is_entry(entry: Any) -> bool:
+    if isinstance(entry, BytesStorageMetadata):
+        return True
+    return (
+        isinstance(entry, TensorStorageMetadata)
+        and isinstance(entry.size, torch.Size)
+        and min(entry.size, default=0) >= 0
+        and isinstance(entry.properties, TensorProperties)
+        and isinstance(entry.properties.dtype, torch.dtype)
+    )
+
+
+def _is_stored(info: Any) -> bool:
+    return (
+        isinstance(info, _StorageInfo)
+        and isinstance(info.relative_path, str)
+        and is_count(info.offset)
+        and is_count(info.length)
+    )
+
+
+# ---------------------------------------------------------------------------------------------------
+# Without ranks, a bounded number of bytes at a time
 
 
 @dataclass(frozen=True)

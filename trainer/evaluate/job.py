@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer.checkpoint import record
+from trainer.checkpoint import last_commit
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.start_weights import fingerprint_weights, read_revisions
 from trainer.checkpoint.tensors import NamedFiles
@@ -106,7 +106,7 @@ def _refuse_run(directory: str) -> None:
     """Refuse the directory of a training run: its records and its journal, which a resume needs, would be replaced."""
     start = last_start(directory)
     is_of_training = start is not None and recorded_task(start, ()).name != PATH
-    if is_of_training or os.path.exists(os.path.join(directory, METRICS_FILE)) or record.exists(directory):
+    if is_of_training or os.path.exists(os.path.join(directory, METRICS_FILE)) or last_commit.exists(directory):
         raise UserError(f"trainer.run_dir={directory}: {HOLDS_A_RUN}; an evaluation needs another trainer.run_dir")
 
 

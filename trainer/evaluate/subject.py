@@ -70,8 +70,8 @@ def find_subject(words: Sequence[str]) -> tuple[Subject, list[str]]:
         name = path or next(word.partition("=")[2] for word in rest if word.lstrip("+").startswith("model.path="))
         return Subject(name), _words_of_model(path, name, rest, given)
     assert path is not None
-    from trainer.checkpoint.choice import choose_checkpoint
     from trainer.checkpoint.components import read_config
+    from trainer.checkpoint.inspection import choose_checkpoint
 
     checkpoint, _ = choose_checkpoint(path, step, best)
     config = read_config(checkpoint)

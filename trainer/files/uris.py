@@ -17,7 +17,7 @@ class StoreSpec:
     """One kind of object store."""
 
     path: str
-    """Import path `package.module:Class`; the class is a `trainer.checkpoint.object_storage.ObjectStoreClient`."""
+    """Import path `package.module:Class`; the class is a `trainer.checkpoint.buckets.ObjectStoreClient`."""
     extra: str = ""
     """The extra of this package that the client needs. Empty: none."""
     variables: tuple[str, ...] = ()
@@ -25,19 +25,16 @@ class StoreSpec:
     other machines get those of the driver that they do not have."""
     identity: tuple[str, ...] = ()
     """Those of them that together say who sends a request. A machine with one of these keeps its own."""
-    final_errors: tuple[str, ...] = ("Credential",)
-    """Parts of the names of exceptions of the client after which a request is not sent again."""
     drawing: tuple[str, ...] = ()
     """Modules that draw from Python's `random`, such as for the waits between requests. They get a generator of their
     own, so that requests do not change what user code draws."""
 
 
-_SETTINGS = ("FSSPEC_",)
 STORES: dict[str, StoreSpec] = {
     "s3": StoreSpec(
-        "trainer.checkpoint.s3_client:S3Client",
+        "trainer.checkpoint.buckets:S3Client",
         extra="s3",
-        variables=("AWS_", *_SETTINGS),
+        variables=("AWS_",),
         identity=(
             "AWS_ACCESS_KEY_ID",
             "AWS_SECRET_ACCESS_KEY",
@@ -46,12 +43,12 @@ STORES: dict[str, StoreSpec] = {
             "AWS_ROLE_ARN",
             "AWS_WEB_IDENTITY_TOKEN_FILE",
         ),
-        drawing=("botocore.utils",),
+        drawing=("botocore.utils",),  # while it finds credentials
     ),
     "gs": StoreSpec(
-        "trainer.checkpoint.gcs_client:GoogleClient",
+        "trainer.checkpoint.buckets:GoogleClient",
         extra="gcs",
-        variables=("GCSFS_", "GOOGLE_", "STORAGE_EMULATOR_HOST", *_SETTINGS),
+        variables=("GCSFS_", "GOOGLE_", "STORAGE_EMULATOR_HOST", "FSSPEC_"),
         drawing=("aiohttp.connector", "gcsfs.retry", "google.auth._exponential_backoff"),
     ),
 }

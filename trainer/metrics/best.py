@@ -9,7 +9,7 @@ says which step is the best.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,12 +87,6 @@ def best_so_far(rows: Iterable[Mapping[str, Any]], best_metric: str, mode: str) 
     for row in rows:
         best = better(best, best_metric, mode, row["step"], _numbers(row))
     return best
-
-
-def score_in(rows: Sequence[Mapping[str, Any]], best_metric: str, mode: str) -> dict[str, Any]:
-    """Return what the manifest of a checkpoint of the last line of a `metrics.jsonl` says of its score."""
-    best = best_so_far(rows, best_metric, mode)
-    return score_of(best, best_metric, mode, _numbers(rows[-1]))
 
 
 def best_of(rows: Iterable[Mapping[str, Any]], best_metric: str, mode: str) -> Best | None:

@@ -16,8 +16,8 @@ from collections import Counter
 from datetime import datetime
 from typing import Any
 
+from trainer.checkpoint import last_commit
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint import record
 from trainer.checkpoint.inspection import check_content
 from trainer.checkpoint.lock import holder
 from trainer.checkpoint.manifest import CheckpointError, CorruptCheckpointError
@@ -138,7 +138,7 @@ def _moved_from(run_dir: str, start: dict[str, Any]) -> str | None:
 
 def _checkpoints(run_dir: str, start: dict[str, Any], seconds: float) -> tuple[int, list[str]]:
     """Return the step of the newest valid checkpoint (0: none), and lines about the newest ones."""
-    root = record.read(run_dir) or inside(start["directory"], start["config"]["trainer"]["ckpt_path"])
+    root = last_commit.read(run_dir) or inside(start["directory"], start["config"]["trainer"]["ckpt_path"])
     moved_from = _moved_from(run_dir, start)
     if moved_from and not is_url(root) and (below := os.path.relpath(root, moved_from)).split(os.sep)[0] != os.pardir:
         root = os.path.join(run_dir, below)

@@ -9,13 +9,13 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+from trainer.checkpoint import last_commit
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint import record
+from trainer.checkpoint.access import AskedRanks, check_access, give_access
 from trainer.checkpoint.manager import CheckpointManager, Retention
 from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, UnreadableError
 from trainer.checkpoint.start_weights import read_revisions
-from trainer.checkpoint.storage_access import AskedRanks, check_access, give_access
-from trainer.checkpoint.tiers import open_tiers
+from trainer.checkpoint.uploads import open_tiers
 from trainer.config import Config
 from trainer.errors import UserError
 from trainer.files.appended import AppendedFile, cut_torn_line
@@ -82,7 +82,7 @@ class RunDirectory:
         return read_metrics(self.metrics_file)
 
     def _record_commit(self, step: int) -> None:
-        record.write(self.cfg.trainer.run_dir, step, self.cfg.trainer.ckpt_path)
+        last_commit.write(self.cfg.trainer.run_dir, step, self.cfg.trainer.ckpt_path)
         self._timeline.flush()
         self.on_commit()
 
@@ -216,8 +216,8 @@ class RunDirectory:
         The run may have been killed between the commit and its record, and older versions kept no record.
         """
         t = self.cfg.trainer
-        if not record.exists(t.run_dir):
-            record.write(t.run_dir, continued.step, t.ckpt_path)
+        if not last_commit.exists(t.run_dir):
+            last_commit.write(t.run_dir, continued.step, t.ckpt_path)
 
     def _check_metrics(self) -> None:
         """Check that `metrics.jsonl` has the lines that the run had logged when it saved the checkpoint."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
-from trainer.checkpoint import record
+from trainer.checkpoint import last_commit
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.store import CheckpointStore
 from trainer.errors import UserError
@@ -42,7 +42,7 @@ class DirectoryLocks:
         """
         taken_over = [self.run_dir.acquire(wait, self._locks[1:])]
         if not self._store.storage.exists():  # do not create the directory if its disk is not mounted
-            record.check_nothing_committed(self.run_dir.directory, self._ckpt_path)
+            last_commit.check_nothing_committed(self.run_dir.directory, self._ckpt_path)
         try:
             for number, lock in enumerate(self._locks[1:], 1):
                 taken_over.append(lock.acquire(wait, self._locks[number + 1 :]))

@@ -14,12 +14,11 @@ from functools import partial
 from typing import Any
 
 from trainer import __version__
+from trainer.checkpoint import last_commit
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint import record
-from trainer.checkpoint.checkpoint_files import step_in
 from trainer.checkpoint.components import Restore, read_config
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.checkpoint.manifest import LINEAGE, Checkpoint, CorruptCheckpointError
+from trainer.checkpoint.manifest import LINEAGE, Checkpoint, CorruptCheckpointError, step_in
 from trainer.checkpoint.start_weights import movable_paths
 from trainer.checkpoint.store import open_store
 from trainer.config import LOAD_COMPONENTS, Config
@@ -74,7 +73,7 @@ def find_resume(cfg: Config, checkpoints: CheckpointManager) -> Resume | None:
             damaged, or cannot be used under this config.
     """
     t = cfg.trainer
-    holds_run = bool(checkpoints.store.steps()) or has_metrics(t.run_dir) or record.exists(t.run_dir)
+    holds_run = bool(checkpoints.store.steps()) or has_metrics(t.run_dir) or last_commit.exists(t.run_dir)
     if t.resume_mode in (None, "none"):
         if holds_run:
             raise second_run(t.run_dir)
@@ -106,7 +105,7 @@ def find_newest(cfg: Config, checkpoints: CheckpointManager, before: int | None 
     """
     newest = checkpoints.latest(before)
     if newest is None and before is None:
-        record.check_nothing_committed(cfg.trainer.run_dir, cfg.trainer.ckpt_path)
+        last_commit.check_nothing_committed(cfg.trainer.run_dir, cfg.trainer.ckpt_path)
     return newest
 
 

@@ -17,12 +17,12 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.checkpoint_files import CheckpointFiles
 from trainer.checkpoint.components import Component
 from trainer.checkpoint.manifest import (
     CARRIED,
     Checkpoint,
     CheckpointError,
+    CheckpointFiles,
     CorruptCheckpointError,
     FileEntry,
     read_object,

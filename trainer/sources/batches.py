@@ -10,9 +10,8 @@ from dataclasses import astuple, dataclass
 from types import NoneType
 from typing import Any
 
-from trainer.checkpoint.checkpoint_files import CheckpointFiles
 from trainer.checkpoint.components import Component, Restore
-from trainer.checkpoint.manifest import Checkpoint, FileEntry, reading
+from trainer.checkpoint.manifest import Checkpoint, CheckpointFiles, FileEntry, reading
 from trainer.data.ledger import SampleIndex
 from trainer.data.records import decode_groups, encode
 from trainer.episodes import Episode

@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from typing import Any
 
-from trainer.checkpoint import record
+from trainer.checkpoint import last_commit
 from trainer.checkpoint.lock import NAME as LOCK_NAME
 from trainer.cluster.worker_groups import Cluster
 from trainer.config import Config, TrainerConfig
@@ -161,7 +161,7 @@ def cached_model(cfg: Config) -> str:
 
 
 def _delete_run(run_dir: str) -> None:
-    record.remove(run_dir)  # first: a run that has committed checkpoints is refused without them
+    last_commit.remove(run_dir)  # first: a run that has committed checkpoints is refused without them
     for entry in list(os.scandir(run_dir)):
         if entry.is_dir(follow_symlinks=False):
             shutil.rmtree(entry.path)

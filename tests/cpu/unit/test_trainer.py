@@ -69,7 +69,7 @@ def run_until(root: Path, model: Path, step: int, **settings) -> None:
             return update(experience, at)
 
         trainer.learner.update = die
-        with pytest.raises(Killed), directory.settling():
+        with pytest.raises(Killed), directory.checkpoints.ended():
             trainer.fit()
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.checkpoints import manager, save
 from trainer import UserError, load_checkpoint
-from trainer.checkpoint import record
+from trainer.checkpoint import last_commit
 
 
 def test_the_newest_valid_checkpoint_of_a_run_is_loaded(tmp_path):
@@ -24,7 +24,7 @@ def test_the_newest_valid_checkpoint_of_a_run_is_loaded(tmp_path):
 def test_checkpoints_elsewhere_are_found_by_the_record_of_the_run(tmp_path):
     save(manager(tmp_path / "elsewhere"), 3)
     (tmp_path / "run").mkdir()
-    record.write(str(tmp_path / "run"), 3, str(tmp_path / "elsewhere"))
+    last_commit.write(str(tmp_path / "run"), 3, str(tmp_path / "elsewhere"))
     assert load_checkpoint(tmp_path / "run").step == 3
 
 

@@ -48,7 +48,6 @@ def faults(monkeypatch) -> Faults:
 @pytest.fixture
 def bucket_behind_proxy(s3_url, faults, monkeypatch) -> Iterator[str]:
     """The URL of an empty bucket, which is reached through a proxy with faults."""
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # the tries of botocore; ours come on top
     with fault_proxy(s3_url, faults) as url:
         use_s3(monkeypatch, url)
         yield make_bucket(f"bucket-{secrets.token_hex(4)}")

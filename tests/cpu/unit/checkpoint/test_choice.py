@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.checkpoints import manager, save
-from trainer.checkpoint.choice import choose_checkpoint, open_run, read_named
+from trainer.checkpoint.inspection import choose_checkpoint, open_run, read_named
 from trainer.checkpoint.manifest import CorruptCheckpointError
 from trainer.errors import UserError
 

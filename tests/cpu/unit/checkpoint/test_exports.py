@@ -31,7 +31,7 @@ def test_an_export_to_a_path_is_made_there(tmp_path):
 
 
 def test_an_export_at_a_url_is_whole_or_has_no_config(bucket_behind_proxy, faults, tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.checkpoint.object_storage._MAX_ATTEMPTS", 1)
+    monkeypatch.setattr("trainer.checkpoint.buckets.MAX_ATTEMPTS", 1)
     target = f"{bucket_behind_proxy}/export"
     for text in ("one", "two"):
         with export_directory(target, str(tmp_path)) as directory:

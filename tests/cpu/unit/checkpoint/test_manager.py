@@ -7,9 +7,7 @@ import errno
 import json
 import os
 import re
-import resource
 import shutil
-import signal
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -22,13 +20,11 @@ from hypothesis import strategies as st
 from tests.support.checkpoints import give_newer_format, hidden, manager, parts_of, save
 from tests.support.jobs import wait_until
 from trainer import __version__
-from trainer.checkpoint.checkpoint_files import CheckpointFiles
-from trainer.checkpoint.choice import read_named
 from trainer.checkpoint.components import Component, json_part
-from trainer.checkpoint.inspection import describe
+from trainer.checkpoint.inspection import describe, read_named
 from trainer.checkpoint.lock import RunLock
-from trainer.checkpoint.manager import CheckpointManager, Retention
-from trainer.checkpoint.manifest import FORMAT_VERSION, FileEntry, verify
+from trainer.checkpoint.manager import Retention
+from trainer.checkpoint.manifest import FORMAT_VERSION, CheckpointFiles, FileEntry, verify
 from trainer.errors import UserError
 from trainer.files.atomic_io import digest_bytes
 from trainer.process.signals import SIGNALS
@@ -323,15 +319,6 @@ def test_retention_uses_the_other_metric_until_a_checkpoint_has_the_best_metric(
     assert checkpoints.store.steps() == [5, 6]
 
 
-def test_retention_knows_the_metric_of_an_earlier_version(tmp_path):
-    metric = "rollout/logprob_corr"
-    checkpoints = manager(tmp_path, Retention(newest=1, best=1, best_metric=metric))
-    save(checkpoints, 1, score=0.9, score_metric="rollout/pearson")
-    for step in (2, 3):
-        save(checkpoints, step, score=0.1 * step, score_metric=metric)
-    assert checkpoints.store.steps() == [1, 3]
-
-
 def test_a_checkpoint_loses_its_name_before_its_files_are_deleted(tmp_path, monkeypatch):
     root = tmp_path / "checkpoints"
     checkpoints = manager(root, Retention(newest=1))
@@ -411,46 +398,6 @@ def test_a_commit_syncs_writes_the_manifest_checks_the_fence_renames_and_hints_i
         ("fsync", str(root)),
     ]
     assert hint > commit
-
-
-@pytest.fixture
-def damaged(tmp_path) -> CheckpointManager:
-    """Three checkpoints, of which the two newest are damaged."""
-    checkpoints = manager(tmp_path)
-    for step in (1, 2, 3):
-        save(checkpoints, step)
-    for step in (2, 3):
-        with open(tmp_path / f"global_step_{step}/counters.json", "a") as file:
-            file.write(" ")
-    return checkpoints
-
-
-def test_two_damaged_checkpoints_start_a_storage_test(damaged, tmp_path, caplog):
-    assert damaged.latest().step == 1
-    first, second, sign = caplog.messages
-    assert all(text.startswith("skipped a damaged checkpoint") for text in (first, second))
-    assert "2 damaged checkpoints in a row" in sign and "64 MiB" in sign
-    assert not [name for name in os.listdir(tmp_path) if "probe" in name]
-
-
-def test_one_damaged_checkpoint_does_not_start_a_storage_test(damaged, caplog):
-    damaged.store.delete(3)
-    assert damaged.latest().step == 1
-    (message,) = caplog.messages
-    assert message.startswith("skipped a damaged checkpoint")
-
-
-def test_storage_that_loses_written_data_is_refused(damaged):
-    """A limit on the size of files stands in for the failing disk: small files are kept, the test file is not."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
-    try:
-        with pytest.raises(UserError, match=r"trainer.ckpt_path=.*the 2 newest checkpoints are damaged.*failing"):
-            damaged.latest()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 @contextlib.contextmanager

@@ -20,8 +20,9 @@ from tests.support.opened import opened_files
 from tests.support.ranks import run_ranks
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.__main__ import main as checkpoint_tool
-from trainer.checkpoint.manifest import CorruptCheckpointError, verify
+from trainer.checkpoint.manifest import CorruptCheckpointError, FileEntry, files_at, step_in, verify
 from trainer.errors import UserError
+from trainer.files.atomic_io import digest_bytes
 from trainer.files.documents import is_count
 from trainer.workers.rank import Rank
 
@@ -75,18 +76,18 @@ def test_a_damaged_file_is_noticed_and_an_older_state_restored(
     assert state["n"] == n and state["lr"] == n / 10 and torch.equal(state["w"], torch.arange(8.0) + n)
 
 
-@pytest.mark.parametrize("evil", ["../outside", "/etc/passwd", "policy/../../outside", "./x", "link"])
-def test_manifest_paths_cannot_leave_the_checkpoint(tmp_path, evil):
+def test_manifest_paths_cannot_leave_the_checkpoint(tmp_path):
     (tmp_path / "outside").write_bytes(b"abc")
     checkpoint = tmp_path / "global_step_1"
     checkpoint.mkdir()
     (checkpoint / "link").symlink_to(tmp_path / "outside")
-    entry = manifests.FileEntry(evil, 3, "0")
     content = {"step": 1, "parts": [], "saved_at": "2026-01-01T00:00:00+00:00", "parent_step": None}
-    (checkpoint / "manifest.json").write_bytes(manifests.dump({**content, "files": [vars(entry)]}))
-    for level in ("off", "size", "hash"):
-        with pytest.raises(CorruptCheckpointError, match="not inside the checkpoint"):
-            verify(str(checkpoint), level)
+    for evil in ("../outside", "/etc/passwd", "policy/../../outside", "./x", "link"):
+        entry = manifests.FileEntry(evil, 3, "0")
+        (checkpoint / "manifest.json").write_bytes(manifests.dump({**content, "files": [vars(entry)]}))
+        for level in ("off", "size", "hash"):
+            with pytest.raises(CorruptCheckpointError, match="not inside the checkpoint"):
+                verify(str(checkpoint), level)
 
 
 def test_each_level_of_verification_notices_its_kind_of_damage(tmp_path):
@@ -162,10 +163,11 @@ def test_a_manifest_of_any_shape_is_valid_or_damaged(real_run, tmp_path, capsys,
             assert valid["hash"] and "part" not in str(error), error
 
 
-@pytest.mark.parametrize("content", ODD_JSON, ids=range(len(ODD_JSON)))
-def test_a_manifest_that_is_no_manifest_falls_back(run_dir, content):
-    (run_dir / "checkpoints/global_step_2/manifest.json").write_bytes(content)
-    assert resume(run_dir) == 1
+def test_a_manifest_that_is_no_manifest_falls_back(run_dir):
+    for content in ODD_JSON:
+        (run_dir / "checkpoints/global_step_2").mkdir(exist_ok=True)  # a run sets aside what it goes back behind
+        (run_dir / "checkpoints/global_step_2/manifest.json").write_bytes(content)
+        assert resume(run_dir) == 1, content[:20]
 
 
 @pytest.mark.parametrize("kind", ["directory", "pipe", "link", "endless"])
@@ -207,9 +209,8 @@ def test_a_resume_reads_the_manifest_once(saved_run, model):
     assert run_ranks(1, resume_and_count, str(saved_run), str(model)) == [1]
 
 
-@pytest.mark.parametrize("level", ["hash", "size", "off"])
 @pytest.mark.parametrize("kind", ["pipe", "device", "directory"])
-def test_a_shard_that_is_no_file_is_refused_before_it_is_read(run_dir, level, kind):
+def test_a_shard_that_is_no_file_is_refused_before_it_is_read(run_dir, kind):
     checkpoint = run_dir / "checkpoints/global_step_2"
     file = checkpoint / "data.json"
     file.unlink()
@@ -219,5 +220,59 @@ def test_a_shard_that_is_no_file_is_refused_before_it_is_read(run_dir, level, ki
         file.symlink_to("/dev/zero")
     else:
         file.mkdir()
-    with pytest.raises(CorruptCheckpointError, match="data.json.*is not inside the checkpoint, or is no file"):
-        verify(str(checkpoint), level)
+    for level in manifests.VERIFY:
+        with pytest.raises(CorruptCheckpointError, match="data.json.*is not inside the checkpoint, or is no file"):
+            verify(str(checkpoint), level)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Files: hashed on their way, and inside of their directory
+
+
+@pytest.fixture(params=["disk", "object store"])
+def path(request, tmp_path) -> str:
+    return str(tmp_path / "files") if request.param == "disk" else request.getfixturevalue("bucket_behind_proxy")
+
+
+def test_what_is_written_is_measured_and_hashed_on_its_way(path, tmp_path):
+    (tmp_path / "source").write_bytes(b"from a file")
+    files = files_at(path)
+    files.write("small", b"abc")
+    with files.open_writer("folder/large") as stream:
+        stream.write(b"de")
+        stream.write(memoryview(b"f"))
+    files.upload(str(tmp_path / "source"), "copy")
+    contents = {"small": b"abc", "folder/large": b"def", "copy": b"from a file"}
+    assert files.written == {name: FileEntry(name, len(data), digest_bytes(data)) for name, data in contents.items()}
+    others = files_at(path)  # another process reads what the storage has
+    for name, data in contents.items():
+        assert (others.digest(name), others.read(name)) == (digest_bytes(data), data)
+    assert others.storage.list() == {name: len(contents[name]) for name in sorted(contents)}
+    files.sync("folder")
+
+
+def test_paths_that_lead_out_or_are_not_in_shortest_form_are_not_contained(path, tmp_path):
+    for inside in ("../x", "/x", "a/../../x", "./x", "a//x", "", ".", ".."):
+        assert not files_at(path).contains(inside), inside
+    assert files_at(path).contains("policy/__0_0.distcp")
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint/out").symlink_to(tmp_path)
+    assert not any(files_at(str(tmp_path / "checkpoint")).contains(behind) for behind in ("out", "out/x"))
+
+
+def test_files_are_not_read_through_links(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/file").write_text("content")
+    (tmp_path / "link").symlink_to("folder")
+    (tmp_path / "folder/link").symlink_to("file")
+    files = files_at(str(tmp_path))
+    assert files.read("folder/file") == b"content"
+    for path in ("link/file", "folder/link"):
+        with pytest.raises(OSError):
+            files.read(path)
+
+
+def test_the_step_comes_from_the_name():
+    odd = ("global_step_012", "global_step_1\n", "global_step_", "global_step_-1", ".aside-global_step_1-ab")
+    for name, step in {"global_step_0": 0, "global_step_12": 12, **dict.fromkeys(odd)}.items():
+        assert step_in(f"/runs/{name}") == step and step_in(f"/runs/{name}/") == step, name

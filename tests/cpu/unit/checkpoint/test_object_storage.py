@@ -7,16 +7,15 @@ import itertools
 import random
 import socket
 
-import fsspec.config
 import pytest
 
 from tests.support.another_store import use_another_store
-from tests.support.buckets import forget_connections, make_bucket, use_s3
+from tests.support.buckets import forget_connections, use_s3
 from tests.support.checkpoints import parts_of, save
 from tests.support.fault_proxy import CUT, ERROR, LOST, PASS, SLOW, SLOW_DOWN, fault_proxy
 from tests.support.gcs import gcs_server, use_gcs
+from trainer.checkpoint.buckets import ObjectStorage, client_of
 from trainer.checkpoint.manager import CheckpointManager, Retention
-from trainer.checkpoint.object_storage import ObjectStorage, client_of
 from trainer.checkpoint.storage import StoreError, open_storage
 from trainer.checkpoint.store import open_store
 
@@ -45,22 +44,16 @@ def test_a_request_that_fails_is_sent_again(root, faults, fault):
 
 @pytest.mark.timeout(50)
 def test_a_store_from_which_no_packet_comes_back_is_given_up_soon(monkeypatch):
-    """The queue of the server is full, so it drops what arrives. fsspec's users may set another time."""
-    monkeypatch.setattr("trainer.checkpoint.object_storage._MAX_ATTEMPTS", 1)
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    """The queue of the server is full, so it drops what arrives."""
+    monkeypatch.setattr("trainer.checkpoint.buckets.MAX_ATTEMPTS", 1)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as server, contextlib.ExitStack() as waiting:
         for _ in range(4):
             client = waiting.enter_context(socket.socket())
             client.setblocking(False)
             client.connect_ex(server.getsockname())
         use_s3(monkeypatch, f"http://127.0.0.1:{server.getsockname()[1]}")
-        with pytest.raises(StoreError, match="ConnectTimeoutError"):
+        with pytest.raises(StoreError, match="tim(ed|eout)|error sending"):
             open_storage("s3://bucket").get("key")
-    monkeypatch.setitem(fsspec.config.conf, "s3", {"config_kwargs": {"connect_timeout": 3, "read_timeout": 4}})
-    forget_connections()
-    used = client_of("s3").api.meta.config
-    assert (used.connect_timeout, used.read_timeout) == (3, 4)
-    monkeypatch.undo()
     forget_connections()
 
 
@@ -98,26 +91,12 @@ def test_a_commit_that_seems_to_fail_and_appears_later_is_the_checkpoint(root, f
     assert checkpoints.latest().step == 1 and checkpoints.store.orphans() == {}
 
 
-def test_an_old_list_neither_hides_the_newest_checkpoint_nor_shows_a_deleted_one(root, faults):
-    checkpoints = CheckpointManager(open_store(root))
-    faults.stale_lists = True
-    assert checkpoints.store.steps() == []
-    for step in (1, 2):
-        save(checkpoints, step)
-    assert open_store(root).steps() == [1, 2], "the list shows none"
-    faults.lists.clear()
-    assert "global_step_1" in checkpoints.store.storage.names()
-    checkpoints.store.delete(1)
-    assert "global_step_1" in checkpoints.store.storage.names(), "the list still shows it"
-    assert checkpoints.store.steps() == [2]
-
-
 def test_a_store_that_does_not_answer_makes_no_checkpoint_damaged(root, faults, monkeypatch):
     """Else a resume would fall back to an older checkpoint, and train again what is safe."""
     checkpoints = CheckpointManager(open_store(root))
     for step in (1, 2):
         save(checkpoints, step)
-    monkeypatch.setattr("trainer.checkpoint.object_storage._MAX_ATTEMPTS", 2)
+    monkeypatch.setattr("trainer.checkpoint.buckets.MAX_ATTEMPTS", 2)
     faults.plan = lambda method, path: ERROR if "global_step_2/files" in path else PASS
     with pytest.raises(
         StoreError, match="^trainer.resume_mode=latest: .*/global_step_2: the object store fails .* move it"
@@ -163,14 +142,8 @@ def test_a_store_that_ignores_conditions_is_refused(root, monkeypatch):
         store.probe()
 
 
-@pytest.mark.parametrize(("mode", "attempts"), [("legacy", 3), ("standard", 3), ("legacy", 1)])
-def test_repeated_requests_to_s3_leave_the_generator_of_user_code_alone(s3_url, faults, monkeypatch, mode, attempts):
-    """With the repetitions of botocore, and with ours alone."""
-    monkeypatch.setenv("AWS_RETRY_MODE", mode)
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", str(attempts))
-    with fault_proxy(s3_url, faults) as url:
-        use_s3(monkeypatch, url)
-        assert draws_nothing(f"{make_bucket(f'{mode}-{attempts}')}/run", faults)
+def test_repeated_requests_to_s3_leave_the_generator_of_user_code_alone(root, faults):
+    assert draws_nothing(root, faults)
 
 
 def test_repeated_requests_to_google_leave_the_generator_of_user_code_alone(faults, monkeypatch):
@@ -193,20 +166,3 @@ def test_the_entry_of_a_store_names_the_modules_that_draw(monkeypatch, tmp_path)
     before, storage = random.getstate(), ObjectStorage("mem://bucket/run")
     storage.put("a", b"1")
     assert storage.size("a") == 1 and random.getstate() == before
-
-
-@pytest.mark.parametrize(("name", "requests"), [("LockedError", 1), ("BusyError", 3)])
-def test_the_entry_of_a_store_names_the_errors_that_no_second_request_mends(monkeypatch, tmp_path, name, requests):
-    use_another_store(monkeypatch, tmp_path)
-    monkeypatch.setattr("trainer.checkpoint.object_storage._MAX_ATTEMPTS", 3)
-    sent = []
-
-    def size(path: str) -> int:
-        sent.append(path)
-        raise type(name, (Exception,), {})
-
-    storage = open_storage("mem://bucket/run")
-    monkeypatch.setattr(storage.client, "size", size)
-    with pytest.raises(StoreError, match=name):
-        storage.size("key")
-    assert sent == ["bucket/run/key"] * requests

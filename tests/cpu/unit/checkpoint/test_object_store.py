@@ -19,10 +19,9 @@ from tests.support.checkpoints import parts_of, save
 from tests.support.ranks import run_ranks
 from tests.support.toy import toy_config, toy_run
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.checkpoint_files import CheckpointFiles
 from trainer.checkpoint.components import Component
 from trainer.checkpoint.manager import CheckpointManager, Retention
-from trainer.checkpoint.manifest import CorruptCheckpointError, FileEntry
+from trainer.checkpoint.manifest import CheckpointFiles, CorruptCheckpointError, FileEntry
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.checkpoint.store import open_store
 from trainer.config import compose

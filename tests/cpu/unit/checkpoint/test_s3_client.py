@@ -1,11 +1,9 @@
-"""Where the client of S3 finds credentials, endpoints, proxies and certificates: where AWS tools and fsspec do."""
+"""Where the client of S3 finds credentials, endpoints, proxies and certificates: where AWS tools do."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import fsspec.config
 import pytest
 
 from tests.support.buckets import KEY, SECRET, forget_connections, make_bucket, use_s3
@@ -23,7 +21,7 @@ def bare(s3_url, monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-    monkeypatch.setattr("trainer.checkpoint.object_storage._MAX_ATTEMPTS", 1)
+    monkeypatch.setattr("trainer.checkpoint.buckets.MAX_ATTEMPTS", 1)
     forget_connections()
     yield url
     forget_connections()
@@ -42,17 +40,9 @@ def test_a_profile_names_the_endpoint_and_the_credentials(bare, s3_url, monkeypa
     assert is_usable(bare)
 
 
-def test_the_settings_of_fsspec_are_used(bare, s3_url, monkeypatch):
-    settings = {"key": KEY, "secret": SECRET, "endpoint_url": s3_url, "client_kwargs": {"region_name": "us-east-1"}}
-    monkeypatch.setenv("FSSPEC_S3", json.dumps(settings))
-    monkeypatch.setitem(fsspec.config.conf, "s3", {})
-    fsspec.config.set_conf_env(fsspec.config.conf)
-    assert is_usable(bare)
-
-
 def test_without_credentials_one_request_is_refused(bare, s3_url, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_url)
-    with pytest.raises(StoreError, match="NoCredentialsError"):
+    with pytest.raises(StoreError, match="no credentials"):
         open_storage(bare).get("a")
 
 
@@ -66,6 +56,6 @@ def test_certificates_and_proxies_of_the_environment_are_used(bare, s3_url, monk
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_url.replace("http://", "https://"))
-    with pytest.raises(StoreError, match="ProxyConnectionError|No such file|invalid path") as raised:
+    with pytest.raises(StoreError, match="error sending request|No such file|invalid path") as raised:
         open_storage(bare).get("a")
     assert SECRET not in str(raised.value)

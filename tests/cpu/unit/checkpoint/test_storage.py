@@ -133,6 +133,6 @@ def test_a_file_of_the_journal_is_newer_than_those_with_lower_numbers():
 
 
 def uploads(bucket: str) -> list:
-    from trainer.checkpoint.object_storage import client_of
+    from trainer.checkpoint.buckets import client_of
 
     return client_of("s3").api.list_multipart_uploads(Bucket=bucket.removeprefix("s3://")).get("Uploads", [])

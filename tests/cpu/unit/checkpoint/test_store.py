@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.checkpoints import hidden
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.checkpoint_files import files_at
+from trainer.checkpoint.manifest import files_at
 from trainer.checkpoint.store import open_store
 
 EMPTY: manifests.Fields = {"files": []}

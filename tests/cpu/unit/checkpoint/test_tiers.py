@@ -18,7 +18,7 @@ from trainer.checkpoint.manager import CheckpointManager, Retention
 from trainer.checkpoint.manifest import verify
 from trainer.checkpoint.storage import open_storage
 from trainer.checkpoint.store import open_store
-from trainer.checkpoint.tiers import TieredStore, open_tiers
+from trainer.checkpoint.uploads import TieredStore, open_tiers
 from trainer.errors import UserError
 from trainer.files.atomic_io import digest_bytes
 from trainer.process import time_limits
@@ -29,7 +29,7 @@ from trainer.run.directory import RunDirectory
 def root(bucket_behind_proxy, monkeypatch) -> str:
     """An empty prefix of a store that is tried twice, and soon again."""
     monkeypatch.setattr(time_limits, "UPLOAD_FIRST_BACKOFF_S", 0.1)
-    monkeypatch.setattr("trainer.checkpoint.object_storage._MAX_ATTEMPTS", 2)
+    monkeypatch.setattr("trainer.checkpoint.buckets.MAX_ATTEMPTS", 2)
     return f"{bucket_behind_proxy}/run"
 
 

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.fault_proxy import ERROR, LOST, PASS, Faults
+from tests.support.fault_proxy import ERROR, LOST, PASS
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.store import CheckpointStore, open_store
@@ -34,7 +34,6 @@ OPERATION = st.one_of(
     *[SAVE] * 3,
     st.tuples(st.just("take_out_of_service"), WRITER, OUTCOMES, CHOICE),
     st.tuples(st.just("clean_up"), WRITER),
-    st.tuples(st.just("freeze_lists"), CHOICE),
 )
 """A method of `TwoWriters`, and its arguments."""
 REFUSED = (errno.EEXIST, errno.EBUSY, errno.ENOTEMPTY)
@@ -49,11 +48,10 @@ class TwoWriters:
         outcomes: decides about the next operations.
     """
 
-    def __init__(self, root: str, outcomes: deque[str], faults: Faults):
-        self.root, self.outcomes, self.faults = root, outcomes, faults
+    def __init__(self, root: str, outcomes: deque[str]):
+        self.root, self.outcomes = root, outcomes
         self.stores: list[CheckpointStore] = [open_store(root), open_store(root)]
         self.possible: dict[int, set[int | None]] = defaultdict(lambda: {None})  # who may have committed a step
-        self.faults.stale_lists = False
 
     def save(self, writer: int, step: int, outcomes: list[str], meanwhile: str) -> None:
         """Save a step. Immediately before the commit, the other job perhaps saves both, or removes all leftovers."""
@@ -77,8 +75,6 @@ class TwoWriters:
         else:
             assert self.possible[step] != {1 - writer}, "the other job's checkpoint has been overwritten"
             self.possible[step] = {writer}
-            if meanwhile == "saves":
-                self.possible[step].add(None)  # an old list may hide a step that the other job did not see announced
 
     def _do_meanwhile(self, writer: int, what: str) -> None:
         if what == "cleans up":
@@ -108,11 +104,6 @@ class TwoWriters:
     def clean_up(self, writer: int) -> None:
         CheckpointManager(self.stores[writer]).clean_up()
 
-    def freeze_lists(self, stale: bool) -> None:
-        """Let the store answer with the lists of now from now on, or with new ones."""
-        self.faults.lists.clear()
-        self.faults.stale_lists = stale
-
     def check_steps(self) -> None:
         """Check that each step is one that a job has saved, or is not there."""
         self.outcomes.clear()
@@ -140,13 +131,13 @@ def manifest(writer: int, step: int) -> manifests.Fields:
     return {**fields, "files": files}
 
 
-def try_operations(root: Callable[[], str], outcomes: deque[str], faults: Faults, examples: int) -> None:
+def try_operations(root: Callable[[], str], outcomes: deque[str], examples: int) -> None:
     """Try `examples` lists of operations, each in an empty location, and check all steps after each operation."""
 
     @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.lists(OPERATION, min_size=2, max_size=6))
     def check(operations: list[tuple]) -> None:
-        writers = TwoWriters(root(), outcomes, faults)
+        writers = TwoWriters(root(), outcomes)
         for name, *arguments in operations:
             getattr(writers, name)(*arguments)
             writers.check_steps()
@@ -155,10 +146,10 @@ def try_operations(root: Callable[[], str], outcomes: deque[str], faults: Faults
 
 
 def test_an_object_store_holds_the_older_or_the_newer_state(bucket_behind_proxy, faults, monkeypatch):
-    monkeypatch.setattr("trainer.checkpoint.object_storage._MAX_ATTEMPTS", 2)
+    monkeypatch.setattr("trainer.checkpoint.buckets.MAX_ATTEMPTS", 2)
     outcomes: deque[str] = deque()
     faults.plan = lambda method, path: outcomes.popleft() if outcomes else PASS
-    try_operations(lambda: f"{bucket_behind_proxy}/{secrets.token_hex(4)}", outcomes, faults, examples=8)
+    try_operations(lambda: f"{bucket_behind_proxy}/{secrets.token_hex(4)}", outcomes, examples=8)
 
 
 @contextlib.contextmanager
@@ -187,7 +178,7 @@ def failing_disk(outcomes: deque[str], patch: pytest.MonkeyPatch) -> Iterator[No
 def test_what_another_job_has_cleaned_up_is_not_committed(storage, tmp_path, bucket_behind_proxy):
     """A job checks its lock and hangs. Another job takes over the lock. Then the first job continues."""
     root = str(tmp_path / "store") if storage == "local" else f"{bucket_behind_proxy}/{secrets.token_hex(4)}"
-    writers = TwoWriters(root, deque(), Faults())
+    writers = TwoWriters(root, deque())
     for meanwhile in ("cleans up", "nothing"):
         writers.save(0, 1, [], meanwhile)
         writers.check_steps()
@@ -218,4 +209,4 @@ def test_a_job_does_not_clean_up_what_it_is_uploading(bucket_behind_proxy):
 def test_a_local_store_holds_the_older_or_the_newer_state(tmp_path: Path, monkeypatch):
     outcomes: deque[str] = deque()
     with failing_disk(outcomes, monkeypatch):
-        try_operations(lambda: str(tmp_path / secrets.token_hex(4)), outcomes, Faults(), examples=40)
+        try_operations(lambda: str(tmp_path / secrets.token_hex(4)), outcomes, examples=40)

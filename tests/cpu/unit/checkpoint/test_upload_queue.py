@@ -14,7 +14,7 @@ from tests.support.checkpoints import save
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import mark_rollback, read, rollback_mark, verify
 from trainer.checkpoint.store import open_store
-from trainer.checkpoint.upload_queue import UploadQueue
+from trainer.checkpoint.uploads import UploadQueue
 from trainer.process import time_limits
 from trainer.process.tracing import TRACER
 

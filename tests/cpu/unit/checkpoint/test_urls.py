@@ -17,7 +17,7 @@ from trainer.checkpoint.__main__ import main
 from trainer.checkpoint.manifest import read, rollback_mark
 from trainer.checkpoint.storage import JOURNAL, open_storage, records_in
 from trainer.checkpoint.store import open_store
-from trainer.checkpoint.tiers import open_tiers
+from trainer.checkpoint.uploads import open_tiers
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_no_credential_is_printed_or_saved(s3, capsys, caplog, tmp_path, tmp_pat
     root = make_bucket("secrets") + "/run"
     toy_run(toy_config(tmp_path / "run", ckpt_path=root, total_steps=2), tmp_path_factory.mktemp("start"))
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    monkeypatch.setattr("trainer.checkpoint.object_storage._MAX_ATTEMPTS", 1)
+    monkeypatch.setattr("trainer.checkpoint.buckets.MAX_ATTEMPTS", 1)
     use_s3(monkeypatch, f"http://user:{SECRET}@127.0.0.1:9")
     status, printed = run(capsys, "verify", f"{root}/global_step_1")
     assert status == 2 and "the object store fails" in printed

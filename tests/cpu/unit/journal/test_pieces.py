@@ -17,7 +17,7 @@ from tests.support.fault_proxy import Faults, fault_proxy
 from tests.support.full_disk import fill
 from tests.support.jobs import wait_until
 from tests.support.namespaces import small_disk
-from trainer.checkpoint.object_storage import ObjectStorage
+from trainer.checkpoint.buckets import ObjectStorage
 from trainer.checkpoint.storage import JOURNAL, open_storage, order_of_records, records_in, step_of_records
 from trainer.errors import UserError
 from trainer.journal.pieces import Pieces

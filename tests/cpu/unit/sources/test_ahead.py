@@ -18,9 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.replies import Replies, sampling_source, source_of
-from trainer.checkpoint.checkpoint_files import files_at
 from trainer.checkpoint.components import Restore
-from trainer.checkpoint.manifest import Checkpoint
+from trainer.checkpoint.manifest import Checkpoint, files_at
 from trainer.config import EnvironmentConfig
 from trainer.data.ledger import Ledger, SampleIndex
 from trainer.errors import UserError

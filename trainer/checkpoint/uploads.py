@@ -1,0 +1,327 @@
+"""Two tiers: a local store, in which a save is committed, and a queue that uploads to a remote store on a thread.
+
+A checkpoint is found in the tier where it is valid. Nothing is deleted before something newer is in the remote store:
+its newest checkpoint stays, and so does every newer one of the local store, until the next is uploaded. A machine that
+is lost with its disk costs what had not been uploaded.
+
+What lies in the two stores is the truth, and a start derives the queue from it. While this process holds the locks, it
+remembers which steps are uploaded, so that the remote store is asked once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import posixpath
+import threading
+import time
+from collections.abc import Callable, Collection
+
+from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint.lock import RunLock
+from trainer.checkpoint.manifest import CheckpointFiles, CorruptCheckpointError, Fields
+from trainer.checkpoint.storage import LocalStorage, for_each
+from trainer.checkpoint.store import CheckpointStore, LocalStore, open_store
+from trainer.process import time_limits
+from trainer.process.failpoints import failpoint
+from trainer.process.tracing import TRACER
+
+LOG = logging.getLogger(__name__)
+
+_PARALLEL = 8
+
+
+def open_tiers(ckpt_path: str, local_dir: str | None) -> CheckpointStore:
+    """Return the store at `ckpt_path`, above it the directory `local_dir` if there is one."""
+    store = open_store(ckpt_path)
+    return store if local_dir is None else TieredStore(LocalStore(LocalStorage(local_dir)), store)
+
+
+class TieredStore(CheckpointStore):
+    """Checkpoints in a directory, and in a remote store."""
+
+    def __init__(self, local: LocalStore, remote: CheckpointStore):
+        super().__init__(remote.storage)
+        self._local = local
+        self._remote = remote
+        self._uploads = self.uploads = UploadQueue(local, remote)
+        self.tiers = [local, remote]
+
+    def locks(self, lease_s: float, name: str, remedy: str) -> list[RunLock]:
+        """Return the locks of both tiers, not yet taken.
+
+        The remote store may be out of service while checkpoints are committed in the directory. So a save checks what
+        the last heartbeat has seen of its lock. Before anything is written or deleted there, the lock itself is
+        checked.
+        """
+        self._uploads.lock = RunLock(self.root, lease_s, name, remedy, trusts_heartbeat=True)
+        return [*self._local.locks(lease_s, name, remedy), self._uploads.lock]
+
+    def steps(self) -> list[int]:
+        return sorted({*self._local.steps(), *self._uploads.uploaded()})
+
+    def path(self, step: int) -> str:
+        """Return the path of the checkpoint of a step, in the nearest tier that has it."""
+        return next(iter(self.locations(step)), self._local.path(step))
+
+    def locations(self, step: int) -> list[str]:
+        tiers = ((self._local, self._local.steps()), (self._remote, self._uploads.uploaded()))
+        return [tier.path(step) for tier, steps in tiers if step in steps]
+
+    def begin(self, step: int) -> CheckpointFiles:
+        return self._local.begin(step)
+
+    def commit(self, staging: CheckpointFiles, step: int, manifest: Fields, before_commit: Callable[[], None]) -> None:
+        """Commit a staging area in the directory, and have it uploaded."""
+        self._local.commit(staging, step, manifest, before_commit)
+        self._uploads.add(step)
+
+    def abort(self, staging: CheckpointFiles) -> None:
+        self._local.abort(staging)
+
+    def delete(self, step: int) -> None:
+        """Delete a checkpoint in both tiers.
+
+        Raises:
+            OSError: the remote store is out of service. Nothing has changed.
+        """
+        orphans: list[tuple[CheckpointStore, str]] = []
+        with self._uploads.moving:
+            tiers = self._writable_tiers(step)
+            for tier in tiers:
+                orphans.append((tier, tier.tombstone(step)))
+            self._uploads.remove(step)
+        failpoint("save:deleting")
+        for tier, name in orphans:
+            tier.remove(name)
+
+    def archive(self, step: int) -> str:
+        with self._uploads.moving:
+            names = [tier.archive(step) for tier in reversed(self._writable_tiers(step))]
+            self._uploads.remove(step)
+        return names[-1]
+
+    def _writable_tiers(self, step: int) -> list[CheckpointStore]:
+        """Return the tiers that have a step, the local one first, after a look at the lock of the remote one."""
+        tiers: list[CheckpointStore] = [self._local] if step in self._local.steps() else []
+        if step in self._uploads.uploaded():
+            self._uploads.check()
+            tiers.append(self._remote)
+        return tiers
+
+    def archived(self, step: int | None = None) -> list[str]:
+        """Return the names of archived checkpoints: of any step, or those of this step in the directory.
+
+        Those of a step in the remote store are deleted when it is uploaded again: a save asks nothing of that store.
+        """
+        local = self._local.archived(step)
+        return local if step is not None else local + self._remote.archived()
+
+    def remove(self, name: str) -> None:
+        """Delete an archived checkpoint in the directory."""
+        self._local.remove(name)
+
+    def write_latest(self, step: int) -> None:
+        """Write the newest step of the directory to a file for people and tools."""
+        self._local.write_latest(step)
+
+    def probe(self) -> None:
+        for tier in self.tiers:
+            tier.probe()
+
+    def keep_piece(self, name: str, data: bytes) -> None:
+        """Keep a piece of a file of the run directory; it is uploaded with the next checkpoint."""
+        self._local.keep_piece(name, data)
+
+    def piece(self, name: str) -> bytes:
+        with contextlib.suppress(FileNotFoundError):
+            return self._local.piece(name)
+        return self._remote.piece(name)
+
+    def pieces(self) -> list[str]:
+        return sorted({*self._local.pieces(), *self._remote.pieces()})
+
+    def remove_pieces(self, names: Collection[str]) -> None:
+        self._local.remove_pieces([name for name in self._local.pieces() if name in names])
+        self._remote.remove_pieces(names)
+
+
+class UploadQueue:
+    """The checkpoints of a local store that a remote store lacks."""
+
+    def __init__(self, local: LocalStore, remote: CheckpointStore):
+        self.moving = threading.Lock()
+        """Held while a step enters or leaves the remote store."""
+        self.lock: RunLock | None = None
+        """The lock of the remote store, once it is taken."""
+        self._fence: Callable[[], None] = lambda: None
+        self._local = local
+        self._remote = remote
+        self._uploaded: set[int] | None = None  # None: the remote store was not asked yet
+        self._since: dict[int, float] = {}  # when each step was committed in the local store, or found there
+        self._uploaded_pieces: set[str] = set()
+        self._problem = ""
+        self._wake = threading.Event()
+        self._ending = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def uploaded(self) -> set[int]:
+        """Return the steps in the remote store."""
+        if self._uploaded is None:
+            self._uploaded = set(self._remote.steps())
+        return set(self._uploaded)
+
+    def waiting(self) -> list[int]:
+        """Return the steps that the remote store lacks, ascending."""
+        uploaded = self.uploaded()
+        return [step for step in self._local.steps() if step not in uploaded]
+
+    def not_yet_uploaded(self) -> set[int]:
+        """Return the steps that must stay until a newer one is uploaded. If uploads fail, the remote ones all stay."""
+        uploaded = self.uploaded()
+        newest = max(uploaded, default=-1)
+        remote = uploaded if self._problem else ()
+        return {newest, *remote, *(step for step in self._local.steps() if step > newest)}
+
+    def lag_s(self) -> float:
+        """Return how long the oldest checkpoint that is not yet uploaded has waited, in seconds; 0 if none waits.
+
+        Checkpoints that are older than an uploaded one do not count.
+        """
+        newest, now = max(self.uploaded(), default=-1), time.monotonic()
+        return max((now - self._since.setdefault(step, now) for step in self.waiting() if step > newest), default=0.0)
+
+    def add(self, step: int) -> None:
+        """Upload a step that has been committed in the local store."""
+        self.remove(step)
+        self._since[step] = time.monotonic()
+        self._wake.set()
+
+    def remove(self, step: int) -> None:
+        """Forget a step that has left both stores."""
+        self.uploaded()
+        assert self._uploaded is not None
+        self._uploaded.discard(step)
+        self._since.pop(step, None)
+
+    def start(self, fence: Callable[[], None]) -> None:
+        """Begin to upload what waits, and what is committed from now on.
+
+        Args:
+            fence: raises if this process has lost one of its locks, as far as their heartbeats have seen.
+        """
+        self._fence = fence
+        self.lag_s()  # the time of those that wait counts from now on
+        self._wake.set()
+        self._thread = threading.Thread(target=self._run, name="uploader", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Check that this process may write to the remote store."""
+        self._fence()
+        if self.lock is not None:
+            self.lock.check(now=True)
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait until the newest checkpoint is uploaded, and end the uploads.
+
+        Args:
+            timeout_s: the longest that it waits. An older checkpoint that is being uploaded may take the rest of it.
+        """
+        if self._thread is None:
+            return
+        deadline = time.monotonic() + timeout_s
+        missing = [step for step in self.waiting() if step in self.not_yet_uploaded()]
+        if missing:
+            LOG.info("waiting up to %g s until global_step_%d is in %s", timeout_s, missing[-1], self._remote.root)
+            while missing[-1] not in self.uploaded() and time.monotonic() < deadline:
+                time.sleep(0.1)
+        self._ending.set()
+        self._wake.set()
+        left = [step for step in self.waiting() if step in self.not_yet_uploaded()]
+        if left:
+            LOG.warning(
+                "global_step_%d is in %s alone, not in %s (%s); the same command on this machine uploads it",
+                left[-1],
+                self._local.root,
+                self._remote.root,
+                self._problem or f"the upload took longer than trainer.ckpt_upload_timeout_s={timeout_s:g}",
+            )
+        else:
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+        self._thread = None
+
+    def _run(self) -> None:
+        wait_s = time_limits.UPLOAD_FIRST_BACKOFF_S
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            while True:
+                newest = None
+                try:
+                    if (newest := self._next()) is None:
+                        break
+                    with TRACER.span(f"upload {newest}", "uploads"):
+                        self._upload(newest)
+                except Exception as error:  # also of a disk that cannot be listed now
+                    with contextlib.suppress(OSError):
+                        if newest is not None and newest not in self._local.steps():
+                            continue  # it was archived meanwhile
+                    self._problem = str(error)
+                    what = "the newest checkpoint" if newest is None else f"global_step_{newest}"
+                    LOG.warning("%s is not uploaded yet: %s", what, error)
+                    if self._ending.wait(wait_s):
+                        return
+                    wait_s = min(2 * wait_s, time_limits.UPLOAD_LONGEST_BACKOFF_S)
+                else:
+                    self._problem, wait_s = "", time_limits.UPLOAD_FIRST_BACKOFF_S
+            if self._ending.is_set():
+                return
+
+    def _next(self) -> int | None:
+        """Return the step to upload next, the newest first, which makes the most safe; None: there is none."""
+        newest = max(self.waiting(), default=None)
+        return None if self._ending.is_set() and newest not in self.not_yet_uploaded() else newest
+
+    def _upload(self, step: int) -> None:
+        """Copy a checkpoint to the remote store, and commit it there.
+
+        Raises:
+            CorruptCheckpointError: a local file does not have the content that was saved.
+            OSError: the store fails, or the checkpoint is gone.
+        """
+        checkpoint = manifests.read(self._local.path(step))
+        self.check()
+        self._upload_pieces()
+        sources = {entry.path: posixpath.join(checkpoint.path, entry.path) for entry in checkpoint.entries}
+        staging = self._remote.begin(step)
+        try:
+            for_each(lambda path: staging.upload(sources[path], path), sources, _PARALLEL)
+            for entry in checkpoint.entries:
+                if staging.written[entry.path] != entry:
+                    raise CorruptCheckpointError(f"{sources[entry.path]}: does not have the content that was saved")
+            failpoint("upload:copied")
+            with self.moving:
+                if step not in self._local.steps():
+                    raise FileNotFoundError(errno.ENOENT, "it was archived", checkpoint.path)
+                manifests.copy_rollback_mark(checkpoint, staging)
+                self._remote.commit(staging, step, checkpoint.manifest, self.check)
+                assert self._uploaded is not None
+                self._uploaded.add(step)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._remote.abort(staging)
+            raise
+        failpoint("upload:published")
+        with contextlib.suppress(OSError):
+            self._remote.write_latest(step)
+            for name in self._remote.archived(step):
+                self._remote.remove(name)
+        LOG.info("uploaded %s to %s", checkpoint.path, self._remote.path(step))
+
+    def _upload_pieces(self) -> None:
+        """Copy the pieces of the files of the run directory that the remote store lacks."""
+        new = [name for name in self._local.pieces() if name not in self._uploaded_pieces]
+        for_each(lambda name: self._remote.keep_piece(name, self._local.piece(name)), new)
+        self._uploaded_pieces.update(new)
