@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoints import manager, parts_of, save
-from trainer.checkpoint.inspection import age, axes_of, check_content, check_step, describe_all, list_steps
+from trainer.checkpoint.inspection import (
+    age,
+    axes_of,
+    check_content,
+    check_step,
+    choose_checkpoint,
+    describe_all,
+    list_steps,
+    open_run,
+    read_named,
+)
 from trainer.checkpoint.manifest import CorruptCheckpointError, read
 from trainer.errors import UserError
 
@@ -55,3 +65,35 @@ def test_the_age_of_a_checkpoint(seconds, text):
 def test_axes_with_several_ranks_are_named():
     assert axes_of({"dp_shard": 4, "tp": 1}) == "dp_shard 4" and axes_of({"tp": 1}) == "one rank"
     assert axes_of(None) == "axes unknown"
+
+
+@pytest.mark.parametrize(("mode", "best"), [("max", 2), ("min", 3)])
+def test_a_checkpoint_is_chosen_by_its_step_or_its_score_and_read_whole(tmp_path, mode, best):
+    checkpoints = manager(tmp_path / "run/checkpoints")
+    for step, score in ((1, 0.5), (2, 0.75), (3, 0.25), (4, None)):
+        save(checkpoints, step, score=score, score_metric="val/accuracy", score_mode=mode)
+    run = str(tmp_path / "run")
+    assert open_run(run).root == checkpoints.store.root
+    newest, why = choose_checkpoint(run, None, best=False)
+    assert (newest.step, why) == (4, "") and read_named(newest.path, "off").step == 4
+    assert choose_checkpoint(run, 1, best=False)[0].step == 1
+    chosen, why = choose_checkpoint(run, None, best=True)
+    assert chosen.step == best and why.startswith(" (the best of 3: val/accuracy 0.")
+    (tmp_path / f"run/checkpoints/global_step_{best}/weights/shard").write_bytes(b"shorter")
+    with pytest.raises(CorruptCheckpointError, match=f"global_step_{best}: weights/shard"):
+        choose_checkpoint(run, best, best=False)
+
+
+def test_what_names_no_checkpoint_gets_one_sentence(tmp_path):
+    save(manager(tmp_path / "run"), 10)
+    one = str(tmp_path / "run/global_step_10")
+    with pytest.raises(UserError, match="is one checkpoint, and --best and --step choose one of a run; name the run"):
+        choose_checkpoint(one, None, best=True)
+    with pytest.raises(UserError, match="is one checkpoint; name its run"):
+        open_run(one)
+    with pytest.raises(UserError, match=r"--step=3: .* has no checkpoint of that step; it has 10"):
+        choose_checkpoint(str(tmp_path / "run"), 3, best=False)
+    with pytest.raises(UserError, match="--best: no checkpoint of .* has a score; name one with --step, of 10"):
+        choose_checkpoint(str(tmp_path / "run"), None, best=True)
+    with pytest.raises(UserError, match="no checkpoint is there; looked in it"):
+        read_named(str(tmp_path / "none"), "hash")

@@ -1,11 +1,12 @@
-"""Checkpoints in an object store, on a real S3 server."""
+"""Checkpoints in object stores: servers of S3 and of Google Cloud Storage on this machine."""
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.support.another_store import use_another_store
 from tests.support.buckets import make_bucket, use_s3
 from tests.support.checkpoints import parts_of, save
+from tests.support.gcs import gcs_server, use_gcs
 from tests.support.ranks import run_ranks
 from tests.support.toy import toy_config, toy_run
 from trainer.checkpoint import manifest as manifests
@@ -30,11 +32,21 @@ from trainer.run.directory import RunDirectory
 
 
 @pytest.fixture
-def root(s3_url, monkeypatch, request) -> str:
-    """An empty prefix."""
+def s3_root(s3_url, monkeypatch) -> str:
+    """An empty prefix in S3."""
     use_s3(monkeypatch, s3_url)
-    bucket = f"bucket-{abs(hash(request.node.name))}"
-    return make_bucket(bucket) + "/some/run"
+    return make_bucket(f"bucket-{secrets.token_hex(4)}") + "/some/run"
+
+
+@pytest.fixture(params=["s3", "gs"])
+def root(request, monkeypatch) -> Iterator[str]:
+    """An empty prefix in each kind of store."""
+    if request.param == "s3":
+        yield request.getfixturevalue("s3_root")
+        return
+    with gcs_server() as url:
+        use_gcs(monkeypatch, url)
+        yield "gs://bucket/some/run"
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +66,7 @@ def test_a_checkpoint_is_committed_by_its_manifest_alone(root):
 
 
 def test_a_run_of_saves_is_listed_verified_pruned_and_rolled_back(root):
+    open_store(root).probe()
     checkpoints = CheckpointManager(open_store(root), Retention(newest=2))
     state = {"n": 0, "bytes": b""}
     for step in (1, 2, 3):
@@ -96,11 +109,11 @@ def test_a_run_continues_on_a_machine_with_an_empty_disk(root, tmp_path, model):
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
 
 
-def test_pieces_that_no_checkpoint_names_are_deleted_at_the_next_start(root, tmp_path, model):
+def test_pieces_that_no_checkpoint_names_are_deleted_at_the_next_start(s3_root, tmp_path, model):
     """As a killed save leaves them. The run still continues on a machine with an empty disk."""
-    cfg = toy_config(tmp_path / "first", ckpt_path=root)
+    cfg = toy_config(tmp_path / "first", ckpt_path=s3_root)
     toy_run(cfg, model, stop_after=3)
-    store, orphan = open_store(root), digest_bytes(b"lost")
+    store, orphan = open_store(s3_root), digest_bytes(b"lost")
     named = set(store.pieces())
     store.keep_piece(orphan, b"lost")
     store.delete(1)
@@ -112,13 +125,13 @@ def test_pieces_that_no_checkpoint_names_are_deleted_at_the_next_start(root, tmp
         assert set(store.pieces()) == named
     lines = (tmp_path / "first" / "metrics.jsonl").read_bytes()
     second = tmp_path / "second"
-    with RunDirectory(toy_config(second, ckpt_path=root)).open():
+    with RunDirectory(toy_config(second, ckpt_path=s3_root)).open():
         assert (second / "metrics.jsonl").read_bytes() == lines
 
 
-def test_ranks_write_and_read_their_own_parts_with_any_sharding(root, s3_url, monkeypatch):
+def test_ranks_write_and_read_their_own_parts_with_any_sharding(s3_root, s3_url, monkeypatch):
     environment = use_s3(monkeypatch, s3_url)
-    checkpoints = CheckpointManager(open_store(root))
+    checkpoints = CheckpointManager(open_store(s3_root))
 
     def write(staging: CheckpointFiles) -> Callable[[], list[FileEntry]]:
         written = run_ranks(2, write_sharded, staging.path, environment)
