@@ -97,12 +97,16 @@ def check_access(key: str, root: str, ranks: AskedRanks) -> None:
     """
     hosts = {host: number for number, host in _away(root, ranks).items()}
     probe = StorageProbe(absolute(root))  # ranks on other machines have another working directory
-    lock = open_storage(root).get(NAME) if hosts else b""
+    storage = open_storage(root)
+    lock = storage.get(NAME) if hosts and storage.disk is not None else b""
     problems = ranks.ask(hosts.values(), probe, "problem", lock) if hosts else {}
     failed = sorted(host for host, number in hosts.items() if problems[number])
     if failed:
-        is_disk = open_storage(root).disk is not None
-        remedy = "mount it on all of them" if is_disk else "give every machine with ranks access to the store"
+        remedy = (
+            "mount it on all of them"
+            if storage.disk is not None
+            else "give every machine with ranks access to the store"
+        )
         raise UserError(
             f"{key}={root}: ranks on {', '.join(failed)} cannot write checkpoints there "
             f"({problems[hosts[failed[0]]]}); {remedy}"

@@ -215,18 +215,22 @@ def _named_errors() -> Iterator[None]:
         yield
     except (FileNotFoundError, FileExistsError, PreconditionFailed, UserError):
         raise
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of Rust: a bad endpoint
+            raise
         raise StoreError(f"the object store fails ({type(error).__name__}: {_reason(str(error))})") from error
 
 
 def _reason(text: str) -> str:
-    """Return a message of a client without a password in a URL, and of the body of an answer the store's own message.
+    """Return the cause that a message of a client names, without a password in a URL.
 
-    Other fields of a body may repeat the request, with its credentials.
+    Of the body of an answer it is the store's own message: other fields may repeat the request, with its credentials.
     """
-    message = re.search(r"<Message>(.*?)</Message>", text, re.S)
-    text = re.split(r"\n\nDebug source:|<\?xml|<Error>", text)[0].rstrip(": \n")
-    return one_line(re.sub(r"//[^/\s@]*@", "//…@", f"{text}: {message[1]}" if message else text))
+    summary, _, details = text.partition("\n\nDebug source:")
+    cause = re.search(r"<Message>(.*?)</Message>", summary, re.S) or re.search(r'\bmessage: "(.*?)"', details)
+    summary = re.sub(r"^Generic \w+ error: ", "", re.split(r"<\?xml|<Error>", summary)[0].rstrip(": \n"))
+    summary = re.sub(r" in [\d.]+\w+(, after \d+ retries, max_retries: \d+, retry_timeout: \w+ )?", "", summary)
+    return one_line(re.sub(r"//[^/\s@]*@", "//…@", f"{cause[1]}: {summary}" if cause else summary))
 
 
 def request_options(**options: Any) -> dict[str, Any]:
@@ -299,13 +303,23 @@ class ObstoreClient:
 
         store, key = self._at(path)
         with obstore.open_writer(store, key, buffer_size=_PART_BYTES, max_concurrency=_PARTS_AT_ONCE) as stream:
-            yield stream
+            yield _Copies(stream)
 
     def _at(self, path: str) -> tuple[ObjectStore, str]:
         bucket, _, key = path.partition("/")
         if bucket not in self._buckets:
             self._buckets[bucket] = self.open(bucket)
         return self._buckets[bucket], key
+
+
+class _Copies:
+    """A stream to obstore, which sends later what it is given and copies nothing. Callers use their memory again."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def write(self, data: Any) -> int:
+        return self._stream.write(bytes(data))
 
 
 class S3Client(ObstoreClient):
@@ -330,8 +344,11 @@ class S3Client(ObstoreClient):
         if endpoint.startswith("http://"):
             options["allow_http"] = True
         if bundle := os.environ.get("AWS_CA_BUNDLE"):
-            with open(bundle, "rb") as file:
-                options["root_certificate"] = file.read()
+            try:
+                with open(bundle, "rb") as file:
+                    options["root_certificate"] = file.read()
+            except OSError as error:  # it must not look like a missing object
+                raise StoreError(f"AWS_CA_BUNDLE={bundle}: {error.strerror}") from error
         region = self.api.meta.region_name
         return S3Store(
             bucket,

@@ -34,7 +34,7 @@ class Restore:
     """The optimizer steps by which the learning rate schedule of each role moves (see `compatibility.added_steps`)."""
 
     def chosen(self, parts: Sequence[Component], checkpoint: Checkpoint) -> list[Component]:
-        """Return the parts that hold state to restore. Parts that an earlier version did not save may be missing."""
+        """Return the parts that hold state to restore. Parts of another kind of run may be missing."""
         chosen = [part for part in parts if self.kinds.intersection(part.kinds)]
         saved = checkpoint.manifest["parts"]
         for part in chosen:

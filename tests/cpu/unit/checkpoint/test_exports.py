@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.buckets import make_bucket
+from tests.support.buckets import make_bucket, use_s3
 from tests.support.fault_proxy import ERROR, PASS
 from trainer.checkpoint.exports import check_export_path, export_directory, is_exported, left_out_if_disk_is_full
 from trainer.checkpoint.storage import StoreError, open_storage
@@ -54,7 +54,8 @@ def test_an_export_without_room_is_left_out_unless_a_rank_has_failed(tmp_path, c
         raise full
 
 
-def test_a_directory_of_exports_that_holds_something_else_is_refused_before_the_start(s3_url, tmp_path):
+def test_a_directory_of_exports_that_holds_something_else_is_refused_before_the_start(s3_url, tmp_path, monkeypatch):
+    use_s3(monkeypatch, s3_url)
     check_export_path(str(tmp_path / "exports"))  # not there yet
     check_export_path(f"{make_bucket('exports')}/new")
     export = tmp_path / "exports/global_step_2/policy"
