@@ -142,7 +142,7 @@ def movable_paths(checkpoint: Checkpoint, cfg: Config) -> tuple[str, ...]:
         CorruptCheckpointError: a record of the checkpoint cannot be read.
     """
     files = _saved_files(checkpoint).get("files", {})
-    weights = read_object(checkpoint, WEIGHTS_FILE, {str: str})
+    weights = read_object(checkpoint, WEIGHTS_FILE, {str: str}, missing_ok=True)
     compared = _compared_keys(cfg)
     return tuple(
         key
@@ -164,7 +164,7 @@ def read_revisions(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _saved_files(checkpoint: Checkpoint) -> dict[str, Any]:
-    return read_object(checkpoint, FILES_FILE, _FILES)
+    return read_object(checkpoint, FILES_FILE, _FILES, missing_ok=True)
 
 
 def _read(cfg: Config, name: str, path: str) -> Contents:
