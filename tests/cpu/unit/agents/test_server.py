@@ -98,20 +98,17 @@ def test_openai_s_client_gets_a_stream(server, tokenizer):
     assert served.trained() == [f"Hm{CALL}<|end|>"] * 2
 
 
-@pytest.mark.parametrize(
-    "method, path, status, code",
-    [
+def test_wrong_addresses_and_methods_get_an_error_that_says_so(served):
+    for method, path, status, code in [
         ("POST", "/completions", 404, "wrong_url"),
         ("POST", "/../../../x", 404, "wrong_url"),
         ("GET", "/chat/completions", 405, "wrong_method"),
         ("DELETE", "/models", 405, "wrong_method"),
         ("GET", "/models/gpt-4o", 404, None),
-    ],
-)
-def test_wrong_addresses_and_methods_get_an_error_that_says_so(served, method, path, status, code):
-    answer = httpx.request(method, served.url + path, trust_env=False)
-    assert answer.status_code == status and answer.headers["x-should-retry"] == "false"
-    assert answer.json()["error"]["code"] == code and answer.json()["error"]["message"]
+    ]:
+        answer = httpx.request(method, served.url + path, trust_env=False)
+        assert answer.status_code == status and answer.headers["x-should-retry"] == "false"
+        assert answer.json()["error"]["code"] == code and answer.json()["error"]["message"]
 
 
 def test_bad_requests_get_an_error_that_clients_do_not_repeat(served):

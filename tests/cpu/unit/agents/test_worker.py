@@ -42,9 +42,8 @@ def test_an_agent_returns_a_result_or_a_number(value, reward, rewards, metrics):
     assert run(value) == {"reward": reward, "rewards": rewards, "metrics": metrics}
 
 
-@pytest.mark.parametrize(
-    "value, problem",
-    [
+def test_what_is_no_result_is_refused():
+    for value, problem in [
         (None, "it must be a trainer.environments.AgentResult or a number, not None"),
         ("1", "not '1'"),
         (float("nan"), "or a number, not nan"),
@@ -53,11 +52,9 @@ def test_an_agent_returns_a_result_or_a_number(value, reward, rewards, metrics):
         ({"rewards": 3}, "rewards are a int, not a dict"),
         ({"metrics": {"turns": 1}}, "metrics: turns is counted for every episode"),
         ({"metrics": {"samples": 1}}, "metrics: samples is counted for every episode"),
-    ],
-)
-def test_what_is_no_result_is_refused(value, problem):
-    with pytest.raises(WrongValueError, match=problem):
-        run(value)
+    ]:
+        with pytest.raises(WrongValueError, match=problem):
+            run(value)
 
 
 def test_an_error_in_init_is_not_that_of_run():

@@ -13,13 +13,14 @@ from trainer.errors import UserError
 ASK = {"role": "user", "content": "How  much?\n"}
 
 
-@pytest.mark.parametrize(
-    ("chat", "read"),
-    [
+def test_a_chat_has_roles_and_texts():
+    for chat, read in [
         ([ASK], [ASK]),
         ([{**ASK, "name": None}], [ASK]),
-        ([{"role": "assistant", "content": None, "tool_calls": [{}]}],
-         [{"role": "assistant", "content": "", "tool_calls": [{}]}]),
+        (
+            [{"role": "assistant", "content": None, "tool_calls": [{}]}],
+            [{"role": "assistant", "content": "", "tool_calls": [{}]}],
+        ),
         ([{"role": "assistant", "tool_calls": [{}]}], [{"role": "assistant", "content": "", "tool_calls": [{}]}]),
         ([{"role": "assistant", "content": None}], None),
         ([{"role": "assistant", "content": None, "tool_calls": []}], None),
@@ -28,10 +29,8 @@ ASK = {"role": "user", "content": "How  much?\n"}
         (["x"], None),
         ([], None),
         ("x", None),
-    ],
-)  # fmt: skip
-def test_a_chat_has_roles_and_texts(chat, read):
-    assert read_chat(chat) == read
+    ]:
+        assert read_chat(chat) == read
 
 
 @pytest.mark.parametrize("part", ["How  much?\n", "how much", 'say "hi"\n', "é", "", " \n", "?"])

@@ -188,9 +188,8 @@ def test_data_that_is_no_file_is_refused_before_it_is_read(tmp_path, name):
         check_files(DataConfig(train_files=[str(tmp_path / name)], val_files=[]), validation=False)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
+def test_bad_names_are_refused():
+    for name, message in [
         (
             "missing.jsonl",
             f"data.train_files=missing.jsonl: no such file in {os.getcwd()}; correct the path, or set hf://.*",
@@ -201,12 +200,10 @@ def test_data_that_is_no_file_is_refused_before_it_is_read(tmp_path, name):
         ("hf://a/b?name=c", "data.train_files=hf://a/b.name=c: takes config, split and revision, not name"),
         ("hf://a/b?revision=main", "data.train_files=hf://a/b.revision=main: revision must be a commit, of 40 hex.*"),
         ("hf://", "data.train_files=hf://: cannot be loaded from the Hub .*"),
-    ],
-)
-def test_bad_names_are_refused(name, message):
-    with pytest.raises(UserError) as error:
-        read_examples(files(name), "train")
-    assert_matches(message, error)
+    ]:
+        with pytest.raises(UserError) as error:
+            read_examples(files(name), "train")
+        assert_matches(message, error)
 
 
 @pytest.mark.parametrize(

@@ -42,17 +42,14 @@ def test_generated_examples_do_not_change():
     assert first["table"] == {"xjj": "cyl", "cyl": "37"} and len(first["messages"]) == 4
 
 
-@pytest.mark.parametrize(
-    ("name", "args", "message"),
-    [
+def test_generators_refuse_impossible_options():
+    for name, args, message in [
         ("reverse_text", {"min_letters": 1, "max_letters": 1}, "data.train_size=100: .* only 2. different examples"),
         ("arithmetic", {"max_value": 9}, "data.train_size=100: .* only .. different examples for train"),
         ("arithmetic", {"max_value": -1}, "data.synthetic_args: max_value=-1"),
         ("look_up", {"max_calls": 0}, "data.synthetic_args: max_calls=0"),
         ("reverse_text", {"min_letters": 0}, "data.synthetic_args: min_letters=0"),
         ("reverse_text", {"min_letters": 5, "max_letters": 4}, "data.synthetic_args: min_letters=5 and max_letters=4"),
-    ],
-)
-def test_generators_refuse_impossible_options(name, args, message):
-    with pytest.raises(UserError, match=message):
-        generate(name, args, 100, "train")
+    ]:
+        with pytest.raises(UserError, match=message):
+            generate(name, args, 100, "train")

@@ -350,9 +350,8 @@ def test_a_run_goes_on_with_its_own_curriculum_alone(before, now):
         sources[1].load_state_dict(sources[0].state_dict())
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_a_place_in_the_data_that_cannot_be_is_refused():
+    for change in [
         {"epoch": "1"},
         {"position": -1},
         {"position": 10**9},
@@ -365,19 +364,17 @@ def test_a_run_goes_on_with_its_own_curriculum_alone(before, now):
         {"trained_ahead": [{"dataset": 1, "epoch": 0, "index": 1}]},
         {"trained_ahead": [{"dataset": 0, "epoch": 0, "index": 1}] * 2},
         {"trained_ahead": [{"dataset": 0, "epoch": 0, "index": 1}], "epoch": 1},
-    ],
-)
-def test_a_place_in_the_data_that_cannot_be_is_refused(change):
-    ledger = Ledger([range(4)], 1, "prompts", lambda: "content")
-    state = ledger.state_dict()
-    position = {name: change.get(name, value) for name, value in state["positions"][0].items()}
-    changed = {
-        **state,
-        "positions": [position],
-        **{name: value for name, value in change.items() if name not in position},
-    }
-    with pytest.raises(UserError, match="position in the data is corrupt|data.curriculum"):
-        ledger.load_state_dict(changed)
+    ]:
+        ledger = Ledger([range(4)], 1, "prompts", lambda: "content")
+        state = ledger.state_dict()
+        position = {name: change.get(name, value) for name, value in state["positions"][0].items()}
+        changed = {
+            **state,
+            "positions": [position],
+            **{name: value for name, value in change.items() if name not in position},
+        }
+        with pytest.raises(UserError, match="position in the data is corrupt|data.curriculum"):
+            ledger.load_state_dict(changed)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -457,20 +454,20 @@ def source_of(files: dict[str, str], before: Settings, key: str, value: Any = No
     return SupervisedSource(sft, parts, 1)
 
 
-@pytest.mark.parametrize("key, value, before, accepted", LEDGER_CHANGES)
-def test_a_change_of_what_is_drawn_acts_or_is_refused_by_the_ledger(files, key, value, before, accepted):
-    old, new = source_of(files, before, key), source_of(files, before, key, value)
-    if isinstance(old, SupervisedSource):
-        old.next(1)
-        old.commit(1)
-    else:
-        old.commit(old.peek(1))
-    state = json.loads(json.dumps(old.state_dict()))
-    if not accepted:
-        with pytest.raises(UserError, match="data: the .* is not that of the checkpoint"):
-            new.load_state_dict(state)
-        return
-    new.load_state_dict(state)
-    assert isinstance(old, SupervisedSource) and isinstance(new, SupervisedSource)
-    before_change, after_change = old.next(2), new.next(2)
-    assert [e.uid for e in before_change] != [e.uid for e in after_change]
+def test_a_change_of_what_is_drawn_acts_or_is_refused_by_the_ledger(files):
+    for key, value, before, accepted in LEDGER_CHANGES:
+        old, new = source_of(files, before, key), source_of(files, before, key, value)
+        if isinstance(old, SupervisedSource):
+            old.next(1)
+            old.commit(1)
+        else:
+            old.commit(old.peek(1))
+        state = json.loads(json.dumps(old.state_dict()))
+        if not accepted:
+            with pytest.raises(UserError, match="data: the .* is not that of the checkpoint"):
+                new.load_state_dict(state)
+            return
+        new.load_state_dict(state)
+        assert isinstance(old, SupervisedSource) and isinstance(new, SupervisedSource)
+        before_change, after_change = old.next(2), new.next(2)
+        assert [e.uid for e in before_change] != [e.uid for e in after_change]

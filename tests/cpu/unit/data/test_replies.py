@@ -41,14 +41,14 @@ def completion(tokenizer: Any, text: str, reason: str = "stop") -> Completion:
     return Completion(tokens, [-1.0] * len(tokens), reason, 1)
 
 
-@pytest.mark.parametrize("end", ["<|end|>", "<|turn_end|>", "<|end|><|pad|>", ""])
-def test_a_text_has_all_special_tokens_but_the_end_and_padding(tokenizer, end):
+def test_a_text_has_all_special_tokens_but_the_end_and_padding(tokenizer):
     """`<|turn_end|>` is none of the tokenizer's own end tokens: the engine has stopped there."""
-    tokens = tokenizer.encode(REPLY + end.replace("<|pad|>", tokenizer.pad_token), add_special_tokens=False)
-    kept = REPLY.removesuffix("</answer>") if not end else REPLY  # then that is where the reply has ended
-    assert reply_text(tokenizer, tokens, has_ended=True) == kept
-    assert reply_text(tokenizer, tokens, has_ended=False) == REPLY + ("<|turn_end|>" if "turn" in end else "")
-    assert reply_text(tokenizer, tokenizer.encode("ab"), has_ended=True) == "ab", "it has ended with a text"
+    for end in ["<|end|>", "<|turn_end|>", "<|end|><|pad|>", ""]:
+        tokens = tokenizer.encode(REPLY + end.replace("<|pad|>", tokenizer.pad_token), add_special_tokens=False)
+        kept = REPLY.removesuffix("</answer>") if not end else REPLY  # then that is where the reply has ended
+        assert reply_text(tokenizer, tokens, has_ended=True) == kept
+        assert reply_text(tokenizer, tokens, has_ended=False) == REPLY + ("<|turn_end|>" if "turn" in end else "")
+        assert reply_text(tokenizer, tokenizer.encode("ab"), has_ended=True) == "ab", "it has ended with a text"
 
 
 def test_rewards_and_the_records_get_that_text(tokenizer):

@@ -41,17 +41,14 @@ def test_rows_have_the_same_digest_if_and_only_if_they_are_equal(left, right):
     assert (digest_rows(left) == digest_rows(right)) == (text(left) == text(right))
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
+def test_every_column_counts():
+    for other in [
         {**ROW, "bonus": 2},
         {**ROW, "tests": [{"in": "1", "out": "x"}]},
         {**ROW, "more": None},
         {name: value for name, value in ROW.items() if name != "weight"},
-    ],
-)
-def test_every_column_counts(other):
-    assert digest_rows([ROW, ROW]) != digest_rows([ROW, other])
+    ]:
+        assert digest_rows([ROW, ROW]) != digest_rows([ROW, other])
 
 
 def test_the_order_of_columns_does_not_count_and_parquet_is_as_json(tmp_path):

@@ -147,15 +147,15 @@ WRITTEN: dict[str, tuple[str, list[Any], list[list[str]], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", WRITTEN)
-def test_a_reply_is_what_the_template_writes_after_the_prompt(case):
-    name, chat, expected, variables = WRITTEN[case]
-    tokenizer = tokenizer_with(name, variables)
-    samples = samples_of(tokenizer, chat)
-    assert [parts(tokenizer, sample) for sample in samples] == expected
-    for sample, index in zip(samples, [i for i, m in enumerate(chat) if m["role"] == "assistant"], strict=False):
-        prompt = tokenizer.encode(render_text(tokenizer, chat[:index], True), add_special_tokens=False)
-        assert sample.token_ids[: len(prompt)].tolist() == prompt, "what the policy sees"
+def test_a_reply_is_what_the_template_writes_after_the_prompt():
+    for case in WRITTEN:
+        name, chat, expected, variables = WRITTEN[case]
+        tokenizer = tokenizer_with(name, variables)
+        samples = samples_of(tokenizer, chat)
+        assert [parts(tokenizer, sample) for sample in samples] == expected
+        for sample, index in zip(samples, [i for i, m in enumerate(chat) if m["role"] == "assistant"], strict=False):
+            prompt = tokenizer.encode(render_text(tokenizer, chat[:index], True), add_special_tokens=False)
+            assert sample.token_ids[: len(prompt)].tolist() == prompt, "what the policy sees"
 
 
 FINAL = "<|channel|>final<|message|>"
@@ -203,21 +203,27 @@ def test_what_is_learnt_is_what_transformers_masks():
     assert tokenizer.decode(theirs["input_ids"][length:]) == "\n", "the policy does not write it"
 
 
-@pytest.mark.parametrize(
-    ("name", "reply", "problem"),
-    [
+def test_what_the_template_does_not_write_is_refused():
+    for name, reply, problem in [
         ("llama3", {**END, "reasoning_content": "hm"}, "message 2.reasoning_content"),
         ("llama3", {**CALL, "content": "I look."}, "message 2.tool_calls"),
-        ("gptoss", {**CALL, "tool_calls": [*CALL["tool_calls"], {**CALL["tool_calls"][0], "function": {
-            "name": "find", "arguments": {"x": "Oslo"}}}]}, "message 2.tool_calls"),
+        (
+            "gptoss",
+            {
+                **CALL,
+                "tool_calls": [
+                    *CALL["tool_calls"],
+                    {**CALL["tool_calls"][0], "function": {"name": "find", "arguments": {"x": "Oslo"}}},
+                ],
+            },
+            "message 2.tool_calls",
+        ),
         ("qwen3", {**END, "thinking": "hm"}, "message 2.thinking"),
         ("deepseek_r1_distill", END, "message 2: .* does not write this reply after its generation prompt"),
         ("deepseek_r1_distill", THINK, "message 2: .* does not write this reply after its generation prompt"),
-    ],
-)  # fmt: skip
-def test_what_the_template_does_not_write_is_refused(name, reply, problem):
-    with pytest.raises(UserError, match=problem):
-        samples_of(tokenizer_with(name), [ASK, reply])
+    ]:
+        with pytest.raises(UserError, match=problem):
+            samples_of(tokenizer_with(name), [ASK, reply])
 
 
 def test_tools_and_variables_of_the_row_are_in_its_prompt():

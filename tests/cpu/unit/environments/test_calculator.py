@@ -15,9 +15,8 @@ from trainer.environments.calculator import calculator
 from trainer.environments.tools import tool_schema
 
 
-@pytest.mark.parametrize(
-    ("expression", "value"),
-    [
+def test_expressions_are_calculated_exactly():
+    for expression, value in [
         ("6 * 7", "42"),
         ("(3 + 4.5) * 2", "15"),
         ("0.1 + 0.2", "0.3"),
@@ -37,17 +36,14 @@ from trainer.environments.tools import tool_schema
         ("1234567890123.45 + 0", "1234567890123.45"),
         ("5. * .25", "1.25"),
         ("1 / 2 ** 20", "9.5367431640625e-7"),
-    ],
-)
-def test_expressions_are_calculated_exactly(expression, value):
-    assert calculator(expression) == value
-    _ = Decimal(1) / 3  # leaves a flag in the context of the thread
-    assert calculator(expression) == value
+    ]:
+        assert calculator(expression) == value
+        _ = Decimal(1) / 3  # leaves a flag in the context of the thread
+        assert calculator(expression) == value
 
 
-@pytest.mark.parametrize(
-    ("expression", "problem"),
-    [
+def test_what_is_no_expression_or_too_large_is_an_error():
+    for expression, problem in [
         ("1 / 0", "division by zero"),
         ("9 ** 9 ** 9", "too large"),
         ("2 ** 2 ** 20", "too large"),
@@ -78,11 +74,9 @@ def test_expressions_are_calculated_exactly(expression, value):
         ("", "is no arithmetic expression"),
         ("(" * 900 + "1", "is no arithmetic expression"),
         ("1 + " * 300 + "1", "at most 1000 characters"),
-    ],
-)
-def test_what_is_no_expression_or_too_large_is_an_error(expression, problem):
-    with pytest.raises((ValueError, ZeroDivisionError, TypeError), match=problem):
-        calculator(expression)
+    ]:
+        with pytest.raises((ValueError, ZeroDivisionError, TypeError), match=problem):
+            calculator(expression)
 
 
 NUMBERS = st.integers(0, 10**6).map(str) | st.decimals(0, 1000, places=2).map(str)

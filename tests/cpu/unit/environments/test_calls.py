@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,12 +27,10 @@ def test_calls_that_are_written_are_read(calls, text):
     assert split_calls("\n".join([text, *map(str, calls)]).strip()) == (text, tuple(calls))
 
 
-@pytest.mark.parametrize(
-    "call", ["{", '{"name": "a", "arguments": [1]}', '{"name": 1}', '{"name": "a", "arguments": NaN}']
-)
-def test_a_reply_with_a_call_that_cannot_be_read_is_all_text(call):
-    good = '<tool_call>{"name": "a", "arguments": {}}</tool_call>'
-    assert split_calls(f"{good}<tool_call>{call}</tool_call>") == (f"{good}<tool_call>{call}</tool_call>", ())
+def test_a_reply_with_a_call_that_cannot_be_read_is_all_text():
+    for call in ["{", '{"name": "a", "arguments": [1]}', '{"name": 1}', '{"name": "a", "arguments": NaN}']:
+        good = '<tool_call>{"name": "a", "arguments": {}}</tool_call>'
+        assert split_calls(f"{good}<tool_call>{call}</tool_call>") == (f"{good}<tool_call>{call}</tool_call>", ())
 
 
 def test_calls_of_a_renderer_are_read_unless_they_cannot_be_sent_back():

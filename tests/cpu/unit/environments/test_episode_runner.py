@@ -253,9 +253,8 @@ def test_one_rule_says_which_numbers_are_rewards_of_functions_judges_and_environ
     assert [(one.reward, one.rewards) for one in valued(tokenizer, *good)] == [(2.0, {"x": 1.0})] * len(NUMBERS)
 
 
-@pytest.mark.parametrize(
-    "steps, reason",
-    [
+def test_rewards_beyond_the_range_and_odd_names_fail(tokenizer):
+    for steps, reason in [
         ([{"reward": 1e12}, {"reward": 1e12}], "gave rewards that add up to 2e+12, beyond 1e+12"),
         ([{"reward": -1e12, "rewards": {"a": -1e12}}], "gave rewards that add up to -2e+12, beyond 1e+12"),
         ([{"rewards": {"a b": 1}}], "rewards: returned a term called 'a b'; names are letters, digits, _, . and -"),
@@ -267,11 +266,9 @@ def test_one_rule_says_which_numbers_are_rewards_of_functions_judges_and_environ
         ([{"metrics": {"turns": 1}}], "metrics: turns is counted for every environment; choose another name"),
         ([{"rewards": {f"n{i}": 1 for i in range(65)}}], "rewards are 65; a step has at most 64"),
         ([{"metrics": [1]}], "metrics are a list, not a dict"),
-    ],
-)
-def test_rewards_beyond_the_range_and_odd_names_fail(tokenizer, steps, reason):
-    (one,) = valued(tokenizer, steps)
-    assert one.status == "failed" and reason in one.failure and one.reward == 0.0
+    ]:
+        (one,) = valued(tokenizer, steps)
+        assert one.status == "failed" and reason in one.failure and one.reward == 0.0
 
 
 def test_the_environments_of_episodes_that_fail_together_are_closed(runner, tokenizer):

@@ -185,31 +185,49 @@ def test_an_environment_that_works_is_made_reset_stepped_and_closed_once(calls):
         assert Path(f"{calls}.replies").read_text().split("|")[-2] == reply
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "row", "reason", "made"),
-    [
-        ({"fails_in": "__init__"}, {"prompt": "?"}, r"reset was not called, because __init__ raised KeyError: 'price' "
-         r"in counted.py:\d+", "__init__"),
-        ({"fails_in": "reset"}, {"prompt": "?"}, r"reset raised KeyError: 'price' in counted.py:\d+",
-         "__init__ reset close"),
+def test_an_environment_that_fails_is_refused_after_one_call(calls):
+    for kwargs, row, reason, made in [
+        (
+            {"fails_in": "__init__"},
+            {"prompt": "?"},
+            r"reset was not called, because __init__ raised KeyError: 'price' "
+            r"in counted.py:\d+",
+            "__init__",
+        ),
+        (
+            {"fails_in": "reset"},
+            {"prompt": "?"},
+            r"reset raised KeyError: 'price' in counted.py:\d+",
+            "__init__ reset close",
+        ),
         ({}, {}, r"reset raised KeyError: 'prompt' in counted.py:\d+", "__init__ reset close"),
-        ({"empty": True}, {}, r"reset returned a wrong value \(in counted.py:\d+\): there is no message",
-         "__init__ reset close"),
+        (
+            {"empty": True},
+            {},
+            r"reset returned a wrong value \(in counted.py:\d+\): there is no message",
+            "__init__ reset close",
+        ),
         ({"fails_in": "reset", "status": 5}, {"prompt": "?"}, "ended its process .*5.*", "__init__ reset"),
-        ({"step": [1, 2, 3]}, {"prompt": "?"}, r"step returned a wrong value \(in counted.py:\d+\): it must be a "
-         r"trainer.environments.StepResult\(messages, reward, done\), not list", "__init__ reset step close"),
-        ({"step": {"done": True, "reward": "one"}}, {"prompt": "?"},
-         r"step returned a wrong value \(in counted.py:\d+\): reward is a str, which is not a number",
-         "__init__ reset step close"),
-    ],
-)  # fmt: skip
-def test_an_environment_that_fails_is_refused_after_one_call(calls, kwargs, row, reason, made):
-    usual = "`step` returns a StepResult for every reply"
-    usual = usual if "step" in made else "`reset` returns the first messages for every row"
-    sentence = rf"environment.name=counted:Counted: fails for the first row of the data \({reason}\); {usual}"
-    with pytest.raises(UserError, match=f"^{sentence}$"):
-        tried(calls, row, **kwargs)
-    assert calls.read_text().strip() == made
+        (
+            {"step": [1, 2, 3]},
+            {"prompt": "?"},
+            r"step returned a wrong value \(in counted.py:\d+\): it must be a "
+            r"trainer.environments.StepResult\(messages, reward, done\), not list",
+            "__init__ reset step close",
+        ),
+        (
+            {"step": {"done": True, "reward": "one"}},
+            {"prompt": "?"},
+            r"step returned a wrong value \(in counted.py:\d+\): reward is a str, which is not a number",
+            "__init__ reset step close",
+        ),
+    ]:
+        usual = "`step` returns a StepResult for every reply"
+        usual = usual if "step" in made else "`reset` returns the first messages for every row"
+        sentence = rf"environment.name=counted:Counted: fails for the first row of the data \({reason}\); {usual}"
+        with pytest.raises(UserError, match=f"^{sentence}$"):
+            tried(calls, row, **kwargs)
+        assert calls.read_text().strip() == made
 
 
 def test_an_environment_that_fails_now_and_then_keeps_no_job_from_its_start(calls):

@@ -74,18 +74,15 @@ def test_columns_tools_and_the_reward_can_be_chosen():
     assert Questions([], "arithmetic", "prompt").score("42", {"answer": 42}) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
+def test_wrong_options_are_refused_before_the_first_episode():
+    for options, problem in [
         ({"tools": ["abacus"]}, "tools=abacus: choose calculator, python, or an import path"),
         ({"reward": "luck"}, "reward=luck: choose gsm8k"),
         ({"tools": ["python"], "python": {"cpu": 1}}, "the tool python takes modules"),
         ({"tools": ["python"], "python": {"modules": ["no_such"]}}, "No module named 'no_such'"),
-    ],
-)
-def test_wrong_options_are_refused_before_the_first_episode(options, problem):
-    with pytest.raises(UserError, match=problem):
-        check_options("trainer.environments.questions:Questions", options)
+    ]:
+        with pytest.raises(UserError, match=problem):
+            check_options("trainer.environments.questions:Questions", options)
 
 
 SOLUTION = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nThat is 48+24 = $<<48+24=72>>72.00 altogether.\n#### 72"

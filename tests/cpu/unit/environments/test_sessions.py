@@ -77,19 +77,16 @@ def test_an_environment_that_fails_once_is_made_again(pool, do, at, tmp_path):
     assert [session.steps for session in sessions] == [session.steps for session in plain]
 
 
-@pytest.mark.parametrize(
-    "do, status, reason",
-    [
+def test_an_environment_that_fails_again_costs_its_episode_alone(pool):
+    for do, status, reason in [
         ("raise", "failed", r"step raised RuntimeError: it broke in \w+\.py:\d+"),
         ("exit", "failed", r"step raised SystemExit: 3 in \w+\.py:\d+"),
         ("die", "failed", r"ended its process \(exit status 5\)"),
         ("hang", "timeout", "(step )?took longer than environment.timeout_s=2"),
-    ],
-)
-def test_an_environment_that_fails_again_costs_its_episode_alone(pool, do, status, reason):
-    failed, *others = play(pool, {"do": do, "at": 1}, *[{"prompt": str(i)} for i in range(3)])
-    assert failed.status == status and re.fullmatch(reason, failed.failure), failed.failure
-    assert all(not session.failure and len(session.steps) == 3 for session in others)
+    ]:
+        failed, *others = play(pool, {"do": do, "at": 1}, *[{"prompt": str(i)} for i in range(3)])
+        assert failed.status == status and re.fullmatch(reason, failed.failure), failed.failure
+        assert all(not session.failure and len(session.steps) == 3 for session in others)
 
 
 def test_an_environment_is_made_again_once():

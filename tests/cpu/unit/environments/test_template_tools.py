@@ -163,29 +163,25 @@ def test_a_reply_with_calls_that_ends_in_another_token_begins_a_new_sample(stop)
     assert last.count("seven") == last.count("And?") == 1
 
 
-@pytest.mark.parametrize(
-    ("call", "known"),
-    [
+def test_a_call_that_cannot_be_read_is_named_and_its_answer_is_seen():
+    """The template of gpt-oss refuses an answer without a call."""
+    for call, known in [
         ("{broken", {"problem": "invalid json"}),
         ("[" * 2000, {"problem": "RecursionError"}),
         (f'{{"x": {"1" * 5000}}}', {"problem": "invalid json"}),
         ('{"x": NaN}', {"name": "add", "id": "call_0", "problem": "no readable arguments"}),
         ("[1]", {"name": "add", "id": "call_0", "problem": "no readable arguments"}),
-    ],
-    ids=["no JSON", "endless", "a long number", "no number", "no object"],
-)
-def test_a_call_that_cannot_be_read_is_named_and_its_answer_is_seen(call, known):
-    """The template of gpt-oss refuses an answer without a call."""
-    tokenizer, reader = native("gptoss", CHANNELS)
-    conversation = ask(tokenizer, reader)
-    completion = sampled(tokenizer, f" to=functions.add<|channel|>commentary json<|message|>{call}<|call|>")
-    said = conversation.add_reply(completion)
-    assert "tool_calls" not in said and call in said["content"] and said["unread_calls"] == [known]
-    assert conversation.add_messages([{"role": "tool", "content": "cannot be read"}], LONG)
-    (sample,) = conversation.samples()
-    assert sample.mask.sum() == len(completion.token_ids)
-    text = tokenizer.decode(conversation.token_ids)
-    assert text.count("cannot be read") == 1 and text.endswith("<|start|>assistant")
+    ]:
+        tokenizer, reader = native("gptoss", CHANNELS)
+        conversation = ask(tokenizer, reader)
+        completion = sampled(tokenizer, f" to=functions.add<|channel|>commentary json<|message|>{call}<|call|>")
+        said = conversation.add_reply(completion)
+        assert "tool_calls" not in said and call in said["content"] and said["unread_calls"] == [known]
+        assert conversation.add_messages([{"role": "tool", "content": "cannot be read"}], LONG)
+        (sample,) = conversation.samples()
+        assert sample.mask.sum() == len(completion.token_ids)
+        text = tokenizer.decode(conversation.token_ids)
+        assert text.count("cannot be read") == 1 and text.endswith("<|start|>assistant")
 
 
 @pytest.mark.parametrize("call", ["{broken", '{"name": ["add"], "arguments": {}}', '{"name": "add", "arguments": 1}'])
@@ -350,19 +346,19 @@ def test_ids_of_the_agent_s_own_belong_to_its_calls(said):
     assert "[same: True]7" in talk.texts()[-1]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_instruct_2507", "qwen3_5_think", "gptoss"])
-def test_sampled_tokens_stay_without_tools_too(name):
+def test_sampled_tokens_stay_without_tools_too():
     """Thoughts that the template would drop from earlier turns, between text of its own."""
-    tokenizer = tokenizer_of(name)
-    conversation = Conversation(tokenizer, [USER_ASKS])
-    prompt = list(conversation.token_ids)
-    stop = "<|return|>" if name == "gptoss" else "<|im_end|>"
-    reply = sampled(tokenizer, f"hm\n</think>\n\n4 {stop}")
-    conversation.add_reply(reply)
-    assert conversation.add_messages([{"role": "user", "content": "and 3?"}], LONG)
-    first, *more = conversation.samples()
-    assert first.token_ids[: len(prompt) + len(reply.token_ids)].tolist() == [*prompt, *reply.token_ids.tolist()]
-    assert first.mask.sum() == len(reply.token_ids) and not any(sample.mask.any() for sample in more)
+    for name in ["qwen3", "qwen3_instruct_2507", "qwen3_5_think", "gptoss"]:
+        tokenizer = tokenizer_of(name)
+        conversation = Conversation(tokenizer, [USER_ASKS])
+        prompt = list(conversation.token_ids)
+        stop = "<|return|>" if name == "gptoss" else "<|im_end|>"
+        reply = sampled(tokenizer, f"hm\n</think>\n\n4 {stop}")
+        conversation.add_reply(reply)
+        assert conversation.add_messages([{"role": "user", "content": "and 3?"}], LONG)
+        first, *more = conversation.samples()
+        assert first.token_ids[: len(prompt) + len(reply.token_ids)].tolist() == [*prompt, *reply.token_ids.tolist()]
+        assert first.mask.sum() == len(reply.token_ids) and not any(sample.mask.any() for sample in more)
 
 
 @settings(max_examples=60, deadline=None)

@@ -148,9 +148,8 @@ def test_an_error_in_init_is_not_that_of_the_first_method():
     assert ours.describe(ValueError("no"), call) == "raised ValueError: no"
 
 
-@pytest.mark.parametrize(
-    ("messages", "error"),
-    [
+def test_messages_that_the_policy_cannot_see_are_refused():
+    for messages, error in [
         ("x", "TypeError: messages must be a list of dicts with role and content, not 'x'"),
         ([1], "TypeError: messages must be a list of dicts"),
         ([], "ValueError: there is no message"),
@@ -161,33 +160,26 @@ def test_an_error_in_init_is_not_that_of_the_first_method():
         ([{**USER, "more": "x" * (1 << 20)}], "ValueError: the messages hold 10486"),
         ([{**USER, "more": DEEP}], "ValueError: the messages are nested too deeply"),
         ([{**USER, "more": {1, 2}}], "TypeError: Object of type set is not JSON serializable"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_messages_that_the_policy_cannot_see_are_refused(messages, error):
-    with pytest.raises(WrongValueError) as raised:
-        answer({"reset": messages})
-    at, _, said = str(raised.value).partition("): ")
-    line = inspect.getsourcelines(Scripted.reset)[1]
-    assert at == f"returned a wrong value (in test_worker.py:{line}"
-    assert f"{type(raised.value.__cause__).__name__}: {said}".startswith(error)
+    ]:
+        with pytest.raises(WrongValueError) as raised:
+            answer({"reset": messages})
+        at, _, said = str(raised.value).partition("): ")
+        line = inspect.getsourcelines(Scripted.reset)[1]
+        assert at == f"returned a wrong value (in test_worker.py:{line}"
+        assert f"{type(raised.value.__cause__).__name__}: {said}".startswith(error)
 
 
-@pytest.mark.parametrize(
-    ("step", "error"),
-    [
+def test_steps_that_are_none_are_refused():
+    for step, error in [
         (None, r"it must be a trainer.environments.StepResult\(messages, reward, done\), not NoneType"),
         ({"messages": []}, "there is no message, and the episode is not done; return a message, or done=True"),
         ({"messages": [USER], "reward": "nan"}, "reward is a str, which is not a number"),
         ({"done": True, "rewards": {"a b": 1}}, "rewards: returned a term called 'a b'"),
         ({"done": True, "metrics": {"turns": 1}}, "metrics: turns is counted for every environment; choose another"),
-    ],
-    ids=str,
-)
-def test_steps_that_are_none_are_refused(step, error):
-    assert {"turns", "tokens"} == RESERVED
-    with pytest.raises(WrongValueError, match=f": {error}"):
-        answer({"step": step}, "step")
+    ]:
+        assert {"turns", "tokens"} == RESERVED
+        with pytest.raises(WrongValueError, match=f": {error}"):
+            answer({"step": step}, "step")
 
 
 def test_the_last_step_needs_no_message():

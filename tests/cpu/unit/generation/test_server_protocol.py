@@ -36,10 +36,10 @@ def test_requests_and_completions_arrive_as_they_were():
     assert received_completion.version_spans == completion.version_spans
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"samplings": [{}], "requests": []}', b'{"samplings": 1}'])
-def test_what_is_no_list_of_requests_is_a_value_error(body):
-    with pytest.raises(ValueError):
-        decode_requests(body)
+def test_what_is_no_list_of_requests_is_a_value_error():
+    for body in [b"", b"[]", b"{}", b'{"samplings": [{}], "requests": []}', b'{"samplings": 1}']:
+        with pytest.raises(ValueError):
+            decode_requests(body)
 
 
 def test_a_start_of_a_run_and_a_copy_of_its_directory_are_told_apart(tmp_path):

@@ -21,9 +21,8 @@ gsm8k, math = REWARDS["gsm8k"], REWARDS["math"]
 # gsm8k
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer"),
-    [
+def test_gsm8k_accepts():
+    for completion, answer in [
         ("#### 72", "#### 72"),
         ("####72", "72"),
         ("She sold 48+24=72.\n#### 72\n", "48+24 = <<48+24=72>>72 clips.\n#### 72"),
@@ -95,15 +94,12 @@ gsm8k, math = REWARDS["gsm8k"], REWARDS["math"]
         ("1{,}234{,}567", "1234567"),
         ("1.000", "1"),
         ("#### -\\$5", "-5"),
-    ],
-)
-def test_gsm8k_accepts(completion, answer):
-    assert gsm8k(completion, answer) == 1.0
+    ]:
+        assert gsm8k(completion, answer) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer"),
-    [
+def test_gsm8k_refuses():
+    for completion, answer in [
         ("#### 73", "#### 72"),
         ("#### 72.5", "72"),
         ("#### -72", "72"),
@@ -153,10 +149,8 @@ def test_gsm8k_accepts(completion, answer):
             }.items()
             for wrong in wrongs
         ),
-    ],
-)
-def test_gsm8k_refuses(completion, answer):
-    assert gsm8k(completion, answer) == 0.0
+    ]:
+        assert gsm8k(completion, answer) == 0.0
 
 
 @settings(deadline=None)  # the machine may be busy
@@ -197,9 +191,8 @@ def test_gsm8k_knows_every_reference_answer(split):
 # math
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer"),
-    [
+def test_math_accepts():
+    for completion, answer in [
         (r"so it is \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
         (r"\boxed{0.5}", r"\frac{1}{2}"),
         (r"\boxed{1/2}", r"$\frac{1}{2}$"),
@@ -213,15 +206,12 @@ def test_gsm8k_knows_every_reference_answer(split):
         (r"\boxed{(1,2)}", "(1,2)"),
         (r"\boxed{\$5}", r"\$5"),
         ("The answer is 5.", "5"),
-    ],
-)
-def test_math_accepts(completion, answer):
-    assert math(completion, answer) == 1.0
+    ]:
+        assert math(completion, answer) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer"),
-    [
+def test_math_refuses():
+    for completion, answer in [
         (r"\boxed{\frac{1}{3}}", r"\frac{1}{2}"),
         (r"\boxed{x^2-1}", "x^2+1"),
         (r"\boxed{6}", "5"),
@@ -230,24 +220,21 @@ def test_math_accepts(completion, answer):
         ("no mathematics", "5"),
         ("\x00}{$$\\frac", "5"),
         ("", ""),
-    ],
-)
-def test_math_refuses(completion, answer):
-    assert math(completion, answer) == 0.0
+    ]:
+        assert math(completion, answer) == 0.0
 
 
 PAGE = Path(__file__).resolve().parents[4] / "docs/rewards.md"
 TABLE = re.findall(r"^\| `(.+?)` \| `(.+?)` \| ([01]) \|", PAGE.read_text(), re.MULTILINE)
 
 
-@pytest.mark.parametrize(("completion", "answer", "reward"), TABLE)
-def test_math_decides_as_the_page_says(completion, answer, reward):
-    assert math(completion, answer) == float(reward) and len(TABLE) == 18
+def test_math_decides_as_the_page_says():
+    for completion, answer, reward in TABLE:
+        assert math(completion, answer) == float(reward) and len(TABLE) == 18
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer", "reward"),
-    [
+def test_math_reads_what_the_library_alone_would_not():
+    for completion, answer, reward in [
         (r"\boxed{50\%}", "50%", 1.0),
         (r"\boxed{0.5\%}", "0.5", 0.0),
         (r"So it is 0.5\%", "0.5", 0.0),
@@ -272,10 +259,8 @@ def test_math_decides_as_the_page_says(completion, answer, reward):
         ("1{,}000", "1000", 1.0),
         (r"It costs \$1000.", "1000", 1.0),
         (r"\boxed{1000}", "1,00", 0.0),
-    ],
-)
-def test_math_reads_what_the_library_alone_would_not(completion, answer, reward):
-    assert math(completion, answer) == reward
+    ]:
+        assert math(completion, answer) == reward
 
 
 # arithmetic, reverse_text
@@ -298,9 +283,9 @@ def test_math_runs_no_code_of_an_answer(tmp_path, answer):
     assert not (tmp_path / "made").exists()
 
 
-@pytest.mark.parametrize(("completion", "reward"), [("7", 1.0), (" 7\n", 1.0), ("7.", 0.0), ("17", 0.0), ("", 0.0)])
-def test_arithmetic_wants_the_number_alone(completion, reward):
-    assert REWARDS["arithmetic"](completion, "7") == reward
+def test_arithmetic_wants_the_number_alone():
+    for completion, reward in [("7", 1.0), (" 7\n", 1.0), ("7.", 0.0), ("17", 0.0), ("", 0.0)]:
+        assert REWARDS["arithmetic"](completion, "7") == reward
 
 
 def test_reverse_text_is_a_similarity():
@@ -315,9 +300,8 @@ def test_reverse_text_is_a_similarity():
 # resolve
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
+def test_unknown_rewards_are_refused():
+    for name, message in [
         ("gsm9k", "choose one of gsm8k, math, arithmetic, reverse_text, reasoning_gym, remote, or an import path"),
         (":f", "choose one of"),
         ("os:", "choose one of"),
@@ -326,11 +310,9 @@ def test_reverse_text_is_a_similarity():
         ("no.such.module.f", "an import path has a colon before the function; write no.such.module:f"),
         ("os:no_such", "os has no function no_such"),
         ("os:name", "os has no function name"),
-    ],
-)
-def test_unknown_rewards_are_refused(name, message):
-    with pytest.raises(UserError, match=f"reward.name={name}: {message}"):
-        resolve(name)
+    ]:
+        with pytest.raises(UserError, match=f"reward.name={name}: {message}"):
+            resolve(name)
 
 
 def test_a_built_in_reward_has_an_import_path_too():

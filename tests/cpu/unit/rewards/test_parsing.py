@@ -7,7 +7,6 @@ from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,17 +25,14 @@ class NotFloat:
         raise SystemExit(3)
 
 
-@pytest.mark.parametrize(
-    "value", [1, 1.0, True, np.float32(1), np.int64(1), torch.tensor(1), Decimal(1), Fraction(1), np.array(1)], ids=type
-)
-def test_whatever_converts_to_a_float_is_a_number(value):
-    assert read_number(value) == 1.0 and type(read_number(value)) is float
-    assert read_value(value) == {"": 1.0}
+def test_whatever_converts_to_a_float_is_a_number():
+    for value in [1, 1.0, True, np.float32(1), np.int64(1), torch.tensor(1), Decimal(1), Fraction(1), np.array(1)]:
+        assert read_number(value) == 1.0 and type(read_number(value)) is float
+        assert read_value(value) == {"": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("value", "reason"),
-    [
+def test_what_is_no_number_has_a_reason():
+    for value, reason in [
         ("1", "returned str, which is not a number"),
         (b"1", "returned bytes, which is not a number"),
         (None, "returned NoneType, which is not a number"),
@@ -45,10 +41,8 @@ def test_whatever_converts_to_a_float_is_a_number(value):
         (-math.inf, "is -inf"),
         (2 * LARGEST_REWARD, "is 2e+12, beyond 1e+12"),
         (10**400, "raised OverflowError: int too large to convert to float"),
-    ],
-)
-def test_what_is_no_number_has_a_reason(value, reason):
-    assert read_number(value) == reason and read_value(value) == reason
+    ]:
+        assert read_number(value) == reason and read_value(value) == reason
 
 
 def test_whatever_user_code_raises_while_it_is_read_is_a_reason():
@@ -65,9 +59,8 @@ def test_the_largest_rewards_are_numbers_and_all_beyond_are_not(value):
     assert found == value if abs(value) <= LARGEST_REWARD else isinstance(found, str)
 
 
-@pytest.mark.parametrize(
-    ("terms", "reason"),
-    [
+def test_terms_of_a_reward_have_names_and_are_numbers():
+    for terms, reason in [
         ({}, f"returned 0 terms; a reward has 1 to {MAX_TERMS}"),
         ({str(i): 0 for i in range(MAX_TERMS + 1)}, f"returned {MAX_TERMS + 1} terms"),
         ({"a b": 1}, "returned a term called 'a b'; names are letters, digits, _, . and -"),
@@ -76,11 +69,8 @@ def test_the_largest_rewards_are_numbers_and_all_beyond_are_not(value):
         ({1: 1}, "returned a term called 1;"),
         ({"a/b": 1}, "returned a term called 'a/b'"),
         ({"a": "1"}, "term a is a str, which is not a number"),
-    ],
-    ids=str,
-)
-def test_terms_of_a_reward_have_names_and_are_numbers(terms, reason):
-    assert read_value(terms).startswith(reason)
+    ]:
+        assert read_value(terms).startswith(reason)
 
 
 def test_terms_of_a_step_may_be_none_and_metrics_may_be_paths():

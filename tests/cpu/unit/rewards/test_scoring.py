@@ -248,16 +248,18 @@ def test_a_reward_that_asks_for_it_gets_the_whole_row(tmp_path, monkeypatch, nam
     assert rewards == expected and failures.count == 0
 
 
-@pytest.mark.parametrize(
-    ("names", "size", "wants_groups"),
-    [(["length"], 16, False), (["length", "rank"], 16, True), (["remote"], 16, True), (["length", "remote"], 1, False)],
-)
-def test_groups_are_wanted_where_completions_are_judged_together(names, size, wants_groups):
+def test_groups_are_wanted_where_completions_are_judged_together():
     """By a function that asks for all completions, or by a server that gets several in a request."""
-    url = {"url": "http://127.0.0.1:9/score"} if "remote" in names else {}
-    pool = reward_pool(
-        [name if name == "remote" else full(name) for name in names],
-        remote=RemoteConfig(completions_per_request=size),
-        **url,
-    )
-    assert pool.wants_groups is wants_groups
+    for names, size, wants_groups in [
+        (["length"], 16, False),
+        (["length", "rank"], 16, True),
+        (["remote"], 16, True),
+        (["length", "remote"], 1, False),
+    ]:
+        url = {"url": "http://127.0.0.1:9/score"} if "remote" in names else {}
+        pool = reward_pool(
+            [name if name == "remote" else full(name) for name in names],
+            remote=RemoteConfig(completions_per_request=size),
+            **url,
+        )
+        assert pool.wants_groups is wants_groups

@@ -60,13 +60,13 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_function_gets_what_its_parameters_name(name):
-    function, expected = CALLS[name]
-    calling = signature_of(function, "reward.name=f")
-    assert calling.call(function, {name: GIVEN[name] for name in calling.wanted}) == expected
-    assert calling.grouped == name.startswith("a group")
-    assert not calling.is_async
+def test_a_function_gets_what_its_parameters_name():
+    for name in CALLS:
+        function, expected = CALLS[name]
+        calling = signature_of(function, "reward.name=f")
+        assert calling.call(function, {name: GIVEN[name] for name in calling.wanted}) == expected
+        assert calling.grouped == name.startswith("a group")
+        assert not calling.is_async
 
 
 @pytest.mark.parametrize("function", [later, AsyncScorer(), functools.partial(later)])
@@ -91,12 +91,12 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_parameters_that_no_reward_gets_are_refused(name):
-    function, sentence = REFUSED[name]
-    with pytest.raises(UserError, match=f"^reward.name=f: the function {sentence}") as refusal:
-        signature_of(function, "reward.name=f")
-    assert "\n" not in str(refusal.value)
+def test_parameters_that_no_reward_gets_are_refused():
+    for name in REFUSED:
+        function, sentence = REFUSED[name]
+        with pytest.raises(UserError, match=f"^reward.name=f: the function {sentence}") as refusal:
+            signature_of(function, "reward.name=f")
+        assert "\n" not in str(refusal.value)
 
 
 def test_the_built_in_rewards_name_completion_and_answer():

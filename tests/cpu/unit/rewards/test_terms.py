@@ -76,35 +76,29 @@ def test_async_calls_run_at_the_same_time():
     assert judged("async_group", "a", "bb", n=2).terms == [{"letters": 1.0}, {"letters": 2.0}]
 
 
-@pytest.mark.parametrize(
-    "name, reason",
-    [
+def test_a_bad_async_call_costs_one_completion():
+    for name, reason in [
         ("raise", "raised KeyError: 'late'"),
         ("hang", "took longer than reward.timeout_s=1"),
         ("block", "took longer than reward.timeout_s=1"),
         ("die", "ended its process (exit status 3)"),
         ("child", "left a process running: sleep; "),
-    ],
-)
-def test_a_bad_async_call_costs_one_completion(name, reason):
-    scores = judged("meeting", "a", name, "b", timeout_s=1)
-    assert scores.rewards == [1.0, 0.0, 1.0]
-    assert scores.failures.count == 1 and scores.failures.first.startswith(reason)
+    ]:
+        scores = judged("meeting", "a", name, "b", timeout_s=1)
+        assert scores.rewards == [1.0, 0.0, 1.0]
+        assert scores.failures.count == 1 and scores.failures.first.startswith(reason)
 
 
-@pytest.mark.parametrize(
-    "completion, reason",
-    [
+def test_terms_must_have_names_and_be_numbers():
+    for completion, reason in [
         ("empty", "returned 0 terms; a reward has 1 to 64"),
         ("many", "returned 100 terms"),
         ("name", "returned a term called 'a b'; names are letters, digits, _, . and -"),
         ("text", "term a is a str, which is not a number"),
         ("nan", "term a is nan"),
-    ],
-)
-def test_terms_must_have_names_and_be_numbers(completion, reason):
-    scores = judged("odd_parts", completion)
-    assert scores.rewards == [0.0] and scores.failures.first.startswith(reason)
+    ]:
+        scores = judged("odd_parts", completion)
+        assert scores.rewards == [0.0] and scores.failures.first.startswith(reason)
 
 
 def test_functions_of_the_same_name_are_told_apart():
