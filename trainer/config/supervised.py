@@ -21,8 +21,6 @@ class SFTConfig(Section):
     """An optimizer step trains on as many whole examples as fill this many rows of `sft.max_length` tokens."""
     max_length: int = number(256, at_least=1, resume="rollouts")
     """Longest example in tokens. A longer one is cut."""
-    train_on: list[str] = setting(default_factory=lambda: ["assistant"], resume="rollouts")
-    """Roles whose messages are trained on."""
     weights: list[float] = setting(default_factory=list, resume="rollouts")
     """Relative frequency with which examples of each of `data.train_files` are sampled, one number per file. Empty:
     every example is sampled equally often."""
@@ -45,8 +43,6 @@ class SFTConfig(Section):
         for key in ("sft.min_reward", "sft.max_weight"):
             if self.source != "rollouts" and value_of(config, key) is not None:
                 raise config_error(config, key, "is for rollouts; set sft.source=rollouts or drop the key")
-        if not self.train_on:
-            raise config_error(config, "sft.train_on", "names no role, so nothing would be learnt")
         if self.weights and config.data.mix:
             raise config_error(config, "sft.weights", "data.mix.NAME.weight is the weight of a source; drop the key")
         if self.weights and len(self.weights) != len(files):

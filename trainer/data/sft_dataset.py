@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,9 +11,8 @@ import numpy as np
 from trainer.config import DataConfig, SFTConfig
 from trainer.data.chats import PromptCheck
 from trainer.data.datasets import Example, as_messages, beside, read_files, render_text, where_of
-from trainer.data.limits import beginning
 from trainer.data.rollout_io import read_rollouts
-from trainer.data.turns import Row, Stops, Write, replies_of
+from trainer.data.turns import Row, Stops, replies_of
 from trainer.episodes import Sample
 from trainer.errors import UserError
 
@@ -54,10 +52,9 @@ def load_train(
                 )
             if not examples:
                 raise UserError(f"sft.min_reward={sft.min_reward}: no rollout of {where} has that much")
-            roles = ",".join(sft.train_on)
             raise UserError(
-                f"sft.max_length={sft.max_length}: all {len(examples)} {where} prompts fill it, or contain "
-                f"nothing of sft.train_on={roles}, which leaves nothing to learn"
+                f"sft.max_length={sft.max_length}: all {len(examples)} {where} prompts fill it, which leaves nothing "
+                "to learn"
             )
     return usable
 
@@ -115,19 +112,18 @@ def encode(
     check: PromptCheck | None = None,
     where: Callable[[], str] = lambda: "the row",
 ) -> list[Sample]:
-    """Render an example as a chat, cut it to `sft.max_length`, and set the loss mask for the roles `sft.train_on`.
+    """Render an example as a chat, cut it to `sft.max_length`, and set the loss mask for its replies.
 
     A reply is what the chat template writes of it after the generation prompt, up to the token that ends it. Before
     each reply stands what the policy would see there. Most templates write a chat so that it is one sample; if one
-    writes an earlier turn in another way later (Qwen3 drops its thought), the next reply begins a new one. Of other
-    roles, the mask is 1 for the content and for an end token that follows it.
+    writes an earlier turn in another way later (Qwen3 drops its thought), the next reply begins a new one.
 
     Args:
         check: notes what the template does not write of the prompt.
         where: names the row.
 
     Raises:
-        UserError: the chat template does not write a reply, or changes a message of another role.
+        UserError: the chat template does not write a reply.
     """
     reply = example.get("reply", {"role": "assistant", "content": example["answer"]})
     messages = [*as_messages(example["prompt"], system_prompt), reply]
@@ -138,102 +134,14 @@ def encode(
 
     last = len(messages) - 1
     learnt = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i]
-    others = [role for role in sft.train_on if role != "assistant"]
-    is_reply_learnt = "assistant" in sft.train_on
     rows: list[Row] = []
-    for index, prompt, said in replies_of(tokenizer, stops, write, messages, learnt if is_reply_learnt else [last]):
+    for prompt, said in replies_of(tokenizer, stops, write, messages, learnt):
         if not rows or not rows[-1].goes_on(prompt):
             rows.append(Row(tokenizer, stops, sft.max_length))
-        rows[-1].add(index, prompt, said)
+        rows[-1].add(prompt, said)
     if check is not None:
         check.add(messages[:last], rows[-1].prompt, rows[-1].token_ids, where)
-    samples, begin = [], 0
-    for row in rows:
-        if not is_reply_learnt:
-            row.mask = [0.0] * len(row.mask)
-        if others:
-            _learn_others(row, tokenizer, write, messages, begin, replace(sft, train_on=others), stops)
-        begin = row.last + 1
-        samples.append(_sample(row.token_ids, row.mask, None, sft.max_length))
-    return samples
-
-
-def _learn_others(
-    row: Row,
-    tokenizer: Any,
-    write: Write,
-    messages: Sequence[Mapping[str, Any]],
-    begin: int,
-    sft: SFTConfig,
-    stops: Stops,
-) -> None:
-    """Set the loss mask for the roles `sft.train_on`, from index `begin` on: earlier samples have those before it."""
-    roles = sft.train_on
-    spans = _spans(write, row.prompt, messages[: row.last], begin, roles)
-    if not spans:
-        return
-    problem = ""
-    if not tokenizer.is_fast:
-        problem = "the tokenizer does not map tokens to messages"
-    else:
-        text = beginning(tokenizer, row.prompt, sft.max_length)
-        encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids = encoding["input_ids"][: len(row.token_ids)]
-        if ids != row.token_ids[: len(ids)]:
-            problem = "the tokenizer joins the messages of a chat"
-    if problem:
-        raise UserError(f"sft.train_on={','.join(roles)}: {problem}; only replies can be learnt with it")
-    learn = _mask(encoding["offset_mapping"], spans)
-    for i, token in enumerate(ids):
-        if learn[i] or (i and learn[i - 1] and token in stops.token_ids):
-            learn[i] = row.mask[i] = 1.0
-
-
-def _spans(
-    write: Write, text: str, messages: Sequence[Mapping[str, Any]], begin: int, roles: Sequence[str]
-) -> list[tuple[int, int]]:
-    """Find the contents of the messages of these roles in the rendered chat `text`, as (begin, end) in characters.
-
-    The same chat is rendered with placeholders as contents, which shows the text between the contents.
-
-    Args:
-        begin: index of the first message to find.
-    """
-    if not any(message["role"] in roles for message in messages[begin:]):
-        return []
-    placeholders = [f"[message {i} of the chat]" for i in range(len(messages))]
-    chat = [{**message, "content": text} for message, text in zip(messages, placeholders, strict=True)]
-    rest = write(chat, True)
-    between = []
-    for placeholder in placeholders:
-        piece, _, rest = rest.partition(placeholder)
-        between.append(piece)
-    between.append(rest)
-    spans, position = [], len(between[0])
-    for i, message in enumerate(messages):
-        content, end = message["content"], between[i + 1]
-        # Templates strip contents, and remove the reasoning from earlier turns.
-        variants = (content, content.strip(), content.rpartition("</think>")[2].strip())
-        rendered = next((c for c in variants if text.startswith(c + end, position)), None)
-        if rendered is None or not text.startswith(between[0]):
-            raise UserError(
-                f"sft.train_on={','.join(roles)}: the chat template changes message {i + 1} "
-                f"({content[:40]!r}), so its tokens cannot be distinguished from the others'"
-            )
-        if i >= begin and message["role"] in roles and rendered:
-            spans.append((position, position + len(rendered)))
-        position += len(rendered) + len(end)
-    return spans
-
-
-def _mask(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[float]:
-    """Return 1 for each token with a character in one of the spans, and 0 for the others. The spans are in order."""
-    mask, i = [], 0
-    for begin, end in offsets:
-        while i < len(spans) and spans[i][1] <= begin:
-            i += 1
-        mask.append(1.0 if i < len(spans) and end > spans[i][0] and end > begin else 0.0)
-    return mask
+    return [_sample(row.token_ids, row.mask, None, sft.max_length) for row in rows]
 
 
 def _encode_rollout(row: dict[str, Any], sft: SFTConfig) -> Sample:

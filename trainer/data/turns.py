@@ -10,12 +10,11 @@ from typing import Any
 
 from trainer.data.chats import Message, template_in_use, unsaid_field
 from trainer.data.limits import beginning, encode
+from trainer.episodes import REPLY_MARK
 from trainer.errors import UserError
 
 Write = Callable[[Sequence[Message], bool], str]
 """Renders messages, with or without a generation prompt."""
-
-_MARK = "Text-7f3a91c4"
 
 
 class Stops:
@@ -58,22 +57,16 @@ class Row:
         self.mask: list[float] = []
         self.prompt = ""
         """The text before the last reply."""
-        self.last = -1
-        """Index of the last reply among the messages."""
 
     def goes_on(self, prompt: str) -> bool:
         """Return whether a prompt begins with this row, which ends with a stop token."""
         return bool(self._stops.last(self._text)) and prompt.startswith(self._text)
 
-    def add(self, index: int, prompt: str, reply: str) -> None:
-        """Add a reply, which is learnt, and what the prompt has before it.
-
-        Args:
-            index: of the reply among the messages.
-        """
+    def add(self, prompt: str, reply: str) -> None:
+        """Add a reply, which is learnt, and what the prompt has before it."""
         stop = self._stops.last(self._text)
         new = stop + prompt[len(self._text) :]  # some tokens take the blanks behind them
-        self._text, self.prompt, self.last = prompt + reply, prompt, index
+        self._text, self.prompt = prompt + reply, prompt
         if len(self.token_ids) >= self._max_length:  # the rest is cut off
             return
         before = self._encode(new)
@@ -95,8 +88,8 @@ class Row:
 
 def replies_of(
     tokenizer: Any, stops: Stops, write: Write, messages: Sequence[Message], indices: Sequence[int]
-) -> list[tuple[int, str, str]]:
-    """Return the replies with these indices, each with the prompt that the policy sees before it.
+) -> list[tuple[str, str]]:
+    """Return the prompts that the policy sees before the replies with these indices, each with its reply.
 
     Raises:
         UserError: the chat template does not write one of them, or a part of it, after its prompt.
@@ -116,7 +109,7 @@ def replies_of(
                 f"{_name(index)}.{unsaid}: {template_in_use(tokenizer)} does not write all of it in a reply, so the "
                 "policy could not learn it; leave it out, or choose another template (model.chat_template)"
             )
-        found.append((index, prompt, _ended(write, messages, index, reply, stops)))
+        found.append((prompt, _ended(write, messages, index, reply, stops)))
     return found
 
 
@@ -155,7 +148,7 @@ def _where_differs(write: Write, messages: Sequence[Message], index: int, whole:
     message = dict(messages[index])
     for name, value in message.items():
         if name not in ("role", "tool_call_id") and isinstance(value, str) and value:
-            message[name] = _MARK + value
+            message[name] = REPLY_MARK + value
     if message.get("tool_calls"):
         message["tool_calls"] = [_with_other_name(call) for call in message["tool_calls"]]
     other = write([*messages[:index], message, *messages[index + 1 :]], False)
@@ -166,7 +159,7 @@ def _with_other_name(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call.get("function")
     if isinstance(function, Mapping):
         return {**call, "function": _with_other_name(function)}
-    return {**call, "name": f"{_MARK}{call.get('name', '')}"}
+    return {**call, "name": f"{REPLY_MARK}{call.get('name', '')}"}
 
 
 def _after_thought(message: Message, prompt: str, whole: str, stops: Stops) -> str | None:
@@ -192,10 +185,10 @@ def _ended(write: Write, messages: Sequence[Message], index: int, reply: str, st
     if index + 1 < len(messages):
         message = dict(messages[index + 1])
     try:
-        text = write([*messages[: index + 1], {**message, "content": _MARK}], False)
+        text = write([*messages[: index + 1], {**message, "content": REPLY_MARK}], False)
     except UserError:
         return reply
-    before, _, _ = text.partition(_MARK)
+    before, _, _ = text.partition(REPLY_MARK)
     tail = reply.rstrip()[-40:]
     _, is_found, rest = before.rpartition(tail) if tail else ("", "", "")
     stop = stops.beginning(rest) if is_found else ""

@@ -43,7 +43,7 @@ _NAMED = (
     *(f"model.tiny.{name}" for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")),
     *(f"model.tiny.{name}" for name in ("head_dim", "max_position_embeddings", "tie_word_embeddings")),
     *("model.tiny.start_accuracy", "model.tiny.seed"),
-    *("sft.steps", "sft.batch_size", "sft.max_length", "sft.train_on"),
+    *("sft.steps", "sft.batch_size", "sft.max_length"),
     *(f"sft.optimizer.{name}" for name in ("lr", "betas", "eps", "weight_decay", "max_grad_norm", "scheduler")),
     *(f"sft.optimizer.{name}" for name in ("warmup_steps", "min_lr_ratio", "schedule_steps")),
     *("data.synthetic", "data.synthetic_args", "data.train_files", "data.train_size"),

@@ -9,7 +9,6 @@ CONTRADICTIONS = [
     (["sft.source=rollouts"], "sft.source=rollouts: needs data.train_files"),
     (["sft.min_reward=1"], "sft.min_reward=1.0: .*sft.source=rollouts"),
     (["sft.max_weight=2"], "sft.max_weight=2.0: .*sft.source=rollouts"),
-    (["sft.train_on=[]"], r"sft.train_on=\[\]: names no role"),
     (["sft.weights=[1,2]"], r"sft.weights=\[1.0, 2.0\]: must name one weight for each of the 0"),
     (
         ["data=files", "data.train_files=[a,b]", "data.val_files=[c]", "sft.weights=[1,0]"],

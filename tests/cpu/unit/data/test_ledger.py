@@ -423,7 +423,6 @@ LEDGER_CHANGES: list[tuple[str, Any, Settings, bool]] = [
     ("sft.batch_size", 2, {}, True),
     ("sft.max_length", 64, {}, True),
     ("sft.max_length", 12, {}, False),
-    ("sft.train_on", ["user"], {}, False),
     ("sft.weights", [3.0, 1.0], {"weights": [1.0, 1.0]}, True),
     ("sft.weights", [1.0, 1.0], {}, False),
     ("sft.source", "rollouts", {}, False),

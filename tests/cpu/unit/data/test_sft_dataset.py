@@ -82,21 +82,13 @@ CHAT = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("roles", "expected"),
-    [
-        (["assistant"], ["b<|end|>", "ä<|end|>", "x<|end|>"]),
-        (["user"], ["a<b", "b", " c "]),
-        (["system", "assistant"], ["Go.", "b<|end|>", "ä<|end|>", "x<|end|>"]),
-    ],
-)
-def test_loss_is_on_the_messages_of_the_roles(tokenizer, roles, expected):
-    encoded = encode({"prompt": CHAT, "answer": "x"}, tokenizer, "Go.", sft(train_on=roles))
+def test_loss_is_on_the_replies(tokenizer):
+    encoded = encode({"prompt": CHAT, "answer": "x"}, tokenizer, "Go.", sft())
     whole = (
         "<|system|>Go.<|user|>a<b<|assistant|>b<|end|><|user|>b<|assistant|>ä<|end|><|user|> c <|assistant|>x<|end|>"
     )
     assert tokenizer.decode(encoded.token_ids) == whole
-    assert learnt(encoded, tokenizer) == expected
+    assert learnt(encoded, tokenizer) == ["b<|end|>", "ä<|end|>", "x<|end|>"]
 
 
 def with_template(tokenizer, template: str):
@@ -115,17 +107,6 @@ def test_a_thought_that_the_template_drops_from_replies_is_refused(tokenizer):
     chat = [CHAT[0], {"role": "assistant", "content": "<think>hm</think>\n\nb"}, CHAT[2]]
     with pytest.raises(UserError, match=r"message 2.content: the chat template in use .* does not write all of it"):
         encode({"prompt": chat, "answer": "x"}, changed, None, sft())
-    others = encode({"prompt": chat, "answer": "x"}, changed, None, sft(train_on=["user"]))
-    assert learnt(others, changed) == ["a<b", "b"], "the thought is found where the template drops it"
-
-
-def test_a_message_of_another_role_that_a_template_changes_is_refused(tokenizer):
-    upper = tokenizer.chat_template.replace("message['content'] }}", "message['content'] | upper }}")
-    changed = with_template(tokenizer, upper)
-    problem = r"sft.train_on=user: the chat template changes message 1 \('a<b'\)"
-    with pytest.raises(UserError, match=problem):
-        encode({"prompt": CHAT[:1], "answer": "x"}, changed, None, sft(train_on=["user"]))
-    assert learnt(encode({"prompt": "abc", "answer": "x"}, changed, None, sft()), changed) == ["X<|end|>"]
 
 
 def test_a_message_is_not_confused_with_text_of_the_template(tokenizer):
@@ -141,9 +122,6 @@ def test_a_message_is_not_confused_with_text_of_the_template(tokenizer):
         {"role": "user", "content": "a"},
     ]
     assert learnt(encode({"prompt": chat, "answer": "x"}, changed, None, sft()), changed) == ["is<|end|>", "x<|end|>"]
-    both = encode({"prompt": chat, "answer": "x"}, changed, None, sft(train_on=["user"]))
-    assert learnt(both, changed) == ["user<|end|>", "a<|end|>"]
-    assert changed.decode(both.token_ids).count("user<|end|>") == 1
 
 
 def test_the_end_is_that_of_the_chat_template(tokenizer):

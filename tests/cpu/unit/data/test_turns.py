@@ -251,15 +251,6 @@ def test_arguments_as_json_text_are_written_as_objects_and_the_reverse():
     assert parts(adds, sample)[1] == '[TOOL_CALLS] find{"x": "Rome"}</s>'
 
 
-def test_other_roles_are_learnt_once():
-    tokenizer = tokenizer_with("qwen3")
-    samples = samples_of(tokenizer, [ASK, SAY, MORE, END], train_on=["user", "assistant"])
-    assert [parts(tokenizer, sample)[1::2] for sample in samples] == [
-        ["a?<|im_end|>", "<think>\n\n</think>\n\none<|im_end|>"],
-        ["b?<|im_end|>", "<think>\n\n</think>\n\ntwo<|im_end|>"],
-    ]
-
-
 def test_a_reply_that_holds_a_stop_token_is_learnt_whole():
     tokenizer = tokenizer_with("phi3")
     [sample] = samples_of(tokenizer, [ASK, {**END, "content": "1<|end|><|user|>and more"}])
