@@ -70,7 +70,7 @@ class PairSource(LedgerSource):
         self.size, self.tokenizer, self.number = cfg.trainer.train_batch_size, tokenizer, 0
         lines = [line for path in cfg.data.train_files for line in Path(path).read_text().splitlines()]
         self.rows = [json.loads(line) for line in lines]
-        super().__init__(Ledger([self.rows], cfg.trainer.seed, "pairs", lambda: "".join(lines)), f"{len(lines)} pairs")
+        super().__init__(Ledger(self.rows, cfg.trainer.seed, "pairs", lambda: "".join(lines)), f"{len(lines)} pairs")
 
     def draw(self, step: int) -> list[tuple[SampleIndex, Sequence[Episode]]]:
         drawn = [(index, self.pair(index)) for index in self.ledger.peek(self.size)]

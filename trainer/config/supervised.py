@@ -21,9 +21,6 @@ class SFTConfig(Section):
     """An optimizer step trains on as many whole examples as fill this many rows of `sft.max_length` tokens."""
     max_length: int = number(256, at_least=1, resume="rollouts")
     """Longest example in tokens. A longer one is cut."""
-    weights: list[float] = setting(default_factory=list, resume="rollouts")
-    """Relative frequency with which examples of each of `data.train_files` are sampled, one number per file. Empty:
-    every example is sampled equally often."""
     source: str = choice("examples", ("examples", "rollouts"), resume="rollouts")
     """Content of `data.train_files`: `examples`, or `rollouts` as `logger.save_rollouts` writes them."""
     min_reward: float | None = setting(None, resume="rollouts")
@@ -43,10 +40,3 @@ class SFTConfig(Section):
         for key in ("sft.min_reward", "sft.max_weight"):
             if self.source != "rollouts" and value_of(config, key) is not None:
                 raise config_error(config, key, "is for rollouts; set sft.source=rollouts or drop the key")
-        if self.weights and config.data.mix:
-            raise config_error(config, "sft.weights", "data.mix.NAME.weight is the weight of a source; drop the key")
-        if self.weights and len(self.weights) != len(files):
-            problem = f"must name one weight for each of the {len(files)} data.train_files"
-            raise config_error(config, "sft.weights", problem)
-        if not all(weight > 0 for weight in self.weights):
-            raise config_error(config, "sft.weights", "must be numbers above 0")

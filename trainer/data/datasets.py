@@ -141,19 +141,14 @@ def load_rows(data: DataConfig, split: str) -> PromptSet:
     """Return the rows of `train` or `val` for an environment, which makes its own prompts from them.
 
     Raises:
-        UserError: the data cannot be read (see `read_files`).
+        UserError: the data cannot be read (see `read_examples`).
     """
-    rows = [row for dataset in read_files(data, split, as_rows=True) for row in dataset]
+    rows = read_examples(data, split, as_rows=True)
     return PromptSet([Prompt(index, (), "", "", row) for index, row in enumerate(rows)], dropped=0)
 
 
-def read_examples(data: DataConfig, split: str) -> list[Example]:
-    """Return the examples of `train` or `val` (see `read_files`)."""
-    return [example for dataset in read_files(data, split) for example in dataset]
-
-
-def read_files(data: DataConfig, split: str, as_rows: bool = False) -> list[list[Example]]:
-    """Return the first `data.{split}_size` examples of `train` or `val`, one list per file.
+def read_examples(data: DataConfig, split: str, as_rows: bool = False) -> list[Example]:
+    """Return the first `data.{split}_size` examples of `train` or `val`.
 
     Args:
         as_rows: return the rows unchanged. They may have any columns.
@@ -165,20 +160,19 @@ def read_files(data: DataConfig, split: str, as_rows: bool = False) -> list[list
     if data.synthetic:
         generated = _generated(data, limit, split)
         if as_rows or data.messages_key is None:
-            return [generated]
+            return generated
         where = f"{data.name_of('synthetic')}={data.synthetic}"
-        return [[_example(row, where, data) for row in generated]]
+        return [_example(row, where, data) for row in generated]
     key, files = _files_of(data, split)
     if not files:
         raise UserError(f"{key}: names no file")
     convert, problems = _row if as_rows else _example, _Problems()
-    datasets: list[list[Example]] = []
+    examples: list[Example] = []
     for file in files:
-        remaining = None if limit < 0 else limit - sum(len(dataset) for dataset in datasets)
-        rows = itertools.islice(lines(file, key), remaining)
-        datasets.append(list(problems.skip_invalid(rows, key, lambda row, where: convert(row, where, data))))
+        rows = itertools.islice(lines(file, key), None if limit < 0 else limit - len(examples))
+        examples += problems.skip_invalid(rows, key, lambda row, where: convert(row, where, data))
     problems.check()
-    return datasets
+    return examples
 
 
 def _files_of(data: DataConfig, split: str) -> tuple[str, list[str]]:
@@ -207,7 +201,7 @@ def _generated(data: DataConfig, size: int, split: str) -> list[Example]:
 def check_files(data: DataConfig, examples: bool = True, validation: bool = True, as_rows: bool = False) -> None:
     """Check the local files, large ones partially, so that bad data is refused before anything starts.
 
-    `read_files` checks the remaining rows when it reads the data.
+    `read_examples` checks the remaining rows when it reads the data.
 
     Args:
         examples: the training files contain examples, and not rollouts.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from itertools import islice
 from types import NoneType
@@ -27,8 +27,9 @@ HOW_TO_FORK = (
 )
 _LONGEST_FINGERPRINT = 100
 _STATE: dict[Any, Shape] = {
-    "positions": [{"epoch": is_count, "position": is_count}],
-    "trained_ahead": [{"dataset": is_count, "epoch": is_count, "index": is_count}],
+    "epoch": is_count,
+    "position": is_count,
+    "trained_ahead": [{"epoch": is_count, "index": is_count}],
     "curriculum": (NoneType, {"name": str, "order": (NoneType, [is_count]), "rewards": [(is_number, NoneType)]}),
 }
 
@@ -60,53 +61,49 @@ class SampleIndex:
     """Names one row, as one epoch draws it."""
 
     dataset: int
+    """Number of the source in a mix; 0 without one."""
     epoch: int
     index: int
     """Of the row in the data set."""
 
 
 class Ledger:
-    """Orders rows in epochs, each a permutation keyed by seed, data set and epoch, or the curriculum's order.
+    """Orders rows in epochs, each a permutation keyed by seed and epoch, or the curriculum's order.
 
-    With several data sets, the next row comes from the one that is furthest behind its weight. All rows before the
-    position are trained. Steps may finish in any order: a trained row behind a gap is remembered by name, and the
-    position passes it when the gap is closed. `ahead` changes nothing; `commit` records rows once the step that trained
-    on them is done. So a row in flight when a run dies comes again, and none is skipped or trained twice.
+    All rows before the position are trained. Steps may finish in any order: a trained row behind a gap is remembered by
+    name, and the position passes it when the gap is closed. `ahead` changes nothing; `commit` records rows once the
+    step that trained on them is done. So a row in flight when a run dies comes again, and none is skipped or trained
+    twice.
 
     Args:
-        datasets: the data sets.
+        rows: the data set.
         seed: of the run.
         kind: `prompts` or `examples`: keys the permutations, and names the rows in messages.
         fingerprint: returns a digest of the rows as the policy sees them; called at the first save or load. A longer
             text is digested here.
         row_fingerprint: returns a digest of all that the rows hold; None: there is no more than that.
         source: name of the source of `data.mix` that has the rows; keys the permutations, too. Empty: there is no mix.
-        weights: how often rows of each data set come, relative to the others; empty for one data set.
-        curriculum: chooses and orders the rows of an epoch; for one data set.
+        curriculum: chooses and orders the rows of an epoch.
         curriculum_name: its import path. A run continues with no other.
     """
 
     def __init__(
         self,
-        datasets: Sequence[Sequence[Any]],
+        rows: Sequence[Any],
         seed: int,
         kind: str,
         fingerprint: Callable[[], str],
-        weights: Sequence[float] = (),
         curriculum: Curriculum | None = None,
         curriculum_name: str = "",
         row_fingerprint: Callable[[], str] | None = None,
         source: str = "",
     ):
-        assert datasets and all(datasets) and len(weights) in (0, len(datasets)), (len(datasets), weights)
-        assert len(datasets) == 1 or (weights and curriculum is None)
-        total = sum(weights)
-        self._datasets = datasets
+        assert rows, "a data set has rows"
+        self._rows = rows
         self._seed = seed
         self._kind = kind
         self._compute_fingerprint = fingerprint
         self._compute_row_fingerprint = row_fingerprint
-        self._shares = [weight / total for weight in weights] or [1.0]
         self._curriculum = curriculum
         self._name = curriculum_name
         self._source = source
@@ -116,24 +113,23 @@ class Ledger:
 
     def restart(self) -> None:
         """Go back to the first row."""
-        # Epoch, and index in its order, of each data set's next row.
-        self._positions = [(0, 0)] * len(self._datasets)
+        self._position = (0, 0)  # epoch, and index in its order, of the next row
         self._trained_ahead: set[SampleIndex] = set()  # rows behind a gap
-        self._orders: dict[tuple[int, int], list[int]] = {}
+        self._orders: dict[int, list[int]] = {}
         self._rewards: dict[int, float] = {}
 
     def row(self, index: SampleIndex) -> Any:
         """Return a row."""
-        return self._datasets[index.dataset][index.index]
+        return self._rows[index.index]
 
     @property
     def epoch(self) -> float:
         """Epochs trained, with the fraction of the current one."""
-        ahead = len(self._trained_ahead)
+        epoch, position = self._position
+        trained = position + len(self._trained_ahead)
         if self._kind == "prompts":
-            epoch, position = self._positions[0]
-            return epoch + ((position + ahead) / len(self._order(0, epoch)) if position + ahead else 0)
-        return (sum(self._counts(self._positions)) + ahead) / sum(len(dataset) for dataset in self._datasets)
+            return epoch + (trained / len(self._order(epoch)) if trained else 0)
+        return (epoch * len(self._rows) + trained) / len(self._rows)
 
     def ahead(self, in_flight: Collection[SampleIndex] = ()) -> Iterator[SampleIndex]:
         """Yield the rows to train on next, without end. Changes nothing.
@@ -158,59 +154,43 @@ class Ledger:
         assert len(set(indices)) == len(indices) and self._trained_ahead.isdisjoint(indices), "a row is trained twice"
         self._trained_ahead.update(indices)
         self._advance()
+        epoch, position = self._position
         for index in self._trained_ahead.intersection(indices):
-            epoch, position = self._positions[index.dataset]
-            passed = self._order(index.dataset, epoch)[:position] if position and index.epoch == epoch else ()
+            passed = self._order(epoch)[:position] if position and index.epoch == epoch else ()
             assert index.index not in passed, "a row is trained twice"
             assert index.epoch >= epoch or self._curriculum is not None, "a row is trained twice"
         # A curriculum may have left out rows of an epoch that it has ordered again after they had been sampled.
-        self._trained_ahead = {row for row in self._trained_ahead if row.epoch >= self._positions[row.dataset][0]}
+        self._trained_ahead = {row for row in self._trained_ahead if row.epoch >= epoch}
         if self._curriculum is not None:
             known = zip(indices, rewards, strict=True)
             self._rewards |= {index.index: reward for index, reward in known if reward is not None}
         # An epoch that has begun keeps its order; the curriculum may order those ahead in another way now.
-        has_gap = bool(self._trained_ahead)
-        begun = {(dataset, epoch) for dataset, (epoch, position) in enumerate(self._positions) if position or has_gap}
-        self._orders = {name: order for name, order in self._orders.items() if name in begun}
+        has_begun = position or self._trained_ahead
+        self._orders = {epoch: self._orders[epoch]} if has_begun and epoch in self._orders else {}
 
     def _advance(self) -> None:
         """Move the position to the first row that is not trained."""
         walk = self._walk()
         while self._trained_ahead:
-            index, positions = next(walk)
+            index, position = next(walk)
             if index not in self._trained_ahead:
                 break
             self._trained_ahead.remove(index)
-            self._positions = positions
+            self._position = position
 
-    def _walk(self) -> Iterator[tuple[SampleIndex, list[tuple[int, int]]]]:
+    def _walk(self) -> Iterator[tuple[SampleIndex, tuple[int, int]]]:
         """Yield each row from the position on, and the position after it."""
-        positions = list(self._positions)
+        epoch, position = self._position
         while True:
-            dataset = self._next_dataset(positions)
-            epoch, position = positions[dataset]
-            order = self._order(dataset, epoch)
-            end = position + 1 == len(order)
-            after = (epoch + 1, 0) if end else (epoch, position + 1)
-            positions = [*positions[:dataset], after, *positions[dataset + 1 :]]
-            yield SampleIndex(dataset, epoch, order[position]), positions
+            order = self._order(epoch)
+            index = SampleIndex(0, epoch, order[position])
+            epoch, position = (epoch + 1, 0) if position + 1 == len(order) else (epoch, position + 1)
+            yield index, (epoch, position)
 
-    def _next_dataset(self, positions: Sequence[tuple[int, int]]) -> int:
-        if len(positions) == 1:
-            return 0
-        counts = self._counts(positions)
-        total = sum(counts) + 1
-        behind = [share * total - count for share, count in zip(self._shares, counts, strict=True)]
-        return behind.index(max(behind))
-
-    def _counts(self, positions: Sequence[tuple[int, int]]) -> list[int]:
-        """Return the rows of each data set that come before `positions`, without a curriculum."""
-        return [epoch * len(dataset) + at for (epoch, at), dataset in zip(positions, self._datasets, strict=True)]
-
-    def _order(self, dataset: int, epoch: int) -> list[int]:
+    def _order(self, epoch: int) -> list[int]:
         with self._ordering:
-            if (dataset, epoch) not in self._orders:
-                count = len(self._datasets[dataset])
+            if epoch not in self._orders:
+                count = len(self._rows)
                 if self._curriculum is not None:
                     order = self._ask_curriculum(epoch)
                 elif self._source:
@@ -218,13 +198,13 @@ class Ledger:
                 elif self._kind == "prompts":
                     order = permutation(count, self._seed, "epoch", epoch).tolist()
                 else:
-                    order = permutation(count, self._seed, "sft", dataset, epoch).tolist()
-                self._orders[dataset, epoch] = order
-            return self._orders[dataset, epoch]
+                    order = permutation(count, self._seed, "sft", 0, epoch).tolist()
+                self._orders[epoch] = order
+            return self._orders[epoch]
 
     def _ask_curriculum(self, epoch: int) -> list[int]:
         assert self._curriculum is not None
-        rows = self._datasets[0]
+        rows = self._rows
         with user_code(f"{self._section}.curriculum={self._name}: failed for epoch {epoch} ({{}})"):
             order = [int(row) for row in self._curriculum(rows, epoch, dict(self._rewards))]
         if not order or len(set(order)) < len(order) or not 0 <= min(order) <= max(order) < len(rows):
@@ -238,22 +218,25 @@ class Ledger:
     # State
 
     def state_dict(self) -> dict[str, Any]:
+        epoch, position = self._position
         state: dict[str, Any] = {
             "format": _FORMAT,
             "seed": self._seed,
-            "rows": [len(dataset) for dataset in self._datasets],
+            "rows": len(self._rows),
             "fingerprint": self._fingerprint,
-            "positions": [{"epoch": epoch, "position": position} for epoch, position in self._positions],
-            "trained_ahead": [asdict(index) for index in sorted(self._trained_ahead, key=astuple)],
+            "epoch": epoch,
+            "position": position,
+            "trained_ahead": [
+                {"epoch": index.epoch, "index": index.index} for index in sorted(self._trained_ahead, key=astuple)
+            ],
         }
         if self._row_fingerprint is not None:
             state["row_fingerprint"] = self._row_fingerprint
         if self._curriculum is not None:
-            epoch, position = self._positions[0]
             state["curriculum"] = {
                 "name": self._name,
-                "order": self._order(0, epoch) if position or self._trained_ahead else None,
-                "rewards": [self._rewards.get(row) for row in range(len(self._datasets[0]))],
+                "order": self._order(epoch) if position or self._trained_ahead else None,
+                "rewards": [self._rewards.get(row) for row in range(len(self._rows))],
             }
         return state
 
@@ -276,13 +259,13 @@ class Ledger:
                 f"{self._section}.curriculum={now}: the run was saved with {before}, and its position in the data "
                 "means nothing otherwise; restore the key"
             )
-        self._positions = [(saved["epoch"], saved["position"]) for saved in state["positions"]]
+        self._position = state["epoch"], state["position"]
         self._trained_ahead = set(_saved_indices(state))
         self._orders = {}
         if saved is not None:
             self._rewards = {row: reward for row, reward in enumerate(saved["rewards"]) if reward is not None}
             if saved["order"] is not None:
-                self._orders = {(0, self._positions[0][0]): saved["order"]}
+                self._orders = {state["epoch"]: saved["order"]}
 
     def _check_data(self, state: dict[str, Any]) -> None:
         """Check that `state` was saved with this seed and these rows."""
@@ -298,7 +281,7 @@ class Ledger:
             )
         compared = [
             ("seed", "trainer.seed", f"the order of the {self._kind}", self._seed),
-            ("rows", self._section, f"the number of {self._kind}", [len(dataset) for dataset in self._datasets]),
+            ("rows", self._section, f"the number of {self._kind}", len(self._rows)),
             ("fingerprint", self._section, f"the {self._kind}' content", self._fingerprint),
         ]
         if self._row_fingerprint is not None:
@@ -318,26 +301,21 @@ class Ledger:
         problem = mismatch({"curriculum": None, **state}, _STATE)
         if problem is not None:
             return problem
-        if len(state["positions"]) != len(self._datasets):
-            return f"it has {len(state['places'])} data sets instead of {len(self._datasets)}"
-        saved = state.get("curriculum")
-        orders = [range(len(dataset)) for dataset in self._datasets]
+        saved, count = state.get("curriculum"), len(self._rows)
+        order: Sequence[int] = range(count)
         if saved is not None:
-            count = len(self._datasets[0])
             if len(saved["rewards"]) != count:
                 return f"curriculum.rewards has {len(saved['rewards'])} entries"
-            order = saved["order"] if saved["order"] is not None else range(count)
+            order = saved["order"] if saved["order"] is not None else order
             if not order or len(set(order)) < len(order) or max(order) >= count:
                 return f"curriculum.order is no order of the {self._kind}"
-            orders = [order]
-        for position, order in zip(state["positions"], orders, strict=True):
-            if position["position"] >= len(order):
-                return f"position is {position['position']}"
+        if state["position"] >= len(order):
+            return f"position is {state['position']}"
         ahead = _saved_indices(state)
         for index in ahead:
-            if index.dataset >= len(self._datasets) or index.index >= len(self._datasets[index.dataset]):
+            if index.index >= count:
                 return f"trained_ahead has {index}"
-            if index.epoch < state["positions"][index.dataset]["epoch"]:
+            if index.epoch < state["epoch"]:
                 return f"trained_ahead has {index} of an epoch that is over"
         return None if len(set(ahead)) == len(ahead) else "trained_ahead has a row twice"
 
@@ -358,4 +336,4 @@ def _short(fingerprint: str) -> str:
 
 
 def _saved_indices(state: Mapping[str, Any]) -> list[SampleIndex]:
-    return [SampleIndex(index["dataset"], index["epoch"], index["index"]) for index in state["trained_ahead"]]
+    return [SampleIndex(0, index["epoch"], index["index"]) for index in state["trained_ahead"]]

@@ -10,7 +10,7 @@ import numpy as np
 
 from trainer.config import DataConfig, SFTConfig
 from trainer.data.chats import PromptCheck
-from trainer.data.datasets import Example, as_messages, beside, read_files, render_text, where_of
+from trainer.data.datasets import Example, as_messages, beside, read_examples, render_text, where_of
 from trainer.data.rollout_io import read_rollouts
 from trainer.data.turns import Row, Stops, replies_of
 from trainer.episodes import Sample
@@ -19,43 +19,32 @@ from trainer.errors import UserError
 
 def load_train(
     data: DataConfig, sft: SFTConfig, tokenizer: Any, stops: Collection[int], vocab_size: int | None = None
-) -> list[list[Sample]]:
-    """Return the training examples, one list per data set.
+) -> list[Sample]:
+    """Return the training examples.
 
-    With `sft.weights`, each file is a data set. Otherwise all files form one data set. Examples whose loss mask is all
-    0 are dropped: the limit has cut off the complete answer, or the reward is too low.
+    Examples whose loss mask is all 0 are dropped: the limit has cut off the complete answer, or the reward is too low.
 
     Args:
         stops: the tokens that end a reply.
 
     Raises:
-        UserError: the data cannot be read or learnt, or a data set has no examples left.
+        UserError: the data cannot be read or learnt, or no example is left.
     """
     if sft.source == "rollouts":
-        remaining = None if data.train_size < 0 else data.train_size
-        encoded = []
-        for file in data.train_files:
-            rollouts = read_rollouts(file, tokenizer, sft.min_reward, vocab_size)[:remaining]
-            encoded.append([_encode_rollout(row, sft) for row in rollouts])
-            remaining = None if remaining is None else remaining - len(rollouts)
+        rollouts = [
+            row for file in data.train_files for row in read_rollouts(file, tokenizer, sft.min_reward, vocab_size)
+        ]
+        examples = [_encode_rollout(row, sft) for row in rollouts[: None if data.train_size < 0 else data.train_size]]
     else:
-        encoded = _encode_all(data, "train", tokenizer, sft, stops)
-    usable = [[example for example in dataset if example.mask.any()] for dataset in encoded]
-    if not sft.weights:
-        encoded, usable = [[e for dataset in encoded for e in dataset]], [[e for dataset in usable for e in dataset]]
-    for i, (examples, dataset) in enumerate(zip(encoded, usable, strict=True)):
-        if not dataset:
-            where = data.train_files[i] if sft.weights else "training"
-            if not examples and (sft.source == "examples" or sum(map(len, encoded)) == data.train_size):
-                raise UserError(
-                    f"data.train_size={data.train_size}: leaves nothing of {where}, which sft.weights names"
-                )
-            if not examples:
-                raise UserError(f"sft.min_reward={sft.min_reward}: no rollout of {where} has that much")
-            raise UserError(
-                f"sft.max_length={sft.max_length}: all {len(examples)} {where} prompts fill it, which leaves nothing "
-                "to learn"
-            )
+        examples = _encode_all(data, "train", tokenizer, sft, stops)
+    usable = [example for example in examples if example.mask.any()]
+    if not examples:
+        raise UserError(f"sft.min_reward={sft.min_reward}: no rollout of training has that much")
+    if not usable:
+        raise UserError(
+            f"sft.max_length={sft.max_length}: all {len(examples)} training prompts fill it, which leaves nothing to "
+            "learn"
+        )
     return usable
 
 
@@ -65,7 +54,7 @@ def load_val(data: DataConfig, sft: SFTConfig, tokenizer: Any, stops: Collection
     Raises:
         UserError: the data cannot be read or learnt, or there is no such example.
     """
-    encoded = [example for examples in _encode_all(data, "val", tokenizer, sft, stops) for example in examples]
+    encoded = _encode_all(data, "val", tokenizer, sft, stops)
     usable = [example for example in encoded if example.mask.any()]
     if not usable:
         raise UserError(
@@ -75,32 +64,27 @@ def load_val(data: DataConfig, sft: SFTConfig, tokenizer: Any, stops: Collection
     return usable
 
 
-def _encode_all(
-    data: DataConfig, split: str, tokenizer: Any, sft: SFTConfig, stops: Collection[int]
-) -> list[list[Sample]]:
-    """Return the examples of all rows, one list per file.
+def _encode_all(data: DataConfig, split: str, tokenizer: Any, sft: SFTConfig, stops: Collection[int]) -> list[Sample]:
+    """Return the examples of all rows.
 
     Raises:
         UserError: the data cannot be read, or one of them cannot be learnt. It names the row.
     """
-    datasets: list[list[Sample]] = []
-    count, ends = 0, Stops(tokenizer, stops)
+    samples: list[Sample] = []
+    ends = Stops(tokenizer, stops)
     check = PromptCheck(tokenizer, (data.name_of("system_prompt"), data.system_prompt))
-    for rows in read_files(data, split):
-        datasets.append([])
-        for example in rows:
-            where = partial(where_of, data, split, count)
-            try:
-                datasets[-1] += encode(example, tokenizer, data.system_prompt, sft, ends, check, where)
-            except UserError as error:
-                problem, at = str(error), where()
-                if not problem.startswith("model."):
-                    key = "messages_key" if "reply" in example else "prompt_key"
-                    problem = f"{data.name_of(key)}={getattr(data, key)}: {at}: {problem}"
-                raise UserError(problem if at in problem else f"{problem}; the row is {at}") from error
-            count += 1
+    for index, example in enumerate(read_examples(data, split)):
+        where = partial(where_of, data, split, index)
+        try:
+            samples += encode(example, tokenizer, data.system_prompt, sft, ends, check, where)
+        except UserError as error:
+            problem, at = str(error), where()
+            if not problem.startswith("model."):
+                key = "messages_key" if "reply" in example else "prompt_key"
+                problem = f"{data.name_of(key)}={getattr(data, key)}: {at}: {problem}"
+            raise UserError(problem if at in problem else f"{problem}; the row is {at}") from error
     check.close()
-    return datasets
+    return samples
 
 
 def encode(

@@ -20,7 +20,7 @@ from trainer.config import Config
 from trainer.config.fields import resume_rules
 from trainer.config.schema import is_open
 from trainer.config.transports import ADAPTER, TRANSPORTS
-from trainer.data.datasets import Prompt, read_files
+from trainer.data.datasets import Prompt, read_examples
 from trainer.data.row_digest import digest_rows
 from trainer.episodes import Episode
 from trainer.errors import UserError, as_list
@@ -303,7 +303,7 @@ def _check_sources(cfg: Config) -> None:
 def _content(cfg: Config) -> dict[str, str]:
     """Return digests of the rows of all sets: files of the same names may have others by now."""
     return {
-        f"{CONTENT}{name}": digest_rows(row for rows in read_files(own.data, "val", as_rows=True) for row in rows)
+        f"{CONTENT}{name}": digest_rows(read_examples(own.data, "val", as_rows=True))
         for name, own in _sets_of(cfg).items()
     }
 

@@ -132,7 +132,7 @@ def _ledger_of_source(cfg: Config, prompts: Sequence[Prompt], name: str = "") ->
     path = cfg.data.curriculum
     curriculum = find_curriculum(path, cfg.data.name_of("curriculum")) if path else None
     return Ledger(
-        [prompts],
+        prompts,
         cfg.trainer.seed,
         "prompts",
         fingerprint,

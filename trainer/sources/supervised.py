@@ -82,9 +82,9 @@ class SupervisedSource(LedgerSource):
     """Examples drawn in epochs, as many a step as fill `sft.batch_size` rows of `sft.max_length` tokens.
 
     Args:
-        datasets: the examples of each.
+        datasets: the examples of each source of `data.mix`; without a mix, all examples are one.
         seed: of the run.
-        weights: of the sources of `data.mix`, by their names, in the order of `datasets`. Empty: there is no mix.
+        weights: of the sources, by their names, in the order of `datasets`. Empty: there is no mix.
     """
 
     def __init__(
@@ -101,12 +101,13 @@ class SupervisedSource(LedgerSource):
         if weights:
             by_name = dict(zip(weights, datasets, strict=True))
             ledgers = {
-                name: Ledger([dataset], seed, "examples", partial(fingerprint_of, [dataset]), source=name)
+                name: Ledger(dataset, seed, "examples", partial(fingerprint_of, dataset), source=name)
                 for name, dataset in by_name.items()
             }
             ledger = MixLedger(ledgers, weights, {name: len(dataset) for name, dataset in by_name.items()})
         else:
-            ledger = Ledger(datasets, seed, "examples", partial(fingerprint_of, datasets), sft.weights)
+            (dataset,) = datasets
+            ledger = Ledger(dataset, seed, "examples", partial(fingerprint_of, dataset))
         super().__init__(ledger, f"{sum(map(len, datasets)):,} examples")
 
     def draw(self, step: int) -> list[tuple[SampleIndex, Sequence[Episode]]]:
@@ -134,14 +135,12 @@ class SupervisedSource(LedgerSource):
         return [examples[i] for i in permutation(len(examples), self._seed, "some examples")[:count]]
 
 
-def fingerprint_of(datasets: Sequence[Sequence[Sample]]) -> str:
-    """Return a digest of data sets of examples."""
+def fingerprint_of(examples: Sequence[Sample]) -> str:
+    """Return a digest of examples."""
     digest = xxhash.xxh3_128()
-    for dataset in datasets:
-        digest.update(f"data set of {len(dataset)}".encode())
-        for sample in dataset:
-            digest.update(f"example of {len(sample.token_ids)}".encode())
-            digest.update(sample.token_ids.astype(np.int64).tobytes())
-            for values in (sample.mask, [] if sample.logprobs is None else sample.logprobs):
-                digest.update(np.asarray(values, dtype=np.float64).tobytes())
+    for sample in examples:
+        digest.update(f"example of {len(sample.token_ids)}".encode())
+        digest.update(sample.token_ids.astype(np.int64).tobytes())
+        for values in (sample.mask, [] if sample.logprobs is None else sample.logprobs):
+            digest.update(np.asarray(values, dtype=np.float64).tobytes())
     return digest.hexdigest()

@@ -55,9 +55,7 @@ def _examples(cfg: Config, tokenizer: Any, path: str) -> SupervisedSource:
     stops = stop_token_ids(path, tokenizer)
     weights = {name: source.weight for name, source in sorted(cfg.data.mix.items())}
     datasets = [
-        dataset
-        for source in train_sources(cfg)
-        for dataset in load_train(cfg.of_source(source).data, cfg.sft, tokenizer, stops, vocab_size)
+        load_train(cfg.of_source(source).data, cfg.sft, tokenizer, stops, vocab_size) for source in train_sources(cfg)
     ]
     return SupervisedSource(cfg.sft, datasets, cfg.trainer.seed, weights)
 

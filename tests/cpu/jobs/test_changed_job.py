@@ -89,6 +89,7 @@ def test_what_a_resume_may_change_acts_in_a_whole_job(tmp_path):
         "rows",
         "fingerprint",
         "row_fingerprint",
-        "positions",
+        "epoch",
+        "position",
         "trained_ahead",
     }

@@ -197,7 +197,7 @@ def test_a_job_killed_on_a_cluster_that_outlives_it_ends_as_if_never_killed(tmp_
 
 @pytest.mark.timeout(900)
 def test_supervised_training_killed_twice_ends_as_if_never_killed(tmp_path):
-    """Two weighted data sets of whole chats, each several times over."""
+    """Two files of whole chats, several times over."""
     files = []
     for name, count in (("a", 7), ("b", 20)):
         chats = [
@@ -208,7 +208,7 @@ def test_supervised_training_killed_twice_ends_as_if_never_killed(tmp_path):
         files.append(tmp_path / f"{name}.jsonl")
         files[-1].write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     base = ["data.synthetic=null", f"data.train_files=[{files[0]},{files[1]}]", f"data.val_files=[{files[0]}]",
-            "data.messages_key=messages", "sft.weights=[2,1]", "sft.batch_size=2", "sft.max_length=64", "sft.steps=8",
+            "data.messages_key=messages", "sft.batch_size=2", "sft.max_length=64", "sft.steps=8",
             "data.train_size=-1", "trainer.num_workers=2", "trainer.ckpt_interval=2", "logger.plot=false",
             "trainer.resume_mode=latest"]  # fmt: skip
     whole = run_forked_job(*base, "trainer.run_name=whole", module="trainer.sft", cwd=tmp_path)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.support.pages import files_of_page
 from trainer.config import DataConfig
-from trainer.data.datasets import read_files
+from trainer.data.datasets import read_examples
 
 PAGE = "docs/environments.md"
 
@@ -24,7 +24,7 @@ def test_the_files_of_the_page_make_rows_whose_chats_the_environment_would_answe
     rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     assert len(rows) == 1000 and len((tmp_path / "val.jsonl").read_text().splitlines()) == 100
     data = DataConfig(train_files=[str(tmp_path / "train.jsonl")], messages_key="messages")
-    assert len(read_files(data, "train")[0]) == 1000
+    assert len(read_examples(data, "train")) == 1000
     row = next(row for row in rows if len(row["messages"]) > 2)
     play = (
         "import asyncio, json, sys; from shop import Shop; shop = Shop(); row, *replies = json.loads(sys.argv[1])\n"

@@ -242,7 +242,7 @@ def test_the_curriculum(module):
     module("my_data", examples("A curriculum")[0])
     cfg = compose(overrides("A curriculum"))
     hardest_first = find_curriculum(cfg.data.curriculum, "data.curriculum")
-    ledger = Ledger([["a", "b", "c"]], 1, "prompts", lambda: "rows", curriculum=hardest_first)
+    ledger = Ledger(["a", "b", "c"], 1, "prompts", lambda: "rows", curriculum=hardest_first)
     assert [row.index for row in ledger.peek(3)] == [0, 1, 2]
     ledger.commit([ledger.peek(3)[i] for i in range(3)], [0.5, 1.0, 0.25])
     assert [(row.epoch, row.index) for row in ledger.peek(2)] == [(1, 2), (1, 0)]

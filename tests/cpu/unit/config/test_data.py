@@ -65,7 +65,6 @@ CONTRADICTIONS = [
     (["data.val_sets.reward.files=[a.jsonl]"], "^data.val_sets.reward: a set cannot have this name"),
     (["data.val_sets.a/b.files=[a.jsonl]"], "data.val_sets"),
     (["data.val_sets.math.n=2"], r"data.val_sets.math.files=\[\]: name at least one file, or a generator"),
-    ([*MIX, "trainer.task=sft", "sft.weights=[1]"], "sft.weights=.*data.mix.NAME.weight is the weight of a source"),
 ]
 AT_THE_BOUND = [
     ["data=files", "data.train_files=[a.jsonl]", "trainer.val_interval=-1"],

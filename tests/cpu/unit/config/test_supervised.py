@@ -9,14 +9,9 @@ CONTRADICTIONS = [
     (["sft.source=rollouts"], "sft.source=rollouts: needs data.train_files"),
     (["sft.min_reward=1"], "sft.min_reward=1.0: .*sft.source=rollouts"),
     (["sft.max_weight=2"], "sft.max_weight=2.0: .*sft.source=rollouts"),
-    (["sft.weights=[1,2]"], r"sft.weights=\[1.0, 2.0\]: must name one weight for each of the 0"),
-    (
-        ["data=files", "data.train_files=[a,b]", "data.val_files=[c]", "sft.weights=[1,0]"],
-        r"sft.weights=\[1.0, 0.0\]: must be numbers above 0",
-    ),
 ]
 
 
 def test_rollouts_may_be_filtered_and_weighed():
-    files = ["data=files", "data.train_files=[a,b]", "data.val_files=[c]", "sft.weights=[1,0.5]"]
+    files = ["data=files", "data.train_files=[a,b]", "data.val_files=[c]"]
     compose([*files, "sft.source=rollouts", "sft.min_reward=1", "sft.max_weight=2"])

@@ -21,7 +21,7 @@ SIZES = {"code": 4, "math": 7, "words": 3}
 
 def ledger(weights: Mapping[str, float], sizes: Mapping[str, int] = SIZES, seed: int = 1, **contents: str) -> MixLedger:
     def of_source(name: str) -> Ledger:
-        return Ledger([range(sizes[name])], seed, "prompts", lambda: contents.get(name, name), source=name)
+        return Ledger(range(sizes[name]), seed, "prompts", lambda: contents.get(name, name), source=name)
 
     return MixLedger({name: of_source(name) for name in weights}, weights, {name: sizes[name] for name in weights})
 
@@ -74,7 +74,7 @@ def test_every_row_comes_once_an_epoch_whatever_finishes_first_and_over_kills(we
             continue
         *complete, last = [[row.index for row in rows if row.epoch == epoch] for epoch in range(rows[-1].epoch + 1)]
         assert all(sorted(epoch) == list(range(SIZES[name])) for epoch in complete), "a row was skipped"
-        alone = Ledger([range(SIZES[name])], 1, "prompts", lambda: "", source=name)
+        alone = Ledger(range(SIZES[name]), 1, "prompts", lambda: "", source=name)
         assert {*rows} == {replace(row, dataset=rows[0].dataset) for row in alone.peek(len(rows))} and len(last) > 0
 
 
@@ -145,7 +145,7 @@ def test_sources_come_and_go_and_keep_their_places():
     rows = [*before, *later, *last]
     assert len(set(rows)) == len(rows)
     of_math = [row.index for row in rows if source.name_of(row) == "math"]
-    alone = Ledger([range(7)], 1, "prompts", lambda: "math", source="math")
+    alone = Ledger(range(7), 1, "prompts", lambda: "math", source="math")
     assert of_math == [row.index for row in alone.peek(9)]
 
 
@@ -192,7 +192,7 @@ def test_other_rows_or_another_seed_are_refused(others, message):
 
 
 def test_a_run_without_a_mix_does_not_become_one_and_the_other_way_round():
-    alone = Ledger([range(7)], 1, "prompts", lambda: "math")
+    alone = Ledger(range(7), 1, "prompts", lambda: "math")
     mix = ledger({"math": 1})
     with pytest.raises(UserError, match="^data.mix: the run was saved without a mix, .* or fork the checkpoint"):
         mix.load_state_dict(alone.state_dict())

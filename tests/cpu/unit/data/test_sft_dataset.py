@@ -47,7 +47,7 @@ def encode_all(example, tokenizer, system_prompt, config) -> list[Sample]:
     return sft_dataset.encode(example, tokenizer, system_prompt, config, stops)
 
 
-def load_train(data, config, tokenizer, vocab_size=None) -> list[list[Sample]]:
+def load_train(data, config, tokenizer, vocab_size=None) -> list[Sample]:
     return sft_dataset.load_train(data, config, tokenizer, [tokenizer.eos_token_id], vocab_size)
 
 
@@ -132,8 +132,8 @@ def test_the_end_is_that_of_the_chat_template(tokenizer):
 
 def test_examples_whose_answer_is_cut_off_are_dropped(tokenizer):
     data = DataConfig(synthetic="reverse_text", train_size=50, val_size=20)
-    assert [len(part) for part in load_train(data, sft(), tokenizer)] == [50]
-    [short] = load_train(data, sft(max_length=9), tokenizer)
+    assert len(load_train(data, sft(), tokenizer)) == 50
+    short = load_train(data, sft(max_length=9), tokenizer)
     assert 0 < len(short) < 50
     assert all(e.mask.any() and len(e.token_ids) <= 9 for e in short)
     assert len(load_val(data, sft(), tokenizer)) == 20
@@ -141,7 +141,7 @@ def test_examples_whose_answer_is_cut_off_are_dropped(tokenizer):
         load_val(data, sft(max_length=3), tokenizer)
 
 
-def test_with_weights_each_file_is_a_data_set(tokenizer, tmp_path):
+def test_all_files_are_one_data_set(tokenizer, tmp_path):
     files = []
     for name, count in (("a", 3), ("b", 5)):
         chats = [
@@ -150,17 +150,8 @@ def test_with_weights_each_file_is_a_data_set(tokenizer, tmp_path):
         files.append(str(tmp_path / f"{name}.jsonl"))
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"chat": chat}) + "\n" for chat in chats))
     data = DataConfig(train_files=files, messages_key="chat")
-    assert [len(part) for part in load_train(data, sft(), tokenizer)] == [8]
-    assert [len(part) for part in load_train(data, sft(weights=[1, 2]), tokenizer)] == [3, 5]
-    assert [
-        len(p) for p in load_train(DataConfig(train_files=files, messages_key="chat", train_size=4), sft(), tokenizer)
-    ] == [4]
-    with pytest.raises(UserError, match="data.train_size=3: leaves nothing of .*b.jsonl"):
-        load_train(
-            DataConfig(train_files=files, messages_key="chat", train_size=3),
-            sft(weights=[1, 2]),
-            tokenizer,
-        )
+    assert len(load_train(data, sft(), tokenizer)) == 8
+    assert len(load_train(DataConfig(train_files=files, messages_key="chat", train_size=4), sft(), tokenizer)) == 4
     with pytest.raises(UserError, match=r"data.messages_key=messages: .*a.jsonl:1 must have a list of chat messages"):
         load_train(DataConfig(train_files=files, messages_key="messages"), sft(), tokenizer)
 
@@ -195,18 +186,18 @@ def test_episodes_of_several_turns_are_read_back_as_they_were_sampled(tokenizer,
     write_rollouts(str(tmp_path), 5, episodes)
     kept = str(tmp_path / "rollouts/step_5.arrow")
     data = DataConfig(train_files=[kept])
-    [part] = load_train(data, sft(source="rollouts", max_weight=4.0), tokenizer, 320)
+    part = load_train(data, sft(source="rollouts", max_weight=4.0), tokenizer, 320)
     assert [example.token_ids.tolist() for example in part] == [
         sample.token_ids.tolist() for episode in episodes[:2] for sample in episode.samples
     ]
     assert [example.mask.sum() for example in part] == [6, 3, 2]
     assert all((example.logprobs == -0.5 * example.mask).all() for example in part)
-    [right] = load_train(data, sft(source="rollouts", min_reward=1.0), tokenizer)
+    right = load_train(data, sft(source="rollouts", min_reward=1.0), tokenizer)
     assert len(right) == 1 and right[0].logprobs is None
     file, lines = tmp_path / "printed.jsonl", list(read_lines(kept))
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     data = DataConfig(train_files=[str(file)])
-    [printed] = load_train(data, sft(source="rollouts", max_weight=4.0), tokenizer, 320)
+    printed = load_train(data, sft(source="rollouts", max_weight=4.0), tokenizer, 320)
     assert [example.token_ids.tolist() for example in printed] == [example.token_ids.tolist() for example in part]
     row = lines[0]
     assert (row["prompt"], row["completion"]) == (chat[:1], chat[1:])
@@ -238,10 +229,10 @@ def test_rollouts_are_read_back_as_they_were_sampled(tokenizer, tmp_path):
     write_rollouts(str(tmp_path), 5, episodes)
     file = str(tmp_path / "rollouts/step_5.arrow")
     data = DataConfig(train_files=[file])
-    [both] = load_train(data, sft(source="rollouts", max_weight=4.0), tokenizer)
+    both = load_train(data, sft(source="rollouts", max_weight=4.0), tokenizer)
     assert learnt(both[0], tokenizer) == ["ba<|end|>"] and len(both) == 2
     assert both[0].logprobs.tolist() == [0.0] * len(prompt) + [-0.5, -0.25, -0.125]
-    [right] = load_train(data, sft(source="rollouts", min_reward=1.0), tokenizer)
+    right = load_train(data, sft(source="rollouts", min_reward=1.0), tokenizer)
     assert [(e.token_ids.tolist(), e.logprobs) for e in right] == [(both[0].token_ids.tolist(), None)]
     assert all(e.weight_versions is None for e in (*both, *right)), "not sampled by the policy that learns them"
     with pytest.raises(UserError, match="sft.min_reward=2: no rollout of training has that much"):
@@ -268,7 +259,4 @@ def test_rollouts_are_read_back_as_they_were_sampled(tokenizer, tmp_path):
                 tokenizer,
                 320,
             )
-    with pytest.raises(UserError, match="data.train_size=1: leaves nothing of .*step_5.arrow, which sft.weights names"):
-        load_train(
-            DataConfig(train_files=[file, file], train_size=1), sft(source="rollouts", weights=[1, 1]), tokenizer
-        )
+    assert len(load_train(DataConfig(train_files=[file, file], train_size=3), sft(source="rollouts"), tokenizer)) == 3

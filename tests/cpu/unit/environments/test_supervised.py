@@ -14,7 +14,7 @@ from tests.cpu.unit.environments.test_conversation import tokenizer, with_templa
 from tests.cpu.unit.environments.test_tools import Calculator
 from tests.support.chat_templates import TEMPLATES
 from trainer.config import SFTConfig, compose
-from trainer.data.datasets import read_files
+from trainer.data.datasets import read_examples
 from trainer.data.sft_dataset import encode
 from trainer.data.turns import Stops
 from trainer.environments import StepResult, supervised_chat
@@ -48,7 +48,7 @@ def test_the_tokens_before_the_first_reply_are_those_of_the_episode(tokenizer, n
     file = tmp_path / "chats.jsonl"
     file.write_text(json.dumps(rows[0]) + "\n")
     words = ["data=files", f"data.train_files=[{file}]", "data.messages_key=messages", "trainer.val_interval=-1"]
-    [[example]] = read_files(compose(words).data, "train")
+    [example] = read_examples(compose(words).data, "train")
     [sample] = encode(example, tokenizer, None, SFTConfig(max_length=100_000), ends_of(tokenizer))
     prompt = len(episode.token_ids)
     assert sample.token_ids[:prompt].tolist() == episode.token_ids and not sample.mask[:prompt].any()

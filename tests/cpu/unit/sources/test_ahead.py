@@ -375,7 +375,7 @@ def test_two_threads_that_come_to_an_epoch_at_once_ask_the_curriculum_once():
         time.sleep(0.2)
         return range(len(rows))
 
-    ledger = Ledger([list("abcd")], 1, "prompts", lambda: "", curriculum=slow, curriculum_name="slow")
+    ledger = Ledger(list("abcd"), 1, "prompts", lambda: "", curriculum=slow, curriculum_name="slow")
     drawn = []
 
     def draw() -> None:

@@ -10,7 +10,7 @@ from trainer.sources.window import Window
 
 
 def ledger_of(rows: int) -> Ledger:
-    return Ledger([list(range(rows))], 7, "prompts", lambda: "")
+    return Ledger(list(range(rows)), 7, "prompts", lambda: "")
 
 
 def test_a_window_of_one_trains_in_the_order_of_drawing():
