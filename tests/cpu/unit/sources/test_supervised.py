@@ -26,8 +26,8 @@ def examples_of(*lengths: int) -> list[Sample]:
 
 
 def source_of(parts, rows: int = 3, seed: int = 1, weights=()) -> SupervisedSource:
-    sft = SFTConfig(batch_size=rows, max_length=WIDTH, weights=list(weights))
-    return SupervisedSource(sft, parts, seed)
+    sft = SFTConfig(batch_size=rows, max_length=WIDTH)
+    return SupervisedSource(sft, parts, seed, {f"source{i}": weight for i, weight in enumerate(weights)})
 
 
 def names(episodes) -> list[int]:
