@@ -180,7 +180,7 @@ class _Worker:
         """Pid and address of the node, once the process has answered."""
         self.is_starting = True
         """Whether the object may still be under construction."""
-        self._warned = self._warned_slow_start = False
+        self._warned = False
         self._lock = threading.Lock()
 
     def __str__(self) -> str:
@@ -231,12 +231,6 @@ class _Worker:
                 heartbeat_age_s,
                 limit_s,
             )
-
-    def warn_slow_start(self, elapsed_s: float, limit_s: float) -> None:
-        """Log a warning, once."""
-        if not self._warned_slow_start:
-            self._warned_slow_start = True
-            LOG.warning("%s has not started after %.0f s; after %g s it counts as dead", self, elapsed_s, limit_s)
 
 
 class WorkerGroup:
@@ -446,8 +440,6 @@ class CallFutures:
                 yield ticket, _worker_error(worker, message, f"{RESTART_HINT}, or raise the limit", "rpc_timeout")
             elif heartbeat_age_s > time_limits.HEARTBEAT_WARNING_S and not worker.is_starting:
                 worker.warn_unresponsive(heartbeat_age_s, timeouts.heartbeat_s)
-            elif worker.is_starting and elapsed_s > time_limits.START_WARNING_S:
-                worker.warn_slow_start(elapsed_s, timeouts.rpc_s)
 
 
 def _worker_error(worker: _Worker, message: str, hint: str, cause: str) -> WorkerError:

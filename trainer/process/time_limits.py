@@ -25,8 +25,6 @@ IMPORTS_S = 60.0
 HEARTBEAT_INTERVAL_S = 2.0
 HEARTBEAT_WARNING_S = 20.0
 """Age of a heartbeat after which a warning is logged."""
-START_WARNING_S = 300.0
-"""Start-up time after which a warning is logged. An engine may compile for minutes."""
 STOP_WAIT_S = 10.0
 """Age of a heartbeat after which a stop request no longer waits for the process."""
 ECHO_S = 2.0
