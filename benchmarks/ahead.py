@@ -76,7 +76,7 @@ def make_random_model(stops: int, path: str) -> None:
 def run(workload: Workload, settings: Sequence[str], extra: list[str], run_dir: str) -> list[Row]:
     """Run a job to its end; return the metrics of the steps that count."""
     command = [
-        sys.executable, "-m", "trainer.main", f"trainer.total_steps={workload.steps}", f"trainer.run_dir={run_dir}",
+        sys.executable, "-m", "trainer", "train", f"trainer.total_steps={workload.steps}", f"trainer.run_dir={run_dir}",
         "trainer.val_interval=-1", "trainer.ckpt_interval=-1", "logger.plot=false", "logger.samples=0",
         *workload.overrides, *settings, *extra,
     ]  # fmt: skip

@@ -73,7 +73,7 @@ RANDOM_WEIGHTS = replace(TASKS["rl"], build=partial(build, has_random_weights=Tr
 def train(run_dir: str, steps: int, overrides: list[str]) -> list[dict[str, float]]:
     """Train, and return for each step behind the warm-up: seconds, waited, CPU of the journal, CPU of the driver."""
     command = [
-        sys.executable, "-m", "trainer.main", "trainer.task=benchmarks.journal:TASK", f"trainer.run_dir={run_dir}",
+        sys.executable, "-m", "trainer", "train", "trainer.task=benchmarks.journal:TASK", f"trainer.run_dir={run_dir}",
         f"trainer.total_steps={steps + 1}", "trainer.val_interval=-1", "trainer.ckpt_interval=1000",
         "logger.plot=false", *overrides,
     ]  # fmt: skip

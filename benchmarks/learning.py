@@ -75,7 +75,7 @@ class Job:
         """Run the job to its end; return its metrics. None: it has failed."""
         run_dir = os.path.join(out, self.preset, f"ahead-{self.ahead}-seed-{self.seed}")
         command = [
-            sys.executable, "-m", "trainer.main", *self.overrides(steps, extra), f"trainer.run_dir={run_dir}",
+            sys.executable, "-m", "trainer", "train", *self.overrides(steps, extra), f"trainer.run_dir={run_dir}",
             "trainer.resume_mode=latest", "trainer.max_ckpts_to_keep=1", "logger.samples=0", "logger.plot=false",
         ]  # fmt: skip
         os.makedirs(run_dir, exist_ok=True)

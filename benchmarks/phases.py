@@ -140,7 +140,7 @@ def run_job(run_dir: str, steps: int, overrides: Sequence[str]) -> Measured:
     The first step, in which everything is new, does not count.
     """
     command = [
-        sys.executable, "-m", "trainer.main", "trainer.task=benchmarks.phases:TASK", f"trainer.run_dir={run_dir}",
+        sys.executable, "-m", "trainer", "train", "trainer.task=benchmarks.phases:TASK", f"trainer.run_dir={run_dir}",
         f"trainer.total_steps={steps + 2}", "trainer.val_interval=-1", "trainer.ckpt_interval=1000",
         "trainer.ray_address=processes", "logger.plot=false", *overrides,
     ]  # fmt: skip

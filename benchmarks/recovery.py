@@ -67,7 +67,7 @@ def run(run_dir: str, steps: int, seconds: float, *more: str, watch: Callable[[A
         watch: called again and again with the process of the job.
     """
     command = [
-        sys.executable, "-m", "trainer.main", "rollout=transformers", "trainer.ray_address=processes",
+        sys.executable, "-m", "trainer", "train", "rollout=transformers", "trainer.ray_address=processes",
         "reward.name=benchmarks.recovery:waits", f"reward.concurrency={LANES}", "reward.timeout_s=600",
         f"trainer.train_batch_size={GROUPS}", f"trainer.mini_batch_size={GROUPS}", "rollout.n=4",
         "trainer.update_epochs=12", "rollout.max_response_tokens=16", "trainer.policy.optimizer.scheduler=constant",

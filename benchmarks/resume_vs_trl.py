@@ -167,7 +167,7 @@ class Ours(Side):
             f"trainer.hf_save_interval={a.steps}", "trainer.resume_mode=latest", "logger.plot=false",
             "logger.samples=0", *a.overrides,
         ]  # fmt: skip
-        return [sys.executable, "-m", "trainer.main", *words], {"OMP_NUM_THREADS": "1"}
+        return [sys.executable, "-m", "trainer", "train", *words], {"OMP_NUM_THREADS": "1"}
 
     def rows(self, out: Path) -> dict[int, dict[str, Any]]:
         return {row["step"]: row for row in read_metrics(str(out / METRICS_FILE)) if row["step"] > 0}

@@ -27,7 +27,7 @@ from trainer.metrics.tracker import METRICS_FILE, read_metrics
 def run(algorithm: str, ranks: int, steps: int, run_dir: str) -> float:
     """Run a job; returns the seconds from its start to the line of its first step."""
     command = [
-        sys.executable, "-m", "trainer.main", f"algorithm={algorithm}", f"trainer.num_workers={ranks}",
+        sys.executable, "-m", "trainer", "train", f"algorithm={algorithm}", f"trainer.num_workers={ranks}",
         f"trainer.total_steps={steps}", f"trainer.run_dir={run_dir}", "trainer.val_interval=-1",
         "trainer.ckpt_interval=-1", "logger.plot=false",
     ]  # fmt: skip

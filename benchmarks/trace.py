@@ -76,7 +76,7 @@ TASK = replace(TASKS["rl"], build=build)
 
 def train(run_dir: str, steps: int, overrides: list[str]) -> None:
     command = [
-        sys.executable, "-m", "trainer.main", "trainer.task=benchmarks.trace:TASK", f"trainer.run_dir={run_dir}",
+        sys.executable, "-m", "trainer", "train", "trainer.task=benchmarks.trace:TASK", f"trainer.run_dir={run_dir}",
         f"trainer.total_steps={steps + 1}", "trainer.val_interval=-1", "trainer.ckpt_interval=1000",
         "logger.plot=false", "logger.trace=true", *overrides,
     ]  # fmt: skip

@@ -64,7 +64,8 @@ def run_trl(python: str, model: str, dtype: str, args: argparse.Namespace, out: 
 
 def run_ours(model: str, dtype: str, args: argparse.Namespace, out: str) -> Result:
     command = [
-        sys.executable, "-m", "trainer.main", "data=gsm8k", f"model.path={model}", f"data.train_files=[{args.data}]",
+        sys.executable, "-m", "trainer", "train", "data=gsm8k", f"model.path={model}",
+        f"data.train_files=[{args.data}]",
         "data.val_files=[]", f"data.train_size={ROWS}", "reward.name=benchmarks.vowels:score", "algorithm=grpo",
         "algorithm.kl_coef=0", f"trainer.seed={args.seed}", f"trainer.total_steps={args.steps}",
         f"trainer.train_batch_size={PROMPTS}", f"trainer.mini_batch_size={PROMPTS // MINI_BATCHES}",

@@ -118,7 +118,7 @@ def kill_and_restart(words: list[str], run_dir: str) -> tuple[float, float]:
 
 def start(words: list[str]) -> psutil.Popen:
     output = subprocess.DEVNULL
-    return psutil.Popen([sys.executable, "-m", "trainer.main", *words], stdout=output, stderr=output)
+    return psutil.Popen([sys.executable, "-m", "trainer", "train", *words], stdout=output, stderr=output)
 
 
 def last_step(run_dir: str) -> int:

@@ -34,20 +34,20 @@ _ROLLOUTS = ["trainer.train_batch_size=8", "trainer.mini_batch_size=4", f"traine
              "rollout.max_num_seqs=32", "rollout.kv_cache_mb=32"]  # fmt: skip
 _CHATS = [f"sft.steps={STEPS}", "sft.batch_size=2", "sft.max_length=64", "data.synthetic=null", "data.train_size=-1"]
 RUNS: dict[str, tuple[str, list[str]]] = {
-    "grpo": ("trainer.main", ["rollout.val_n=2"]),
-    "ppo": ("trainer.main", ["algorithm=ppo", "trainer.num_workers=2", "algorithm.kl_coef=0.01",
+    "grpo": ("train", ["rollout.val_n=2"]),
+    "ppo": ("train", ["algorithm=ppo", "trainer.num_workers=2", "algorithm.kl_coef=0.01",
                              "trainer.critic.warmup_steps=1"]),
-    "dapo": ("trainer.main", ["algorithm=dapo", "rollout=transformers", "data.train_size=24",
+    "dapo": ("train", ["algorithm=dapo", "rollout=transformers", "data.train_size=24",
                               "data.curriculum=tools.same_runs:hardest_first", "algorithm.kl_coef=0.01",
                               "algorithm.kl_controller=adaptive", "algorithm.kl_horizon=64",
                               "algorithm.ref_sync_interval=2", "algorithm.rollout_correction=tis",
                               "logger.save_rollouts=true"]),
-    "lora": ("trainer.main", ["trainer.policy.lora.rank=4", "algorithm.kl_coef=0.01"]),
-    "episodes": ("trainer.main", ["environment.name=examples.environment.hint:Hint", "rollout.max_prompt_tokens=96",
+    "lora": ("train", ["trainer.policy.lora.rank=4", "algorithm.kl_coef=0.01"]),
+    "episodes": ("train", ["environment.name=examples.environment.hint:Hint", "rollout.max_prompt_tokens=96",
                                   "logger.save_rollouts=true"]),
-    "agent": ("trainer.main", ["environment.name=tools.same_runs:Twice", "rollout.max_prompt_tokens=96",
+    "agent": ("train", ["environment.name=tools.same_runs:Twice", "rollout.max_prompt_tokens=96",
                                "logger.save_rollouts=true"]),
-    "mix": ("trainer.main", ["data.synthetic=null", "data.train_size=-1", "data.val_size=-1", "rollout.val_n=2",
+    "mix": ("train", ["data.synthetic=null", "data.train_size=-1", "data.val_size=-1", "rollout.val_n=2",
                              "data.mix.hints.synthetic=reverse_text", "data.mix.hints.size=24",
                              "data.mix.hints.environment.name=examples.environment.hint:Hint",
                              "data.mix.hints.weight=2", "data.mix.sums.synthetic=arithmetic", "data.mix.sums.size=16",
@@ -56,12 +56,12 @@ RUNS: dict[str, tuple[str, list[str]]] = {
                              "data.val_sets.sums.reward.name=arithmetic", "trainer.best_metric=val/sums/avg@2",
                              "algorithm.advantage_estimator=remax", "algorithm.dynamic_sampling=true",
                              "rollout.max_prompt_tokens=96"]),
-    "ahead": ("trainer.main", ["rollout.ahead=1", "rollout.num_engines=2", "algorithm.dynamic_sampling=true"]),
-    "ahead2": ("trainer.main", ["rollout.ahead=2", "environment.name=examples.environment.hint:Hint",
+    "ahead": ("train", ["rollout.ahead=1", "rollout.num_engines=2", "algorithm.dynamic_sampling=true"]),
+    "ahead2": ("train", ["rollout.ahead=2", "environment.name=examples.environment.hint:Hint",
                                 "rollout.max_prompt_tokens=96"]),
-    "in_flight": ("trainer.main", ["rollout.in_flight_updates=true", "rollout.max_staleness=1"]),
-    "supervised": ("trainer.sft", ["data.messages_key=messages", "sft.weights=[2,1]", *_CHATS]),
-    "rollouts": ("trainer.sft", ["sft.source=rollouts", "sft.max_weight=2.0", "trainer.val_interval=-1", *_CHATS]),
+    "in_flight": ("train", ["rollout.in_flight_updates=true", "rollout.max_staleness=1"]),
+    "supervised": ("sft", ["data.messages_key=messages", "sft.weights=[2,1]", *_CHATS]),
+    "rollouts": ("sft", ["sft.source=rollouts", "sft.max_weight=2.0", "trainer.val_interval=-1", *_CHATS]),
 }  # fmt: skip
 
 
@@ -90,16 +90,16 @@ def hardest_first(prompts: Sequence[Any], epoch: int, rewards: Mapping[int, floa
 
 def train(name: str, directory: Path, *overrides: str) -> Path:
     """Train one of `RUNS` below `directory`; return its run directory."""
-    module, settings = RUNS[name]
+    job, settings = RUNS[name]
     if name == "supervised":
         files = [_write_chats(directory, kind, count) for kind, count in (("a", 7), ("b", 20))]
         settings = [*settings, f"data.train_files=[{files[0]},{files[1]}]", f"data.val_files=[{files[0]}]"]
     if name == "rollouts":
-        (file,) = (directory / "dapo/rollouts").glob("step_1.*")  # earlier versions wrote JSON lines
+        (file,) = (directory / "dapo/rollouts").glob("step_1.*")
         settings = [*settings, f"data.train_files=[{file}]",
                     f"model.path={directory}/dapo/exports/global_step_{STEPS}/policy"]  # fmt: skip
-    small = _SMALL if module == "trainer.sft" else [*_SMALL, *_ROLLOUTS]
-    command = [sys.executable, "-m", module, *small, *settings, f"trainer.run_name={name}",
+    small = _SMALL if job == "sft" else [*_SMALL, *_ROLLOUTS]
+    command = [sys.executable, "-m", "trainer", job, *small, *settings, f"trainer.run_name={name}",
                f"trainer.run_dir={directory}/{name}", *overrides]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRAINER_CACHE": str(directory / "cache")}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -119,7 +119,7 @@ def _write_chats(directory: Path, name: str, count: int) -> Path:
 
 def difference(before: Path, after: Path, tolerance: float) -> str:
     """Say in what two runs differ most; empty when they are the same."""
-    rows = [read_metrics(str(run / "metrics.jsonl")) for run in (before, after)]  # earlier versions had other names
+    rows = [read_metrics(str(run / "metrics.jsonl")) for run in (before, after)]
     if [row["step"] for row in rows[0]] != [row["step"] for row in rows[1]]:
         return "their steps differ"
     worst, found = tolerance, ""

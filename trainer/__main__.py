@@ -13,20 +13,23 @@ from trainer import __version__
 from trainer.process.signals import SIGNALS
 
 COMMANDS = {
-    "train": ("trainer.main", "train with rewards or environments: GRPO, PPO and others"),
-    "sft": ("trainer.sft", "train on examples, or on kept completions"),
-    "evaluate": ("trainer.evaluate.__main__", "evaluate a model, an export or a checkpoint; compare two evaluations"),
-    "inference": ("trainer.inference.__main__", "serve a model to jobs and people, while jobs come and go"),
-    "plan": ("trainer.plan.__main__", "say what a run needs of a cluster, whether it fits, and how long it takes"),
-    "diagnose": ("trainer.reports.diagnose", "say what happened to a run, and what to do next"),
-    "compare": ("trainer.reports.compare", "print a table of runs, and draw their curves"),
-    "view": ("trainer.view.__main__", "write one HTML file with the curves, episodes and tokens of runs"),
-    "report": ("trainer.reports.report", "draw the picture of a run"),
-    "rollouts": ("trainer.data.rollout_io", "print kept rollouts as JSON lines"),
-    "checkpoint": ("trainer.checkpoint.__main__", "list, verify, show, compare, export, prune, roll back"),
-    "config": ("trainer.config.reference", "print the reference of all config keys"),
+    "train": ("trainer.main:main", "train with rewards or environments: GRPO, PPO and others"),
+    "sft": ("trainer.main:main_sft", "train on examples, or on kept completions"),
+    "evaluate": (
+        "trainer.evaluate.__main__:main",
+        "evaluate a model, an export or a checkpoint; compare two evaluations",
+    ),
+    "inference": ("trainer.inference.__main__:main", "serve a model to jobs and people, while jobs come and go"),
+    "plan": ("trainer.plan.__main__:main", "say what a run needs of a cluster, whether it fits, and how long it takes"),
+    "diagnose": ("trainer.reports.diagnose:main", "say what happened to a run, and what to do next"),
+    "compare": ("trainer.reports.compare:main", "print a table of runs, and draw their curves"),
+    "view": ("trainer.view.__main__:main", "write one HTML file with the curves, episodes and tokens of runs"),
+    "report": ("trainer.reports.report:main", "draw the picture of a run"),
+    "rollouts": ("trainer.data.rollout_io:main", "print kept rollouts as JSON lines"),
+    "checkpoint": ("trainer.checkpoint.__main__:main", "list, verify, show, compare, export, prune, roll back"),
+    "config": ("trainer.config.reference:main", "print the reference of all config keys"),
 }
-"""Module and purpose of each command. The module has a function `main`, which reads `sys.argv`."""
+"""Function and purpose of each command. The function reads `sys.argv`, and returns the exit status or None."""
 JOBS = ("train", "sft", "evaluate", "inference")
 """Commands that run long. They handle signals."""
 _HELP = """usage: trainer COMMAND [ARGUMENT ...]
@@ -51,7 +54,8 @@ def main() -> int | None:
         sys.path.insert(0, os.getcwd())
     if command in COMMANDS:
         sys.argv = [f"trainer {command}", *words[1:]]
-        return import_module(COMMANDS[command][0]).main()
+        module, _, function = COMMANDS[command][0].partition(":")
+        return getattr(import_module(module), function)()
     from trainer.process.log_setup import guard_output, show
 
     guard_output()

@@ -1,11 +1,6 @@
-"""`trainer train`: compose the config, check it and the machine, run the task."""
+"""`trainer train` and `trainer sft`: compose the config, check it and the machine, run the task."""
 
 from __future__ import annotations
-
-from trainer.process.signals import SIGNALS
-
-if __name__ == "__main__":
-    SIGNALS.listen()  # before the other imports, which take a part of a second
 
 import contextlib
 import os
@@ -24,6 +19,7 @@ from trainer.metrics.names import is_metric, pass_at, set_of_metric
 from trainer.metrics.own_sink import find_sink
 from trainer.metrics.startup import StartUp
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
+from trainer.process.signals import SIGNALS
 from trainer.process.startup import importing, stage
 from trainer.run.run_metadata import STARTS_FILE, has_metrics, recorded_early, second_run
 
@@ -201,5 +197,6 @@ def main() -> None:
     run_app(train)
 
 
-if __name__ == "__main__":
-    main()
+def main_sft() -> None:
+    """Train on examples as the command line says; ends the process."""
+    run_app(train, "sft", ["trainer.task=sft"])

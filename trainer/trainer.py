@@ -43,7 +43,7 @@ from trainer.run.directory import RunDirectory
 from trainer.run.recovery import Recovery
 from trainer.run.replay_check import ReplayAudit, audit_of
 from trainer.run.save_schedule import SaveSchedule, SaveTracker
-from trainer.run.state import TrainerState, shape_of_state
+from trainer.run.state import SHAPE_OF_STATE, TrainerState
 from trainer.run.stopping import StopRequest
 from trainer.seeding import derive_seed
 from trainer.sources.base import EpisodeSource, Evaluator
@@ -311,7 +311,7 @@ class Trainer:
         return [
             config_part(self.directory.cfg),
             start_weights_part(self.cfg, self.model_path),
-            json_part("trainer_state", self.state_dict, self.load_state_dict, shape_of_state),
+            json_part("trainer_state", self.state_dict, self.load_state_dict, SHAPE_OF_STATE),
             json_part("data", self.source.state_dict, self.source.load_state_dict, kinds=("data",)),
             *self.source.parts(),
             models_part(self.learner.ranks),
@@ -425,9 +425,8 @@ class Trainer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.state.load_state_dict(state)
-        if "rng" in state:
-            self.learner.kl.load_state_dict(state["kl_controller"])
-            restore_rng(rng_from_text(state["rng"]))
+        self.learner.kl.load_state_dict(state["kl_controller"])
+        restore_rng(rng_from_text(state["rng"]))
 
     def _evaluate(self, step: int) -> dict[str, float]:
         """Return the metrics of the validation data under the current policy."""

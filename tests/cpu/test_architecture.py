@@ -153,7 +153,6 @@ def test_workers_and_checkpoints_run_where_ray_hydra_and_vllm_are_not_installed(
         "trainer.__main__",
         "trainer.config",
         "trainer.main",
-        "trainer.sft",
         "trainer.api.running",
         "trainer.reports.diagnose",
         "trainer.view.build",

@@ -53,7 +53,7 @@ class Kind:
 
     name: str
     overrides: tuple[str, ...]
-    module: str = "trainer.main"
+    job: str = "train"
     storages: frozenset[str] = frozenset({"disk"})
     """Where its checkpoints are: `disk`, `store`, or both."""
     scheme: str = "s3"
@@ -182,7 +182,7 @@ KINDS = {
         Kind(
             "supervised",
             (*_COMMON, _PROCESSES[0], "trainer.num_workers=2", f"sft.steps={STEPS}", "sft.batch_size=2"),
-            "trainer.sft",
+            "sft",
             roles=frozenset({"rank"}),
         ),
         _rollouts("store", storages=frozenset({"store"}), weight=1.5),

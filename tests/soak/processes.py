@@ -35,13 +35,13 @@ class DetachedForkServer(InheritingForkServer):
         return psutil.Process(child)
 
 
-def run(module: str, *arguments: str) -> None:
-    """Do what `python -m module arguments` does, in this process, whose ranks and engines are forks of it."""
+def run(*arguments: str) -> None:
+    """Do what `trainer arguments` does, in this process, whose ranks and engines are forks of it."""
     from tests.support import inheriting_fork_server
     from tests.support.forks import run_module
 
     inheriting_fork_server.InheritingForkServer = DetachedForkServer  # type: ignore[misc]
-    run_module(module, *arguments)
+    run_module("trainer", *arguments)
 
 
 def family(pid: int) -> list[psutil.Process]:

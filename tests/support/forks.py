@@ -201,7 +201,7 @@ def run_module(module: str, *arguments: str) -> None:
     """Do what `python -m module arguments` does."""
     from trainer.__main__ import JOBS
 
-    if module in ("trainer.main", "trainer.sft") or [module, *arguments[:1]] in [["trainer", job] for job in JOBS]:
+    if [module, *arguments[:1]] in [["trainer", job] for job in JOBS]:
         fork_clusters()
     sys.argv = [module, *arguments]
     sys.orig_argv = [sys.executable, "-m", *sys.argv]

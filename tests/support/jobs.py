@@ -36,29 +36,32 @@ SMALL = [
 ]
 
 
-def command(*overrides: str, module: str = "trainer.main") -> list[str]:
+_PROGRAM = [sys.executable, "-m", "trainer"]
+
+
+def command(*overrides: str, job: str = "train") -> list[str]:
     flags = [o for o in overrides if o.startswith("-")]  # argparse wants them on one side of all overrides
-    return [sys.executable, "-m", module, *flags, *read_words(SMALL, module), *(o for o in overrides if o not in flags)]
+    return [*_PROGRAM, job, *flags, *read_words(SMALL, job), *(o for o in overrides if o not in flags)]
 
 
-def read_words(words: Iterable[str], module: str) -> list[str]:
+def read_words(words: Iterable[str], job: str) -> list[str]:
     """The overrides that the task of a command reads."""
-    cfg = Config(trainer=TrainerConfig(task="sft" if module == "trainer.sft" else "rl"))
+    cfg = Config(trainer=TrainerConfig(task="sft" if job == "sft" else "rl"))
     return [word for word in words if not unread_words([word], cfg)]
 
 
-def run_job(*overrides: str, cwd: Path, module: str = "trainer.main", small: bool = True, timeout: float = 300):
+def run_job(*overrides: str, cwd: Path, job: str = "train", small: bool = True, timeout: float = 300):
     """Run a job to its end; returns the completed process with its output as text."""
-    args = command(*overrides, module=module) if small else [sys.executable, "-m", module, *overrides]
+    args = command(*overrides, job=job) if small else [*_PROGRAM, job, *overrides]
     return subprocess.run(args, cwd=cwd, capture_output=True, text=True, timeout=timeout, env=environment())
 
 
 def start_job(
-    *overrides: str, cwd: Path, env: dict[str, str] | None = None, log: Path | None = None, module: str = "trainer.main"
+    *overrides: str, cwd: Path, env: dict[str, str] | None = None, log: Path | None = None, job: str = "train"
 ):
     """Start a job in a process group of its own; its output goes to `log`, or to a pipe."""
     return subprocess.Popen(
-        command(*overrides, module=module), cwd=cwd, text=True, env={**environment(), **(env or {})},
+        command(*overrides, job=job), cwd=cwd, text=True, env={**environment(), **(env or {})},
         stdout=subprocess.PIPE if log is None else open(log, "w"), stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
 
@@ -66,30 +69,30 @@ def start_job(
 FORKED = {"rollout": "transformers", "trainer.ray_address": "processes"}
 
 
-def forked_arguments(*overrides: str, module: str) -> list[str]:
-    """The arguments of a forked job. It has no Ray, and the transformers engine unless it names another."""
+def forked_arguments(*overrides: str, job: str) -> list[str]:
+    """The arguments of a forked job. It has no Ray, and transformers unless it names an engine."""
     given = {override.partition("=")[0] for override in overrides}
     added = [f"{key}={value}" for key, value in FORKED.items() if key not in given]
-    return [*command(*overrides, module=module)[3:], *read_words(added, module)]
+    return [*command(*overrides, job=job)[3:], *read_words(added, job)]
 
 
-def run_forked_job(*overrides: str, cwd: Path, module: str = "trainer.main", timeout: float = 300):
+def run_forked_job(*overrides: str, cwd: Path, job: str = "train", timeout: float = 300):
     """Like `run_job`, as a fork of a process that has imported everything (see `tests.support.forks`).
 
     Fails if the job has left processes behind.
     """
-    return run_forked(module, forked_arguments(*overrides, module=module), cwd, environment(), timeout)
+    return run_forked("trainer", forked_arguments(*overrides, job=job), cwd, environment(), timeout)
 
 
 def start_forked_job(
-    *overrides: str, cwd: Path, env: dict[str, str] | None = None, log: Path | None = None, module: str = "trainer.main"
+    *overrides: str, cwd: Path, env: dict[str, str] | None = None, log: Path | None = None, job: str = "train"
 ) -> ForkedCommand:
     """Like `start_job`, as a fork of a process that has imported everything."""
     with contextlib.ExitStack() as stack:
         output = subprocess.PIPE if log is None else stack.enter_context(open(log, "w"))
         return fork_server().start(
             "tests.support.forks:run_module",
-            *(module, *forked_arguments(*overrides, module=module)),
+            *("trainer", *forked_arguments(*overrides, job=job)),
             cwd=cwd,
             env={**environment(), **(env or {})},
             stdout=output,

@@ -163,7 +163,7 @@ def run_signalled(moment: str, delay_s: float, way: str, log: str, *overrides: s
         SIGNALS.listen()
         with SIGNALS.blocked():
             threading.Thread(target=_send_at, args=(moment, delay_s, way, Path(log)), daemon=True).start()
-    run_module("trainer.main", *overrides)
+    run_module("trainer", "train", *overrides)
 
 
 class ForkedJobs:

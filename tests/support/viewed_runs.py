@@ -117,6 +117,8 @@ def make_run(
     (path / "config.yaml").write_text(yaml.safe_dump(nested))
     start = {"time": "2026-01-02T03:04:05+0000", "command": ["trainer", "train"], "directory": "/", "host": "node"}
     start |= {"git": [{"directory": "/", "commit": "0123456789abcdef", "dirty": True}], "config": nested}
+    task = {"name": "rl", "total_steps": steps, "best_metric": "val/accuracy", "best_mode": "max", "metrics": {}}
+    start |= {"task": task}
     (path / "starts.jsonl").write_text(json.dumps(start) + "\n")
     command = shlex.join(start["command"])
     lines = [f"start of {command}", f"resumed from {path}/checkpoints/global_step_1, step 1 of {steps}"]

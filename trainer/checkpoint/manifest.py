@@ -195,7 +195,7 @@ class Checkpoint:
 
     @property
     def axes(self) -> dict[str, int] | None:
-        """The sizes of the axes along which the ranks were arranged. None: no run has saved it."""
+        """The sizes of the axes along which the ranks were arranged."""
         return self.manifest.get("axes")
 
 

@@ -23,7 +23,6 @@ from trainer.config.inference import InferenceConfig
 from trainer.config.logger import LoggerConfig, MlflowConfig, SinkConfig, TrackioConfig, WandbConfig
 from trainer.config.model import ModelConfig, TinyConfig
 from trainer.config.reference import field_docs
-from trainer.config.renamed import with_new_metrics, with_new_names, with_new_words
 from trainer.config.reward import RewardConfig
 from trainer.config.role_specs import (
     LM,

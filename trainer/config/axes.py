@@ -53,9 +53,6 @@ AXES: dict[str, Axis] = {
 }
 """The axes, by the names that PyTorch gives them."""
 
-FORMER_NAMES = {"replicate": "dp_replicate", "shard": "dp_shard", "context": "cp", "tensor": "tp"}
-"""The names of the axes in checkpoints of earlier versions."""
-
 
 def axis_sizes(trainer: Any, ranks: int | None = None) -> dict[str, int]:
     """Return the size of each axis, by name.
@@ -84,8 +81,3 @@ def axes_in_rank_order() -> list[str]:
     neighbours, too. Among axes of one kind, the order is that of the table.
     """
     return sorted(AXES, key=lambda name: (AXES[name].same_rows, AXES[name].same_rows != AXES[name].shards_weights))
-
-
-def with_new_names(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes of axes that a checkpoint describes, under the names of today."""
-    return {FORMER_NAMES.get(name, name): size for name, size in sizes.items()}

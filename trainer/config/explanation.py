@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from trainer.config.config_file import GROUP, ConfigFiles
 from trainer.config.overrides import find_groups, kind_of
-from trainer.config.renamed import RESOLVERS, successor_of
 from trainer.config.schema import NAMES, is_name, no_such_key, section_named, valid_keys
 from trainer.errors import UserError, as_list, did_you_mean, one_line
 
@@ -40,12 +39,8 @@ def unresolved(error: BaseException) -> str:
     if isinstance(error, MissingMandatoryValue):
         return f"{key}: has no value; write {key}=VALUE"
     if isinstance(error, UnsupportedInterpolationType):
-        if name in RESOLVERS:
-            return f"{key}: the function {name} is now {RESOLVERS[name]}; write ${{{RESOLVERS[name]}:…}}"
         return f"{key}: there is no function {name} for ${{{name}:…}}; write ${{oc.env:VARIABLE}} or ${{SECTION.KEY}}"
     if isinstance(error, InterpolationKeyError):
-        if (new := successor_of(name)) is not None:
-            return f"{key}: ${{{name}}} is now ${{{new}}}"
         return f"{key}: ${{{name}}} names no key; write ${{SECTION.KEY}}, or 'KEY=\"\\${{…}}\"' for the text itself"
     if "Environment variable" in text:
         return f"{key}: the environment variable {name} is not set; export it, or write ${{oc.env:{name},DEFAULT}}"

@@ -14,7 +14,6 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 
 from trainer.config.fields import value_of
-from trainer.config.renamed import successor_of
 from trainer.config.schema import (
     MAPPINGS,
     NAMES,
@@ -241,8 +240,6 @@ def _problem(word: str, groups: dict[str, list[str]], sweeps: bool) -> str | Non
         return f"{shown}: has no value; write KEY=VALUE or GROUP=CHOICE"
     if not name.startswith("hydra") and not _NAME.fullmatch(name):
         return _problem_of_name(word, name)
-    if successor_of(name) is not None:
-        return no_such_key(name)
     if not value.strip() and not name.startswith("hydra."):
         return f"{_shown(word)}: has no value; write one after the =, or leave {name} out"
     return _problem_of_value(word, name, value, groups, sweeps)

@@ -21,7 +21,6 @@ from trainer.config.inference import InferenceConfig
 from trainer.config.logger import LoggerConfig
 from trainer.config.model import ModelConfig
 from trainer.config.plan import PlanConfig
-from trainer.config.renamed import successor_of, successor_of_value
 from trainer.config.reward import RewardConfig
 from trainer.config.role_specs import RoleSpec
 from trainer.config.rollout import RolloutConfig
@@ -250,8 +249,6 @@ def validate(config: Config) -> None:
         UserError: one sentence that names the key, its value and what is valid.
     """
     for key, value, constraint in walk_keys(config):
-        if (new := successor_of_value(key, value)) is not None:
-            raise config_error(config, key, f"this value is now {new}; write {key}={new}")
         if (problem := constraint.problem(value)) is not None:
             raise config_error(config, key, problem)
     unused = config.task.unused
@@ -269,14 +266,11 @@ def valid_keys(prefix: str = "") -> list[str]:
 
 
 def no_such_key(key: str, groups: Iterable[str] = ()) -> str:
-    """Return a message about a key that the schema does not have: its successor, or similar keys.
+    """Return a message about a key that the schema does not have, and similar keys.
 
     Args:
         groups: names of groups of values, which the command line takes as well.
     """
-    if (new := successor_of(key)) is not None:
-        plus = "+" if is_open(new) or is_open(new.rpartition(".")[0]) else ""
-        return f"{key}: this key is now {new}; write {plus}{new}=VALUE"
     section = key.rpartition(".")[0]
     if is_open(section):
         return f"{key}: {section} takes keys of your choice; write +{key}=VALUE"
@@ -300,8 +294,6 @@ def refuse_unknown_keys(config: Config) -> None:
 
 
 def _instead_of(name: str) -> str:
-    if (new := successor_of(name)) is not None:
-        return f"it is now {new}"
     sections = [name[:end] for end, letter in enumerate(name) if letter == "."]
     open_section = next(filter(is_open, sections), None)
     if open_section is not None:

@@ -25,7 +25,6 @@ from trainer.config.fields import (
     subsection,
     value_of,
 )
-from trainer.config.renamed import METRICS
 from trainer.config.training import CriticConfig, PolicyConfig, ReferenceConfig
 from trainer.errors import UserError
 from trainer.files.uris import is_same, is_url, lies_in, problem_of
@@ -336,9 +335,6 @@ class TrainerConfig(Section):
                 raise UserError(f"{key}={places[key]}: {problem}")
 
     def _check_saving(self, config: Config) -> None:
-        for metric in self.divergence_limits:
-            if metric in METRICS:
-                raise config_error(config, "trainer.divergence_limits", f"{metric} is now {METRICS[metric]}")
         if isinstance(self.ckpt_interval, str) and self.ckpt_interval != "auto":
             raise config_error(config, "trainer.ckpt_interval", "must be a number of steps, -1 or auto")
         for key in ("trainer.keep_best", "trainer.keep_every"):

@@ -58,8 +58,7 @@ from trainer.process.startup import stage
 from trainer.rewards.cache import RewardCache
 from trainer.rewards.scoring import RewardPool
 from trainer.run.compatibility import deciding_settings
-from trainer.run.recorded_task import last_start, recorded_task
-from trainer.run.run_metadata import HOLDS_A_RUN, LOG_NAME, record_start
+from trainer.run.run_metadata import HOLDS_A_RUN, LOG_NAME, last_start, record_start, task_of
 from trainer.sources.base import Evaluation
 from trainer.sources.evaluation import RolloutEvaluator, rewards_by_row
 from trainer.sources.preflight import check_source, find_refusals
@@ -105,7 +104,7 @@ def run_evaluation(cfg: Config, subject: Subject, device: str) -> Results:
 def _refuse_run(directory: str) -> None:
     """Refuse the directory of a training run: its records and its journal, which a resume needs, would be replaced."""
     start = last_start(directory)
-    is_of_training = start is not None and recorded_task(start, ()).name != PATH
+    is_of_training = start is not None and task_of(start).name != PATH
     if is_of_training or os.path.exists(os.path.join(directory, METRICS_FILE)) or last_commit.exists(directory):
         raise UserError(f"trainer.run_dir={directory}: {HOLDS_A_RUN}; an evaluation needs another trainer.run_dir")
 

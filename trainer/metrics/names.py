@@ -135,7 +135,7 @@ METRICS: dict[str, Metric] = {
     ),
     "val/pass@<k>": Metric(
         "Validation prompts for which at least one of k sampled completions is a success (see `val/accuracy`); k is "
-        "`rollout.val_n`: `val/pass@4` with 4. Runs of earlier versions logged it as `val/pass@k`.",
+        "`rollout.val_n`: `val/pass@4` with 4.",
         "share",
     ),
     "val/<name>/accuracy": Metric(

@@ -18,7 +18,7 @@ from functools import partial
 from types import NoneType
 from typing import Any
 
-from trainer.config import LoggerConfig, with_new_metrics
+from trainer.config import LoggerConfig
 from trainer.errors import UserError, is_disk_unwritable
 from trainer.files.appended import AppendedFile
 from trainer.files.atomic_io import write_file
@@ -323,7 +323,7 @@ def check_lines(path: str, first: int | None, last: int) -> None:
 
 
 def _parse(line: bytes) -> dict[str, Any]:
-    return with_new_metrics(parse_object(line, {"step": is_count, str: (is_number, NoneType)}))
+    return parse_object(line, {"step": is_count, str: (is_number, NoneType)})
 
 
 def _plain_values(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -18,7 +18,6 @@ from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.components import CONFIG_FILE, read_config
 from trainer.checkpoint.inspection import find_store
 from trainer.checkpoint.manifest import CheckpointError
-from trainer.config import with_new_names, with_new_words
 from trainer.errors import UserError, did_you_mean, sentence_of
 from trainer.files.documents import flatten, parse_yaml
 from trainer.files.redaction import redact
@@ -27,7 +26,7 @@ from trainer.metrics.names import METRICS
 from trainer.metrics.tracker import METRICS_FILE, read_metrics, values_of
 from trainer.process.log_setup import ToolParser, encodable, escape, run_tool, show
 from trainer.reports.drawing import curve, label_steps, picture
-from trainer.run.recorded_task import RecordedTask, last_start, recorded_task
+from trainer.run.run_metadata import RecordedTask, last_start, task_of
 
 _PER_RUN = (
     "trainer.run_name",
@@ -76,8 +75,8 @@ def read_run(path: str) -> Run:
     if not os.path.exists(file):
         raise UserError(_no_run(path))
     config, rows = _config_of(path), read_metrics(file)
-    start = last_start(path) or {"command": [], "config": config}
-    return Run(path, flatten(config), rows, recorded_task(start, rows), with_new_words(start["command"]))
+    start = last_start(path)
+    return Run(path, flatten(config), rows, task_of(start), start["command"] if start else [])
 
 
 def _config_of(path: str) -> dict[str, Any]:
@@ -86,7 +85,7 @@ def _config_of(path: str) -> dict[str, Any]:
     if os.path.exists(file):
         try:
             with open(file, "rb") as handle:
-                return redact(with_new_names(parse_yaml(handle.read(), {str: dict})))  # earlier versions saved secrets
+                return redact(parse_yaml(handle.read(), {str: dict}))
         except (OSError, ValueError) as error:
             raise UserError(f"{file}: cannot be read ({error})") from error
     store = find_store(path)

@@ -32,8 +32,7 @@ from trainer.process.failures import INFRASTRUCTURE, JOB
 from trainer.process.log_setup import ToolParser, escape, run_tool, show
 from trainer.process.signals import CONTINUES
 from trainer.run.next_command import next_command
-from trainer.run.recorded_task import last_start, recorded_task
-from trainer.run.run_metadata import HOLDS_A_RUN, LOG_NAME, STARTS_FILE
+from trainer.run.run_metadata import HOLDS_A_RUN, LOG_NAME, STARTS_FILE, last_start, task_of
 
 _SHOWN = 10
 _MEMBERS = ("rank", "engine")
@@ -76,7 +75,7 @@ def diagnose(run_dir: str, seconds: float = time_limits.DIAGNOSE_READ_S) -> list
         raise UserError(f"{run_dir}: holds no run ({STARTS_FILE} is missing or damaged)")
     rows, incidents = read_metrics(os.path.join(run_dir, METRICS_FILE)), read_incidents(run_dir)
     step = rows[-1]["step"] if rows else 0
-    task = recorded_task(start, rows)
+    task = task_of(start)
     total = task.total_steps
     good, checkpoints = _checkpoints(run_dir, start, seconds)
     running, gone = holder(run_dir)
@@ -98,7 +97,7 @@ def diagnose(run_dir: str, seconds: float = time_limits.DIAGNOSE_READ_S) -> list
     elif is_refused:
         advice = "repair one, resume with the version that wrote it, or start over with another trainer.run_name"
     else:
-        advice = _advice(start, run_dir, incidents, last_words, task.name)
+        advice = _advice(start, run_dir, incidents, last_words)
     return [*lines, f"next       {advice}"]
 
 
@@ -236,7 +235,7 @@ def _line(incident: Incident) -> str:
     )
 
 
-def _advice(start: dict[str, Any], run_dir: str, incidents: list[Incident], last_words: str, task: str) -> str:
+def _advice(start: dict[str, Any], run_dir: str, incidents: list[Incident], last_words: str) -> str:
     """Return the command that continues a run that has not finished."""
     since = [incident for incident in incidents if not _is_older(incident.time, start.get("time"))]
     at_fault = not since or since[-1].kind == JOB and since[-1].action == "ended the run"  # none: it was refused
@@ -250,7 +249,7 @@ def _advice(start: dict[str, Any], run_dir: str, incidents: list[Incident], last
     if address not in (None, PROCESSES) and (nodes := bad_nodes(incidents)):
         drained = sorted({*nodes, *start["config"]["trainer"].get("excluded_nodes", [])})
         changes["trainer.excluded_nodes"] = f"[{','.join(drained)}]"
-    return again + next_command(start, changes, task)
+    return again + next_command(start, changes)
 
 
 def _is_older(time: Any, than: Any) -> bool:

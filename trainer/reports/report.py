@@ -26,7 +26,7 @@ from trainer.process.log_setup import ToolParser, encodable, run_tool, show
 from trainer.reports import drawing, timeline
 from trainer.reports.compare import find_runs
 from trainer.reports.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, YELLOW, Panel, Rows, curve, number
-from trainer.run.recorded_task import last_start, recorded_task
+from trainer.run.run_metadata import last_start, task_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,14 +57,14 @@ def write_report(run_dir: str, out: str | None = None) -> str:
         raise UserError(f"{source} does not exist; give the directory of a run")
     rows, parent = read_metrics(source), read_metrics(os.path.join(run_dir, PARENT_FILE))
     incidents = read_incidents(run_dir)
-    start = last_start(run_dir) or {"config": {}}
-    task = recorded_task(start, rows)
+    start = last_start(run_dir)
+    task = task_of(start)
     panels = _panels(rows, task.metrics)
     if not panels:
         raise UserError(f"{source} has nothing to draw yet")
     path = out or os.path.join(run_dir, "report.png")
     height, columns = math.ceil(len(panels) / _COLUMNS), min(_COLUMNS, len(panels))
-    notes = _notes(rows, start["config"], columns)
+    notes = _notes(rows, start["config"] if start else {}, columns)
     step = timeline.last_step(run_dir)
     letters = int(0.7 * _LETTERS * columns)  # the names of lanes and spans stand beside them
     below = [] if step is None else timeline.lines_below(step, letters)

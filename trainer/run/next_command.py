@@ -10,48 +10,39 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer.config import with_new_words
-from trainer.files.redaction import HIDDEN, redact_command
+from trainer.files.redaction import HIDDEN
 
-_MODULES = {"trainer.main": "train", "trainer.sft": "sft"}
+_JOBS = ("train", "sft")
 PYTHON_RUN = "trainer.api.worker_main"
 """The module of the process that `trainer.train` starts."""
-_PYTHON_RUNS = (PYTHON_RUN, "trainer.api.child")  # its name in earlier versions
 PASSED_FUNCTIONS = "passed_functions"
 """The package of the functions that were passed to `trainer.train` by value."""
 _PASSED = re.compile(rf"{PASSED_FUNCTIONS}\.(\w+?)(?:_\d+)?:(\w+)")
 _RESUME = "trainer.resume_mode"
-_TASK = "trainer.task"
 _NONE = ("none", "null", "None", "")
 
 
 def command_of(words: Sequence[str]) -> list[str]:
     """Return the recorded words of a command as a user gives it; as they are if it was not on the command line."""
-    words = with_new_words(redact_command(words))  # earlier versions recorded secrets
     for i, word in enumerate(words):
-        if word in _MODULES:
-            return ["trainer", _MODULES[word], *words[i + 1 :]]
-        if os.path.basename(word) == "trainer" and words[i + 1 : i + 2] in [[name] for name in _MODULES.values()]:
+        if os.path.basename(word) == "trainer" and words[i + 1 : i + 2] in [[job] for job in _JOBS]:
             return ["trainer", *words[i + 1 :]]
     return list(words)
 
 
-def next_command(start: Mapping[str, Any], changes: Mapping[str, str | None], task: str = "rl") -> str:
+def next_command(start: Mapping[str, Any], changes: Mapping[str, str | None]) -> str:
     """Return how to continue the run: a line for a shell; for a run from Python, the call.
 
     Args:
         start: the line of `starts.jsonl`.
         changes: keys that the next start sets, with their values; None: a key that it does not set any more.
-        task: of the run. Calls of `trainer.train` of earlier versions did not name it among their overrides.
     """
     command = command_of(start["command"])
     directory = shlex.quote(start["directory"])
-    module = next((word for word in command if word in _PYTHON_RUNS), None)
-    if module and task != "rl" and _TASK not in map(_key, command):
-        changes = {_TASK: task, **changes}
-    arguments = _resuming(command[command.index(module) + 1 :] if module else command, changes)
+    from_python = PYTHON_RUN in command
+    arguments = _resuming(command[command.index(PYTHON_RUN) + 1 :] if from_python else command, changes)
     hidden = f" (write what {HIDDEN} hides)" if any(HIDDEN in argument for argument in arguments) else ""
-    if module:
+    if from_python:
         return f"in Python, in {directory}{_call(arguments)}{hidden}"
     if command[0] == "trainer" and shutil.which("trainer") is None:
         arguments = [sys.executable, "-m", *arguments]

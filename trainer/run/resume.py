@@ -31,9 +31,8 @@ from trainer.files.redaction import redact
 from trainer.files.uris import absolute, is_same, is_url
 from trainer.metrics.tracker import METRICS_FILE, PARENT_FILE, as_lines, read_metrics
 from trainer.run import compatibility
-from trainer.run.recorded_task import starts_from
 from trainer.run.run_files import RunFiles
-from trainer.run.run_metadata import has_metrics, second_run
+from trainer.run.run_metadata import has_metrics, second_run, starts_from
 
 LOG = logging.getLogger(__name__)
 
@@ -210,10 +209,9 @@ def compare(cfg: Config, checkpoint: Checkpoint, fork: bool) -> Resume:
     """
     saved: dict[str, Any] = read_config(checkpoint)
     restored = frozenset(cfg.trainer.load_components or LOAD_COMPONENTS) if fork else frozenset(LOAD_COMPONENTS)
-    # A new password is no change of the run. Earlier versions saved secrets.
+    # A new password is no change of the run.
     pair = (redact(config, references=False) for config in (saved, dataclasses.asdict(cfg)))
     defaults = dataclasses.asdict(Config())
-    defaults["trainer"]["task"] = cfg.trainer.task  # earlier versions saved no task; the data, which is compared, tells
     changes = compatibility.find_changes(*pair, defaults)
     movable = () if fork else movable_paths(checkpoint, cfg)
     rules = compatibility.resume_rules(cfg, SavedRun(saved, checkpoint.manifest["roles"]), movable)

@@ -15,15 +15,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from trainer import __version__
-from trainer.config import Config
+from trainer.config import Config, Metric
 from trainer.errors import UserError
 from trainer.files.appended import AppendedFile
 from trainer.files.atomic_io import write_file
-from trainer.files.documents import dump_yaml
+from trainer.files.documents import Shape, dump_yaml, is_count, parse_object
 from trainer.files.redaction import redact, redact_command
 from trainer.metrics.tracker import METRICS_FILE
 from trainer.process import time_limits
@@ -35,7 +37,18 @@ LOG_NAME = "log.txt"
 HOLDS_A_RUN = "already holds a run"
 """In the sentence about a start that was refused because the directory is not empty."""
 
-
+_START: dict[Any, Shape] = {
+    "command": [str],
+    "directory": str,
+    "task": {
+        "name": str,
+        "total_steps": is_count,
+        "best_metric": str,
+        "best_mode": str,
+        "metrics": {str: {"meaning": str, "unit": str, "better": str, "panel": str, "watched": bool}},
+    },
+    "config": {"trainer": {"total_steps": is_count, "ckpt_path": str}},
+}
 _FIELD = re.compile(r"^(Name|Version): *(.*?) *$", re.MULTILINE)
 _early: set[str] = set()
 
@@ -88,7 +101,7 @@ def record_start(run_dir: str, cfg: Config, resumed_step: int | None = None) -> 
         _early.remove(run_dir)
         return
     config = redact(dataclasses.asdict(cfg))
-    command = redact_command(sys.orig_argv)
+    command, task = redact_command(sys.orig_argv), RecordedTask.of(cfg)
     LOG_FILE.write(f"start of {shlex.join(command)}")
     start = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -98,7 +111,7 @@ def record_start(run_dir: str, cfg: Config, resumed_step: int | None = None) -> 
         "pid": os.getpid(),
         "versions": versions(),
         "git": git_states([os.path.dirname(__file__), os.getcwd()]),
-        "task": describe_task(cfg),
+        "task": {**vars(task), "metrics": {name: metric._asdict() for name, metric in task.metrics.items()}},
         "resumed_step": resumed_step,
         "config": config,
     }
@@ -108,16 +121,54 @@ def record_start(run_dir: str, cfg: Config, resumed_step: int | None = None) -> 
     starts.sync()  # a job must not start on a full disk
 
 
-def describe_task(cfg: Config) -> dict[str, Any]:
-    """Return what a start records of its task."""
-    metric, mode = cfg.compared_by
-    return {
-        "name": cfg.trainer.task,
-        "total_steps": cfg.total_steps,
-        "best_metric": metric,
-        "best_mode": mode,
-        "metrics": {name: metric._asdict() for name, metric in cfg.task.metrics.items()},
-    }
+@dataclass(frozen=True)
+class RecordedTask:
+    """What a start records of its task: reports read it without the code of the run."""
+
+    name: str
+    """The value of `trainer.task`."""
+    total_steps: int
+    best_metric: str
+    """The metric that steps are compared by."""
+    best_mode: str
+    """`max` or `min`."""
+    metrics: Mapping[str, Metric]
+    """The task's own metrics."""
+
+    @classmethod
+    def of(cls, cfg: Config) -> RecordedTask:
+        return cls(cfg.trainer.task, cfg.total_steps, *cfg.compared_by, cfg.task.metrics)
+
+    @property
+    def watched(self) -> tuple[str, ...]:
+        """Its own metrics that are watched after a resume."""
+        return tuple(name for name, metric in self.metrics.items() if metric.watched)
+
+
+def task_of(start: Mapping[str, Any] | None) -> RecordedTask:
+    """Return the task of a line of `starts.jsonl`; for None that of the default config."""
+    if start is None:
+        return RecordedTask.of(Config())
+    metrics = {name: Metric(**metric) for name, metric in start["task"]["metrics"].items()}
+    return RecordedTask(**{**start["task"], "metrics": metrics})
+
+
+def last_start(run_dir: str) -> dict[str, Any] | None:
+    """Return the last line of `starts.jsonl` that can be read; None if there is none."""
+    return next(_starts(run_dir), None)
+
+
+def starts_from(run_dir: str, step: int) -> list[dict[str, Any]]:
+    """Return the last starts of a run that have all resumed from the checkpoint of `step`, and saved no newer one."""
+    return list(takewhile(lambda start: start.get("resumed_step") == step, _starts(run_dir)))
+
+
+def _starts(run_dir: str) -> Iterator[dict[str, Any]]:
+    """Yield the lines of `starts.jsonl` that can be read, the last one first."""
+    with contextlib.suppress(FileNotFoundError), open(os.path.join(run_dir, STARTS_FILE), "rb") as file:
+        for line in reversed(file.read().splitlines()):
+            with contextlib.suppress(ValueError):
+                yield parse_object(line, _START)
 
 
 @functools.cache

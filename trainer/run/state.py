@@ -8,21 +8,16 @@ from typing import Any
 
 from trainer.files.documents import Shape, is_count, is_number
 
-_SHAPE: dict[Any, Shape] = {
+SHAPE_OF_STATE: dict[Any, Shape] = {
     "step": is_count,
     "counters": {"prompts": is_count, "samples": is_count, "tokens": is_count},
     "kl_controller": {"kind": str, "coef": is_number},
     "best": {str: is_number},
     "tracker": {"wandb_run_id": (str, NoneType), str: (str, NoneType)},
     "rng": {str: str},
+    "history": str,
 }
-
-
-def shape_of_state(state: dict[str, Any]) -> dict[Any, Shape]:
-    """Return the shape of a saved state. Earlier versions saved step and tracker alone for runs without rewards."""
-    shape = _SHAPE | ({"history": str} if "history" in state else {})
-    is_short = not state.keys() & {"counters", "kl_controller", "best", "rng"}
-    return {name: _SHAPE[name] for name in ("step", "tracker")} if is_short else shape
+"""The shape of `trainer_state.json`."""
 
 
 @dataclass
@@ -49,8 +44,8 @@ class TrainerState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the state of a checkpoint, whose shape is that of `shape_of_state`."""
-        counters = state.get("counters", {})
-        self.step, self.best = state["step"], state.get("best", {})
-        self.prompts, self.samples, self.tokens = (counters.get(name, 0) for name in ("prompts", "samples", "tokens"))
+        """Take over the state of a checkpoint, whose shape is `SHAPE_OF_STATE`."""
+        counters = state["counters"]
+        self.step, self.best = state["step"], state["best"]
+        self.prompts, self.samples, self.tokens = (counters[name] for name in ("prompts", "samples", "tokens"))
         self.run_ids = dict(state["tracker"])

@@ -243,14 +243,12 @@ def test_real_gsm8k_trains_on_two_ranks(tmp_path):
 
 def test_supervised_training_is_a_run_with_checkpoints_and_learns_from_the_rollouts_of_another(tmp_path):
     first = run_forked_job(
-        "sft.steps=4", "trainer.num_workers=2", "trainer.hf_save_interval=2", module="trainer.sft", cwd=tmp_path
+        "sft.steps=4", "trainer.num_workers=2", "trainer.hf_save_interval=2", job="sft", cwd=tmp_path
     )
     assert first.returncode == 0, first.stderr
     exports = [line for line in first.stdout.splitlines() if line.startswith("exported ")]
     assert [line.split("exports/")[1] for line in exports] == ["global_step_2/policy", "global_step_4/policy"]
-    more = run_forked_job(
-        "sft.steps=6", "trainer.resume_mode=latest", "trainer.num_workers=1", module="trainer.sft", cwd=tmp_path
-    )
+    more = run_forked_job("sft.steps=6", "trainer.resume_mode=latest", "trainer.num_workers=1", job="sft", cwd=tmp_path)
     assert more.returncode == 0, more.stderr
     rows = metrics(tmp_path / "outputs/default")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -284,7 +282,7 @@ def test_supervised_training_is_a_run_with_checkpoints_and_learns_from_the_rollo
         "sft.steps=3",
         "trainer.policy.lora.rank=4",
         "trainer.hf_save_lora=adapter",
-        module="trainer.sft",
+        job="sft",
         cwd=tmp_path,
     )
     assert offline.returncode == 0, offline.stderr
@@ -302,7 +300,7 @@ def test_supervised_training_is_a_run_with_checkpoints_and_learns_from_the_rollo
         "trainer.max_restarts=0",
         "sft.optimizer.lr=1e30",
         "sft.optimizer.warmup_steps=0",
-        module="trainer.sft",
+        job="sft",
         cwd=tmp_path,
     )
     sentence = burst.stderr.strip().splitlines()[-1]
@@ -311,8 +309,8 @@ def test_supervised_training_is_a_run_with_checkpoints_and_learns_from_the_rollo
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("module", ["trainer.main", "trainer.sft"])
-def test_a_job_that_cannot_save_its_last_step_exits_with_1(tmp_path, module):
+@pytest.mark.parametrize("job", ["train", "sft"])
+def test_a_job_that_cannot_save_its_last_step_exits_with_1(tmp_path, job):
     """What a save writes has longer names than what tries the directory before: no save succeeds."""
     place = str(tmp_path)
     while len(place) < 4035:
@@ -324,11 +322,11 @@ def test_a_job_that_cannot_save_its_last_step_exits_with_1(tmp_path, module):
         "trainer.ckpt_failures_allowed=9",
         "trainer.hf_save_interval=2",
         f"trainer.ckpt_path={place}",
-        module=module,
+        job=job,
         cwd=tmp_path,
     )
     assert job.returncode == 1, job.stdout + job.stderr
     (sentence,) = [line for line in job.stderr.splitlines() if line.startswith("error: ")]
     assert "is trained but not saved: trainer.ckpt_path=" in sentence and "name too long" in sentence, sentence
     assert "finished" not in job.stdout and "Traceback" not in job.stderr
-    assert len(metrics(tmp_path / "outputs/default")) == (2 if module == "trainer.main" else 3)
+    assert len(metrics(tmp_path / "outputs/default")) == (2 if job == "train" else 3)

@@ -12,7 +12,7 @@ from tests.support.jobs import SMALL
 from tests.support.namespaces import with_mounts
 from tests.support.refusals import refused, without_privilege
 
-JOB = [sys.executable, "-m", "trainer.main", *SMALL, "rollout=transformers"]
+JOB = [sys.executable, "-m", "trainer", "train", *SMALL, "rollout=transformers"]
 
 
 @pytest.fixture(autouse=True)

@@ -33,7 +33,7 @@ def test_a_trained_reward_model_is_saved_exported_and_read(tmp_path):
            "trainer.train_batch_size=4", "trainer.total_steps=2", "trainer.hf_save_interval=2",
            "trainer.ckpt_interval=2", "trainer.policy.optimizer.lr=1e-2", "logger.plot=false"]  # fmt: skip
     job += [f"trainer.run_dir={tmp_path}/run", "trainer.ray_address=processes", "trainer.device=cpu"]
-    done = run_forked("trainer.main", job, tmp_path, environment(), 300)
+    done = run_forked("trainer", ["train", *job], tmp_path, environment(), 300)
     assert done.returncode == 0, done.stdout + done.stderr
     first, last = metrics(tmp_path / "run")
     assert first["policy/loss"] == pytest.approx(math.log(2)) and last["policy/margin"] > 0, "the head starts at 0"

@@ -211,17 +211,17 @@ def test_supervised_training_killed_twice_ends_as_if_never_killed(tmp_path):
             "data.messages_key=messages", "sft.batch_size=2", "sft.max_length=64", "sft.steps=8",
             "data.train_size=-1", "trainer.num_workers=2", "trainer.ckpt_interval=2", "logger.plot=false",
             "trainer.resume_mode=latest"]  # fmt: skip
-    whole = run_forked_job(*base, "trainer.run_name=whole", module="trainer.sft", cwd=tmp_path)
+    whole = run_forked_job(*base, "trainer.run_name=whole", job="sft", cwd=tmp_path)
     assert whole.returncode == 0, whole.stdout + whole.stderr
     job = [*base, "trainer.run_name=killed"]
     for attempt, place in enumerate(["save:manifest_written,2", "save:staged,2"]):
         reached, log = tmp_path / f"reached{attempt}", tmp_path / f"log{attempt}"
         env = {"TRAINER_FAILPOINT": f"{place},{reached}"}
-        process = start_forked_job(*job, module="trainer.sft", cwd=tmp_path, env=env, log=log)
+        process = start_forked_job(*job, job="sft", cwd=tmp_path, env=env, log=log)
         wait_until(lambda reached=reached, process=process: reached.exists() or process.poll() is not None)
         process.kill_group()
         assert process.wait() == -signal.SIGKILL, log.read_text()
-    last = run_forked_job(*job, module="trainer.sft", cwd=tmp_path)
+    last = run_forked_job(*job, job="sft", cwd=tmp_path)
     assert last.returncode == 0, last.stdout + last.stderr
     runs = [tmp_path / "outputs" / name for name in ("whole", "killed")]
     rows = [comparable(metrics(run)) for run in runs]
@@ -234,7 +234,7 @@ def test_supervised_training_killed_twice_ends_as_if_never_killed(tmp_path):
     for name in appended:
         with (runs[1] / name).open("ab") as file:
             file.write(b'{"step": 9, "sft/lo')
-    assert "nothing is left to do" in run_forked_job(*job, module="trainer.sft", cwd=tmp_path).stdout
+    assert "nothing is left to do" in run_forked_job(*job, job="sft", cwd=tmp_path).stdout
     assert (runs[1] / "metrics.jsonl").read_bytes() == appended["metrics.jsonl"]
     starts = (runs[1] / "starts.jsonl").read_bytes()
     assert starts.startswith(appended["starts.jsonl"]) and all(map(json.loads, starts.splitlines()))
@@ -245,6 +245,6 @@ def test_supervised_training_killed_twice_ends_as_if_never_killed(tmp_path):
     lines = metrics(runs[1])
     lines[6]["sft/loss"] += 1.0
     (runs[1] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    back = run_forked_job(*job, "trainer.on_resume_mismatch=fallback", module="trainer.sft", cwd=tmp_path)
+    back = run_forked_job(*job, "trainer.on_resume_mismatch=fallback", job="sft", cwd=tmp_path)
     assert back.returncode == 0 and "checkpoints/global_step_4, step 4" in back.stdout, back.stdout + back.stderr
     assert comparable(metrics(runs[1])) == rows[0]

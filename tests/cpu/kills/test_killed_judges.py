@@ -81,7 +81,7 @@ def test_a_job_with_a_remote_reward_ends_as_if_never_killed(tmp_path):
     assert "resume verified" in (tmp_path / "killed.log").read_text()
 
     again = (*PPO, *CONFIG, *job, "trainer.total_steps=8", "reward.max_error_rate=1")
-    other_data = run_forked("trainer.main", [*again, "data.train_size=11"], tmp_path, environment(), timeout=300)
+    other_data = run_forked("trainer", ["train", *again, "data.train_size=11"], tmp_path, environment(), timeout=300)
     assert other_data.returncode == 2, other_data.stderr
     assert "data: the number of prompts is not that of the checkpoint" in other_data.stderr
     assert "trainer.load_components=[weights,optimizer,rng,state]" in other_data.stderr
@@ -89,7 +89,7 @@ def test_a_job_with_a_remote_reward_ends_as_if_never_killed(tmp_path):
     weights = tmp_path / "model/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
     changes = ("data.train_size=11", "trainer.policy.optimizer.lr=1e-4", "rollout.n=3")
-    all_at_once = run_forked("trainer.main", [*again, *changes], tmp_path, environment(), timeout=300)
+    all_at_once = run_forked("trainer", ["train", *again, *changes], tmp_path, environment(), timeout=300)
     assert all_at_once.returncode == 2, all_at_once.stderr
     refused = [line.strip().split("=")[0].split(":")[0] for line in all_at_once.stderr.splitlines()[1:]]
     assert {"rollout.n", "trainer.policy.optimizer.lr", "data", "model.path"} <= set(refused), all_at_once.stderr

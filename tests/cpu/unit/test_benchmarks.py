@@ -127,7 +127,7 @@ def test_the_jobs_of_a_benchmark_read_all_their_words(tmp_path, pop_command, nam
         with contextlib.suppress(SystemExit, AssertionError, subprocess.CalledProcessError):
             start(str(directory))
         flag, module, *words = pop_command()
-        assert flag == "-m" and module in ("trainer", "trainer.main", "trainer.inference")
+        assert flag == "-m" and module in ("trainer", "trainer.inference")
         words = [word for word in words if word != "train"]
         config = compose(words)
         if module != "trainer.inference":  # a server reads the words of its jobs too

@@ -19,26 +19,26 @@ from trainer.main import too_few_gpus
 
 
 @pytest.mark.parametrize(
-    "module, overrides, sentence",
+    "job, overrides, sentence",
     [
-        ("trainer.main", ["trainer.device=cuda"], "trainer.device=cuda: torch finds no CUDA device"),
+        ("train", ["trainer.device=cuda"], "trainer.device=cuda: torch finds no CUDA device"),
         (
-            "trainer.sft",
+            "sft",
             ["trainer.device=cuda", "--config=both.yaml"],
             "trainer.device=cuda: torch finds no CUDA device",
         ),
         (
-            "trainer.sft",
+            "sft",
             ["--config=both.yaml", "rollout.n=2", "algorithm=ppo"],
             "^error: rollout.n, algorithm=ppo: trainer.task=sft does not read them, so leave them out or",
         ),
-        ("trainer.main", ["algorithm.tau_pos=1"], "algorithm.tau_pos=1.0: .*policy_loss=clip does not take it"),
+        ("train", ["algorithm.tau_pos=1"], "algorithm.tau_pos=1.0: .*policy_loss=clip does not take it"),
     ],
 )
-def test_jobs_check_devices_and_what_they_read(module, overrides, sentence, tmp_path):
+def test_jobs_check_devices_and_what_they_read(job, overrides, sentence, tmp_path):
     """A config file may have keys of several tasks, the command line may not."""
     (tmp_path / "both.yaml").write_text("rollout: {n: 4}\nalgorithm: {tau_pos: 1}\n")
-    done = run_forked_job(*overrides, cwd=tmp_path, module=module)
+    done = run_forked_job(*overrides, cwd=tmp_path, job=job)
     assert done.returncode == 2, done.stdout + done.stderr
     assert re.search(sentence, done.stderr.strip().splitlines()[-1]), done.stderr
     assert "Traceback" not in done.stderr
@@ -49,7 +49,7 @@ def test_a_new_run_is_recorded_before_the_long_imports(tmp_path):
     """Killed while it imports torch."""
     (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[3]}"}
-    done = subprocess.run([sys.executable, "-m", "trainer.main", "trainer.seed=3"], cwd=tmp_path, env=env)
+    done = subprocess.run([sys.executable, "-m", "trainer", "train", "trainer.seed=3"], cwd=tmp_path, env=env)
     assert done.returncode == -signal.SIGKILL
     run = tmp_path / "outputs/default"
     assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["seed"] == 3
@@ -65,7 +65,7 @@ def test_a_directory_with_a_run_is_refused_before_the_long_imports(tmp_path):
     (run / "metrics.jsonl").write_text('{"step": 1}\n')
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[3]}"}
     done = subprocess.run(
-        [sys.executable, "-m", "trainer.main"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "trainer", "train"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
     )
     start = "error: trainer.run_dir=outputs/default: already holds a run; continue it with"
     assert done.returncode == 2 and done.stderr.startswith(start), done.stderr
@@ -133,13 +133,13 @@ def test_a_file_with_a_reward_that_its_environment_replaces_is_refused_by_its_li
     )
 
 
-@pytest.mark.parametrize("module", ["trainer.main", "trainer.sft"])
-def test_all_bad_rows_are_listed_before_models_or_ranks_start(module, tmp_path, monkeypatch):
+@pytest.mark.parametrize("job", ["train", "sft"])
+def test_all_bad_rows_are_listed_before_models_or_ranks_start(job, tmp_path, monkeypatch):
     monkeypatch.setenv("TRAINER_CACHE", str(tmp_path / "cache"))
     good = '{"prompt": "a", "answer": "b"}\n'
     (tmp_path / "a.jsonl").write_text(good * 30 + "{\n" + good + "[]\n")
     done = run_forked_job(
-        "data=files", "data.train_files=[a.jsonl]", "data.val_files=[none.jsonl]", cwd=tmp_path, module=module
+        "data=files", "data.train_files=[a.jsonl]", "data.val_files=[none.jsonl]", cwd=tmp_path, job=job
     )
     assert done.returncode == 2, done.stdout + done.stderr
     for line, start in zip(

@@ -56,9 +56,9 @@ def unmarked(request):
 
 def test_a_process_of_python_is_refused_with_a_sentence(unmarked):
     with pytest.raises(
-        pytest.fail.Exception, match=r"test_a_process_.* starts a process of Python \(-m trainer.main\)"
+        pytest.fail.Exception, match=r"test_a_process_.* starts a process of Python \(-m trainer train\)"
     ):
-        subprocess.Popen([sys.executable, "-m", "trainer.main"])
+        subprocess.Popen([sys.executable, "-m", "trainer", "train"])
 
 
 def test_sandboxes_and_other_programs_are_not_refused(unmarked):
@@ -72,4 +72,4 @@ def test_sandboxes_and_other_programs_are_not_refused(unmarked):
 def test_marked_tests_may_start_what_they_like(request):
     request.node.add_marker(process_marks.MARK)
     watch(request.node)
-    refuse_processes("subprocess.Popen", (sys.executable, [sys.executable, "-m", "trainer.main"], "", {}))
+    refuse_processes("subprocess.Popen", (sys.executable, [sys.executable, "-m", "trainer", "train"], "", {}))

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from trainer.config import Config, FSDPConfig, RoleSpec, policy_role
-from trainer.config.axes import AXES, Axis, axes_in_rank_order, axis_sizes, with_new_names
+from trainer.config.axes import AXES, Axis, axes_in_rank_order, axis_sizes
 from trainer.config.tasks import TASKS, find_task
 from trainer.errors import UserError
 
@@ -35,12 +35,6 @@ def test_an_axis_whose_size_has_no_key_is_named(monkeypatch):
     monkeypatch.setitem(AXES, "copies", Axis("copies"))
     with pytest.raises(AssertionError, match="the axis copies: TrainerConfig has no key copies"):
         axis_sizes(Config().trainer)
-
-
-def test_axes_of_earlier_checkpoints_get_the_names_of_today():
-    former = {"replicate": 1, "shard": 2, "context": 3, "tensor": 4}
-    assert with_new_names(former) == {"dp_replicate": 1, "dp_shard": 2, "cp": 3, "tp": 4}
-    assert with_new_names({"dp_shard": 2}) == {"dp_shard": 2}
 
 
 def test_compiled_blocks_of_any_role_are_refused_with_tensor_parallelism(monkeypatch):

@@ -30,7 +30,7 @@ run_app(train)
 
 
 def without_torch(*overrides: str, cwd) -> subprocess.CompletedProcess[str]:
-    """The command line of `trainer.main` in a process that cannot import torch."""
+    """The command line of `trainer train` in a process that cannot import torch."""
     command = [sys.executable, "-c", TORCHLESS, *overrides]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, env=environment())
 
@@ -103,7 +103,7 @@ def without_torch(*overrides: str, cwd) -> subprocess.CompletedProcess[str]:
 )
 def test_wrong_input_is_refused_with_status_2(overrides, sentence, tmp_path):
     (tmp_path / "deep").mkdir()
-    done = run_forked("trainer.main", overrides, tmp_path / "deep", environment(), timeout=300)
+    done = run_forked("trainer", ["train", *overrides], tmp_path / "deep", environment(), timeout=300)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     line = done.stderr.strip().splitlines()[-1]

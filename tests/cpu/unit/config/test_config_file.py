@@ -37,8 +37,8 @@ def file(tmp_path) -> Path:
     return tmp_path / "own.yaml"
 
 
-def command(*words: object, cwd: Path, module: str = "trainer.main") -> subprocess.CompletedProcess[str]:
-    return run_forked(module, list(map(str, words)), cwd, environment(), timeout=300)
+def command(*words: object, cwd: Path, job: str = "train") -> subprocess.CompletedProcess[str]:
+    return run_forked("trainer", [job, *map(str, words)], cwd, environment(), timeout=300)
 
 
 def test_the_file_has_the_meaning_of_its_overrides(file):
@@ -192,11 +192,11 @@ def test_wrong_words_around_the_file(words, sentence, file):
     assert done.returncode == 2 and done.stderr.startswith(f"error: {sentence}"), done.stderr
 
 
-@pytest.mark.parametrize("module", ["trainer.main", "trainer.sft"])
-def test_every_job_takes_the_file_from_any_directory(module, file, tmp_path):
+@pytest.mark.parametrize("job", ["train", "sft"])
+def test_every_job_takes_the_file_from_any_directory(job, file, tmp_path):
     directory = tmp_path / "else where"
     directory.mkdir()
-    done = command("--cfg", "job", "--config", "../own.yaml", cwd=directory, module=module)
+    done = command("--cfg", "job", "--config", "../own.yaml", cwd=directory, job=job)
     assert yaml.safe_load(done.stdout)["rollout"]["n"] == 3, done.stderr
 
 

@@ -20,7 +20,7 @@ from trainer.process.signals import CONTINUES
 from trainer.reports.diagnose import main
 from trainer.run.run_metadata import record_start
 
-COMMAND = ["/usr/bin/python3", "-m", "trainer.main", "trainer.run_name=a b", "trainer.total_steps=9"]
+COMMAND = ["/usr/bin/python3", "-m", "trainer", "train", "trainer.run_name=a b", "trainer.total_steps=9"]
 
 
 def said(run: Path, capsys, status: int = 0) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from trainer.api.running import _with_functions
-from trainer.run.next_command import next_command
+from trainer.run.next_command import PYTHON_RUN, next_command
 
 PYTHON = ["/usr/bin/python3", "-m"]
 
@@ -37,11 +37,11 @@ def program(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("command", "arguments"),
     [
-        ([*PYTHON, "trainer.main", "trainer.run_name=a b"], ["train", "trainer.run_name=a b"]),
+        ([*PYTHON, "trainer", "train", "trainer.run_name=a b"], ["train", "trainer.run_name=a b"]),
         (["/v/bin/python", "/v/bin/trainer", "sft", "--config", "my file.yaml"], ["sft", "--config", "my file.yaml"]),
         ([*PYTHON, "trainer", "train", "-m", "trainer.seed=1,2"], ["train", "-m", "trainer.seed=1,2"]),
-        ([*PYTHON, "trainer.main", "++trainer.resume_mode=null", "x=1"], ["train", "x=1"]),
-        ([*PYTHON, "trainer.main", "trainer.resume_mode=none"], ["train"]),
+        ([*PYTHON, "trainer", "train", "++trainer.resume_mode=null", "x=1"], ["train", "x=1"]),
+        ([*PYTHON, "trainer", "train", "trainer.resume_mode=none"], ["train"]),
     ],
 )
 def test_it_is_the_same_command_which_resumes(command, arguments):
@@ -53,18 +53,18 @@ def test_it_is_the_same_command_which_resumes(command, arguments):
 
 @pytest.mark.parametrize("mode", ["trainer.resume_mode=latest", "+trainer.resume_mode=from_path"])
 def test_a_command_that_resumes_stays_as_it_is(mode):
-    shown = next_command(start(*PYTHON, "trainer.main", mode, "trainer.seed=3"), {})
+    shown = next_command(start(*PYTHON, "trainer", "train", mode, "trainer.seed=3"), {})
     assert shown.endswith(f" && trainer train {mode} trainer.seed=3")
 
 
 @pytest.mark.parametrize(("given", "added"), [(["a=1", "b=2"], ""), (["b=2"], " a=null")])
 def test_a_key_that_is_not_set_any_more_is_left_out_or_null_if_a_file_sets_it(given, added):
-    shown = next_command(start(*PYTHON, "trainer.main", *given), {"a": None})
+    shown = next_command(start(*PYTHON, "trainer", "train", *given), {"a": None})
     assert shown.endswith(f" && trainer train b=2 trainer.resume_mode=latest{added}")
 
 
 def test_a_change_takes_the_place_of_the_key_in_the_command():
-    command = start(*PYTHON, "trainer.main", "trainer.run_dir=old", "+trainer.excluded_nodes=[a]", "x=1")
+    command = start(*PYTHON, "trainer", "train", "trainer.run_dir=old", "+trainer.excluded_nodes=[a]", "x=1")
     shown = next_command(command, {"trainer.run_dir": "/new", "trainer.excluded_nodes": "[a,b]"})
     assert shown.endswith(
         "trainer train x=1 trainer.resume_mode=latest trainer.run_dir=/new 'trainer.excluded_nodes=[a,b]'"
@@ -73,19 +73,15 @@ def test_a_change_takes_the_place_of_the_key_in_the_command():
 
 def test_without_the_program_on_the_search_path_python_is_named(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    shown = next_command(start(*PYTHON, "trainer.sft"), {}, "sft")
+    shown = next_command(start(*PYTHON, "trainer", "sft"), {})
     assert shown.endswith(f" && {sys.executable} -m trainer sft trainer.resume_mode=latest")
 
 
-@pytest.mark.parametrize("module", ["trainer.api.worker_main", "trainer.api.child"])
-def test_a_run_from_python_is_called_again(module):
-    """The process of such a run waits for a pickle on stdin. Earlier versions called its module `child`."""
-    child = start(*PYTHON, module, "algorithm=ppo", "trainer.run_name=it's")
+def test_a_run_from_python_is_called_again():
+    """The process of such a run waits for a pickle on stdin."""
+    child = start(*PYTHON, PYTHON_RUN, "algorithm=ppo", "trainer.run_name=it's")
     call = """trainer.train(['algorithm=ppo', "trainer.run_name=it's", 'trainer.resume_mode=latest'])"""
     assert next_command(child, {}) == f"in Python, in '/home/me/my project': {call}"
-    assert next_command(child, {}, "sft").endswith("'trainer.resume_mode=latest', 'trainer.task=sft'])")
-    named = start(*PYTHON, module, "trainer.task=sft")
-    assert next_command(named, {}, "sft").endswith("trainer.train(['trainer.task=sft', 'trainer.resume_mode=latest'])")
 
 
 @pytest.mark.parametrize(
@@ -109,18 +105,6 @@ def test_functions_that_were_passed_from_python_are_passed_again(functions):
     )
 
 
-def test_a_command_of_an_earlier_version_is_given_with_the_names_of_today():
-    words = ["/v/bin/trainer", "train", "trainer.drained_nodes=[a]", "+environment.options.n=2"]
-    command = next_command(start("/v/bin/python", *words), {"trainer.excluded_nodes": "[a,b]"}, False)
-    assert shlex.split(command.partition(" && ")[2]) == [
-        "trainer",
-        "train",
-        "+environment.kwargs.n=2",
-        "trainer.resume_mode=latest",
-        "trainer.excluded_nodes=[a,b]",
-    ]
-
-
 def test_a_hidden_secret_is_to_be_written_again():
-    shown = next_command(start(*PYTHON, "trainer.main", "reward.url=http://x?key=***"), {})
+    shown = next_command(start(*PYTHON, "trainer", "train", "reward.url=http://x?key=***"), {})
     assert shown.endswith(" (write what *** hides)")

@@ -1,4 +1,4 @@
-"""The task that a run directory records, also one that an earlier version wrote."""
+"""The task that a run directory records."""
 
 from __future__ import annotations
 
@@ -11,32 +11,8 @@ from trainer.config import Config, Metric
 from trainer.config.tasks import TASKS, TaskSpec, add_task, find_task
 from trainer.errors import UserError
 from trainer.run.directory import RunDirectory
-from trainer.run.recorded_task import last_start, recorded_task
-from trainer.run.run_metadata import record_start
-
-PYTHON = ["python", "-m"]
-
-
-def earlier(command: list[str], **sft: int) -> dict:
-    """A line of `starts.jsonl` of a version that recorded no task."""
-    trainer = {"total_steps": 140, "ckpt_path": "x", "best_metric": "val/accuracy", "best_mode": "max"}
-    return {"command": command, "directory": "/", "config": {"trainer": trainer, "sft": {"steps": 30, **sft}}}
-
-
-@pytest.mark.parametrize(
-    "start, row, name, steps, best",
-    [
-        (earlier([*PYTHON, "trainer.main"]), {}, "rl", 140, ("val/accuracy", "max")),
-        (earlier([*PYTHON, "trainer.sft", "x=1"]), {}, "sft", 30, ("val/loss", "min")),
-        (earlier(["/bin/trainer", "sft"]), {}, "sft", 30, ("val/loss", "min")),
-        (earlier([*PYTHON, "trainer.api.child"]), {"sft/loss": 1.0}, "sft", 30, ("val/loss", "min")),
-        (earlier([*PYTHON, "trainer.api.child"]), {"reward/mean": 1.0}, "rl", 140, ("val/accuracy", "max")),
-        ({"config": {}}, {"sft/loss": 1.0}, "sft", 0, ("val/loss", "min")),
-    ],
-)
-def test_the_task_of_a_run_of_an_earlier_version_is_found(start, row, name, steps, best):
-    task = recorded_task(start, [{"step": 1, **row}])
-    assert (task.name, task.total_steps, (task.best_metric, task.best_mode)) == (name, steps, best)
+from trainer.run.replay import jumps
+from trainer.run.run_metadata import last_start, record_start, task_of
 
 
 def test_a_start_names_its_task_for_those_who_cannot_import_it(tmp_path, monkeypatch):
@@ -45,7 +21,7 @@ def test_a_start_names_its_task_for_those_who_cannot_import_it(tmp_path, monkeyp
     add_task("mine:TASK", lambda: spec)
     cfg = configured(tmp_path, {"sft.steps": 7}, task="mine:TASK")
     record_start(str(tmp_path), cfg)
-    task = recorded_task(last_start(str(tmp_path)), [])
+    task = task_of(last_start(str(tmp_path)))
     assert (task.name, task.total_steps, task.best_metric, task.best_mode) == ("mine:TASK", 7, "dpo/loss", "min")
     assert task.metrics == {"dpo/loss": panel}
     assert json.loads((tmp_path / "starts.jsonl").read_text())["task"]["name"] == "mine:TASK"
@@ -75,17 +51,6 @@ def test_a_fork_of_another_task_leaves_its_data_behind(tmp_path):
         RunDirectory(configured(tmp_path / "fork", **fork)).open()
     with RunDirectory(configured(tmp_path / "fork", load_components=["weights"], **fork)).open() as directory:
         assert directory.resume is not None and directory.resume.restore.fork
-
-
-def test_a_checkpoint_of_a_version_that_named_no_task_is_taken(tmp_path):
-    cfg = configured(tmp_path, task="sft")
-    save_steps(cfg, 1)
-    file = tmp_path / "checkpoints/global_step_1/config.yaml"
-    text = file.read_text()
-    assert "  task: sft\n" in text
-    file.write_text(text.replace("  task: sft\n", ""))
-    with RunDirectory(configured(tmp_path, task="sft", resume_mode="latest", verify_checkpoint="off")).open() as held:
-        assert held.resume is not None and held.resume.checkpoint.step == 1
 
 
 def test_a_task_that_contradicts_itself_is_refused(tmp_path, monkeypatch):

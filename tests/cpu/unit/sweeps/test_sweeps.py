@@ -72,7 +72,7 @@ SUPERVISED_JOB = """
 import contextlib, json, os
 import trainer.jobs
 from trainer.cluster import early_start
-from trainer.sft import main
+from trainer.main import main_sft as main
 
 def train(task, device, early):
     cfg = task.cfg
