@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.support.forks import run_forked
-from tests.support.jobs import environment, run_job
+from tests.support.jobs import environment
 from tests.support.namespaces import small_disk
 from trainer.config import compose
 
@@ -58,8 +58,6 @@ def without_torch(*overrides: str, cwd) -> subprocess.CompletedProcess[str]:
         (["--trainer.seed=5"], "--trainer.seed=5: keys have no dashes before them; write trainer.seed=5$"),
         (["--total_steps", "5"], "--total_steps: keys have no dashes before them; write total_steps=VALUE$"),
         (["algorithm.options.mine=2"], r"algorithm.options.mine: .* write \+algorithm.options.mine=VALUE"),
-        (["trainer.colocate=false"], "trainer.colocate: this key is now trainer.colocate_roles"),
-        (["++rollout.share_gpus=true"], "rollout.share_gpus: this key is now rollout.colocate"),
         (["+trainer.nub_workers=2"], r"trainer.nub_workers: no such key; did you mean trainer.num_workers"),
         (
             ["+lr=1e-5"],
@@ -210,11 +208,6 @@ def test_each_job_of_a_sweep_names_its_directory(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "outputs/default/trainer.seed=1\nseed 1 in outputs/default/trainer.seed=1\n" in done.stdout
     assert "outputs/default/trainer.seed=2\nseed 2 in outputs/default/trainer.seed=2\n" in done.stdout
-
-
-def test_the_default_command_line_uses_the_same_path(tmp_path):
-    done = run_job("trainer.colocate=false", cwd=tmp_path, small=False)
-    assert done.returncode == 2 and "this key is now trainer.colocate_roles" in done.stderr
 
 
 def test_what_libraries_log_is_not_shown_unless_it_is_a_warning(tmp_path):

@@ -140,7 +140,6 @@ def test_other_names_of_runs_are_accepted(name):
         (["*"], r"no key or section \*"),
         (["algorithm.options.sharpness"], "no key or section .*sharpness; name algorithm.options as a whole"),
         (["rollout.engine_args.dtype"], "name rollout.engine_args as a whole"),
-        (["trainer.colocate"], "no key or section trainer.colocate; it is now trainer.colocate_roles"),
     ],
 )
 def test_allowed_changes_must_name_keys_or_sections(names, problem):

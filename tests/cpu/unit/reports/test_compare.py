@@ -197,7 +197,7 @@ def test_the_table_fits_a_terminal(tmp_path):
 def test_a_supervised_run_is_compared_by_its_lowest_held_out_loss(tmp_path, capsys):
     paths = []
     for name, losses in (("a", [3.0, 2.0, 2.5]), ("b", [3.0, 1.0, 4.0])):
-        path = write_run(tmp_path / name, [])
+        path = write_run(tmp_path / name, [], best_metric="val/loss", best_mode="min")
         rows = [{"step": step, "sft/loss": 9.0, "val/loss": loss} for step, loss in enumerate(losses, start=1)]
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         paths.append(path)

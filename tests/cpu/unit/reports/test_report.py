@@ -14,26 +14,29 @@ import pytest
 from matplotlib.figure import Figure
 
 from tests.support.metrics import make_tracker, step_metrics
-from trainer.config import Metric
+from trainer.config import Config, Metric, TrainerConfig
 from trainer.errors import UserError
 from trainer.metrics.tracker import PARENT_FILE
 from trainer.process.failure_log import INCIDENTS, Incident
 from trainer.process.failures import INFRASTRUCTURE, JOB
 from trainer.reports.report import _notes, _panels, main, write_report
+from trainer.run.run_metadata import record_start
 
 ROOT = Path(__file__).parents[4]
 
 
-def report_of(run_dir: Path, rows: list[dict[str, float]], first_step: int = 1) -> bytes:
+def report_of(run_dir: Path, rows: list[dict[str, float]], first_step: int = 1, task: str = "rl") -> bytes:
     tracker = make_tracker(run_dir)
     for step, row in enumerate(rows, start=first_step):
         tracker.log(step, row)
     tracker.close()
+    if task != "rl":
+        record_start(str(run_dir), Config(trainer=TrainerConfig(task=task)))
     path = write_report(str(run_dir))
     assert path == str(run_dir / "report.png")
     picture = Path(path).read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
-    assert set(os.listdir(run_dir)) - {PARENT_FILE} == {"metrics.jsonl", "report.png"}
+    assert set(os.listdir(run_dir)) - {PARENT_FILE, "config.yaml", "starts.jsonl"} == {"metrics.jsonl", "report.png"}
     return picture
 
 
@@ -52,9 +55,11 @@ def test_the_report_shows_the_metrics(tmp_path):
 
 
 def test_the_report_takes_what_there_is(tmp_path):
-    supervised = report_of(tmp_path / "sft", [{"sft/loss": 1 / s, "sft/accuracy": 0.5} for s in range(1, 9)])
+    supervised = report_of(
+        tmp_path / "sft", [{"sft/loss": 1 / s, "sft/accuracy": 0.5} for s in range(1, 9)], task="sft"
+    )
     held_out = [{"sft/loss": 1 / s, **({"val/loss": 2 / s} if s % 2 else {})} for s in range(1, 9)]
-    assert report_of(tmp_path / "sft2", held_out) != supervised
+    assert report_of(tmp_path / "sft2", held_out, task="sft") != supervised
     ppo = report_of(tmp_path / "ppo", [step_metrics(2) | {"critic/explained_variance": 0.5, "policy/entropy": 1.0}])
     assert picture_size(ppo)[1] > 2 * picture_size(supervised)[1]  # three rows of panels against one
     holes = [{"reward/mean": float("nan"), "reward/std": 0.1, "time/step": 1.0}, {"reward/mean": 1.0}]
