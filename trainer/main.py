@@ -7,7 +7,8 @@ import os
 from collections.abc import Iterable, Iterator
 
 from trainer.config import Config
-from trainer.config.command_line import lines_of_files, run_app
+from trainer.config.command_line import run_app
+from trainer.config.config_file import LINES
 from trainer.config.hydra import words_given
 from trainer.config.overrides import refuse_unread
 from trainer.config.trainer import PROCESSES
@@ -21,7 +22,7 @@ from trainer.metrics.startup import StartUp
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.process.signals import SIGNALS
 from trainer.process.startup import importing, stage
-from trainer.run.run_metadata import STARTS_FILE, has_metrics, recorded_early, second_run
+from trainer.run.run_metadata import has_metrics, recorded_early, second_run
 
 _RANK_MODULES = ("trainer.workers.rank", "torch._dynamo")
 """What every rank imports. The first optimizer of a process imports the second one."""
@@ -170,8 +171,7 @@ def too_few_gpus(ranks: int, gpus: int, cuda: str | None) -> str:
 def train(cfg: Config) -> float | None:
     """Do what `trainer.task` names; returns `best_value`."""
     with StartUp(cfg.logger.progress):
-        has_started = os.path.exists(os.path.join(cfg.trainer.run_dir, STARTS_FILE))
-        refuse_unread(words_given(), cfg, lines_of_files(), has_started)
+        refuse_unread(words_given(), cfg, LINES)
         # Takes a moment, which a refused config need not wait.
         from trainer.cluster.early_start import early_for, early_start
 

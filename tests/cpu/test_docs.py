@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import re
 import subprocess
@@ -20,9 +19,8 @@ from tests.cpu.test_architecture import ALLOWED
 from tools.algorithms_doc import page
 from trainer.__main__ import COMMANDS, JOBS
 from trainer.config import Config, compose, valid_keys
-from trainer.config.config_file import ConfigFiles
-from trainer.config.hydra import prepared
-from trainer.config.overrides import arranged, refuse_unread
+from trainer.config.hydra import compose_flags
+from trainer.config.overrides import parsed, refuse_unread
 from trainer.evaluate.subject import parse_words
 from trainer.evaluate.task import PATH as EVALUATION_TASK
 
@@ -85,7 +83,7 @@ def values_of(override: Override) -> list[str]:
 def command_and_arguments(words: list[str]) -> tuple[str, list[str]]:
     """The command of `trainer` and its arguments, in any of the forms of a call."""
     if words[:2] == ["python", "-m"]:
-        modules = {module.removesuffix(".__main__"): name for name, (module, _) in COMMANDS.items()}
+        modules = {path.partition(":")[0].removesuffix(".__main__"): name for name, (path, _) in COMMANDS.items()}
         words = ["trainer", modules[words[2]], *words[3:]] if words[2] in modules else words[2:]
     assert words[0] == "trainer" and words[1] in COMMANDS, words
     return words[1], words[2:]
@@ -98,25 +96,25 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         return check_evaluation(arguments, monkeypatch)
     if command not in (*JOBS, "plan"):
         return check_arguments(command, arguments, monkeypatch)
-    words = arranged(arguments)
-    files = [str(ROOT / word.partition("=")[2]) for word in words if word.startswith("--config=")]
-    directories = [
-        f"--config-dir={ROOT / word.partition('=')[2]}" for word in words if word.startswith("--config-dir=")
-    ]
-    plain = [word for word in words if not word.startswith("-")]
-    parsed = OverridesParser.create().parse_overrides(plain)
-    parsed = [override for override in parsed if not override.is_hydra_override()]
+    flags = parsed(arguments)
+    sweeps = flags.multirun
+    overrides = OverridesParser.create().parse_overrides(flags.overrides)
+    overrides = [override for override in overrides if not override.is_hydra_override()]
     task = ["trainer.task=sft"] if command == "sft" else []
-    fixed = [*task, *(override.input_line for override in parsed if not override.is_sweep_override())]
-    compose_words = functools.partial(compose, config_file=files[0] if files else None)
-    if directories:
-        assert prepared([*directories, *fixed], ConfigFiles())
-        return
+    fixed = [*task, *(override.input_line for override in overrides if not override.is_sweep_override())]
+
+    def compose_words(words: list[str]) -> Config:
+        flags.overrides, flags.multirun = words, False
+        for name in ("config", "config_dir"):
+            if (path := getattr(flags, name)) is not None:
+                setattr(flags, name, str(ROOT / path))
+        return compose_flags(flags)
+
     trains = command not in ("inference", "plan")
     check_job(fixed, compose_words, trains)
-    for override in parsed:
+    for override in overrides:
         if override.is_sweep_override():
-            assert "--multirun" in words, f"{override.input_line} sweeps without -m"
+            assert sweeps, f"{override.input_line} sweeps without -m"
             for value in values_of(override):
                 check_job([*fixed, f"{override.key_or_group}={value}"], compose_words, trains)
 
@@ -151,7 +149,8 @@ def check_arguments(command: str, arguments: list[str], monkeypatch: pytest.Monk
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(argparse.ArgumentParser, "parse_args", parse)
         patch.setattr(sys, "argv", [f"trainer {command}", *arguments])
-        import_module(COMMANDS[command][0]).main()
+        module, _, function = COMMANDS[command][0].partition(":")
+        getattr(import_module(module), function)()
     assert read
 
 

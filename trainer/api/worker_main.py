@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from trainer.api.functions import path_of, write_functions
 from trainer.cluster.supervisor import signal_on_death_of_parent
 from trainer.config import Config
-from trainer.config.command_line import exit_with, run_to_end
+from trainer.config.command_line import run_to_end
 from trainer.config.tasks import add_task
 from trainer.files.redaction import redact_text
 from trainer.files.uris import absolute
@@ -31,8 +31,7 @@ def main() -> NoReturn:
     if os.getppid() != message["parent"]:  # it died before that took effect
         os._exit(1)
     os.set_inheritable(message["reports"], False)
-    for command in (sys.argv, sys.orig_argv):
-        command += message["overrides"]
+    sys.orig_argv += message["overrides"]
     if passed := message["pickles"].get("task"):  # the config names it before there is a directory for its module
         add_task(path_of("task", passed[0]), lambda: pickle.loads(passed[1]))
 
@@ -53,10 +52,10 @@ def main() -> NoReturn:
     show_messages()
     with SIGNALS.listening(), logging_to_file():
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)  # the parent has blocked them
-        outcome = run_to_end(job)
+        outcome = run_to_end(job, message["overrides"])
         LOG_FILE.write(outcome.shown)  # the parent shows it
         report(text=redact_text(outcome.trace or outcome.text))
-        exit_with(outcome)
+        outcome.exit()
 
 
 if __name__ == "__main__":

@@ -1,242 +1,25 @@
-"""Config keys of verl, TRL and SkyRL, and what they are called here.
-
-A command or a file with such a key is refused, and the message names the key of this project.
-"""
+"""Keys of verl, SkyRL and TRL, and what they are called here: `foreign.tsv`, for the error about an unknown key."""
 
 from __future__ import annotations
 
-FOREIGN = {
-    "verl": {
-        "actor_rollout_ref": "model, trainer.policy, trainer.reference, rollout",
-        "actor_rollout_ref.model": "model",
-        "actor_rollout_ref.model.path": "model.path",
-        "actor_rollout_ref.model.lora_rank": "trainer.policy.lora.rank",
-        "actor_rollout_ref.model.lora_alpha": "trainer.policy.lora.alpha",
-        "actor_rollout_ref.model.enable_gradient_checkpointing": "trainer.policy.fsdp.activation_checkpointing",
-        "actor_rollout_ref.actor": "trainer.policy, algorithm",
-        "actor_rollout_ref.actor.optim": "trainer.policy.optimizer",
-        "actor_rollout_ref.actor.optim.lr": "trainer.policy.optimizer.lr",
-        "actor_rollout_ref.actor.optim.weight_decay": "trainer.policy.optimizer.weight_decay",
-        "actor_rollout_ref.actor.optim.lr_warmup_steps": "trainer.policy.optimizer.warmup_steps",
-        "actor_rollout_ref.actor.grad_clip": "trainer.policy.optimizer.max_grad_norm",
-        "actor_rollout_ref.actor.ppo_mini_batch_size": "trainer.mini_batch_size",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "trainer.max_tokens_per_micro_batch (tokens, not rows)",
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "trainer.max_tokens_per_micro_batch",
-        "actor_rollout_ref.actor.ppo_epochs": "trainer.update_epochs",
-        "actor_rollout_ref.actor.ulysses_sequence_parallel_size": "trainer.context_parallel_size",
-        "actor_rollout_ref.actor.clip_ratio": "algorithm.clip_low, algorithm.clip_high",
-        "actor_rollout_ref.actor.clip_ratio_low": "algorithm.clip_low",
-        "actor_rollout_ref.actor.clip_ratio_high": "algorithm.clip_high",
-        "actor_rollout_ref.actor.clip_ratio_c": "algorithm.dual_clip",
-        "actor_rollout_ref.actor.entropy_coeff": "algorithm.entropy_coef",
-        "actor_rollout_ref.actor.loss_agg_mode": "algorithm.aggregation",
-        "actor_rollout_ref.actor.use_kl_loss": "algorithm.kl_in (loss or reward)",
-        "actor_rollout_ref.actor.kl_loss_coef": "algorithm.kl_coef",
-        "actor_rollout_ref.actor.kl_loss_type": "algorithm.kl_estimator",
-        "actor_rollout_ref.actor.use_dynamic_bsz": "trainer.max_tokens_per_micro_batch (always by tokens)",
-        "actor_rollout_ref.actor.fsdp_config": "trainer.policy.fsdp",
-        "actor_rollout_ref.actor.fsdp_config.param_offload": "trainer.offload (all)",
-        "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "trainer.offload (optimizer)",
-        "actor_rollout_ref.actor.fsdp_config.offload_policy": "trainer.policy.fsdp.cpu_offload",
-        "actor_rollout_ref.actor.strategy": "trainer.policy.fsdp (FSDP2 is the only strategy)",
-        "actor_rollout_ref.ref": "trainer.reference",
-        "actor_rollout_ref.ref.fsdp_config": "trainer.reference.fsdp",
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": "trainer.max_tokens_per_micro_batch (tokens)",
-        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": "trainer.max_tokens_per_micro_batch",
-        "actor_rollout_ref.rollout": "rollout",
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": "trainer.max_tokens_per_micro_batch (tokens)",
-        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": "trainer.max_tokens_per_micro_batch",
-        "actor_rollout_ref.rollout.name": "rollout.engine",
-        "actor_rollout_ref.rollout.n": "rollout.n",
-        "actor_rollout_ref.rollout.temperature": "rollout.temperature",
-        "actor_rollout_ref.rollout.top_p": "rollout.top_p",
-        "actor_rollout_ref.rollout.top_k": "rollout.top_k",
-        "actor_rollout_ref.rollout.gpu_memory_utilization": "rollout.gpu_memory_utilization",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size": "rollout.tensor_parallel_size",
-        "actor_rollout_ref.rollout.max_num_seqs": "rollout.max_num_seqs",
-        "actor_rollout_ref.rollout.enforce_eager": "rollout.enforce_eager",
-        "actor_rollout_ref.rollout.val_kwargs": "data.val_sets (n and temperature of each set), rollout.val_n",
-        "actor_rollout_ref.rollout.multi_turn": "environment",
-        "algorithm.adv_estimator": "algorithm.advantage_estimator",
-        "algorithm.kl_ctrl": "algorithm.kl_controller, algorithm.kl_coef",
-        "algorithm.kl_ctrl.kl_coef": "algorithm.kl_coef",
-        "algorithm.kl_ctrl.type": "algorithm.kl_controller",
-        "algorithm.kl_ctrl.target_kl": "algorithm.kl_target",
-        "algorithm.kl_ctrl.horizon": "algorithm.kl_horizon",
-        "algorithm.kl_penalty": "algorithm.kl_estimator",
-        "algorithm.norm_adv_by_std_in_grpo": "algorithm.normalize_std",
-        "algorithm.use_kl_in_reward": "algorithm.kl_in (loss or reward)",
-        "algorithm.filter_groups": "algorithm.dynamic_sampling",
-        "algorithm.filter_groups.max_num_gen_batches": "algorithm.max_gen_batches",
-        "critic": "trainer.critic",
-        "critic.model.path": "trainer.critic.path",
-        "critic.optim": "trainer.critic.optimizer",
-        "critic.optim.lr": "trainer.critic.optimizer.lr",
-        "critic.cliprange_value": "algorithm.value_clip",
-        "critic.grad_clip": "trainer.critic.optimizer.max_grad_norm",
-        "critic.ppo_mini_batch_size": "trainer.mini_batch_size",
-        "critic.ppo_micro_batch_size_per_gpu": "trainer.max_tokens_per_micro_batch (tokens, not rows)",
-        "critic.ppo_max_token_len_per_gpu": "trainer.max_tokens_per_micro_batch",
-        "critic.ppo_epochs": "trainer.update_epochs",
-        "custom_reward_function": "reward.name (module:function)",
-        "data.train_batch_size": "trainer.train_batch_size",
-        "data.train_max_samples": "data.train_size",
-        "data.val_max_samples": "data.val_size",
-        "data.val_batch_size": "data.val_size (a validation has no batches)",
-        "data.filter_overlong_prompts": "rollout.max_prompt_tokens (longer prompts are always left out)",
-        "data.shuffle": "data.curriculum (without one, each epoch has an order of its own)",
-        "data.max_prompt_length": "rollout.max_prompt_tokens",
-        "data.max_response_length": "rollout.max_response_tokens (of each reply)",
-        "reward_model": "reward",
-        "trainer.default_local_dir": "trainer.ckpt_path",
-        "trainer.experiment_name": "trainer.run_name",
-        "trainer.project_name": "logger.wandb.project",
-        "trainer.n_gpus_per_node": "trainer.num_workers (ranks of all nodes)",
-        "trainer.nnodes": "trainer.num_workers (ranks of all nodes), trainer.ray_address",
-        "trainer.resume_from_path": "trainer.resume_path",
-        "trainer.save_freq": "trainer.ckpt_interval",
-        "trainer.test_freq": "trainer.val_interval",
-        "trainer.max_actor_ckpt_to_keep": "trainer.max_ckpts_to_keep",
-        "trainer.total_epochs": "trainer.total_steps (steps, not epochs)",
-        "trainer.total_training_steps": "trainer.total_steps",
-        "trainer.logger": "logger (logger=wandb, logger=mlflow)",
-    },
-    "SkyRL": {
-        "environment.env_class": "environment.name (module:Class), reward.name",
-        "generator": "rollout",
-        "generator.backend": "rollout.engine",
-        "generator.inference_engine.backend": "rollout.engine",
-        "generator.num_inference_engines": "rollout.num_engines",
-        "generator.inference_engine.num_engines": "rollout.num_engines",
-        "generator.inference_engine_tensor_parallel_size": "rollout.tensor_parallel_size",
-        "generator.inference_engine.tensor_parallel_size": "rollout.tensor_parallel_size",
-        "generator.gpu_memory_utilization": "rollout.gpu_memory_utilization",
-        "generator.inference_engine.gpu_memory_utilization": "rollout.gpu_memory_utilization",
-        "generator.n_samples_per_prompt": "rollout.n",
-        "generator.eval_n_samples_per_prompt": "rollout.val_n",
-        "generator.max_turns": "environment.max_turns",
-        "generator.max_input_length": "rollout.max_prompt_tokens, environment.max_tokens (input and reply together)",
-        "generator.sampling_params.max_generate_length": "rollout.max_response_tokens",
-        "generator.sampling_params.temperature": "rollout.temperature",
-        "generator.sampling_params.top_p": "rollout.top_p",
-        "generator.sampling_params.top_k": "rollout.top_k",
-        "generator.weight_sync_backend": "rollout.weight_sync",
-        "data.train_data": "data.train_files",
-        "data.val_data": "data.val_files",
-        "trainer.algorithm": "algorithm",
-        "trainer.algorithm.advantage_estimator": "algorithm.advantage_estimator",
-        "trainer.algorithm.policy_loss_type": "algorithm.policy_loss",
-        "trainer.algorithm.loss_reduction": "algorithm.aggregation",
-        "trainer.algorithm.grpo_norm_by_std": "algorithm.normalize_std",
-        "trainer.algorithm.eps_clip_low": "algorithm.clip_low",
-        "trainer.algorithm.eps_clip_high": "algorithm.clip_high",
-        "trainer.algorithm.clip_ratio_c": "algorithm.dual_clip",
-        "trainer.algorithm.use_kl_loss": "algorithm.kl_in (loss or reward)",
-        "trainer.algorithm.use_kl_in_reward": "algorithm.kl_in (loss or reward)",
-        "trainer.algorithm.kl_loss_coef": "algorithm.kl_coef",
-        "trainer.algorithm.kl_estimator_type": "algorithm.kl_estimator",
-        "trainer.algorithm.use_entropy_loss": "algorithm.entropy_coef",
-        "trainer.algorithm.lambd": "algorithm.lam",
-        "trainer.algorithm.dynamic_sampling": "algorithm.dynamic_sampling",
-        "trainer.epochs": "trainer.total_steps (steps, not epochs)",
-        "trainer.update_epochs_per_batch": "trainer.update_epochs",
-        "trainer.eval_interval": "trainer.val_interval",
-        "trainer.eval_before_train": "trainer.val_before_train",
-        "trainer.policy_mini_batch_size": "trainer.mini_batch_size",
-        "trainer.critic_mini_batch_size": "trainer.mini_batch_size",
-        "trainer.micro_train_batch_size_per_gpu": "trainer.max_tokens_per_micro_batch (tokens, not rows)",
-        "trainer.micro_forward_batch_size_per_gpu": "trainer.max_tokens_per_micro_batch (tokens, not rows)",
-        "trainer.max_prompt_length": "rollout.max_prompt_tokens",
-        "trainer.placement": "trainer.colocate_roles, rollout.colocate, trainer.num_workers",
-        "trainer.placement.colocate_all": "rollout.colocate",
-        "trainer.placement.policy_num_gpus_per_node": "trainer.num_workers (ranks of all nodes)",
-        "trainer.policy.model.path": "model.path",
-        "trainer.policy.model.lora": "trainer.policy.lora",
-        "trainer.policy.optimizer_config": "trainer.policy.optimizer",
-        "trainer.policy.optimizer_config.lr": "trainer.policy.optimizer.lr",
-        "trainer.policy.optimizer_config.num_warmup_steps": "trainer.policy.optimizer.warmup_steps",
-        "trainer.policy.optimizer_config.offload_after_step": "trainer.offload (optimizer)",
-        "trainer.policy.fsdp_config": "trainer.policy.fsdp",
-        "trainer.policy.sequence_parallel_size": "trainer.context_parallel_size",
-        "trainer.critic.model.path": "trainer.critic.path",
-        "trainer.critic.optimizer_config": "trainer.critic.optimizer",
-        "trainer.critic.optimizer_config.offload_after_step": "trainer.offload (optimizer)",
-        "trainer.ref": "trainer.reference",
-        "trainer.ref.fsdp_config": "trainer.reference.fsdp",
-        "trainer.strategy": "trainer.policy.fsdp (FSDP2 is the only strategy)",
-        "trainer.gradient_checkpointing": "trainer.policy.fsdp.activation_checkpointing",
-    },
-    "TRL": {
-        "beta": "algorithm.kl_coef",
-        "bf16": "trainer.policy.fsdp.param_dtype",
-        "dataset_name": "data.train_files (hf://OWNER/NAME?split=train)",
-        "epsilon": "algorithm.clip_low, algorithm.clip_high",
-        "epsilon_high": "algorithm.clip_high",
-        "eval_steps": "trainer.val_interval",
-        "gradient_accumulation_steps": "trainer.mini_batch_size, trainer.max_tokens_per_micro_batch",
-        "gradient_checkpointing": "trainer.policy.fsdp.activation_checkpointing",
-        "learning_rate": "trainer.policy.optimizer.lr, sft.optimizer.lr (trainer sft)",
-        "loss_type": "algorithm.policy_loss, algorithm.aggregation",
-        "lr_scheduler_type": "trainer.policy.optimizer.scheduler, sft.optimizer.scheduler (trainer sft)",
-        "max_completion_length": "rollout.max_response_tokens",
-        "max_grad_norm": "trainer.policy.optimizer.max_grad_norm, sft.optimizer.max_grad_norm (trainer sft)",
-        "max_prompt_length": "rollout.max_prompt_tokens (longer prompts are dropped, not cut)",
-        "max_steps": "trainer.total_steps, sft.steps (trainer sft)",
-        "model_name_or_path": "model.path",
-        "num_generations": "rollout.n",
-        "num_iterations": "trainer.update_epochs",
-        "num_train_epochs": "trainer.total_steps, sft.steps (steps, not epochs)",
-        "output_dir": "trainer.run_dir",
-        "per_device_train_batch_size": "trainer.train_batch_size (prompts of all ranks)",
-        "report_to": "logger (logger=wandb, logger=mlflow)",
-        "resume_from_checkpoint": "trainer.resume_mode",
-        "reward_funcs": "reward.name (module:function)",
-        "reward_weights": "reward.weights",
-        "save_steps": "trainer.ckpt_interval",
-        "save_total_limit": "trainer.max_ckpts_to_keep",
-        "scale_rewards": "algorithm.normalize_std",
-        "torch_dtype": "trainer.policy.fsdp.param_dtype",
-        "use_vllm": "rollout.engine",
-        "vllm_gpu_memory_utilization": "rollout.gpu_memory_utilization",
-        "vllm_mode": "rollout.colocate",
-        "vllm_tensor_parallel_size": "rollout.tensor_parallel_size",
-        "warmup_steps": "trainer.policy.optimizer.warmup_steps, sft.optimizer.warmup_steps (trainer sft)",
-    },
-}
-"""By package: a key, and the keys here that take its place, with a remark in brackets. A section stands for all keys
+import functools
+import os
+
+FILE = os.path.join(os.path.dirname(__file__), "foreign.tsv")
+"""Two columns: a key, and the keys here that take its place, with a remark in brackets. A section stands for all keys
 below it that have no row. The keys of TRL have no sections."""
+
+
+@functools.cache
+def foreign_keys() -> dict[str, str]:
+    with open(FILE, encoding="utf-8") as file:
+        return dict(line.rstrip("\n").split("\t") for line in file)
 
 
 def counterpart_of(key: str) -> str:
     """Return what a key of another package is called here, as a clause of a sentence. Empty: no package has the key."""
-    parts = key.split(".")
-    for begin in (0, 1):  # people write some section before it
-        for end in range(len(parts), begin, -1):
-            name = ".".join(parts[begin:end])
-            for package in ("verl", "SkyRL"):
-                if name in FOREIGN[package]:
-                    return _clause(package, name)
-    # People write some section before it. Steps of an environment are those of an episode.
-    is_of_trl = len(parts) <= 2 and parts[-1] in FOREIGN["TRL"] and parts[0] != "environment"
-    return _clause("TRL", parts[-1]) if is_of_trl else ""
-
-
-def _clause(package: str, name: str) -> str:
-    return f"in place of {package}'s {name}, this project has {FOREIGN[package][name]}"
-
-
-def table() -> list[str]:
-    """Return the lines of the table in `docs/config.md`."""
-    names = [(name, package) for package in FOREIGN for name in sorted(FOREIGN[package])]
-    return [
-        "## Keys of verl, SkyRL and TRL",
-        "",
-        "What they are called here. A command with such a key is refused, and the message has the key of this table.",
-        "Some take other values, which the row of that key names. [rewards.md](rewards.md) has the same for the "
-        "arguments of reward functions.",
-        "",
-        "| key | of | here |",
-        "|---|---|---|",
-        *(f"| {name} | {package} | {FOREIGN[package][name]} |" for name, package in names),
-        "",
-    ]
+    parts, known = key.split("."), foreign_keys()
+    begins = (0,) if parts[0] == "environment" else (0, 1)  # people write some section before it
+    names = [".".join(parts[begin:end]) for begin in begins for end in range(len(parts), begin, -1)]
+    name = next((name for name in names if name in known), None)
+    return f"in place of {name}, this project has {known[name]}" if name else ""

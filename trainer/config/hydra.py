@@ -1,4 +1,4 @@
-"""Hydra and OmegaConf: the YAML groups, the resolvers, and the way from a composed config to the dataclasses.
+"""Hydra and OmegaConf: the YAML groups, the resolvers, and the way from words to the dataclasses.
 
 Both libraries are imported where they are used, because their import takes a noticeable part of a second.
 """
@@ -8,48 +8,28 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import importlib.metadata
-import importlib.util
+import json
 import os
-import re
-import warnings
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
 from trainer.config.algorithm import AlgorithmConfig, with_own_defaults
-from trainer.config.config_file import ConfigFiles, load
-from trainer.config.explanation import unresolved
+from trainer.config.config_file import LINES, find_groups, read_yaml, store_file
+from trainer.config.explanation import config_refusal, located
 from trainer.config.fields import value_of
 from trainer.config.named_sections import read_section
-from trainer.config.overrides import CONFIG, MULTIRUN, arranged, checked, find_groups
+from trainer.config.overrides import checked, parsed
 from trainer.config.rollout import RolloutConfig
 from trainer.config.schema import MAPPINGS, Config, refuse_unknown_keys, validate
 from trainer.config.tasks import find_task
-from trainer.config.texts import construct_yaml, unquoted
+from trainer.config.texts import unquoted
 from trainer.errors import UserError
 from trainer.files.redaction import HIDDEN, hidden_keys, name_secrets, redact_command
 
-_PLUGINS = {"hydra/sweeper=optuna": "hydra_optuna_sweeper", "hydra/launcher=submitit": "hydra_submitit_launcher"}
-OPTUNA = "optuna>=4.9,<5"
-"""What the sweeper works with. It asks for 2.x itself, and the package index knows nothing else."""
-DIRECTION = "${optuna_direction:${trainer.task},${trainer.best_metric},${trainer.best_mode}}"
-"""In which Optuna looks, if the command line does not say it."""
-_OPTUNA = {
-    "defaults": [{"sampler": "keyed_tpe"}, "_self_"],
-    "_target_": "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper",
-    "direction": DIRECTION,
-    # In the directory of the sweep, so that the same command continues a killed sweep.
-    "storage": "sqlite:///${hydra.sweep.dir}/optuna.db",
-    "study_name": "sweep",
-    "n_trials": 20,
-    "n_jobs": 1,  # trials that are chosen together do not learn from one another
-    "max_failure_rate": 1.0,
-    "search_space": None,
-    "params": None,
-    "custom_search_space": None,
-}
-_KEYED_TPE = {"_target_": "trainer.sweeps.sampler.KeyedTPESampler", "seed": "${trainer.seed}", "n_startup_trials": 10}
 _LONGEST_SUFFIX = 200  # bytes; file names end at 255, and some get a suffix
+_GIVEN: list[str] = []
+"""The overrides of the config that was composed last in this process."""
 
 
 def conf_dir() -> str:
@@ -61,35 +41,86 @@ def conf_dir() -> str:
     raise AssertionError("the package was installed without its conf/ directory")
 
 
-def prepared(words: Sequence[str], files: ConfigFiles, command: str = "train") -> list[str]:
-    """Return the words of a command line as Hydra takes them: flags first, then overrides that can be read.
-
-    Args:
-        files: gets the YAML files of the user that the words name.
-        command: whose help lists the flags.
+def compose(overrides: Sequence[str] = (), config_file: str | None = None) -> Config:
+    """Return the validated config that `trainer train --config CONFIG_FILE OVERRIDES` would run with.
 
     Raises:
-        UserError: a flag, an override or a file of the user is wrong.
+        UserError: a word, a file or the config is refused.
     """
-    words = load(arranged(words, command), conf_dir(), files)
-    flags = [word for word in words if word.startswith("--")]
-    overrides = [word for word in words if not word.startswith("--")]
-    groups = find_groups(conf_dir(), *files.directories)
-    overrides = checked(overrides, groups, sweeps=MULTIRUN in flags)
-    return [*flags, *(overrides if files.chooses_data else _with_files_group(overrides, files))]
+    flags = parsed([])
+    flags.overrides, flags.config = list(overrides), config_file
+    return compose_flags(flags)
 
 
-def _with_files_group(overrides: list[str], files: ConfigFiles) -> list[str]:
-    """Return the overrides with `data=files` if they name training files, and nothing else chooses the data.
+def compose_flags(flags: Namespace) -> Config:
+    """Return the validated config of a command line (see `parsed`).
 
-    The default of the group `data` is a generator, which takes no files.
+    Raises:
+        UserError: a word, a file or the config is refused.
     """
-    values = {key.lstrip("+"): value for key, _, value in (word.partition("=") for word in overrides)}
-    names_files = any(key == "data.train_files" or f"{key}.".startswith("data.mix.") for key in values)
-    if not names_files or {"data", "data.synthetic"} & values.keys():
-        return overrides
-    experiments = re.findall(r"[\w.-]+", values.get("experiment", ""))
-    return overrides if files.experiments_choose_data(experiments, conf_dir()) else ["data=files", *overrides]
+    words = hydra_words(flags)
+    _GIVEN[:] = [word for word in words if not word.startswith("hydra.")]
+    composed = _composed(words, _groups(flags), with_hydra=False)
+    try:
+        return to_config(composed)
+    except UserError as error:
+        raise UserError(located(str(error), words)) from error
+
+
+def hydra_words(flags: Namespace) -> list[str]:
+    """Return the overrides for Hydra: those of the user, checked, and what stands for `--config` and `--config-dir`.
+
+    Raises:
+        UserError: a word or a file is refused.
+    """
+    register()
+    LINES.clear()
+    groups = _groups(flags)
+    words = checked(flags.overrides, groups, flags.multirun)
+    if directories := _directories(flags):
+        urls = json.dumps([f"file://{directory}" for directory in directories], ensure_ascii=False)
+        words.append(f"hydra.searchpath={urls}")
+    if flags.config:
+        words.append(store_file(flags.config))
+    keys = {word.partition("=")[0].lstrip("+") for word in words}
+    if {"data", "data.synthetic"} & keys:
+        return words
+    names_files = any(key == "data.train_files" or key.startswith("data.mix.") for key in keys)
+    if not names_files and not flags.config:
+        return words
+    # The default of the group `data` is a generator, which takes no files.
+    single = [word for word in words if not flags.multirun or "," not in word]
+    composed = _composed(single, groups, with_hydra=True)
+    names_files = names_files or bool(composed.data.train_files or composed.data.mix)
+    by_default = composed.hydra.runtime.choices.data == "reverse_text"
+    return ["data=files", *words] if names_files and by_default else words
+
+
+def _directories(flags: Namespace) -> list[str]:
+    """Return the directories of the user with groups, absolute."""
+    own = [flags.config_dir] if flags.config_dir else []
+    own += [os.path.dirname(os.path.abspath(flags.config))] if flags.config else []
+    for directory in own:
+        if not os.path.isdir(directory):
+            raise UserError(f"{directory}: no such directory; name the one of your YAML files")
+    return [path for path in dict.fromkeys(map(os.path.abspath, own)) if path != conf_dir()]
+
+
+def _groups(flags: Namespace) -> dict[str, list[str]]:
+    return find_groups(conf_dir(), *_directories(flags))
+
+
+def _composed(words: list[str], groups: dict[str, list[str]], with_hydra: bool) -> Any:
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=conf_dir()):
+            return hydra_compose("config", overrides=words, return_hydra_config=with_hydra)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise config_refusal(error, words, groups) from error
 
 
 @functools.cache
@@ -102,7 +133,7 @@ def register() -> None:
         return f"{find_task(task).compared_by(metric, mode)[1]}imize"
 
     ConfigStore.instance().store(name="schema", node=Config)
-    _read_texts_as_typed()
+    _read_yaml_of_groups()
     OmegaConf.register_new_resolver("sweep_suffix", _sweep_suffix, replace=True)
     OmegaConf.register_new_resolver("if_sweep", lambda name: name if _sweep_suffix() else None, replace=True)
     OmegaConf.register_new_resolver("optuna_direction", direction, replace=True)
@@ -112,8 +143,8 @@ def register() -> None:
     OmegaConf.register_new_resolver("if_eq", _if_eq, replace=True)
 
 
-def _read_texts_as_typed() -> None:
-    """Let Hydra read YAML files with `construct_yaml`: those of the groups, and those that a file of the user names."""
+def _read_yaml_of_groups() -> None:
+    """Let Hydra read the YAML files of groups with `read_yaml`."""
     from hydra._internal.core_plugins import file_config_source
     from hydra._internal.sources_registry import SourcesRegistry
     from hydra.plugins.config_source import ConfigResult
@@ -121,50 +152,19 @@ def _read_texts_as_typed() -> None:
 
     class FileConfigSource(file_config_source.FileConfigSource):  # by another name, Hydra would refuse it
         def load_config(self, config_path: str) -> ConfigResult:
+            file = os.path.join(self.path, self._normalize_file_name(config_path))
+            own = os.path.abspath(self.path) != conf_dir()
+            if own and os.path.exists(file):
+                read_yaml(file, records=False)  # a file that is no YAML is refused by its line
             result = super().load_config(config_path)
             package = result.header["package"]
             if package in (None, "_group_"):
                 package = os.path.dirname(config_path).replace("/", ".")
-            with open(os.path.join(self.path, self._normalize_file_name(config_path)), encoding="utf-8") as file:
-                values = construct_yaml(file.read(), package.replace("_global_", "").strip("."))
-            result.config = OmegaConf.create(values or {})
+            package = package.replace("_global_", "").strip(".")
+            result.config = OmegaConf.create(read_yaml(file, package, records=own))
             return result
 
     SourcesRegistry.instance().types["file"] = FileConfigSource
-
-
-def register_plugins(arguments: list[str]) -> None:
-    """Prepare the sweeper and the launcher of the extra `sweeps`, if the command line chooses them.
-
-    Raises:
-        UserError: the plugin is not installed, or with a version of Optuna that does not work.
-    """
-    for group, plugin in _PLUGINS.items():
-        chosen = next((argument for argument in arguments if argument.startswith(group)), None)
-        if chosen and importlib.util.find_spec(f"hydra_plugins.{plugin}") is None:
-            package = plugin.replace("_", "-")
-            raise UserError(f"{chosen}: needs the package {package}; install the extra `sweeps` (docs/install.md)")
-        if chosen == "hydra/sweeper=optuna":
-            _check_optuna(chosen)
-            from hydra.core.config_store import ConfigStore
-            from hydra.core.plugins import Plugins
-
-            warnings.filterwarnings("ignore", category=FutureWarning, module="optuna|hydra_plugins")
-            Plugins.instance()  # the plugin registers its own defaults, which ours replace
-            store = ConfigStore.instance().store
-            store(group="hydra/sweeper", name="optuna", node=_OPTUNA)
-            store(group="hydra/sweeper/sampler", name="keyed_tpe", node=_KEYED_TPE)
-
-
-def _check_optuna(chosen: str) -> None:
-    """Check the version of Optuna. The sweeper asks for 2.x, which pip installs, and which SQLAlchemy 2 breaks."""
-    version = importlib.metadata.version("optuna")
-    major, minor = map(int, version.split(".")[:2])
-    if not (4, 9) <= (major, minor) < (5, 0):
-        raise UserError(
-            f"{chosen}: needs {OPTUNA}, and {version} is installed; give `pip install '{OPTUNA}'`, although "
-            "hydra-optuna-sweeper asks for an older one (docs/sweeps.md)"
-        )
 
 
 def to_config(dict_config: Any) -> Config:
@@ -181,7 +181,7 @@ def to_config(dict_config: Any) -> Config:
     try:
         config = OmegaConf.to_object(dict_config)
     except OmegaConfBaseException as error:
-        raise UserError(unresolved(error)) from error
+        raise config_refusal(error, words_given()) from error
     assert isinstance(config, Config)
     nested = dataclasses.asdict(config)
     if hidden := hidden_keys(nested):
@@ -208,22 +208,11 @@ def _read_sections(config: Config) -> None:
         setattr(value_of(config, section), name, made)
 
 
-def compose(overrides: Sequence[str] = (), config_file: str | None = None) -> Config:
-    """Return the validated config that `trainer train --config CONFIG_FILE OVERRIDES` would run with."""
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
-
-    register()
-    words = prepared([*overrides, *([f"{CONFIG}={config_file}"] if config_file else [])], ConfigFiles())
-    with initialize_config_dir(version_base="1.3", config_dir=conf_dir()):
-        return to_config(hydra_compose("config", overrides=words))
-
-
 def words_given() -> list[str]:
-    """Return the overrides of the job that Hydra runs in this process; empty if there is none."""
+    """Return the overrides of the config that was composed last in this process."""
     from hydra.core.hydra_config import HydraConfig
 
-    return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
+    return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else list(_GIVEN)
 
 
 def _if_builtin(value: Any, otherwise: Any, *, _root_: Any) -> Any:

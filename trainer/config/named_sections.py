@@ -7,8 +7,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from trainer.config.explanation import config_refusal
 from trainer.config.fields import walk_keys
-from trainer.errors import UserError, did_you_mean
+from trainer.errors import UserError
 from trainer.files.redaction import redact
 
 S = TypeVar("S")
@@ -29,51 +30,33 @@ def read_section(cls: type[S], given: Any, key: str, base: S | None = None) -> S
     Raises:
         UserError: one sentence that names the key, its value and what is valid.
     """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     section = copy.deepcopy(base) if base is not None else cls()
-    _set_values(section, given, key)
+    if not isinstance(given, Mapping):
+        valid = ", ".join(field.name for field in dataclasses.fields(section))  # type: ignore[arg-type]
+        raise UserError(f"{key}={given}: is a section; its keys are {valid}")
+    _drop_options_of_other_names(section, given)
+    try:
+        section = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(section), given))  # type: ignore[assignment]
+    except OmegaConfBaseException as error:
+        raise config_refusal(error, prefix=f"{key}.") from error
     for name, value, constraint in walk_keys(section, key):
         if (problem := constraint.problem(value)) is not None:
             raise UserError(f"{name}={redact(value, name)}: {problem}")
     return section
 
 
-def _set_values(section: Any, given: Any, key: str) -> None:
-    known = {f.name: f for f in dataclasses.fields(section)}
-    if not isinstance(given, Mapping):
-        raise UserError(f"{key}={given}: is a section; its keys are {', '.join(known)}")
-    given = {str(name): value for name, value in given.items()}
-    for name in given.keys() - known.keys():
-        wrong, valid = f"{key}.{name}", [f"{key}.{one}" for one in known]
-        raise UserError(f"{wrong}: no such key; {did_you_mean(wrong, valid) or 'valid are ' + ', '.join(known)}")
-    if given.get("name", getattr(section, "name", None)) != getattr(section, "name", None):
+def _drop_options_of_other_names(section: Any, given: Mapping[str, Any]) -> None:
+    """Set `FOLLOWS_NAME` to the defaults, in this section and those in it, where `given` has another name."""
+    for field in dataclasses.fields(section):
+        value, inner = getattr(section, field.name), given.get(field.name)
+        if dataclasses.is_dataclass(value) and isinstance(inner, Mapping):
+            _drop_options_of_other_names(value, inner)
+    name = getattr(section, "name", None)
+    if given.get("name", name) != name:
         default = type(section)()
-        for name in known.keys() & set(FOLLOWS_NAME):
-            setattr(section, name, getattr(default, name))
-    plain = {}
-    for name, value in given.items():
-        if dataclasses.is_dataclass(getattr(section, name)):
-            _set_values(getattr(section, name), value, f"{key}.{name}")
-        else:
-            plain[name] = value
-    for name, value in _typed(type(section), plain, key).items():
-        setattr(section, name, value)
-
-
-def _typed(cls: type, values: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return the values as the types of the fields, by OmegaConf's rules, as for all other sections."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    from trainer.config.overrides import kind_of_type
-
-    typed = {}
-    for name, value in values.items():
-        node = OmegaConf.structured(cls)
-        try:
-            node[name] = value
-            typed[name] = getattr(OmegaConf.to_object(node), name)
-        except OmegaConfBaseException as error:
-            field = next(f for f in dataclasses.fields(cls) if f.name == name)
-            kind = kind_of_type(str(field.type)) or str(field.type)
-            raise UserError(f"{key}.{name}={redact(value, name)}: must be {kind}") from error
-    return typed
+        for option in FOLLOWS_NAME:
+            if hasattr(default, option):
+                setattr(section, option, getattr(default, option))

@@ -8,7 +8,7 @@ import inspect
 from typing import Any
 
 from trainer.config.fields import RESUME, ResumeRule, constraint_of, resume_rules, walk_sections
-from trainer.config.foreign import table
+from trainer.config.foreign import foreign_keys
 from trainer.config.schema import with_sections, without_source
 from trainer.process.log_setup import ToolParser, run_tool
 
@@ -57,7 +57,22 @@ def page() -> str:
                 *rows,
                 "",
             ]
-    return "\n".join([*lines, *table()])
+    return "\n".join([*lines, *_foreign_table()])
+
+
+def _foreign_table() -> list[str]:
+    return [
+        "## Keys of verl, SkyRL and TRL",
+        "",
+        "What they are called here. A command with such a key is refused, and the message has the key of this table.",
+        "Some take other values, which the row of that key names. [rewards.md](rewards.md) has the same for the "
+        "arguments of reward functions.",
+        "",
+        "| key | here |",
+        "|---|---|",
+        *(f"| {key} | {here} |" for key, here in foreign_keys().items()),
+        "",
+    ]
 
 
 def field_docs(cls: type) -> dict[str, str]:

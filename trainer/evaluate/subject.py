@@ -11,11 +11,10 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import EnvironmentConfig
-from trainer.config.config_file import RECORDED, store_recorded
+from trainer.config.config_file import find_groups, store_recorded
 from trainer.config.data import COLUMNS
 from trainer.config.hydra import conf_dir
 from trainer.config.named_sections import FOLLOWS_NAME
-from trainer.config.overrides import find_groups
 from trainer.config.schema import is_open
 from trainer.errors import UserError
 from trainer.evaluate.task import EVALUATION, PATH
@@ -168,14 +167,14 @@ def _words_of_checkpoint(
         if group in given:
             raise UserError(f"{group}={_value(rest, group)}: the config is that of {path}; override keys of it instead")
     _check_rewards(path, config, given)
-    store_recorded(_read_part(_with_inheriting_sets(config), given))
+    recorded_choice = store_recorded(_read_part(_with_inheriting_sets(config), given))
     step, recorded = f"global_step_{checkpoint.step}", config.get("trainer", {}).get("run_dir")
     run_dir = f"outputs/{FOLDER}/{_plain(str(recorded or path))}/{step}"
     if not is_url(path):
         of_run = path if not _is_step(path) else posixpath.dirname(posixpath.abspath(path))
         of_run = posixpath.dirname(of_run) if posixpath.basename(of_run) == "checkpoints" else of_run
         run_dir = posixpath.join(of_run, FOLDER, step)
-    return [RECORDED, *_own_words(run_dir, given), *rest]
+    return [recorded_choice, *_own_words(run_dir, given), *rest]
 
 
 def _is_step(path: str) -> bool:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.experimental.callback import Callback
 
-from trainer.config.hydra import DIRECTION
-from trainer.config.launched import prepare_notes
+from trainer.config.sweep_jobs import prepare_notes
+from trainer.config.sweep_plugins import DIRECTION
 from trainer.config.tasks import find_task
 from trainer.errors import UserError
 from trainer.files.redaction import redact_command, redact_text

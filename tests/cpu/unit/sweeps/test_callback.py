@@ -13,7 +13,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf, open_dict
 
-from trainer.config.hydra import conf_dir, register, register_plugins
+from trainer.config.hydra import conf_dir, register
+from trainer.config.sweep_plugins import register_plugins
 from trainer.sweeps.callback import SweepCallback
 
 OPTUNA = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3")

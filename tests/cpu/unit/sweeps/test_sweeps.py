@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.jobs import environment, wait_until
-from trainer.config.command_line import _JobError, _Sweep
-from trainer.config.hydra import register_plugins
-from trainer.config.launched import JobResult, note_end, prepare_notes
+from trainer.config.outcome import JobEnded
+from trainer.config.sweep_jobs import JobResult, check_ends, note_end, prepare_notes
+from trainer.config.sweep_plugins import register_plugins
 from trainer.errors import UserError
 
 JOB = """
@@ -276,7 +276,7 @@ def test_the_status_of_a_sweep_in_many_processes_follows_from_the_notes_of_its_j
     monkeypatch.setenv("TRAINER_SWEEP_NOTES", "")
     prepare_notes(str(tmp_path))
     note_end(0, JobResult("good", 0, ""))
-    _Sweep().check()
+    check_ends([])
     for number, end, lost, status, text in (
         (1, JobResult("refused", 2, "error: x"), "", 2, "1 of 2 jobs failed: refused"),
         (
@@ -296,8 +296,8 @@ def test_the_status_of_a_sweep_in_many_processes_follows_from_the_notes_of_its_j
         ),
     ):
         note_end(number, end)
-        with pytest.raises(_JobError) as error:
-            _Sweep().check(lost)
+        with pytest.raises(JobEnded) as error:
+            check_ends([], lost)
         assert error.value.outcome.status == status and error.value.outcome.text.startswith(text)
     assert "refused: error: x\nalso: error: y\nbroken: error: z\nearly: stopped\n" in capsys.readouterr().err
 
