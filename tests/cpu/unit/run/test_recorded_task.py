@@ -11,7 +11,6 @@ from trainer.config import Config, Metric
 from trainer.config.tasks import TASKS, TaskSpec, add_task, find_task
 from trainer.errors import UserError
 from trainer.run.directory import RunDirectory
-from trainer.run.replay import jumps
 from trainer.run.run_metadata import last_start, record_start, task_of
 
 
