@@ -63,7 +63,7 @@ class Alternating(SamplingSource):
 
 def build(cfg: Config, has_random_weights: bool) -> Task:
     task = rl.build(cfg, partial(rl.sample_episodes, make_source=Alternating))
-    return replace(task, start_weights=None) if has_random_weights else task
+    return replace(task, start_weights=None, warm_start=None) if has_random_weights else task
 
 
 TASK = replace(TASKS["rl"], build=partial(build, has_random_weights=False))

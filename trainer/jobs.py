@@ -21,6 +21,7 @@ from trainer.files.shared_memory import clear_abandoned
 from trainer.metrics.prometheus import MetricsServer
 from trainer.models.export import export_target
 from trainer.models.files import import_configs, resolve_model_path
+from trainer.process.signals import SIGNALS
 from trainer.process.startup import importing, stage
 from trainer.process.watchdog import Watchdog
 from trainer.reports.report import final_report
@@ -42,8 +43,15 @@ def run_task(task: Task, device: str, early: Early = None) -> None:
         early: what of the cluster has been started.
     """
     cfg, t = task.cfg, task.cfg.trainer
+    if task.warm_start is not None and task.start_weights is not None and task.start_weights() is None:
+        with contextlib.suppress(TrialError):  # this run will say so itself, or continue
+            task.check_inputs(asks_servers=False)
+        run_task(task.warm_start(), device)
+        SIGNALS.starting()
     stop = StopRequest(t.deadline)
     with open_run(task) as directory:
+        if task.is_made is not None and task.is_made():
+            return  # another job has made it
         record_start(t.run_dir, cfg, directory.continued and directory.continued.step)
         total = cfg.total_steps
         exports = task.exports_last or t.hf_save_interval > 0
@@ -53,7 +61,7 @@ def run_task(task: Task, device: str, early: Early = None) -> None:
         if exports:
             check_export_path(t.export_path)
         try:
-            task.check_inputs(True)
+            task.check_inputs(asks_servers=True)
         except TrialError as error:
             if directory.continued is None:
                 raise
@@ -71,7 +79,7 @@ def run_task(task: Task, device: str, early: Early = None) -> None:
             watchdog = ends.enter_context(Watchdog(t.hang_timeout_s, t.rpc_timeout_s))
             if server is not None:
                 server.progress = watchdog.progress
-            trainer = make_trainer(task, cluster, directory, task.initial_weights(cluster, stop), stop, server)
+            trainer = make_trainer(task, cluster, directory, task.initial_weights(), stop, server)
             trainer.fit()
             model = f"; model: {trainer.exports.export_last(trainer.state.step)}" if task.exports_last else ""
     LOG.info(f"finished step {trainer.state.step} of {total}{_best_of(trainer)}{model}")
@@ -92,7 +100,7 @@ def open_run(task: Task) -> RunDirectory:
             what of the data and the initial weights cannot, and what the task refuses.
     """
     try:
-        return RunDirectory(task.cfg).open()
+        return RunDirectory(task.cfg).open(wait=task.is_made is not None)
     except ConfigRefused as refused:
         sentences = [*refused.sentences]
         # A change of these keys changes data or weights, too: then its own sentence is enough.
@@ -101,7 +109,7 @@ def open_run(task: Task) -> RunDirectory:
             with stage("comparing the data with the checkpoint"):
                 sentences += _refused_inputs(task, *refused.resume)
         try:
-            task.check_inputs(False)
+            task.check_inputs(asks_servers=False)
         except UserError as error:
             sentences += sentences_of(error)
         finally:
@@ -112,7 +120,8 @@ def open_run(task: Task) -> RunDirectory:
 
 def _refused_inputs(task: Task, checkpoint: Checkpoint, restore: Restore) -> list[str]:
     """Return a sentence for each of data and initial weights that cannot be used with the checkpoint."""
-    model, read_data = task.cfg.model.path or task.kept_weights, task.data
+    model = task.start_weights() if task.start_weights is not None else task.cfg.model.path
+    read_data = task.data
     if model is None:
         return []
 

@@ -23,6 +23,7 @@ _STARTERS = {
     "trainer.cluster.process_cluster:ProcessCluster",
     "trainer.cluster.ray_cluster:RayCluster",
     "trainer.cluster.ray_head:RayHead",
+    "trainer.jobs:run_task",
 }
 """What starts processes outside of `tests`."""
 _NAMES = {"executable", "get_context"}

@@ -74,7 +74,13 @@ class SavedData(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def _accept(asks_servers: bool) -> None:
+class InputCheck(Protocol):
+    """Refuses bad input, with `UserError` or `TrialError`."""
+
+    def __call__(self, *, asks_servers: bool) -> None: ...
+
+
+def _accept(*, asks_servers: bool) -> None:
     pass
 
 
@@ -89,27 +95,32 @@ class Task:
     cfg: Config
     source: Callable[[Ingredients], tuple[EpisodeSource, Evaluator | None]]
     """Returns where the episodes come from, and what evaluates the policy (None: there is no validation data)."""
-    start_weights: Callable[[Cluster, StopRequest], str] | None = None
-    """Returns the directory or the Hugging Face id of the policy's initial weights; makes them if they are made here.
-    None: those of `model.path`, or the built-in model with random weights."""
-    check_inputs: Callable[[bool], None] = _accept
+    start_weights: Callable[[], str | None] | None = None
+    """Returns the directory or the Hugging Face id of the policy's initial weights; None if `warm_start` must make them
+    first. None: those of `model.path`, or the built-in model with random weights."""
+    warm_start: Callable[[], Task] | None = None
+    """Returns the task that makes the initial weights, in a run before this one."""
+    is_made: Callable[[], bool] | None = None
+    """Whether what this task makes is there, perhaps made by another job: a start waits for that job. None: each start
+    makes its own."""
+    check_inputs: InputCheck = _accept
     """Refuses bad input before anything expensive starts, with a `UserError`; a `TrialError` says that rewards or an
-    environment fail now. It may try what servers give, which costs time and perhaps money, if its argument is true."""
+    environment fail now. With `asks_servers` it may try what servers give, which costs time and perhaps money."""
     data: Callable[[Any, str], SavedData] | None = None
     """(tokenizer, directory of the initial weights) -> the training data, which refuses a position in other data. It is
     called for a resume that is refused for other reasons, too, to list all reasons together. None: it is not compared
     then."""
-    kept_weights: str | None = None
-    """The directory of initial weights that an earlier run has made. None: there are none, or `model.path` is set."""
     exports_last: bool = False
     """The run exports its last step, whatever the config says."""
     is_enough: Callable[[Learner, EpisodeSource, int], bool] = _never
     """Whether the run ends after this step, before its last one. A resumed run asks again."""
 
-    def initial_weights(self, cluster: Cluster, stop: StopRequest) -> str:
-        """Return the directory or the Hugging Face id of the policy's initial weights; make them if need be."""
+    def initial_weights(self) -> str:
+        """Return the directory or the Hugging Face id of the policy's initial weights. Random ones are made here."""
         if self.start_weights is not None:
-            return self.start_weights(cluster, stop)
+            path = self.start_weights()
+            assert path is not None, "the warm start has made none"
+            return path
         if self.cfg.model.path is not None:
             return self.cfg.model.path
         from trainer.models.tiny import build_tiny  # imports the model classes

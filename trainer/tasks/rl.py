@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -33,8 +32,8 @@ from trainer.sources.preflight import check_source, find_refusals, with_keys_of
 from trainer.sources.rollout_runner import RolloutRunner
 from trainer.sources.routes import VAL_SETS, make_routes, make_scorers, train_sources
 from trainer.sources.sampling import SamplingSource, prompt_ledger, read_prompts, read_source
+from trainer.tasks import warm_start
 from trainer.tasks.base import Ingredients, SavedData, Task, read_ahead, tokenizer_of
-from trainer.tasks.warm_start import cached_model, check_cache, prepare_model
 
 _TRIED_ROWS = 3
 """Rows of the data that rewards are tried with, and an environment until it works."""
@@ -46,14 +45,13 @@ def build(cfg: Config, source: Callable[[Ingredients], tuple[EpisodeSource, Eval
     Args:
         source: of another task of this kind: a call of `sample_episodes` with a scorer or a source of its own.
     """
-    kept = None if cfg.model.path else cached_model(cfg)
     return Task(
         cfg,
         source=source or sample_episodes,
-        start_weights=partial(prepare_model, cfg),
+        start_weights=lambda: cfg.model.path or warm_start.made_model(cfg),
+        warm_start=partial(warm_start.build, cfg),
         check_inputs=partial(_check_inputs, cfg),
         data=partial(_prompts, cfg),
-        kept_weights=kept if kept and os.path.exists(kept) else None,
     )
 
 
@@ -140,7 +138,7 @@ def _prompts(cfg: Config, tokenizer: Any, path: str) -> SavedData:
     return prompt_ledger(cfg, read_prompts(cfg, "train", tokenizer).prompts)
 
 
-def _check_inputs(cfg: Config, asks_servers: bool) -> None:
+def _check_inputs(cfg: Config, *, asks_servers: bool) -> None:
     """Refuse a reward, a curriculum, data or a model that cannot be used as the config says."""
     sources = {source: cfg.of_source(source) for source in _sampled_sources(cfg)}
     refused = [*find_refusals(cfg, sources, _check_functions), *find_refusals(cfg, sources, _check_data)]
@@ -197,7 +195,7 @@ def _check_data(cfg: Config) -> None:
 
 def _check_model(cfg: Config) -> None:
     if cfg.model.path is None:
-        check_cache(cfg)
+        warm_start.check_cache(cfg)
         check_trained_models(cfg)
         return
     with stage(f"fetching the model {cfg.model.path}"):

@@ -60,7 +60,7 @@ def _examples(cfg: Config, tokenizer: Any, path: str) -> SupervisedSource:
     return SupervisedSource(cfg.sft, datasets, cfg.trainer.seed, weights)
 
 
-def _check_inputs(cfg: Config, asks_servers: bool) -> None:
+def _check_inputs(cfg: Config, *, asks_servers: bool) -> None:
     """Refuse data that cannot be read as the config says, and a model that cannot be trained."""
     with stage("checking the data files"):
         for name in cfg.data.mix:

@@ -1,34 +1,28 @@
-"""The warm start of the built-in model: the task `sft`, as a run of its own whose result is kept for later runs."""
+"""The warm start of the built-in model: a run of the task `sft` in the cache, before the run that begins with it."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import glob
 import json
 import logging
 import os
-import shutil
 import tempfile
-from typing import Any
 
-from trainer.checkpoint import last_commit
-from trainer.checkpoint.lock import NAME as LOCK_NAME
-from trainer.cluster.worker_groups import Cluster
+from trainer.checkpoint.exports import is_exported
 from trainer.config import Config, TrainerConfig
 from trainer.config.axes import AXES
 from trainer.config.fields import walk_keys
 from trainer.config.schema import without_source
+from trainer.config.trainer import PROCESSES
 from trainer.errors import UserError
 from trainer.learner.learner import Learner
 from trainer.models.files import cache_directory
-from trainer.process.signals import SIGNALS
-from trainer.run.directory import RunDirectory
-from trainer.run.stopping import StopRequest
 from trainer.seeding import derive_seed
 from trainer.sources.base import EpisodeSource
 from trainer.sources.supervised import SupervisedSource
 from trainer.tasks import sft
-from trainer.tasks.base import make_trainer
+from trainer.tasks.base import Task
 
 LOG = logging.getLogger(__name__)
 
@@ -54,54 +48,30 @@ _WITHOUT_EFFECT = ("data.val_files", "data.curriculum", "data.mix", "data.val_se
 """Keys in `_SECTIONS` that have no part in the model."""
 
 
-def prepare_model(cfg: Config, cluster: Cluster, stop: StopRequest) -> str:
-    """Return the path of the initial weights: `model.path`, or the built-in model, built and warm-started once."""
-    if cfg.model.path is not None:
-        return cfg.model.path
-    target = cached_model(cfg)
-    if os.path.exists(os.path.join(target, "config.json")):
-        return target
-    # A run of its own, resumed if it was killed. Its name holds no process id: the restart must find it.
-    run_dir = f"{target}.run"
-    warm_start = _config(cfg, run_dir)
-    # Another job may be making the same model: then this one waits, and takes it.
-    with RunDirectory(warm_start).open(wait=True) as directory:
-        if not os.path.exists(os.path.join(target, "config.json")):
-            _train(warm_start, cluster, directory, stop, target)
-        _delete_run(run_dir)  # while we hold the lock, or a waiting job would resume from it
-    with contextlib.suppress(OSError):  # a job that was waiting recreates the directory, and removes it itself
-        os.rmdir(run_dir)
-    return target
-
-
-def _train(cfg: Config, cluster: Cluster, directory: RunDirectory, stop: StopRequest, target: str) -> None:
-    """Train until the model is good enough, and write it to `target`."""
+def build(cfg: Config) -> Task:
+    """Return the task whose run makes the model. The run lies in the cache, so it is made once for a config."""
+    own = _config(cfg)
     enough = cfg.model.tiny.start_accuracy
 
     def is_enough(learner: Learner, source: EpisodeSource, step: int) -> bool:
         # The step alone decides when that is measured, so a run that was killed ends after the same step.
-        is_measured = enough is not None and step > 0 and step % _CHECKED_EVERY == 0
-        return is_measured and learner.accuracy(_checked_rows(source)) >= enough
+        if enough is None or step == 0 or step % _CHECKED_EVERY:
+            return False
+        assert isinstance(source, SupervisedSource)
+        rows = source.some_examples(_CHECKED_ROWS)
+        share = learner.accuracy(rows)
+        if share >= enough:
+            LOG.info(f"after {step} steps the model answers {share:.1%} of {len(rows)} training prompts exactly")
+        return share >= enough
 
-    task = dataclasses.replace(sft.build(cfg), is_enough=is_enough)
-    LOG.info("warm start of the built-in model: at most %d supervised steps, once for this config", cfg.total_steps)
-    trainer = make_trainer(task, cluster, directory, task.initial_weights(cluster, stop), stop)
-    trainer.fit()
-    SIGNALS.starting()
-    rows, step = _checked_rows(trainer.source), trainer.state.step
-    share = trainer.learner.accuracy(rows)
-    LOG.info(f"warm start: after {step} steps the model answers {share:.1%} of {len(rows)} training prompts exactly")
-    trainer.exports.export(target)
-    trainer.learner.close()
+    LOG.info("warm start of the built-in model: at most %d supervised steps, once for this config", own.total_steps)
+    return dataclasses.replace(sft.build(own), is_enough=is_enough, is_made=lambda: made_model(cfg) is not None)
 
 
-def _checked_rows(source: EpisodeSource) -> Any:
-    assert isinstance(source, SupervisedSource)
-    return source.some_examples(_CHECKED_ROWS)
-
-
-def _config(cfg: Config, run_dir: str) -> Config:
-    """Return the config of the warm start. Of the run it has what makes the model, and how many ranks there are."""
+def _config(cfg: Config) -> Config:
+    """Return the config of the warm start. Of the run it has what makes the model, how many ranks there are, and when
+    to stop."""
+    run_dir = _directory(cfg)
     trainer = dataclasses.replace(
         TrainerConfig(),
         task="sft",
@@ -109,17 +79,26 @@ def _config(cfg: Config, run_dir: str) -> Config:
         run_name="warm-start",
         run_dir=run_dir,
         ckpt_path=os.path.join(run_dir, "checkpoints"),
+        export_path=os.path.join(run_dir, "exports"),
         ckpt_interval=50,
         max_ckpts_to_keep=1,
         resume_mode="latest",
         val_interval=-1,
+        deadline=cfg.trainer.deadline,
         num_workers=cfg.trainer.num_workers,
         **{axis.key: getattr(cfg.trainer, axis.key) for axis in AXES.values() if axis.key and not axis.same_rows},
         device=cfg.trainer.device,
         master_port=cfg.trainer.master_port,
+        ray_address=cfg.trainer.ray_address or PROCESSES,  # no Ray for a minute
     )
-    logger = cfg.logger.without_services()
+    logger = dataclasses.replace(cfg.logger.without_services(), plot=False)
     return dataclasses.replace(cfg, trainer=trainer, logger=logger)
+
+
+def made_model(cfg: Config) -> str | None:
+    """Return the directory of the built-in model that the config describes; None: it is not made yet."""
+    exports = glob.glob(os.path.join(glob.escape(_directory(cfg)), "exports", "global_step_*", "policy"))
+    return next(filter(is_exported, exports), None)
 
 
 def check_cache(cfg: Config) -> None:
@@ -128,10 +107,9 @@ def check_cache(cfg: Config) -> None:
     Raises:
         UserError: `model.cache_dir` cannot be written.
     """
-    model = cached_model(cfg)
-    if os.path.exists(os.path.join(model, "config.json")):
+    if made_model(cfg) is not None:
         return
-    cache = os.path.dirname(model)
+    cache = os.path.dirname(_directory(cfg))
     try:
         os.makedirs(cache, exist_ok=True)
         with tempfile.TemporaryFile(dir=cache):
@@ -144,8 +122,8 @@ def check_cache(cfg: Config) -> None:
         ) from error
 
 
-def cached_model(cfg: Config) -> str:
-    """Return the directory of the built-in model that the config describes. Its name is a hash of what makes it."""
+def _directory(cfg: Config) -> str:
+    """Return the run directory of the warm start. Its name is a hash of what makes the model."""
     usual = {key: value for key, value, _ in walk_keys(Config())}
     ignored = _WITHOUT_EFFECT if cfg.data.synthetic else (*_WITHOUT_EFFECT, "data.val_size")  # held out of files
     recipe = {
@@ -158,12 +136,3 @@ def cached_model(cfg: Config) -> str:
         and (key in _NAMED or value != usual.get(key))
     }
     return os.path.join(cache_directory(cfg.model), f"tiny-{derive_seed(json.dumps(recipe, sort_keys=True)):016x}")
-
-
-def _delete_run(run_dir: str) -> None:
-    last_commit.remove(run_dir)  # first: a run that has committed checkpoints is refused without them
-    for entry in list(os.scandir(run_dir)):
-        if entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path)
-        elif not entry.name.startswith(LOCK_NAME):
-            os.remove(entry.path)

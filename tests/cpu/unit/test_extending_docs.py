@@ -380,11 +380,11 @@ def test_the_kind_of_training(tmp_path, module):
     for wrong, problem in (("bta=0.2", "no such option; did you mean beta"), ("beta=x", "like its default, 0.1")):
         with pytest.raises(UserError, match=f"^algorithm.options.{wrong}: .*{problem}"):
             compose([*words, f"++algorithm.options.{wrong}"])
-    cfg.task(cfg).check_inputs(True)
+    cfg.task(cfg).check_inputs(asks_servers=True)
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": "0?", "chosen": "yes"}))
     with pytest.raises(UserError, match="data.train_files: row 1 must have a text rejected; it has prompt, chosen"):
-        cfg.task(cfg).check_inputs(True)
+        cfg.task(cfg).check_inputs(asks_servers=True)
     (tmp_path / "pairs.jsonl").unlink()
     with pytest.raises(UserError, match="data.train_files=.*pairs.jsonl: no such file"):
-        cfg.task(cfg).check_inputs(True)
+        cfg.task(cfg).check_inputs(asks_servers=True)
     assert len(state["fingerprint"]) == 32

@@ -13,7 +13,7 @@ def test_reward_data_and_model_are_refused_in_one_message(tmp_path):
     cfg = on_files(tmp_path)
     cfg.reward.name, cfg.model.path = "no_such:function", str(tmp_path)
     with pytest.raises(UserError) as refused:
-        cfg.task(cfg).check_inputs(True)
+        cfg.task(cfg).check_inputs(asks_servers=True)
     headline, reward, data, model = str(refused.value).split("\n  ")
     assert headline == "the run cannot start:"
     assert reward.startswith("reward.name=no_such:function: cannot be imported")
@@ -29,7 +29,7 @@ def test_an_environment_without_a_method_is_refused_before_the_start(tmp_path, m
     monkeypatch.syspath_prepend(str(tmp_path))
     cfg = configured(tmp_path, {"environment.name": "half_world:World"})
     with pytest.raises(UserError, match="environment.name=half_world:World: the class has no method `reset`; an env"):
-        cfg.task(cfg).check_inputs(True)
+        cfg.task(cfg).check_inputs(asks_servers=True)
 
 
 @pytest.mark.parametrize("task", ["rl", "sft"])

@@ -98,7 +98,7 @@ def test_a_task_is_passed_by_value(tmp_path):
     """Its process knows the task before the config, which names it, is composed."""
 
     def build(cfg):
-        def refuse(asks_servers):
+        def refuse(*, asks_servers):
             raise UserError(f"refused by {cfg.trainer.task}: {cfg.total_steps} steps, compared by {cfg.compared_by}")
 
         return Task(cfg, source=lambda given: None, check_inputs=refuse)

@@ -11,7 +11,6 @@ from tests.support.ranks import local_cluster
 from tests.support.runs import configured
 from trainer.errors import UserError
 from trainer.run.directory import RunDirectory
-from trainer.run.stopping import StopRequest
 from trainer.sources.sampling import SamplingSource
 from trainer.sources.supervised import SupervisedSource
 from trainer.tasks import Task
@@ -22,12 +21,12 @@ def test_without_weights_of_its_own_a_task_starts_from_model_path_or_random_ones
     nothing: Any = None
     cfg = configured(tmp_path / "run", {"model.tiny.hidden_size": 32, "model.tiny.intermediate_size": 32})
     task = Task(cfg, source=lambda given: nothing)
-    path = task.initial_weights(nothing, StopRequest(None))
+    path = task.initial_weights()
     assert path == str(tmp_path / "run/start") and (Path(path) / "config.json").exists()
-    task.check_inputs(True)
+    task.check_inputs(asks_servers=True)
     assert not task.is_enough(nothing, nothing, 5) and task.data is None and not task.exports_last
     cfg.model.path = "a/model"
-    assert task.initial_weights(nothing, StopRequest(None)) == "a/model"
+    assert task.initial_weights() == "a/model"
 
 
 def test_a_source_that_does_not_sample_ahead_is_refused_where_the_task_reads_the_key(tmp_path):
@@ -59,7 +58,7 @@ def test_ranks_build_their_models_while_the_driver_reads_the_data(tmp_path):
 
     task = Task(cfg, source=source)
     with local_cluster(2, cfg) as cluster, RunDirectory(cfg).open() as directory:
-        path = task.initial_weights(cluster, StopRequest(None))
+        path = task.initial_weights()
         with pytest.raises(UserError, match="the data cannot be read"):
             make_trainer(task, cluster, directory, path, nothing)
         ((parameters, trained),) = found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,7 +15,6 @@ from trainer.errors import UserError
 from trainer.models.tiny import build_tiny
 from trainer.rewards.scorer import RankScorer
 from trainer.tasks.rl import build, config_scorer, sample_episodes
-from trainer.tasks.warm_start import cached_model
 
 HERE = __name__
 SMALL = TinyConfig(hidden_size=32, intermediate_size=64, num_layers=1)
@@ -36,7 +34,7 @@ def cfg(tmp_path) -> Config:
 
 
 def test_inputs_that_can_be_used_are_accepted(cfg):
-    build(cfg).check_inputs(True)
+    build(cfg).check_inputs(asks_servers=True)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +55,7 @@ def test_inputs_that_can_be_used_are_accepted(cfg):
 def test_what_cannot_be_imported_or_read_is_refused_by_its_key(cfg, section, key, value, sentence):
     setattr(getattr(cfg, section), key, value)
     with pytest.raises(UserError) as refused:
-        build(cfg).check_inputs(True)
+        build(cfg).check_inputs(asks_servers=True)
     assert str(refused.value).startswith(sentence)
 
 
@@ -71,7 +69,7 @@ def test_ranks_cannot_give_rewards_while_they_train(cfg):
 def test_all_that_is_wrong_is_listed_together(cfg):
     cfg.reward.name, cfg.model.path = "no.such:reward", "/no/such/model"
     with pytest.raises(UserError) as refused:
-        build(cfg).check_inputs(True)
+        build(cfg).check_inputs(asks_servers=True)
     first, *others = str(refused.value).splitlines()
     assert first == "the run cannot start:"
     assert [line.strip().partition("=")[0] for line in others] == ["reward.name", "model.path"]
@@ -88,7 +86,7 @@ def test_each_source_of_a_mix_is_checked_and_its_keys_are_named(cfg, tmp_path):
     )
     cfg.trainer.val_interval = -1
     with pytest.raises(UserError) as refused:
-        build(cfg).check_inputs(True)
+        build(cfg).check_inputs(asks_servers=True)
     _, *listed = str(refused.value).splitlines()
     assert [line.strip().partition("=")[0] for line in listed] == [
         "data.mix.games.environment.name",
@@ -107,9 +105,9 @@ def test_an_episode_that_the_model_cannot_read_is_refused(cfg, tmp_path):
     with pytest.raises(
         UserError, match=r"^data.mix.again.environment.max_tokens=257: model.path=\S+ reads at most 256 t"
     ):
-        build(cfg).check_inputs(True)
+        build(cfg).check_inputs(asks_servers=True)
     environment.max_tokens = 256
-    build(cfg).check_inputs(True)
+    build(cfg).check_inputs(asks_servers=True)
 
 
 def test_the_rewards_of_all_sources_are_tried(cfg):
@@ -117,16 +115,16 @@ def test_the_rewards_of_all_sources_are_tried(cfg):
         mix={"math": SourceConfig(synthetic="arithmetic", size=4, reward=RewardConfig(name="arithmetic"))}
     )
     cfg.trainer.val_interval = -1
-    build(cfg).check_inputs(True)
+    build(cfg).check_inputs(asks_servers=True)
     cfg.data.mix["bad"] = SourceConfig(synthetic="arithmetic", size=4, reward=RewardConfig(name=f"{HERE}:fails"))
     with pytest.raises(UserError, match=f"^data.mix.bad.reward.name={HERE}:fails: fails for the first 3 rows"):
-        build(cfg).check_inputs(True)
+        build(cfg).check_inputs(asks_servers=True)
 
 
 def test_a_reward_that_fails_for_the_first_rows_is_refused(cfg):
     cfg.reward.name = f"{HERE}:fails"
     with pytest.raises(UserError, match=f"^reward.name={HERE}:fails: fails for the first 3 rows of the data"):
-        build(cfg).check_inputs(True)
+        build(cfg).check_inputs(asks_servers=True)
 
 
 def test_the_environments_of_all_sources_are_tried(cfg, tmp_path):
@@ -135,11 +133,11 @@ def test_the_environments_of_all_sources_are_tried(cfg, tmp_path):
 
     def refused(key: str, reason: str) -> None:
         with pytest.raises(UserError, match=f"^{key}=tests.support.environments:Wrong: fails for the .* {reason}"):
-            build(cfg).check_inputs(True)
+            build(cfg).check_inputs(asks_servers=True)
 
     cfg.environment = bad
     refused("environment.name", "raised KeyError: 'reset'")
-    build(cfg).check_inputs(False)  # a report of what a command would do begins no episode
+    build(cfg).check_inputs(asks_servers=False)  # a report of what a command would do begins no episode
     (tmp_path / "val.jsonl").write_text('{"reset": []}\n')
     mix = {"good": SourceConfig(synthetic="arithmetic", size=4, environment=good)}
     cfg.data = DataConfig(mix=mix, val_files=[str(tmp_path / "val.jsonl")])
@@ -155,24 +153,24 @@ def test_the_environments_of_all_sources_are_tried(cfg, tmp_path):
 def test_an_agent_is_imported_and_not_tried(cfg):
     """It would ask the policy, which is not there."""
     cfg.environment = EnvironmentConfig(name="tests.support.agents:OneCall")
-    build(cfg).check_inputs(True)
+    build(cfg).check_inputs(asks_servers=True)
     cfg.environment.kwargs = {"no_such": 1}
     with pytest.raises(UserError, match="^environment.kwargs: tests.support.agents:OneCall: .*no_such"):
-        build(cfg).check_inputs(True)
+        build(cfg).check_inputs(asks_servers=True)
 
 
 def test_a_server_is_asked_only_when_that_is_wanted(cfg):
     """A report of what a command would do does not cost a request."""
     cfg.reward.name, cfg.reward.url = "remote", "http://127.0.0.1:9/score"
     cfg.reward.remote.deadline_s = 0.2
-    build(cfg).check_inputs(False)
+    build(cfg).check_inputs(asks_servers=False)
     with pytest.raises(UserError, match="^reward.name=remote: fails for the first 3 rows"):
-        build(cfg).check_inputs(True)
+        build(cfg).check_inputs(asks_servers=True)
 
 
 def test_rewards_are_not_tried_where_an_environment_gives_them(cfg):
     cfg.environment.name, cfg.reward.name = "trainer.environments.retry:RetryEnv", f"{HERE}:fails"
-    build(cfg).check_inputs(True)
+    build(cfg).check_inputs(asks_servers=True)
 
 
 def test_a_task_without_reward_functions_neither_tries_nor_starts_them(cfg):
@@ -180,7 +178,7 @@ def test_a_task_without_reward_functions_neither_tries_nor_starts_them(cfg):
     given = SimpleNamespace(cfg=cfg, reward_cache=None)
     assert config_scorer(given) is not None
     cfg.trainer.task = f"{HERE}:TASK"
-    build(cfg).check_inputs(True)
+    build(cfg).check_inputs(asks_servers=True)
     assert config_scorer(given) is None
     assert unread_words(["reward.name=x", "reward.on_failure=zero"], cfg) == ["reward.name"]
 
@@ -209,10 +207,9 @@ def is_built_on(given: SimpleNamespace, **others) -> bool:
     return True
 
 
-def test_the_cached_model_is_kept_if_it_exists(cfg, tmp_path):
+def test_a_run_begins_with_its_model_or_with_the_built_in_one_once_that_is_made(cfg):
     """The weights of a run that names a model are the user's."""
-    assert build(cfg).kept_weights is None
-    os.makedirs(cached_model(cfg))
-    assert build(cfg).kept_weights == cached_model(cfg)
+    task = build(cfg)
+    assert task.start_weights() is None and task.warm_start().cfg.trainer.task == "sft"
     cfg.model.path = "some/model"
-    assert build(cfg).kept_weights is None
+    assert build(cfg).start_weights() == "some/model"

@@ -32,14 +32,14 @@ def test_the_sources_of_a_mix_are_sets_of_examples(model, tmp_path):
     words = ["data.mix.sums.synthetic=arithmetic", "data.mix.sums.size=6", "data.mix.sums.weight=3"]
     words += ["data.mix.words.synthetic=reverse_text", "data.mix.words.size=4", "trainer.val_interval=-1"]
     cfg = compose(["trainer.task=sft", "data=files", f"model.path={model}", *words])
-    build(cfg).check_inputs(True)
+    build(cfg).check_inputs(asks_servers=True)
     source = build(cfg).data(load_tokenizer(model), model)
     rows = source.ledger.peek(8)
     assert [source.ledger.name_of(row) for row in rows].count("sums") == 6
     assert all(source.ledger.row(row).mask.any() for row in rows)
     cfg.data.mix["words"].files, cfg.data.mix["words"].synthetic = [str(tmp_path / "none.jsonl")], None
     with pytest.raises(UserError, match="^data.mix.words.files=.*none.jsonl: no such file"):
-        build(cfg).check_inputs(True)
+        build(cfg).check_inputs(asks_servers=True)
 
 
 def test_curricula_of_a_config_file_are_named_because_nothing_reads_them(caplog):
@@ -60,6 +60,6 @@ def test_a_model_that_cannot_be_trained_is_refused_before_anything_starts(model,
     for task in ("sft", "rl"):
         cfg = compose([f"trainer.task={task}", *data, f"model.path={path}"])
         with pytest.raises(UserError, match=f"model.path={path}: its weights are quantised"):
-            cfg.task(cfg).check_inputs(True)
+            cfg.task(cfg).check_inputs(asks_servers=True)
         with pytest.raises(UserError, match=f"model.path={path}: its weights are quantised"):
             find_config(cfg, cfg.roles[0])  # so a plan says it, too

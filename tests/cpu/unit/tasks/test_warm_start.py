@@ -4,36 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.config import set_value
-from tests.support.ranks import local_cluster
 from tests.support.runs import configured, on_files
 from trainer.config import Config, DataConfig, EnvironmentConfig, RewardConfig, TinyConfig
 from trainer.config.data import SourceConfig, ValSetConfig
 from trainer.config.fields import walk_keys
-from trainer.process.signals import SIGNALS, Stopped
-from trainer.run.stopping import StopRequest
+from trainer.jobs import run_task
+from trainer.process.signals import Stopped
 from trainer.tasks import warm_start
-from trainer.tasks.warm_start import cached_model, prepare_model
+from trainer.tasks.warm_start import _directory, build, made_model
+from trainer.trainer import Trainer
 
 
 def test_what_is_held_out_of_files_makes_no_other_built_in_model(tmp_path):
     cfg = on_files(tmp_path)
     others = [dataclasses.replace(cfg.data, **change) for change in ({"val_size": 5}, {"val_files": []})]
-    assert {cached_model(dataclasses.replace(cfg, data=data)) for data in others} == {cached_model(cfg)}
+    assert {_directory(dataclasses.replace(cfg, data=data)) for data in others} == {_directory(cfg)}
     other = dataclasses.replace(cfg.data, train_size=5)
-    assert cached_model(dataclasses.replace(cfg, data=other)) != cached_model(cfg)
+    assert _directory(dataclasses.replace(cfg, data=other)) != _directory(cfg)
 
 
 def test_the_rows_of_a_mix_make_the_built_in_model_and_what_answers_them_does_not():
     def name_of(**source: Any) -> str:
         cfg = Config(data=DataConfig(mix={"sums": SourceConfig(synthetic="arithmetic", **source)}))
-        return cached_model(cfg)
+        return _directory(cfg)
 
     assert name_of(size=5) != name_of(size=6)
     others = {"environment": EnvironmentConfig(name="a:B"), "reward": RewardConfig(name="a:b")}
@@ -43,7 +42,7 @@ def test_the_rows_of_a_mix_make_the_built_in_model_and_what_answers_them_does_no
 def test_validation_sets_have_no_part_in_the_built_in_model():
     data = DataConfig(synthetic="arithmetic", train_size=5, val_size=5)
     with_sets = dataclasses.replace(data, val_sets={"words": ValSetConfig(synthetic="reverse_text", size=3)})
-    assert cached_model(Config(data=data)) == cached_model(Config(data=with_sets))
+    assert _directory(Config(data=data)) == _directory(Config(data=with_sets))
 
 
 @pytest.mark.parametrize(
@@ -57,21 +56,21 @@ def test_where_the_built_in_model_is_kept_also_by_a_config_of_plain_defaults(mon
     cfg = Config()
     assert cfg.model.cache_dir is None
     cfg.model.cache_dir = key
-    assert str(Path(cached_model(cfg)).parent) == directory
+    assert str(Path(_directory(cfg)).parent) == directory
 
 
 @pytest.mark.parametrize("key", ["sft.new", "data.new"])
 def test_a_new_key_with_its_default_leaves_the_name_of_the_model_as_it_is(tmp_path, monkeypatch, key):
     """And another value of it makes another model."""
     cfg = on_files(tmp_path)
-    before = cached_model(cfg)
+    before = _directory(cfg)
     walk = warm_start.walk_keys
     for value, same in ((1, True), (2, False)):
         given = (key, value, None)
         monkeypatch.setattr(
             warm_start, "walk_keys", lambda one, given=given: [*walk(one), given if one is cfg else (key, 1, None)]
         )
-        assert (cached_model(cfg) == before) == same
+        assert (_directory(cfg) == before) == same
 
 
 def test_the_name_is_made_of_keys_that_there_are():
@@ -83,54 +82,42 @@ def test_the_name_is_made_of_keys_that_there_are():
 def test_what_makes_the_model_is_in_its_name(tmp_path, key, value):
     cfg, other = on_files(tmp_path), on_files(tmp_path)
     set_value(other, key, value)
-    assert cached_model(other) != cached_model(cfg)
+    assert _directory(other) != _directory(cfg)
 
 
-class StopAfter(StopRequest):
-    """Asks to stop after so many steps of this process."""
-
-    def __init__(self, steps: int):
-        super().__init__(None)
-        self._left = steps
-
-    def consider_deadline(self, seconds_needed: float) -> None:
-        self._left -= 1
-        if self._left == 0:
-            self.ask("the test")
-
-
-def test_after_the_warm_start_the_run_is_still_starting(tmp_path):
-    cfg = configured(tmp_path / "run", num_workers=1)
-    cfg.model.cache_dir, cfg.sft.steps, cfg.sft.batch_size = str(tmp_path / "cache"), 1, 2
-    cfg.model.tiny = TinyConfig(hidden_size=64, intermediate_size=128, start_accuracy=None)
-    cfg.data = DataConfig(synthetic="arithmetic", synthetic_args={"max_value": 4}, train_size=12, val_size=1)
-    with SIGNALS.listening(), local_cluster(1, cfg, "cpu") as cluster:
-        prepare_model(cfg, cluster, StopRequest(None))
-        assert SIGNALS.moment == "starting"
-        signal.raise_signal(signal.SIGTERM)
-        with pytest.raises(Stopped, match="SIGTERM before the first step"):
-            SIGNALS.check()
-
-
-def test_the_warm_start_ends_when_the_model_is_good_enough_also_after_a_stop(tmp_path, caplog):
-    """After the same step, with the same weights; what ends it is said."""
+def test_the_warm_start_ends_when_the_model_is_good_enough_also_after_a_kill(tmp_path, caplog, monkeypatch):
+    """After the same step, with the same weights; what ends it is said. A second job finds the model."""
     caplog.set_level("INFO", "trainer.tasks.warm_start")
 
-    def prepared(cache: str, accuracy: float | None, steps: int, *stops: int) -> bytes:
+    def made(cache: str, accuracy: float | None, steps: int, stopped_after: int = 0) -> bytes:
         cfg = configured(tmp_path / "run", num_workers=1)
         cfg.model.cache_dir, cfg.sft.steps, cfg.sft.batch_size = str(tmp_path / cache), steps, 2
         cfg.model.tiny = TinyConfig(hidden_size=64, intermediate_size=128, start_accuracy=accuracy)
         cfg.data = DataConfig(synthetic="arithmetic", synthetic_args={"max_value": 4}, train_size=12, val_size=1)
-        for stop in stops:
-            with local_cluster(1, cfg, "cpu") as cluster, pytest.raises(Stopped):
-                prepare_model(cfg, cluster, StopAfter(stop))
-        with local_cluster(1, cfg, "cpu") as cluster:
-            path = prepare_model(cfg, cluster, StopRequest(None))
+        if stopped_after:
+            with monkeypatch.context() as patch:
+                save = Trainer.save_if_due
+
+                def stop(trainer: Trainer, metrics: dict[str, float]) -> None:
+                    if trainer.state.step == stopped_after:
+                        trainer.stop.ask("the test")
+                    save(trainer, metrics)
+
+                patch.setattr(Trainer, "save_if_due", stop)
+                with pytest.raises(Stopped):
+                    run_task(build(cfg), "cpu")
+            assert made_model(cfg) is None
+        run_task(build(cfg), "cpu")
+        path = made_model(cfg)
+        assert path is not None
+        before = caplog.text
+        run_task(build(cfg), "cpu")  # another job has made it
+        assert made_model(cfg) == path and "step" not in caplog.text[len(before) :].replace("supervised steps", "")
         return (Path(path) / "model.safetensors").read_bytes()
 
-    whole = prepared("whole", 0.5, 400)
-    step, share = re.findall(r"warm start: after (\d+) steps the model answers ([\d.]+)% of", caplog.text)[-1]
+    whole = made("whole", 0.5, 400)
+    step, share = re.findall(r"after (\d+) steps the model answers ([\d.]+)% of", caplog.text)[-1]
     assert int(step) < 400 and int(step) % 5 == 0 and float(share) >= 50
-    assert prepared("stopped", 0.5, 400, 7) == whole
-    assert prepared("alone", None, int(step)) == whole, "the checks change nothing"
+    assert made("stopped", 0.5, 400, stopped_after=7) == whole
+    assert made("alone", None, int(step)) == whole, "the checks change nothing"
     assert "at most 400 supervised steps" in caplog.text
