@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from trainer.config.config_file import GROUP, LINES
-from trainer.config.schema import is_name, no_such_key, section_named, valid_keys
+from trainer.config.schema import SECTIONS, is_name, no_such_key, section_named, valid_keys
 from trainer.errors import UserError, did_you_mean, one_line
 
 _MEANT = {"model": "model.path={}", "data": "data=files data.train_files=[{}]"}
@@ -44,14 +44,20 @@ def config_refusal(
         if isinstance(cause, UserError):
             return cause
         if (path := getattr(cause, "missing_cfg_file", None)) is not None:
-            return UserError(_of_choice(path, groups))
+            return UserError(_of_choice(path, words, groups))
     named = next((cause for cause in chain if getattr(cause, "full_key", None)), chain[-1])
-    if key := getattr(named, "full_key", None) or _key_in(str(error)):
+    if key := getattr(named, "full_key", None) or _key_in(str(error), bool(prefix)):
         return UserError(located(_of_key(prefix + key, named, groups), words))
+    if group := re.search(r"override '([\w/@]+)'\. No match", str(error)):
+        return UserError(_of_choice(group[1], words, groups))
     return UserError(f"the config cannot be composed ({one_line(str(error))})")
 
 
-def _key_in(text: str) -> str:
+def _key_in(text: str, is_section: bool) -> str:
+    """Return the key that a message names. Empty: none. `is_section`: the config is that of a section alone."""
+    if wrong := re.search(r"is not a subclass of (\w+)", text):  # a plain value in place of a section
+        name = next((name for name, cls in SECTIONS.items() if cls.__name__ == wrong[1]), "")
+        return name.rpartition(".")[2] if is_section else name
     named = re.search(r"full_key: (\S+)|[Mm]erging override \+*([\w.]+)=", text)
     return (named[1] or named[2]) if named else ""
 
@@ -80,11 +86,13 @@ def _type_of(key: str) -> str:
     return next((str(field.type).replace("None", "null") for field in fields if field.name == last), "")
 
 
-def _of_choice(path: str, groups: Mapping[str, Sequence[str]]) -> str:
+def _of_choice(path: str, words: Sequence[str], groups: Mapping[str, Sequence[str]]) -> str:
     group, _, choice = path.removeprefix("/").partition("/")
-    where = f"{LINES['defaults']}: " if "defaults" in LINES else ""
+    is_given = any(word.lstrip("+").startswith(f"{group}=") for word in words)
+    where = f"{LINES['defaults']}: " if "defaults" in LINES and not is_given else ""
     if group == GROUP or group not in groups:
-        return f"{where}{group}: no such group; choose one of {', '.join(groups)}"
+        meant = did_you_mean(group, groups) or f"choose one of {', '.join(groups)}"
+        return f"{where}{group}: no such group; {meant}"
     own = f"write {_MEANT[group].format(choice)}" if group in _MEANT and "/" in choice else ""
     meant = own or did_you_mean(choice, groups[group]) or f"choose one of {', '.join(groups[group])}"
     return f"{where}{group}={choice}: no such choice; {meant}"

@@ -73,6 +73,8 @@ def hydra_words(flags: Namespace) -> list[str]:
     Raises:
         UserError: a word or a file is refused.
     """
+    from omegaconf.errors import OmegaConfBaseException
+
     register()
     LINES.clear()
     groups = _groups(flags)
@@ -81,11 +83,14 @@ def hydra_words(flags: Namespace) -> list[str]:
         urls = json.dumps([f"file://{directory}" for directory in directories], ensure_ascii=False)
         words.append(f"hydra.searchpath={urls}")
     if flags.config:
-        words.append(store_file(flags.config))
+        try:
+            words.append(store_file(flags.config))
+        except OmegaConfBaseException as error:
+            raise config_refusal(error) from error
     keys = {word.partition("=")[0].lstrip("+") for word in words}
     if {"data", "data.synthetic"} & keys:
         return words
-    names_files = any(key == "data.train_files" or key.startswith("data.mix.") for key in keys)
+    names_files = any(key == "data.train_files" or f"{key}.".startswith("data.mix.") for key in keys)
     if not names_files and not flags.config:
         return words
     # The default of the group `data` is a generator, which takes no files.

@@ -2,80 +2,50 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import Any, NoReturn
 
 from trainer.config import TaskSpec
+from trainer.config.schema import KEYS, MAPPINGS, NAME, SECTIONS
 from trainer.errors import UserError
 
 PATH = f"{__name__}:EVALUATION"
 """The value of `trainer.task`."""
+READ = (
+    *(f"trainer.{name}" for name in ("task", "run_name", "run_dir", "seed", "device", "deterministic", "ray_address")),
+    *(f"trainer.{name}_timeout_s" for name in ("placement", "collective", "heartbeat", "node", "rpc", "hang")),
+    *(f"trainer.{name}" for name in ("excluded_nodes", "max_restarts", "restart_window_minutes")),
+    *(f"trainer.{name}" for name in ("profile", "verify_checkpoint", "lock_lease_s", "policy.lora.*")),
+    *(f"model.{name}" for name in ("path", "cache_dir", "check", "trust_remote_code", "chat_template*", "renderer")),
+    *("model.tool_format", "reward.*", "environment.*"),
+    *(
+        f"data.{name}"
+        for name in ("val_*", "prompt_key", "answer_key", "messages_key", "synthetic*", "task", "train_size")
+    ),
+    "data.system_prompt",
+    *(f"rollout.{name}" for name in ("engine*", "urls", "server_timeout_s", "num_engines", "tensor_parallel_size")),
+    *(f"rollout.{name}" for name in ("max_*_tokens", "temperature", "top_*", "val_n", "dtype", "max_logprob_diff")),
+    *(f"rollout.{name}" for name in ("max_num_seqs", "kv_cache_mb", "gpu_memory_utilization", "enforce_eager")),
+    *("rollout.lora_sync", "rollout.journal", "logger.trace*", "logger.progress", "logger.sink.*"),
+)
+"""The keys that an evaluation reads. A new key is refused until it stands here."""
+
+
+def _is_read(key: str) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in READ)
+
+
+def _unused() -> tuple[str, ...]:
+    """Return patterns of all keys that are not read, and of the sections and mappings of which no key is."""
+    keys = [key for key in KEYS if not _is_read(key) and NAME not in key]
+    whole = [name for name in (*SECTIONS, *MAPPINGS) if name and NAME not in name]
+    none = [f"{name}.*" for name in whole if not any(_is_read(key) for key in KEYS if f"{key}.".startswith(f"{name}."))]
+    return (*keys, *none)
 
 
 def _build(config: Any) -> NoReturn:
     raise UserError(f"trainer.task={PATH}: is no training; give the command trainer evaluate")
 
 
-EVALUATION = TaskSpec(
-    _build,
-    generates=True,
-    trains=False,
-    unused=(
-        "algorithm.*",
-        "sft.*",
-        "data.train_files",
-        "data.curriculum",
-        "data.mix*",
-        "logger.samples*",
-        "logger.wandb.*",
-        "logger.mlflow.*",
-        "logger.trackio.*",
-        "logger.prometheus_*",
-        "logger.tensorboard",
-        "logger.plot",
-        "logger.validation",
-        "logger.save_rollouts",
-        "logger.rollouts_interval",
-        "rollout.n",
-        "rollout.ahead",
-        "rollout.in_flight_updates",
-        "rollout.max_staleness",
-        "rollout.window",
-        "rollout.colocate",
-        "rollout.weight_sync*",
-        "model.tiny.*",
-        "model.attn_implementation",
-        "trainer.total_steps",
-        "trainer.num_workers",
-        "trainer.min_world_size",
-        "trainer.dp_replicate",
-        "trainer.context_parallel_size",
-        "trainer.tensor_parallel_size",
-        "trainer.colocate_roles",
-        "trainer.offload",
-        "trainer.master_port",
-        "trainer.divergence_*",
-        "trainer.*_batch_size",
-        "trainer.update_epochs",
-        "trainer.max_tokens_per_micro_batch",
-        "trainer.pack",
-        "trainer.share_prefixes",
-        "trainer.val_*",
-        "trainer.ckpt_*",
-        "trainer.max_ckpts_to_keep",
-        "trainer.keep_*",
-        "trainer.mean_time_between_failures",
-        "trainer.best_*",
-        "trainer.resume_*",
-        "trainer.load_components",
-        "trainer.allow_config_change",
-        "trainer.on_resume_mismatch",
-        "trainer.deadline",
-        "trainer.hf_save_*",
-        "trainer.export_path",
-        "trainer.policy.optimizer.*",
-        "trainer.policy.fsdp.*",
-        "trainer.critic.*",
-        "trainer.reference.*",
-    ),
-)
+EVALUATION = TaskSpec(_build, generates=True, trains=False, unused=_unused())
 """It generates with the weights that it is given, and changes none."""

@@ -140,8 +140,7 @@ OF_SOURCE = "data.mix.a.environment.name=my:World"
         ),
         (
             [ENVIRONMENT, "reward={name: math, weights: [2]}", "reward.remote.deadline_s=3"],
-            "reward.name: environment.name=my:World gives the rewards, so reward.name and reward.weights and "
-            "reward.remote.deadline_s are not read; leave them out, or set environment.name=null",
+            "reward.name: environment.name=my:World gives the rewards, so reward.name is not read; ",
         ),
         (
             [*MIX, OF_SOURCE, "data.mix.a.reward.name=math"],
@@ -166,14 +165,14 @@ def test_a_reward_that_an_environment_replaces_is_refused(words, sentence):
         return
     with pytest.raises(UserError) as refused:
         refuse_unread(words, compose(words))
-    assert str(refused.value).startswith(sentence)
+    assert str(refused.value).startswith(sentence), str(refused.value)
 
 
 def test_a_file_that_names_an_environment_and_a_reward_is_refused():
     """In different files, each may serve other runs as well."""
     cfg = compose([ENVIRONMENT])
     lines = {"environment.name": "a.yaml:3", "reward": "a.yaml:4", "reward.name": "a.yaml:5"}
-    with pytest.raises(UserError, match="^reward.name: environment.name=my:World gives the rewards"):
+    with pytest.raises(UserError, match="^a.yaml:5: reward.name: environment.name=my:World gives the rewards"):
         refuse_unread([], cfg, lines)
     refuse_unread([], compose([]), lines)
     refuse_unread([], compose(["trainer.task=sft", ENVIRONMENT]), lines)
