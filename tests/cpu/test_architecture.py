@@ -46,10 +46,9 @@ ALLOWED: dict[str, set[str]] = {
     "sweeps": {"reports", "metrics"},
     "plan": {"workers", "cluster", "models", "parallel", "metrics"},
     "main": {"jobs", "run", "metrics", "objectives", "parallel", "cluster"},
-    "sft": {"main"},
     "evaluate": {"jobs", "tasks", "sources", "journal", "generation", "environments", "rewards", "run", "checkpoint",
                  "data", "metrics", "models", "parallel"},
-    "api": {"main", "sft", "run", "checkpoint", "metrics", "models", "cluster"},
+    "api": {"main", "run", "checkpoint", "metrics", "models", "cluster"},
     "__main__": set(),
 }  # fmt: skip
 FORBIDDEN = {"ray", "hydra", "omegaconf", "vllm"}
