@@ -105,7 +105,7 @@ class Host:
     @staticmethod
     def _limit() -> None:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, used + 2**28))
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 class OddError(Exception):
