@@ -83,9 +83,10 @@ class MLflow:
             self._client = MlflowClient(tracking_uri=uri)
             self.run_id = self._continue(self._find(run_id) or self._create(self._experiment(), {}))
         except Exception as error:  # a database fails with errors of its driver
+            # A server, which may have got credentials, is not quoted.
+            text = type(error).__name__ if uri.startswith("http") else first_line(error)
             raise UserError(
-                f"logger.mlflow.uri={redact_text(uri)}: {first_line(error)}; correct that, or choose "
-                "logger.mlflow.enabled=false"
+                f"logger.mlflow.uri={redact_text(uri)}: {text}; correct that, or choose logger.mlflow.enabled=false"
             ) from error
         if abandoned is not None:
             with contextlib.suppress(Exception):  # somebody may have deleted it

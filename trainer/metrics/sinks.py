@@ -162,8 +162,8 @@ class WandB:
             )
         except wandb.Error as error:
             mode = logger.wandb.mode
-            raise UserError(
-                f"logger.wandb.mode={mode}: {redact_text(str(error))}; correct that, or choose offline or off"
-            ) from error
+            # An answer to a request with the key is not repeated: it may hold the key.
+            text = "no access" if isinstance(error, wandb.errors.CommError) else redact_text(str(error))
+            raise UserError(f"logger.wandb.mode={mode}: {text}; correct that, or choose offline or off") from error
         finally:
             sys.argv = command
