@@ -82,9 +82,8 @@ def config_of(path: str, name: str) -> Config:
     if settings.pop("ppo", False):
         cfg.algorithm.advantage_estimator, cfg.algorithm.kl_coef = "gae", 0.01
     mode, dtype = settings.pop("recompute", "none"), settings.pop("dtype", "float32")
-    for fsdp in (cfg.trainer.policy.fsdp, cfg.trainer.critic.fsdp):
-        fsdp.activation_checkpointing, fsdp.param_dtype = mode, dtype
-    cfg.trainer.reference.fsdp.param_dtype = dtype
+    fsdp = cfg.trainer.policy.fsdp
+    fsdp.activation_checkpointing, fsdp.param_dtype = mode, dtype
     settings = {"max_tokens_per_micro_batch": TOKENS, **settings}
     cfg.trainer = dataclasses.replace(cfg.trainer, train_batch_size=GROUPS, mini_batch_size=GROUPS, **settings)
     return cfg

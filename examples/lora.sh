@@ -8,7 +8,7 @@ case "$*" in
   *experiment=*smoke*) out="outputs/smoke/lora-$(date +%Y%m%d-%H%M%S)" ;;
   *) out=outputs/lora ;;
 esac
-python -m trainer train algorithm=ppo trainer.policy.lora.rank=8 trainer.critic.lora.rank=8 \
+python -m trainer train algorithm=ppo trainer.policy.lora.rank=8 \
   trainer.policy.optimizer.lr=2e-3 trainer.run_name=lora trainer.run_dir="$out" trainer.resume_mode=latest "$@"
 adapter="$out/adapters/global_step_$(cat "$out/checkpoints/latest_ckpt_global_step.txt")"
 [ -e "$adapter" ] || python -m trainer checkpoint export "$out" "$adapter" --adapter

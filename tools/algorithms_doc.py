@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Iterable
@@ -24,15 +25,16 @@ n the size of the group, A the advantage, V the value, sg[x] x without its gradi
 A preset is `algorithm=NAME`: a file of a few lines in `conf/algorithm/` that cites its paper. Any function below can be
 combined with any other by its key. Options belong to their function: those that a preset sets for one do not follow
 when another is chosen, which then has the defaults that this page names. An option that you set and that the chosen
-function does not take is an error. `--cfg job` prints the values that hold.
+function does not take is an error. Options that are no keys are given as `+algorithm.options.NAME=VALUE`.
 
 An advantage estimator or policy loss of your own is given by import path, with the signature of those here:
 [extending.md](extending.md) has an example of each. What it names as a further parameter is computed for it. `values`
 gets a critic, `baselines` (estimators) greedy completions, `ref_logprobs` (losses) a reference. A loss with a parameter
 `group_ids` sees whole groups."""
 
-LORA = """`trainer.policy.lora`, `trainer.critic.lora`. Engines get the adapters (`rollout.lora_sync`), checkpoints hold
-nothing else of the model, and exports are merged or the adapter alone (`trainer.hf_save_lora`). The policy without its
+LORA = """\
+`trainer.policy.lora`, for the critic too. Engines get the adapters (`rollout.lora_sync`), checkpoints hold nothing
+else of the model, and exports are merged or the adapter alone (`trainer.hf_save_lora`). The policy without its
 adapters is the reference. The frozen weights are held in the precision of the forward pass (bfloat16 on GPUs), and a
 job's own merged export has them so; `trainer checkpoint export` merges into the files of `model.path`."""
 
@@ -40,7 +42,12 @@ job's own merged export has them so; `trainer checkpoint export` merges into the
 def section(name: str, key: str, doc: str, options: Iterable[str] = (), function: Callable | None = None) -> list[str]:
     """One name with the keys it takes, and `function`'s defaults for those that are null in the schema."""
     defaults = inspect.signature(function).parameters if function else {}
-    shown = [f"`algorithm.{o}`" + (f" ({as_written(defaults[o].default)})" if o in defaults else "") for o in options]
+    named = {f.name for f in dataclasses.fields(AlgorithmConfig)}
+    shown = [
+        f"`algorithm.{o if o in named else f'options.{o}'}`"
+        + (f" ({as_written(defaults[o].default)})" if o in defaults else "")
+        for o in options
+    ]
     chosen = f"`{key}={name}`" + (f"; options, with their defaults: {', '.join(shown)}" if shown else "")
     return [f"### `{name}`", "", f"{chosen}.", "", *markdown(doc)]
 
@@ -78,7 +85,7 @@ def page() -> str:
         options = ["kl_coef"] if name == "fixed" else ["kl_coef", "kl_target", "kl_horizon"]
         lines += section(name, "algorithm.kl_controller", controller.__doc__ or "", options)
     lines += ["## Adapters", "", *markdown(lora.__doc__ or ""), LORA, "", *keys("trainer.policy.lora", LoraConfig)]
-    lines += ["## Critic", "", "`algorithm.value_clip`.", "", *markdown(losses.value_loss.__doc__ or "")]
+    lines += ["## Critic", "", "`algorithm.options.value_clip`.", "", *markdown(losses.value_loss.__doc__ or "")]
     weights = f"{correction.__doc__}\n\n{inspect.cleandoc(correction.correction_weights.__doc__ or '')}"
     lines += module_doc("Rollout correction", weights, correction.CORRECTIONS, "algorithm.rollout_correction")
     lines += ["## Shaping and sampling", ""]

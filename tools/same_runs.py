@@ -39,7 +39,7 @@ RUNS: dict[str, tuple[str, list[str]]] = {
                              "trainer.critic.warmup_steps=1"]),
     "dapo": ("train", ["algorithm=dapo", "rollout=transformers", "data.train_size=24",
                               "data.curriculum=tools.same_runs:hardest_first", "algorithm.kl_coef=0.01",
-                              "algorithm.kl_controller=adaptive", "algorithm.kl_horizon=64",
+                              "algorithm.kl_controller=adaptive", "+algorithm.options.kl_horizon=64",
                               "algorithm.ref_sync_interval=2", "algorithm.rollout_correction=tis",
                               "logger.save_rollouts=true"]),
     "lora": ("train", ["trainer.policy.lora.rank=4", "algorithm.kl_coef=0.01"]),
@@ -60,7 +60,7 @@ RUNS: dict[str, tuple[str, list[str]]] = {
     "ahead2": ("train", ["rollout.ahead=2", "environment.name=examples.environment.hint:Hint",
                                 "rollout.max_prompt_tokens=96"]),
     "in_flight": ("train", ["rollout.in_flight_updates=true", "rollout.max_staleness=1"]),
-    "supervised": ("sft", ["data.messages_key=messages", "sft.weights=[2,1]", *_CHATS]),
+    "supervised": ("sft", ["data.messages_key=messages", *_CHATS]),
     "rollouts": ("sft", ["sft.source=rollouts", "sft.max_weight=2.0", "trainer.val_interval=-1", *_CHATS]),
 }  # fmt: skip
 

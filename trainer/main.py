@@ -180,7 +180,8 @@ def train(cfg: Config) -> float | None:
             with stage("importing transformers"):
                 with importing():
                     from trainer.jobs import run_task
-                task = cfg.task(cfg)
+                    from trainer.tasks import build_task
+                task = build_task(cfg)
             run_task(task, device, early_for(early, device))
     return best_value(cfg)
 

@@ -252,7 +252,7 @@ class Trainer:
         """Build the state with which ranks start. `_train` then loads the last commit."""
         t, resume = self.cfg.trainer, self.directory.resume
         self.state = TrainerState()
-        self.saves = SaveTracker(t.ckpt_path, t.ckpt_failures_allowed, self.schedule)
+        self.saves = SaveTracker(t.ckpt_path, self.schedule)
         self.saves.last_good = resume.checkpoint.path if resume is not None else ""
 
     def _restart(self, resets: Sequence[Callable[[], None]]) -> None:

@@ -23,6 +23,7 @@ from trainer.config.hydra import compose_flags
 from trainer.config.overrides import parsed, refuse_unread
 from trainer.evaluate.subject import parse_words
 from trainer.evaluate.task import PATH as EVALUATION_TASK
+from trainer.objectives import make_objective
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -124,7 +125,7 @@ def check_job(words: list[str], compose_words: Callable[[list[str]], Config], tr
     cfg = compose_words(words)
     if trains:
         refuse_unread(words, cfg)
-    cfg.task.objective_of(cfg).check()
+    make_objective(cfg).check()
 
 
 def check_evaluation(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,8 +50,7 @@ def test_gradients_of_the_output_layer_are_added_in_place(device):
 
 
 def in_bfloat16(cfg: Config) -> Config:
-    for role in (cfg.trainer.policy, cfg.trainer.critic, cfg.trainer.reference):
-        role.fsdp = FSDPConfig(param_dtype="bfloat16")
+    cfg.trainer.policy.fsdp = FSDPConfig(param_dtype="bfloat16")
     return cfg
 
 

@@ -22,8 +22,7 @@ from trainer.workers.rank import Rank
 
 
 def in_float32(cfg: Config, **fsdp: Any) -> Config:
-    for role in (cfg.trainer.policy, cfg.trainer.critic):
-        role.fsdp = FSDPConfig(param_dtype="float32", **fsdp)
+    cfg.trainer.policy.fsdp = FSDPConfig(param_dtype="float32", **fsdp)
     return cfg
 
 

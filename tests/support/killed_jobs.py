@@ -77,10 +77,11 @@ def run(*overrides: str) -> None:
     fork_clusters()
     from trainer.jobs import run_task
     from trainer.process.log_setup import show_messages
+    from trainer.tasks import build_task
 
     show_messages()
     cfg = config(*overrides)
-    run_task(cfg.task(cfg), "cpu")
+    run_task(build_task(cfg), "cpu")
 
 
 def run_until(

@@ -13,6 +13,7 @@ from trainer.cluster.fork_server import ForkServer
 from trainer.cluster.process_cluster import ProcessCluster
 from trainer.cluster.worker_groups import WorkerGroup
 from trainer.config import Config
+from trainer.process import time_limits
 from trainer.workers.rank import Rank
 
 # What ranks import, sooner or later, and test modules with them.
@@ -60,8 +61,8 @@ def start_ranks(cluster: ProcessCluster, env: Mapping[str, str] | None = None) -
 
 def local_cluster(world_size: int, cfg: Config, device: str | None = None) -> ProcessCluster:
     """A cluster for `world_size` ranks, which use GPUs where there are some."""
-    # A rank whose peer has failed waits for it no longer than this.
-    trainer = dataclasses.replace(cfg.trainer, num_workers=world_size, collective_timeout_s=60.0)
+    time_limits.COLLECTIVE_S = 60.0  # a rank whose peer has failed waits for it no longer than this
+    trainer = dataclasses.replace(cfg.trainer, num_workers=world_size)
     cfg = dataclasses.replace(cfg, trainer=trainer, rollout=dataclasses.replace(cfg.rollout, colocate=True))
     return ProcessCluster(cfg, device or ("cuda" if torch.cuda.is_available() else "cpu"), launcher())
 

@@ -117,7 +117,7 @@ def source_of(
     cfg.rollout.n, cfg.rollout.max_response_tokens = 2, 8
     cfg.data = DataConfig(train_files=[str(root / "prompts.jsonl")], val_files=[str(root / "validation.jsonl")])
     cfg.reward = RewardConfig(name=f"tests.support.named_rewards:{reward}", num_processes=1)
-    cfg.logger.samples_interval = 0
+    cfg.logger.samples = 0
     edit(cfg)
     with sampling_source(cfg, Replies(load_tokenizer(model), reply), model, needs_baselines, journal) as source:
         yield source

@@ -178,8 +178,7 @@ def train_with_offloading(rank: Rank, path: str, directory: str) -> dict:
 
 def left_after_scores(rank: Rank, path: str) -> tuple[list[str], int]:
     """What scores leave on the device when engines get the memory: gathered parameters, and bytes on a GPU."""
-    for role in (rank.cfg.trainer.policy, rank.cfg.trainer.reference):
-        role.fsdp.reshard_after_forward = False
+    rank.cfg.trainer.policy.fsdp.reshard_after_forward = False
     rank.build(roles(rank.cfg, ["policy", "reference"]), path)
     rank.score("reference", "logprobs", make_batch())
     rank.release_memory()  # kernels have their workspaces now

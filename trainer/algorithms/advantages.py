@@ -208,7 +208,7 @@ def grpo_passk(
         pass_k: k, at least 1.
     """
     if pass_k < 1:
-        raise ValueError(f"algorithm.pass_k={pass_k}: must be at least 1")
+        raise ValueError(f"algorithm.options.pass_k={pass_k}: must be at least 1")
     scores, group = _scores(rewards, mask), _Groups(group_ids)
     correct = (scores >= 1).to(scores.dtype)
     sizes, wrong = group.size.tolist(), group.sum(1 - correct).tolist()

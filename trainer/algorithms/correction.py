@@ -74,7 +74,7 @@ def correction_weights(
     elif level == "product":
         ratio = clamp_log_ratio(log_r.sum(dim=-1, keepdim=True)).exp()
     else:
-        raise ValueError(f"algorithm.rollout_correction_level={level}: choose one of {', '.join(LEVELS)}")
+        raise ValueError(f"algorithm.options.rollout_correction_level={level}: choose one of {', '.join(LEVELS)}")
     ratio = ratio.expand_as(log_r)
     if kind == "tis":
         weights, is_clipped = ratio.clamp(max=high), ratio > high

@@ -108,7 +108,7 @@ class AdaptiveKL:
             completions of one step.
     """
 
-    def __init__(self, coef: float, target: float, horizon: float):
+    def __init__(self, coef: float, target: float = 0.05, horizon: float = 10000):
         self.coef = coef
         self.target = target
         self.horizon = horizon

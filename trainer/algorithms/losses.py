@@ -46,7 +46,7 @@ def clip(
     losses, is_clipped = torch.maximum(unclipped, clipped), clipped > unclipped
     if dual_clip is not None:
         if not dual_clip > 1:
-            raise ValueError(f"algorithm.dual_clip={dual_clip}: must be above 1")
+            raise ValueError(f"algorithm.options.dual_clip={dual_clip}: must be above 1")
         ceiling = -dual_clip * advantages
         is_clipped = is_clipped | ((advantages < 0) & (losses > ceiling))
         losses = torch.where(advantages < 0, torch.minimum(losses, ceiling), losses)

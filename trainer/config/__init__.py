@@ -12,8 +12,6 @@ from trainer.config.algorithm import (
     chosen_options,
     correction_of,
     named_options,
-    option_names,
-    own_defaults,
 )
 from trainer.config.data import DataConfig, ValSetConfig
 from trainer.config.engines import ENGINES, EngineSpec
@@ -35,7 +33,8 @@ from trainer.config.role_specs import (
     reference_role,
 )
 from trainer.config.rollout import RolloutConfig
-from trainer.config.schema import OPEN_SECTIONS, Config, valid_keys, validate
+from trainer.config.rules import validate
+from trainer.config.schema import OPEN_SECTIONS, Config, valid_keys
 from trainer.config.supervised import SFTConfig
 from trainer.config.tasks import TASKS, Metric, TaskSpec
 from trainer.config.trainer import LOAD_COMPONENTS, TrainerConfig
@@ -44,6 +43,5 @@ from trainer.config.training import (
     FSDPConfig,
     LoraConfig,
     OptimizerConfig,
-    ShardingConfig,
 )
 from trainer.config.transports import TransportSpec

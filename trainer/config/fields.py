@@ -6,15 +6,12 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainer.errors import UserError
 from trainer.files.redaction import redact
-
-if TYPE_CHECKING:
-    from trainer.config.schema import Config
 
 LARGEST_INTEGER = 2**31 - 1
 """Greatest value of a whole number that has no `at_most` of its own."""
@@ -131,16 +128,6 @@ class ResumeRule:
 HARMLESS = ResumeRule("harmless")
 
 
-@dataclass(frozen=True)
-class SavedRun:
-    """The run as a checkpoint has it."""
-
-    config: Mapping[str, Any]
-    """The nested config, under the names of today."""
-    roles: Collection[str]
-    """Names of the roles that the checkpoint holds."""
-
-
 _CONSTRAINT, _RESUME = "constraint", "resume"
 _NAME = re.compile(r"[A-Za-z0-9][\w-]*", re.ASCII)
 
@@ -213,7 +200,7 @@ def constraint_of(key: dataclasses.Field[Any]) -> Constraint:
 
 
 class Section:
-    """A section of the config. It checks what must hold between its keys and others."""
+    """A section of the config: keys with their bounds, and what a resume may do with each."""
 
     def __init_subclass__(cls) -> None:
         for name in cls.__dict__.get("__annotations__", {}):
@@ -222,24 +209,6 @@ class Section:
                     f"{cls.__name__}.{name}: make the field with a function of `trainer.config.fields`, such as "
                     "`setting`, and say what a resume may do with it"
                 )
-
-    def check_values(self, config: Config, name: str) -> None:
-        """Refuse values that contradict each other. Called when every single value is within its bounds.
-
-        Args:
-            config: the whole config.
-            name: dotted name of this section.
-
-        Raises:
-            UserError: one sentence that names the key, its value and what is valid.
-        """
-
-    def resume_rules(self, config: Config, saved: SavedRun) -> dict[str, ResumeRule]:
-        """Return the rules that follow from values, by the name of the key below this section.
-
-        They replace those of the fields. `saved` is the run to resume, `config` that of this start.
-        """
-        return {}
 
 
 def walk_sections(section: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -277,16 +246,9 @@ def walk_keys(section: Any, name: str = "") -> Iterator[tuple[str, Any, Constrai
                 yield _join(inner, f.name), item, constraint_of(f)
 
 
-def resume_rules(config: Config, saved: SavedRun | None = None) -> dict[str, ResumeRule]:
-    """Return what a resume may do with each key.
-
-    Args:
-        saved: the run to resume. None: only the rules of the fields.
-    """
-    rules = dict(_rules_of_fields(config))
-    for name, inner in walk_sections(config) if saved is not None else ():
-        rules |= {_join(name, key): rule for key, rule in inner.resume_rules(config, saved).items()}
-    return rules
+def resume_rules(section: Any) -> dict[str, ResumeRule]:
+    """Return the rule of each key of a section, and of the sections in it, by dotted name."""
+    return dict(_rules_of_fields(section))
 
 
 def _rules_of_fields(section: Any, name: str = "", instead: str | None = None) -> Iterator[tuple[str, ResumeRule]]:

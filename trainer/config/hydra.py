@@ -14,14 +14,14 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from trainer.config.algorithm import AlgorithmConfig, with_own_defaults
 from trainer.config.config_file import LINES, find_groups, read_yaml, store_file
 from trainer.config.explanation import config_refusal, located
 from trainer.config.fields import value_of
 from trainer.config.named_sections import read_section
 from trainer.config.overrides import checked, parsed
 from trainer.config.rollout import RolloutConfig
-from trainer.config.schema import MAPPINGS, Config, refuse_unknown_keys, validate
+from trainer.config.rules import validate
+from trainer.config.schema import MAPPINGS, Config, refuse_unknown_keys
 from trainer.config.tasks import find_task
 from trainer.config.texts import unquoted
 from trainer.errors import UserError
@@ -175,8 +175,6 @@ def _read_yaml_of_groups() -> None:
 def to_config(dict_config: Any) -> Config:
     """Resolve interpolations of a composed Hydra config and return it as plain dataclasses, validated.
 
-    Options of built-in functions that are null get the defaults of these functions.
-
     Raises:
         UserError: a value cannot be resolved, or the config is refused (see `validate`).
     """
@@ -197,7 +195,6 @@ def to_config(dict_config: Any) -> Config:
     name_secrets(OmegaConf.to_container(dict_config, resolve=False))
     _read_sections(config)
     refuse_unknown_keys(config)
-    config.algorithm = AlgorithmConfig(**with_own_defaults(vars(config.algorithm)))
     if config.rollout.num_engines == RolloutConfig.num_engines:
         config.rollout.num_engines = max(1, len(config.rollout.urls))
     validate(config)

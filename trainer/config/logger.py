@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from trainer.config.fields import Section, choice, config_error, number, open_section, setting, subsection
-
-if TYPE_CHECKING:
-    from trainer.config.schema import Config
+from trainer.config.fields import Section, choice, number, open_section, setting, subsection
 
 
 @dataclass
@@ -43,9 +39,6 @@ class MlflowConfig(Section):
     name: str = setting("${trainer.run_name}${sweep_suffix:}", resume="harmless")
     """Name of the run in MLflow. In a `-m` sweep each job's overrides are appended."""
 
-    def check_values(self, config: Config, name: str) -> None:
-        _check_package(config, name, self.enabled)
-
 
 @dataclass
 class TrackioConfig(Section):
@@ -59,9 +52,6 @@ class TrackioConfig(Section):
     group: str | None = setting("${if_sweep:${trainer.run_name}}", resume="harmless")
     """Trackio shows the runs of a group together. By default the jobs of a `-m` sweep are a group."""
 
-    def check_values(self, config: Config, name: str) -> None:
-        _check_package(config, name, self.enabled)
-
 
 @dataclass
 class SinkConfig(Section):
@@ -70,15 +60,6 @@ class SinkConfig(Section):
     there is none."""
     kwargs: dict[str, Any] = open_section(resume="harmless")
     """Arguments for the class, by name."""
-
-
-def _check_package(config: Config, section: str, enabled: bool) -> None:
-    """Refuse a section whose package is missing. The package and the extra have the name of the section."""
-    package = section.rpartition(".")[2]
-    if enabled and importlib.util.find_spec(package) is None:
-        raise config_error(
-            config, f"{section}.enabled", f"the package is missing; install the extra `{package}` (docs/install.md)"
-        )
 
 
 @dataclass
@@ -101,22 +82,15 @@ class LoggerConfig(Section):
     who reaches the machine reads the metrics."""
     trace: bool = setting(False, resume="harmless")
     """Write a timeline of what all processes of the job do to `{run_dir}/trace.json`, for Perfetto
-    (https://ui.perfetto.dev). The report then shows the last step of it."""
-    trace_mb: int = number(256, at_least=1, resume="harmless")
-    """Size in MiB at which `trace.json` becomes `trace.1.json`, the older part. What was there is deleted, so both
-    together have at most twice this size."""
+    (https://ui.perfetto.dev), in two files of at most 256 MiB. The report then shows the last step of it."""
     progress: bool = setting(True, resume="harmless")
     """Show a live progress display on a terminal, and plain lines elsewhere."""
     plot: bool = setting(True, resume="harmless")
     """Draw `{run_dir}/report.png` at the end."""
     samples: int = number(3, at_least=0, resume="harmless")
-    """Number of completions to show at each validation, on the terminal, in W&B and in TensorBoard. Each validation
-    shows other completions."""
-    samples_interval: int = number(10, at_least=0, resume="harmless")
-    """Steps between two times that `samples` training completions are shown in W&B and TensorBoard; in a run without
-    validation, also on the terminal. 0: never."""
-    validation: bool = setting(True, resume="harmless")
-    """Write the completions of every validation, with rewards, to `{run_dir}/validation/step_N.jsonl`."""
+    """Number of completions to show at each validation, on the terminal, in W&B and in TensorBoard, each time other
+    ones. Every 10 steps as many training completions are shown in W&B and TensorBoard; in a run without validation,
+    also on the terminal."""
     save_rollouts: bool = setting(False, resume="harmless")
     """Keep the episodes that every step has trained on, with tokens, log-probs, messages, rewards, and the trainer's
     log-probs, entropies and advantages, in `{run_dir}/rollouts/step_N.arrow`."""

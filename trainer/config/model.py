@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainer.config.fields import (
-    HARMLESS,
     LARGEST_SEED,
     ResumeRule,
-    SavedRun,
     Section,
     choice,
-    config_error,
     number,
     open_section,
     setting,
     subsection,
 )
-
-if TYPE_CHECKING:
-    from trainer.config.schema import Config
-
 
 _OTHER_MODEL = ResumeRule("never", "the saved weights belong to another model", ("weights", "optimizer"))
 
@@ -52,12 +45,6 @@ class TinyConfig(Section):
     seed: int = number(1, at_least=0, at_most=LARGEST_SEED, resume=_OTHER_MODEL)
     """Seed of the random weights and of the order of the warm start. It is separate from `trainer.seed`, so that runs
     of several seeds start from one model."""
-
-    def check_values(self, config: Config, name: str) -> None:
-        if self.head_dim % 2:
-            raise config_error(config, "model.tiny.head_dim", "must be even: positions turn pairs of its numbers")
-        if self.num_heads % self.num_kv_heads:
-            raise config_error(config, "model.tiny.num_kv_heads", f"must divide model.tiny.num_heads={self.num_heads}")
 
 
 @dataclass
@@ -92,24 +79,3 @@ class ModelConfig(Section):
     tool_format: str = choice("auto", ("auto", "hermes"), resume="rollouts")
     """How environments describe tools. `auto`: the chat template describes them, if it can and if the calls that it
     writes can be read. `hermes`, and `auto` otherwise: as text in the format of Hermes."""
-
-    def check_values(self, config: Config, name: str) -> None:
-        for variable in self.chat_template_kwargs:
-            if not variable.isidentifier():
-                raise config_error(config, "model.chat_template_kwargs", f"{variable!r} is no name of a variable")
-        if self.path is not None or not config.task.trains:
-            return
-        longest = self.tiny.max_position_embeddings
-        if config.sft.max_length > longest:
-            raise config_error(config, "sft.max_length", "exceeds model.tiny.max_position_embeddings")
-        plain = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-        if longest < config.longest_sequence == plain:
-            raise config_error(
-                config,
-                "rollout.max_response_tokens",
-                f"with rollout.max_prompt_tokens it exceeds model.tiny.max_position_embeddings={longest}",
-            )
-
-    def resume_rules(self, config: Config, saved: SavedRun) -> dict[str, ResumeRule]:
-        has_format = self.path is not None and any(one.name is not None for one in config.environments)
-        return {} if has_format else {"tool_format": HARMLESS}

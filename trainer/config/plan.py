@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainer.config.fields import Section, config_error, number, setting
+from trainer.config.fields import Section, number, setting
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -23,20 +23,6 @@ class PlanConfig(Section):
     of `rollout.max_response_tokens`, or of what the prompt leaves of the longest episode; in supervised training, what
     the prompt leaves of `sft.max_length`."""
 
-    def check_values(self, config: Config, name: str) -> None:
-        if not config.task.generates:
-            self._check_examples(config, name)
-            return
-        if (self.prompt_tokens or 0) > (most := config.rollout.max_prompt_tokens):
-            raise config_error(
-                config, f"{name}.prompt_tokens", f"is above the longest, rollout.max_prompt_tokens={most}"
-            )
-        if (self.response_tokens or 0) > (most := self.most_response_tokens(config)):
-            longest = f"the longest, rollout.max_response_tokens={most}"
-            if any(environment.name for environment in config.environments):
-                longest = f"what the prompt leaves of the longest episode, {most}"
-            raise config_error(config, f"{name}.response_tokens", f"is above {longest}")
-
     def mean_prompt(self, config: Config) -> int:
         """Return the tokens of a prompt of a rollout, on average."""
         return self.prompt_tokens or max(1, config.rollout.max_prompt_tokens // 2)
@@ -46,11 +32,3 @@ class PlanConfig(Section):
         if not any(environment.name for environment in config.environments):
             return config.rollout.max_response_tokens
         return max(1, config.longest_sequence - self.mean_prompt(config))
-
-    def _check_examples(self, config: Config, name: str) -> None:
-        """Refuse examples of supervised training that are longer than the longest."""
-        most, used = config.sft.max_length, 0
-        for key in ("prompt_tokens", "response_tokens"):
-            used += getattr(self, key) or 0
-            if getattr(self, key) and used > most:
-                raise config_error(config, f"{name}.{key}", f"makes examples longer than sft.max_length={most}")

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from trainer.config.fields import LONGEST_TIME, ON_FAILURE, Section, choice, config_error, number, setting, subsection
-from trainer.errors import UserError
-from trainer.files.uris import split_http_url
+from trainer.config.fields import LONGEST_TIME, ON_FAILURE, Section, choice, number, setting, subsection
 
-if TYPE_CHECKING:
-    from trainer.config.schema import Config
-
-_REMOTE = "remote"
+REMOTE = "remote"
+"""The reward that asks the server at `reward.url`."""
 
 
 @dataclass
@@ -70,30 +66,3 @@ class RewardConfig(Section):
     def key(self) -> str:
         """Return the key of the rewards with its value, for errors."""
         return f"reward.name={self.name if isinstance(self.name, str) else ','.join(self.name)}"
-
-    def check_values(self, config: Config, name: str) -> None:
-        is_list = isinstance(self.name, list) and self.name and all(isinstance(item, str) for item in self.name)
-        if not (isinstance(self.name, str) or is_list):
-            problem = "must be a name, or a list of names; where an environment gives the rewards, leave reward.* out"
-            raise config_error(config, f"{name}.name", problem)
-        if len(set(self.names())) < len(self.names()):
-            raise config_error(config, f"{name}.name", "names a reward twice; give it a weight instead")
-        if self.weights and len(self.weights) != len(self.names()):
-            raise config_error(
-                config,
-                f"{name}.weights",
-                f"must have a weight for each of the {len(self.names())} rewards of {name}.name",
-            )
-        if self.url is None and _REMOTE in self.names():
-            raise config_error(config, f"{name}.name", f"remote needs {name}.url, the address of the server")
-        if self.url is not None:
-            self._check_url(config, self.url, name)
-
-    def _check_url(self, config: Config, url: str, name: str) -> None:
-        if _REMOTE not in self.names():
-            raise config_error(config, f"{name}.url", f"is used by the reward remote alone; add it to {name}.name")
-        if (parts := split_http_url(url)) is None:
-            raise config_error(config, f"{name}.url", "must be an address such as http://judge:8000/score")
-        if "@" in parts.netloc:
-            # The value is not shown.
-            raise UserError(f"{name}.url: holds credentials, which would be saved; use {name}.remote.header_env")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from trainer.config.training import FSDPConfig, LoraConfig, OptimizerConfig, ShardingConfig
+from trainer.config.training import FSDPConfig, LoraConfig, OptimizerConfig
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,8 +31,7 @@ class RoleSpec:
     trained: bool = False
     saved: bool = False
     """The weights are part of checkpoints. Else a resume loads the initial weights again."""
-    sharding: ShardingConfig = field(default_factory=FSDPConfig)
-    """Of a trained role an `FSDPConfig`."""
+    sharding: FSDPConfig = field(default_factory=FSDPConfig)
     optimizer: OptimizerConfig | None = None
     """Of a trained role."""
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -39,7 +39,7 @@ class RoleSpec:
     scores: str = ""
     """Name of the array that the role computes for each step before the update, such as `ref_logprobs`. Empty: none."""
     section: str = ""
-    """The config section of `sharding`, `optimizer` and `lora`, for messages. Empty: the task sets them itself."""
+    """The config section of `sharding` and `lora`, for messages. Empty: the task sets them itself."""
     key: str = POLICY_KEY
     """Names `path`: a config key, or a name of its own. Resumes compare its weights with those of the first start under
     this name, and `trainer.allow_config_change` takes it."""
@@ -58,10 +58,10 @@ class RoleSpec:
                 f"the role {self.name} has a path of its own, so it needs a key of its own: RoleSpec({self.name!r}, "
                 f"path=..., key={self.name!r})"
             )
-        if self.trained and (self.optimizer is None or not isinstance(self.sharding, FSDPConfig)):
+        if self.trained and self.optimizer is None:
             raise UserError(
-                f"the role {self.name} is trained, so it needs an optimizer and an FSDPConfig: RoleSpec("
-                f"{self.name!r}, trained=True, optimizer=OptimizerConfig(), sharding=FSDPConfig())"
+                f"the role {self.name} is trained, so it needs an optimizer: RoleSpec({self.name!r}, trained=True, "
+                "optimizer=OptimizerConfig())"
             )
 
     def optimizer_steps(self, steps: int) -> int:
@@ -115,19 +115,24 @@ def policy_role(
     )
 
 
+def like_policy(config: Config, section: Any) -> OptimizerConfig:
+    """Return the optimizer of the policy with the keys of another section, such as its own `lr`."""
+    return dataclasses.replace(config.trainer.policy.optimizer, **vars(section))
+
+
 def critic_role(config: Config) -> RoleSpec:
     """Return the trained critic."""
-    critic = config.trainer.critic
+    policy, critic = config.trainer.policy, config.trainer.critic
     return RoleSpec(
         "critic",
         critic.path,
         VALUE,
         trained=True,
         saved=True,
-        section="trainer.critic",
-        sharding=critic.fsdp,
-        optimizer=critic.optimizer,
-        lora=critic.lora,
+        section="trainer.policy",
+        sharding=policy.fsdp,
+        optimizer=like_policy(config, critic.optimizer),
+        lora=policy.lora,
         scores="values",
         updates_per_step=_updates_per_step(config),
         key=POLICY_KEY if critic.path is None else "trainer.critic.path",
@@ -143,8 +148,8 @@ def reference_role(config: Config) -> RoleSpec:
         "reference",
         saved=is_copied,
         scores="ref_logprobs",
-        section="trainer.reference",
-        sharding=t.policy.fsdp if is_policy_base else t.reference.fsdp,
+        section="trainer.policy",
+        sharding=t.policy.fsdp,
         sync_interval=interval if is_copied else None,
         is_policy_base=is_policy_base,
     )
@@ -189,4 +194,4 @@ def policy_gradient_roles(config: Config) -> tuple[RoleSpec, ...]:
 
 def supervised_roles(config: Config) -> tuple[RoleSpec, ...]:
     """Return the role of supervised training: the policy, which makes one optimizer step in each step."""
-    return (policy_role(config, config.sft.optimizer, updates_per_step=1),)
+    return (policy_role(config, like_policy(config, config.sft.optimizer), updates_per_step=1),)

@@ -5,32 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from trainer.config.engines import engines_with, find_engine
 from trainer.config.fields import (
-    HARMLESS,
     LONGEST_TIME,
-    ResumeRule,
-    SavedRun,
     Section,
     choice,
-    config_error,
     number,
     open_section,
     setting,
 )
-from trainer.config.inference import TOKEN
-from trainer.config.transports import find_transport
 from trainer.errors import UserError
-from trainer.files.redaction import agree
-from trainer.files.uris import split_http_url
-
-if TYPE_CHECKING:
-    from trainer.config.schema import Config
 
 LOWEST_TEMPERATURE = 0.01  # vLLM replaces anything lower by this
-_MOST_IN_FLIGHT = 2048
 
 
 def works_ahead(rollout: Mapping[str, Any]) -> bool:
@@ -83,15 +70,11 @@ class RolloutConfig(Section):
     """KV cache of a vLLM engine on CPU, in MiB."""
     gpu_memory_utilization: float = number(0.85, above=0, at_most=1, resume="rounding")
     """Fraction of a GPU's memory that a vLLM engine uses for weights and KV cache."""
-    enforce_eager: bool = setting(False, resume="rounding")
-    """Run vLLM without CUDA graphs. On CPU it always runs without."""
     weight_sync: str = setting("auto", resume="rounding")
     """How weights reach the engines: `shared_memory` (engines on rank 0's node), `broadcast` (a gloo or NCCL group
     over ranks and engines), `ipc` (from rank to engine within the GPU that they share), a way of your own by the import
     path of its class or `TransportSpec`, or `auto`: the way of an engine that has one of its own; else ipc on shared
     GPUs, broadcast across nodes and to engines with GPUs of their own, else shared memory."""
-    weight_sync_bucket_mb: int = number(256, at_least=1, resume="rounding")
-    """Size of the buckets, in MiB, in which weights are sent by broadcast and ipc. Two are in memory at a time."""
     lora_sync: str = choice("auto", ("auto", "merged", "adapter"), resume="rounding")
     """What engines receive from a policy with adapters: the `adapter`, `merged` weights, or `auto`: the adapter if the
     engine can serve it, else merged weights."""
@@ -115,43 +98,6 @@ class RolloutConfig(Section):
     the steps behind the last checkpoint train again on these, and only what is missing is generated."""
     engine_args: dict[str, Any] = open_section(resume="rollouts")
     """Further arguments for `vllm.LLM`, or for an engine of your own."""
-
-    def check_values(self, config: Config, name: str) -> None:
-        spec = find_engine(self.engine)
-        if self.tensor_parallel_size > 1 and not spec.tensor_parallel:
-            problem = f"rollout.engine={self.engine} runs on one device; choose {engines_with('tensor_parallel')}"
-            raise config_error(config, "rollout.tensor_parallel_size", problem)
-        if self.engine_args and not spec.engine_args:
-            problem = f"rollout.engine={self.engine} takes none; choose {engines_with('engine_args')}"
-            raise config_error(config, "rollout.engine_args", problem)
-        self._check_urls(config, spec.served)
-        self.logprob_limit("float32", "cpu")
-        if self.weight_sync != "auto":
-            find_transport(self.weight_sync)
-        if self.colocate and not spec.gpus:
-            raise config_error(config, "rollout.colocate", f"rollout.engine={self.engine} takes no GPUs; choose false")
-        if self.colocate and self.ahead > 0:
-            problem = "engines that share the GPUs of the ranks cannot generate while these train; choose 0"
-            raise config_error(config, "rollout.ahead", f"{problem}, or rollout.colocate=false")
-        self._check_in_flight(config)
-        self._check_lora(config)
-
-    def _check_urls(self, config: Config, served: bool) -> None:
-        if self.urls and not served:
-            raise config_error(config, "rollout.urls", f"rollout.engine={self.engine} uses no servers; choose server")
-        if served and not self.urls:
-            raise config_error(config, "rollout.urls", f"rollout.engine={self.engine} needs the addresses of servers")
-        for url in self.urls:
-            if (problem := _problem_of_url(url)) is not None:
-                raise config_error(config, "rollout.urls", problem)
-        if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
-            raise config_error(config, "rollout.urls", "names a server twice")
-        if self.urls and self.num_engines != len(self.urls):
-            problem = f"there is one engine for each of the {len(self.urls)} rollout.urls; leave this key out"
-            raise config_error(config, "rollout.num_engines", problem)
-        if served and self.server_timeout_s >= config.trainer.hang_timeout_s:
-            problem = f"must be below trainer.hang_timeout_s={config.trainer.hang_timeout_s:g}, or the wait is a hang"
-            raise config_error(config, "rollout.server_timeout_s", problem)
 
     def logprob_limit(self, dtype: str, device: str) -> float | None:
         """Return the largest mean difference of log-probs (see `max_logprob_diff`); None: there is no limit.
@@ -182,66 +128,3 @@ class RolloutConfig(Section):
     def works_ahead(self) -> bool:
         """Whether engines generate while the ranks train."""
         return works_ahead(vars(self))
-
-    def _check_in_flight(self, config: Config) -> None:
-        key = "rollout.in_flight_updates"
-        if not self.in_flight_updates:
-            for name in ("max_staleness", "window"):
-                if getattr(self, name) != getattr(RolloutConfig(), name):
-                    raise config_error(config, f"rollout.{name}", f"needs {key}=true")
-            return
-        if not find_engine(self.engine).in_flight:
-            able = engines_with("in_flight")
-            problem = f"rollout.engine={self.engine} takes weights only when it generates nothing"
-            raise config_error(config, key, f"{problem}; choose rollout={able}, or rollout.ahead=1 instead")
-        if self.ahead > 0:
-            problem = "engines take new weights before a batch of rollout.ahead is complete"
-            raise config_error(config, key, f"{problem}; choose one of the two")
-        if self.colocate:
-            problem = "engines that share the GPUs of the ranks cannot generate while these train"
-            raise config_error(config, key, f"{problem}; choose false, or rollout.colocate=false")
-        batch = config.trainer.train_batch_size
-        if (count := (self.max_staleness + 1) * batch) > _MOST_IN_FLIGHT:
-            problem = f"with trainer.train_batch_size={batch}, {count} prompts would be under way, each on a thread"
-            raise config_error(config, "rollout.max_staleness", f"{problem}; at most {_MOST_IN_FLIGHT} can be")
-
-    @property
-    def deciding_args(self) -> dict[str, Any]:
-        """`engine_args` that decide what engines generate."""
-        return self._without_harmless(self.engine_args)
-
-    def _without_harmless(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in arguments.items() if name not in find_engine(self.engine).harmless_args}
-
-    def resume_rules(self, config: Config, saved: SavedRun) -> dict[str, ResumeRule]:
-        before = saved.config.get("rollout", {})
-        arguments = before.get("engine_args", {})
-        same = isinstance(arguments, dict) and agree(self._without_harmless(arguments), self.deciding_args)
-        return {"engine_args": HARMLESS} if same else {}
-
-    def _check_lora(self, config: Config) -> None:
-        rank, most = config.trainer.policy.lora.rank, find_engine(self.engine).max_lora_rank
-        if rank is None and self.lora_sync != "auto":
-            raise config_error(config, "rollout.lora_sync", "needs trainer.policy.lora.rank")
-        if rank is None or self.lora_sync != "adapter":
-            return
-        if not most:
-            raise config_error(
-                config,
-                "rollout.lora_sync",
-                f"rollout.engine={self.engine} serves no adapters; choose merged or "
-                f"rollout={engines_with('max_lora_rank')}",
-            )
-        if rank > most:
-            problem = f"rollout.engine={self.engine} serves adapters up to rank {most}; choose merged"
-            raise config_error(config, "rollout.lora_sync", problem)
-
-
-def _problem_of_url(url: str) -> str | None:
-    """Return why `url` cannot be the address of a server; None: it can."""
-    if "@" in url:
-        return f"an address must hold no password; the token of the servers is the variable {TOKEN}"
-    parts = split_http_url(url)
-    if parts is None or parts.path not in ("", "/") or parts.query or parts.fragment:
-        return f"{url} is no address of a server; write http://HOST:PORT"
-    return None

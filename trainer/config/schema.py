@@ -1,21 +1,22 @@
-"""The root of the typed schema, and the check of a whole config.
+"""The root of the typed schema.
 
-Hydra composes `conf/*.yaml` onto these dataclasses. Each key carries its bounds or choices (`trainer.config.fields`),
-and each section checks what must hold between keys.
+Hydra composes `conf/*.yaml` onto these dataclasses. Each key carries its bounds or choices (`trainer.config.fields`);
+what must hold between keys is in `trainer.config.rules`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import TypeVar
 
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.data import DataConfig, NamedData
 from trainer.config.engines import EngineSpec, find_engine
 from trainer.config.environment import EnvironmentConfig
-from trainer.config.fields import Section, config_error, subsection, value_of, walk_keys, walk_sections
+from trainer.config.fields import Section, subsection, value_of, walk_keys, walk_sections
 from trainer.config.foreign import counterpart_of
 from trainer.config.inference import InferenceConfig
 from trainer.config.logger import LoggerConfig
@@ -28,6 +29,8 @@ from trainer.config.supervised import SFTConfig
 from trainer.config.tasks import OPTIONS, TaskSpec, find_task
 from trainer.config.trainer import TrainerConfig
 from trainer.errors import UserError, did_you_mean
+
+_Section = TypeVar("_Section")
 
 
 @dataclass
@@ -161,6 +164,16 @@ class Config(Section):
         unread = (*task.unread, *(task.unused_with_path if self.model.path is not None else ()))
         return not any(fnmatchcase(key, pattern) for pattern in unread)
 
+    def reads_section(self, name: str) -> bool:
+        """Return whether the run reads a key of the section."""
+        return not any(fnmatchcase(f"{name}.", pattern) for pattern in self.task.unused)
+
+    def sections(self, kind: type[_Section]) -> Iterator[tuple[str, _Section]]:
+        """Yield the dotted names and the values of all sections of a kind that the run reads."""
+        for name, section in walk_sections(self):
+            if isinstance(section, kind) and self.reads_section(name):
+                yield name, section
+
     @property
     def roles(self) -> tuple[RoleSpec, ...]:
         """The models of the run, the policy first. Made of the config as it is at each call, within microseconds."""
@@ -173,15 +186,6 @@ class Config(Section):
         if rank is None or setting == "merged":
             return False
         return setting == "adapter" or rank <= self.engine.max_lora_rank
-
-    def check_values(self, config: Config, name: str) -> None:
-        for allowed in self.trainer.allow_config_change:
-            if not is_name(allowed) and allowed not in [role.key for role in config.roles]:
-                problem = f"there is no key or section {allowed}; {_instead_of(allowed)}"
-                raise config_error(config, "trainer.allow_config_change", problem)
-        if late := [step for step in self.trainer.profile if step > self.total_steps]:
-            problem = f"the run ends with step {self.total_steps}, before step {late[0]}; choose steps of the run"
-            raise config_error(config, "trainer.profile", problem)
 
 
 _FEW = 14
@@ -240,24 +244,6 @@ def section_named(name: str) -> type | None:
     return SECTIONS.get(plain(name))
 
 
-def validate(config: Config) -> None:
-    """Check every value on its own, then what must hold between them.
-
-    Sections that the task does not read are not checked.
-
-    Raises:
-        UserError: one sentence that names the key, its value and what is valid.
-    """
-    for key, value, constraint in walk_keys(config):
-        if (problem := constraint.problem(value)) is not None:
-            raise config_error(config, key, problem)
-    unused = config.task.unused
-    for name, section in walk_sections(config):
-        if not any(fnmatchcase(f"{name}.", pattern) for pattern in unused):
-            section.check_values(config, name)
-    config.task.check_options(config.algorithm.options)
-
-
 def valid_keys(prefix: str = "") -> list[str]:
     """Return the dotted names of all keys below the section `prefix` (empty: all sections)."""
     section = section_named(prefix)
@@ -293,7 +279,8 @@ def refuse_unknown_keys(config: Config) -> None:
             raise UserError(no_such_key(f"{name}.{unknown}".lstrip(".")))
 
 
-def _instead_of(name: str) -> str:
+def instead_of(name: str) -> str:
+    """Return what a message says after a name that is neither a key nor a section."""
     sections = [name[:end] for end, letter in enumerate(name) if letter == "."]
     open_section = next(filter(is_open, sections), None)
     if open_section is not None:

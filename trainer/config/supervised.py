@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from trainer.config.fields import Section, choice, config_error, number, setting, subsection, value_of
-from trainer.config.training import OptimizerConfig
+from trainer.config.fields import Section, choice, number, setting, subsection
+from trainer.config.training import SCHEDULE_STEPS
 
-if TYPE_CHECKING:
-    from trainer.config.schema import Config
+
+@dataclass
+class SFTOptimizerConfig(Section):
+    lr: float = number(2e-3, at_least=0, resume="update")
+    """Peak learning rate."""
+    scheduler: str = choice("constant", ("constant", "cosine"), resume="update")
+    """Learning rate after warm-up (see `trainer.policy.optimizer.scheduler`)."""
+    warmup_steps: int = number(10, at_least=0, resume="update")
+    """Optimizer steps of linear warm-up from 0."""
+    schedule_steps: int | None = number(None, at_least=1, resume=SCHEDULE_STEPS)
+    """Steps of the run after which `cosine` has ended (see `trainer.policy.optimizer.schedule_steps`). null:
+    `sft.steps`."""
 
 
 @dataclass
@@ -29,14 +38,5 @@ class SFTConfig(Section):
     """`source=rollouts`: multiply the loss of each token by its importance weight, at most this (the loss
     `importance_weighted_ce`). The weight is the token's probability under the model divided by its probability under
     the policy that sampled it. null: plain cross-entropy (distillation)."""
-    optimizer: OptimizerConfig = subsection(lambda: OptimizerConfig(lr=2e-3, warmup_steps=10))
-    """Optimizer of supervised training."""
-
-    def check_values(self, config: Config, name: str) -> None:
-        files = config.data.train_files + [file for source in config.data.mix.values() for file in source.files]
-        if self.source == "rollouts" and not files:
-            problem = "needs data.train_files, the files that logger.save_rollouts=true makes a run write"
-            raise config_error(config, "sft.source", problem)
-        for key in ("sft.min_reward", "sft.max_weight"):
-            if self.source != "rollouts" and value_of(config, key) is not None:
-                raise config_error(config, key, "is for rollouts; set sft.source=rollouts or drop the key")
+    optimizer: SFTOptimizerConfig = subsection(SFTOptimizerConfig)
+    """Optimizer of supervised training. What it does not have is as in `trainer.policy.optimizer`."""

@@ -13,7 +13,14 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.config.fields import value_of
-from trainer.config.role_specs import RoleSpec, check_roles, policy_gradient_roles, policy_role, supervised_roles
+from trainer.config.role_specs import (
+    RoleSpec,
+    check_roles,
+    like_policy,
+    policy_gradient_roles,
+    policy_role,
+    supervised_roles,
+)
 from trainer.errors import UserError, did_you_mean
 from trainer.import_utils import import_function, import_numpy, user_code
 
@@ -44,8 +51,9 @@ class Metric(NamedTuple):
 class TaskSpec:
     """One kind of training."""
 
-    build: str | Callable[[Config], Any]
-    """Returns the `Task` (`trainer.tasks.base`) that a config describes; or the import path of such a function."""
+    build: str | Callable[[Config], Any] = ""
+    """Returns the `Task` (`trainer.tasks.Task`) that a config describes; or the import path of such a function. Empty:
+    a built-in task, which `trainer.tasks` builds."""
     total_steps: str = "trainer.total_steps"
     """The key with the number of steps."""
     optimizer: str = "trainer.policy.optimizer"
@@ -53,8 +61,9 @@ class TaskSpec:
     best: str = ""
     """The metric that `val/accuracy` stands for in `trainer.best_metric`, one of `metrics`. Empty: the task measures
     accuracy."""
-    objective: str | type = "trainer.objectives.policy_gradient:PolicyGradient"
-    """A class of `trainer.objectives.Objective`, or its import path. The driver and each rank build one."""
+    objective: str | type = "policy_gradient"
+    """`policy_gradient`, `cross_entropy`, a class like `trainer.objectives.Objective`, or its import path. The driver
+    and each rank build one."""
     roles: Callable[[Config], tuple[RoleSpec, ...]] | None = None
     """Returns the models of a run, the policy first. None: the policy alone."""
     generates: bool = False
@@ -77,23 +86,13 @@ class TaskSpec:
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     """The metrics of this task alone, by name."""
 
-    def __call__(self, config: Config) -> Any:
-        """Return the `Task` that the config describes."""
-        build = import_function(self.build, KEY) if isinstance(self.build, str) else self.build
-        return build(config)
-
     def roles_of(self, config: Config) -> tuple[RoleSpec, ...]:
         """Return the models of the run that the config describes, the policy first."""
         if self.roles is None:
-            return (policy_role(config, value_of(config, self.optimizer)),)
+            return (policy_role(config, like_policy(config, value_of(config, self.optimizer))),)
         roles = self.roles(config)
         check_roles(roles)
         return roles
-
-    def objective_of(self, config: Config) -> Any:
-        """Return the objective of the run that the config describes."""
-        name = self.objective
-        return (import_function(name, KEY) if isinstance(name, str) else name)(config)
 
     def check_options(self, given: Mapping[str, Any]) -> None:
         """Check `algorithm.options`.
@@ -146,10 +145,9 @@ class TaskSpec:
 
 _LOSS = "Loss (supervised)"
 TASKS: dict[str, TaskSpec] = {
-    "rl": TaskSpec("trainer.tasks.rl:build", roles=policy_gradient_roles, generates=True, unused_with_path=("sft.*",)),
+    "rl": TaskSpec(roles=policy_gradient_roles, generates=True, unused_with_path=("sft.*",)),
     "sft": TaskSpec(
-        "trainer.tasks.sft:build",
-        objective="trainer.objectives.cross_entropy:CrossEntropy",
+        objective="cross_entropy",
         roles=supervised_roles,
         total_steps="sft.steps",
         optimizer="sft.optimizer",
@@ -159,9 +157,8 @@ TASKS: dict[str, TaskSpec] = {
             "rollout.*",
             "reward.*",
             "environment.*",
-            "trainer.policy.optimizer.*",
+            *(f"trainer.policy.optimizer.{name}" for name in ("lr", "scheduler", "warmup_steps", "schedule_steps")),
             "trainer.critic.*",
-            "trainer.reference.*",
             "trainer.*_batch_size",
             "trainer.update_epochs",
             "trainer.total_steps",

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
-from datetime import datetime
-from itertools import permutations
-from typing import TYPE_CHECKING
 
-from trainer.config.axes import AXES, axis_sizes
+from trainer.config.axes import axis_sizes
 from trainer.config.fields import (
     LARGEST_SEED,
     LONGEST_TIME,
@@ -17,26 +13,17 @@ from trainer.config.fields import (
     Section,
     choice,
     choices,
-    config_error,
     number,
     numbers,
     open_section,
     setting,
     subsection,
-    value_of,
 )
-from trainer.config.training import CriticConfig, PolicyConfig, ReferenceConfig
-from trainer.errors import UserError
-from trainer.files.uris import is_same, is_url, lies_in, problem_of
-
-if TYPE_CHECKING:
-    from trainer.config.schema import Config
+from trainer.config.training import CriticConfig, PolicyConfig
 
 LOAD_COMPONENTS = ("weights", "optimizer", "rng", "data", "state")
 PROCESSES = "processes"
 """`trainer.ray_address` of a run without Ray."""
-_MODEL_PATHS = ("model.path", "trainer.critic.path")
-_LONGEST_NAME = 200  # bytes; file names end at 255, and some get a suffix
 
 
 @dataclass
@@ -98,8 +85,6 @@ class TrainerConfig(Section):
     master_port: int = number(0, at_least=0, at_most=65535, resume="harmless")
     """First of the ports on rank 0's machine at which the ranks of each group, and then ranks and engines for
     broadcasts, meet. 0: any free ports."""
-    collective_timeout_s: float = number(1800.0, at_least=0.001, at_most=LONGEST_TIME, resume="harmless")
-    """Seconds that one collective may take before the ranks fail."""
     heartbeat_timeout_s: float = number(300.0, at_least=0.001, resume="harmless")
     """Seconds without a heartbeat from a rank or an engine after which it counts as dead. A stopped process, or a
     process on a frozen machine, sends none; a process that computes does. At least 60 while a process starts."""
@@ -120,10 +105,8 @@ class TrainerConfig(Section):
     """Length of the time in which restarts count."""
     divergence_limits: dict[str, float] = open_section(resume="harmless")
     """Metrics with limits, such as `+trainer.divergence_limits={policy/kl:1.0,policy/grad_norm:100}`. If a metric stays
-    above its limit for `divergence_patience` steps in a row, the run has diverged: it ends with status 3, and its
+    above its limit for 3 steps in a row, the run has diverged: it ends with status 3, and its
     message says how to go back. Empty: never."""
-    divergence_patience: int = number(3, at_least=1, resume="harmless")
-    """Number of steps in a row above a limit of `divergence_limits` after which the run ends."""
     train_batch_size: int = number(64, at_least=1, resume="rollouts")
     """Prompts per step; for a task whose groups are no completions of a prompt, groups."""
     mini_batch_size: int = number(32, at_least=1, resume="update")
@@ -170,9 +153,6 @@ class TrainerConfig(Section):
     """Expected minutes between failures, for `ckpt_interval=auto`."""
     ckpt_async: bool = setting(True, resume="harmless")
     """Write checkpoints while training continues. Needs host memory for one copy of each rank's shards."""
-    ckpt_failures_allowed: int = number(3, at_least=0, resume="harmless")
-    """Number of saves in a row that may fail before the run stops. Until then training continues, and the last
-    committed checkpoint stays."""
     max_ckpts_to_keep: int = number(-1, at_least=1, off=-1, resume="harmless")
     """Number of newest checkpoints to keep. -1: all. The newest checkpoint, and the one the run resumed from, are
     never deleted."""
@@ -204,9 +184,6 @@ class TrainerConfig(Section):
     on_resume_mismatch: str = choice("warn", ("warn", "stop", "fallback"), resume="harmless")
     """What to do if a replayed step differs from the metrics that the killed run logged: `warn`, `stop`, or `fallback`
     (resume from the checkpoint before)."""
-    resume_tolerance: float | None = number(None, at_least=0, at_most=1, resume="harmless")
-    """Relative difference that a replayed metric may have. null: 0 (the same to the last bit) on CPU, and on CUDA with
-    `deterministic`. Else, on CUDA, only one step is compared, and sampled values may differ by chance."""
     deadline: str | None = setting(None, resume="harmless")
     """Save and exit before this time, such as `2026-11-21T18:00` (ISO 8601). null: before the end of the Slurm job, if
     there is one."""
@@ -222,133 +199,8 @@ class TrainerConfig(Section):
     """The policy."""
     critic: CriticConfig = subsection(CriticConfig, resume="update")
     """The critic. Only if a function of `algorithm` reads `values`, as `gae` does."""
-    reference: ReferenceConfig = subsection(ReferenceConfig)
-    """The reference. Only with `algorithm.kl_coef` above 0, or if a function of `algorithm` reads `ref_logprobs`."""
-
-    def check_values(self, config: Config, name: str) -> None:
-        if self.train_batch_size % self.mini_batch_size:
-            problem = f"must be a multiple of trainer.mini_batch_size={self.mini_batch_size}"
-            raise config_error(config, "trainer.train_batch_size", problem)
-        self._check_layout(config)
-        if self.offload != "none" and not config.rollout.colocate:
-            raise config_error(
-                config, "trainer.offload", "ranks and engines do not share GPUs; set rollout.colocate=true too"
-            )
-        self._check_paths(config)
-        self._check_saving(config)
-        self._check_resume(config)
-        if self.deadline is not None:
-            try:
-                datetime.fromisoformat(self.deadline).timestamp()
-            except (ValueError, OverflowError) as error:
-                problem = "must be a time such as 2026-11-21T18:00"
-                raise config_error(config, "trainer.deadline", problem) from error
-        if self.hf_save_lora != "merged" and self.policy.lora.rank is None:
-            raise config_error(config, "trainer.hf_save_lora", "needs trainer.policy.lora.rank")
 
     @property
     def layout_size(self) -> int:
         """The number of ranks is a multiple of this."""
         return math.prod(axis_sizes(self).values())
-
-    def _check_layout(self, config: Config) -> None:
-        used = {axis.key: axis for axis in AXES.values() if axis.key and getattr(self, axis.key) > 1}
-        if self.num_workers % self.layout_size:
-            product = " x ".join(f"trainer.{key}={getattr(self, key)}" for key in used)
-            raise config_error(config, "trainer.num_workers", f"must be a multiple of {product}")
-        if self.min_world_size is not None and not self.layout_size <= self.min_world_size <= self.num_workers:
-            problem = f"must be from {self.layout_size} to trainer.num_workers={self.num_workers}"
-            raise config_error(config, "trainer.min_world_size", problem)
-        for role in config.roles if self.deterministic else ():
-            if role.sharding.compile:
-                setting = f"{role.setting('sharding')}.compile=True"
-                problem = "what a kernel is compiled to depends on the sizes that a process meets first; leave it out"
-                raise UserError(f"{setting}: cannot be combined with trainer.deterministic=True: {problem}")
-        for key, axis in used.items():
-            if axis.attention not in ("", config.model.attn_implementation):
-                raise config_error(config, f"trainer.{key}", f"needs model.attn_implementation={axis.attention}")
-            for role in config.roles if axis.uncompilable else ():
-                if role.sharding.compile:
-                    setting = f"{role.setting('sharding')}.compile=True"
-                    raise UserError(f"{setting}: cannot be combined with trainer.{key}: {axis.uncompilable}")
-
-    def _check_paths(self, config: Config) -> None:
-        name = self.run_name
-        plain = name not in (".", "..") and "/" not in name and name.isprintable() and name == name.strip()
-        if not plain or len(name.encode()) > _LONGEST_NAME:
-            raise config_error(
-                config,
-                "trainer.run_name",
-                "must be a plain name without slashes, control characters and spaces around it, at most "
-                f"{_LONGEST_NAME} bytes; trainer.run_dir takes a path",
-            )
-        for key in (
-            "trainer.run_dir",
-            "trainer.ckpt_path",
-            "trainer.export_path",
-            "trainer.resume_path",
-            "trainer.ckpt_cache_dir",
-        ):
-            if (value_of(config, key) or "").startswith("~"):
-                raise config_error(config, key, "begins with ~, which only a shell replaces; write the whole path")
-        for key in ("trainer.ckpt_path", "trainer.resume_path", "trainer.export_path"):
-            path = value_of(config, key) or ""
-            if is_url(path) and (problem := problem_of(path)):
-                raise UserError(f"{key}: {problem}")  # without the value, which may hold a password
-
-        if self.ckpt_cache_dir is not None:
-            if not is_url(self.ckpt_path):
-                raise config_error(config, "trainer.ckpt_cache_dir", "needs a trainer.ckpt_path in an object store")
-            if is_url(self.ckpt_cache_dir) or is_same(self.ckpt_cache_dir, self.run_dir):
-                raise config_error(config, "trainer.ckpt_cache_dir", "must be a directory other than trainer.run_dir")
-        if config.task.trains:
-            self._check_apart(config)
-
-    def _check_apart(self, config: Config) -> None:
-        """Refuse a place that is another one, or lies inside it: what is replaced or deleted in one is lost in both.
-
-        The places beside each other in the run directory, which are the default, are apart.
-        """
-        ckpt, export, cache, parent = (
-            "trainer.ckpt_path",
-            "trainer.export_path",
-            "trainer.ckpt_cache_dir",
-            "trainer.resume_path",
-        )
-        places = {key: path for key in (ckpt, export, cache) if (path := value_of(config, key))}
-        pairs = [("trainer.run_dir", key) for key in places]
-        if self.resume_path:
-            places[parent] = os.path.dirname(self.resume_path.rstrip("/"))
-        pairs += [pair for pair in permutations(places, 2) if set(pair) != {ckpt, parent}]
-        places["trainer.run_dir"] = self.run_dir
-        # Not those of `config.roles`: a config may name a loss that cannot be imported here.
-        paths = {key: value_of(config, key) for key in _MODEL_PATHS}
-        models = {key: path for key, path in paths.items() if path and os.path.isdir(path)}  # not a name of the Hub
-        pairs += [(key, other) for key in models for other in (export, cache) if other in places]
-        places |= models
-        for key, other in pairs:
-            is_beside = is_same(places[other], self.run_dir) and (
-                key == "trainer.run_dir" or is_same(places[key], os.path.join(self.run_dir, "exports"))
-            )
-            if lies_in(places[key], places[other]) and not is_beside:
-                problem = f"is {other}={places[other]}, or lies inside it; choose a directory beside it"
-                raise UserError(f"{key}={places[key]}: {problem}")
-
-    def _check_saving(self, config: Config) -> None:
-        if isinstance(self.ckpt_interval, str) and self.ckpt_interval != "auto":
-            raise config_error(config, "trainer.ckpt_interval", "must be a number of steps, -1 or auto")
-        for key in ("trainer.keep_best", "trainer.keep_every"):
-            if value_of(config, key) > 0 and self.max_ckpts_to_keep < 0:
-                raise config_error(config, key, "all checkpoints are kept; set trainer.max_ckpts_to_keep too")
-        if self.keep_best > 0 and self.best_metric.startswith("val/") and not config.validates(0):
-            problem = f"trainer.best_metric={self.best_metric} is never measured with trainer.val_interval=-1"
-            raise config_error(config, "trainer.keep_best", problem)
-
-    def _check_resume(self, config: Config) -> None:
-        if self.resume_mode == "from_path" and not self.resume_path:
-            raise config_error(config, "trainer.resume_mode", "needs trainer.resume_path, a global_step_N directory")
-        if self.resume_path and self.resume_mode != "from_path":
-            raise config_error(config, "trainer.resume_path", "needs trainer.resume_mode=from_path")
-        if self.load_components and self.resume_mode != "from_path":
-            problem = "needs trainer.resume_mode=from_path: a run continues with all of its state"
-            raise config_error(config, "trainer.load_components", problem)

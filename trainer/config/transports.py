@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from trainer.import_utils import import_function, import_spec
+from trainer.import_utils import import_spec
 
 KEY = "rollout.weight_sync"
 
@@ -29,24 +28,18 @@ class TransportSpec:
     """One way."""
 
     path: str
-    """Import path of its class, a `Transport` of `trainer.generation.transport`."""
+    """Import path of its class, a `Transport` of `trainer.generation.transport`. Of a built-in way its name."""
     suits: Callable[[Place], bool] = lambda place: True
     """Whether `rollout.weight_sync=auto` takes it at a place. It takes the first that suits: of the engine's own, then
     of those in the table that the engine takes."""
     problem: Callable[[Place], str | None] = lambda place: None
     """Returns why it cannot work at a place, and what to choose instead; None: it can."""
 
-    def __call__(self, *args: Any) -> Any:
-        """Return a new `Transport`."""
-        return import_function(self.path, KEY)(*args)
-
-
-_MODULE = "trainer.generation.transport"
 
 TRANSPORTS: dict[str, TransportSpec] = {
     # Between GPUs, NCCL is much faster than host memory, but it cannot join two processes on one GPU.
     "ipc": TransportSpec(
-        f"{_MODULE}:IpcTransport",
+        "ipc",
         suits=lambda place: place.on_gpus and place.colocated,
         problem=lambda place: (
             None
@@ -56,7 +49,7 @@ TRANSPORTS: dict[str, TransportSpec] = {
         ),
     ),
     "broadcast": TransportSpec(
-        f"{_MODULE}:BroadcastTransport",
+        "broadcast",
         suits=lambda place: not place.same_node or place.on_gpus and not place.colocated,
         problem=lambda place: (
             "NCCL cannot join a rank and an engine on one GPU; use one node, or choose rollout.colocate=false"
@@ -65,7 +58,7 @@ TRANSPORTS: dict[str, TransportSpec] = {
         ),
     ),
     "shared_memory": TransportSpec(
-        f"{_MODULE}:SharedMemoryTransport",
+        "shared_memory",
         suits=lambda place: place.same_node,
         problem=lambda place: (
             None if place.same_node else "ranks and engines are on several nodes; choose auto or broadcast"
@@ -74,7 +67,7 @@ TRANSPORTS: dict[str, TransportSpec] = {
 }
 """By the values of `rollout.weight_sync`."""
 
-ADAPTER = TransportSpec(f"{_MODULE}:AdapterTransport")
+ADAPTER = TransportSpec("adapter")
 """The way of a policy whose adapters the engines serve (`rollout.lora_sync`)."""
 
 

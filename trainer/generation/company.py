@@ -46,7 +46,8 @@ def joins_exactly(spec: EngineSpec, cfg: Config, device: str, model_path: str) -
     rule = spec.joins_exactly_if
     if rule is None or not spec.joins_exactly:
         return spec.joins_exactly
-    return import_function(rule, "rollout.engine")(cfg.rollout_of_engines, device, load_config(cfg.model, model_path))
+    holds = holds_two if rule == holds_two.__name__ else import_function(rule, "rollout.engine")
+    return holds(cfg.rollout_of_engines, device, load_config(cfg.model, model_path))
 
 
 def holds_two(rollout: RolloutConfig, device: str, model: PretrainedConfig) -> bool:

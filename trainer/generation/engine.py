@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 from trainer.config.engines import EngineSpec
+from trainer.import_utils import import_function
 from trainer.process import time_limits
 
 if TYPE_CHECKING:
@@ -189,6 +190,19 @@ def join_interval_s(running: int) -> float:
     return time_limits.JOIN_S * max(0.25, running / 16)
 
 
+BUILT_IN = {
+    "vllm": "trainer.generation.vllm_engine:VLLMEngine",
+    "transformers": "trainer.generation.transformers_engine:TransformersEngine",
+    "server": "trainer.generation.server_engine:ServerEngine",
+}
+"""The classes of the built-in engines, imported in the process of an engine."""
+
+
+def make_engine(spec: EngineSpec, *args: Any, **kwargs: Any) -> Engine:
+    """Return a new engine in this process."""
+    return import_function(BUILT_IN.get(spec.path, spec.path), "rollout.engine")(*args, **kwargs)
+
+
 def build_engine(
     spec: EngineSpec,
     variables: Mapping[str, str],
@@ -219,9 +233,11 @@ def build_engine(
     if kwargs["device"] == "cuda" and not spec.served:
         from trainer.generation.memory_watch import MemoryWatch
 
-        engine = MemoryWatch.build(partial(spec, model_path, **kwargs, **numbered), run_dir, number, has_workers)
+        engine = MemoryWatch.build(
+            partial(make_engine, spec, model_path, **kwargs, **numbered), run_dir, number, has_workers
+        )
     else:
-        engine = spec(model_path, **kwargs, **numbered)
+        engine = make_engine(spec, model_path, **kwargs, **numbered)
     if not is_profiled:
         return engine
     from trainer.generation.profiled_engine import profile_engine  # imports torch

@@ -33,7 +33,7 @@ from trainer.generation.lifecycle import GpuMemory, State
 from trainer.generation.pauses import Pauses
 from trainer.generation.request_stream import RequestStream, StreamAborted
 from trainer.generation.server_protocol import Job
-from trainer.generation.transport import Ends, PolicyRanks, Transport, choose_transport, first_failure
+from trainer.generation.transport import Ends, PolicyRanks, Transport, choose_transport, first_failure, make_transport
 from trainer.process import time_limits
 from trainer.process.signals import SIGNALS
 
@@ -191,7 +191,7 @@ class EnginePool:
                 [*self._ranks.policy.placements(), *self._receiver_places()]
             )
         self._has_started = True
-        self._transport: Transport = find_transport(self._way)(self._ends)
+        self._transport: Transport = make_transport(find_transport(self._way), self._ends)
         self._transport.check()
         self._meet(self._engines.lifecycle.loaded)
         if is_initial and self._spec.holds_start_weights and self._transport.is_checked:

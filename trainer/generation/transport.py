@@ -14,13 +14,18 @@ from trainer.cluster.resources import rank_groups
 from trainer.cluster.worker_groups import CallFutures
 from trainer.config import Config, RolloutConfig
 from trainer.config.engines import ENGINES, find_engine
-from trainer.config.transports import TRANSPORTS, Place, TransportSpec, find_transport
+from trainer.config.transports import KEY, TRANSPORTS, Place, TransportSpec, find_transport
 from trainer.errors import UserError, WorkerError, describe_error, failure_source_of, set_failure_source
 from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
+from trainer.import_utils import import_function
+from trainer.process import time_limits
 from trainer.process.signals import SIGNALS
 
 if TYPE_CHECKING:
     from trainer.cluster.worker_groups import Cluster, WorkerGroup
+
+BUCKET_BYTES = 256 * 2**20
+"""Size of the buckets in which weights are sent by broadcast and ipc. Two are in memory at a time."""
 
 
 class PolicyRanks(Protocol):
@@ -166,8 +171,8 @@ class StreamedTransport(TransportBase):
     def _settings(self) -> dict[str, Any]:
         return {
             "device": self.ends.device,
-            "timeout_s": self.ends.cfg.trainer.collective_timeout_s,
-            "bucket_bytes": self.ends.cfg.rollout.weight_sync_bucket_mb * 2**20,
+            "timeout_s": time_limits.COLLECTIVE_S,
+            "bucket_bytes": BUCKET_BYTES,
         }
 
 
@@ -215,6 +220,19 @@ class AdapterTransport(TransportBase):
     @functools.cached_property
     def _config(self) -> str:
         return self.ends.ranks.call_one("policy", "adapter_config", self.ends.model_path)
+
+
+BUILT_IN: dict[str, type[TransportBase]] = {
+    "ipc": IpcTransport,
+    "broadcast": BroadcastTransport,
+    "shared_memory": SharedMemoryTransport,
+    "adapter": AdapterTransport,
+}
+
+
+def make_transport(spec: TransportSpec, ends: Ends) -> Transport:
+    """Return a new transport."""
+    return BUILT_IN[spec.path](ends) if spec.path in BUILT_IN else import_function(spec.path, KEY)(ends)
 
 
 def choose_transport(rollout: RolloutConfig, same_node: bool, device: str = "cpu") -> str | TransportSpec:

@@ -380,7 +380,6 @@ def device_options(rollout: RolloutConfig, device: str, model_path: str, trust_r
             **_options_of_model(model_path, trust_remote_code),
         }
     return options | {
-        "enforce_eager": rollout.enforce_eager,
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
         "tensor_parallel_size": rollout.tensor_parallel_size,
         "distributed_executor_backend": "mp" if rollout.tensor_parallel_size > 1 else "uni",

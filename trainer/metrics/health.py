@@ -28,7 +28,7 @@ class MetricChecks:
     def __init__(self, cfg: Config, compares_completions: bool, history: Sequence[Mapping[str, Any]] = ()) -> None:
         t = cfg.trainer
         self._advisor = Advisor(dataclasses.asdict(cfg), compares_completions, history)
-        self._divergence = DivergenceCheck(t.divergence_limits, t.divergence_patience, history)
+        self._divergence = DivergenceCheck(t.divergence_limits, history)
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> Divergence | None:
         """Check the metrics of a finished step. Return the first metric that has diverged, or None."""
@@ -55,18 +55,20 @@ class Divergence:
         )
 
 
+PATIENCE = 3
+"""Consecutive steps above a limit after which the run has diverged."""
+
+
 class DivergenceCheck:
     """Finds metrics that stay above their limits.
 
     Args:
         limits: limits by metric (`trainer.divergence_limits`).
-        steps: number of consecutive steps that must be above the limit (`trainer.divergence_patience`).
         history: the lines of `metrics.jsonl` before the first `update`.
     """
 
-    def __init__(self, limits: Mapping[str, float], steps: int, history: Iterable[Mapping[str, Any]] = ()):
+    def __init__(self, limits: Mapping[str, float], history: Iterable[Mapping[str, Any]] = ()):
         self._limits = limits
-        self._steps = steps
         self._above: dict[str, list[int]] = {metric: [] for metric in limits}
         for row in history:
             self.update(row["step"], row)
@@ -85,6 +87,6 @@ class DivergenceCheck:
                 above.clear()
                 continue
             above.append(step)
-            if len(above) >= self._steps:
+            if len(above) >= PATIENCE:
                 divergence = divergence or Divergence(metric, limit, above[0], value)
         return divergence

@@ -29,6 +29,7 @@ LOG = logging.getLogger(__name__)
 TRACE_FILE, OLDER_FILE = "trace.json", "trace.1.json"
 """The newer and the older part of the timeline, in the run directory."""
 _FLUSH_S = 1.0
+_LARGEST_BYTES = 256 << 20
 _NAMES = (b'{"name": "process_', b'{"name": "thread_')
 _END = b"\n]\n"
 _TAIL_BYTES = 1 << 20
@@ -47,7 +48,7 @@ class Timeline:
     """
 
     def __init__(self, run_dir: str, config: LoggerConfig, fence: Callable[[], None] = lambda: None):
-        self._file = TraceFile(run_dir, config.trace_mb << 20)
+        self._file = TraceFile(run_dir, _LARGEST_BYTES)
         self._is_wanted = config.trace
         self._fence = fence
         self._outer: Timeline | None = None

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.config import Config
 from trainer.config.axes import AXES, axis_sizes
 from trainer.config.fields import config_error
 from trainer.errors import UserError, one_line
-from trainer.import_utils import import_function
 from trainer.models.files import load_config, load_trained_config, resolve_model_path
 from trainer.models.heads import check_head
 
@@ -49,7 +48,7 @@ def check_axes(cfg: Config, model_path: str) -> None:
     Raises:
         UserError: a model cannot be split.
     """
-    if not any(size > 1 and AXES[name].check for name, size in axis_sizes(cfg.trainer).items()):
+    if not any(size > 1 and name in PROBLEMS for name, size in axis_sizes(cfg.trainer).items()):
         return
     for role in {role.key: role for role in reversed(cfg.roles)}.values():
         path = resolve_model_path(role.path, role.key) if role.path else model_path
@@ -66,8 +65,8 @@ def check_model_axes(cfg: Config, model: Any, name: str = "the model") -> None:
     """
     sizes = axis_sizes(cfg.trainer)
     for axis, size in sizes.items():
-        if size > 1 and (path := AXES[axis].check):
-            problem = import_function(path, f"the check of {axis}")(model, sizes, name)
+        if size > 1 and axis in PROBLEMS:
+            problem = PROBLEMS[axis](model, sizes, name)
             if problem is not None:
                 refuse_axis(axis, size, problem)
 
@@ -96,6 +95,11 @@ def tp_problem(model: Any, sizes: Mapping[str, int], name: str) -> str | None:
         if count is None or count % sizes["tp"]:
             return f"must divide the number of {counted} of {name}, {count}"
     return None
+
+
+PROBLEMS: dict[str, Callable[[Any, Mapping[str, int], str], str | None]] = {"cp": cp_problem, "tp": tp_problem}
+"""Says of a Hugging Face config of a model why it cannot be used with the sizes of all axes, by axis. The name is what
+messages call the model."""
 
 
 def refuse_axis(axis: str, size: int, problem: str) -> NoReturn:

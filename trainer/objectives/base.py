@@ -14,6 +14,7 @@ from trainer.algorithms import FixedKL, Totals
 from trainer.algorithms.kl import AdaptiveKL
 from trainer.config import LM, Config, RoleSpec
 from trainer.episodes import Episode, Sample
+from trainer.import_utils import import_function
 from trainer.parallel.batching import Batch, MicroBatch, mini_batches
 
 ROW, GROUP = "row", "group"
@@ -200,6 +201,16 @@ def _example(group: int, number: int, is_sampled: bool) -> Episode:
     return Episode(f"0:{group}:{number}", f"0:{group}", [sample], reward=float(1 - number % 2))
 
 
+_BUILT_IN = {
+    "policy_gradient": "trainer.objectives.policy_gradient:PolicyGradient",
+    "cross_entropy": "trainer.objectives.cross_entropy:CrossEntropy",
+}
+"""The objectives of this package, by the names that `TaskSpec.objective` takes."""
+
+
 def make_objective(cfg: Config) -> Objective:
     """Return the objective of the config's task."""
-    return cfg.task.objective_of(cfg)
+    named = cfg.task.objective
+    if not isinstance(named, str):
+        return named(cfg)
+    return import_function(_BUILT_IN.get(named, named), "the objective of trainer.task", _BUILT_IN)(cfg)

@@ -11,21 +11,29 @@ import torch
 
 from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.aggregation import Totals
+from trainer.algorithms.correction import LEVELS, correction_weights
+from trainer.algorithms.kl import AdaptiveKL
 from trainer.algorithms.losses import POLICY_LOSSES, Loss
 from trainer.algorithms.registry import has_ratio, needs_different_completions, resolve
 from trainer.config import LM
 from trainer.config.algorithm import (
     AUTO,
+    CORRECTION_OPTIONS,
+    CRITIC_OPTIONS,
     ESTIMATOR,
+    INPUTS,
+    KL_OPTIONS,
     LOSS,
+    OFF,
+    OPTION_KEYS,
     AlgorithmConfig,
     aggregation_of,
-    check_group_size,
     chosen_options,
     correction_of,
     named_options,
 )
-from trainer.config.functions import INPUTS
+from trainer.config.fields import Constraint
+from trainer.config.rules import check_group_size
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.import_utils import (
@@ -60,7 +68,8 @@ def check_functions(config: Config) -> None:
     loss = _resolve(POLICY_LOSSES, algorithm, LOSS, partial(_try_loss, scores=scores))
     functions = {ESTIMATOR: estimator, LOSS: loss}
     _check_keys(algorithm, functions)
-    _check_further_options(algorithm, functions, config.task.options)
+    _check_further_options(config, functions)
+    _check_amounts(config)
     _check_covariances(loss, algorithm)
     _check_correction(loss, config)
     if needs_different_completions(estimator):
@@ -105,21 +114,73 @@ def _check_keys(algorithm: AlgorithmConfig, functions: dict[str, Callable[..., A
             )
 
 
-def _check_further_options(
-    algorithm: AlgorithmConfig, functions: dict[str, Callable[..., Any]], of_task: Collection[str]
-) -> None:
-    """Refuse `algorithm.options` that neither the task has, nor a function takes that is given by import path."""
-    further = {name: value for name, value in algorithm.options.items() if name not in of_task}
-    custom = {path: f for key, f in functions.items() if is_import_path(path := getattr(algorithm, key))}
-    if further and not custom:
-        raise UserError(f"algorithm.options={further}: is for functions given by import path")
-    if any(takes_any_option(function) for function in custom.values()):
-        return
-    taken = [name for function in custom.values() for name in user_options(function)]
-    for name, value in further.items():
-        if name not in taken:
+def _check_further_options(config: Config, functions: dict[str, Callable[..., Any]]) -> None:
+    """Refuse `algorithm.options` that neither the task nor a chosen function has, and values that none can use."""
+    algorithm = config.algorithm
+    built_in = [*KL_OPTIONS] if algorithm.kl_controller == "adaptive" else []
+    built_in += CRITIC_OPTIONS if any(role.name == "critic" for role in config.roles) else ()
+    built_in += CORRECTION_OPTIONS if algorithm.rollout_correction != OFF else ()
+    custom: list[str] = []
+    for key, function in functions.items():
+        of_function = custom if is_import_path(getattr(algorithm, key)) else built_in
+        of_function += [
+            name for name in user_options(function) if of_function is custom or name not in OPTION_KEYS[key]
+        ]
+    takes_any = any(takes_any_option(function) for function in functions.values())
+    for name, value in algorithm.options.items():
+        if name in built_in and name not in custom:
+            _check_option(name, value)
+        elif name not in (*custom, *config.task.options) and not takes_any:
+            taken = [*built_in, *custom]
             instead = f"the options are {', '.join(taken)}" if taken else "there is no option"
-            raise UserError(f"algorithm.options.{name}={value}: no such option of {' or '.join(custom)}; {instead}")
+            raise UserError(f"algorithm.options.{name}={value}: no chosen function has this option; {instead}")
+
+
+_ABOVE_0 = Constraint(above=0)
+_BOUNDS = {
+    "pass_k": Constraint(at_least=1),
+    "dual_clip": Constraint(above=1),
+    "tau_pos": _ABOVE_0,
+    "tau_neg": _ABOVE_0,
+    "cov_frac": Constraint(at_least=0, at_most=1),
+    "cov_kl_coef": Constraint(at_least=0),
+    "max_weight": _ABOVE_0,
+    "kl_target": _ABOVE_0,
+    "kl_horizon": _ABOVE_0,
+    "value_clip": Constraint(at_least=0),
+    "rollout_correction_level": Constraint(choices=LEVELS),
+    "rollout_correction_low": Constraint(at_least=0),
+    "rollout_correction_high": _ABOVE_0,
+}
+"""The values that options of built-in functions may have."""
+
+
+def _check_option(name: str, value: Any) -> None:
+    constraint = _BOUNDS.get(name, Constraint())
+    problem = constraint.problem(value)
+    if problem is None and not constraint.choices:
+        kinds = (int,) if name == "pass_k" else (int, float)
+        problem = None if type(value) in kinds else f"must be a {'whole ' if len(kinds) == 1 else ''}number"
+    if problem is not None:
+        raise UserError(f"algorithm.options.{name}={value}: {problem}")
+
+
+def _check_amounts(config: Config) -> None:
+    """Refuse options that are too large or too small beside keys, or beside each other."""
+    algorithm, given = config.algorithm, config.algorithm.options
+    if not is_import_path(algorithm.advantage_estimator) and given.get("pass_k", 1) > config.rollout.n:
+        raise UserError(f"algorithm.options.pass_k={given['pass_k']}: exceeds rollout.n={config.rollout.n}")
+    completions = config.trainer.train_batch_size * config.rollout.n
+    horizon = given.get("kl_horizon", default_of(AdaptiveKL.__init__, "horizon"))
+    if algorithm.kl_controller == "adaptive" and horizon < completions:
+        problem = f"must be at least the {completions} completions of one step"
+        raise UserError(f"algorithm.options.kl_horizon={horizon}: {problem}")
+    low, high = (
+        given.get(f"rollout_correction_{name}", default_of(correction_weights, name)) for name in ("low", "high")
+    )
+    if algorithm.rollout_correction == "mis" and low > high:
+        problem = f"exceeds rollout_correction_high={high}, which leaves no token to learn from"
+        raise UserError(f"algorithm.options.rollout_correction_low={low}: {problem}")
 
 
 def user_options(function: Callable[..., Any]) -> list[str]:
@@ -137,7 +198,7 @@ def _check_covariances(function: Callable[..., Any], algorithm: AlgorithmConfig)
     if bounds["cov_low"] > bounds["cov_high"]:
         key = "cov_high" if bounds["cov_high"] != defaults["cov_high"] else "cov_low"
         room = " to ".join(f"{name}={value}" for name, value in bounds.items())
-        raise UserError(f"algorithm.{key}={bounds[key]}: leaves no room from {room}")
+        raise UserError(f"algorithm.options.{key}={bounds[key]}: leaves no room from {room}")
 
 
 def _check_correction(loss: Callable[..., Any], config: Config) -> None:

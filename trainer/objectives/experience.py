@@ -19,7 +19,7 @@ from trainer.algorithms import (
 from trainer.algorithms.aggregation import masked
 from trainer.algorithms.registry import needs_different_completions
 from trainer.config import ESTIMATOR, AlgorithmConfig, chosen_options
-from trainer.config.functions import GIVEN
+from trainer.config.algorithm import CORRECTION_OPTIONS, GIVEN, unprefixed
 from trainer.import_utils import parameter_names
 from trainer.parallel.batching import Batch, select
 from trainer.parallel.load_balancing import has_old_logprobs
@@ -166,15 +166,8 @@ def correction_of_tokens(
     kind: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `correction_weights` with the options of the config."""
-    return correction_weights(
-        old_logprobs,
-        rollout_logprobs,
-        mask,
-        kind=kind,
-        level=algorithm.rollout_correction_level,
-        low=algorithm.rollout_correction_low,
-        high=algorithm.rollout_correction_high,
-    )
+    options = unprefixed(algorithm, CORRECTION_OPTIONS)
+    return correction_weights(old_logprobs, rollout_logprobs, mask, kind=kind, **options)
 
 
 def mask_rows(

@@ -24,7 +24,7 @@ from trainer.algorithms import (
 )
 from trainer.algorithms.registry import needs_different_completions
 from trainer.config import LOSS, Config, aggregation_of, chosen_options, correction_of
-from trainer.config.functions import GIVEN, INPUTS
+from trainer.config.algorithm import CRITIC_OPTIONS, GIVEN, INPUTS, KL_OPTIONS, unprefixed
 from trainer.episodes import Episode
 from trainer.errors import UserError
 from trainer.import_utils import parameter_names
@@ -58,7 +58,7 @@ class PolicyGradient(Objective):
         super().__init__(cfg)
         a = cfg.algorithm
         adaptive = a.kl_controller == "adaptive"
-        self.kl = AdaptiveKL(a.kl_coef, a.kl_target, a.kl_horizon) if adaptive else FixedKL(a.kl_coef)
+        self.kl = AdaptiveKL(a.kl_coef, **unprefixed(a, KL_OPTIONS)) if adaptive else FixedKL(a.kl_coef)
         self.temperature = cfg.rollout.temperature
         self.unit = GROUP if "group_ids" in a.reads else ROW
         self.losses: dict[str, Callable[..., LossResult]] = {"policy": self._policy_loss, "critic": self._value_loss}
@@ -174,7 +174,7 @@ class PolicyGradient(Objective):
         first = mini_batches(batch["group_ids"], t, step)[0]
         read_before = a.kl_in == "reward" and "reference" in self.roles
         read_before |= self._estimator_reads_old_logprobs
-        needs_rows = a.rollout_correction_level != "token"
+        needs_rows = a.options.get("rollout_correction_level", "token") != "token"
         read_before |= needs_rows and self._correction(batch) is not None
         if read_before or t.update_epochs > 1 or "policy" not in self.updates(step):
             first = first[:0]
@@ -252,5 +252,5 @@ class PolicyGradient(Objective):
 
     def _value_loss(self, outputs: Outputs, mb: MicroBatch, totals: Totals, numbers: Mapping[str, float]) -> LossResult:
         assert outputs.values is not None
-        clip = self.cfg.algorithm.value_clip
-        return value_loss(outputs.values, mb["values"], mb["returns"], mb["mask"], value_clip=clip, totals=totals)
+        given = {name: value for name, value in self.cfg.algorithm.options.items() if name in CRITIC_OPTIONS}
+        return value_loss(outputs.values, mb["values"], mb["returns"], mb["mask"], **given, totals=totals)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from trainer.config import FSDPConfig, ShardingConfig
+from trainer.config import FSDPConfig
 from trainer.config.axes import AXES
 
 _EXPENSIVE = {
@@ -61,7 +61,7 @@ def allow_graphs() -> None:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_GRAPHS)
 
 
-def compiles_blocks(config: ShardingConfig, device: str, sizes: Mapping[str, int], deterministic: bool) -> bool:
+def compiles_blocks(config: FSDPConfig, device: str, sizes: Mapping[str, int], deterministic: bool) -> bool:
     """Return whether blocks on `device` (`cpu` or `cuda`) are compiled.
 
     Args:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from trainer.config import FSDPConfig, ShardingConfig
+from trainer.config import FSDPConfig
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -57,7 +57,7 @@ def shard_model(
         _prefetch(model, blocks, depth)
 
 
-def frees_after_forward(config: ShardingConfig, device: str, shards: int, trained_whole: bool) -> bool:
+def frees_after_forward(config: FSDPConfig, device: str, shards: int, trained_whole: bool) -> bool:
     """Return whether a block's gathered parameters are freed after its forward pass, and after each backward pass.
 
     A rank that has all of a parameter has nothing to gather, but FSDP copies it. On a GPU that takes as long as the

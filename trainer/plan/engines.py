@@ -109,7 +109,7 @@ def plan_engine(cfg: Config, policy: ModelShape, device: Device, workload: Workl
     workspace = int(max(layer, sampler))
     if device.is_cpu:
         return PlannedEngine(weights, r.kv_cache_mb * 2**20, workspace, cache, longest, gpus)
-    graphs = 0 if r.enforce_eager else GRAPHS_BYTES
+    graphs = 0 if r.engine_args.get("enforce_eager") else GRAPHS_BYTES
     size = int(r.gpu_memory_utilization * device.memory) - weights - workspace - graphs - CONTEXT_BYTES
     return PlannedEngine(weights, size, workspace + graphs, cache, longest, gpus, graphs)
 

@@ -153,7 +153,7 @@ CONTEXT_BYTES = int(1.0 * GIB)
 """GPU memory of the CUDA context, of cuBLAS' workspaces and of NCCL's buffers: a rank's and an engine's, each. Context
 and workspaces of a rank on an H100 take 0.8 GB."""
 GRAPHS_BYTES = 2**30
-"""What CUDA graphs take, which vLLM captures unless `rollout.enforce_eager` is set: an estimate."""
+"""What CUDA graphs take, which vLLM captures unless `rollout.engine_args.enforce_eager` is set: an estimate."""
 PROCESS_BYTES = {CPU: int(0.6 * GB), "cuda": int(3.0 * GB)}
 """Host memory of a rank or an engine without tensors: Python, torch, CUDA's libraries. CPU: measured. GPU: an
 estimate."""

@@ -16,6 +16,9 @@ from trainer.plan.hardware import CONTEXT_BYTES, FRAGMENTATION, Device
 from trainer.plan.model_shape import ModelShape, forward_dtype, shape_of
 from trainer.plan.workload import Row, Workload, scored_share
 
+SYNC_BUCKET_BYTES = 256 * 2**20
+"""Size of a bucket of `trainer.generation.transport`."""
+
 ENGINE_KINDS = ("engine_weights", "kv_cache", "engine_buffers")
 """Kinds of memory of an engine that shares its GPU with a rank. `engine_buffers`: its workspace and its graphs."""
 KINDS = (
@@ -139,11 +142,9 @@ class PlannedRole:
         fsdp, model, text = self.fsdp, self.model, self.model.text
         of_block, of_rest = model.largest_block[True], model.numel(-1, trained=True)
         reduced = 2 if fsdp.reduce_dtype == "bfloat16" else 4
-        kept = self.gradients if fsdp.reduce_gradients == "micro_batch" else reduced * model.numel(trained=True)
-        before = kept if carried else 0
+        before = self.gradients if carried else 0
         # FSDP2 keeps what it has reduced last, the rest of the model, until the next reduction of the same update.
-        reduces_each = fsdp.reduce_gradients == "micro_batch" and self.shards > 1
-        held = reduced * of_rest if carried and reduces_each else 0
+        held = reduced * of_rest if carried and self.shards > 1 else 0
         softcap = bool(getattr(text, "final_logit_softcapping", None))
         options = self.entropy, self.cp, self.compiled, softcap
         head = head_bytes(
@@ -165,7 +166,9 @@ class PlannedRole:
                 "activations": self.update.peak,
             },
             {
-                "gradients": kept + (self.itemsize * tied + reduced) * of_rest + reduced * of_rest // self.shards,
+                "gradients": self.gradients
+                + (self.itemsize * tied + reduced) * of_rest
+                + reduced * of_rest // self.shards,
                 "gathered": self.gathered(0),
             },
         ]
@@ -256,7 +259,7 @@ def sync_buffers(cfg: Config, policy: PlannedRole) -> int:
     largest = policy.model.largest_parameter
     if writes_shared_memory(cfg, policy.device):
         return largest * policy.itemsize // policy.shards
-    return 2 * largest * policy.itemsize + 2 * cfg.rollout.weight_sync_bucket_mb * 2**20
+    return 2 * largest * policy.itemsize + 2 * SYNC_BUCKET_BYTES
 
 
 def writes_shared_memory(cfg: Config, device: str) -> bool:

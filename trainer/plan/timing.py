@@ -117,11 +117,10 @@ def pass_seconds(
     optimizer = 0.0
     if trained:
         reduced = (2 if role.fsdp.reduce_dtype == "bfloat16" else 4) * model.numel(trained=True)
-        reductions = count if role.fsdp.reduce_gradients == "micro_batch" else 1
-        sent += reductions * (reduced * (n - 1) / n / between + latency)
+        sent += count * (reduced * (n - 1) / n / between + latency)
         if (copies := sizes["dp_replicate"]) > 1:
             across = cluster.bandwidth_between(copies, n * sizes["tp"]) * REACHED_BANDWIDTH
-            sent += reductions * 2 * reduced / n * (copies - 1) / copies / across
+            sent += count * 2 * reduced / n * (copies - 1) / copies / across
         memory = device.host_bandwidth if role.is_on_host else device.bandwidth
         optimizer = model.shard(n, trained=True) * OPTIMIZER_BYTES / (REACHED_BANDWIDTH * memory)
     if role.is_on_host:  # weights cross PCIe for each gather, gradients for the optimizer

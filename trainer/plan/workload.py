@@ -187,5 +187,5 @@ def scored_share(cfg: Config, role: RoleSpec, workload: Workload) -> float:
         return 0.0
     reads_before = a.kl_in == "reward" and any(role.name == "reference" for role in cfg.roles)
     reads_before |= "old_logprobs" in a.reads
-    reads_before |= correction_of(cfg) is not None and a.rollout_correction_level != "token"
+    reads_before |= correction_of(cfg) is not None and a.options.get("rollout_correction_level", "token") != "token"
     return 1.0 if reads_before or cfg.trainer.update_epochs > 1 else 1 - 1 / workload.optimizer_steps

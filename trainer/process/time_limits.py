@@ -110,6 +110,10 @@ SERVER_START_S = 1800.0
 SERVER_STOP_S = 10.0
 """Longest wait until the processes of an engine have ended by themselves."""
 
+# Ranks
+COLLECTIVE_S = 1800.0
+"""Longest time of one collective of ranks, or of ranks and engines, before it fails."""
+
 # Services for metrics
 SCRAPE_S = 10.0
 """Longest wait until a request is there, and until an answer is taken."""

@@ -11,9 +11,10 @@ from typing import Any
 
 from trainer.checkpoint.components import Restore, is_allowed
 from trainer.checkpoint.manifest import Checkpoint
-from trainer.config import TASKS, Config, correction_of, own_defaults
-from trainer.config.fields import HARMLESS, RESUME, ResumeRule, SavedRun
-from trainer.config.fields import resume_rules as config_rules
+from trainer.config import TASKS, Config, correction_of
+from trainer.config.fields import HARMLESS, RESUME, ResumeRule
+from trainer.config.rules import SavedRun
+from trainer.config.rules import resume_rules as config_rules
 from trainer.config.schema import MAPPINGS, is_open, plain, with_sections, without_source
 from trainer.errors import UserError, as_list
 from trainer.files.documents import flatten
@@ -73,7 +74,6 @@ def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any], defaults: Map
     old, new = (_with_schedules(fallback | _flat(config)) for config in (saved, now))
     usual = _flat(dataclasses.asdict(with_sections()))
     one_sided = tuple(f"{key}.{name}." for key in MAPPINGS for name in {*old[key]} ^ {*new[key]})
-    own_before, own_now = _defaults_of_functions(old), _defaults_of_functions(new)
     changes = []
     for name in sorted(new):
         of_run = without_source(name)
@@ -81,12 +81,9 @@ def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any], defaults: Map
             continue
         if name not in old:  # an earlier version saved the source
             old[name] = usual.get(plain(name)) if name == of_run else old[of_run]
-        # Earlier versions saved null for the default of a function.
-        before = own_before.get(name) if old.get(name) is None else old[name]
-        after = own_now.get(name) if new[name] is None else new[name]
-        is_default = before == own_before.get(name) and after == own_now.get(name)  # it changes with the function alone
+        before, after = old[name], new[name]
         is_unknown = "${" in str(before)  # an older config lacks the key, whose default is an interpolation
-        if not agree(before, after) and not is_default and not is_unknown:
+        if not agree(before, after) and not is_unknown:
             changes.append(Change(name, before, after))
     return changes
 
@@ -169,9 +166,8 @@ def deciding_settings(cfg: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     Keys that change nothing, or only how sums are rounded, are in neither. Nor are the paths of models: their content
     is what counts.
     """
-    rollout = dataclasses.replace(cfg.rollout, engine_args=cfg.rollout.deciding_args)
     algorithm = dataclasses.replace(cfg.algorithm, rollout_correction=correction_of(cfg))
-    deciding = dataclasses.replace(cfg, rollout=rollout, algorithm=algorithm)
+    deciding = dataclasses.replace(cfg, algorithm=algorithm)
     flat = _with_schedules(_flat(redact(dataclasses.asdict(deciding), references=False)))
     paths = {"model.path", *(role.key for role in cfg.roles)}
     by_rule: dict[str, dict[str, Any]] = {name: {} for name in RESUME}
@@ -214,8 +210,7 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _with_schedules(flat: dict[str, Any]) -> dict[str, Any]:
     """Replace a null `schedule_steps` by the total steps, and the value of a constant schedule by null."""
-    totals = {"trainer.critic.optimizer": "trainer.total_steps"}
-    totals |= {task.optimizer: task.total_steps for task in TASKS.values()}
+    totals = {task.optimizer: task.total_steps for task in TASKS.values()}
     lengths = {}
     for optimizer, total in totals.items():
         key = f"{optimizer}.schedule_steps"
@@ -223,10 +218,3 @@ def _with_schedules(flat: dict[str, Any]) -> dict[str, Any]:
             scheduled = flat.get(f"{optimizer}.scheduler") != "constant"
             lengths[key] = (flat[key] or flat.get(total)) if scheduled else None
     return flat | lengths
-
-
-def _defaults_of_functions(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of the options of the functions that a flat config chooses, with the functions' defaults."""
-    section = "algorithm."
-    algorithm = {key.removeprefix(section): value for key, value in flat.items() if key.startswith(section)}
-    return {section + name: value for name, value in own_defaults(algorithm, custom=True).items()}

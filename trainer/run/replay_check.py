@@ -37,9 +37,8 @@ def audit_of(
     Args:
         same_episodes: the source gives the same episodes again (`EpisodeSource.repeats`).
     """
-    exact, tolerance = device == "cpu" or trainer.deterministic, trainer.resume_tolerance
-    if tolerance is None:
-        tolerance = 0.0 if exact else _GPU_TOLERANCE
+    exact = device == "cpu" or trainer.deterministic
+    tolerance = 0.0 if exact else _GPU_TOLERANCE
     return ReplayAudit(trainer.run_dir, step, tolerance, same_layout, altered, exact, same_episodes)
 
 

@@ -22,7 +22,7 @@ from trainer.checkpoint.manifest import LINEAGE, Checkpoint, CorruptCheckpointEr
 from trainer.checkpoint.start_weights import movable_paths
 from trainer.checkpoint.store import open_store
 from trainer.config import LOAD_COMPONENTS, Config
-from trainer.config.fields import SavedRun
+from trainer.config.rules import SavedRun
 from trainer.errors import UserError
 from trainer.files.atomic_io import read_file, write_file
 from trainer.files.documents import parse_object

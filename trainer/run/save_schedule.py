@@ -61,6 +61,10 @@ class SaveSchedule:
         return max(math.sqrt(2 * self._cost_s * self._mtbf_s), 2 * self._duration_s)
 
 
+FAILURES_ALLOWED = 3
+"""Saves in a row that may fail before the run stops. Until then training continues."""
+
+
 class SaveTracker:
     """Logs the result of each save, and ends the run if too many saves fail in a row.
 
@@ -68,9 +72,8 @@ class SaveTracker:
         schedule: receives the cost of each save.
     """
 
-    def __init__(self, ckpt_path: str, failures_allowed: int, schedule: SaveSchedule):
+    def __init__(self, ckpt_path: str, schedule: SaveSchedule):
         self._ckpt_path = ckpt_path
-        self._allowed = failures_allowed
         self._schedule = schedule
         self._failures = 0
         self.failure = ""
@@ -102,7 +105,7 @@ class SaveTracker:
             last: the results are tries of the last save of this process. They do not count as too many failures.
 
         Raises:
-            UserError: more saves failed in a row than `trainer.ckpt_failures_allowed`.
+            UserError: more than `FAILURES_ALLOWED` saves failed in a row.
         """
         for result in results:
             blocked_s = self._blocked_s.pop(result.step, 0.0)
@@ -146,10 +149,9 @@ class SaveTracker:
         if self.begun == step:
             self.begun = None
         message = f"the checkpoint of step {step} FAILED ({error}); the last good one is {self.last_good or 'none yet'}"
-        if self._failures > self._allowed and not last:
+        if self._failures > FAILURES_ALLOWED and not last:
             raise UserError(
-                f"trainer.ckpt_path={self._ckpt_path}: {message}; {self._failures} failed in a row, "
-                f"trainer.ckpt_failures_allowed={self._allowed}; free space on the disk, or repair it, and then "
-                f"{CONTINUES}"
+                f"trainer.ckpt_path={self._ckpt_path}: {message}; {self._failures} failed in a row; free space on "
+                f"the disk, or repair it, and then {CONTINUES}"
             )
         LOG.warning(message if last else f"{message}; training continues")

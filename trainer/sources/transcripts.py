@@ -19,6 +19,8 @@ from trainer.sources.base import Evaluation
 
 LOG = logging.getLogger(__name__)
 
+SAMPLES_INTERVAL = 10
+"""Steps between two times that training completions are sampled."""
 _MOST_WAITING = 8
 """Files that wait for room on the disk. Each holds the episodes of a step in memory."""
 
@@ -52,7 +54,7 @@ class TranscriptLog:
         logger, trainer = self.cfg.logger, self.cfg.trainer
         if not any(episode.messages for episode in episodes):
             return
-        has_samples = logger.samples_interval > 0 and step % logger.samples_interval == 0
+        has_samples = logger.samples > 0 and step % SAMPLES_INTERVAL == 0
         if not (has_samples or logger.save_rollouts or logger.keeps_rollouts(step)):
             return
         episodes = self._as_seen(episodes)
@@ -74,7 +76,7 @@ class TranscriptLog:
         remove_rollouts(self.cfg.trainer.run_dir, step)
 
     def add_evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """Sample from the greedy episodes of an evaluation; with `logger.validation`, write all of its episodes.
+        """Sample from the greedy episodes of an evaluation, and write all of its episodes.
 
         Of a run with named sets alone, the samples are from these.
         """
@@ -82,9 +84,8 @@ class TranscriptLog:
         of_sets = self._as_seen([episode for episodes in evaluation.sets.values() for episode in episodes])
         if not (greedy or of_sets):
             return
-        if self.cfg.logger.validation:
-            written = [transcript(episode) for episode in [*greedy, *self._as_seen(evaluation.sampled), *of_sets]]
-            self._write(partial(write_validation, self.cfg.trainer.run_dir, step, written, self._fence))
+        written = [transcript(episode) for episode in [*greedy, *self._as_seen(evaluation.sampled), *of_sets]]
+        self._write(partial(write_validation, self.cfg.trainer.run_dir, step, written, self._fence))
         self._sample("validation", step, greedy or of_sets, shown=True)
 
     def _as_seen(self, episodes: Sequence[Episode]) -> list[Episode]:

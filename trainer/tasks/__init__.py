@@ -2,5 +2,6 @@
 
 from trainer.config import Metric, TaskSpec
 from trainer.tasks.base import Ingredients, Task
+from trainer.tasks.build import build_task
 
-__all__ = ["Ingredients", "Metric", "Task", "TaskSpec"]
+__all__ = ["Ingredients", "Metric", "Task", "TaskSpec", "build_task"]

@@ -38,8 +38,8 @@ _NAMED = (
     *(f"model.tiny.{name}" for name in ("head_dim", "max_position_embeddings", "tie_word_embeddings")),
     *("model.tiny.start_accuracy", "model.tiny.seed"),
     *("sft.steps", "sft.batch_size", "sft.max_length"),
-    *(f"sft.optimizer.{name}" for name in ("lr", "betas", "eps", "weight_decay", "max_grad_norm", "scheduler")),
-    *(f"sft.optimizer.{name}" for name in ("warmup_steps", "min_lr_ratio", "schedule_steps")),
+    *(f"sft.optimizer.{name}" for name in ("lr", "scheduler", "warmup_steps", "schedule_steps")),
+    *(f"trainer.policy.optimizer.{name}" for name in ("betas", "eps", "weight_decay", "max_grad_norm", "min_lr_ratio")),
     *("data.synthetic", "data.synthetic_args", "data.train_files", "data.train_size"),
 )
 """Keys whose value is part of the model's name. Of the others in `_SECTIONS`, a value is only if it is not the default,
@@ -129,7 +129,7 @@ def _directory(cfg: Config) -> str:
     recipe = {
         key: value
         for key, value, _ in walk_keys(cfg)
-        if key.startswith(_SECTIONS)
+        if (key.startswith(_SECTIONS) or key in _NAMED)
         and key not in ignored
         and not key.startswith("data.val_sets.")
         and without_source(key) == key  # what answers and rewards the rows of a source has no part in the model

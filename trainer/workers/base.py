@@ -224,7 +224,6 @@ class TrainedWorker(ModelWorker):
             )
         optimizer = spec.optimizer
         assert optimizer is not None and isinstance(spec.sharding, FSDPConfig), "the role is trained"
-        self.reduces_each_micro_batch = spec.sharding.reduce_gradients == "micro_batch"
         shards = layout.fsdp_mesh.size(layout.fsdp_mesh.ndim - 1)
         self.frees_each_micro_batch = frees_after_forward(spec.sharding, layout.device, shards, spec.trained_whole)
         self.optimizer_config = optimizer
@@ -270,7 +269,7 @@ class TrainedWorker(ModelWorker):
     def optimizer_step(self, share: Share, part: Part, loss_function: LossFunction) -> dict[str, float]:
         """Make one optimizer step on a mini-batch.
 
-        Gradients are summed over the ranks as `FSDPConfig.reduce_gradients` says.
+        Gradients are summed over the ranks after each micro-batch.
 
         Returns:
             the loss and the loss function's metrics over the global mini-batch, `grad_norm` and `lr`.
@@ -282,7 +281,6 @@ class TrainedWorker(ModelWorker):
         sums: dict[str, Tensor] = {}
         for i, take in enumerate(plan):
             last = i == len(plan) - 1
-            self.module.set_requires_gradient_sync(last or self.reduces_each_micro_batch)
             self.module.set_is_last_backward(last)
             self.module.set_reshard_after_backward(last or self.frees_each_micro_batch)
             micro_batch = take()

@@ -34,6 +34,7 @@ from trainer.parallel.profiling import (
 )
 from trainer.parallel.rng import seed_rng, use_deterministic_kernels
 from trainer.parallel.shard import param_dtype, reshard
+from trainer.process import time_limits
 from trainer.seeding import derive_seed
 from trainer.workers.async_saver import AsyncSaver, StateFiles
 from trainer.workers.base import SHARDING_FILE, CriticWorker, ModelWorker, TrainedWorker
@@ -88,7 +89,7 @@ class Rank:
         if self.device == "cuda":
             torch.cuda.set_device(local_rank)
             record_allocations()
-        init_process_group(self.rank, self.world_size, address, self.device, self.cfg.trainer.collective_timeout_s)
+        init_process_group(self.rank, self.world_size, address, self.device, time_limits.COLLECTIVE_S)
         t = self.cfg.trainer
         self.layout = Layout(self.device, axis_sizes(t, self.world_size))
         self.saver = AsyncSaver(SideGroup(), self.device)

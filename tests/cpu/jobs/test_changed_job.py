@@ -14,7 +14,6 @@ from trainer.workers.base import learning_rate
 CHANGES = {
     "trainer.train_batch_size": 4,
     "trainer.critic.warmup_steps": 3,
-    "trainer.reference.fsdp.param_dtype": "bfloat16",
     "algorithm.dynamic_sampling": True,
     "algorithm.max_gen_batches": 2,
     "reward.name": "arithmetic",
@@ -52,8 +51,6 @@ def test_what_a_resume_may_change_acts_in_a_whole_job(tmp_path):
         "algorithm=ppo",
         "algorithm.kl_coef=0.01",
         "algorithm.kl_in=loss",
-        "trainer.critic.optimizer.scheduler=cosine",
-        "trainer.critic.optimizer.schedule_steps=4",
         "trainer.policy.optimizer.schedule_steps=4",
         "trainer.resume_mode=latest",
         "rollout.max_response_tokens=8",

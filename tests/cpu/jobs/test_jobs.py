@@ -319,7 +319,6 @@ def test_a_job_that_cannot_save_its_last_step_exits_with_1(tmp_path, job):
         "trainer.val_interval=-1",
         "logger.plot=false",
         "sft.steps=3",
-        "trainer.ckpt_failures_allowed=9",
         "trainer.hf_save_interval=2",
         f"trainer.ckpt_path={place}",
         job=job,

@@ -93,12 +93,10 @@ def jobs() -> Iterator[tuple[str, Callable[[str], object]]]:
     yield "trace", partial(trace.train, steps=3, overrides=[])
     for dtype in ("float32", "bfloat16"):
         yield "vs_trl", partial(vs_trl.run_ours, "/model", dtype, PEER)
-    for engine in ("vllm", "transformers"):
-        server = partial(warm_servers.serving, engine, list(warm_servers.COMMON))
-        yield "warm_servers", lambda directory, server=server: server(directory).__enter__()
-        for words in warm_servers.ways(engine, "http://127.0.0.1:8000").values():
-            given = [*warm_servers.COMMON, "trainer.resume_mode=latest", "trainer.ray_address=processes", *words]
-            yield "warm_servers", lambda _, given=given: warm_servers.start(given).wait()
+    yield "warm_servers", lambda directory: warm_servers.serving(list(warm_servers.COMMON), directory).__enter__()
+    for words in warm_servers.ways("http://127.0.0.1:8000").values():
+        given = [*warm_servers.COMMON, "trainer.resume_mode=latest", "trainer.ray_address=processes", *words]
+        yield "warm_servers", lambda _, given=given: warm_servers.start(given).wait()
 
 
 @pytest.fixture

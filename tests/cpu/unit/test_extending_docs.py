@@ -28,8 +28,8 @@ from trainer.algorithms import Totals
 from trainer.cluster.process_cluster import ProcessCluster
 from trainer.config import Config, ModelConfig, RolloutConfig, compose
 from trainer.config.engines import find_engine
-from trainer.config.fields import SavedRun
 from trainer.config.overrides import unread_words
+from trainer.config.rules import SavedRun
 from trainer.data.ledger import Ledger, find_curriculum
 from trainer.environments import Environment
 from trainer.environments.sessions import EnvironmentPool, Session
@@ -51,7 +51,7 @@ from trainer.parallel.batching import take_rows
 from trainer.run.compatibility import resume_rules
 from trainer.run.directory import RunDirectory
 from trainer.sources.base import EpisodeSource
-from trainer.tasks import Metric, Task, TaskSpec
+from trainer.tasks import Metric, Task, TaskSpec, build_task
 
 KL_AND_REWARD = (("policy/kl", None), ("reward/mean", 0.5))
 PAGE = (Path(__file__).parents[3] / "docs/extending.md").read_text()
@@ -270,7 +270,7 @@ def test_the_reward_model(module):
     config = compose(["trainer.task=my_task:TASK", "model.path=policy", "algorithm.kl_coef=0"])
     assert [role.name for role in config.roles] == ["policy", "judge"]
     learner = SimpleNamespace(last_scores=lambda role, samples: np.asarray([len(role) + sample for sample in samples]))
-    scorer = config.task(config).source.keywords["make_scorer"](SimpleNamespace(learner=learner))
+    scorer = build_task(config).source.keywords["make_scorer"](SimpleNamespace(learner=learner))
     episodes: list[Any] = [SimpleNamespace(episode=SimpleNamespace(samples=[i])) for i in range(3)]
     with scorer, scorer.scoring(1, "training") as session:
         session.add(2, episodes[2:])
@@ -358,7 +358,7 @@ def test_the_kind_of_training(tmp_path, module):
     )
     build_tiny(cfg.model.tiny, str(tmp_path))
     given: Any = SimpleNamespace(tokenizer=load_tokenizer(str(tmp_path), None, False), path=str(tmp_path))
-    source, evaluator = cfg.task(cfg).source(given)
+    source, evaluator = build_task(cfg).source(given)
     assert public(EpisodeSource) <= set(dir(source)) and evaluator is None
     first = source.next(1)
     assert [episode.uid for episode in first] == [episode.uid for episode in source.next(1)]
@@ -369,22 +369,22 @@ def test_the_kind_of_training(tmp_path, module):
     ]
     source.commit(1)
     state, second = source.state_dict(), source.next(2)
-    resumed, _ = cfg.task(cfg).source(given)
+    resumed, _ = build_task(cfg).source(given)
     resumed.load_state_dict(state)
     assert [episode.uid for episode in resumed.next(2)] == [episode.uid for episode in second]
     assert not {episode.group for episode in first} & {episode.group for episode in second}
-    try_objective(cfg.task.objective_of(cfg))
-    assert cfg.task.objective_of(cfg).options == {"beta": 0.2} and cfg.reads("algorithm.options")
+    try_objective(make_objective(cfg))
+    assert make_objective(cfg).options == {"beta": 0.2} and cfg.reads("algorithm.options")
     assert not cfg.validates_start and not cfg.reads("algorithm.gamma") and unread_words(words, cfg) == []
     assert resume_rules(cfg, SavedRun({}, ()))["algorithm.options"].change == "update"
     for wrong, problem in (("bta=0.2", "no such option; did you mean beta"), ("beta=x", "like its default, 0.1")):
         with pytest.raises(UserError, match=f"^algorithm.options.{wrong}: .*{problem}"):
             compose([*words, f"++algorithm.options.{wrong}"])
-    cfg.task(cfg).check_inputs(asks_servers=True)
+    build_task(cfg).check_inputs(asks_servers=True)
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": "0?", "chosen": "yes"}))
     with pytest.raises(UserError, match="data.train_files: row 1 must have a text rejected; it has prompt, chosen"):
-        cfg.task(cfg).check_inputs(asks_servers=True)
+        build_task(cfg).check_inputs(asks_servers=True)
     (tmp_path / "pairs.jsonl").unlink()
     with pytest.raises(UserError, match="data.train_files=.*pairs.jsonl: no such file"):
-        cfg.task(cfg).check_inputs(asks_servers=True)
+        build_task(cfg).check_inputs(asks_servers=True)
     assert len(state["fingerprint"]) == 32

@@ -7,13 +7,14 @@ import pytest
 from tests.support.runs import configured, on_files, save_steps
 from trainer.errors import UserError
 from trainer.jobs import open_run, run_task
+from trainer.tasks import build_task
 
 
 def test_reward_data_and_model_are_refused_in_one_message(tmp_path):
     cfg = on_files(tmp_path)
     cfg.reward.name, cfg.model.path = "no_such:function", str(tmp_path)
     with pytest.raises(UserError) as refused:
-        cfg.task(cfg).check_inputs(asks_servers=True)
+        build_task(cfg).check_inputs(asks_servers=True)
     headline, reward, data, model = str(refused.value).split("\n  ")
     assert headline == "the run cannot start:"
     assert reward.startswith("reward.name=no_such:function: cannot be imported")
@@ -29,7 +30,7 @@ def test_an_environment_without_a_method_is_refused_before_the_start(tmp_path, m
     monkeypatch.syspath_prepend(str(tmp_path))
     cfg = configured(tmp_path, {"environment.name": "half_world:World"})
     with pytest.raises(UserError, match="environment.name=half_world:World: the class has no method `reset`; an env"):
-        cfg.task(cfg).check_inputs(asks_servers=True)
+        build_task(cfg).check_inputs(asks_servers=True)
 
 
 @pytest.mark.parametrize("task", ["rl", "sft"])
@@ -39,7 +40,7 @@ def test_inputs_are_refused_together_with_changed_keys(tmp_path, task):
     cfg = configured(tmp_path, {"reward.name": "no_such:function"}, resume_mode="latest", seed=5, task=task)
     cfg.data.train_files, cfg.trainer.val_interval = [str(tmp_path / "bad.jsonl")], -1
     with pytest.raises(UserError) as refused:
-        open_run(cfg.task(cfg))
+        open_run(build_task(cfg))
     headline, *sentences = str(refused.value).split("\n  ")
     assert headline == "the checkpoint cannot be used with this config:"
     assert any(sentence.startswith("trainer.seed=5: ") for sentence in sentences)
@@ -54,4 +55,4 @@ def test_exports_among_the_checkpoints_of_another_run_are_refused_before_the_sta
     save_steps(configured(tmp_path / "other"), 1)
     cfg = configured(tmp_path / "run", export_path=str(tmp_path / "other/checkpoints"), hf_save_interval=1)
     with pytest.raises(UserError, match="trainer.export_path=.*/other/checkpoints: holds checkpoints"):
-        run_task(cfg.task(cfg), "cpu")
+        run_task(build_task(cfg), "cpu")

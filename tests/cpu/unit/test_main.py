@@ -32,12 +32,12 @@ from trainer.main import too_few_gpus
             ["--config=both.yaml", "rollout.n=2", "algorithm=ppo"],
             "^error: rollout.n, algorithm=ppo: trainer.task=sft does not read them, so leave them out or",
         ),
-        ("train", ["algorithm.tau_pos=1"], "algorithm.tau_pos=1.0: .*policy_loss=clip does not take it"),
+        ("train", ["+algorithm.options.tau_pos=1"], "algorithm.options.tau_pos=1: no chosen function has this"),
     ],
 )
 def test_jobs_check_devices_and_what_they_read(job, overrides, sentence, tmp_path):
     """A config file may have keys of several tasks, the command line may not."""
-    (tmp_path / "both.yaml").write_text("rollout: {n: 4}\nalgorithm: {tau_pos: 1}\n")
+    (tmp_path / "both.yaml").write_text("rollout: {n: 4}\nalgorithm: {options: {tau_pos: 1}}\n")
     done = run_forked_job(*overrides, cwd=tmp_path, job=job)
     assert done.returncode == 2, done.stdout + done.stderr
     assert re.search(sentence, done.stderr.strip().splitlines()[-1]), done.stderr

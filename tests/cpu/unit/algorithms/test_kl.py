@@ -18,7 +18,7 @@ from trainer.algorithms import (
     kl_penalty,
 )
 
-PROVEN_KEYS = {"algorithm.kl_controller", "algorithm.kl_target", "algorithm.kl_horizon"}
+PROVEN_KEYS = {"algorithm.kl_controller"}
 """Keys that a resume changes with permission, and whose changes the tests of this file prove."""
 
 

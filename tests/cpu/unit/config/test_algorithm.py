@@ -8,31 +8,26 @@ from tests.cpu.unit.config.contradictions import (  # noqa: F401
     test_contradictions_are_refused_in_one_sentence,
     test_what_is_at_a_bound_is_accepted,
 )
+from trainer.algorithms import ADVANTAGES, POLICY_LOSSES
 from trainer.config import ESTIMATOR, LOSS, AlgorithmConfig, Config, compose, named_options
 from trainer.config.algorithm import (
+    BUILT_IN_INPUTS,
+    INPUTS,
+    OPTION_KEYS,
     aggregation_of,
-    check_group_size,
     chosen_options,
     correction_of,
-    option_names,
-    own_defaults,
 )
+from trainer.config.rules import check_group_size
 from trainer.errors import UserError
+from trainer.import_utils import parameter_names
 
 CONTRADICTIONS = [
     (["algorithm=ppo", "algorithm.kl_estimator=k3+"], r"algorithm.kl_estimator=k3\+.*straight-through"),
     (["algorithm=cispo", "algorithm.kl_controller=adaptive"], "algorithm.kl_controller=adaptive.*kl_coef"),
-    (
-        ["algorithm.kl_controller=adaptive", "algorithm.kl_horizon=500"],
-        "algorithm.kl_horizon=500.0: must be at least the 512 completions of one step",
-    ),
     (["algorithm=remax", "rollout.n=1", "algorithm.dynamic_sampling=true"], "rollout.n=1.*dynamic_sampling"),
     (["algorithm=dapo", "rollout.temperature=0"], "rollout.temperature=0.0: .*dynamic_sampling"),
     (["algorithm.overlong_buffer=17"], "algorithm.overlong_buffer=17: exceeds rollout.max_response_tokens=16"),
-    (
-        ["algorithm.advantage_estimator=grpo_passk", "algorithm.pass_k=9"],
-        "algorithm.pass_k=9: exceeds rollout.n=8",
-    ),
     (
         ["algorithm.advantage_estimator=grpo_passk", "algorithm.overlong_buffer=2"],
         "algorithm.advantage_estimator=grpo_passk: .*a penalty taken off",
@@ -40,10 +35,6 @@ CONTRADICTIONS = [
     (
         ["algorithm.advantage_estimator=grpo_passk", "algorithm.kl_in=reward", "algorithm.kl_coef=0.1"],
         "algorithm.advantage_estimator=grpo_passk: .*a penalty taken off",
-    ),
-    (
-        ["algorithm.rollout_correction=mis", "algorithm.rollout_correction_low=3"],
-        "rollout_correction_low=3.0: exceeds algorithm.rollout_correction_high=2.0",
     ),
     (
         ["algorithm.rollout_correction=tis", "algorithm.old_logprobs=rollout"],
@@ -56,12 +47,9 @@ CONTRADICTIONS = [
     ),
 ]
 AT_THE_BOUND = [
-    ["algorithm.advantage_estimator=grpo_passk", "algorithm.pass_k=8", "algorithm.kl_in=loss"],
+    ["algorithm.advantage_estimator=grpo_passk", "algorithm.kl_in=loss"],
     ["algorithm.advantage_estimator=grpo_passk", "algorithm.kl_in=reward", "algorithm.kl_coef=0"],
-    ["algorithm.rollout_correction=mis", "algorithm.rollout_correction_low=2"],
-    ["algorithm.rollout_correction=tis", "algorithm.rollout_correction_low=3"],
     ["algorithm.overlong_buffer=16"],
-    ["algorithm.kl_controller=adaptive", "algorithm.kl_horizon=512"],
     ["algorithm.dynamic_sampling=true", "rollout.n=2"],
 ]
 
@@ -93,8 +81,8 @@ def test_a_correction_can_be_off_in_a_file(tmp_path):
 
 
 def test_named_options_are_those_that_are_set():
-    algorithm = AlgorithmConfig(dual_clip=3.0, clip_high=0.3, lam=0.5, kl_target=0.1, options={"x": 1})
-    assert named_options(algorithm, LOSS) == {"clip_high": 0.3, "dual_clip": 3.0}
+    algorithm = AlgorithmConfig(clip_high=0.3, lam=0.5, options={"x": 1})
+    assert named_options(algorithm, LOSS) == {"clip_high": 0.3}
     assert named_options(algorithm, ESTIMATOR) == {"lam": 0.5}
 
 
@@ -110,17 +98,23 @@ OWN = f"{__name__}:loss"
 
 
 def test_every_option_belongs_to_the_key_that_chooses_its_function():
-    assert {"gamma", "lam", "pass_k", "normalize_std"} == set(option_names(ESTIMATOR))
-    assert {"clip_low", "aggregation"} <= set(option_names(LOSS))
-    assert not set(option_names(ESTIMATOR)) & set(option_names(LOSS))
+    assert {"gamma", "lam", "normalize_std"} == set(OPTION_KEYS[ESTIMATOR])
+    assert {"clip_low", "clip_high", "aggregation"} == set(OPTION_KEYS[LOSS])
+
+
+def test_the_table_of_inputs_says_what_the_built_in_functions_read():
+    found = {
+        name: frozenset(parameter_names(function)) & frozenset(INPUTS[key])
+        for key, functions in ((ESTIMATOR, ADVANTAGES), (LOSS, POLICY_LOSSES))
+        for name, function in functions.items()
+    }
+    assert {name: inputs for name, inputs in found.items() if inputs} == BUILT_IN_INPUTS
 
 
 def test_a_function_gets_the_options_that_it_takes_and_that_are_set():
     algorithm = AlgorithmConfig(policy_loss=OWN, clip_low=0.3, clip_high=0.3, lam=0.5, options={"sharpness": 3, "x": 1})
     assert chosen_options(loss, algorithm, LOSS) == {"clip_high": 0.3, "sharpness": 3}
     assert chosen_options(plain_loss, algorithm, LOSS) == {}
-    algorithm.policy_loss = "clip"  # `options` are for functions by import path
-    assert chosen_options(loss, algorithm, LOSS) == {"clip_high": 0.3}
 
 
 @pytest.mark.parametrize(
@@ -129,13 +123,6 @@ def test_a_function_gets_the_options_that_it_takes_and_that_are_set():
 )
 def test_the_config_decides_the_aggregation_then_the_signature(function, key, found):
     assert aggregation_of(function, AlgorithmConfig(aggregation=key)) == found
-
-
-def test_own_defaults_of_a_function_by_import_path_are_read_on_request():
-    chosen = {"policy_loss": OWN, "advantage_estimator": "gae"}
-    assert own_defaults(chosen, custom=True)["clip_high"] == 0.1
-    assert "clip_high" not in own_defaults(chosen)
-    assert own_defaults({"policy_loss": "no.such:function"}, custom=True) == {"aggregation": "token_mean"}
 
 
 @pytest.mark.parametrize(

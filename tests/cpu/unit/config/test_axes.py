@@ -8,6 +8,7 @@ import pytest
 
 from trainer.config import Config, FSDPConfig, RoleSpec, policy_role
 from trainer.config.axes import AXES, Axis, axes_in_rank_order, axis_sizes
+from trainer.config.rules import check_trainer
 from trainer.config.tasks import TASKS, find_task
 from trainer.errors import UserError
 
@@ -46,9 +47,9 @@ def test_compiled_blocks_of_any_role_are_refused_with_tensor_parallelism(monkeyp
     try:
         problem = r"RoleSpec\('second'\).sharding.compile=True: cannot be combined with trainer.tensor_parallel_size"
         with pytest.raises(UserError, match=problem):
-            cfg.trainer.check(cfg, "trainer")
+            check_trainer(cfg)
         cfg.trainer.policy.fsdp.compile = True
         with pytest.raises(UserError, match=r"trainer.policy.fsdp.compile=True: cannot be combined"):
-            cfg.trainer.check(cfg, "trainer")
+            check_trainer(cfg)
     finally:
         find_task.cache_clear()

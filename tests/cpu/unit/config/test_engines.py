@@ -8,12 +8,13 @@ from trainer.config import ENGINES, EngineSpec, compose
 from trainer.config.engines import engines_with, find_engine
 from trainer.config.transports import TRANSPORTS
 from trainer.errors import UserError
+from trainer.generation.engine import BUILT_IN
 from trainer.import_utils import import_function
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_the_path_of_an_engine_is_a_class_that_generates(name):
-    engine = import_function(ENGINES[name].path, "rollout.engine")
+def test_a_built_in_engine_has_a_class_that_generates(name):
+    engine = import_function(BUILT_IN[ENGINES[name].path], "rollout.engine")
     assert isinstance(engine, type) and callable(engine.generate) and callable(engine.sync_weights)
 
 

@@ -23,11 +23,10 @@ from trainer.config import (
     chosen_options,
     compose,
     conf_dir,
-    option_names,
     register,
     to_config,
 )
-from trainer.config.functions import built_in_defaults
+from trainer.config.algorithm import OPTION_KEYS
 from trainer.errors import UserError
 from trainer.objectives.check import check_functions, user_options
 
@@ -64,7 +63,7 @@ def own_functions(tmp_path, monkeypatch) -> None:
     parameters = {
         key: ", ".join(
             f"{name}={'seq_mean_token_sum' if name == 'aggregation' else 0.125 * i!r}"
-            for i, name in enumerate(option_names(key), start=1)
+            for i, name in enumerate(OPTION_KEYS[key], start=1)
         )
         for key in REGISTRIES
     }
@@ -108,9 +107,6 @@ def test_every_function_has_its_documented_options_under_every_preset(preset):
             own = {option: inspect.signature(function).parameters[option].default for option in user_options(function)}
             expected = own | RECIPES.get(preset, {}).get(name, {})
             assert options_reaching(function, cfg.algorithm, key) == expected, (preset, chosen)
-            if ":" not in name:  # and the config says so
-                shown = {option: getattr(cfg.algorithm, option) for option in option_names(key)}
-                assert shown == dict.fromkeys(shown) | expected, (preset, chosen)
     for key in RECIPES.get(preset, {}):
         assert key in {getattr(to_config(config).algorithm, key) for key in REGISTRIES}, "a recipe that never holds"
 
@@ -121,8 +117,7 @@ def test_kl_aggregation_and_correction_can_be_chosen_under_every_preset(preset):
     for aggregation in AGGREGATIONS:
         assert changed(config, aggregation=aggregation).algorithm.aggregation == aggregation
     for correction in CORRECTIONS:
-        algorithm = changed(config, rollout_correction=correction).algorithm
-        assert (algorithm.rollout_correction_low, algorithm.rollout_correction_high) == (0.5, 2.0)
+        assert changed(config, rollout_correction=correction).algorithm.rollout_correction == correction
     for kind in KL_ESTIMATORS:
         in_reward = to_config(config).algorithm.kl_in == "reward"
         if in_reward and kind.endswith("+"):
@@ -134,8 +129,10 @@ def test_kl_aggregation_and_correction_can_be_chosen_under_every_preset(preset):
 
 def test_the_preset_grpo_is_that_of_its_paper():
     algorithm = compose([]).algorithm
-    assert (algorithm.clip_low, algorithm.clip_high, algorithm.aggregation) == (0.2, 0.2, "seq_mean_token_mean")
-    assert (algorithm.kl_in, algorithm.kl_estimator, algorithm.normalize_std) == ("loss", "k3", True)
+    of_loss = options_reaching(POLICY_LOSSES["clip"], algorithm, LOSS)
+    assert (of_loss["clip_low"], of_loss["clip_high"], of_loss["aggregation"]) == (0.2, 0.2, "seq_mean_token_mean")
+    assert (algorithm.kl_in, algorithm.kl_estimator) == ("loss", "k3")
+    assert options_reaching(ADVANTAGES["grpo"], algorithm, ESTIMATOR)["normalize_std"] is True
 
 
 def test_what_the_user_writes_counts_for_any_function():
@@ -145,7 +142,7 @@ def test_what_the_user_writes_counts_for_any_function():
     loss = resolve(POLICY_LOSSES, own.policy_loss, "algorithm.policy_loss")
     assert options_reaching(loss, own, LOSS)["clip_high"] == 0.5
     dapo = compose(["algorithm=dapo", "algorithm.clip_high=null"]).algorithm
-    assert dapo.clip_high == 0.2, "null is the default of the function"
+    assert options_reaching(POLICY_LOSSES["clip"], dapo, LOSS)["clip_high"] == 0.2, "null: the function's default"
 
 
 def test_a_file_of_the_user_counts_too(tmp_path):
@@ -153,7 +150,7 @@ def test_a_file_of_the_user_counts_too(tmp_path):
     text = "# @package _global_\nalgorithm: {policy_loss: gspo, clip_high: 0.5}\n"
     (tmp_path / "experiment/mine.yaml").write_text(text)
     algorithm = compose([f"hydra.searchpath=[file://{tmp_path}]", "experiment=mine"]).algorithm
-    assert (algorithm.clip_low, algorithm.clip_high) == (3e-4, 0.5)
+    assert (algorithm.clip_low, algorithm.clip_high) == (None, 0.5)
 
 
 def test_a_loss_without_a_default_of_its_own_gets_token_mean():
@@ -172,13 +169,3 @@ def test_another_estimator_than_ppo_s_needs_no_critic():
 def test_a_condition_on_a_key_that_does_not_exist_is_refused():
     override = "algorithm.clip_high='${if_eq:algorithm.loss,clip,0.28}'"
     assert "algorithm.loss has no value" in refusal_of([override])
-
-
-def test_defaults_are_read_from_the_source_as_python_reads_them():
-    for key, registry in REGISTRIES.items():
-        for name, function in registry.items():
-            parameters = inspect.signature(function).parameters.values()
-            own = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
-            assert built_in_defaults(key, name) == own and function.__name__ == name
-        assert built_in_defaults(key, "own_functions:loss") == {}
-    assert not set(ADVANTAGES) & set(POLICY_LOSSES)

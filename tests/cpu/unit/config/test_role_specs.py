@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 
 from trainer.cluster.resources import rank_groups
-from trainer.config import AlgorithmConfig, Config, CriticConfig, OptimizerConfig, RoleSpec
+from trainer.config import AlgorithmConfig, Config, OptimizerConfig, RoleSpec
 from trainer.config.role_specs import check_roles, policy_role
+from trainer.config.rules import check_critic, check_names
 from trainer.config.tasks import TASKS, find_task
 from trainer.errors import UserError
 
@@ -50,11 +51,11 @@ def test_a_role_exists_if_a_function_reads_what_it_computes(algorithm, names):
 
 def test_keys_of_the_critic_are_taken_with_an_estimator_of_the_user_s_that_reads_values():
     cfg = config(advantage_estimator="reading_functions:with_values")
-    cfg.trainer.critic = CriticConfig(optimizer=OptimizerConfig(lr=1e-3))
-    cfg.trainer.critic.check(cfg, "trainer.critic")
+    cfg.trainer.critic.optimizer.lr = 1e-3
+    check_critic(cfg)
     cfg.algorithm.advantage_estimator = "reading_functions:without"
     with pytest.raises(UserError, match="trainer.critic.optimizer.lr=0.001: .*has no critic"):
-        cfg.trainer.critic.check(cfg, "trainer.critic")
+        check_critic(cfg)
 
 
 @pytest.mark.parametrize(
@@ -86,11 +87,11 @@ def test_a_change_of_the_weights_of_a_role_can_be_allowed_by_its_key():
     cfg = config()
     cfg.trainer.allow_config_change = ["teacher"]
     with pytest.raises(UserError, match="no key or section teacher"):
-        cfg.check(cfg, "")
+        check_names(cfg)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(TASKS, "rl", dataclasses.replace(TASKS["rl"], roles=lambda cfg: (policy_role(cfg), teacher)))
         find_task.cache_clear()
-        cfg.check(cfg, "")
+        check_names(cfg)
     find_task.cache_clear()
 
 
@@ -121,7 +122,7 @@ def test_the_first_role_is_the_policy(roles):
 
 
 def test_a_trained_role_needs_an_optimizer():
-    with pytest.raises(UserError, match=r"the role second is trained, so it needs an optimizer .*OptimizerConfig\(\)"):
+    with pytest.raises(UserError, match=r"the role second is trained, so it needs an optimizer: .*OptimizerConfig\(\)"):
         RoleSpec("second", trained=True)
     second = RoleSpec("second", trained=True, optimizer=OptimizerConfig())
     assert second.setting("lora") == "RoleSpec('second').lora"

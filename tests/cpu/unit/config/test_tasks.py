@@ -10,6 +10,8 @@ from trainer.config import Config
 from trainer.config.fields import value_of
 from trainer.config.tasks import ACCURACY, TASKS, Metric, TaskSpec, add_task, find_task
 from trainer.errors import UserError
+from trainer.objectives import make_objective
+from trainer.tasks import build_task
 
 LOSS = {"my/loss": Metric("A loss.", "nats", "min", watched=True), "my/speed": Metric("A speed.", "1/s")}
 good = TaskSpec(lambda config: ("built", config), best="my/loss", metrics=LOSS)
@@ -27,12 +29,15 @@ def test_the_keys_that_a_built_in_task_names_exist(name):
     assert task is TASKS[name]
     assert isinstance(value_of(config, task.total_steps), int) and value_of(config, task.optimizer).lr > 0
     assert task.roles_of(config)[0].name == "policy"
-    assert task.objective_of(config) is not None
+    config.trainer.task = name
+    assert make_objective(config) is not None
 
 
 def test_a_task_by_import_path_is_found_and_builds():
     task = find_task(path("good"))
-    assert task("config") == ("built", "config")
+    config = Config()
+    config.trainer.task = path("good")
+    assert build_task(config) == ("built", config)
     assert (task.watched, task.families) == (("my/loss",), ("my/",))
 
 

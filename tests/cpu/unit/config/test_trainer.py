@@ -35,20 +35,8 @@ CONTRADICTIONS = [
         "trainer.policy.fsdp.compile=True: cannot be combined with trainer.tensor_parallel_size: torch 2.13 fails",
     ),
     (
-        ["trainer.deterministic=true", "trainer.reference.fsdp.compile=true", "algorithm.kl_coef=0.1"],
-        "trainer.reference.fsdp.compile=True: cannot be combined with trainer.deterministic=True: what a kernel is",
-    ),
-    *(
-        (
-            [
-                *overrides,
-                "trainer.num_workers=2",
-                "trainer.tensor_parallel_size=2",
-                f"trainer.{role}.fsdp.compile=true",
-            ],
-            f"trainer.{role}.fsdp.compile=True: cannot be combined with trainer.tensor_parallel_size",
-        )
-        for role, overrides in (("critic", ["algorithm=ppo"]), ("reference", []))
+        ["trainer.deterministic=true", "trainer.policy.fsdp.compile=true"],
+        "trainer.policy.fsdp.compile=True: cannot be combined with trainer.deterministic=True: what a kernel is",
     ),
     (
         ["trainer.num_workers=4", "trainer.min_world_size=5"],

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+import dataclasses
 
 from tests.cpu.unit.config.contradictions import test_contradictions_are_refused_in_one_sentence  # noqa: F401
-from trainer.config import FSDPConfig, compose
+from trainer.config import compose
 
 CONTRADICTIONS = [
     (["trainer.policy.optimizer.betas=[0.9,5]"], "trainer.policy.optimizer.betas=.*: must be two numbers"),
-    (["sft.optimizer.betas=[0.9]"], "sft.optimizer.betas=.*: must be two numbers"),
     (["trainer.critic.optimizer.lr=1e-4"], "trainer.critic.optimizer.lr.*algorithm=ppo"),
-    (["trainer.critic.lora.rank=4"], "trainer.critic.lora.rank=4: .*has no critic"),
     (["algorithm=ppo", "trainer.critic.warmup_steps=140"], "trainer.critic.warmup_steps=140: leaves no step"),
-    (["algorithm.kl_coef=0", "trainer.reference.fsdp.cpu_offload=true"], "trainer.reference.fsdp.cpu_offload"),
     (["trainer.policy.lora.alpha=8"], "trainer.policy.lora.alpha=8.0: needs trainer.policy.lora.rank"),
-    (
-        ["trainer.policy.lora.rank=4", "trainer.reference.fsdp.cpu_offload=true"],
-        "trainer.reference.fsdp.cpu_offload=True: .*without its adapters is the reference",
-    ),
 ]
 
 
@@ -30,6 +23,12 @@ def test_a_critic_that_warms_up_leaves_the_policy_fewer_optimizer_steps():
     assert [policy.optimizer_steps(steps) for steps in (2, 5)] == [0, 2 * 4]
 
 
-@pytest.mark.parametrize(("given", "mode"), [(True, "full"), (False, "none"), ("selective", "selective")])
-def test_checkpointing_of_activations_that_was_true_or_false_has_a_name_now(given, mode):
-    assert FSDPConfig(activation_checkpointing=given).activation_checkpointing == mode
+def test_the_critic_the_reference_and_supervised_training_follow_the_policy():
+    words = ["trainer.policy.optimizer.weight_decay=0.1", "trainer.policy.optimizer.scheduler=cosine"]
+    words += ["trainer.policy.fsdp.param_dtype=bfloat16"]
+    policy, critic, reference = compose(["algorithm=ppo", *words]).roles
+    assert critic.optimizer == dataclasses.replace(policy.optimizer, lr=5 * policy.optimizer.lr)
+    assert critic.sharding == reference.sharding == policy.sharding and critic.lora == policy.lora
+    (policy,) = compose(["trainer.task=sft", "sft.optimizer.lr=0.5", *words]).roles
+    assert (policy.optimizer.lr, policy.optimizer.warmup_steps, policy.optimizer.scheduler) == (0.5, 10, "constant")
+    assert (policy.optimizer.weight_decay, policy.optimizer.schedule_steps) == (0.1, None)

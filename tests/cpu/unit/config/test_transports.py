@@ -5,16 +5,15 @@ from __future__ import annotations
 import pytest
 
 from trainer.config import Config
+from trainer.config.rollout_rules import check_rollout
 from trainer.config.transports import ADAPTER, TRANSPORTS, TransportSpec, find_transport
 from trainer.errors import UserError
-from trainer.generation.transport import Transport, TransportBase
-from trainer.import_utils import import_function
+from trainer.generation.transport import BUILT_IN, Transport, TransportBase
 
 
 @pytest.mark.parametrize("spec", [*TRANSPORTS.values(), ADAPTER], ids=[*TRANSPORTS, "adapter"])
-def test_the_path_of_a_transport_is_a_class_with_its_methods(spec):
-    found = import_function(spec.path, "rollout.weight_sync")
-    assert {name for name in vars(Transport) if not name.startswith("_")} <= set(dir(found))
+def test_a_built_in_transport_has_a_class_with_its_methods(spec):
+    assert {name for name in vars(Transport) if not name.startswith("_")} <= set(dir(BUILT_IN[spec.path]))
 
 
 OWN = TransportSpec("my_server:Http")
@@ -24,7 +23,7 @@ OWN = TransportSpec("my_server:Http")
 def test_every_transport_can_be_chosen(name):
     cfg = Config()
     cfg.rollout.weight_sync = name
-    cfg.rollout.check(cfg, "rollout")
+    check_rollout(cfg)
 
 
 class Http(TransportBase):
@@ -47,4 +46,4 @@ def test_what_is_no_transport_is_refused(name, problem):
     cfg = Config()
     cfg.rollout.weight_sync = name
     with pytest.raises(UserError, match=f"rollout.weight_sync={name}: {problem}"):
-        cfg.rollout.check(cfg, "rollout")
+        check_rollout(cfg)

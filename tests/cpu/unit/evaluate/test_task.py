@@ -12,6 +12,7 @@ from trainer.config import compose
 from trainer.config.overrides import refuse_unread
 from trainer.errors import UserError
 from trainer.evaluate.task import PATH, READ
+from trainer.tasks import build_task
 
 
 def test_no_pattern_is_without_a_key():
@@ -36,4 +37,4 @@ def test_keys_of_training_are_refused():
 def test_training_with_this_task_is_refused():
     cfg = compose(["data=arithmetic", f'trainer.task="{PATH}"'])
     with pytest.raises(UserError, match="give the command trainer evaluate$"):
-        cfg.task(cfg)
+        build_task(cfg)

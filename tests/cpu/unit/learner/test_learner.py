@@ -45,8 +45,7 @@ def episodes(prompts: int = 2, n: int = 4) -> list[Episode]:
 
 BY_SEQUENCE = {
     "rollout_correction": "tis",
-    "rollout_correction_level": "product",
-    "rollout_correction_high": 1e30,
+    "options": {"rollout_correction_level": "product", "rollout_correction_high": 1e30},
 }
 
 
@@ -119,7 +118,7 @@ def test_a_step_of_one_optimizer_step_needs_no_pass_for_old_log_probs(model):
     for name in ("rollout/logprob_diff_mean", "rollout/logprob_diff_max", "policy/entropy", "policy/kl"):
         assert alone[name] == pytest.approx(with_pass[name], abs=1e-6), name
     assert alone["policy/clip_frac"] == 0.0
-    of_tokens, seconds = a_step(model, rollout_correction="tis", rollout_correction_high=1e-3)
+    of_tokens, seconds = a_step(model, rollout_correction="tis", options={"rollout_correction_high": 1e-3})
     assert "time/logprob" not in seconds
     assert of_tokens["rollout_is/clip_frac"] > 0 and of_tokens["policy/loss"] != alone["policy/loss"]
 
@@ -171,7 +170,7 @@ def test_what_was_computed_for_tokens_is_kept_with_rollouts(model, settings):
 @table("mini_batch", [1, 2])
 def test_kept_advantages_are_those_of_the_loss_whoever_has_corrected_them(model, mini_batch):
     """The ranks correct the rows of the first mini-batch, the driver corrects the others."""
-    correction = {"rollout_correction": "mis", "rollout_correction_low": 0.5, "rollout_correction_high": 0.6}
+    correction = {"rollout_correction": "mis", "options": {"rollout_correction_high": 0.6}}
     plain: list[TokenScores] = []
     kept: list[TokenScores] = []
     a_step(model, kept=plain, mini_batch=mini_batch)
@@ -330,7 +329,8 @@ def test_functions_of_a_user_get_the_models_and_the_groups_that_they_read(model)
 
 
 def test_an_adaptive_kl_weight_acts_on_the_next_step_s_rewards(model):
-    settings = {"kl_in": "reward", "kl_coef": 0.5, "kl_controller": "adaptive", "kl_target": 1e-9, "kl_horizon": 8}
+    settings = {"kl_in": "reward", "kl_coef": 0.5, "kl_controller": "adaptive"}
+    settings["options"] = {"kl_target": 1e-9, "kl_horizon": 8}
     with learner_of(model, **settings) as learner:
         learner.update(learner.score(episodes(), 1), 1)
         assert learner.kl.coef == pytest.approx(0.5 * 1.2), "the update saw 8 completions of 8"

@@ -7,7 +7,7 @@ from trainer.metrics.health import DivergenceCheck, MetricChecks
 
 
 def checks(history: list[dict] | None = None) -> MetricChecks:
-    cfg = Config(trainer=TrainerConfig(divergence_limits={"policy/kl": 1.0}, divergence_patience=3))
+    cfg = Config(trainer=TrainerConfig(divergence_limits={"policy/kl": 1.0}))
     return MetricChecks(cfg, True, history or [])
 
 
@@ -37,7 +37,7 @@ def diverged(check: DivergenceCheck, *values: float | None, first: int = 1) -> l
 
 
 def test_a_metric_above_its_limit_for_several_consecutive_steps_has_diverged():
-    check = DivergenceCheck({"policy/kl": 1.0}, 3)
+    check = DivergenceCheck({"policy/kl": 1.0})
     assert diverged(check, 2.0, 2.0, 1.0, 2.0, None, 2.0) == [], "a step at the limit is not above it"
     assert diverged(check, 3.0, first=7) == [
         "policy/kl has been above 1 since step 4, and is 3 now (trainer.divergence_limits)"
@@ -46,6 +46,6 @@ def test_a_metric_above_its_limit_for_several_consecutive_steps_has_diverged():
 
 def test_a_resumed_run_counts_the_steps_before():
     history = [{"step": step, "policy/kl": 2.0} for step in (4, 5)]
-    (said,) = diverged(DivergenceCheck({"policy/kl": 1.0}, 3, history), 2.0, first=6)
+    (said,) = diverged(DivergenceCheck({"policy/kl": 1.0}, history), 2.0, first=6)
     assert "since step 4" in said
-    assert diverged(DivergenceCheck({}, 1, history), 2.0) == []
+    assert diverged(DivergenceCheck({}, history), 2.0) == []

@@ -47,7 +47,6 @@ tied_alone = pytest.mark.parametrize("model_path", [True], indirect=True, ids=["
 def lora_config(**trainer) -> Config:
     cfg = config(max_tokens_per_micro_batch=70, **trainer)
     cfg.trainer.policy.lora = LoraConfig(rank=5, alpha=8)  # no rank divides 5
-    cfg.trainer.critic.lora = LoraConfig(rank=2, target_modules=["q_proj", "down_proj"])
     return cfg
 
 
@@ -119,7 +118,7 @@ def test_only_adapters_are_trained_and_saved(model_path, single_rank):
     changed = {name for name in start if not torch.equal(start[name], merged[name])}
     assert changed == {name for name in start if name.endswith("_proj.weight")}
     assert all("lora_" in name or name == "critic.value_head.weight" for name in result["held"])
-    assert len(result["held"]) == 2 * 7 * 2 + 2 * 2 * 2 + 1  # two blocks of seven layers; two of the critic's
+    assert len(result["held"]) == 2 * (2 * 7 * 2) + 1  # two blocks of seven layers, of the policy and of the critic
     total, trained = result["parameters"]
     assert trained == sum(5 * sum(start[name].shape) for name in changed)
     assert total == trained + sum(tensor.numel() for tensor in start.values())
@@ -265,8 +264,7 @@ def load_reference(rank: Rank, path: str, directory: str) -> dict:
 def test_a_refreshed_reference_is_saved_and_restored(model_path, tmp_path, lora, keep):
     """Also where a forward pass leaves whole parameters behind."""
     cfg = lora_config() if lora else config(max_tokens_per_micro_batch=70)
-    for role in (cfg.trainer.policy, cfg.trainer.reference):
-        role.fsdp.reshard_after_forward = not keep
+    cfg.trainer.policy.fsdp.reshard_after_forward = not keep
     cfg.algorithm.ref_sync_interval = 1
     results = run_ranks(2, move_reference, model_path, str(tmp_path), cfg=cfg)
     moved, after = assembled(results, "moved"), assembled(results, "after")

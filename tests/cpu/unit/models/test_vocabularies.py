@@ -18,6 +18,7 @@ from trainer.errors import UserError
 from trainer.models.checks import check_tokenizer, check_vocabularies
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
+from trainer.tasks import build_task
 from trainer.tasks.base import make_trainer, tokenizer_of
 
 TASK = replace(
@@ -68,7 +69,7 @@ def test_ranks_are_not_started_for_such_a_run(tmp_path):
     cfg = configured(tmp_path / "run", {"model.path": path, **critic})
     nothing: Any = None
     with pytest.raises(UserError, match="^trainer.critic.path="):
-        make_trainer(cfg.task(cfg), nothing, nothing, path, nothing)
+        make_trainer(build_task(cfg), nothing, nothing, path, nothing)
 
 
 def test_nothing_is_read_for_a_run_of_one_model(tmp_path):

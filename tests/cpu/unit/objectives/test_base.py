@@ -25,10 +25,10 @@ def test_a_learning_rate_is_scheduled_over_the_optimizer_steps_of_the_run_or_of_
         return {name: made.scheduled_steps(spec) for name, spec in made.roles.items()}
 
     assert scheduled() == {"policy": 7 * 4, "critic": 10 * 4}
-    t.critic.optimizer.schedule_steps = 20
-    assert scheduled() == {"policy": 7 * 4, "critic": 20 * 4}
+    t.policy.optimizer.schedule_steps = 20
+    assert scheduled() == {"policy": 17 * 4, "critic": 20 * 4}
     t.policy.optimizer.schedule_steps = 4
-    assert scheduled() == {"policy": 1 * 4, "critic": 20 * 4}
+    assert scheduled() == {"policy": 1 * 4, "critic": 4 * 4}
 
 
 def test_mini_batches_are_whole_groups():

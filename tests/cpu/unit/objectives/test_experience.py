@@ -80,7 +80,7 @@ def test_a_kl_in_the_reward_is_paid_by_every_completion_token():
 def test_a_correction_weighs_advantages_and_counts_what_it_cuts(kind, weight):
     ours = np.zeros((4, 5), dtype=np.float32)
     ours[2, 1] = np.log(8.0)
-    a = AlgorithmConfig(rollout_correction=kind, rollout_correction_high=2.0)
+    a = AlgorithmConfig(rollout_correction=kind, options={"rollout_correction_high": 2.0})
     given = add_advantages(batch(old_logprobs=ours), np.array([1.0, 0.0, 1.0, 0.0]), a)
     corrected = correct_advantages(given, a, kind)
     expected = given["advantages"].copy()
@@ -112,7 +112,10 @@ def gradient_error(loss: str, old_logprobs: str, correction: str, ahead: int = 1
     logits.requires_grad_()
     ours, sampler = logits.log_softmax(0), older.log_softmax(0)
     a = AlgorithmConfig(
-        policy_loss=loss, old_logprobs=old_logprobs, rollout_correction=correction, rollout_correction_high=1e9
+        policy_loss=loss,
+        old_logprobs=old_logprobs,
+        rollout_correction=correction,
+        options={"rollout_correction_high": 1e9},
     )
     kind = correction_of(Config(algorithm=a, rollout=RolloutConfig(ahead=ahead)))
     total = torch.zeros((), dtype=torch.float64)
@@ -237,23 +240,23 @@ def gae(**options: Any) -> Settings:
     return {"advantage_estimator": "gae", **options}
 
 
-CORRECTED = {"rollout_correction": "mis", "rollout_correction_low": 0.5, "rollout_correction_high": 2.0}
+CORRECTED = {"rollout_correction": "mis"}
 EXPERIENCE_CHANGES: list[tuple[str, Any, Settings]] = [
     ("advantage_estimator", "rloo", {}),
     ("normalize_std", False, {}),
     ("gamma", 0.5, gae(gamma=1.0)),
     ("lam", 0.5, gae(lam=1.0)),
-    ("pass_k", 2, {"advantage_estimator": "grpo_passk", "pass_k": 1}),
+    ("options", {"pass_k": 2}, {"advantage_estimator": "grpo_passk", "options": {"pass_k": 1}}),
     ("rollout_correction", "tis", {}),
-    ("rollout_correction_level", "product", CORRECTED),
-    ("rollout_correction_low", 0.9, CORRECTED),
-    ("rollout_correction_high", 1.01, CORRECTED),
+    ("options", {"rollout_correction_level": "product"}, CORRECTED),
+    ("options", {"rollout_correction_low": 0.9}, CORRECTED),
+    ("options", {"rollout_correction_high": 1.01}, CORRECTED),
     ("filter_zero_variance", True, {}),
     ("overlong_buffer", 2, {}),
     ("overlong_factor", 3.0, {"overlong_buffer": 2}),
     ("overlong_masking", True, {}),
 ]
-PROVEN_KEYS = {f"algorithm.{key}" for key, *_ in EXPERIENCE_CHANGES}
+PROVEN_KEYS = {f"algorithm.{key}" for key, *_ in EXPERIENCE_CHANGES} - {"algorithm.options"}
 """Keys that a resume changes with permission, and whose changes the tests of this file prove."""
 
 

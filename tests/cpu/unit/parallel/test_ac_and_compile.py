@@ -41,7 +41,7 @@ def train_a_step(rank: Rank, path: str) -> dict[str, Any]:
 
 def results_of(path: str, **fsdp: Any) -> dict[str, Any]:
     cfg = config()
-    cfg.trainer.policy.fsdp, cfg.trainer.critic.fsdp = FSDPConfig(**fsdp), FSDPConfig(**fsdp)
+    cfg.trainer.policy.fsdp = FSDPConfig(**fsdp)
     return run_ranks(2, train_a_step, path, cfg=cfg)[0]
 
 

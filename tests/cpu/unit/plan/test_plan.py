@@ -132,7 +132,6 @@ def test_a_slow_network_is_seen_between_nodes(cfg, node):
     cfg.model.path = "Qwen/Qwen3-32B"
     cfg.trainer.num_workers = cfg.rollout.num_engines = 16
     cfg.trainer.max_tokens_per_micro_batch = 2048
-    cfg.trainer.policy.fsdp.reduce_gradients = "mini_batch"  # gathers count
     slow = Cluster(2, 8, replace(node.device, network=node.device.network / 8))
     between = seconds(cfg, slow)
     assert between > 2.5 * seconds(cfg, Cluster(2, 8, node.device))

@@ -43,9 +43,8 @@ def config(path: str | None = None, **fsdp) -> Config:
     cfg.plan.prompt_tokens, cfg.plan.response_tokens = PROMPT, RESPONSE
     cfg.trainer.train_batch_size = cfg.trainer.mini_batch_size = GROUPS
     cfg.trainer.max_tokens_per_micro_batch = 2 * (PROMPT + N * RESPONSE)
-    for role in (cfg.trainer.policy, cfg.trainer.critic):
-        for name, value in fsdp.items():
-            setattr(role.fsdp, name, value)
+    for name, value in fsdp.items():
+        setattr(cfg.trainer.policy.fsdp, name, value)
     return cfg
 
 
@@ -73,7 +72,6 @@ CASES: list[tuple[str, dict]] = [
     ("policy", {"activation_checkpointing": "full"}),
     ("policy", {"activation_checkpointing": "selective"}),
     ("policy", {"param_dtype": "bfloat16"}),
-    ("policy", {"reduce_gradients": "mini_batch"}),
     ("policy", {"reshard_after_forward": False}),
     ("critic", {}),
 ]

@@ -19,7 +19,7 @@ from trainer.journal.journal import Journal
 from trainer.learner.learner import Learner
 from trainer.metrics.timing import Timer
 from trainer.models.tiny import build_tiny
-from trainer.tasks import Ingredients
+from trainer.tasks import Ingredients, build_task
 
 TINY = {"hidden_size": 32, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "head_dim": 16}
 
@@ -49,7 +49,7 @@ def test_a_reward_model_on_two_ranks_scores_training_and_validation(tmp_path):
 
     with local_cluster(2, cfg) as cluster:
         learner = Learner(cluster.cfg, cluster, Timer())
-        task = cluster.cfg.task(cluster.cfg)
+        task = build_task(cluster.cfg)
         journal = Journal(cfg.trainer.run_dir, Identity("", ""), lambda: None, is_on=False)
         given = Ingredients(cluster.cfg, cfg.model.path, learner, cluster, Timer(), lambda: None, journal)
         source, evaluator = task.source(given)

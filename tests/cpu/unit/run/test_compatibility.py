@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pytest
 
-from trainer.config import OPEN_SECTIONS, AlgorithmConfig, Config, EngineSpec, RolloutConfig, compose
-from trainer.config.fields import RESUME, SavedRun, Section, number, resume_rules, walk_keys
+from trainer.config import OPEN_SECTIONS, Config, compose
+from trainer.config.fields import RESUME, Section, number, walk_keys
+from trainer.config.rules import SavedRun, resume_rules
 from trainer.config.schema import with_sections
 from trainer.errors import UserError
 from trainer.run import compatibility
@@ -28,8 +28,8 @@ def corrected(kind: str, **rollout: int) -> SavedRun:
 
 
 def check(changes: Sequence[Change], allowed: Sequence[str], forked: Collection[str] | None = None) -> list[Change]:
-    rules = {f"algorithm.{key}": rule for key, rule in AlgorithmConfig().resume_rules(Config(), NEW_CRITIC).items()}
-    return compatibility.check(changes, allowed, RULES | rules, forked)
+    of_values = resume_rules(Config(), NEW_CRITIC)["algorithm.advantage_estimator"]
+    return compatibility.check(changes, allowed, RULES | {"algorithm.advantage_estimator": of_values}, forked)
 
 
 def changed(*overrides: str) -> list[compatibility.Change]:
@@ -50,33 +50,33 @@ def test_harmless_changes_pass():
     check(found, [])
 
 
-@pytest.mark.parametrize(
-    "override, allow, sentence",
-    [
-        ("model.tiny.num_layers=3", ["model"], "model.tiny.num_layers=3.*saved with 2.*another model"),
-        ("trainer.seed=2", ["trainer"], "trainer.seed=2.*every random draw"),
-        ("algorithm=ppo", ["algorithm"], "algorithm.advantage_estimator=gae.*critic"),
-        ("rollout.n=4", [], r"rollout.n=4.*allow_config_change=\[rollout.n\]"),
-        (
-            "trainer.policy.optimizer.schedule_steps=9",
-            [],
-            r"schedule_steps=9: .*saved with 140, and the learning rate.*change=\[trainer.policy.optimizer",
-        ),
-        ("sft.steps=9", [], r"sft.steps=9.*allow_config_change"),
-        ("algorithm.ref_sync_interval=5", ["algorithm"], "ref_sync_interval=5.*whether the checkpoint holds"),
-        ("trainer.policy.lora.rank=5", ["trainer"], "trainer.policy.lora.rank=5.*another shape"),
-    ],
+REFUSED = (
+    ("model.tiny.num_layers=3", ["model"], "model.tiny.num_layers=3.*saved with 2.*another model"),
+    ("trainer.seed=2", ["trainer"], "trainer.seed=2.*every random draw"),
+    ("algorithm=ppo", ["algorithm"], "algorithm.advantage_estimator=gae.*critic"),
+    ("rollout.n=4", [], r"rollout.n=4.*allow_config_change=\[rollout.n\]"),
+    (
+        "trainer.policy.optimizer.schedule_steps=9",
+        [],
+        r"schedule_steps=9: .*saved with 140, and the learning rate.*change=\[trainer.policy.optimizer",
+    ),
+    ("sft.steps=9", [], r"sft.steps=9.*allow_config_change"),
+    ("algorithm.ref_sync_interval=5", ["algorithm"], "ref_sync_interval=5.*whether the checkpoint holds"),
+    ("trainer.policy.lora.rank=5", ["trainer"], "trainer.policy.lora.rank=5.*another shape"),
 )
-def test_other_changes_are_refused_by_name(override, allow, sentence):
-    with pytest.raises(UserError, match=sentence):
-        check(changed(override), allow)
 
 
-@pytest.mark.parametrize("allow", [["rollout.n"], ["rollout"]])
-def test_a_key_or_its_section_can_be_allowed(allow):
-    check(changed("rollout.n=4"), allow)
-    with pytest.raises(UserError, match="trainer.update_epochs=2"):
-        check(changed("rollout.n=4", "trainer.update_epochs=2"), allow)
+def test_other_changes_are_refused_by_name():
+    for override, allow, sentence in REFUSED:
+        with pytest.raises(UserError, match=sentence):
+            check(changed(override), allow)
+
+
+def test_a_key_or_its_section_can_be_allowed():
+    for allow in (["rollout.n"], ["rollout"]):
+        check(changed("rollout.n=4"), allow)
+        with pytest.raises(UserError, match="trainer.update_epochs=2"):
+            check(changed("rollout.n=4", "trainer.update_epochs=2"), allow)
 
 
 def test_all_refusals_are_listed_together():
@@ -98,48 +98,47 @@ def test_all_refusals_are_listed_together():
 ALL_STATE = ("weights", "optimizer", "rng", "data", "state")
 
 
-@pytest.mark.parametrize("key", WITH_PERMISSION)
-def test_a_fork_changes_what_a_resume_changes_with_permission(key):
-    change = [Change(key, "before", "after")]
-    if key == "model.path":
-        with pytest.raises(UserError, match=r"belong to that model; .*allow_config_change=\[model.path\]"):
-            check(change, [], forked=ALL_STATE)
-        change = check(change, ["model.path"], forked=ALL_STATE)
-    assert check(change, [], forked=("rng", "data", "state")) == change
+def test_a_fork_changes_what_a_resume_changes_with_permission():
+    for key in WITH_PERMISSION:
+        change = [Change(key, "before", "after")]
+        if key == "model.path":
+            with pytest.raises(UserError, match=r"belong to that model; .*allow_config_change=\[model.path\]"):
+                check(change, [], forked=ALL_STATE)
+            change = check(change, ["model.path"], forked=ALL_STATE)
+        assert check(change, [], forked=("rng", "data", "state")) == change
 
 
-@pytest.mark.parametrize(
-    "key, restored, remedy",
-    [
-        ("trainer.seed", ALL_STATE, "leave data out of trainer.load_components"),
-        ("trainer.seed", ("weights", "optimizer", "rng", "state"), None),
-        ("model.tiny.num_layers", ("weights",), "leave weights and optimizer out"),
-        ("model.tiny.num_layers", ("data", "state"), None),
-        ("trainer.policy.lora.rank", ("optimizer",), "leave weights and optimizer out"),
-        ("trainer.policy.lora.target_modules", ("rng",), None),
-        ("algorithm.ref_sync_interval", ALL_STATE, None),  # the reference starts from the initial weights
-        ("algorithm.advantage_estimator", ALL_STATE, None),  # the critic starts from its initial weights
-    ],
+OF_FORKS = (
+    ("trainer.seed", ALL_STATE, "leave data out of trainer.load_components"),
+    ("trainer.seed", ("weights", "optimizer", "rng", "state"), None),
+    ("model.tiny.num_layers", ("weights",), "leave weights and optimizer out"),
+    ("model.tiny.num_layers", ("data", "state"), None),
+    ("trainer.policy.lora.rank", ("optimizer",), "leave weights and optimizer out"),
+    ("trainer.policy.lora.target_modules", ("rng",), None),
+    ("algorithm.ref_sync_interval", ALL_STATE, None),  # the reference starts from the initial weights
+    ("algorithm.advantage_estimator", ALL_STATE, None),  # the critic starts from its initial weights
 )
-def test_a_fork_refuses_what_makes_the_restored_state_meaningless(key, restored, remedy):
-    change = [Change(key, "before", "after")]
-    if remedy is None:
-        assert check(change, [], forked=restored) == change
-    else:
-        with pytest.raises(
-            UserError, match=f"{key}=after: .*saved with before, and .*; restore the value, or {remedy}"
-        ):
+
+
+def test_a_fork_refuses_what_makes_the_restored_state_meaningless():
+    for key, restored, remedy in OF_FORKS:
+        change = [Change(key, "before", "after")]
+        if remedy is None:
+            assert check(change, [], forked=restored) == change
+            continue
+        sentence = f"{key}=after: .*saved with before, and .*; restore the value, or {remedy}"
+        with pytest.raises(UserError, match=sentence):
             check(change, [key], forked=restored)
 
 
 def test_a_key_missing_from_an_old_config_counts_as_its_default():
     saved = dataclasses.asdict(compose([]))
-    del saved["algorithm"]["value_clip"]
+    del saved["algorithm"]["entropy_coef"]
     now = dataclasses.asdict(compose([]))
     assert compatibility.find_changes(saved, now, dataclasses.asdict(Config())) == []
-    now["algorithm"]["value_clip"] = 0.5
+    now["algorithm"]["entropy_coef"] = 0.5
     (change,) = compatibility.find_changes(saved, now, dataclasses.asdict(Config()))
-    assert str(change) == "algorithm.value_clip: 0.2 -> 0.5"
+    assert str(change) == "algorithm.entropy_coef: 0.0 -> 0.5"
 
 
 def test_a_removed_custom_option_is_a_change():
@@ -149,63 +148,14 @@ def test_a_removed_custom_option_is_a_change():
     assert str(change) == "algorithm.options: {'beta': 5} -> {}"
 
 
-def saved_by_an_earlier_version(**options: object) -> dict:
-    """The default config as versions saved it that left null where the default of a function held."""
-    saved = dataclasses.asdict(compose([]))
-    for name in ("normalize_std", "clip_low", "clip_high"):
-        saved["algorithm"][name] = None
-    saved["algorithm"] |= options
-    return saved
-
-
-@pytest.mark.parametrize(
-    "options, overrides, found",
-    [
-        ({}, [], []),
-        ({}, ["algorithm.clip_high=0.2", "algorithm.normalize_std=true"], []),
-        ({}, ["algorithm.clip_high=0.3"], ["algorithm.clip_high: 0.2 -> 0.3"]),
-        ({"clip_high": 0.28}, [], ["algorithm.clip_high: 0.28 -> 0.2"]),
-        ({"clip_high": 0.28}, ["algorithm.clip_high=0.28"], []),
-        ({"aggregation": "token_mean"}, ["algorithm.aggregation=token_mean"], []),
-        ({"policy_loss": "gspo"}, ["algorithm.policy_loss=gspo"], []),
-        (
-            {"policy_loss": "gspo", "clip_high": 0.28},
-            ["algorithm.policy_loss=gspo"],
-            ["algorithm.clip_high: 0.28 -> 0.0004"],
-        ),
-        ({"policy_loss": "own_loss:plain", "aggregation": "token_mean"}, ["algorithm.policy_loss=own_loss:plain"], []),
-        (
-            {"policy_loss": "own_loss:summed", "aggregation": "token_mean"},
-            ["algorithm.policy_loss=own_loss:summed"],
-            ["algorithm.aggregation: token_mean -> seq_mean_token_sum"],
-        ),
-        (
-            {"policy_loss": "gone:loss"},
-            ["algorithm.policy_loss=gone:loss", "algorithm.aggregation=token_mean"],
-            ["algorithm.aggregation: seq_mean_token_mean -> token_mean"],
-        ),
-    ],
-)
-def test_values_are_compared_not_whether_they_are_defaults(options, overrides, found, tmp_path, monkeypatch):
-    (tmp_path / "own_loss.py").write_text(
-        "def plain(logprobs, old, advantages, mask, *, aggregation, totals, clip_high=0.5): ...\n"
-        "def summed(logprobs, old, advantages, mask, *, totals, aggregation='seq_mean_token_sum'): ...\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    sys.modules.pop("own_loss", None)
-    saved, now = saved_by_an_earlier_version(**options), dataclasses.asdict(compose(overrides))
-    changes = compatibility.find_changes(saved, now, dataclasses.asdict(Config()))
-    assert [str(change) for change in changes] == found
-
-
 def test_options_that_change_with_their_function_need_no_permission_of_their_own():
     words = ["algorithm=cispo", "trainer.policy.optimizer.lr=2e-4"]  # that of the built-in model depends on the loss
     saved = dataclasses.asdict(compose(words))
-    now = dataclasses.asdict(compose([*words, "algorithm.policy_loss=sapo", "algorithm.tau_neg=2"]))
+    now = dataclasses.asdict(compose([*words, "algorithm.policy_loss=sapo", "+algorithm.options.tau_neg=2"]))
     changes = compatibility.find_changes(saved, now, dataclasses.asdict(Config()))
     assert list(map(str, changes)) == [
+        "algorithm.options: {} -> {'tau_neg': 2}",
         "algorithm.policy_loss: cispo -> sapo",
-        "algorithm.tau_neg: None -> 2.0",
     ]
 
 
@@ -227,25 +177,24 @@ def test_every_key_has_a_rule():
     assert set(OPEN_SECTIONS) <= set(resume_rules(with_sections()))
 
 
-@pytest.mark.parametrize("key", RULES)
-def test_a_resume_may_change_what_the_rule_of_the_key_says(key):
-    change = RULES[key].change
-    assert passes(key, []) == (change in ("harmless", "rounding", "validation"))
-    assert passes(key, [key]) == passes(key, [key.partition(".")[0]]) == (change != "never")
-    assert change != "never" or RULES[key].reason
+def test_a_resume_may_change_what_the_rule_of_the_key_says():
+    for key, rule in RULES.items():
+        assert passes(key, []) == (rule.change in ("harmless", "rounding", "validation")), key
+        assert passes(key, [key]) == passes(key, [key.partition(".")[0]]) == (rule.change != "never"), key
+        assert rule.change != "never" or rule.reason, key
 
 
 def test_the_rules_decide_as_they_are_meant_to():
     """Some keys of each kind: a slip in a shared section would change many."""
     of = {
         "harmless": ["trainer.total_steps", "data.train_files", "logger.wandb.mode", "model.tiny.start_accuracy"],
-        "rounding": ["trainer.num_workers", "trainer.policy.fsdp.compile", "trainer.critic.fsdp.cpu_offload"],
+        "rounding": ["trainer.num_workers", "trainer.policy.fsdp.compile", "trainer.policy.fsdp.cpu_offload"],
         "validation": ["data.val_files", "rollout.val_n", "reward.success_threshold"],
-        "update": ["trainer.critic.lora.alpha", "trainer.critic.fsdp.param_dtype", "sft.optimizer.lr",
+        "update": ["trainer.critic.warmup_steps", "trainer.critic.optimizer.lr", "sft.optimizer.lr",
                    "algorithm.clip_low", "algorithm.kl_coef", "trainer.update_epochs"],
         "rollouts": ["trainer.policy.lora.alpha", "trainer.policy.fsdp.param_dtype", "algorithm.dynamic_sampling",
                      "trainer.train_batch_size", "rollout.n", "reward.name", "sft.batch_size", "model.path"],
-        "never": ["trainer.seed", "model.tiny.seed", "trainer.critic.lora.rank", "algorithm.ref_sync_interval"],
+        "never": ["trainer.seed", "model.tiny.seed", "trainer.policy.lora.rank", "algorithm.ref_sync_interval"],
     }  # fmt: skip
     assert {key: RULES[key].change for keys in of.values() for key in keys} == {
         key: change for change, keys in of.items() for key in keys
@@ -262,28 +211,27 @@ def test_a_key_without_a_rule_is_an_error_at_import():
         number(3, at_least=0)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize(
-    "now, saved, key, change",
-    [
-        ([], NEW_CRITIC, "algorithm.advantage_estimator", "never"),
-        ([], SavedRun({}, ["policy"]), "algorithm.advantage_estimator", "update"),
-        (["algorithm=ppo"], SavedRun({}, ["policy"]), "algorithm.advantage_estimator", "never"),
-        (["algorithm=ppo"], SavedRun({}, ["policy"]), "trainer.critic.lora.rank", "harmless"),
-        (["algorithm=ppo"], NEW_CRITIC, "trainer.critic.lora.rank", "never"),
-        (["algorithm=ppo"], NEW_CRITIC, "trainer.critic.warmup_steps", "update"),
-        ([], NEW_CRITIC, "trainer.critic.warmup_steps", "harmless"),
-        (["model.path=x"], NEW_CRITIC, "sft.batch_size", "harmless"),
-        ([], NEW_CRITIC, "sft.batch_size", "rollouts"),
-        ([], corrected("off"), "algorithm.rollout_correction", "harmless"),
-        (["rollout.ahead=1"], corrected("off"), "algorithm.rollout_correction", "update"),
-        (["rollout.ahead=1"], corrected("tis"), "algorithm.rollout_correction", "harmless"),
-        ([], corrected("auto", ahead=1), "algorithm.rollout_correction", "update"),
-        (["algorithm.rollout_correction=tis"], corrected("auto", ahead=1), "algorithm.rollout_correction", "harmless"),
-        (["algorithm.old_logprobs=rollout"], corrected("auto"), "algorithm.rollout_correction", "harmless"),
-    ],
+OF_VALUES = (
+    ([], NEW_CRITIC, "algorithm.advantage_estimator", "never"),
+    ([], SavedRun({}, ["policy"]), "algorithm.advantage_estimator", "update"),
+    (["algorithm=ppo"], SavedRun({}, ["policy"]), "algorithm.advantage_estimator", "never"),
+    (["algorithm=ppo"], SavedRun({}, ["policy"]), "trainer.critic.optimizer.lr", "harmless"),
+    (["algorithm=ppo"], NEW_CRITIC, "trainer.critic.warmup_steps", "update"),
+    ([], NEW_CRITIC, "trainer.critic.warmup_steps", "harmless"),
+    (["model.path=x"], NEW_CRITIC, "sft.batch_size", "harmless"),
+    ([], NEW_CRITIC, "sft.batch_size", "rollouts"),
+    ([], corrected("off"), "algorithm.rollout_correction", "harmless"),
+    (["rollout.ahead=1"], corrected("off"), "algorithm.rollout_correction", "update"),
+    (["rollout.ahead=1"], corrected("tis"), "algorithm.rollout_correction", "harmless"),
+    ([], corrected("auto", ahead=1), "algorithm.rollout_correction", "update"),
+    (["algorithm.rollout_correction=tis"], corrected("auto", ahead=1), "algorithm.rollout_correction", "harmless"),
+    (["algorithm.old_logprobs=rollout"], corrected("auto"), "algorithm.rollout_correction", "harmless"),
 )
-def test_some_rules_follow_from_values(now, saved, key, change):
-    assert compatibility.resume_rules(compose(now), saved)[key].change == change
+
+
+def test_some_rules_follow_from_values():
+    for now, saved, key, change in OF_VALUES:
+        assert compatibility.resume_rules(compose(now), saved)[key].change == change, (now, key)
 
 
 def test_a_weight_that_a_controller_has_steered_cannot_change():
@@ -293,20 +241,20 @@ def test_a_weight_that_a_controller_has_steered_cannot_change():
         assert compatibility.resume_rules(adaptive, saved)["algorithm.kl_coef"].change == change
 
 
-@pytest.mark.parametrize(
-    "keys, metrics, by, rounded",
-    [
-        (["trainer.total_steps"], (), [], False),
-        (["trainer.num_workers"], (), [], True),
-        (["trainer.num_workers", "rollout.val_n"], compatibility.OF_VALIDATION, ["rollout.val_n"], True),
-        (["rollout.val_n", "algorithm.clip_low"], compatibility.OF_UPDATE, ["algorithm.clip_low"], False),
-        (["algorithm.clip_low", "rollout.n"], compatibility.ALL_METRICS, ["algorithm.clip_low", "rollout.n"], False),
-    ],
+ALTERED = (
+    (["trainer.total_steps"], (), [], False),
+    (["trainer.num_workers"], (), [], True),
+    (["trainer.num_workers", "rollout.val_n"], compatibility.OF_VALIDATION, ["rollout.val_n"], True),
+    (["rollout.val_n", "algorithm.clip_low"], compatibility.OF_UPDATE, ["algorithm.clip_low"], False),
+    (["algorithm.clip_low", "rollout.n"], compatibility.ALL_METRICS, ["algorithm.clip_low", "rollout.n"], False),
 )
-def test_replayed_steps_are_compared_where_no_change_acts(keys, metrics, by, rounded):
-    changes = [Change(key, "before", "after") for key in keys]
-    assert compatibility.altered_metrics(changes, RULES) == (metrics, by)
-    assert compatibility.same_rounding(changes, RULES) == (not rounded)
+
+
+def test_replayed_steps_are_compared_where_no_change_acts():
+    for keys, metrics, by, rounded in ALTERED:
+        changes = [Change(key, "before", "after") for key in keys]
+        assert compatibility.altered_metrics(changes, RULES) == (metrics, by)
+        assert compatibility.same_rounding(changes, RULES) == (not rounded)
 
 
 def proofs() -> dict[str, list[str]]:
@@ -320,29 +268,6 @@ def proofs() -> dict[str, list[str]]:
 def test_a_test_proves_that_each_change_with_permission_acts():
     proven = [key for keys in proofs().values() for key in keys]
     assert sorted(proven) == WITH_PERMISSION, "add a case to a test with PROVEN_KEYS: what a changed key does"
-
-
-SERVER = EngineSpec("my_server:Server", engine_args=True, harmless_args=("urls", "api_key"))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "change"),
-    [
-        ({"urls": ["http://b"], "top": 1}, "harmless"),
-        ({"urls": ["http://a"], "top": 1, "api_key": "s3cret-s3cret"}, "harmless"),
-        ({"urls": ["http://a"], "top": 2}, "rollouts"),
-        ({"urls": ["http://b"], "top": 2}, "rollouts"),
-        ({"urls": ["http://b"]}, "rollouts"),
-    ],
-)
-def test_the_address_of_a_server_is_no_other_run(arguments, change):
-    """It may change on a resume, and the records of the journal stay good."""
-    before, now = (Config(rollout=RolloutConfig(engine=f"{__name__}:SERVER")) for _ in range(2))
-    before.rollout.engine_args, now.rollout.engine_args = {"urls": ["http://a"], "top": 1}, arguments
-    saved = SavedRun(dataclasses.asdict(before), ["policy"])
-    assert compatibility.resume_rules(now, saved)["rollout.engine_args"].change == change
-    same = compatibility.deciding_settings(before) == compatibility.deciding_settings(now)
-    assert same == (change == "harmless")
 
 
 MIX = ["data.mix.math.files=[a.jsonl]", "data.mix.code.files=[b.jsonl]", "trainer.val_interval=-1"]

@@ -157,7 +157,6 @@ def test_policy_weights_restore_into_a_run_with_or_without_a_critic(tmp_path, es
     parent, fork = (configured(tmp_path / name) for name in ("parent", "fork"))
     for cfg, estimator in zip((parent, fork), estimators, strict=True):
         cfg.algorithm.advantage_estimator = estimator
-        cfg.trainer.critic.lora.rank = 4 if estimator == "gae" else None
     state = {"step": 2}
     with OpenRun(parent, state) as run:
         run.save(2)

@@ -175,5 +175,3 @@ def test_what_is_compared_depends_on_kernels_and_on_the_journal(tmp_path, caplog
         counted = "1 replayed step identical (the first step alone can be compared"
         assert f"resume verified: {counted}" in caplog.text
     assert audited("cuda", (last_bit, False), deterministic=True) == [True]
-    assert audited("cpu", ({"reward/mean": 0.52}, False), resume_tolerance=0.05) == [False]
-    assert audited("cpu", ({"reward/mean": 0.52}, False), resume_tolerance=0.01) == [True]

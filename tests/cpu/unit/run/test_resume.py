@@ -120,7 +120,6 @@ def test_a_new_secret_is_no_change_and_is_shown_nowhere(tmp_path, caplog, monkey
 
 POLICY_COSINE = {"trainer.policy.optimizer.scheduler": "cosine"}
 SFT_COSINE = {"sft.optimizer.scheduler": "cosine"}
-CRITIC_COSINE = {"algorithm.advantage_estimator": "gae", "trainer.critic.optimizer.scheduler": "cosine"}
 ADAPTIVE = {"algorithm.kl_controller": "adaptive", "algorithm.kl_coef": 0.1}
 
 
@@ -148,32 +147,6 @@ def test_what_is_computed_changes_with_permission_alone(tmp_path, caplog, change
         assert any(line.startswith(f"config changed since the checkpoint: {key}: ") for line in caplog.messages)
 
 
-@pytest.mark.parametrize(
-    "settings, refused",
-    [
-        ({"model.path": "m", "environment.name": "a:B"}, True),
-        ({"model.path": "m"}, False),
-        ({"environment.name": "a:B"}, False),
-    ],
-    ids=["environment", "no environment", "built-in model"],
-)
-def test_prompts_of_a_run_from_before_tools_of_templates_do_not_change_unasked(tmp_path, caplog, settings, refused):
-    save_steps(configured(tmp_path, settings), 1)
-    (checkpoint,) = (tmp_path / "checkpoints").glob("global_step_*")
-    saved = yaml.safe_load((checkpoint / "config.yaml").read_bytes())
-    del saved["model"]["tool_format"]
-    replace(checkpoint, "config.yaml", yaml.safe_dump(saved).encode())
-    cfg = configured(tmp_path, settings, resume_mode="latest")
-    if refused:
-        with pytest.raises(UserError, match=r"^model.tool_format=auto: the checkpoint was saved with hermes; restore"):
-            RunDirectory(cfg).open()
-        cfg.model.tool_format = "hermes"
-    caplog.set_level("INFO")
-    with RunDirectory(cfg).open():
-        changed = [line for line in caplog.messages if line.startswith("config changed")]
-    assert bool(changed) != refused
-
-
 def test_a_fork_does_not_list_the_paths_that_follow_from_its_name(tmp_path, caplog):
     save_steps(configured(tmp_path / "parent"), 1)
     (parent,) = (tmp_path / "parent/checkpoints").glob("global_step_*")
@@ -190,7 +163,6 @@ def test_a_fork_does_not_list_the_paths_that_follow_from_its_name(tmp_path, capl
     [
         ({}, "trainer.total_steps", "rl", ""),
         (POLICY_COSINE, "trainer.total_steps", "rl", "trainer.policy.optimizer.schedule_steps"),
-        (CRITIC_COSINE, "trainer.total_steps", "rl", "trainer.critic.optimizer.schedule_steps"),
         (POLICY_COSINE | {"trainer.policy.optimizer.schedule_steps": 5}, "trainer.total_steps", "rl", ""),
         (SFT_COSINE, "trainer.total_steps", "rl", ""),
         (POLICY_COSINE, "trainer.total_steps", "sft", ""),
@@ -293,7 +265,7 @@ def test_logged_lines_are_held_against_the_config_that_logged_them(
 # What a fork may change
 
 
-LORA = ["trainer.policy.lora.rank=4", "trainer.critic.lora.rank=2"]
+LORA = ["trainer.policy.lora.rank=4"]
 
 
 def documented_fork() -> list[str]:

@@ -58,7 +58,7 @@ class Step:
         root.mkdir()
         cfg = configured(root / "run", train_batch_size=3, mini_batch_size=3, val_interval=1)
         cfg.rollout.n, cfg.rollout.val_n = 3, 2
-        cfg.logger.save_rollouts = cfg.logger.validation = True
+        cfg.logger.save_rollouts = True
         cfg.algorithm.advantage_estimator = estimator
         cfg.data = DataConfig(synthetic="arithmetic", synthetic_args={"max_value": 9}, train_size=9, val_size=4)
         if reward.pop("environment", False):

@@ -55,7 +55,7 @@ def mixed(root: Path) -> Config:
             "loud": SourceConfig(files=[rows("loud", turns=3)], environment=loud),
         }
     )
-    cfg.logger.samples_interval = 0
+    cfg.logger.samples = 0
     return cfg
 
 

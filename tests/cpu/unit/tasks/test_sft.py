@@ -12,6 +12,7 @@ from trainer.errors import UserError
 from trainer.models.tokenizer import load_tokenizer
 from trainer.objectives import make_objective
 from trainer.plan.model_shape import find_config
+from trainer.tasks import build_task
 from trainer.tasks.sft import _warn_of_curricula, build
 
 
@@ -21,11 +22,11 @@ def test_a_step_is_one_optimizer_step_with_the_optimizer_of_sft_alone():
     optimizer = ["sft.optimizer.lr=0.25", "sft.optimizer.schedule_steps=5"]
     cfg = compose(["trainer.task=sft", "sft.steps=7", *optimizer, *others])
     objective, (policy,) = make_objective(cfg), cfg.roles
-    assert policy.name == "policy" and policy.optimizer is cfg.sft.optimizer
+    assert policy.name == "policy" and policy.optimizer.lr == 0.25
     assert (policy.optimizer_steps(3), objective.scheduled_steps(policy), objective.temperature) == (3, 5, 1.0)
     assert (cfg.total_steps, cfg.num_engines, cfg.export_dtype, cfg.validates_start) == (7, 0, "float32", False)
     cfg.sft.optimizer.schedule_steps = None
-    assert objective.scheduled_steps(policy) == 7
+    assert objective.scheduled_steps(cfg.roles[0]) == 7
 
 
 def test_the_sources_of_a_mix_are_sets_of_examples(model, tmp_path):
@@ -60,6 +61,6 @@ def test_a_model_that_cannot_be_trained_is_refused_before_anything_starts(model,
     for task in ("sft", "rl"):
         cfg = compose([f"trainer.task={task}", *data, f"model.path={path}"])
         with pytest.raises(UserError, match=f"model.path={path}: its weights are quantised"):
-            cfg.task(cfg).check_inputs(asks_servers=True)
+            build_task(cfg).check_inputs(asks_servers=True)
         with pytest.raises(UserError, match=f"model.path={path}: its weights are quantised"):
             find_config(cfg, cfg.roles[0])  # so a plan says it, too

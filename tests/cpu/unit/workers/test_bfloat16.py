@@ -26,8 +26,7 @@ def model_path(tmp_path_factory) -> str:
 
 def computing_in(dtype: str, **trainer: Any) -> Config:
     cfg = config(**trainer)
-    for role in (cfg.trainer.policy, cfg.trainer.critic, cfg.trainer.reference):
-        role.fsdp = FSDPConfig(param_dtype=dtype)
+    cfg.trainer.policy.fsdp = FSDPConfig(param_dtype=dtype)
     for role in (cfg.trainer.policy, cfg.trainer.critic):
         role.optimizer.lr = 1e-6  # so that results differ by the rounding of one pass alone
     return cfg

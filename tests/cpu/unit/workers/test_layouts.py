@@ -36,8 +36,10 @@ from tests.support.training import (
 from trainer.config import Config, FSDPConfig, TinyConfig, TrainerConfig, compose
 from trainer.config.axes import AXES, Axis, axis_sizes
 from trainer.config.fields import number
+from trainer.config.rules import check_trainer
 from trainer.errors import UserError
 from trainer.models.tiny import build_tiny
+from trainer.tasks import build_task
 from trainer.tasks.base import make_trainer
 from trainer.workers.rank import Rank
 
@@ -119,7 +121,7 @@ def test_gradients_do_not_depend_on_the_layout(one_rank, architecture, layout):
     cfg = settings(**axes)
     if "recomputation" in layout:
         options = {"activation_checkpointing": "selective", "cpu_offload": True, "reshard_after_forward": False}
-        cfg.trainer.policy.fsdp, cfg.trainer.critic.fsdp = FSDPConfig(**options), FSDPConfig(**options)
+        cfg.trainer.policy.fsdp = FSDPConfig(**options)
     results = run_ranks(ranks, gradients, path, cfg=cfg)
     assert_equal_gradients(results, expected)
     mask = make_batch()["mask"]
@@ -252,7 +254,7 @@ def test_a_new_axis_of_ranks_that_repeat_each_other_is_one_entry_and_one_key(one
     trainer = TrainerConfigWithCopies(num_workers=3, copies=2)
     assert axis_sizes(trainer, 4) == {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1, "copies": 2}
     with pytest.raises(UserError, match="trainer.num_workers=3: must be a multiple of trainer.copies=2"):
-        trainer.check(dataclasses.replace(Config(), trainer=trainer), "trainer")
+        check_trainer(dataclasses.replace(Config(), trainer=trainer))
 
 
 @pytest.mark.parametrize("tied, tensor", [(True, 2), (False, 4)])
@@ -283,7 +285,7 @@ def test_a_run_refuses_before_it_starts_ranks(task, tmp_path):
         UserError, match="trainer.tensor_parallel_size=4: must divide the number of key and value heads"
     ):
         cfg = of_layout(Config(), tensor_parallel_size=4, task=task)
-        make_trainer(cfg.task(cfg), no_cluster, None, str(tmp_path), None)
+        make_trainer(build_task(cfg), no_cluster, None, str(tmp_path), None)
 
 
 def build(rank: Rank, path: str) -> None:

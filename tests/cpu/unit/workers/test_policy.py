@@ -167,31 +167,6 @@ def test_a_jump_below_the_limit_stops_the_run_too(model_path, tmp_path):
     assert re.search(r"differ by 0.0005 nats per token in step 2 after at most (2|1.9)e-06 in earlier steps", sentence)
 
 
-def kept_gradients(rank: Rank, path: str) -> dict:
-    """The metrics of an update of several micro-batches, and whether whole gradients were ever kept between them."""
-    rank.build(roles(rank.cfg, ["policy"]), path)
-    worker, kept = rank.roles["policy"], []
-    group = worker.module._get_fsdp_state()._fsdp_param_group
-
-    def look(*_) -> None:
-        kept.append(any(p.unsharded_param.grad is not None for p in group.fsdp_params))
-
-    worker.module.register_forward_pre_hook(look)
-    metrics = rank.update("policy", make_batch(), 1).metrics
-    return {"metrics": metrics, "kept": any(kept), "passes": len(kept)}
-
-
-def test_gradients_are_summed_over_ranks_after_each_micro_batch_or_once(model_path):
-    found = {}
-    for when in ("micro_batch", "mini_batch"):
-        cfg = config(mini_batch_size=GROUPS, max_tokens_per_micro_batch=70)
-        cfg.trainer.policy.fsdp.reduce_gradients = when
-        found[when] = run_ranks(2, kept_gradients, model_path, cfg=cfg)[0]
-    assert found["micro_batch"]["passes"] > 2
-    assert (found["micro_batch"]["kept"], found["mini_batch"]["kept"]) == (False, True)
-    assert found["micro_batch"]["metrics"] == pytest.approx(found["mini_batch"]["metrics"], rel=1e-5, abs=1e-7)
-
-
 def reference_dtypes(rank: Rank, path: str) -> dict:
     rank.build(roles(rank.cfg, ["policy", "reference"]), path)
     return {
@@ -205,7 +180,7 @@ def reference_dtypes(rank: Rank, path: str) -> dict:
 
 def test_a_reference_is_held_in_the_dtype_of_its_forward_pass(model_path):
     cfg = config()
-    cfg.trainer.reference.fsdp.param_dtype = "bfloat16"
+    cfg.trainer.policy.fsdp.param_dtype = "bfloat16"
     cfg.algorithm.kl_coef = 0.1
     found = run_ranks(1, reference_dtypes, model_path, cfg=cfg)[0]
     assert found == {"policy": ({"torch.float32"}, True), "reference": ({"torch.bfloat16"}, False)}

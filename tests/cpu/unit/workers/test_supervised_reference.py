@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.ranks import run_ranks
 from trainer.algorithms import Totals
-from trainer.config import Config, OptimizerConfig, TinyConfig
+from trainer.config import Config, TinyConfig
 from trainer.models.tiny import build_tiny
 from trainer.parallel.batching import Batch
 from trainer.parallel.load_balancing import divide
@@ -74,7 +74,8 @@ def supervised_step(rank: Rank, path: str, batch: Batch) -> tuple[float, dict[st
 def test_a_supervised_step_equals_plain_pytorch(tmp_path, ranks, sampled):
     build_tiny(TinyConfig(hidden_size=64, intermediate_size=64, num_layers=2, seed=3), str(tmp_path))
     cfg, batch = Config(), make_batch(sampled)
-    cfg.trainer.task, cfg.sft.optimizer = "sft", OptimizerConfig(lr=1e-3)
+    cfg.trainer.task = "sft"
+    cfg.sft.optimizer.lr, cfg.sft.optimizer.warmup_steps = 1e-3, 0
     cfg.trainer.max_tokens_per_micro_batch = 12
     cfg.sft.max_weight = MAX_WEIGHT if sampled else None
     unweighted, expected = plain(str(tmp_path), make_batch(sampled=False)), plain(str(tmp_path), batch)

@@ -94,7 +94,7 @@ def config(algorithm: AlgorithmConfig, max_tokens: int = 30) -> Config:
     cfg.rollout.max_response_tokens = MAX_RESPONSE
     cfg.trainer.mini_batch_size = 3  # all groups: one optimizer step
     cfg.trainer.max_tokens_per_micro_batch = max_tokens
-    cfg.trainer.policy.optimizer = cfg.trainer.critic.optimizer = OPTIMIZER
+    cfg.trainer.policy.optimizer, cfg.trainer.critic.optimizer.lr = OPTIMIZER, OPTIMIZER.lr
     return cfg
 
 
@@ -284,7 +284,7 @@ def losses_at(rank: Rank, path: str, batch: Batch, kl_coefs: list[float | None])
 
 
 BOUNDS = {"clip_low": 0.1, "clip_high": 0.3, "entropy_coef": 0.3}
-CRITIC = AlgorithmConfig(advantage_estimator="gae", value_clip=0.3)
+CRITIC = AlgorithmConfig(advantage_estimator="gae", options={"value_clip": 0.3})
 
 
 def assert_same(results: list[tuple], expected: tuple[list[dict], dict[str, Tensor]], path: str) -> None:
