@@ -18,7 +18,6 @@ import pytest
 
 from benchmarks import (
     ahead,
-    decode,
     driver_scale,
     journal,
     learning,
@@ -135,13 +134,6 @@ def test_the_jobs_of_a_benchmark_read_all_their_words(tmp_path, pop_command, nam
 def test_every_benchmark_that_starts_a_job_is_among_them():
     starting = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if '"-m"' in path.read_text()}
     assert starting == {name for name, _ in jobs()}
-
-
-@pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_the_config_of_decoding_steps_is_composed(engine):
-    rows, response = decode.ROWS[0], decode.LONG
-    cfg = decode.config_of(engine, "/model", "bfloat16", rows, response)
-    assert cfg.rollout.n * cfg.trainer.train_batch_size == rows and cfg.rollout.max_response_tokens == response
 
 
 def test_the_keys_that_benchmarks_set_are_in_the_schema():
