@@ -88,11 +88,11 @@ def run_evaluation(cfg: Config, subject: Subject, device: str) -> Results:
         if (line := lock.acquire()) is not None:
             LOG.info("%s", line)
         LOG_FILE.open(os.path.join(directory, LOG_NAME))
-        incidents = INCIDENTS.open(directory, lock.check)
+        INCIDENTS.open(directory, lock.check)
         try:
             return _Evaluating(cfg, subject, device, lock).run()
         finally:
-            INCIDENTS.close(incidents)
+            INCIDENTS.close()
     except Stopped as stop:
         reason = str(stop).partition(";")[0]
         raise Stopped(f"{reason}; the same command continues the evaluation in {directory}") from stop

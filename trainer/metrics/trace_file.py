@@ -51,7 +51,6 @@ class Timeline:
         self._file = TraceFile(run_dir, _LARGEST_BYTES)
         self._is_wanted = config.trace
         self._fence = fence
-        self._outer: Timeline | None = None
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -59,10 +58,7 @@ class Timeline:
     def open(self) -> Timeline:
         """Record spans from now on, if the config says so."""
         if self._is_wanted:
-            self._outer = TRACER.owner
-            if self._outer is not None:
-                self._outer.flush()
-            TRACER.owner, TRACER.is_on = self, True
+            TRACER.is_on = True
             self._thread = threading.Thread(target=self._run, name="timeline", daemon=True)
             with SIGNALS.blocked():
                 self._thread.start()
@@ -71,7 +67,7 @@ class Timeline:
     def flush(self) -> None:
         """Write the spans that have been recorded."""
         with self._lock:
-            if TRACER.owner is not self or not (spans := TRACER.take()):
+            if self._thread is None or not (spans := TRACER.take()):
                 return
             try:
                 self._fence()
@@ -83,13 +79,13 @@ class Timeline:
                 LOG.warning("logger.trace: %s; the timeline ends here, and training continues", error)
 
     def close(self) -> None:
-        """Write the last spans. Those that follow belong to the outer run, if there is one."""
+        """Write the last spans."""
         if self._thread is not None:
             self._ending.set()
             self._thread.join()
             self.flush()
             self._thread = None
-            TRACER.owner, TRACER.is_on = self._outer, self._outer is not None
+            TRACER.is_on = False
 
     def _stop(self) -> None:
         TRACER.is_on = False

@@ -71,21 +71,20 @@ class IncidentLog:
         self.step = 0
         """The current step, for packages that do not know it."""
 
-    def open(self, run_dir: str, fence: Callable[[], None] = lambda: None) -> AppendedFile | None:
-        """Append to the file in `run_dir` from now on. Return the previous file, for `close`.
+    def open(self, run_dir: str, fence: Callable[[], None] = lambda: None) -> None:
+        """Append to the file in `run_dir` from now on.
 
         Args:
             fence: raises when this process no longer holds the run directory.
         """
-        previous, self._file = self._file, AppendedFile(os.path.join(run_dir, INCIDENTS_FILE), fence)
-        return previous
+        self._file = AppendedFile(os.path.join(run_dir, INCIDENTS_FILE), fence)
 
-    def close(self, previous: AppendedFile | None) -> None:
-        """Append to the file `previous` of an outer run again. None: drop later incidents."""
+    def close(self) -> None:
+        """Drop later incidents."""
         if self._file is not None:
             with contextlib.suppress(OSError, UserError):
                 self._file.sync()
-        self._file = previous
+        self._file = None
 
     def record(self, incident: Incident) -> None:
         """Append a line. A file that is not writable does not disturb training; for a full disk, the line waits."""

@@ -48,8 +48,6 @@ class Tracer:
 
     def __init__(self) -> None:
         self.is_on = False
-        self.owner: Any = None
-        """What writes the spans, in a driver."""
         self._spans: deque[Span] = deque(maxlen=_MOST_SPANS)
 
     def span(self, name: str, row: str = "", **details: Any) -> AbstractContextManager[None]:

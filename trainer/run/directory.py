@@ -18,7 +18,7 @@ from trainer.checkpoint.start_weights import read_revisions
 from trainer.checkpoint.uploads import open_tiers
 from trainer.config import Config
 from trainer.errors import UserError
-from trainer.files.appended import AppendedFile, cut_torn_line
+from trainer.files.appended import cut_torn_line
 from trainer.files.hf_hub import is_data, pin
 from trainer.files.uris import is_url
 from trainer.metrics.best import instead_of
@@ -58,7 +58,6 @@ class RunDirectory:
             committed=self._record_commit,
             disk_is_full=self._free_space,
         )
-        self._incidents: AppendedFile | None = None  # the file of an outer run
         self._timeline = Timeline(t.run_dir, cfg.logger, self.check)
         self._revisions: dict[str, str] | None = None  # those that were pinned before
         self._checked = False  # that ranks can write checkpoints
@@ -125,7 +124,7 @@ class RunDirectory:
                     self.run_files.remove_unused()
                 if (uploads := self.checkpoints.store.uploads) is not None:
                     uploads.start(self.locks.check)
-                self._incidents = INCIDENTS.open(self.cfg.trainer.run_dir, self.check)
+                INCIDENTS.open(self.cfg.trainer.run_dir, self.check)
                 self._timeline.open()
                 self.resume = find_resume(self.cfg, self.checkpoints)
                 self._revisions = pin(self._revisions_of_parent())
@@ -277,7 +276,7 @@ class RunDirectory:
         if (uploads := self.checkpoints.store.uploads) is not None:
             uploads.finish(self.cfg.trainer.ckpt_upload_timeout_s)
         self._timeline.close()
-        INCIDENTS.close(self._incidents)
+        INCIDENTS.close()
         if self._revisions is not None:
             pin(self._revisions)
         self.locks.release()

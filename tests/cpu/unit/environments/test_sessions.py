@@ -176,25 +176,25 @@ def test_a_process_with_many_threads_that_hang_is_replaced():
 @pytest.mark.parametrize("do", ["die", "hang"])
 def test_of_several_calls_under_way_in_a_process_that_dies_the_guilty_one_is_found(do, tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "ASYNC_GRACE_S", 0.5)  # a process that hangs cannot stop the call itself
-    before = INCIDENTS.open(str(tmp_path))
+    INCIDENTS.open(str(tmp_path))
     with pool_of("AsyncEcho") as pool:
         guilty = {"prompt": "1", "do": do, "at": 1, "waits": 0.3}
         sessions = play(pool, *[guilty if i == 1 else {"prompt": str(i), "waits": 0.6} for i in range(4)])
     assert [bool(session.failure) for session in sessions] == [False, True, False, False]
     assert [texts(session) for session in (sessions[0], sessions[3])] == [["0", "1:a"], ["3", "1:a"]]
-    INCIDENTS.close(before)
+    INCIDENTS.close()
     roles = {one.role for one in read_incidents(str(tmp_path))}
     assert roles == ({"environment"} if do == "die" else set())
 
 
 def test_a_process_that_is_stopped_while_it_starts_is_replaced(tmp_path):
-    before = INCIDENTS.open(str(tmp_path))
+    INCIDENTS.open(str(tmp_path))
     with pool_of("Echo", timeout_s=1.0) as pool:
         reaper = psutil.Process(pool._workers[0].process.pid)
         wait_until(lambda: bool(reaper.children()))
         reaper.children()[0].suspend()
         assert texts(*play(pool, {"prompt": "x"})) == ["x", "1:a"]
-    INCIDENTS.close(before)
+    INCIDENTS.close()
     assert ["stopped by a signal" in one.text for one in read_incidents(str(tmp_path))] == [True]
 
 

@@ -124,6 +124,6 @@ def start(plain_launcher, tmp_path, monkeypatch) -> Iterator[StartPool]:
 @pytest.fixture
 def incidents(tmp_path) -> Iterator[Path]:
     """The directory of a run whose incidents are recorded."""
-    before = INCIDENTS.open(str(tmp_path))
+    INCIDENTS.open(str(tmp_path))
     yield tmp_path
-    INCIDENTS.close(before)
+    INCIDENTS.close()

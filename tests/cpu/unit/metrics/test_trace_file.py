@@ -31,7 +31,7 @@ def names(run_dir) -> list[str]:
 def off():
     """Tracing is off again after the test."""
     yield
-    TRACER.is_on, TRACER.owner = False, None
+    TRACER.is_on = False
     TRACER.take()
 
 
@@ -109,25 +109,20 @@ def test_spans_that_overlap_get_rows_in_which_they_do_not(tmp_path_factory, time
 def test_a_timeline_records_what_happens_while_it_is_open(tmp_path, off):
     with TRACER.span("before"):
         pass
-    for name in ("outer", "inner", "untraced"):
+    for name in ("traced", "untraced"):
         (tmp_path / name).mkdir()
-    outer = Timeline(str(tmp_path / "outer"), LoggerConfig(trace=True)).open()
-    with TRACER.span("first"):
-        inner = Timeline(str(tmp_path / "inner"), LoggerConfig(trace=True)).open()
-        with TRACER.span("nested run"):
-            pass
-        inner.close()
-        untraced = Timeline(str(tmp_path / "untraced"), LoggerConfig()).open()
-        with TRACER.span("second"):
-            pass
-        untraced.close()
-    outer.close()
+    timeline = Timeline(str(tmp_path / "traced"), LoggerConfig(trace=True)).open()
+    with TRACER.span("first"), TRACER.span("second"):
+        pass
+    timeline.close()
+    untraced = Timeline(str(tmp_path / "untraced"), LoggerConfig()).open()
     with TRACER.span("after"):
         pass
-    assert names(tmp_path / "outer") == ["second", "first"] and names(tmp_path / "inner") == ["nested run"]
+    untraced.close()
+    assert names(tmp_path / "traced") == ["second", "first"]
     assert os.listdir(tmp_path / "untraced") == [] and not TRACER.is_on
-    assert_nested(spans_of(tmp_path / "outer"))
-    assert {one.process for one in spans_of(tmp_path / "outer")} == {DRIVER}
+    assert_nested(spans_of(tmp_path / "traced"))
+    assert {one.process for one in spans_of(tmp_path / "traced")} == {DRIVER}
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), UserError("another job has taken it")])

@@ -65,12 +65,12 @@ def test_a_run_that_failed(run, capsys, tmp_path):
 
 def lose(run: Path, *roles_and_nodes: tuple[str, str]) -> None:
     """Record a lost process for each name and node."""
-    before = INCIDENTS.open(str(run))
+    INCIDENTS.open(str(run))
     for name, node in roles_and_nodes:
         error = WorkerError(f"{name} died", cause="killed")
         set_failure_source(error, FailureSource(name, node))
         INCIDENTS.record(describe(error, 3, "restarted the ranks", 1.0))
-    INCIDENTS.close(before)
+    INCIDENTS.close()
 
 
 @pytest.mark.parametrize(("deadline", "kept"), [("2020-01-01T00:00:00", False), ("2999-01-01T00:00:00", True)])
@@ -95,13 +95,13 @@ def test_nodes_with_several_incidents_are_named_and_drained_by_the_next_command(
 
 
 def test_a_node_with_a_gpu_error_is_bad_at_once(run, capsys):
-    before = INCIDENTS.open(str(run))
+    INCIDENTS.open(str(run))
     error = WorkerError(
         "rank 1 failed, and the kernel of node 10.0.0.7 says: NVRM: Xid (PCI:0000:05:00): 79", "", "gpu"
     )
     set_failure_source(error, FailureSource("rank 1", "10.0.0.7"))
     INCIDENTS.record(describe(error, 3, "restarted the ranks", 1.0))
-    INCIDENTS.close(before)
+    INCIDENTS.close()
     assert said(run, capsys)[-2] == "bad nodes  10.0.0.7 (GPU error (Xid 79))"
 
 
@@ -227,9 +227,9 @@ def test_the_next_command_works_as_it_is_printed(run, capsys):
 
 
 def test_a_fault_of_the_job_is_to_be_corrected_first(run, capsys):
-    before = INCIDENTS.open(str(run))
+    INCIDENTS.open(str(run))
     INCIDENTS.record(describe(WorkerError("no memory", "use more", "memory"), 5, "ended the run", 0.0))
-    INCIDENTS.close(before)
+    INCIDENTS.close()
     assert said(run, capsys)[-1].startswith("next       change what the sentence above names, then: cd ")
 
 

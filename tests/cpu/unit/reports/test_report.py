@@ -136,9 +136,9 @@ def test_the_report_marks_incidents(tmp_path):
     for kind in (INFRASTRUCTURE, JOB):
         run = tmp_path / kind / "run"
         report_of(run, rows)
-        before = INCIDENTS.open(str(run))
+        INCIDENTS.open(str(run))
         INCIDENTS.record(Incident(3, "rank", "rank 1", "10.0.0.7", kind, "killed process", "restarted", 9.0, "died"))
-        INCIDENTS.close(before)
+        INCIDENTS.close()
         drawn.append(Path(write_report(str(run))).read_bytes())
     assert len({plain, *drawn}) == 3
 

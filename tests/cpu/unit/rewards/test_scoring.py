@@ -110,7 +110,7 @@ def test_rewards_that_are_slow_for_being_many_are_not_cut_off(custom):
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.5])  # before and after the pool has noticed
 def test_a_process_that_dies_between_two_calls_is_replaced(custom, pause_s, tmp_path):
-    before = INCIDENTS.open(str(tmp_path))
+    INCIDENTS.open(str(tmp_path))
     with reward_pool(custom("replaced_rewards"), timeout_s=30, num_processes=2) as pool:
         score(pool, ["1"], ["0"])
         for process in _processes():
@@ -118,7 +118,7 @@ def test_a_process_that_dies_between_two_calls_is_replaced(custom, pause_s, tmp_
         time.sleep(pause_s)
         rewards, failures = score(pool, [str(i) for i in range(100)], ["0"] * 100)
         assert (rewards, failures.count) == ([float(i) for i in range(100)], 0)
-    INCIDENTS.close(before)
+    INCIDENTS.close()
     incidents = read_incidents(str(tmp_path))
     assert {(one.role, one.cause, one.kind) for one in incidents} == {("reward", "killed process", INFRASTRUCTURE)}
     assert len(incidents) == 2
@@ -126,7 +126,7 @@ def test_a_process_that_dies_between_two_calls_is_replaced(custom, pause_s, tmp_
 
 def test_a_stopped_process_is_replaced_and_costs_no_completion(custom, tmp_path):
     """A process that somebody stops is silent as a reward that hangs, but the reward is not at fault."""
-    before = INCIDENTS.open(str(tmp_path))
+    INCIDENTS.open(str(tmp_path))
     with reward_pool(custom("stopped_rewards"), timeout_s=1, num_processes=1) as pool:
         score(pool, ["1"], ["0"])
         for process in _processes():
@@ -134,17 +134,17 @@ def test_a_stopped_process_is_replaced_and_costs_no_completion(custom, tmp_path)
                 continue  # the reaper
             process.suspend()
         assert score(pool, ["1", "2"], ["0", "0"])[0] == [1.0, 2.0]
-    INCIDENTS.close(before)
+    INCIDENTS.close()
     assert ["stopped by a signal" in one.text for one in read_incidents(str(tmp_path))] == [True]
 
 
 def test_a_process_that_is_stopped_while_it_starts_is_replaced(custom, tmp_path):
-    before = INCIDENTS.open(str(tmp_path))
+    INCIDENTS.open(str(tmp_path))
     with reward_pool(custom("stopped_at_start", import_s=1), timeout_s=1, num_processes=1) as pool:
         wait_until(lambda: len(_processes()) == 2)
         max(_processes(), key=lambda process: process.ppid() != os.getpid()).suspend()  # not the reaper
         assert score(pool, ["1", "2"], ["0", "0"])[0] == [1.0, 2.0]
-    INCIDENTS.close(before)
+    INCIDENTS.close()
     assert ["stopped by a signal" in one.text for one in read_incidents(str(tmp_path))] == [True]
 
 

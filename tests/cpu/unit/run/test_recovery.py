@@ -17,14 +17,14 @@ from trainer.run.stopping import StopRequest
 @pytest.fixture
 def start(tmp_path):
     """Return a function that makes the recovery of a run in `tmp_path`, whose incidents are recorded."""
-    before = INCIDENTS.open(str(tmp_path))
+    INCIDENTS.open(str(tmp_path))
     stop = StopRequest(None)
 
     def recovery(**trainer) -> tuple[Recovery, StopRequest]:
         return Recovery(configured(tmp_path, **trainer).trainer, stop, "trainer.policy.optimizer"), stop
 
     yield recovery
-    INCIDENTS.close(before)
+    INCIDENTS.close()
 
 
 def failure(text: str = "rank 1 died") -> WorkerError:
