@@ -353,7 +353,7 @@ class S3Client(ObstoreClient):
         return S3Store(
             bucket,
             endpoint=endpoint,
-            region="us-east-1" if region == "aws-global" else region,
+            region="us-east-1" if region == "aws-global" else region,  # no region is configured
             credential_provider=self._credentials,
             **request_options(**options),
         )

@@ -13,11 +13,11 @@ import os
 import pickle
 import posixpath
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -49,8 +49,10 @@ from trainer.files.atomic_io import digest_bytes
 from trainer.files.documents import Shape, is_count, parse_object
 from trainer.files.hf_hub import first_line
 
+T = TypeVar("T")
+
 _PARALLEL = 16
-_BATCH_BYTES = 1 << 30
+_BATCH_BYTES = 512 << 20
 
 
 class _FileSystem(FileSystemBase):
@@ -120,8 +122,7 @@ class ShardReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         with ThreadPoolExecutor(_PARALLEL) as pool:
-            for first in range(0, len(plan.items), _PARALLEL):  # a batch at a time, to bound the memory
-                items = plan.items[first : first + _PARALLEL]
+            for items in _batches(plan.items, lambda item: self.storage_data[item.storage_index].length):
                 stored = (self.storage_data[item.storage_index] for item in items)
                 places = {(info.relative_path, info.offset): info.length for info in stored}
                 self._fetched = dict(zip(places, pool.map(self._fetch, places.items()), strict=True))
@@ -362,7 +363,7 @@ def compare(a: NamedFiles, b: NamedFiles) -> list[dict[str, Any]]:
             else:
                 common.append(name)
             rows[f"{role}/{name}"] = {"name": f"{role}/{name}", "relative": None, "largest": None, "note": note}
-        for names in _batches(common, a_shapes):
+        for names in _batches(common, {name: _bytes(a_shapes[name]) for name in common}.__getitem__):
             before, after = a.tensors(role, names), b.tensors(role, names)
             for name in names:
                 delta = after[name].double() - before[name].double()
@@ -374,16 +375,20 @@ def compare(a: NamedFiles, b: NamedFiles) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def _batches(names: list[str], known: dict[str, TensorStorageMetadata]) -> Iterator[list[str]]:
-    batch: list[str] = []
+def _batches(things: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yield things in batches that bound the memory: of `_BATCH_BYTES`, or of one thing that is larger.
+
+    Args:
+        size: returns the bytes of a thing.
+    """
+    batch: list[T] = []
     used = 0
-    for name in names:
-        size = _bytes(known[name])
-        if batch and used + size > _BATCH_BYTES:
+    for thing in things:
+        if batch and used + size(thing) > _BATCH_BYTES:
             yield batch
             batch, used = [], 0
-        batch.append(name)
-        used += size
+        batch.append(thing)
+        used += size(thing)
     if batch:
         yield batch
 
