@@ -26,7 +26,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from trainer.checkpoint.storage import StoreError, for_each
 from trainer.errors import UserError, one_line
-from trainer.files.uris import StoreSpec, store_spec
+from trainer.files.uris import StoreSpec, split_http_url, store_spec
 from trainer.process import time_limits
 
 if TYPE_CHECKING:
@@ -215,9 +215,7 @@ def _named_errors() -> Iterator[None]:
         yield
     except (FileNotFoundError, FileExistsError, PreconditionFailed, UserError):
         raise
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of Rust: a bad endpoint
-            raise
+    except Exception as error:
         raise StoreError(f"the object store fails ({type(error).__name__}: {_reason(str(error))})") from error
 
 
@@ -341,6 +339,8 @@ class S3Client(ObstoreClient):
         from obstore.store import S3Store
 
         endpoint, options = self.api.meta.endpoint_url, {}
+        if split_http_url(endpoint) is None:
+            raise ValueError("the endpoint of S3 is no address of an HTTP server")
         if endpoint.startswith("http://"):
             options["allow_http"] = True
         if bundle := os.environ.get("AWS_CA_BUNDLE"):
