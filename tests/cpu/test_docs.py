@@ -97,6 +97,8 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         return check_evaluation(arguments, monkeypatch)
     if command not in (*JOBS, "plan"):
         return check_arguments(command, arguments, monkeypatch)
+    if "--help" in arguments:
+        return
     flags = parsed(arguments)
     sweeps = flags.multirun
     overrides = OverridesParser.create().parse_overrides(flags.overrides)
@@ -295,20 +297,3 @@ def test_the_tests_that_contributing_names_exist_and_each_folder_of_tests_is_nam
     assert folders <= named
     promises = {str(path.relative_to(ROOT)) for path in (ROOT / "tests/cpu/kills").glob("test_*.py")}
     assert promises <= named, "a new promise needs a row"
-
-
-def test_every_format_is_in_the_table():
-    table = (ROOT / "docs/versions.md").read_text().partition("\n## Formats\n")[2].partition("\n## ")[0]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
-    formats: dict[str, set[str]] = {}
-    name = ""
-    for row in rows[2:]:
-        name = row[0] or name
-        formats.setdefault(name.split("`")[1], set()).add(row[1].split()[0])
-    sources = {"manifest.json": "checkpoint/manifest.py", "data.json": "data/ledger.py"}
-    sources["evaluation.json"] = "evaluate/results.py"
-    assert set(formats) == set(sources)
-    for file, path in sources.items():
-        code = (ROOT / "trainer" / path).read_text()
-        newest = max(map(int, re.findall(r"^_?FORMAT\w* = (\d+)", code, flags=re.MULTILINE)))
-        assert formats[file] == {str(number) for number in range(1, newest + 1)}, file
