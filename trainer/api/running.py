@@ -64,7 +64,6 @@ def train(
     curriculum: Function | None = None,
     environment: type | Function | None = None,
     task: TaskSpec | str | None = None,
-    supervised: bool = False,
 ) -> RunResult:
     """Do what `trainer train OVERRIDES` does, and return the result of the run.
 
@@ -81,7 +80,6 @@ def train(
         curriculum: a function for `data.curriculum`, or its name.
         environment: a class for `environment.name`, or its name.
         task: for `trainer.task`: `rl`, `sft`, an import path, or a `trainer.tasks.TaskSpec`.
-        supervised: train on examples, as `trainer sft` does: the same as `task="sft"`.
 
     Raises:
         UserError: the command line would have ended with status 2: the message says what to change.
@@ -91,10 +89,6 @@ def train(
     """
     given = {"reward": reward, "advantage_estimator": advantage_estimator, "policy_loss": policy_loss}
     given |= {"curriculum": curriculum, "environment": environment, "task": task}
-    if supervised:
-        if task is not None:
-            raise UserError(f"supervised=True is task='sft', and task={task!r} was given too; leave one of them out")
-        given["task"] = "sft"
     functions = {name: value for name, value in given.items() if value is not None}
     overrides, pickles = _with_functions(_checked(overrides), functions)
     return _conclude(*_run(overrides, {"pickles": pickles}))

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 
+from trainer.config.config_file import GROUP
 from trainer.config.fields import value_of
 from trainer.config.schema import (
     MAPPINGS,
@@ -90,7 +91,7 @@ def _problem(word: str, key: str, groups: Mapping[str, Sequence[str]], sweeps: b
     if word and os.path.exists(os.path.join(word, "config.yaml")):
         return f"{shown}: is a directory, not KEY=VALUE; for its config write --config={shown}/config.yaml"
     sections = [key[:end] for end, letter in enumerate(key) if letter == "."]
-    is_known = key in NAMES or is_name(key) or key in groups or any(map(is_open, sections))
+    is_known = key in (*NAMES, *groups, GROUP) or is_name(key) or any(map(is_open, sections))
     if re.fullmatch(r"[\w.]+", key) and not is_known and not key.startswith("hydra"):
         return no_such_key(key, groups)
     try:

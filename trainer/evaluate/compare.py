@@ -92,26 +92,6 @@ def _described(results: Results) -> str:
     return ", ".join(f"{name} of {len(result.rows)} rows" for name, result in results.sets.items()) or "no set"
 
 
-def sentence(differences: list[Difference]) -> list[str]:
-    """Return one sentence for each set about the first of its measures."""
-    sentences = []
-    for one in {one.set: one for one in reversed(differences)}.values():
-        estimate, over = one.difference, f"over {one.difference.rows} rows"
-        interval = f"95 % interval {estimate.low:+.3g} to {estimate.high:+.3g}, {over}"
-        if estimate.excludes_zero:
-            better = "higher" if estimate.value > 0 else "lower"
-            sentences.append(
-                f"{one.set}: the {one.measure} of B is {better} by {abs(estimate.value):.3g} ({interval}); chance "
-                "alone makes such a difference in fewer than one of twenty comparisons"
-            )
-        else:
-            sentences.append(
-                f"{one.set}: the {one.measure} of B differs by {estimate.value:+.3g} ({interval}), which chance alone "
-                "may have made; more rows, or more completions of each, tell more"
-            )
-    return sentences[::-1]
-
-
 def _read(path: str) -> Results:
     results = read_results(path)
     if results is None:
@@ -138,20 +118,15 @@ def _print(a: Results, b: Results, differences: list[Difference], notes: list[st
         for one in differences
     ]
     print_table(("set", "measure", "rows", "A", "B", "B - A", "95 % interval", ""), rows)
-    for line in [*sentence(differences), *notes]:
+    for line in notes:
         show(line)
 
 
-def _without_infinity(values: dict[str, Any]) -> dict[str, Any]:
-    """Return values as JSON has them: the bounds of an interval that is infinite are null."""
-    return {
-        name: _without_infinity(value)
-        if isinstance(value, dict)
-        else None
-        if isinstance(value, float) and math.isinf(value)
-        else value
-        for name, value in values.items()
-    }
+def _json(value: Any) -> Any:
+    """Return values as JSON has them: a bound of an interval that is infinite is null."""
+    if isinstance(value, dict):
+        return {name: _json(inner) for name, inner in value.items()}
+    return None if isinstance(value, float) and math.isinf(value) else value
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -167,7 +142,7 @@ def main(argv: list[str] | None = None) -> int:
         if not args.json:
             _print(a, b, differences, notes)
             return
-        rows = [{**_without_infinity(asdict(one)), "verdict": one.verdict} for one in differences]
+        rows = [{**_json(asdict(one)), "verdict": one.verdict} for one in differences]
         print(json.dumps({"a": a.subject, "b": b.subject, "differences": rows, "notes": notes}, indent=2))
 
     return run_tool(parser, tool, argv)

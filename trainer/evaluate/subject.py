@@ -15,10 +15,12 @@ from trainer.config.config_file import find_groups, store_recorded
 from trainer.config.data import COLUMNS
 from trainer.config.hydra import conf_dir
 from trainer.config.named_sections import FOLLOWS_NAME
+from trainer.config.overrides import parsed
 from trainer.config.schema import is_open
 from trainer.errors import UserError
 from trainer.evaluate.task import EVALUATION, PATH
 from trainer.files.uris import is_url, problem_of
+from trainer.process.log_setup import ToolParser
 
 if TYPE_CHECKING:
     from trainer.checkpoint.manifest import Checkpoint
@@ -80,30 +82,21 @@ def find_subject(words: Sequence[str]) -> tuple[Subject, list[str]]:
 
 def parse_words(words: Sequence[str]) -> tuple[str | None, int | None, bool, list[str]]:
     """Return the path, the value of `--step`, whether there is `--best`, and the other words."""
-    paths, step, best, rest, left = [], None, False, [], list(words)
-    while left:
-        word = left.pop(0)
-        name, equals, value = word.partition("=")
-        if name in ("-m", "--multirun"):
-            raise UserError(f"{word}: an evaluation is one job; give one command for each")
-        if name == "--step":
-            text = value if equals else left.pop(0) if left else ""
-            if not text.isdecimal():
-                raise UserError(f"--step={text}: must be the step of a checkpoint")
-            step = int(text)
-        elif name == "--best":
-            best = True
-        elif word.startswith("-") and not equals and left and "=" not in left[0] and not left[0].startswith("-"):
-            rest += [word, left.pop(0)]  # a flag of Hydra with its value
-        elif word.startswith(("-", "+", "~")) or equals and not _is_path(word):
-            rest.append(word)
-        else:
-            paths.append(word if word.endswith("://") else word.rstrip("/") or word)
+    parser = ToolParser(prog="trainer evaluate", add_help=False, allow_abbrev=False)
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--best", action="store_true")
+    chosen.add_argument("--step", type=int)
+    own, rest = parser.parse_known_args(list(words))
+    flags = parsed(rest, "evaluate")
+    if flags.multirun:
+        raise UserError("--multirun: an evaluation is one job; give one command for each")
+    paths = [
+        word for word in flags.overrides if not word.startswith(("+", "~")) and ("=" not in word or _is_path(word))
+    ]
     if len(paths) > 1:
         raise UserError(f"{paths[1]}: one model is evaluated at a time, and {paths[0]} is named, too")
-    if step is not None and best:
-        raise UserError("--best and --step both choose a checkpoint; leave one of them out")
-    return paths[0] if paths else None, step, best, rest
+    path = (paths[0] if paths[0].endswith("://") else paths[0].rstrip("/") or paths[0]) if paths else None
+    return path, own.step, own.best, [word for word in rest if word not in paths]
 
 
 def _is_path(word: str) -> bool:

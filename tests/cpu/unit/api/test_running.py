@@ -48,8 +48,7 @@ def test_the_end_of_the_process_says_how_the_run_ended(reports, status, kind, te
         (["-m"], {}, "-m: must be KEY=VALUE; flags such as -m are for the command line"),
         (["reward.name=math"], {"reward": "math"}, "reward.name: the overrides and reward= both set it"),
         ([], {"policy_loss": 3}, "policy_loss: must be a function or the name of one, not int"),
-        ([], {"task": "rl", "supervised": True}, "supervised=True is task='sft', and task='rl' was given too"),
-        (["trainer.task=rl"], {"supervised": True}, "trainer.task: the overrides and task= both set it"),
+        (["trainer.task=rl"], {"task": "sft"}, "trainer.task: the overrides and task= both set it"),
     ],
 )
 def test_wrong_arguments_are_refused_before_a_process_starts(arguments, options, sentence):

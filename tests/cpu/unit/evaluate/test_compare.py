@@ -9,7 +9,7 @@ import pytest
 
 from tests.cpu.unit.evaluate.test_results import results
 from trainer.errors import UserError
-from trainer.evaluate.compare import compare, main, sentence
+from trainer.evaluate.compare import compare, main
 
 
 def test_rows_are_paired_by_their_content_in_any_order():
@@ -40,24 +40,22 @@ def many(seed: int, share: float, rows: int = 400) -> list[list[float]]:
     return [[float(x < share) for x in one] for one in 0.5 * random.random((rows, 4)) + 0.5 * difficulty[:, None]]
 
 
-def test_a_sentence_says_whether_chance_may_have_made_the_difference():
+def test_the_verdict_says_whether_chance_may_have_made_the_difference():
     names = [str(i) for i in range(400)]
 
-    def evaluation(seed: int, share: float):
-        found = results(*many(seed, share))
-        found.sets["math"].rows = names
-        return found
+    def verdict(a: tuple[int, float], b: tuple[int, float]) -> str:
+        found = [results(*many(*one)) for one in (a, b)]
+        for one in found:
+            one.sets["math"].rows = names
+        differences, notes = compare(*found)
+        assert [one.measure for one in differences] == ["accuracy", "avg@4", "pass@2", "pass@4"] and not notes
+        return differences[0].verdict
 
-    (better,) = sentence(compare(evaluation(1, 0.5), evaluation(2, 0.6))[0])
-    assert better.startswith("math: the accuracy of B is higher by 0.") and "fewer than one of twenty" in better
-    (same,) = sentence(compare(evaluation(1, 0.5), evaluation(3, 0.5))[0])
-    assert "which chance alone may have made" in same
-    assert sentence(compare(results([1.0]), results([1.0]))[0]) != [], "one row has no spread"
-    equal = sentence(compare(results([1.0], [0.0]), results([1.0], [0.0]))[0])
-    assert "differs by +0 (95 % interval -0.49 to +0.49, over 2 rows), which chance alone may have made" in equal[0]
-    differences, notes = compare(evaluation(1, 0.6), evaluation(2, 0.5))
-    assert differences[0].verdict == "B is lower" and not notes
-    assert [one.measure for one in differences] == ["accuracy", "avg@4", "pass@2", "pass@4"]
+    assert verdict((1, 0.5), (2, 0.6)) == "B is higher" and verdict((1, 0.6), (2, 0.5)) == "B is lower"
+    assert verdict((1, 0.5), (3, 0.5)) == "not distinguishable from noise"
+    (equal, *_) = compare(results([1.0], [0.0]), results([1.0], [0.0]))[0]
+    assert equal.verdict == "not distinguishable from noise" and equal.difference.high > 0.4, "two rows say little"
+    assert compare(results([1.0]), results([1.0]))[0] != [], "one row has no spread"
 
 
 def test_the_command_prints_a_table_or_json(tmp_path, capsys):
