@@ -73,11 +73,13 @@ import contextlib, json, os
 import trainer.jobs
 from trainer.cluster import early_start
 from trainer.main import main_sft as main
+from trainer.run.run_metadata import record_start
 
 def train(task, device, early):
     cfg = task.cfg
     lr = cfg.sft.optimizer.lr
     os.makedirs(cfg.trainer.run_dir, exist_ok=True)
+    record_start(cfg.trainer.run_dir, cfg)
     with open("jobs", "a") as file:
         file.write(json.dumps([lr, cfg.trainer.run_dir]) + "\\n")
     with open(os.path.join(cfg.trainer.run_dir, "metrics.jsonl"), "w") as file:
