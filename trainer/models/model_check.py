@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -39,7 +40,7 @@ from trainer.models.weight_files import weight_files, weight_shapes
 from trainer.models.weight_names import file_units
 from trainer.parallel.mesh import Layout
 from trainer.parallel.packing import Packing
-from trainer.parallel.shard import param_dtype, reshard, transformer_blocks
+from trainer.parallel.shard import param_dtype, transformer_blocks
 
 _WHOLE = 20_000_000
 """Parameters of a model that is compared whole. It takes about half a second."""
@@ -189,8 +190,8 @@ def _passes(module: nn.Module, ids: Sequence[Tensor], layout: Layout | None, dev
         for rows_of, has_gradients in ((together, False), (together, True), ([[row] for row in ids], False)):
             with torch.set_grad_enabled(has_gradients):
                 passes.append(compute(rows_of))
-    if layout is not None:
-        reshard(module)
+    if isinstance(module, FSDPModule):
+        module.reset_iter_state()  # also because no backward pass follows the one with gradients
     return passes
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.tables import table
 from trainer.config.engines import ENGINES
 from trainer.parallel.mesh import listen, open_store, pick_device
 
@@ -42,7 +41,7 @@ def test_a_file_store_opens_no_port(tmp_path):
     assert listening() == before
 
 
-@table("engine", [None, "vllm", "transformers"])
+@pytest.mark.parametrize("engine", [None, "vllm", "transformers"])
 def test_auto_uses_a_gpu_unless_the_installed_engine_cannot(engine, monkeypatch):
     """These tests run with vLLM's CPU build."""
     spec = ENGINES[engine] if engine else None
