@@ -20,11 +20,11 @@ def test_an_accepted_model_is_named_at_each_start_and_in_the_manifest(tmp_path):
     save_file(load_file(file) | {UNREAD: torch.zeros(16)}, file, metadata={"format": "pt"})
     words = ("model.path=model", "trainer.run_name=run", "sft.steps=1", f"model.cache_dir={tmp_path}/cache")
     problem = f"its files hold {UNREAD}, which Qwen3ForCausalLM does not read"
-    refused = run_forked_job(*words, cwd=tmp_path, module="trainer.sft")
+    refused = run_forked_job(*words, cwd=tmp_path, job="sft")
     assert refused.returncode == 2 and f"{problem}; model.check=accept trains it nevertheless" in refused.stderr
     for steps, resumes in ((1, ()), (2, ("trainer.resume_mode=latest",))):
         own = ("model.check=accept", f"sft.steps={steps}", *resumes)
-        done = run_forked_job(*words, *own, cwd=tmp_path, module="trainer.sft")
+        done = run_forked_job(*words, *own, cwd=tmp_path, job="sft")
         assert done.returncode == 0, done.stderr
         assert f"{problem}; model.check=accept trains it nevertheless" in done.stdout + done.stderr
         manifest = json.loads((tmp_path / f"outputs/run/checkpoints/global_step_{steps}/manifest.json").read_text())
