@@ -12,32 +12,14 @@ from trainer.config.fields import Section, choice, number, open_section, setting
 @dataclass
 class WandbConfig(Section):
     mode: str = choice("off", ("online", "offline", "off"), resume="harmless")
-    """`online`, `offline` or `off`."""
-    project: str = setting("trainer", resume="harmless")
-    """W&B project."""
-    entity: str | None = setting(None, resume="harmless")
-    """W&B team or user."""
-    name: str = setting("${trainer.run_name}${sweep_suffix:}", resume="harmless")
-    """Name of the run in W&B. In a `-m` sweep each job's overrides are appended."""
-    group: str | None = setting("${if_sweep:${trainer.run_name}}", resume="harmless")
-    """W&B shows the runs of a group together. By default the jobs of a `-m` sweep are a group."""
-    tags: list[str] = setting(default_factory=list, resume="harmless")
-    """Tags of the run in W&B."""
-    notes: str | None = setting(None, resume="harmless")
-    """Description of the run in W&B."""
+    """`online`, `offline` or `off`. W&B reads WANDB_ENTITY, WANDB_TAGS, WANDB_NOTES and WANDB_RUN_GROUP."""
 
 
 @dataclass
 class MlflowConfig(Section):
     enabled: bool = setting(False, resume="harmless")
-    """Send the metrics to MLflow. Needs the extra `mlflow`."""
-    uri: str | None = setting(None, resume="harmless")
-    """Tracking server or database. null: the environment variable MLFLOW_TRACKING_URI, or else
-    `{run_dir}/mlflow.db`."""
-    experiment: str = setting("trainer", resume="harmless")
-    """Experiment of the run in MLflow. It is made if it is missing."""
-    name: str = setting("${trainer.run_name}${sweep_suffix:}", resume="harmless")
-    """Name of the run in MLflow. In a `-m` sweep each job's overrides are appended."""
+    """Send the metrics to MLflow: to the server or database of the environment variable MLFLOW_TRACKING_URI, or else to
+    `{run_dir}/mlflow.db`. Needs the extra `mlflow`."""
 
 
 @dataclass
@@ -45,12 +27,6 @@ class TrackioConfig(Section):
     enabled: bool = setting(False, resume="harmless")
     """Write the metrics to the local database of Trackio, in the directory that the environment variable TRACKIO_DIR
     names. Needs the extra `trackio`."""
-    project: str = setting("trainer", resume="harmless")
-    """Project of the run in Trackio."""
-    name: str = setting("${trainer.run_name}${sweep_suffix:}", resume="harmless")
-    """Name of the run in Trackio. In a `-m` sweep each job's overrides are appended."""
-    group: str | None = setting("${if_sweep:${trainer.run_name}}", resume="harmless")
-    """Trackio shows the runs of a group together. By default the jobs of a `-m` sweep are a group."""
 
 
 @dataclass
@@ -72,6 +48,10 @@ class LoggerConfig(Section):
     """Trackio."""
     sink: SinkConfig = subsection(SinkConfig)
     """Another service, or a file of your own."""
+    project: str = setting("trainer", resume="harmless")
+    """Project of the run in W&B and Trackio, and its experiment in MLflow."""
+    name: str = setting("${trainer.run_name}${sweep_suffix:}", resume="harmless")
+    """Name of the run in these services. In a `-m` sweep each job's overrides are appended."""
     tensorboard: bool = setting(False, resume="harmless")
     """Write TensorBoard events to `{run_dir}/tensorboard`."""
     prometheus_port: int | None = number(None, at_least=1, at_most=65535, resume="harmless")

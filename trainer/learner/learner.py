@@ -211,7 +211,7 @@ class Learner:
         metrics = {"perf/tokens_per_s": tokens / seconds, "perf/samples_per_s": samples / seconds}
         computed = tokens * (1 - self._shared)
         flops = model_flops(computed, *self.ranks.num_parameters, self._epochs, self._forward_passes)
-        return {**metrics, "perf/prefix_reuse_frac": self._shared, "perf/mfu": flops / seconds / self.peak_flops}
+        return {**metrics, "perf/mfu": flops / seconds / self.peak_flops}
 
 
 def _check_old_logprobs(batch: Batch, mini_batches: Sequence[np.ndarray]) -> None:

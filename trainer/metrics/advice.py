@@ -135,10 +135,11 @@ class _Step:
 
 @dataclass(frozen=True)
 class Rule:
-    """When an advisory is given."""
+    """When an advisory is given, and what it says."""
 
     name: str
     key: str
+    """The config key to change first."""
     metrics: tuple[str, ...]
     """The metrics that `holds` reads. A step without one of them does not count."""
     steps: int
@@ -146,36 +147,35 @@ class Rule:
     holds: Callable[[_Step], bool]
     condition: str
     """The same for people, in Markdown."""
-    reason: str
-    """Why the threshold is what it is."""
-    text: str
-    """The advisory, without its beginning `since step N, `."""
+    advice: str
+    """What it means, and what to try."""
+
+    @property
+    def text(self) -> str:
+        """The advisory, without its beginning `since step N, `."""
+        return f"{self.condition.replace('`', '')}: {self.advice}"
 
 
-_NO_SIGNAL = "no_signal"
 _FINER = "easier or harder prompts, or a reward with finer grades"
 _EQUAL = Rule(
-    _NO_SIGNAL,
+    "no_signal",
     "rollout.temperature",
     ("reward/std", "reward/mean"),
     3,
     lambda s: s["reward/std"] <= _ROUNDING * max(1.0, abs(s["reward/mean"])),
-    "With an estimator that does not compare the completions of a prompt: `reward/std` is 0",
-    "Without a difference between rewards every advantage is 0.",
-    "all completions have had the same reward (reward/std is 0), so nothing is learnt from rewards; try a larger "
-    f"rollout.temperature, {_FINER}",
+    "`reward/std` is 0, with an estimator that does not compare the completions of a prompt",
+    f"nothing is learnt from equal rewards; try a larger rollout.temperature, {_FINER}",
 )
 RULES = (
     Rule(
-        _NO_SIGNAL,
+        "no_signal",
         "rollout.n",
         ("reward/zero_std_frac",),
         3,
         lambda s: s["reward/zero_std_frac"] == 1 or s["reward/zero_std_frac"] >= 0.8 and not s.is_solved(),
         "`reward/zero_std_frac` is at least 0.8 although the task is not solved, or 1",
-        "Healthy runs stay below 0.6 until they have solved their task. Above 0.8, four of five rollouts are wasted.",
-        "the completions of most prompts have had the same reward (reward/zero_std_frac), so little is learnt from "
-        f"rewards; try a larger rollout.n or rollout.temperature, {_FINER}",
+        "little is learnt from the prompts whose completions all get the same reward (healthy runs stay below 0.6); "
+        f"try a larger rollout.n or rollout.temperature, {_FINER}",
     ),
     _EQUAL,
     Rule(
@@ -185,9 +185,8 @@ RULES = (
         5,
         lambda s: s.below_start("policy/entropy", 0.1) and not s.is_solved(),
         "`policy/entropy` is below a tenth of its start although the task is not solved",
-        "Healthy runs that solve their task keep a third. Below a tenth, the completions of a prompt hardly differ.",
-        "the entropy of the policy has been below a tenth of its start (policy/entropy), so it hardly explores; try "
-        "algorithm.entropy_coef, a larger algorithm.clip_high, or a lower learning rate",
+        "the policy hardly explores (healthy runs keep a third); try algorithm.entropy_coef, a larger "
+        "algorithm.clip_high, or a lower learning rate",
     ),
     Rule(
         "clipped_updates",
@@ -196,9 +195,8 @@ RULES = (
         5,
         lambda s: s["policy/clip_frac"] > 0.4,
         "`policy/clip_frac` is above 0.4",
-        "Losses that clip tokens stay below 0.1, `gspo`, which clips whole sequences, below 0.35.",
-        "many tokens have lost their gradient to the clipping of the loss (policy/clip_frac is above 0.4): the policy "
-        "moves too far within a step; try a lower trainer.policy.optimizer.lr, or a larger trainer.mini_batch_size",
+        "the policy moves too far within a step (healthy runs stay below 0.1, with `gspo` below 0.35); try a lower "
+        "trainer.policy.optimizer.lr, or a larger trainer.mini_batch_size",
     ),
     Rule(
         "long_responses",
@@ -207,9 +205,7 @@ RULES = (
         5,
         lambda s: s.above_start("response_length/mean", 3) and s["reward/mean"] <= (s.past.start("reward/mean") or 0.0),
         "`response_length/mean` is above three times its start, and `reward/mean` is not above its start",
-        "Responses may grow while rewards rise: that is how reasoning is learnt. Length without reward is padding.",
-        "completions have been three times as long as at the start (response_length/mean), and rewards have not risen; "
-        "try algorithm.overlong_buffer, which makes long completions cost reward",
+        "length without reward is padding; try algorithm.overlong_buffer, which makes long completions cost reward",
     ),
     Rule(
         "truncated",
@@ -218,10 +214,8 @@ RULES = (
         3,
         lambda s: s["response_length/clip_ratio"] > 0.5,
         "`response_length/clip_ratio` is above 0.5",
-        "A completion that is cut off seldom has its answer, so most rewards then say nothing of the answers.",
-        "more than half of the completions have been cut off (response_length/clip_ratio is above 0.5); try a larger "
-        "rollout.max_response_tokens, with an environment also environment.max_tokens, or algorithm.overlong_buffer, "
-        "which makes long completions cost reward",
+        "a completion that is cut off seldom has its answer; try a larger rollout.max_response_tokens, with an "
+        "environment also environment.max_tokens, or algorithm.overlong_buffer",
     ),
     Rule(
         "mismatch",
@@ -230,9 +224,8 @@ RULES = (
         3,
         lambda s: s["rollout/k3_kl"] > 0.01 and not s.metrics.get("rollout/staleness_mean"),
         "`rollout/k3_kl` is above 0.01, and the rollouts are of the newest weights",
-        "Engines and ranks with bfloat16 differ by about 0.001, with float32 by less than 1e-6.",
-        "the log-probs of engines and ranks have differed by more than rounding (rollout/k3_kl is above 0.01); try "
-        "algorithm.rollout_correction=tis, or the same type of numbers in rollout.dtype and in the ranks",
+        "engines and ranks differ by more than rounding (0.001 with bfloat16); try algorithm.rollout_correction=tis, "
+        "or the same type of numbers in rollout.dtype and in the ranks",
     ),
     Rule(
         "stale_rollouts",
@@ -241,9 +234,7 @@ RULES = (
         5,
         lambda s: s["rollout/ess"] < 0.5 and s["rollout/staleness_mean"] > 0,
         "`rollout/ess` is below 0.5, and the rollouts are of older weights",
-        "Healthy runs with `rollout.ahead=1` fall below 0.5 for single steps, not for several in a row.",
-        "older weights have sampled the rollouts, and less than half of the tokens count (rollout/ess is below 0.5); "
-        "try a smaller rollout.ahead, or a lower learning rate",
+        "less than half of the tokens count; try a smaller rollout.ahead, or a lower learning rate",
     ),
     Rule(
         "falling_accuracy",
@@ -252,9 +243,8 @@ RULES = (
         1,
         lambda s: s[ACCURACY] < s.past.best_accuracy / 2 and s[ACCURACY] < s.past.best_accuracy - 0.2,
         f"`{ACCURACY}` is below half of the highest one so far, and more than 0.2 lower",
-        "Healthy runs lose at most a quarter for a while. One validation says enough: it is a mean over many prompts.",
-        f"the policy answers less than half as many validation prompts as before ({ACCURACY}); try a lower "
-        "trainer.policy.optimizer.lr or a smaller rollout.ahead, from a checkpoint before that (trainer.resume_path)",
+        "try a lower trainer.policy.optimizer.lr or a smaller rollout.ahead, from a checkpoint before that "
+        "(trainer.resume_path)",
     ),
     Rule(
         "kl_explosion",
@@ -263,9 +253,8 @@ RULES = (
         3,
         lambda s: s["policy/kl"] > 2 or s["policy/kl"] > 0.5 and s.above_recent("policy/kl", 10),
         "`policy/kl` is above 2, or above 0.5 and ten times its recent value",
-        "Healthy runs with a reference are mostly below 0.5, with single steps up to 1.3; without one, below 0.05.",
-        "the policy has moved far away (policy/kl); try a lower trainer.policy.optimizer.lr or a larger "
-        "algorithm.kl_coef, and trainer.divergence_limits, which ends such a run",
+        "the policy has moved far away; try a lower trainer.policy.optimizer.lr or a larger algorithm.kl_coef, and "
+        "trainer.divergence_limits, which ends such a run",
     ),
     Rule(
         "gradient_spikes",
@@ -274,10 +263,9 @@ RULES = (
         1,
         lambda s: s.spikes("policy/grad_norm", 10) >= 3,
         "`policy/grad_norm` is above ten times its recent value in three of the last 20 steps",
-        "Healthy runs stay below four times. One spike is clipped and harmless; several turn the policy around.",
-        "the gradient has had spikes of more than ten times its usual norm (policy/grad_norm); try a lower "
-        "trainer.policy.optimizer.max_grad_norm or learning rate (in supervised training: those of sft.optimizer), and "
-        "look for rewards or examples far from the others",
+        "one spike is clipped and harmless, several are not; try a lower trainer.policy.optimizer.max_grad_norm or "
+        "learning rate (in supervised training: those of sft.optimizer), and look for rewards or examples far from "
+        "the others",
     ),
     Rule(
         "useless_critic",
@@ -286,8 +274,7 @@ RULES = (
         20,
         lambda s: s["critic/explained_variance"] <= 0,
         "`critic/explained_variance` is at most 0",
-        "A healthy critic explains nothing during its first 10 steps.",
-        "the critic has explained nothing of the returns (critic/explained_variance is at most 0); try another "
+        "the critic explains nothing of the returns (a healthy one does after 10 steps); try another "
         "trainer.critic.optimizer.lr, or more trainer.critic.warmup_steps in a new run",
     ),
     Rule(
@@ -297,9 +284,7 @@ RULES = (
         1,
         lambda s: s["episode/turns/mean"] == 0 and not s.metrics.get("environment/failures"),
         "`episode/turns/mean` is 0, and no episode has failed",
-        "An environment always has a reply. Agents that have asked for none may ask elsewhere.",
-        "no agent has asked the policy (episode/turns/mean is 0), so nothing is learnt; let the agent of "
-        "environment.name send its calls to endpoint.base_url",
+        "no agent has asked the policy; let the agent of environment.name send its calls to endpoint.base_url",
     ),
     Rule(
         "failed_environments",
@@ -308,9 +293,7 @@ RULES = (
         3,
         lambda s: s.failed("environment/failures") > 0.1,
         "`environment/failures` is above a tenth of the episodes",
-        "Left out episodes change what the policy learns: it sees only what does not fail.",
-        "more than a tenth of the episodes have failed in their environment (environment/failures); log.txt has the "
-        "errors. Try a longer environment.timeout_s if they are timeouts",
+        "log.txt has the errors; try a longer environment.timeout_s if they are timeouts",
     ),
     Rule(
         "failed_rewards",
@@ -319,9 +302,7 @@ RULES = (
         3,
         lambda s: s.failed("reward/failures") > 0.1,
         "`reward/failures` is above a tenth of the completions",
-        "Left out completions change what the policy learns: it sees only what does not fail.",
-        "more than a tenth of the rewards have failed (reward/failures); log.txt has the errors. Try a longer "
-        "reward.timeout_s if they are timeouts",
+        "log.txt has the errors; try a longer reward.timeout_s if they are timeouts",
     ),
     Rule(
         "ranks_wait",
@@ -330,9 +311,7 @@ RULES = (
         10,
         lambda s: s.share_of_step("time/rollout") > 0.8,
         "`time/rollout` is above 0.8 of `time/step`",
-        "Generation takes about half of a step in healthy runs. Above 0.8, most of the ranks' time is waiting.",
-        "the ranks have waited for rollouts for most of each step (time/rollout); try more rollout.num_engines, or "
-        "rollout.ahead=1, which generates while the ranks train",
+        "the ranks wait; try more rollout.num_engines, or rollout.ahead=1, which generates while the ranks train",
     ),
     Rule(
         "engines_wait",
@@ -341,12 +320,10 @@ RULES = (
         10,
         lambda s: s.share_of_step("time/wait_weights") > 0.8,
         "`time/wait_weights` is above 0.8 of `time/step`",
-        "Healthy runs stay below 0.6 on average. Above 0.8, most of the engines' time is waiting.",
-        "the engines have waited for new weights for most of each step (time/wait_weights); try more "
-        "trainer.num_workers, or fewer rollout.num_engines",
+        "the engines wait for new weights; try more trainer.num_workers, or fewer rollout.num_engines",
     ),
 )
-"""The thresholds with their reasons, in the order of the docs."""
+"""The advisories, in the order of the docs."""
 
 
 @dataclass
@@ -467,7 +444,7 @@ def _finite(value: Any) -> float | None:
 
 def with_reference(page: str) -> str:
     """Return the text of `docs/metrics.md` with a fresh table of the rules."""
-    rows = [f"| `{r.name}` | {r.condition} | {r.steps} | `{r.key}` | {r.reason} |\n" for r in RULES]
+    rows = [f"| `{r.name}` | {r.condition} | {r.steps} | `{r.key}` | {r.advice} |\n" for r in RULES]
     return re.sub(r"(?<=\|---\|---\|---\|---\|---\|\n)(\|.*\n)+", lambda _: "".join(rows), page)
 
 

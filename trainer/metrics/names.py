@@ -116,13 +116,9 @@ METRICS: dict[str, Metric] = {
         "nats",
     ),
     "rollout/k3_kl": Metric("KL of the engine to the trainer, estimated as the mean of rho - 1 - log rho.", "nats"),
-    "rollout/ratio_p1": Metric("1st percentile of rho (see `rollout/kl`).", "1"),
-    "rollout/ratio_p50": Metric("Median of rho (see `rollout/kl`).", "1"),
-    "rollout/ratio_p99": Metric("99th percentile of rho (see `rollout/kl`).", "1"),
     "rollout/ratio_max": Metric("Largest rho (see `rollout/kl`).", "1"),
     "rollout/ess": Metric("Effective sample size of the step's tokens, weighted by rho (see `rollout/kl`).", "share"),
     "rollout_is/clip_frac": Metric("Tokens whose weight `algorithm.rollout_correction` has cut or set to 0.", "share"),
-    "rollout/logprob_corr": Metric("Correlation of the engine's and the trainer's log-probs.", "1"),
     "val/reward/mean": Metric("Mean reward of greedy completions of the validation prompts.", "reward"),
     "val/failures": Metric(
         "Greedy completions of the validation prompts whose reward or environment failed (see `reward/failures`).",
@@ -184,11 +180,6 @@ METRICS: dict[str, Metric] = {
     "perf/tokens_per_s": Metric("Prompt and completion tokens trained on, divided by `time/step`.", "tokens/s"),
     "perf/samples_per_s": Metric("Completions of the step, divided by `time/step`.", "completions/s"),
     "perf/sync_gb_per_s": Metric("Size of the weights or adapters that engines got, divided by `time/sync`.", "GB/s"),
-    "perf/prefix_reuse_frac": Metric(
-        "Share of the prompt and completion tokens that the last update of the policy did not compute again, because "
-        "completions of one prompt share them (`trainer.share_prefixes`).",
-        "share",
-    ),
     "perf/mfu": Metric(
         "FLOPs of the policy, and of all models that compute log-probs, in the step, without attention and the repeats "
         "of shared tokens, divided by the peak of the ranks: by the data sheet for known GPUs, else the speed of "

@@ -6,20 +6,18 @@ loop for a scrape, and an error of a request ends that request alone.
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socket import socket
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import UserError
 from trainer.metrics.names import declared_as, is_counter
-from trainer.metrics.sinks import Samples
+from trainer.metrics.sinks import Rows, Samples
 from trainer.process import time_limits
 from trainer.process.log_setup import encodable
 from trainer.process.network import listen
@@ -30,8 +28,6 @@ if TYPE_CHECKING:
 
 _KEYS = "logger.prometheus_"
 _PREFIX = "trainer_"
-_MOST_REQUESTS = 16
-"""Requests that are answered at the same time. Further ones are refused, so that they cannot exhaust the threads."""
 
 
 def legal_name(metric: str) -> str:
@@ -54,7 +50,8 @@ class MetricsServer:
     def __init__(self, host: str, port: int, run_name: str, total_steps: int) -> None:
         import prometheus_client  # not at the first scrape, which would wait for it
 
-        self.progress: Callable[[], Progress] = _since_now()
+        begin = time.monotonic()
+        self.progress: Callable[[], Progress] = lambda: Progress("starting", time.monotonic() - begin)
         """Returns how the run gets on. It may be replaced at any time."""
         self._run = encodable(run_name)
         self._total_steps = total_steps
@@ -63,8 +60,13 @@ class MetricsServer:
         self._registry = prometheus_client.CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         listener = listen(host, port, _KEYS)
+        self._server = ThreadingHTTPServer(listener.getsockname()[:2], _Handler, bind_and_activate=False)
+        self._server.socket.close()
+        self._server.socket, self._server.daemon_threads = listener, True
+        self._server.answer = self._answer  # type: ignore[attr-defined]
+        self._server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a client that goes away is no matter
         try:
-            self._server = _Server(listener, self._answer)
+            self._server.server_activate()
         except OSError as error:
             listener.close()
             raise UserError(f"{_KEYS}host={host} {_KEYS}port={port}: cannot listen there ({error.strerror})") from error
@@ -81,20 +83,22 @@ class MetricsServer:
 
     def __exit__(self, *_: object) -> None:
         self._server.shutdown()
-        self._server.server_close()
+        self._server.socket.close()
 
-    def begin(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+    def start(self, rows: Rows, step: int) -> None:
         """Take over the lines of `metrics.jsonl` that a resumed run has, in place of all values so far."""
-        values = {name: _number(value) for row in rows for name, value in row.items() if name != "step"}
-        self._values = values
+        self._values = {name: _number(value) for row in rows for name, value in row.items() if name != "step"}
         self._step = (rows[-1]["step"], time.monotonic()) if rows else None
 
-    def log(self, step: int, values: Mapping[str, float | None], samples: Samples) -> None:
+    def log(self, step: int, values: Mapping[str, float | None]) -> None:
         """Serve the metrics of a finished step. What it did not measure keeps its last value."""
         self._values = self._values | {name: _number(value) for name, value in values.items()}
         self._step = step, time.monotonic()
 
-    def close(self, exit_code: int) -> None:
+    def samples(self, step: int, samples: Samples) -> None:
+        """Leave them out: Prometheus has no text."""
+
+    def end(self, exit_code: int) -> None:
         """Do nothing: the end of the block closes the server, and until then the run has a health."""
 
     def collect(self) -> Iterator[Metric]:
@@ -150,48 +154,11 @@ class MetricsServer:
         return 404, "text/plain; charset=utf-8", b"this server has /metrics and /health\n"
 
 
-class _Server(ThreadingHTTPServer):
-    """A server on a socket that is bound already."""
-
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 64
-
-    def __init__(self, listener: socket, answer: Callable[[str, str], tuple[int, str, bytes]]) -> None:
-        super().__init__(listener.getsockname()[:2], _Handler, bind_and_activate=False)
-        self.socket.close()
-        self.socket = listener
-        self.answer = answer
-        self._free = threading.BoundedSemaphore(_MOST_REQUESTS)
-        self.server_activate()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._free.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        super().process_request(request, client_address)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: a client that goes away is no matter of the run."""
-
-
 class _Handler(BaseHTTPRequestHandler):
     timeout = time_limits.SCRAPE_S
-    server: _Server
-
-    def setup(self) -> None:
-        super().setup()
-        self.rfile.close()
-        self.rfile = io.BufferedReader(_Request(self.connection, self.timeout))
 
     def do_GET(self) -> None:
-        status, content_type, body = self.server.answer(self.path, self.headers.get("Accept", ""))
+        status, content_type, body = self.server.answer(self.path, self.headers.get("Accept", ""))  # type: ignore
         self.send_response(status)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
@@ -203,34 +170,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log no request."""
-
-
-class _Request(io.RawIOBase):
-    """The bytes of a request, with one limit for all: with one for each read, a client could drip them for hours."""
-
-    def __init__(self, connection: socket, limit_s: float) -> None:
-        self._connection = connection
-        self._limit_s = limit_s
-        self._end = time.monotonic() + limit_s
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        left = self._end - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        self._connection.settimeout(left)
-        try:
-            return self._connection.recv_into(buffer)
-        finally:
-            self._connection.settimeout(self._limit_s)  # of the answer
-
-
-def _since_now() -> Callable[[], Progress]:
-    """Return the progress of a run that has just begun to start."""
-    began = time.monotonic()
-    return lambda: Progress("starting", time.monotonic() - began)
 
 
 def _number(value: float | None) -> float:

@@ -22,7 +22,7 @@ class ServiceRuns:
     """The ids of the runs of services, by the name under which checkpoints hold them.
 
     A run that is killed before its first checkpoint continues those in the file, if it begins again with the same
-    weights, data and settings. Otherwise they are another run's, such as that of a fork's parent, and are abandoned.
+    weights, data and settings.
 
     Args:
         saved: the ids that the checkpoint of this run holds.
@@ -32,18 +32,12 @@ class ServiceRuns:
     def __init__(self, run_dir: str, saved: Mapping[str, str | None], begins: str | None):
         self._path = os.path.join(run_dir, FILE)
         kept_begins, kept = self._read()
-        is_own = begins is None or begins == kept_begins
         self._begins = kept_begins if begins is None else begins
-        self._ids = {**saved, **kept} if is_own else dict(saved)
-        self._abandoned = {} if is_own else kept
+        self._ids = {**saved, **(kept if begins in (None, kept_begins) else {})}
 
     def get(self, name: str) -> str | None:
         """Return the run to continue; None: there is none."""
         return self._ids.get(name)
-
-    def abandoned(self, name: str) -> str | None:
-        """Return the run that an earlier start has left, and that nothing continues; None: there is none."""
-        return self._abandoned.get(name)
 
     def keep(self, name: str, run_id: str) -> None:
         """Write down the run that a service has opened. If that fails, a warning says so."""

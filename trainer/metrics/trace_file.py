@@ -1,8 +1,7 @@
 """The timeline of a run: `{run_dir}/trace.json`, which Perfetto (ui.perfetto.dev) and chrome://tracing show.
 
-It is a JSON array of Chrome trace events, one a line. Every start of the run adds to it. The closing bracket is written
-over by the next events, so the file is complete JSON whenever no write is under way. A kill within a write can leave an
-incomplete last line and no bracket, which Perfetto accepts, and which the next start repairs.
+It is a JSON array of Chrome trace events, one a line, without the closing bracket, which the format leaves optional.
+Every start of the run adds to it. A kill can leave an incomplete last line, which the next start removes.
 """
 
 from __future__ import annotations
@@ -31,11 +30,9 @@ TRACE_FILE, OLDER_FILE = "trace.json", "trace.1.json"
 _FLUSH_S = 1.0
 _LARGEST_BYTES = 256 << 20
 _NAMES = (b'{"name": "process_', b'{"name": "thread_')
-_END = b"\n]\n"
-_TAIL_BYTES = 1 << 20
+_BEGIN = b"[\n"
 _ORDER = (DRIVER, "rank", "engine", "environment", "reward")
 """Processes from the top to the bottom, by the last word of their names before the number."""
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Timeline:
@@ -117,30 +114,19 @@ class TraceFile:
         Raises:
             OSError: the file cannot be written.
         """
-        rows = [self._row_of(span) for span in spans]
         with naming(self._path):
-            if not os.path.exists(self._path):  # somebody may have deleted it
-                self._forget_names()
-            if not self._append(self._lines(spans, rows)):
+            if not self._is_begun:
+                _repair(self._path, self._older)
+            size = os.path.getsize(self._path) if os.path.exists(self._path) else 0
+            if size > self._most_bytes:
                 os.replace(self._path, self._older)
-                self._forget_names()
-                self._append(self._lines(spans, rows))
+                size = 0
+            if size == 0:  # also if somebody has deleted it
+                self._named.clear()
+            data = self._lines(spans, [self._row_of(span) for span in spans])
+            with open(self._path, "ab") as file:
+                file.write(data if size else _BEGIN + data)
             self._is_begun = True
-
-    def _forget_names(self) -> None:
-        self._named.clear()
-
-    def _append(self, data: bytes) -> bool:
-        """Append events. Return False if the file is full, or no timeline."""
-        handle = os.open(self._path, _FLAGS, 0o666)
-        try:
-            end = _end_of_events(handle)
-            if end is None or end and end + len(data) > self._most_bytes:
-                return False
-            _write_at(handle, end, (b",\n" if end else b"[\n") + data + _END)
-            return True
-        finally:
-            os.close(handle)
 
     def _row_of(self, span: Span) -> str:
         """Return the row of a span. Of a row whose spans may overlap, the first one where the span has room."""
@@ -164,7 +150,7 @@ class TraceFile:
             place = {"pid": _number(process), "tid": _number(process, row)}
             details = {"args": dict(span.details)} if span.details else {}
             events.append({"name": span.name, "ph": "X", "ts": start, "dur": end - start, **place, **details})
-        return b",\n".join(json.dumps(event).encode() for event in events)
+        return b"".join(json.dumps(event).encode() + b",\n" for event in events)
 
     def _name(self, events: list[dict[str, object]], process: str, row: str) -> None:
         """Add the events that name a process and a row."""
@@ -232,36 +218,13 @@ def _sort_index(process: str) -> int:
     return first * 100_000 + (int(number) if number.isdigit() else 0)
 
 
-def _end_of_events(handle: int) -> int | None:
-    """Return the size of the file without its end, or without what a kill has left of a write. 0: it has no events.
-
-    None: it is no timeline.
-    """
-    size = os.fstat(handle).st_size
-    start = max(0, size - _TAIL_BYTES)
-    tail = os.pread(handle, size - start, start)
-    if size == 0 or tail.endswith(b"}" + _END):
-        return max(0, size - len(_END))
-    end = len(tail)
-    while end > 0:
-        begin = tail.rfind(b"\n", 0, end) + 1
-        line = tail[begin:end]
-        if line.startswith(b"{"):
-            try:
-                parse_object(line.rstrip(b","))
-            except ValueError:
-                pass
-            else:
-                return start + begin + len(line.rstrip(b","))
-        if begin == 0:
-            break
-        end = begin - 1
-    return 0 if tail.startswith(b"[\n") and start == 0 else None
-
-
-def _write_at(handle: int, offset: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(handle, view, offset)
-        offset, view = offset + written, view[written:]
-    os.ftruncate(handle, offset)
+def _repair(path: str, older: str) -> None:
+    """Remove an incomplete last line of a timeline. A file that is none becomes `older`."""
+    if not os.path.exists(path):
+        return
+    with open(path, "r+b") as file:
+        if file.read(len(_BEGIN)) == _BEGIN:
+            end = file.seek(-min(os.path.getsize(path), 1 << 20), os.SEEK_END)
+            file.truncate(end + file.read().rfind(b"\n") + 1)
+            return
+    os.replace(path, older)

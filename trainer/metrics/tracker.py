@@ -13,21 +13,20 @@ import math
 import numbers
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import NoneType
 from typing import Any
 
 from trainer.config import LoggerConfig
-from trainer.errors import UserError, is_disk_unwritable
+from trainer.errors import UserError
 from trainer.files.appended import AppendedFile
 from trainer.files.atomic_io import write_file
 from trainer.files.documents import is_count, is_number, parse_object
 from trainer.files.hf_hub import first_line
 from trainer.metrics.own_sink import OwnSink
-from trainer.metrics.samples import Transcript
 from trainer.metrics.service_runs import ServiceRuns
-from trainer.metrics.sinks import TIMED, Service, Sink, TensorBoard, WandB
+from trainer.metrics.sinks import TIMED, Samples, Service, Sink, TensorBoard, WandB
 
 LOG = logging.getLogger(__name__)
 
@@ -60,7 +59,7 @@ class Tracker:
             config: the resolved config without secrets, for services.
             run_ids: the runs of services to continue, from `state_dict` of this run's checkpoint.
             fence: raises when this process no longer holds the run directory.
-            server: gets the metrics, too. The caller closes it.
+            server: gets the metrics, too.
             restarted: whether the run has begun in this process, perhaps without a line.
             begins: what the run begins with, if it has no checkpoint of its own (see `ServiceRuns`).
 
@@ -79,39 +78,31 @@ class Tracker:
         """The step of the first line; None: there is no line."""
         self._is_closed = False
         self._runs = ServiceRuns(run_dir, {"wandb_run_id": None, **(run_ids or {})}, begins)
-        self._server = server
-        self._services: dict[str, Service] = {}
-        self._sinks = self._open_sinks(run_dir, logger, config)
+        self._sinks: list[Sink] = [] if server is None else [server]
+        self._open_sinks(run_dir, logger, config)
 
-    def _open_sinks(self, run_dir: str, logger: LoggerConfig, config: dict[str, Any]) -> list[Sink]:
-        sinks: list[Sink] = []
-        if logger.tensorboard:
-            sinks.append(TensorBoard(run_dir))
-        if logger.sink.name is not None:
-            with self._left_out_if_it_fails():
-                sinks.append(OwnSink(run_dir, logger.sink, config))
+    def _open_sinks(self, run_dir: str, logger: LoggerConfig, config: dict[str, Any]) -> None:
         services: dict[str, Callable[[str | None], Service]] = {}
         if logger.wandb.mode != "off":
             services["wandb_run_id"] = partial(WandB, run_dir, logger, config)
         if logger.mlflow.enabled:
             from trainer.metrics.mlflow import MLflow
 
-            abandoned = self._runs.abandoned("mlflow_run_id")
-            read_rows = partial(read_metrics, self._path)
-            services["mlflow_run_id"] = partial(
-                MLflow, run_dir, logger.mlflow, config, read_rows=read_rows, abandoned=abandoned
-            )
+            services["mlflow_run_id"] = partial(MLflow, run_dir, logger, config)
         if logger.trackio.enabled:
             from trainer.metrics.trackio import Trackio
 
-            services["trackio_run_id"] = partial(Trackio, logger.trackio, config)
+            services["trackio_run_id"] = partial(Trackio, logger, config)
+        if logger.tensorboard:
+            self._sinks.append(TensorBoard(run_dir))
+        if logger.sink.name is not None:
+            with self._left_out_if_it_fails():
+                self._sinks.append(OwnSink(run_dir, logger.sink, config))
         for name, open_service in services.items():
             with self._left_out_if_it_fails():
                 service = open_service(self._runs.get(name))
                 self._runs.keep(name, service.run_id)
-                self._services[name] = service
-                sinks.append(service)
-        return sinks
+                self._sinks.append(service)
 
     @contextlib.contextmanager
     def _left_out_if_it_fails(self) -> Iterator[None]:
@@ -126,12 +117,7 @@ class Tracker:
                 raise
             LOG.warning("%s. The run goes on without; its next start sends the steps", problem)
 
-    def log(
-        self,
-        step: int,
-        metrics: Mapping[str, float],
-        samples: Mapping[str, Sequence[Transcript]] | None = None,
-    ) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], samples: Samples | None = None) -> None:
         """Record the metrics of a finished step (0: the validation before training). Steps must increase.
 
         Args:
@@ -151,24 +137,24 @@ class Tracker:
         self.first_step = step if self.first_step is None else self.first_step
         self._send(step, values, samples or {})
 
-    def _send(self, step: int, values: Mapping[str, float], samples: Mapping[str, Sequence[Transcript]]) -> None:
-        for sink in self._all:
+    def _send(self, step: int, values: Mapping[str, float], samples: Samples) -> None:
+        """Send a step to the sinks. One that fails gets no more steps from this process."""
+        for sink in list(self._sinks):
             try:
-                sink.log(step, values, samples)
-            except OSError as error:
-                if not is_disk_unwritable(error):
-                    raise
+                if samples:
+                    sink.samples(step, samples)
+                sink.log(step, values)
+            except Exception as error:  # whatever the client of a service raises must not end the run
                 self._sinks.remove(sink)
-                name = type(sink).__name__
-                LOG.warning("%s gets no more steps (%s); %s has them all", name, error.strerror, METRICS_FILE)
-        self._keep_runs()
+                problem = "%s gets no more steps (%s); %s has them all"
+                LOG.warning(problem, type(sink).__name__, first_line(error), METRICS_FILE)
 
     def rewind(self, step: int) -> None:
         """Remove the lines after `step` (-1: all lines), before the first `log`.
 
         The file is replaced atomically, without lines of later steps and without a torn last line. Removed lines
         are kept in `metrics.cut.jsonl`, except those that differ only in times from a line that is there already.
-        Services agree with the lines that are kept, as far as they can (see `Sink.begin`).
+        Sinks agree with the lines that are kept, as far as they can (see `Sink.start`).
 
         Raises:
             UserError: a line other than the last is not a JSON object.
@@ -184,14 +170,8 @@ class Tracker:
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
             with self._left_out_if_it_fails():
-                sink.begin(kept, step)
+                sink.start(kept, step)
                 self._sinks.append(sink)
-        if self._server is not None:
-            self._server.begin(kept, step)
-
-    @property
-    def _all(self) -> list[Sink]:
-        return [*self._sinks, *([] if self._server is None else [self._server])]
 
     def _keep_cut(self, cut: list[dict[str, Any]]) -> None:
         path = os.path.join(self._run_dir, CUT_FILE)
@@ -211,14 +191,7 @@ class Tracker:
 
     def state_dict(self) -> dict[str, str | None]:
         """Return the `run_ids` for the next Tracker. They are kept while a service is off, too."""
-        self._keep_runs()
         return self._runs.all()
-
-    def _keep_runs(self) -> None:
-        """Write down the runs that services have begun since the last call."""
-        for name, service in self._services.items():
-            if service.run_id != self._runs.get(name):
-                self._runs.keep(name, service.run_id)
 
     def close(self, exit_code: int = 0) -> None:
         """Finish the runs of services (as failed if `exit_code` is not 0), and end their processes."""
@@ -228,8 +201,10 @@ class Tracker:
                 self._file.sync()
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
-            sink.close(exit_code)
-        self._keep_runs()
+            try:
+                sink.end(exit_code)
+            except Exception as error:  # see `_send`
+                LOG.warning("%s has not been closed (%s)", type(sink).__name__, first_line(error))
 
     def __enter__(self) -> Tracker:
         return self

@@ -6,13 +6,13 @@ import contextlib
 import io
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from trainer.config.logger import TrackioConfig
+from trainer.config import LoggerConfig
 from trainer.errors import UserError
 from trainer.files.hf_hub import first_line
-from trainer.metrics.sinks import Samples, finite_values, steps_of
+from trainer.metrics.sinks import Rows, Samples, finite_values, group_of, steps_of
 
 _ELSEWHERE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
 _ID = "tracking_id"
@@ -32,11 +32,10 @@ class Trackio:
         UserError: Trackio refuses, or the environment makes it write elsewhere than to this machine.
     """
 
-    def __init__(self, cfg: TrackioConfig, config: Mapping[str, Any], run_id: str | None) -> None:
+    def __init__(self, logger: LoggerConfig, config: Mapping[str, Any], run_id: str | None) -> None:
         self.run_id = run_id or secrets.token_hex(4)
-        self._cfg = cfg
-        self._config = {**config, _ID: self.run_id}
-        self._run: Any = None
+        self._logger, self._config, self._run = logger, {**config, _ID: self.run_id}, None
+        self._group = group_of(logger, config)
         for name in _ELSEWHERE:
             if os.environ.get(name):
                 raise UserError(
@@ -44,17 +43,27 @@ class Trackio:
                     "steps again; unset it (`trackio sync` copies a project to a Space), or choose "
                     "logger.trackio.enabled=false"
                 )
-        self._start()
 
-    def begin(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        self._start()
+    def start(self, rows: Rows, step: int) -> None:
+        self.end(0)
+        try:
+            with _quiet():
+                self._run = self._begin()
+        except Exception as error:
+            raise UserError(
+                f"logger.trackio.enabled=true: {first_line(error)}; correct that, or choose "
+                "logger.trackio.enabled=false"
+            ) from error
         for kept_step, values in steps_of(rows):
-            self.log(kept_step, values, {})
+            self.log(kept_step, values)
 
-    def log(self, step: int, values: Mapping[str, float | None], samples: Samples) -> None:
-        self._run.log(finite_values(values), step=step)
+    def log(self, step: int, values: Mapping[str, float | None]) -> None:
+        self._run.log(finite_values(values), step=step)  # type: ignore[attr-defined]
 
-    def close(self, exit_code: int) -> None:
+    def samples(self, step: int, samples: Samples) -> None:
+        """Leave them out: Trackio has no text in its curves."""
+
+    def end(self, exit_code: int) -> None:
         if self._run is not None:
             import trackio
 
@@ -62,44 +71,19 @@ class Trackio:
             with _quiet():
                 trackio.finish()
 
-    def _start(self) -> None:
+    def _begin(self) -> Any:
         """Begin the run, without the steps that it has."""
         import trackio
 
-        self.close(0)
-        project, name = self._cfg.project, self._cfg.name
-        try:
-            with _quiet():
-                if name in self._delete():
-                    name = f"{name}-{self.run_id}"
-                self._run = trackio.init(
-                    project,
-                    name,
-                    self._cfg.group,
-                    config=self._config,
-                    resume="allow",
-                    embed=False,
-                    auto_log_gpu=False,
-                    auto_log_cpu=False,
-                )
-        except Exception as error:
-            raise UserError(
-                f"logger.trackio.project={project}: {first_line(error)}; correct that, or choose "
-                "logger.trackio.enabled=false"
-            ) from error
-
-    def _delete(self) -> set[str]:
-        """Delete the run. Return the names of the other runs of its project."""
-        import trackio
-
-        names = set()
+        project, name = self._logger.project, self._logger.name
         with contextlib.suppress(ValueError):  # there is no such project yet
-            for run in trackio.Api().runs(self._cfg.project):
+            for run in trackio.Api().runs(project):
                 if (run.config or {}).get(_ID) == self.run_id:
                     run.delete()
-                else:
-                    names.add(run.name)
-        return names
+                elif run.name == name:
+                    name = f"{name}-{self.run_id}"
+        options: dict[str, Any] = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        return trackio.init(project, name, self._group, config=self._config, resume="allow", **options)
 
 
 def _quiet() -> contextlib.AbstractContextManager[Any]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import glob
 import json
 import os
-import shutil
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -40,9 +38,7 @@ _PER_RUN = (
 """Keys that differ between runs without a meaning for their results."""
 _UNKNOWN = "-"
 _WIDTH_OF_FILES = 1000
-_WIDTH_OF_RESULTS = 60
 _MOST_KEYS = 12
-_WIDEST = 24
 _FEW = 8
 _MOST_NAMES = 20
 """Runs that a legend can name."""
@@ -140,16 +136,16 @@ def compare_runs(
     metric: str | None = None,
     columns: list[str] | None = None,
     metrics: Sequence[str] = (),
-    style: str = "table",
+    as_json: bool = False,
 ) -> None:
     """Print a table of runs, best first, and draw the curves of the metric.
 
     Args:
-        out: the PNG file to write; None: `compare.png`, if it can be written, and none unless `style` is `table`.
+        out: the PNG file to write; None: `compare.png`, if it can be written, and none with `as_json`.
         metric: None: the `trainer.best_metric` of the first run.
         columns: patterns of the config keys to show; None: those that differ, as many as fit.
         metrics: patterns of further metrics, whose last values are shown.
-        style: `table`, `csv` or `json`.
+        as_json: print JSON, and no table.
 
     Raises:
         UserError: there is no run, or no key or metric of a name.
@@ -170,15 +166,13 @@ def compare_runs(
     keys, left_out = _columns(runs, columns)
     shown = [name for name in _matching("--metrics", metrics, sorted(logged)) if name != metric]
     rows = [_results(run, keys, shown, metric, best[run.path]) for run in runs]
-    if style == "json":
+    if as_json:
         print(json.dumps(rows, indent=2))
-    elif style == "csv":
-        _print_csv(rows)
     else:
         _print_table(rows, keys)
         if left_out:
             show(f"{len(left_out)} more keys differ ({_listed(left_out)}); choose columns with --columns, all with '*'")
-    if out is None and style != "table":
+    if out is None and as_json:
         return
     try:
         _draw(runs, metric, out or "compare.png")
@@ -187,7 +181,7 @@ def compare_runs(
             raise
         show(f"the curves were not drawn ({sentence_of(error)}); name a file with --out", error=True)
     else:
-        if style == "table":
+        if not as_json:
             show(f"curves: {out or 'compare.png'}")
 
 
@@ -204,8 +198,7 @@ def _compared_by(run: Run, metric: str | None) -> tuple[str, str]:
 def _columns(runs: list[Run], patterns: list[str] | None) -> tuple[list[str], list[str]]:
     """Return the config keys to show, and those that differ but are left out.
 
-    The keys that a command of the runs names come first. Without patterns, a table has at most `_MOST_KEYS` of them,
-    and on a terminal as many as fit.
+    The keys that a command of the runs names come first. Without patterns, a table has at most `_MOST_KEYS` of them.
     """
     differing = differing_keys(runs)
     if patterns is not None:
@@ -213,15 +206,7 @@ def _columns(runs: list[Run], patterns: list[str] | None) -> tuple[list[str], li
         return _matching("--columns", patterns, differing if patterns == ["*"] else all_keys), []
     named = {word.partition("=")[0].lstrip("+") for run in runs for word in run.command}
     ordered = sorted(differing, key=lambda key: key not in named)
-    width = shutil.get_terminal_size().columns - _WIDTH_OF_RESULTS if sys.stdout.isatty() else _WIDTH_OF_FILES
-    kept: list[str] = []
-    for key in ordered[:_MOST_KEYS]:
-        values = [len(str(run.config.get(key, _UNKNOWN))) for run in runs]
-        width -= max([len(key.rpartition(".")[2]), *(min(value, _WIDEST) for value in values)]) + 3
-        if width < 0 and kept:
-            break
-        kept.append(key)
-    return [key for key in differing if key in kept], [key for key in ordered if key not in kept]
+    return [key for key in differing if key in ordered[:_MOST_KEYS]], ordered[_MOST_KEYS:]
 
 
 def _matching(option: str, patterns: Sequence[str], names: Sequence[str]) -> list[str]:
@@ -258,13 +243,6 @@ def _results(run: Run, keys: list[str], metrics: list[str], metric: str, best: B
     last = {name: (values_of(run.rows, name) or [None])[-1] for name in (metric, *metrics)}
     row |= {"last": last.pop(metric), **last}
     return row | {"steps": run.steps}
-
-
-def _print_csv(rows: list[dict[str, Any]]) -> None:
-    writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
-    writer.writerow({name: escape(name, lines=False) for name in rows[0]})
-    for row in rows:
-        writer.writerow({k: escape(v, lines=False) if isinstance(v, str) else v for k, v in row.items()})
 
 
 def _rank(best: Best | None, mode: str) -> tuple[bool, float]:
@@ -320,13 +298,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--columns", type=_patterns, metavar="KEYS", help=keys)
     metrics = "further metrics, whose last values are shown, as patterns with commas between them, such as 'val/*'"
     parser.add_argument("--metrics", type=_patterns, default=[], metavar="NAMES", help=metrics)
-    style = parser.add_mutually_exclusive_group()
-    style.add_argument("--json", dest="style", action="store_const", const="json", help="print JSON")
-    style.add_argument("--csv", dest="style", action="store_const", const="csv", help="print comma-separated values")
-    parser.add_argument("--out", help="picture of the curves (default: compare.png, none with --json and --csv)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--out", help="picture of the curves (default: compare.png, none with --json)")
 
     def tool(args: argparse.Namespace) -> None:
-        compare_runs(args.runs, args.out, args.metric, args.columns, args.metrics, args.style or "table")
+        compare_runs(args.runs, args.out, args.metric, args.columns, args.metrics, args.json)
 
     return run_tool(parser, tool, argv)
 

@@ -60,13 +60,9 @@ def view(args: argparse.Namespace) -> None:
 
 def _check_out(out: str) -> None:
     """Check that the page can be written to the file `out`."""
-    if os.path.isdir(out):
-        raise UserError(f"--out={out}: is a directory; name a file")
     folder = os.path.dirname(out) or "."
-    if not os.path.isdir(folder):
-        raise UserError(f"--out={out}: there is no directory {folder}; create it, or name another file")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(f"{out}: you may not write in the directory {folder}; name another file with --out")
+    if os.path.isdir(out) or not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"--out={out}: cannot be written; name a file in a directory in which you may write")
 
 
 def _write_first(builder: Builder, out: str, refresh_s: float | None = None) -> None:
@@ -79,7 +75,7 @@ def _write_first(builder: Builder, out: str, refresh_s: float | None = None) -> 
 def _follow(builder: Builder, out: str, interval_s: float, seen: Any = None) -> None:
     """Write the page again when files have changed, until each run has reached its last step and has ended.
 
-    Wait for a run that was stopped or killed before: a scheduler or a person may start it again.
+    It waits for a run that was stopped or killed before: a scheduler or a person may start it again.
 
     Args:
         seen: the stamp of the files in the page; None: there is no page yet.
@@ -87,7 +83,6 @@ def _follow(builder: Builder, out: str, interval_s: float, seen: Any = None) -> 
     Raises:
         UserError: a file of a run is damaged or gone, and no job is there that could be changing it.
     """
-    stopped: set[str] = set()
     while True:
         held = _held(builder)  # before the files: then the page has all that a run without a holder has written
         try:
@@ -107,24 +102,7 @@ def _follow(builder: Builder, out: str, interval_s: float, seen: Any = None) -> 
                 reason = "every run has reached its last step" if is_known else "no job is running"
                 show(f"view: {out} is complete: {reason}")
                 return
-            stopped = _announce(builder, held, stopped)
         time.sleep(interval_s)
-
-
-def _announce(builder: Builder, held: set[str], stopped: set[str]) -> set[str]:
-    """Say which runs have stopped before their last step, and which continue. Return those that have stopped.
-
-    Args:
-        stopped: the runs of which it was said before.
-    """
-    for path in sorted(stopped & held):
-        show(f"{path}: continues")
-    waiting = [run for run in builder.progress if not run.is_complete and run.path not in held]
-    for run in waiting:
-        if run.path not in stopped:
-            where = f"stopped at step {run.step} of {run.total_steps}"
-            show(f"{run.path}: {where}; waiting for it to continue (Ctrl-C ends)")
-    return {run.path for run in waiting}
 
 
 def _held(builder: Builder) -> set[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from trainer.process.failure_log import INCIDENTS_FILE
 from trainer.process.log_setup import encodable
 from trainer.reports.compare import Run, differing_keys, find_runs, read_run
 from trainer.run.run_metadata import STARTS_FILE
-from trainer.view.episodes import StepData, StepFiles, find_steps, read_step
+from trainer.view.episodes import TRAINING, StepData, StepFiles, find_steps, read_step
 from trainer.view.page import pack, render
 from trainer.view.runs import describe_metrics, describe_run
 from trainer.view.vocabulary import Vocabulary, find_tokenizer
@@ -71,8 +71,7 @@ class Builder:
         self.paths = find_runs(list(paths))
         self.limits = limits
         self._packed: dict[StepFiles, tuple[Any, _Packed]] = {}
-        self._vocabularies: dict[str, Vocabulary] = {}  # of the last page, by the digests of their files
-        self._vocabularies_before: dict[str, Vocabulary] = {}
+        self._vocabularies: dict[str, Vocabulary] = {}  # by the digests of their files
         self.notes: list[str] = []
         """What the last page lacks, and why, for people."""
         self.progress: list[Progress] = []
@@ -105,7 +104,6 @@ class Builder:
     def page(self, refresh_s: float | None = None) -> str:
         """Return the page (see `write`)."""
         self.notes = []
-        self._vocabularies_before, self._vocabularies = self._vocabularies, {}
         runs = [read_run(path) for path in self.paths]
         self.progress = [Progress(run.path, run.steps, run.task.total_steps) for run in runs]
         chunks: dict[str, str] = {}
@@ -113,7 +111,6 @@ class Builder:
         for number, (run, name) in enumerate(zip(runs, _names(self.paths), strict=True)):
             steps, vocabulary = self._episodes(run, number, name, chunks)
             described.append(describe_run(run, name) | {"steps": steps, "vocabulary": vocabulary})
-        self._vocabularies_before = {}
         data = {
             "runs": described,
             "metrics": describe_metrics(runs),
@@ -131,13 +128,14 @@ class Builder:
             for one in find_steps(run.path)
             if limits.first <= one.step and (limits.last is None or one.step <= limits.last)
         ]
+        vocabulary = self._vocabulary_of(run, name) if any(files.split == TRAINING for files in found) else None
         kept: list[_Packed] = []
         episodes = tokens = left_out = 0
         for files in _spread(found):
             if kept and (episodes >= limits.episodes or tokens >= limits.tokens):
                 left_out += 1
                 continue
-            packed = self._pack(files, limits.episodes - episodes)
+            packed = self._pack(files, limits.episodes - episodes, vocabulary)
             if packed is None:
                 continue
             kept.append(packed)
@@ -163,17 +161,20 @@ class Builder:
                     step[part] = f"{key}-{part}"
                     chunks[step[part]] = text
             steps.append(step)
-        ids = sorted(frozenset().union(*(one.data.token_ids for one in kept))) if kept else []
-        return steps, self._add_vocabulary(run, number, name, ids, chunks) if ids else None
+        texts = vocabulary.texts(sorted({token for one in kept for token in one.data.token_ids})) if vocabulary else {}
+        if not texts.get("ids"):
+            return steps, None
+        chunks[f"v{number}"] = pack(texts)
+        return steps, f"v{number}"
 
-    def _pack(self, files: StepFiles, most_episodes: int) -> _Packed | None:
+    def _pack(self, files: StepFiles, most_episodes: int, vocabulary: Vocabulary | None) -> _Packed | None:
         """Return the episodes of a step; None: its files are gone or damaged."""
         stamp = files.stamp()
         known = self._packed.get(files)
         if known is not None and known[0] == stamp and known[1].data.count <= most_episodes:
             return known[1]
         try:
-            data = read_step(files, most_episodes)
+            data = read_step(files, most_episodes, *([vocabulary.decode] if vocabulary else []))
         except (ValueError, OSError) as error:
             self.notes.append(f"the episodes of step {files.step} cannot be read ({error})")
             return None
@@ -190,45 +191,35 @@ class Builder:
         for files in [one for one in self._packed if one not in kept and one.paths[0].startswith(path + os.sep)]:
             del self._packed[files]
 
-    def _add_vocabulary(
-        self, run: Run, number: int, name: str, ids: Sequence[int], chunks: dict[str, str]
-    ) -> str | None:
+    def _vocabulary_of(self, run: Run, name: str) -> Vocabulary:
+        """Return the vocabulary of a run; an empty one, with a note, if there is none."""
         path = find_tokenizer(run.path, run.config.get("model.path"))
-        vocabulary = Vocabulary(None)
-        if path is None:
+        try:
+            if path is not None:
+                return self._vocabulary(path)
             self.notes.append(f"{name}: no tokenizer is on this machine, so tokens are shown by their numbers")
-        else:
-            try:
-                vocabulary = self._vocabulary(path)
-            except (ValueError, OSError) as error:
-                self.notes.append(f"{name}: its tokenizer cannot be read ({error})")
-        texts = vocabulary.texts(ids)
-        if not texts["ids"]:
-            return None
-        chunks[f"v{number}"] = pack(texts)
-        return f"v{number}"
+        except (ValueError, OSError) as error:
+            self.notes.append(f"{name}: its tokenizer cannot be read ({error})")
+        return Vocabulary(None)
 
     def _vocabulary(self, path: str) -> Vocabulary:
-        """Return the vocabulary in a file. The one of the last page is kept: each checkpoint has the same."""
+        """Return the vocabulary in a file: each checkpoint has the same."""
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest not in self._vocabularies:
-            self._vocabularies[digest] = self._vocabularies_before.get(digest) or Vocabulary(path)
+            self._vocabularies[digest] = Vocabulary(path)
         return self._vocabularies[digest]
 
 
-def _spread(steps: Sequence[StepFiles]) -> Iterator[StepFiles]:
-    """Yield the last step, the first one, the middle one, and so on: so many as one takes, they are spread evenly."""
-    order = sorted(range(len(steps)), key=lambda i: steps[i].step)
-    yielded: set[int] = set()
+def _spread(steps: Sequence[StepFiles]) -> list[StepFiles]:
+    """Return the last step, the first one, the middle one, and so on: so many as one takes, they are spread evenly."""
+    order = sorted(steps, key=lambda one: one.step)
+    found: dict[StepFiles, None] = {}
     parts = 1
-    while len(yielded) < len(order):
-        for part in range(parts, -1, -1):
-            index = order[round(part * (len(order) - 1) / parts)]
-            if index not in yielded:
-                yielded.add(index)
-                yield steps[index]
+    while len(found) < len(order):
+        found |= dict.fromkeys(order[round(part * (len(order) - 1) / parts)] for part in range(parts, -1, -1))
         parts *= 2
+    return list(found)
 
 
 def _names(paths: Sequence[str]) -> list[str]:

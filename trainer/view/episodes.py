@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -90,10 +90,16 @@ def find_steps(run_dir: str) -> list[StepFiles]:
     return sorted([*found.values(), *evaluated], key=lambda one: (one.split, one.step))
 
 
-def read_step(files: StepFiles, most_episodes: int | None = None) -> StepData:
+def read_step(
+    files: StepFiles, most_episodes: int | None = None, decode: Callable[[list[int]], str | None] = lambda ids: None
+) -> StepData:
     """Return the episodes of one step, whole groups of them up to `most_episodes`.
 
     A file of the journal that disappears meanwhile is left out.
+
+    Args:
+        decode: returns the text of tokens. The journal has the messages from which a prompt was rendered, and a chat
+            template may leave out some of these: the page shows the prompt that the policy saw.
 
     Raises:
         ValueError: a file is damaged.
@@ -107,10 +113,23 @@ def read_step(files: StepFiles, most_episodes: int | None = None) -> StepData:
         return data
     episodes = _read_episodes(files)
     kept = _whole_groups(episodes, most_episodes)
+    if files.origin == "journal":
+        kept = [(_as_seen(episode, decode), scores) for episode, scores in kept]
     data = StepData(files, _rows(kept), _texts([episode.messages for episode, _ in kept]))
     data.tokens, data.token_ids, data.num_tokens = pack_tokens(kept)
     data.left_out = len(episodes) - len(kept)
     return data
+
+
+def _as_seen(episode: Episode, decode: Callable[[list[int]], str | None]) -> Episode:
+    """Return an episode whose conversation begins with the decoded tokens of its prompt, if they can be decoded."""
+    if not episode.messages or not episode.samples or not (episode.samples[0].mask > 0).any():
+        return episode
+    first = episode.samples[0]
+    text = decode(first.token_ids[: np.argmax(first.mask > 0)].tolist())
+    if text is None:
+        return episode
+    return replace(episode, messages=[{"role": "prompt", "content": text}, *episode.split_messages()[1]])
 
 
 def _status(path: str) -> os.stat_result | None:
@@ -245,7 +264,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def _read_lines(files: StepFiles) -> StepData:
-    """Return the episodes of a validation. Its files have no tokens. 0.2.0 wrote no failures and no metrics."""
+    """Return the episodes of a validation. Its files have no tokens."""
     names = ("uid", "group", "reward", "terms", "status", "failure", "turns", "length", "advantage", "answer")
     rows: dict[str, list[Any]] = {name: [] for name in (*names, "source", "metrics", "versions", "preview")}
     conversations = []

@@ -50,6 +50,10 @@ class Vocabulary:
                 raise
             raise ValueError(f"{path}: {error}") from error
 
+    def decode(self, ids: Iterable[int]) -> str | None:
+        """Return the text of tokens, with its special tokens; None: it is not known."""
+        return None if self._tokenizer is None else self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
     def texts(self, ids: Iterable[int]) -> dict[str, list[Any]]:
         """Return the tokens with a known text: `ids`, and `texts`.
 

@@ -9,12 +9,15 @@ import pytest
 from trainer.config import LoggerConfig, compose
 from trainer.config.fields import resume_rules, walk_keys
 from trainer.errors import UserError
+from trainer.metrics.sinks import group_of
 
 
 def test_a_run_has_its_name_in_wandb_and_no_group_outside_of_a_sweep():
-    wandb = compose(["trainer.run_name=mine"]).logger.wandb
-    assert (wandb.name, wandb.group, wandb.mode) == ("mine", None, "off")
-    assert compose(["trainer.run_name=mine", "logger.wandb.name=other"]).logger.wandb.name == "other"
+    cfg = compose(["trainer.run_name=mine"])
+    assert (cfg.logger.name, cfg.logger.project, cfg.logger.wandb.mode) == ("mine", "trainer", "off")
+    assert group_of(cfg.logger, {"trainer": {"run_name": "mine"}}) is None
+    assert group_of(LoggerConfig(name="mine-lr=1"), {"trainer": {"run_name": "mine"}}) == "mine"
+    assert compose(["trainer.run_name=mine", "logger.name=other"]).logger.name == "other"
 
 
 @pytest.mark.parametrize("section", ["mlflow", "trackio"])

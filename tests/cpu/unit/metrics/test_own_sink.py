@@ -10,6 +10,7 @@ from trainer.config import LoggerConfig, SinkConfig, compose
 from trainer.errors import UserError
 from trainer.main import prepare
 from trainer.metrics.own_sink import find_sink
+from trainer.metrics.samples import Transcript
 from trainer.metrics.tracker import Tracker, read_metrics
 
 CODE = """
@@ -22,29 +23,32 @@ class Own:
             raise ValueError("no route to the service")
         self.fails_at = fails_at
 
-    def begin(self, rows, step):
-        CALLS.append(("begin", [row["step"] for row in rows], step))
+    def start(self, rows, step):
+        CALLS.append(("start", [row["step"] for row in rows], step))
 
-    def log(self, step, values, samples):
+    def log(self, step, values):
         if step == self.fails_at:
             raise ConnectionError("the service is gone")
         CALLS.append(("log", step, values["reward/mean"]))
 
-    def close(self, exit_code):
-        CALLS.append(("close", exit_code))
+    def samples(self, step, samples):
+        CALLS.append(("samples", step, [*samples]))
+
+    def end(self, exit_code):
+        CALLS.append(("end", exit_code))
 
 
 class Half:
-    def log(self, step, values, samples): ...
-    def begin(self, rows, step): ...
-
-
-class WithoutSamples(Own):
     def log(self, step, values): ...
+    def start(self, rows, step): ...
+
+
+class WithoutStep(Own):
+    def log(self, values): ...
 
 
 class Async(Own):
-    async def log(self, step, values, samples): ...
+    async def log(self, step, values): ...
 """
 
 
@@ -67,16 +71,16 @@ def test_a_sink_gets_each_step_and_at_a_restart_those_that_count(tmp_path, calls
     first = tracker(tmp_path)
     first.rewind(-1)
     for step in (1, 2, 3):
-        first.log(step, {"reward/mean": step / 4})
+        samples = {"validation": [Transcript("val:7", 0, [], [], "2", 0.5)]} if step == 3 else {}
+        first.log(step, {"reward/mean": step / 4}, samples)
     first.close(1)
     again = tracker(tmp_path)
     again.rewind(2)
     again.log(3, {"reward/mean": 0.75})
     again.close()
     logged = [("log", step, step / 4) for step in (1, 2, 3)]
-    assert calls == [
-        ("begin", [], -1), *logged, ("close", 1), ("begin", [1, 2], 2), logged[-1], ("close", 0),
-    ]  # fmt: skip
+    assert calls[:4] == [("start", [], -1), *logged[:2], ("samples", 3, ["validation"])]
+    assert calls[4:] == [logged[2], ("end", 1), ("start", [1, 2], 2), logged[2], ("end", 0)]
 
 
 def test_a_sink_that_fails_is_left_out_until_the_next_start(tmp_path, calls, caplog):
@@ -85,11 +89,11 @@ def test_a_sink_that_fails_is_left_out_until_the_next_start(tmp_path, calls, cap
     for step in (1, 2, 3):
         one.log(step, {"reward/mean": step / 4})
     one.close()
-    assert calls == [("begin", [], -1), ("log", 1, 0.25)]
+    assert calls == [("start", [], -1), ("log", 1, 0.25)]
     assert [row["step"] for row in read_metrics(str(tmp_path / "run/metrics.jsonl"))] == [1, 2, 3]
     (warning,) = [record.getMessage() for record in caplog.records]
-    assert "ConnectionError: the service is gone" in warning and "own_service.py:16, in log" in warning
-    assert warning.endswith("it gets no more steps; metrics.jsonl has them all")
+    assert warning.startswith("OwnSink gets no more steps (logger.sink.name=own_service:Own: ConnectionError: ")
+    assert "own_service.py:16, in log" in warning and warning.endswith("; metrics.jsonl has them all")
 
 
 def test_a_sink_that_cannot_be_built_ends_the_first_start_alone(tmp_path, calls, caplog):
@@ -103,33 +107,21 @@ def test_a_sink_that_cannot_be_built_ends_the_first_start_alone(tmp_path, calls,
     resumed.rewind(1)
     resumed.log(2, {"reward/mean": 0.5})
     resumed.close()
-    assert "no route to the service" in caplog.text and calls[-1] == ("close", 0)
+    assert "no route to the service" in caplog.text and calls[-1] == ("end", 0)
 
 
-@pytest.mark.parametrize(
-    "name, kwargs, problem",
-    [
-        ("own_service:Half", {}, "has no method close; it needs begin, log and close"),
-        ("own_service:WithoutSamples", {}, "log: too many positional arguments; it gets step, values, samples"),
+def test_a_sink_that_cannot_work_is_refused_before_anything_starts(tmp_path, calls):
+    for name, kwargs, problem in (
+        ("own_service:Half", {}, "has no method samples; it needs start, log, samples and end"),
+        ("own_service:WithoutStep", {}, "log: too many positional arguments; it gets step, values"),
         ("own_service:Async", {}, "log is async, and nothing awaits it; put what takes long on a thread"),
         ("own_service:Own", {"url": 1}, "got an unexpected keyword argument 'url'"),
         ("own_service:Owm", {}, "own_service has no class Owm"),
         ("own_servce:Own", {}, "cannot be imported"),
-    ],
-)
-def test_a_sink_that_cannot_work_is_refused_before_anything_starts(calls, name, kwargs, problem):
-    with pytest.raises(UserError, match="logger.sink") as refused:
-        find_sink(SinkConfig(name=name, kwargs=kwargs))
-    assert problem in str(refused.value)
-
-
-def test_a_job_looks_for_the_sink_first(tmp_path, calls):
+    ):
+        with pytest.raises(UserError, match="logger.sink") as refused:
+            find_sink(SinkConfig(name=name, kwargs=kwargs))
+        assert problem in str(refused.value)
     with pytest.raises(UserError, match="own_service has no class Other"):
         prepare(compose([f"trainer.run_dir={tmp_path}/run", "logger.sink.name=own_service:Other"]))
     assert not (tmp_path / "run").exists()
-
-
-def test_the_warm_start_does_not_send_its_metrics():
-    cfg = compose(["logger.sink.name=own_service:Own", "+logger.sink.kwargs.fails_at=2"])
-    assert cfg.logger.sink.kwargs == {"fails_at": 2}
-    assert cfg.logger.without_services().sink.name is None

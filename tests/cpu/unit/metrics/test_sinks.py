@@ -67,7 +67,8 @@ def test_a_full_disk_ends_tensorboard_and_not_the_run(tmp_path, caplog):
         tracker.log(4, {"reward/mean": 1.0})
         tracker.close()
         assert len(Path(directory, "metrics.jsonl").read_text().splitlines()) == 4
-    assert caplog.messages == ["TensorBoard gets no more steps (No space left on device); metrics.jsonl has them all"]
+    (message,) = (message for message in caplog.messages if "gets no more steps" in message)
+    assert message.startswith("TensorBoard gets no more steps (") and message.endswith("); metrics.jsonl has them all")
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -81,9 +82,9 @@ from trainer.metrics.samples import Transcript
 from trainer.metrics.tracker import Tracker
 
 run_dir, mode, run_id, rewind, first, last = sys.argv[1], sys.argv[2], sys.argv[3], *map(int, sys.argv[4:7])
-named = {"name": "a name", "group": "a group", "tags": ["one", "two"], "notes": "some notes"}
-logger = LoggerConfig(wandb=WandbConfig(mode=mode, **named))
-tracker = Tracker(run_dir, logger, {"seed": 1}, {"wandb_run_id": run_id} if run_id else None)
+logger = LoggerConfig(wandb=WandbConfig(mode=mode), name="a name")
+config = {"trainer": {"run_name": "a group"}}
+tracker = Tracker(run_dir, logger, config, {"wandb_run_id": run_id} if run_id else None)
 if rewind >= 0:
     tracker.rewind(rewind)
 sample = Transcript("val:7", 0, [], [{"role": "assistant", "content": "two\\x1b"}], "2", 0.5, {"exact": 0.5})
@@ -152,9 +153,7 @@ def test_wandb_offline_keeps_the_run_and_loses_no_step_to_a_kill(tmp_path, liste
     with pytest.raises(BlockingIOError):
         listener.accept()  # no process has connected
     (run, *_) = [record.run for record in wandb_records(newest / f"run-{run_id}.wandb") if record.HasField("run")]
-    assert (run.display_name, run.run_group, list(run.tags), run.notes) == (
-        "a name", "a group", ["one", "two"], "some notes"
-    )  # fmt: skip
+    assert (run.display_name, run.run_group, run.project) == ("a name", "a group", "trainer")
     assert "reward/mean" not in resumed.stdout + resumed.stderr, "W&B prints no table of metrics"
     kept = [file.read_bytes() for file in (run_dir / "wandb").rglob("*") if file.is_file()]
     assert kept and not any(b"hush" in content for content in kept)
@@ -183,8 +182,7 @@ root = Path(sys.argv[1])
 def config(name="run", seed=0):
     cfg = toy_config(root / name, total_steps=6, ckpt_interval=2)
     cfg.logger.mlflow.enabled = cfg.logger.trackio.enabled = True
-    cfg.logger.mlflow.name = cfg.logger.trackio.name = "mine"
-    cfg.logger.mlflow.uri = f"sqlite:///{root}/mlflow.db"
+    cfg.logger.name = "mine"
     cfg.trainer.seed += seed
     if name == "fork":
         cfg.trainer.resume_mode = "from_path"
@@ -210,7 +208,7 @@ for _ in range(2):
 rows = read_metrics(str(root / "run" / "metrics.jsonl"))
 
 from mlflow.tracking import MlflowClient
-client = MlflowClient(tracking_uri=config().logger.mlflow.uri)
+client = MlflowClient()
 history = {name: [[m.step, m.value] for m in client.get_metric_history(ids["mlflow_run_id"], name)]
            for name in ("policy/loss", "sft/loss") if any(name in row for row in rows)}
 experiment = client.get_experiment_by_name("trainer").experiment_id
@@ -227,12 +225,12 @@ def test_a_trainer_that_is_killed_and_resumed_continues_its_runs_of_services(tmp
     """Before its first checkpoint too. A fork and a start with another seed have runs of their own."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_", "TRACKIO_", "HF_"))}
     own = {"HOME": str(tmp_path), "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
+    own["MLFLOW_TRACKING_URI"] = f"sqlite:///{tmp_path}/mlflow.db"
     done = run_python(TRAINER_RUN, str(tmp_path), env=kept | own)
     assert done.returncode == 0, done.stderr
-    assert "MLflow has other numbers" not in done.stderr, "steps that are trained again have the same"
     rows, runs, history, logs = json.loads(done.stdout.splitlines()[-1])
     assert [row["step"] for row in rows] == list(range(1, 7))
-    assert sorted(runs) == [[False, "FINISHED"], [False, "KILLED"], [True, "FINISHED"]], "of fork, other seed, run"
+    assert sorted(runs) == [[False, "FINISHED"], [False, "FINISHED"], [True, "FINISHED"]], "of fork, other seed, run"
     for name, values in history.items():
         assert values == [[row["step"], row[name]] for row in rows], name
     logged = [one for one in logs.values() if len(one) > 2]

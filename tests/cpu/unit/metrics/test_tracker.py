@@ -21,12 +21,6 @@ from trainer.metrics.tracker import Tracker, read_metrics
 from trainer.reports.report import write_report
 
 
-def test_lines_of_earlier_versions_are_read_under_the_names_of_today(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "perf/tokens_shared": 0.5, "rollout/corrected_frac": null}\n')
-    assert read_metrics(str(path)) == [{"step": 1, "perf/prefix_reuse_frac": 0.5, "rollout_is/clip_frac": None}]
-
-
 def test_a_line_has_the_step_then_sorted_names_and_valid_json(tmp_path):
     tracker = make_tracker(tmp_path)
     tracker.log(0, {"val/accuracy": 0.5})

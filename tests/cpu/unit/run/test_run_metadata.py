@@ -46,7 +46,7 @@ def test_secrets_are_not_written(tmp_path, monkeypatch):
     ]
     monkeypatch.setattr(sys, "orig_argv", arguments)
     config = Config()
-    config.logger.wandb.entity = "0123456789abcdef"
+    config.logger.project = "0123456789abcdef"
     config.environment.kwargs = {"api_key": "0123456789abcdef", "authorization": "Bearer xyz", "password": 4711, "n": 1}
     record_start(str(tmp_path), config)
     start = json.loads((tmp_path / "starts.jsonl").read_text())

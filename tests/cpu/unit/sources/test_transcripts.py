@@ -22,7 +22,7 @@ EPISODES = [Episode(f"0:{i}:1", f"0:{i}", [SAMPLE], float(i), messages=CHAT, ans
 
 
 @pytest.mark.parametrize("val_interval", [-1, 1])
-def test_some_episodes_are_shown_every_few_steps(tmp_path, caplog, val_interval):
+def test_some_episodes_are_shown_every_tenth_step(tmp_path, caplog, val_interval):
     """On the terminal, too, if there is no validation to show. A resumed run samples the same ones."""
     cfg = configured(tmp_path, val_interval=val_interval)
     cfg.logger.samples = 2
@@ -54,8 +54,8 @@ def test_episodes_without_messages_have_no_transcripts(tmp_path):
     cfg = configured(tmp_path)
     cfg.logger.save_rollouts = True
     log = TranscriptLog(cfg, lambda: None)
-    log.add_step(1, [Episode("0:0:0", "0:0", [SAMPLE])])
-    assert log.pop(1) == {} and not (tmp_path / "rollouts").exists()
+    log.add_step(10, [Episode("0:0:0", "0:0", [SAMPLE])])
+    assert log.pop(10) == {} and not (tmp_path / "rollouts").exists()
 
 
 def test_a_transcript_has_the_whole_episode(tmp_path):
@@ -107,11 +107,11 @@ def test_a_prompt_is_shown_as_the_policy_saw_it(tmp_path, caplog, tokenizer):
     sample = Sample(tokens, mask, np.zeros(len(tokens), np.float32), (1, 1))
     episodes = [Episode(f"0:1:{i}", "0:1", [sample], 1.0, messages=chat) for i in range(2)]
     log = TranscriptLog(cfg, lambda: None, tokenizer)
-    log.add_step(1, episodes)
-    log.add_evaluation(1, Evaluation({}, greedy=episodes[:1]))
+    log.add_step(10, episodes)
+    log.add_evaluation(10, Evaluation({}, greedy=episodes[:1]))
     prompt = [{"role": "prompt", "content": "<|user|>seen<|assistant|>"}]
-    assert [(row["prompt"], row["completion"]) for row in rollouts_of(tmp_path, 1)] == 2 * [(prompt, chat[-1:])]
-    [line] = (tmp_path / "validation/step_1.jsonl").read_text().splitlines()
+    assert [(row["prompt"], row["completion"]) for row in rollouts_of(tmp_path, 10)] == 2 * [(prompt, chat[-1:])]
+    [line] = (tmp_path / "validation/step_10.jsonl").read_text().splitlines()
     assert json.loads(line)["prompt"] == prompt
     assert "<|user|>seen<|assistant|>" in caplog.text and "meant" not in caplog.text
 

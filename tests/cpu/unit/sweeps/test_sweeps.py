@@ -31,7 +31,7 @@ def job(cfg):
     with open("jobs", "a") as file:
         file.write(json.dumps([lr, cfg.trainer.run_dir]) + "\\n")
     with open("groups", "a") as file:
-        file.write(f"{cfg.logger.wandb.group} {cfg.logger.wandb.name}\\n")
+        file.write(f"{cfg.trainer.run_name} {cfg.logger.name}\\n")
     if os.path.exists("kill") and len(open("jobs").readlines()) == int(open("kill").read()):
         os.kill(os.getpid(), signal.SIGKILL)
     if seed == 2:
@@ -239,7 +239,7 @@ def test_a_trial_whose_accuracy_is_0_says_that_optuna_cannot_use_it(tmp_path):
 
 def test_a_directory_name_is_cut_to_what_a_file_system_takes(tmp_path):
     names = ",".join("x" * 150 + end for end in "ab")
-    done = sweep(tmp_path, f"logger.wandb.project={names}", f"logger.wandb.entity={names}")
+    done = sweep(tmp_path, f"logger.project={names}", f"logger.name={names}")
     assert done.returncode == 0, done.stderr
     paths = {Path(path).name for _, path in jobs(tmp_path)}
     assert len(paths) == 4 and all(len(path) <= 200 for path in paths)

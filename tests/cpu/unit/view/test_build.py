@@ -126,9 +126,9 @@ def test_a_store_that_cannot_be_reached_leaves_the_page_whole(tmp_path):
     [
         (["nowhere"], "nowhere: no such directory"),
         (["empty"], "empty: is no run directory; it has no metrics.jsonl"),
-        (["run", "--out=run"], "--out=run: is a directory; name a file"),
-        (["run", "--out=nowhere/x.html"], "--out=nowhere/x.html: there is no directory nowhere; create it"),
-        (["run", "--out=run/metrics.jsonl/x.html", "--follow"], "there is no directory run/metrics.jsonl; create it"),
+        (["run", "--out=run"], "--out=run: cannot be written; name a file in a directory"),
+        (["run", "--out=nowhere/x.html"], "--out=nowhere/x.html: cannot be written"),
+        (["run", "--out=run/metrics.jsonl/x.html", "--follow"], "cannot be written"),
     ],
 )
 def test_bad_input_gets_one_sentence(tmp_path, monkeypatch, capsys, words, message):
@@ -149,7 +149,7 @@ def test_a_directory_that_others_own_is_named(tmp_path):
     command = [*as_others, sys.executable, "-m", "trainer", "view", str(run)]
     done = subprocess.run(command, capture_output=True, text=True)
     run.chmod(0o755)
-    said = f"error: {run}/view.html: you may not write in the directory {run}; name another file with --out\n"
+    said = f"error: --out={run}/view.html: cannot be written; name a file in a directory in which you may write\n"
     assert (done.returncode, done.stderr) == (2, said)
 
 
@@ -284,19 +284,14 @@ def test_a_killed_run_is_followed_when_it_continues(tmp_path, capsys):
             until(out.exists)
         finally:
             job.kill()
-    waits = f"{run}: stopped at step 2 of 4; waiting for it to continue (Ctrl-C ends)\n"
-    until(lambda: says(waits))
     shutil.rmtree(run / "checkpoints/global_step_1")  # files that change while the run is stopped get a new page
     until(lambda: "global_step_1" not in str(data_of(out.read_text())["runs"][0]["marks"][2:]))
     assert data_of(out.read_text())["refresh_s"] == 0.1
     with RunLock(str(run), 60) as lock:
         lock.acquire()
-        until(lambda: says(f"{run}: continues\n"))
         with open(run / "metrics.jsonl", "a") as file:
             file.write('{"step": 3, "reward/mean": 1.0}\n')
         until(lambda: steps() == [1, 2, 3])
-    again = f"{run}: stopped at step 3 of 4; waiting for it to continue (Ctrl-C ends)\n"
-    until(lambda: says(again))
     with RunLock(str(run), 60) as lock:
         lock.acquire()
         with open(run / "metrics.jsonl", "a") as file:
@@ -304,7 +299,6 @@ def test_a_killed_run_is_followed_when_it_continues(tmp_path, capsys):
     thread.join(120)
     assert steps() == [1, 2, 3, 4] and data_of(out.read_text())["refresh_s"] is None
     assert says("is complete: every run has reached its last step")
-    assert said.count(waits) == said.count(again) == 1 and f"{other}:" not in said
 
 
 def test_a_run_that_is_deleted_is_waited_for_no_more(tmp_path, capsys):
@@ -329,7 +323,6 @@ def test_an_interrupt_ends_following_with_a_sentence(tmp_path):
         try:
             assert process.stdout is not None
             assert process.stdout.readline().startswith(f"view: {run}/view.html (")
-            assert process.stdout.readline().startswith(f"{run}: stopped at step 2 of 4; waiting")
             assert data_of((run / "view.html").read_text())["refresh_s"] == 0.1
             process.send_signal(signal.SIGINT)
             said, errors = process.communicate(timeout=120)

@@ -105,6 +105,10 @@ def test_the_journal_serves_where_no_rollouts_are_kept(tmp_path):
     assert (files.step, files.origin) == (4, "journal")
     data = read_step(files)
     assert sorted(data.rows["preview"]) == ["first 1", "kept 0", "kept 1", "new 0", "new 1", "then 0"]
+    assert data.texts["messages"][0][0] == "user", "without a tokenizer, the messages that were meant"
+    seen = read_step(files, None, lambda ids: f"decoded {len(ids)}")
+    assert {seen.texts["messages"][first][0] for first, *_ in seen.texts["episodes"]} == {"prompt"}
+    assert any(text.startswith("decoded ") for _, text, _ in seen.texts["messages"])
     os.remove(files.paths[0])  # by a commit of the running job
     assert read_step(files).count in (3, 5)
 
