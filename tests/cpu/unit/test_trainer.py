@@ -131,7 +131,7 @@ def test_a_resumed_run_advises_about_what_began_before_it_and_not_again(tmp_path
 
     assert notes(2) == []
     (text,) = notes(4)
-    assert text.startswith("NOTE: since step 1, more than half of the completions have been cut off")
+    assert text.startswith("NOTE: since step 1, response_length/clip_ratio is above 0.5: ")
     assert notes(8) == []
 
 

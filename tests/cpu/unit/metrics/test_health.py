@@ -17,7 +17,7 @@ def test_an_advisory_is_logged_once_as_a_note(caplog):
     check = checks()
     assert [check.update(step, cut) for step in range(1, 10)] == [None] * 9
     (line,) = caplog.messages
-    assert line.startswith("NOTE: since step 1, more than half of the completions have been cut off")
+    assert line.startswith("NOTE: since step 1, response_length/clip_ratio is above 0.5: ")
 
 
 def test_a_resumed_run_repeats_no_advisory_and_counts_the_steps_before(caplog):

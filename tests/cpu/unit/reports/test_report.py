@@ -122,7 +122,10 @@ def test_the_report_says_which_advisories_hold_at_the_end(tmp_path):
     over = rows + [step_metrics(step) | {"response_length/clip_ratio": 0.1} for step in range(6, 12)]
     lines = [{"step": step, **row} for step, row in enumerate(over, start=1)]
     text = " ".join(_notes(lines[:5], {}, columns=3))
-    assert text.startswith("NOTE: since step 1, more than half of the completions") and len(_notes(lines, {}, 3)) == 0
+    assert (
+        text.startswith("NOTE: since step 1, response_length/clip_ratio is above 0.5: ")
+        and len(_notes(lines, {}, 3)) == 0
+    )
     assert max(map(len, _notes(lines[:5], {}, columns=1))) <= 70 < len(text)
     plain = [row | {"response_length/clip_ratio": 0.1} for row in rows]
     quiet, noted = report_of(tmp_path / "a" / "run", plain), report_of(tmp_path / "b" / "run", rows)
