@@ -41,6 +41,7 @@ from trainer.generation.server_engine import servers_join_exactly, silent_server
 from trainer.generation.weight_sync import SharedMemory
 from trainer.inference.backend import _environment, _mapped_segments
 from trainer.inference.gateway import _is_here, is_loopback
+from trainer.inference.lease import InUseError, Lease, RefusedError
 from trainer.inference.server import check, listen
 from trainer.inference.vllm_server import arguments, write_chat_template, write_generation_config
 from trainer.models.tiny import build_tiny
@@ -172,9 +173,6 @@ def test_one_job_uses_a_server(server, weights):
             with pytest.raises(UserError, match=r"has been taken by a newer start of this run \(start 2\)"):
                 with engine(server.url, job("a", 1)):
                     pass
-            with pytest.raises(UserError, match="is in rollout.urls twice, under two names"):
-                with engine(server.url, job("a", 2, engine=1)):
-                    pass
             with pytest.raises(WorkerError, match="is in use by run a 2, another copy of this run, until that has"):
                 with engine(server.url, copied(job("a", 2)), server_timeout_s=1):
                     pass
@@ -183,6 +181,30 @@ def test_one_job_uses_a_server(server, weights):
             with engine(server.url, job("b")), pytest.raises(UserError, match="this job has lost it"):
                 second.set_version(1)
     assert server.status()["job"] is None
+
+
+def test_a_lease_ends_with_its_job_or_its_time():
+    now = [0.0]
+    lease = Lease(5.0, lambda: now[0])
+    first, second = job("a", 1).of_process(0), job("a", 2).of_process(0)
+    assert lease.take(first) and not lease.take(first) and lease.take(second)
+    with pytest.raises(RefusedError, match="is in rollout.urls twice, under two names"):
+        lease.take(dataclasses.replace(second, owner="other", engine=1))
+    with pytest.raises(InUseError, match="is in use by run a 2, another copy of this run"):
+        lease.take(copied(second))
+    now[0] = 4.0
+    lease.renew(second.owner)
+    now[0] = 8.0
+    with pytest.raises(RefusedError, match="is in use by run a 2; choose another server, or end that job and wait 1 s"):
+        lease.take(job("b"))
+    now[0] = 9.0
+    assert lease.take(other := job("b"))
+    with pytest.raises(RefusedError, match="has been taken by run b 1"):
+        lease.renew(second.owner)
+    lease.release(other.owner)
+    with pytest.raises(LookupError, match="has lost it"):
+        lease.take(other)
+    assert lease.job is None and lease.take(job("c"))
 
 
 def test_a_new_process_of_a_job_takes_the_server_and_what_has_left_does_not_come_back(server, weights, expected):
