@@ -16,7 +16,7 @@ READ = (
     *(f"trainer.{name}_timeout_s" for name in ("placement", "heartbeat", "node", "rpc", "hang")),
     *(f"trainer.{name}" for name in ("excluded_nodes", "max_restarts", "restart_window_minutes")),
     *(f"trainer.{name}" for name in ("profile", "verify_checkpoint", "lock_lease_s", "policy.lora.*")),
-    *(f"model.{name}" for name in ("path", "cache_dir", "check", "trust_remote_code", "chat_template*", "renderer")),
+    *(f"model.{name}" for name in ("path", "cache_dir", "check", "trust_remote_code", "chat_template*")),
     *("model.tool_format", "reward.*", "environment.*"),
     *(
         f"data.{name}"
