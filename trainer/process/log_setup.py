@@ -129,7 +129,7 @@ class LogFile(logging.Handler):
     def open(self, path: str) -> None:
         """Write to the file at `path`, starting with the lines that wait.
 
-        Does nothing if a file is open: a run inside another run writes to the log of the outer run.
+        Does nothing if a file is open: the start of the run may have been recorded early.
         """
         if not self.is_used or self._file is not None:
             return

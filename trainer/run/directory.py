@@ -117,7 +117,8 @@ class RunDirectory:
             with stage("looking for a checkpoint to resume from"):
                 self.locks.acquire(wait)
                 self._cut_torn_lines()
-                LOG_FILE.open(os.path.join(self.cfg.trainer.run_dir, LOG_NAME))
+                if not wait:  # what a warm start says belongs to the run that waits for it
+                    LOG_FILE.open(os.path.join(self.cfg.trainer.run_dir, LOG_NAME))
                 self.checkpoints.clean_up()
                 self._restore_run_files()
                 if self.checkpoints.store.keeps_record:
