@@ -106,7 +106,7 @@ class RunDirectory:
         """Take the locks, remove what a killed run has left, and find the checkpoint to resume from.
 
         Args:
-            wait: if another job runs here, wait for its end. Then a missing checkpoint is not logged.
+            wait: it is a warm start: if another job runs here, wait for its end. A missing checkpoint is not logged.
 
         Raises:
             UserError: another job runs here; the directory holds a run but `trainer.resume_mode` is not set;
