@@ -4,7 +4,8 @@ for word in "$@"; do
   case "${word%%=*}" in
     algorithm* | rollout* | reward* | environment* | inference* | plan* | data.val_sets*) ;;
     data.curriculum | data.mix.*.curriculum) ;;
-    trainer.policy.optimizer* | trainer.critic* | trainer.reference*) ;;
+    trainer.policy.optimizer.lr | trainer.policy.optimizer.scheduler | trainer.policy.optimizer.*_steps) ;;
+    trainer.critic*) ;;
     trainer.*_batch_size | trainer.update_epochs | trainer.total_steps | trainer.val_before_train) ;;
     *) supervised_words+=("$word") ;;
   esac

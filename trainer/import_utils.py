@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import importlib
 import importlib.metadata
@@ -54,7 +55,9 @@ def import_function(path: str, key: str, known: Iterable[str] = ()) -> Callable[
     try:
         with importing(), user_code(f"{key}={path}: cannot be imported ({{}})"):
             module = importlib.import_module(module_name)
-            names = [name for name in dir(module) if not name.startswith("_") and callable(getattr(module, name, None))]
+            names = [
+                name for name in dir(module) if not name.startswith("_") and _is_value(getattr(module, name, None))
+            ]
             function = getattr(module, function_name, None)
     except UserError as error:
         missing = getattr(error.__cause__, "name", None) if isinstance(error.__cause__, ModuleNotFoundError) else None
@@ -62,7 +65,7 @@ def import_function(path: str, key: str, known: Iterable[str] = ()) -> Callable[
             raise UserError(f"{error}; {_suggest_module(missing)}") from error.__cause__
         raise
     signals.SIGNALS.check()
-    if not callable(function):
+    if not _is_value(function):
         meant = did_you_mean(function_name, names)
         kind = "class " if function_name[0].isupper() else "function "
         if function_name.isupper():
@@ -75,6 +78,11 @@ def import_numpy() -> None:
     """Import numpy if it is there, before the user's modules do: its threads must block signals while Ray starts."""
     with signals.SIGNALS.blocked(), contextlib.suppress(ImportError):
         import numpy  # noqa: F401
+
+
+def _is_value(found: Any) -> bool:
+    """Return whether this is what an import path may name: a function, a class, or a spec."""
+    return callable(found) or dataclasses.is_dataclass(found)
 
 
 def import_spec(path: str, key: str, kind: type[Spec], known: Iterable[str], usual: str) -> Spec:
