@@ -45,8 +45,7 @@ def model_path(request, tmp_path_factory) -> str:
 
 def in_float32(cfg: Config, **fsdp) -> Config:
     """The same in float32, so that results can be compared closely."""
-    for role in (cfg.trainer.policy, cfg.trainer.critic, cfg.trainer.reference):
-        role.fsdp = FSDPConfig(**{"param_dtype": "float32", "compile": False, **fsdp})
+    cfg.trainer.policy.fsdp = FSDPConfig(**{"param_dtype": "float32", "compile": False, **fsdp})
     return cfg
 
 
@@ -76,8 +75,7 @@ def test_training_does_not_depend_on_gpus_offload_or_recomputation(model_path, w
 def test_axes_of_one_rank_change_nothing(model_path, dtype):
     """What context and tensor parallelism call of torch exists and works on CUDA."""
     cfg = config(mini_batch_size=6)
-    for role in (cfg.trainer.policy, cfg.trainer.critic, cfg.trainer.reference):
-        role.fsdp.param_dtype = dtype
+    cfg.trainer.policy.fsdp.param_dtype = dtype
     expected = run_ranks(1, train_two_steps, model_path, cfg=cfg)[0]
     result = run_ranks(1, train_on_axes_of_one_rank, model_path, cfg=cfg)[0]
     for ours, theirs in zip(result["metrics"], expected["metrics"], strict=True):
@@ -90,8 +88,7 @@ def test_prompts_that_are_computed_once_change_nothing(model_path, dtype):
     results = []
     for shares in (True, False):
         cfg = config(mini_batch_size=6, share_prefixes=shares)
-        for role in (cfg.trainer.policy, cfg.trainer.critic, cfg.trainer.reference):
-            role.fsdp.param_dtype = dtype
+        cfg.trainer.policy.fsdp.param_dtype = dtype
         results.append(run_ranks(1, train_two_steps, model_path, cfg=cfg)[0])
     shared, alone = results
     for ours, theirs in zip(shared["metrics"], alone["metrics"], strict=True):
@@ -113,8 +110,7 @@ def test_axes_of_two_ranks_change_nothing(model_path, axes):
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-4), ("bfloat16", 0.15)])
 def test_logprobs_equal_transformers(model_path, tmp_path, dtype, tolerance):
     cfg = config()
-    for role in (cfg.trainer.policy, cfg.trainer.critic, cfg.trainer.reference):
-        role.fsdp = FSDPConfig(param_dtype=dtype)
+    cfg.trainer.policy.fsdp = FSDPConfig(param_dtype=dtype)
     results = run_ranks(WORLDS[-1], train_two_steps, model_path, str(tmp_path), cfg=cfg)
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     from safetensors.torch import load_file
@@ -167,8 +163,7 @@ def test_adapters_do_not_depend_on_gpus_offload_or_recomputation(model_path, tmp
 
     def config_with(**fsdp) -> Config:
         cfg = in_float32(lora_config())
-        for role in (cfg.trainer.policy, cfg.trainer.critic):
-            role.fsdp = FSDPConfig(**{"param_dtype": "float32", **fsdp})
+        cfg.trainer.policy.fsdp = FSDPConfig(**{"param_dtype": "float32", **fsdp})
         return cfg
 
     expected = run_ranks(1, on_host, train, model_path, str(tmp_path / "a"), cfg=config_with())[0]

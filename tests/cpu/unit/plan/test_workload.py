@@ -6,6 +6,7 @@ import pytest
 
 from trainer.config import Config
 from trainer.config.axes import AXES
+from trainer.config.rollout_rules import check_plan
 from trainer.errors import UserError
 from trainer.plan.workload import workload_of
 
@@ -78,7 +79,7 @@ def test_an_episode_may_have_the_tokens_of_all_turns():
     cfg = Config()
     cfg.environment.name, cfg.environment.max_tokens = "package:Class", 6000
     cfg.plan.prompt_tokens, cfg.plan.response_tokens = 100, 5900
-    cfg.plan.check_values(cfg, "plan")
+    check_plan(cfg)
     w = workload_of(cfg, ALONE)
     assert (w.longest, w.response, w.longest_response, w.row_tokens) == (6000, 5900, 8 * 512, 16384)
     cfg.environment.max_turns, cfg.plan.response_tokens = 20, None
@@ -86,7 +87,7 @@ def test_an_episode_may_have_the_tokens_of_all_turns():
     assert (w.response, w.longest_response) == (2950, 5900)
     cfg.plan.response_tokens = 5901
     with pytest.raises(UserError, match=r"plan\.response_tokens=5901: .*the longest episode, 5900"):
-        cfg.plan.check_values(cfg, "plan")
+        check_plan(cfg)
 
 
 def test_supervised_training_has_examples():
@@ -103,9 +104,9 @@ def test_mean_lengths_are_at_most_the_longest_that_the_task_has():
     cfg = Config()
     cfg.plan.response_tokens = 2000
     with pytest.raises(UserError, match=r"plan\.response_tokens=2000: .*rollout\.max_response_tokens=512"):
-        cfg.plan.check_values(cfg, "plan")
+        check_plan(cfg)
     cfg.trainer.task, cfg.sft.max_length = "sft", 4096
-    cfg.plan.check_values(cfg, "plan")  # supervised training reads no rollout limit
+    check_plan(cfg)  # supervised training reads no rollout limit
     cfg.plan.prompt_tokens = 2100
     with pytest.raises(UserError, match=r"plan\.response_tokens=2000: .*longer than sft\.max_length=4096"):
-        cfg.plan.check_values(cfg, "plan")
+        check_plan(cfg)
