@@ -71,7 +71,7 @@ class Builder:
         self.paths = find_runs(list(paths))
         self.limits = limits
         self._packed: dict[StepFiles, tuple[Any, _Packed]] = {}
-        self._vocabularies: dict[str, Vocabulary] = {}  # by the digests of their files
+        self._vocabularies: dict[str, tuple[str, Vocabulary]] = {}  # of each run, with the digest of its file
         self.notes: list[str] = []
         """What the last page lacks, and why, for people."""
         self.progress: list[Progress] = []
@@ -192,23 +192,23 @@ class Builder:
             del self._packed[files]
 
     def _vocabulary_of(self, run: Run, name: str) -> Vocabulary:
-        """Return the vocabulary of a run; an empty one, with a note, if there is none."""
+        """Return the vocabulary of a run; an empty one, with a note, if there is none.
+
+        That of the last page is kept: each checkpoint has the same.
+        """
         path = find_tokenizer(run.path, run.config.get("model.path"))
-        try:
-            if path is not None:
-                return self._vocabulary(path)
+        if path is None:
             self.notes.append(f"{name}: no tokenizer is on this machine, so tokens are shown by their numbers")
+            return Vocabulary(None)
+        try:
+            with open(path, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if name not in self._vocabularies or self._vocabularies[name][0] != digest:
+                self._vocabularies[name] = digest, Vocabulary(path)
         except (ValueError, OSError) as error:
             self.notes.append(f"{name}: its tokenizer cannot be read ({error})")
-        return Vocabulary(None)
-
-    def _vocabulary(self, path: str) -> Vocabulary:
-        """Return the vocabulary in a file: each checkpoint has the same."""
-        with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if digest not in self._vocabularies:
-            self._vocabularies[digest] = Vocabulary(path)
-        return self._vocabularies[digest]
+            return Vocabulary(None)
+        return self._vocabularies[name][1]
 
 
 def _spread(steps: Sequence[StepFiles]) -> list[StepFiles]:
