@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from trainer.config import TaskSpec
 from trainer.errors import UserError, describe_error
 from trainer.files.atomic_io import write_file
 from trainer.run.next_command import PASSED_FUNCTIONS
@@ -40,7 +41,7 @@ def describe_function(parameter: str, function: Callable[..., Any] | str) -> tup
     """
     if isinstance(function, str):
         return function, None
-    if not callable(function):
+    if not callable(function) and not isinstance(function, TaskSpec):
         raise UserError(f"{parameter}: must be a function or the name of one, not {type(function).__name__}")
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     spec = getattr(sys.modules.get(module or ""), "__spec__", None)
