@@ -300,12 +300,12 @@ def test_leftovers_are_removed_and_set_aside_checkpoints_are_kept_until_replaced
 def test_retention_keeps_the_best_and_the_resumed_checkpoint(tmp_path):
     checkpoints = manager(tmp_path, Retention(newest=1, best=1))
     for step, score in ((1, 0.2), (2, 0.9), (3, 0.5)):
-        save(checkpoints, step, score=score)
+        save(checkpoints, step, score=score, score_metric="")
     assert checkpoints.store.steps() == [2, 3]
     again = manager(tmp_path, Retention(newest=1, best=1))
     again.load(again.latest(), [])
     for step, score in ((4, 0.1), (5, 0.3)):
-        save(again, step, score=score)
+        save(again, step, score=score, score_metric="")
     assert again.store.steps() == [2, 3, 5], "3 is what the run was resumed from"
 
 
