@@ -111,14 +111,14 @@ PHASES = [
     ("save:parts_written", 1),
     ("save:manifest_written", 1),
     ("save:published", 1),
+    ("upload:copied", 1),  # at the start: what the kill before has left
+    ("upload:published", 1),
     ("ahead:begun", 1),
     ("ahead:generated", 1),
     ("trained", 2),
     ("logged", 2),
     ("save:hinted", 1),
     ("save:deleting", 1),
-    ("upload:copied", 1),  # the run may have trained its last step meanwhile
-    ("upload:published", 1),
 ]
 
 

@@ -608,12 +608,3 @@ def test_without_an_older_checkpoint_a_run_that_diverges_is_to_start_again(tmp_p
         diverge(trainer, step=1)
         with pytest.raises(DivergedError, match="no checkpoint is from before that, so start a new run"):
             trainer.fit()
-
-
-def test_the_state_of_an_older_supervised_run_is_read(tmp_path, model):
-    """Supervised runs once had a loop of their own, which counted less."""
-    cfg = toy_config(tmp_path)
-    with RunDirectory(cfg).open() as directory:
-        trainer = toy_trainer(cfg, directory, model)
-        trainer.load_state_dict({"step": 3, "tracker": {"wandb_run_id": None}})
-        assert (trainer.state.step, trainer.state.tokens, trainer.state.best) == (3, 0, {})

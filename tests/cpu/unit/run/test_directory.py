@@ -204,19 +204,6 @@ def test_a_resume_refuses_changed_start_weights(tmp_path, change):
             run.load()
 
 
-def test_a_checkpoint_without_start_weights_is_accepted_with_a_log_line(tmp_path, caplog):
-    caplog.set_level("INFO")
-    a_run(tmp_path)
-    state: dict = {}
-    cfg = configured(tmp_path, resume_mode="latest")
-    with OpenRun(cfg, state) as run:
-        run.parts.append(json_part("models", dict, lambda _: None))
-        run.parts.append(start_weights_part(cfg, weights_file(tmp_path / "model", b"a")))
-        with pytest.raises(UserError, match="the checkpoint has no models"):
-            run.load()
-        assert "does not name the initial weights" in caplog.text
-
-
 # ----------------------------------------------------------------------------------------------------------
 # The checkpoint directory
 

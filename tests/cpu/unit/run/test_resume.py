@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.odd_files import replace, resume, rewrite
+from tests.support.odd_files import resume, rewrite
 from tests.support.runs import configured, opened, save_steps
-from trainer.checkpoint.__main__ import main as checkpoint_tool
 from trainer.checkpoint.components import config_digest
 from trainer.checkpoint.manifest import CorruptCheckpointError
 from trainer.config import compose
@@ -34,18 +33,6 @@ def test_a_checkpoint_of_a_step_that_no_run_reaches_is_compared_with_its_lines_a
 )
 def test_a_directory_with_almost_the_name_of_a_checkpoint_is_none(run_dir, name):
     shutil.copytree(run_dir / "checkpoints/global_step_2", run_dir / "checkpoints" / name)
-    assert resume(run_dir) == 2
-
-
-def test_a_checkpoint_with_the_old_names_of_keys_resumes(run_dir, capsys):
-    first, second = (run_dir / f"checkpoints/global_step_{step}" for step in (1, 2))
-    for checkpoint, names in ((first, ("colocate_roles", "colocate")), (second, ("colocate", "colocate"))):
-        saved = yaml.safe_load((checkpoint / "config.yaml").read_bytes())
-        del saved["trainer"]["colocate_roles"], saved["rollout"]["colocate"]
-        saved["trainer"][names[0]], saved["rollout"][names[1]] = False, True
-        replace(checkpoint, "config.yaml", yaml.safe_dump(saved).encode())
-    checkpoint_tool(["diff", str(first), str(second)])
-    assert "\ndifferent: 0 config keys," in capsys.readouterr().out
     assert resume(run_dir) == 2
 
 
