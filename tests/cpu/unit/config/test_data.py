@@ -44,7 +44,7 @@ CONTRADICTIONS = [
     ([*MIX, "data.mix.math.synthetic=arithmetic"], "data.mix.math.synthetic=arithmetic: files cannot be combined"),
     ([MIX[1], "data.mix.math.synthetic=arithmetic"], "data.mix.math.size=-1: a generator needs a number of examples"),
     ([*MIX, "data.mix.math.weight=0"], "data.mix.math.weight=0.0: must be above 0"),
-    ([*MIX, "data.mix.math.weight=much"], "data.mix.math.weight=much: must be a number"),
+    ([*MIX, "data.mix.math.weight=much"], "data.mix.math.weight: .*must be float"),
     ([*MIX, "data.mix.math.wieght=2"], "data.mix.math.wieght: no such key; did you mean data.mix.math.weight?"),
     (
         [*MIX, "data.mix.math.environment.max_turn=2"],

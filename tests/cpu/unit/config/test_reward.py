@@ -14,7 +14,6 @@ CONTRADICTIONS = [
     (["reward.name=[math,gsm8k]", "reward.weights=[1,2,3]"], "reward.weights=.*a weight for each of the 2 rewards"),
     (["reward.name=remote", "reward.url=http://judge:0/score"], "reward.url=.*must be an address such as"),
     (["reward.name=remote", "reward.url=http://judge:x/score"], "reward.url=.*must be an address such as"),
-    (["reward.name=3"], "reward.name=3: must be a name, or a list of names"),
     (["reward.name=[]"], r"reward.name=\[\]: must be a name, or a list of names"),
     (["reward.name=[math,math]"], "reward.name=.*names a reward twice; give it a weight instead"),
     (["reward.name=remote"], "reward.name=remote: remote needs reward.url"),
