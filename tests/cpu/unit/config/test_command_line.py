@@ -17,7 +17,7 @@ from trainer.config import compose
 from trainer.config.command_line import run_app, run_words
 from trainer.config.outcome import outcome_of
 from trainer.errors import NonRetryableError, UserError, WorkerError
-from trainer.main import train
+from trainer.main import prepare, train
 from trainer.process.signals import Stopped
 
 TORCHLESS = """
@@ -40,7 +40,7 @@ def process(*words: str, code: str = TORCHLESS, cwd) -> subprocess.CompletedProc
 
 def refusal(*words: str) -> str:
     with pytest.raises(UserError) as error:
-        run_words(train, words)
+        run_words(prepare, words)  # no cluster starts
     assert "\n" not in str(error.value)
     return str(error.value)
 
