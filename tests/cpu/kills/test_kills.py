@@ -118,7 +118,6 @@ PHASES = [
     ("trained", 2),
     ("logged", 2),
     ("save:hinted", 1),
-    ("save:deleting", 1),
 ]
 
 

@@ -277,6 +277,7 @@ def test_a_fork_does_not_start_over_when_its_checkpoints_are_missing(tmp_path):
         RunDirectory(cfg).open()
 
 
+@pytest.mark.processes
 def test_a_job_names_the_key_of_a_checkpoint_directory_that_is_not_there(tmp_path):
     (tmp_path / "file").write_text("")
     job = run_job(f"trainer.ckpt_path={tmp_path}/file", cwd=tmp_path)
