@@ -32,10 +32,7 @@ from trainer.metrics.tracker import METRICS_FILE, read_metrics
 
 _WARM_UP = 3
 _AHEAD = {"ahead 0": ("rollout.ahead=0",), "ahead 1": ("rollout.ahead=1",)}
-_IN_FLIGHT = {
-    "in flight": ("rollout.in_flight_updates=true",),
-    "in flight, window 8": ("rollout.in_flight_updates=true", "rollout.window=8"),
-}
+_IN_FLIGHT = {"in flight": ("rollout.in_flight_updates=true",)}
 Row = dict[str, Any]
 
 

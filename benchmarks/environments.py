@@ -1,11 +1,10 @@
-"""What `environment.schedule=stream` gains: `python -m benchmarks.environments [--rounds N] [--step-s S] [--calls C]`.
+"""Tokens a second of episodes: `python -m benchmarks.environments [--rounds N] [--step-s S] [--calls C]`.
 
-One engine (vLLM, a small model that ends replies at random) and environments of this machine. Schedules take turns,
-with the same episodes in each: a machine that gets slower hits all of them.
+One engine (vLLM, a small model that ends replies at random) and environments of this machine.
 
 - Episodes whose replies have lengths that vary more than tenfold, and environments that take `--step-s` a step, on no
-  core: tokens of the policy per second, as a ratio of `stream` to `rounds`. Once all episodes have 8 turns, and once
-  they have 1 to 10. `--calls` says whether the environments are `async`, block in threads, or block one after another.
+  core. Once all episodes have 8 turns, and once they have 1 to 10. `--calls` says whether the environments are `async`,
+  block in threads, or block one after another.
 - Episodes of a single turn, whose environment takes no time: seconds for all of them, as a ratio to completions without
   an environment.
 """
@@ -31,9 +30,10 @@ from trainer.config import Config, EnvironmentConfig, RolloutConfig, TinyConfig
 from trainer.data.datasets import Prompt
 from trainer.environments import Message, StepResult
 from trainer.environments.episode_runner import EpisodeRunner, RolloutRequest
+from trainer.episodes import Episode
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.engine_pool import EnginePool
-from trainer.generation.request_stream import RequestStream
+from trainer.generation.event_loop import all_of
 from trainer.learner.train_workers import TrainWorkers
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer
@@ -62,7 +62,7 @@ class Waiting:
         pass
 
 
-class Blocking(Waiting):
+class InTurn(Waiting):
     """The same, with a step that is not `async`."""
 
     def step(self, reply: Message) -> StepResult:  # type: ignore[override]
@@ -70,30 +70,30 @@ class Blocking(Waiting):
         return self._answer()
 
 
-class Threads(Blocking):
-    """The same, in threads."""
+class Threads(InTurn):
+    """The same, several at a time."""
 
     thread_safe = True
 
 
-class _Generation:
-    """See `trainer.environments.episode_runner.Generation`."""
+CLASSES = {"async": Waiting, "threads": Threads, "in_turn": InTurn}
+
+
+class _Asks:
+    """See `trainer.environments.episode_runner.Asks`."""
 
     def __init__(self, engines: EnginePool):
         self._engines = engines
 
-    def __call__(self, requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
-        return self._engines.stream(requests)
+    async def __call__(self, request: Request) -> Completion:
+        return await self._engines.complete(request)
 
-    def open_stream(self) -> RequestStream:
-        return self._engines.open_stream()
-
-    def end_requests(self) -> None:
+    def finish(self) -> None:
         pass
 
     @property
     def paused_s(self) -> float:
-        return self._engines.pauses.seconds
+        return self._engines.paused_s
 
 
 def make_model(path: str) -> None:
@@ -108,14 +108,14 @@ def make_model(path: str) -> None:
     model.save_pretrained(path)
 
 
-def config(schedule: str | None, most: int, calls: str) -> Config:
-    """Return the settings of a run. `schedule`: None: it has no environment. `calls`: see `main`."""
+def config(most: int, calls: str | None) -> Config:
+    """Return the settings of a run. `calls`: see `main`; None: there is no environment."""
     cfg = Config(rollout=RolloutConfig(max_prompt_tokens=6000, max_response_tokens=_LONGEST, max_num_seqs=most))
     cfg.rollout.kv_cache_mb = 512
     cfg.trainer.ray_address = "processes"
-    if schedule is not None:
-        name = {"async": "Waiting", "threads": "Threads", "in_turn": "Blocking"}[calls]
-        cfg.environment = EnvironmentConfig(name=f"benchmarks.environments:{name}", schedule=schedule, max_turns=10)
+    if calls is not None:
+        name = f"benchmarks.environments:{CLASSES[calls].__name__}"
+        cfg.environment = EnvironmentConfig(name=name, max_turns=10)
     return cfg
 
 
@@ -132,10 +132,14 @@ def engines_of(cfg: Config, path: str) -> Iterator[EnginePool]:
 
 def run(runner: EpisodeRunner, engines: EnginePool, requests: Sequence[RolloutRequest]) -> tuple[float, int]:
     """Run episodes; return the seconds and the number of tokens that the policy has sampled."""
-    begin, tokens = time.perf_counter(), 0
-    for part in runner.run(requests, _Generation(engines), lambda _: contextlib.nullcontext()):
-        tokens += sum(episode.length for episode in part.values())
-    return time.perf_counter() - begin, tokens
+
+    async def run_all() -> list[Episode]:
+        async with runner.together() as block:
+            return await all_of([runner.run(request, _Asks(engines), block) for request in requests])
+
+    begin = time.perf_counter()
+    episodes = engines.loop.run(run_all())
+    return time.perf_counter() - begin, sum(episode.length for episode in episodes)
 
 
 def requests_of(tokenizer: Any, turns: Sequence[int], seconds: float, step: int) -> list[RolloutRequest]:
@@ -156,46 +160,31 @@ def main() -> None:
     parser.add_argument("--calls", choices=["async", "threads", "in_turn"], default="async", help="(default: async)")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    schedules: dict[str, str | None] = {"rounds": "rounds", "stream": "stream", "no environment": None}
     turns = {
         "8 turns": [8] * arguments.episodes,
         "1 to 10 turns": [1 + (7 * i) % 10 for i in range(arguments.episodes)],
     }
-    speeds: dict[str, dict[str, list[float]]] = {kind: {"rounds": [], "stream": []} for kind in turns}
-    seconds: dict[str, list[float]] = {name: [] for name in schedules}
+    speeds: dict[str, list[float]] = {kind: [] for kind in turns}
+    seconds: dict[str, list[float]] = {"an environment": [], "none": []}
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         make_model(directory)
         tokenizer = load_tokenizer(directory)
-        made = {}
-        for name, schedule in schedules.items():
-            cfg = config(schedule, arguments.most, arguments.calls)
-            # Without an environment, the engine is that of `rounds`: it has the same settings.
-            engines = made["rounds"][1] if schedule is None else stack.enter_context(engines_of(cfg, directory))
-            made[name] = stack.enter_context(episode_runner(cfg, tokenizer)), engines
+        cfg = config(arguments.most, arguments.calls)
+        engines = stack.enter_context(engines_of(cfg, directory))
+        runner = stack.enter_context(episode_runner(cfg, tokenizer))
+        plain = stack.enter_context(episode_runner(config(arguments.most, None), tokenizer))
         for number in range(arguments.rounds + 1):
-            for kind, of_schedules in speeds.items():
-                for name, found in of_schedules.items():
-                    took, tokens = run(*made[name], requests_of(tokenizer, turns[kind], arguments.step_s, number))
-                    found.append(tokens / took)
-            for name in schedules:
-                took, tokens = run(*made[name], requests_of(tokenizer, [1] * arguments.episodes, 0.0, number))
+            for kind, found in speeds.items():
+                took, tokens = run(runner, engines, requests_of(tokenizer, turns[kind], arguments.step_s, number))
+                found.append(tokens / took)
+            for name, one in (("an environment", runner), ("none", plain)):
+                took, _ = run(one, engines, requests_of(tokenizer, [1] * arguments.episodes, 0.0, number))
                 seconds[name].append(took)
-    _print_results(speeds, seconds, arguments.step_s)
-
-
-def _print_results(speeds: dict[str, dict[str, list[float]]], seconds: dict[str, list[float]], step_s: float) -> None:
-    """Print a line for each schedule. The first measurements warm up."""
-    for kind, of_schedules in speeds.items():
-        print(f"tokens per second, {kind}, {1000 * step_s:.0f} ms a step of the environment")
-        for name, values in of_schedules.items():
-            own = values[1:]
-            ratios = [one / zero for one, zero in zip(own, of_schedules["rounds"][1:], strict=True)]
-            print(f"  {name:15} {median(own):7.0f}  ({min(own):.0f} to {max(own):.0f})  ratio {median(ratios):.2f}")
-    print("seconds, a single turn, an environment that takes no time")
-    for name, values in seconds.items():
-        own = values[1:]
-        ratios = [one / zero for one, zero in zip(own, seconds["no environment"][1:], strict=True)]
-        print(f"  {name:15} {median(own):7.3f}  ({min(own):.3f} to {max(own):.3f})  ratio {median(ratios):.2f}")
+    for kind, found in speeds.items():  # the first measurements warm up
+        own = found[1:]
+        print(f"{kind}: {median(own):.0f} tokens/s ({min(own):.0f} to {max(own):.0f})")
+    ratios = [one / zero for one, zero in zip(seconds["an environment"][1:], seconds["none"][1:], strict=True)]
+    print(f"a single turn: {median(seconds['an environment'][1:]):.3f} s, ratio to none {median(ratios):.2f}")
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ class Alternating(SamplingSource):
         passed = {"step": step, "driver": time.process_time(), "journal": sum(map(time.clock_gettime, clocks))}
         with open(os.path.join(self.cfg.trainer.run_dir, CPU_FILE), "a") as file:
             print(json.dumps(passed), file=file)
-        self.runner.journal.is_on = writes(step)
+        self.rollouts.journal.is_on = writes(step)
         return super().next(step)
 
 

@@ -25,6 +25,7 @@ from trainer.cluster.process_cluster import ProcessCluster
 from trainer.config import Config, RewardConfig, RolloutConfig, TinyConfig
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.engine_pool import EnginePool
+from trainer.generation.event_loop import all_of
 from trainer.learner.train_workers import TrainWorkers
 from trainer.models.tiny import build_tiny
 from trainer.rewards.scoring import RewardPool
@@ -39,19 +40,26 @@ def judge(pool: RewardPool, engines: EnginePool, requests: list[Request], early:
     Args:
         early: compute rewards while other completions are generated.
     """
-    begin = time.perf_counter()
-    with pool.scoring() as session:
-        late = []
-        for part in engines.stream(requests):
-            for place in part:
-                attempt = RewardInput(str(place), "")
+
+    async def run() -> None:
+        async with pool.open("a step", len(requests), None) as scoring:  # type: ignore[arg-type]
+
+            async def score(place: int) -> None:
+                await scoring.score(place, [RewardInput(str(place), "")])
+
+            async def one(place: int, request: Request) -> None:
+                await engines.complete_together([request])
                 if early:
-                    session.add(place, [attempt])
-                else:
-                    late.append((place, attempt))
-        for place, attempt in late:
-            session.add(place, [attempt])
-        session.scores()
+                    await score(place)
+
+            if early:
+                await all_of([one(place, request) for place, request in enumerate(requests)])
+            else:
+                await engines.complete_together(requests)
+                await all_of([score(place) for place in range(len(requests))])
+
+    begin = time.perf_counter()
+    engines.loop.run(run())
     return time.perf_counter() - begin
 
 

@@ -126,7 +126,7 @@ def difference(before: Path, after: Path, tolerance: float) -> str:
     for old, new in zip(*rows, strict=True):
         names = {name for name in old if not name.startswith(("time/", "perf/"))}
         if before.name == "in_flight":
-            names = {"progress/prompts", "progress/samples", "progress/epoch"}
+            names &= {"progress/prompts", "progress/samples", "progress/epoch"}
         if not names <= new.keys():
             return f"step {old['step']}: {', '.join(sorted(names - new.keys()))} is gone"  # more may have come
         for name in sorted(names):

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import queue
 import random
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Self
+from typing import Any
 
 from tests.support.environments import first_time
 from trainer.environments import AgentResult, Endpoint
@@ -24,36 +23,6 @@ from trainer.seeding import derive_seed
 
 Say = Callable[[str, int], str]
 """Returns the reply to a prompt, a text, and a seed. One that ends in `…` is cut."""
-
-
-class PolicyStream:
-    """A stream of requests (see `trainer.generation.request_stream.RequestStream`) that a function answers."""
-
-    def __init__(self, policy: Policy):
-        self._policy = policy
-        self._queue: queue.SimpleQueue[tuple[int, Request] | None] = queue.SimpleQueue()
-
-    def submit(self, requests: Mapping[int, Request]) -> None:
-        for item in requests.items():
-            self._queue.put(item)
-
-    def wake(self) -> None:
-        self._queue.put(None)
-
-    is_idle = False
-
-    def __next__(self) -> dict[int, Completion]:
-        item = self._queue.get()
-        if item is None:
-            return {}
-        number, request = item
-        return {number: self._policy.complete(request)}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 class Policy:
@@ -65,9 +34,6 @@ class Policy:
         self.version = version
         self.asked: list[Request] = []
         self.completions: list[Completion] = []
-
-    def open_stream(self) -> Any:
-        return PolicyStream(self)
 
     paused_s = 0.0
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
+import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from tests.support.generation import SAMPLED
 from trainer.config import Config, EnvironmentConfig
 from trainer.data.datasets import Prompt
-from trainer.environments.episode_runner import EnvironmentRunner, RolloutRequest
-from trainer.environments.stream_runner import StreamRunner
+from trainer.environments.episode_runner import EnvironmentRunner, EpisodeRunner, RolloutRequest
 from trainer.episodes import Episode
 from trainer.generation.engine import Completion, Request
-from trainer.generation.request_stream import RequestStream
+from trainer.generation.event_loop import all_of
 
 
 class Policy:
@@ -52,33 +50,32 @@ class Policy:
         tokens = self.tokenizer.encode(text.rstrip("…") + ("" if cut else "<|end|>"), add_special_tokens=False)
         return Completion(tokens, [-1.0] * len(tokens), "length" if cut else "stop", 7)
 
-    def __call__(self, requests: Sequence[Request]) -> Iterator[dict[int, Completion]]:
-        completions = [self.complete(request) for request in requests]
-        for place in reversed(range(len(requests))):
-            yield {place: completions[place]}
-
     paused_s = 0.0
-    has_ended = False
 
     def end_requests(self) -> None:
-        self.has_ended = True
+        """Called when no episode asks for more."""
 
-    def open_stream(self) -> RequestStream:
-        return RequestStream(self, threading.RLock(), contextlib.ExitStack(), is_open=True)
 
-    def submit(self, stream: RequestStream, requests: Mapping[int, Request]) -> None:
-        with stream.ready:
-            stream.complete |= {key: self.complete(request) for key, request in requests.items()}
-            stream.ready.notify()
+class Asks:
+    """How one of `left` episodes asks (see `trainer.environments.episode_runner.Asks`)."""
 
-    def next_chunk(self, stream: RequestStream) -> dict[int, Completion]:
-        with stream.ready:
-            stream.ready.wait_for(lambda: stream.complete or stream.is_woken)
-            chunk, stream.complete, stream.is_woken = stream.complete, {}, False
-            return chunk
+    def __init__(self, policy: Any, left: set[Asks]):
+        self._policy, self._left = policy, left
+        left.add(self)
 
-    def drop(self, stream: RequestStream) -> None:
-        pass
+    async def __call__(self, request: Request) -> Completion:
+        await asyncio.sleep(0)
+        return self._policy.complete(request)
+
+    def finish(self) -> None:
+        if self in self._left:
+            self._left.discard(self)
+            if not self._left:
+                self._policy.end_requests()
+
+    @property
+    def paused_s(self) -> float:
+        return self._policy.paused_s
 
 
 def requests_of(*rows: dict[str, Any], n: int = 1) -> list[RolloutRequest]:
@@ -99,12 +96,16 @@ def runner_config(max_prompt_tokens: int = 100, **config: Any) -> Config:
 
 
 def runner_of(tokenizer: Any, max_prompt_tokens: int = 100, **config: Any) -> EnvironmentRunner:
-    cfg = runner_config(max_prompt_tokens, **config)
-    return (StreamRunner if cfg.environment.schedule == "stream" else EnvironmentRunner)(cfg, tokenizer)
+    return EnvironmentRunner(runner_config(max_prompt_tokens, **config), tokenizer)
 
 
-def run(runner: Any, policy: Policy, requests: list[RolloutRequest]) -> list[Episode]:
-    episodes = {
-        place: one for part in runner.run(requests, policy, contextlib.nullcontext) for place, one in part.items()
-    }
-    return [episodes[place] for place in range(len(requests))]
+def run(runner: EpisodeRunner, policy: Any, requests: list[RolloutRequest]) -> list[Episode]:
+    """Run episodes that begin together."""
+
+    async def run_all() -> list[Episode]:
+        left: set[Asks] = set()
+        asks = [Asks(policy, left) for _ in requests]
+        async with runner.together() as block:
+            return await all_of([runner.run(one, own, block) for one, own in zip(requests, asks, strict=True)])
+
+    return asyncio.run(run_all())

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from trainer.config import RolloutConfig
 from trainer.generation.engine import Completion, Request, Sampling
-from trainer.generation.request_stream import RequestStream
 from trainer.seeding import derive_seed
 
 ROLLOUT = RolloutConfig(max_prompt_tokens=300, max_response_tokens=64, max_num_seqs=64, kv_cache_mb=64)
@@ -32,23 +30,6 @@ def make_requests(count: int, longest: int = 60) -> list[Request]:
 
 def with_sampling(requests: Sequence[Request], sampling: Sampling) -> list[Request]:
     return [dataclasses.replace(request, sampling=sampling) for request in requests]
-
-
-def alternate(*streams: Iterator[dict[int, Completion]]) -> list[list[Completion]]:
-    """The completions of each stream, in their order; the streams are read by turns."""
-    found: list[dict[int, Completion]] = [{} for _ in streams]
-    for chunks in itertools.zip_longest(*streams, fillvalue={}):
-        for completions, chunk in zip(found, chunks, strict=True):
-            completions |= chunk
-    return [[completions[i] for i in range(len(completions))] for completions in found]
-
-
-def read_stream(stream: RequestStream, completions: dict[int, Completion] | None = None) -> dict[int, Completion]:
-    """Read a stream to its end."""
-    completions = {} if completions is None else completions
-    for chunk in stream:
-        completions |= chunk
-    return completions
 
 
 @torch.no_grad()

@@ -108,3 +108,8 @@ def counted(completion):
 
 def is_a(completion):
     return float(completion == "a")
+
+
+def is_even(completion: str, answer: str) -> float:
+    """Half of the groups of two have equal rewards."""
+    return float(completion[:1] in set("02468ace"))

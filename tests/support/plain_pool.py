@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 from tests.support import plain_engine
 from tests.support.generation import SAMPLED, tokens_of
 from tests.support.plain_engine import PlainRanks
 from trainer.config.engines import EngineSpec
-from trainer.generation.engine import Request
+from trainer.generation.engine import Completion, Request
 from trainer.generation.engine_pool import EnginePool
 
 StartPool = Callable[..., tuple[EnginePool, PlainRanks]]
@@ -19,12 +20,17 @@ StartPool = Callable[..., tuple[EnginePool, PlainRanks]]
 
 
 def streaming(engine: str = "StreamingEngine") -> EngineSpec:
-    return dataclasses.replace(plain_engine.SPEC, path=f"{plain_engine.__name__}:{engine}", streaming=True)
+    return dataclasses.replace(plain_engine.SPEC, path=f"{plain_engine.__name__}:{engine}", unit="request")
 
 
 def answers(pool: EnginePool, prompts: int | Sequence[int] = 2) -> list[list[int]]:
     numbers = range(prompts) if isinstance(prompts, int) else prompts
     return tokens_of(pool.generate([Request([i], 7, SAMPLED) for i in numbers]))
+
+
+def begin(pool: EnginePool, requests: Sequence[Request]) -> Future[list[Completion]]:
+    """Begin to ask for completions, while the test does other things."""
+    return pool.loop.start(pool.complete_together(requests))
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
-import math
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from tests.support.runs import configured
 from trainer.config import Config, DataConfig, RewardConfig
 from trainer.generation.engine import Completion, Request, Sampling
-from trainer.generation.pauses import Pauses
+from trainer.generation.event_loop import EventLoop
 from trainer.journal.history import Identity
 from trainer.journal.journal import Journal
 from trainer.metrics.timing import Timer
@@ -22,41 +21,61 @@ from trainer.rewards.cache import RewardCache
 from trainer.rewards.scoring import RewardPool
 from trainer.sources.evaluation import RolloutEvaluator
 from trainer.sources.in_flight import InFlightSource
-from trainer.sources.rollout_runner import RolloutRunner
+from trainer.sources.prompts import read_prompts, read_source
+from trainer.sources.rollouts import Rollouts
 from trainer.sources.routes import make_routes, make_scorers
-from trainer.sources.sampling import SamplingSource, read_prompts, read_source
+from trainer.sources.sampling import SamplingSource
 
 
-class Replies:
-    """Engines whose completions `reply` makes of the prompt, the number of the completion and the sampling."""
+class FakeEngines:
+    """Engines that get all requests of those that wait together, as one batch. A base class."""
 
-    def __init__(self, tokenizer: Any, reply: Callable[[str, int, Sampling], str]):
-        self._tokenizer, self._reply = tokenizer, reply
-        self.awake, self.pauses = contextlib.nullcontext, Pauses()
-        self.repeats, self.needs_company = True, False
-        self.seeds: list[int] = []
-        self._lock = threading.Lock()  # one thread at a time may use the tokenizer
-        self.samplings: list[Sampling] = []
+    unit = "batch"
+    repeats = False
+    paused_s = 0.0
+    synced_bytes = 0
 
-    def stream(self, requests: Sequence[Request], idle_s: float = math.inf) -> Iterator[dict[int, Completion]]:
-        self.samplings.append(requests[0].sampling)
-        for place, request in enumerate(requests):
-            self.seeds.append(request.seed)
-            with self._lock:
-                prompt = self._tokenizer.decode(request.prompt_token_ids, skip_special_tokens=True)
-            reply = self._reply(prompt, place % 2, request.sampling)
-            with self._lock:
-                tokens = self._tokenizer.encode(reply, add_special_tokens=False)
-            yield {place: Completion(tokens, [-1.0] * len(tokens), "stop", 1)}
+    def __init__(self) -> None:
+        self.loop = EventLoop()
+        self.awake = contextlib.nullcontext
+
+    async def complete_together(self, requests: Sequence[Request]) -> list[Completion]:
+        raise NotImplementedError
 
     def start(self, version: int, is_initial: bool, may_defer: bool = False) -> None:
         pass
 
-    def abort(self) -> None:
+    def sync_weights(self, version: int, running: str = "abort") -> None:
+        pass
+
+    def rest(self) -> None:
         pass
 
     def shutdown(self) -> None:
-        pass
+        self.loop.close()
+
+    leave = shutdown
+
+
+class Replies(FakeEngines):
+    """Engines whose completions `reply` makes of the prompt, the number of the completion and the sampling."""
+
+    def __init__(self, tokenizer: Any, reply: Callable[[str, int, Sampling], str]):
+        super().__init__()
+        self._tokenizer, self._reply = copy.deepcopy(tokenizer), reply
+        self.seeds: list[int] = []
+        self.samplings: list[Sampling] = []
+
+    async def complete_together(self, requests: Sequence[Request]) -> list[Completion]:
+        self.samplings.append(requests[0].sampling)
+        completions = []
+        for place, request in enumerate(requests):
+            self.seeds.append(request.seed)
+            prompt = self._tokenizer.decode(request.prompt_token_ids, skip_special_tokens=True)
+            reply = self._reply(prompt, place % 2, request.sampling)
+            tokens = self._tokenizer.encode(reply, add_special_tokens=False)
+            completions.append(Completion(tokens, [-1.0] * len(tokens), "stop", 1))
+        return completions
 
 
 def sampling_source(
@@ -79,16 +98,16 @@ def sampling_source(
     sources += [f"val_sets.{name}" for name in cfg.data.val_sets]
     routes = make_routes(cfg, make_scorers(cfg, sources, scorer_of), tokenizer)
     journal = journal or Journal(cfg.trainer.run_dir, Identity("", ""), lambda: None, is_on=False)
-    runner = RolloutRunner(cfg, engines, tokenizer, stop_token_ids(model, tokenizer), routes, journal)
+    rollouts = Rollouts(cfg, engines, stop_token_ids(model, tokenizer), routes, journal)
     kind = InFlightSource if cfg.rollout.in_flight_updates else SamplingSource
-    return kind(cfg, runner, read_prompts(cfg, "train", tokenizer), timer or Timer(), needs_baselines)
+    return kind(cfg, rollouts, read_prompts(cfg, "train", tokenizer), timer or Timer(), needs_baselines)
 
 
 def evaluator_beside(source: SamplingSource, model: str) -> RolloutEvaluator:
     """The evaluator of the same run."""
     cfg, tokenizer = source.cfg, load_tokenizer(model)
     sets = {name: read_source(cfg, f"val_sets.{name}", tokenizer).prompts for name in cfg.data.val_sets}
-    return RolloutEvaluator(cfg, source.runner, read_prompts(cfg, "val", tokenizer).prompts, sets)
+    return RolloutEvaluator(cfg, source.rollouts, read_prompts(cfg, "val", tokenizer).prompts, sets)
 
 
 @contextlib.contextmanager
@@ -121,3 +140,10 @@ def source_of(
     edit(cfg)
     with sampling_source(cfg, Replies(load_tokenizer(model), reply), model, needs_baselines, journal) as source:
         yield source
+
+
+def journal_in(root: Path) -> Journal:
+    """The journal of a run below `root`, from its start."""
+    journal = Journal(str(root / "run"), Identity("", ""), lambda: None)
+    journal.start(0, "start")
+    return journal

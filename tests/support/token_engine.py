@@ -12,8 +12,8 @@ from trainer.config.engines import EngineSpec
 from trainer.generation.engine import Completion, Request, RunningRequests
 from trainer.generation.weight_sync import SharedMemory
 
-ENGINE = EngineSpec(path=f"{__name__}:TokenEngine", streaming=True, in_flight=True)
-JOINING = EngineSpec(path=f"{__name__}:StoppingEngine", streaming=True, in_flight=True, joins_exactly=True)
+ENGINE = EngineSpec(path=f"{__name__}:TokenEngine", unit="request", in_flight=True)
+JOINING = EngineSpec(path=f"{__name__}:StoppingEngine", unit="request", in_flight=True)
 _TOKEN_S = 0.004
 
 
@@ -83,10 +83,6 @@ class TokenEngine:
 
 class StoppingEngine(TokenEngine):
     """Ends each completion with a stop token. Requests may join at any time: they change no token of others."""
-
-    def __init__(self, model_path: str, joins: bool = False, **options: Any):
-        assert joins
-        super().__init__(model_path, **options)
 
     def step(self, requests: Mapping[int, Request]) -> dict[int, Completion]:
         self._stops = {**getattr(self, "_stops", {}), **{n: r.sampling.stop_token_ids for n, r in requests.items()}}

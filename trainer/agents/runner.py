@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
-import itertools
 import logging
-import queue
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any, Self
 
@@ -21,22 +20,13 @@ from trainer.config import Config
 from trainer.data.chats import check_generation_prompt
 from trainer.data.limits import max_characters
 from trainer.environments.agent import AgentResult
-from trainer.environments.episode_runner import (
-    Clock,
-    EpisodeRunner,
-    Generation,
-    PhaseTimer,
-    RolloutRequest,
-    check_failures,
-    empty_sample,
-)
+from trainer.environments.episode_runner import Asks, EpisodeRunner, RolloutRequest, empty_sample
 from trainer.environments.template_tools import find_reader
 from trainer.episodes import Episode
-from trainer.generation.engine import Completion, Request, Sampling
-from trainer.generation.request_stream import RequestStream
+from trainer.generation.engine import Request, Sampling
 from trainer.process import time_limits
 from trainer.sandbox.pool import NOT_TRIED
-from trainer.sandbox.tasks import Round
+from trainer.sandbox.tasks import AsyncCalls
 from trainer.seeding import environment_seed, turn_seed
 
 LOG = logging.getLogger(__name__)
@@ -78,21 +68,87 @@ class AgentRunner(EpisodeRunner):
     def __exit__(self, *exception: object) -> None:
         self._entered.close()
 
-    def run(
-        self,
-        requests: Sequence[RolloutRequest],
-        generate: Generation,
-        timer: PhaseTimer,
-        known: int | None = 0,
-        check: Callable[[], None] = lambda: None,
-    ) -> Iterator[dict[int, Episode]]:
-        """Yield episodes as they end. If that fails, or nobody reads on, the agents are ended.
+    @contextlib.asynccontextmanager
+    async def together(self) -> AsyncIterator[_Together]:
+        async with self.pool.calls() as calls:
+            together = _Together(calls)
+            watch = asyncio.ensure_future(self._cancel_late(together))
+            try:
+                yield together
+            finally:
+                watch.cancel()
+        if together.errors:
+            LOG.warning(
+                "%d agents ended with an error after a limit of their episode, and count as 0; the first: %s",
+                len(together.errors),
+                together.errors[0],
+            )
 
-        Raises:
-            UserError: more than `environment.max_error_rate` of the episodes have failed.
-        """
-        with generate.open_stream() as stream:
-            yield from _Batch(self, requests, stream, generate).run(timer, known, check)
+    async def _cancel_late(self, together: _Together) -> None:
+        """End agents that take too long."""
+        while True:
+            await asyncio.sleep(time_limits.POLL_INTERVAL_S)
+            for session in together.running:
+                if (late := self._cancellation(session)) is not None:
+                    together.calls.submit(late)
+
+    async def run(self, request: RolloutRequest, asks: Asks, together: _Together) -> Episode:
+        """Run an agent. Its episode ends with it; if this is cancelled, the agent is ended."""
+        loop = asyncio.get_running_loop()
+        replies: set[asyncio.Task[None]] = set()
+        failures: list[BaseException] = []
+
+        async def reply(episode: AgentEpisode, turn: Turn, asked: Request) -> None:
+            try:
+                self.server.post(episode.complete, turn, await asks(asked))
+            except Exception as error:
+                failures.append(error)
+                ended.cancel()
+
+        def begin_reply(*asked: Any) -> None:
+            replies.add(task := loop.create_task(reply(*asked)))
+            task.add_done_callback(replies.discard)
+
+        def submit(*asked: Any) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(begin_reply, *asked)
+
+        paused_s, seed = asks.paused_s, environment_seed(self.seed, request.group)
+        session = AgentSession(
+            request,
+            seed,
+            self.config.timeout_s,
+            partial(self.begin, submit=submit),
+            self.server.discard,
+            lambda: time.monotonic() - (asks.paused_s - paused_s),
+        )
+        ended = loop.create_task(together.calls.do(session))
+        together.running.add(session)
+        try:
+            await ended
+        except asyncio.CancelledError:
+            if failures:
+                raise failures[0] from None
+            raise
+        finally:
+            together.running.discard(session)
+            asks.finish()
+            for task in replies:
+                task.cancel()
+            self.server.discard(session.episode)
+        if session.error:
+            together.errors.append(session.error)
+        await self.server.settled()  # nothing changes the episode any more
+        return self.episode_of(session)
+
+    def _cancellation(self, session: AgentSession) -> Cancellation | None:
+        """Return what ends an agent that takes too long; None: it does not."""
+        began, most_s = session.first_began_at, self.config.max_seconds
+        if began is None or session.began_at is None:
+            return None
+        if most_s and session.clock() - began > most_s:
+            return session.cancellation(f"was not done after environment.max_seconds={most_s:g}", is_last=True)
+        return session.cancellation() if session.episode.idle_s() > self.config.timeout_s else None
 
     def begin(self, request: RolloutRequest, submit: Callable[[AgentEpisode, Turn, Request], None]) -> AgentEpisode:
         """Return a new episode, which the server serves."""
@@ -109,7 +165,6 @@ class AgentRunner(EpisodeRunner):
 
     def episode_of(self, session: AgentSession) -> Episode:
         """Return the episode of an agent that has ended."""
-        self.server.remove(session.episode)
         request, tree = session.request, session.episode.tree
         result = session.result or AgentResult()
         samples = tree.samples()
@@ -133,100 +188,10 @@ class AgentRunner(EpisodeRunner):
         )
 
 
-class _Batch:
-    """The agents of one call of `AgentRunner.run`."""
+class _Together:
+    """Agents that begin together."""
 
-    def __init__(
-        self, runner: AgentRunner, requests: Sequence[RolloutRequest], stream: RequestStream, generate: Generation
-    ):
-        self._runner = runner
-        self._stream = stream
-        self._clock = Clock(generate)
-        self._numbers = itertools.count()
-        self._asked: dict[int, tuple[AgentEpisode, Turn]] = {}
-        self._ended: queue.SimpleQueue[AgentSession] = queue.SimpleQueue()
-        self._timeout_s = runner.config.timeout_s
-        self._next_look = 0.0
-        """When to look next for agents that take too long."""
-        self._sessions = [self._session(index, request) for index, request in enumerate(requests)]
-
-    def run(self, timer: PhaseTimer, known: int | None, check: Callable[[], None]) -> Iterator[dict[int, Episode]]:
-        server, stream, left = self._runner.server, self._stream, len(self._sessions)
-        try:
-            with self._runner.pool.round() as tasks, server.repeating(stream.wake, time_limits.POLL_INTERVAL_S):
-                tasks.submit(self._sessions)
-                while left:
-                    check()
-                    with timer("environment" if stream.is_idle else "rollout"):
-                        completions = next(stream)
-                    for number, completion in completions.items():
-                        self._answer(number, completion)
-                    tasks.check()
-                    self._cancel_late(tasks)
-                    new = list(self._newly_ended())
-                    if any(session.failure for session in new):
-                        failures = [(session.request, session.failure) for session in self._sessions]
-                        check_failures(failures, known, self._runner.config.max_error_rate)
-                    left -= len(new)
-                    yield {session.index: self._runner.episode_of(session) for session in new}
-                tasks.wait(check)
-            self._report_errors()
-        finally:
-            for session in self._sessions:
-                server.remove(session.episode)
-
-    def _session(self, index: int, request: RolloutRequest) -> AgentSession:
-        runner = self._runner
-        seed = environment_seed(runner.seed, request.group)
-        begin = partial(runner.begin, submit=self._submit)
-        discard, clock = runner.server.discard, self._clock
-        return AgentSession(index, request, seed, self._timeout_s, begin, discard, self._note_end, clock)
-
-    def _submit(self, episode: AgentEpisode, turn: Turn, request: Request) -> None:
-        number = next(self._numbers)
-        self._asked[number] = episode, turn
-        with contextlib.suppress(Exception):  # the failure that has ended the stream: its reader raises it, too
-            self._stream.submit({number: request})
-
-    def _answer(self, number: int, completion: Completion) -> None:
-        episode, turn = self._asked.pop(number)
-        self._runner.server.post(episode.complete, turn, completion)
-
-    def _note_end(self, session: AgentSession) -> None:
-        self._ended.put(session)
-        self._stream.wake()
-
-    def _newly_ended(self) -> Iterator[AgentSession]:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                yield self._ended.get_nowait()
-
-    def _cancel_late(self, tasks: Round) -> None:
-        """End agents that take too long."""
-        now = time.monotonic()
-        if now < self._next_look:
-            return
-        self._next_look = now + time_limits.POLL_INTERVAL_S
-        late = [task for session in self._sessions if (task := self._cancellation(session)) is not None]
-        if late:
-            tasks.submit(late)
-
-    def _cancellation(self, session: AgentSession) -> Cancellation | None:
-        began, most_s = session.first_began_at, self._runner.config.max_seconds
-        if began is None or session.began_at is None:
-            return None
-        if most_s and self._clock() - began > most_s:
-            return session.cancellation(f"was not done after environment.max_seconds={most_s:g}", is_last=True)
-        return session.cancellation() if session.episode.idle_s() > self._timeout_s else None
-
-    def _report_errors(self) -> None:
-        errors = [session.error for session in self._sessions if session.error]
-        if errors:
-            LOG.warning(
-                "%d of %d agents of step %d ended with an error after a limit of their episode, and count as 0; the "
-                "first: %s",
-                len(errors),
-                len(self._sessions),
-                self._sessions[0].request.step,
-                errors[0],
-            )
+    def __init__(self, calls: AsyncCalls):
+        self.calls = calls
+        self.running: set[AgentSession] = set()
+        self.errors: list[str] = []

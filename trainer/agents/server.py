@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import json
 import logging
@@ -11,7 +10,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from aiohttp import web
 
@@ -28,7 +27,6 @@ _REMEMBERED = 10_000
 """Episodes that have ended whose addresses get an answer of their own."""
 _NO_RETRY = {"X-Should-Retry": "false"}  # OpenAI's clients obey it
 
-T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -73,22 +71,13 @@ class AgentServer:
         """Begin to serve an episode."""
         self._episodes[episode.secret] = episode
 
-    def remove(self, episode: AgentEpisode) -> None:
-        """Refuse all further calls of an episode. Returns once nothing changes it any more."""
-        self.call(self._end, episode)
+    async def settled(self) -> None:
+        """Wait, on another event loop, until all that was posted is done."""
 
-    def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function on the thread of the server; return its result."""
-        done: concurrent.futures.Future[T] = concurrent.futures.Future()
+        async def nothing() -> None:
+            pass
 
-        def run() -> None:
-            try:
-                done.set_result(function(*arguments))
-            except BaseException as error:
-                done.set_exception(error)
-
-        self._loop.call_soon_threadsafe(run)
-        return done.result()
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(nothing(), self._loop))
 
     def post(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Call a function on the thread of the server, later."""
@@ -97,21 +86,6 @@ class AgentServer:
     def discard(self, episode: AgentEpisode) -> None:
         """Refuse all further calls of an episode, soon."""
         self.post(self._end, episode)
-
-    @contextlib.contextmanager
-    def repeating(self, function: Callable[[], object], interval_s: float) -> Iterator[None]:
-        """Call a function on the thread of the server again and again while the block runs."""
-
-        async def repeat() -> None:
-            while True:
-                await asyncio.sleep(interval_s)
-                function()
-
-        task = asyncio.run_coroutine_threadsafe(repeat(), self._loop)
-        try:
-            yield
-        finally:
-            task.cancel()
 
     def _end(self, episode: AgentEpisode) -> None:
         episode.end()

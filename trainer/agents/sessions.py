@@ -27,11 +27,9 @@ class AgentSession(Task):
     All methods but the constructor and `cancellation` run on the thread of the pool.
 
     Args:
-        index: of its request in the call.
         timeout_s: see `AgentRunner`.
         begin: returns a new episode of the endpoint.
         end: ends one.
-        note: called when the agent has ended for good.
         clock: returns the time, for `began_at`.
     """
 
@@ -42,17 +40,14 @@ class AgentSession(Task):
 
     def __init__(
         self,
-        index: int,
         request: RolloutRequest,
         seed: int,
         timeout_s: float,
         begin: Callable[[RolloutRequest], AgentEpisode],
         end: Callable[[AgentEpisode], None],
-        note: Callable[[AgentSession], None],
         clock: Callable[[], float] = time.monotonic,
     ):
         super().__init__()
-        self.index = index
         self.request = request
         self.result: AgentResult | None = None
         """None: the agent has failed."""
@@ -71,7 +66,7 @@ class AgentSession(Task):
         self._was_late = False
         self.timeout_s = timeout_s
         self._seed, self._too_slow = seed, f"took longer than environment.timeout_s={timeout_s:g}"
-        self._begin, self._end, self._note, self._clock = begin, end, note, clock
+        self._begin, self._end, self.clock = begin, end, clock
         self._is_over = False
         self.restart()
 
@@ -84,7 +79,7 @@ class AgentSession(Task):
             return None
         if self.worker is not None:  # it is sent now
             self._was_late = False
-            self.began_at = self._clock()
+            self.began_at = self.clock()
             if self.first_began_at is None:
                 self.first_began_at = self.began_at
             self.episode.start_clock()
@@ -155,7 +150,7 @@ class AgentSession(Task):
 
     def rest(self) -> None:
         if self._is_over:
-            self._note(self)
+            super().rest()
 
     def _over(self, status: str) -> None:
         self._is_over, self.status, self.worker = True, status, None

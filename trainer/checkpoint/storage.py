@@ -36,9 +36,7 @@ JOURNAL = ".journal"
 """The directory of the records of rollouts."""
 RECORDS = ".arrow"
 """The end of the names of files with rollouts."""
-TAKEN = ".json"
-"""The end of the names of files that say which groups in flight a step has taken."""
-_RECORDS = re.compile(r"^step_(0|[1-9][0-9]{0,17})-(?:([1-9][0-9]{0,18})-)?[0-9a-f]{32}\.(?:arrow|json)\Z")
+_RECORDS = re.compile(r"^step_(0|[1-9][0-9]{0,17})-(?:([1-9][0-9]{0,18})-)?[0-9a-f]{32}\.arrow\Z")
 
 Age = tuple[bool, int, int]
 """Sorts files of the journal: the oldest comes first."""

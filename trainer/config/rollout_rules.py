@@ -15,7 +15,6 @@ from trainer.config.transports import find_transport
 from trainer.errors import UserError
 from trainer.files.uris import split_http_url
 
-_MOST_IN_FLIGHT = 2048
 _ALL_ADDRESSES = ("", "0.0.0.0", "::")
 
 
@@ -59,7 +58,6 @@ def check_environments(config: Config) -> None:
         if ":" not in environment.name:
             raise config_error(config, f"{name}.name", "must be an import path package.module:Class")
         _check_episode_length(config, name, environment)
-        _check_schedule(config, name, environment)
         if environment.agent_host in _ALL_ADDRESSES and environment.agent_url is None:
             problem = f"is no address that agents can use; set {name}.agent_url to one"
             raise config_error(config, f"{name}.agent_host", problem)
@@ -78,18 +76,6 @@ def _check_episode_length(config: Config, name: str, environment: EnvironmentCon
     if config.model.path is None and config.task.trains and environment.max_tokens > longest:
         problem = f"exceeds model.tiny.max_position_embeddings={longest}"
         raise config_error(config, f"{name}.max_tokens", problem)
-
-
-def _check_schedule(config: Config, name: str, environment: EnvironmentConfig) -> None:
-    if environment.schedule != "stream":
-        return
-    if not config.engine.streaming:
-        problem = f"rollout.engine={config.rollout.engine} takes no request while it generates; choose rounds"
-        able = engines_with("streaming")
-        raise config_error(config, f"{name}.schedule", f"{problem}, or rollout={able}")
-    if config.rollout.colocate and config.data.mix:
-        problem = "with data.mix, a thread of its own would use the GPUs of the ranks; choose rounds"
-        raise config_error(config, f"{name}.schedule", f"{problem}, or rollout.colocate=false")
 
 
 def check_rollout(config: Config) -> None:
@@ -141,9 +127,8 @@ def _check_servers(config: Config) -> None:
 def _check_in_flight(config: Config) -> None:
     rollout, key = config.rollout, "rollout.in_flight_updates"
     if not rollout.in_flight_updates:
-        for name in ("max_staleness", "window"):
-            if getattr(rollout, name) != getattr(RolloutConfig(), name):
-                raise config_error(config, f"rollout.{name}", f"needs {key}=true")
+        if rollout.max_staleness != RolloutConfig().max_staleness:
+            raise config_error(config, "rollout.max_staleness", f"needs {key}=true")
         return
     if not config.engine.in_flight:
         able = engines_with("in_flight")
@@ -155,10 +140,6 @@ def _check_in_flight(config: Config) -> None:
     if rollout.colocate:
         problem = "engines that share the GPUs of the ranks cannot generate while these train"
         raise config_error(config, key, f"{problem}; choose false, or rollout.colocate=false")
-    batch = config.trainer.train_batch_size
-    if (count := (rollout.max_staleness + 1) * batch) > _MOST_IN_FLIGHT:
-        problem = f"with trainer.train_batch_size={batch}, {count} prompts would be under way, each on a thread"
-        raise config_error(config, "rollout.max_staleness", f"{problem}; at most {_MOST_IN_FLIGHT} can be")
 
 
 def _check_lora_sync(config: Config) -> None:

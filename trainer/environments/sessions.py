@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.config import EnvironmentConfig
@@ -49,8 +49,6 @@ class Session(Task):
         """The policy cannot have caused the failure."""
         self.answered = 0
         """Calls that the present environment has answered. It begins again at 0 when the environment is lost."""
-        self.on_rest: Callable[[Any], None] | None = None
-        """Gets this session when all its replies are answered, or it is closed, or has failed."""
         self._number = next(_NUMBERS)
         """Its name in messages to the process."""
 
@@ -120,10 +118,6 @@ class Session(Task):
                 totals[name] += value
         return dict(totals)
 
-    def rest(self) -> None:
-        if self.on_rest is not None:
-            self.on_rest(self)
-
     def restart(self) -> None:
         self.answered = 0
 
@@ -162,15 +156,12 @@ class EnvironmentPool(WorkerPool):
             python=config.python,
         )
 
-    def step_all(self, sessions: Sequence[Session], meanwhile: Callable[[], None] = lambda: None) -> None:
+    def step_all(self, sessions: Sequence[Session]) -> None:
         """Make the calls that the sessions need: afterwards each has answered its replies, has failed, or is closed.
-
-        Args:
-            meanwhile: called again and again while this waits.
 
         Raises:
             WorkerError: the processes cannot start.
         """
         with self.round() as tasks:
             tasks.submit(sessions)
-            tasks.wait(meanwhile)
+            tasks.wait()

@@ -62,9 +62,9 @@ from trainer.run.run_metadata import HOLDS_A_RUN, LOG_NAME, last_start, record_s
 from trainer.sources.base import Evaluation
 from trainer.sources.evaluation import RolloutEvaluator, rewards_by_row
 from trainer.sources.preflight import check_source, find_refusals
-from trainer.sources.rollout_runner import RolloutRunner
+from trainer.sources.prompts import read_prompts, read_source
+from trainer.sources.rollouts import Rollouts
 from trainer.sources.routes import VAL_SETS, make_routes, make_scorers
-from trainer.sources.sampling import read_prompts, read_source
 from trainer.tasks.base import tokenizer_of
 
 LOG = logging.getLogger(__name__)
@@ -139,18 +139,17 @@ class _Evaluating:
             ends.callback(journal.close)
             cluster = ends.enter_context(cluster_of(self.cfg, self._device))
             way = TRANSPORTS["shared_memory"] if weights.adapter is None else ADAPTER
-            joins = self.subject.streams_requests
-            pool = EnginePool(self.cfg, cluster, weights, path, keeps_weights=True, way=way, joins=joins)
+            pool = EnginePool(self.cfg, cluster, weights, path, keeps_weights=True, way=way)
             ends.callback(pool.leave)
             scorers = make_scorers(self.cfg, list(map(_source_of, sets)), self._scorer_of)
             routes = make_routes(self.cfg, scorers, tokenizer)
-            runner = RolloutRunner(self.cfg, pool, tokenizer, stop_token_ids(path, tokenizer), routes, journal)
-            ends.enter_context(runner)
+            rollouts = Rollouts(self.cfg, pool, stop_token_ids(path, tokenizer), routes, journal)
+            ends.enter_context(rollouts)
             with stage("starting the engines"):
                 pool.start(version=self._step + 1, is_initial=True)
             journal.start(max(0, self._step - 1), digest("evaluation", results.weights))
             named = {name: prompts for name, prompts in sets.items() if name != DEFAULT_SET}
-            evaluator = RolloutEvaluator(self.cfg, runner, sets.get(DEFAULT_SET, []), named)
+            evaluator = RolloutEvaluator(self.cfg, rollouts, sets.get(DEFAULT_SET, []), named)
             for name, prompts in missing.items():
                 with stage(f"evaluating {name}: {len(prompts)} rows"):
                     self._evaluate(name, prompts, evaluator, results)

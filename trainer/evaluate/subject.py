@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from trainer.config import EnvironmentConfig
 from trainer.config.config_file import find_groups, store_recorded
 from trainer.config.data import COLUMNS
 from trainer.config.hydra import conf_dir
@@ -45,8 +44,6 @@ class Subject:
     evaluated as the initial weights of a run are."""
     checkpoint: Checkpoint | None = None
     """None: it is the Hugging Face model of `model.path`."""
-    streams_requests: bool = False
-    """See `Config`: of the checkpoint's run. An evaluation does not read the sources of its training data."""
 
 
 def find_subject(words: Sequence[str]) -> tuple[Subject, list[str]]:
@@ -77,7 +74,7 @@ def find_subject(words: Sequence[str]) -> tuple[Subject, list[str]]:
     checkpoint, _ = choose_checkpoint(path, step, best)
     config = read_config(checkpoint)
     words = _words_of_checkpoint(path, checkpoint, config, rest, given)
-    return Subject(checkpoint.path, checkpoint.step, checkpoint, _streams_requests(config)), words
+    return Subject(checkpoint.path, checkpoint.step, checkpoint), words
 
 
 def parse_words(words: Sequence[str]) -> tuple[str | None, int | None, bool, list[str]]:
@@ -138,14 +135,6 @@ def _words_of_model(path: str | None, name: str, rest: list[str], given: set[str
     words = ["data=files"] if reads_files and not is_chosen else []
     words += [f"model.path={_quoted(path)}"] if path is not None else []
     return [*words, *_own_words(f"outputs/{FOLDER}/{_plain(name)}", given), *rest]
-
-
-def _streams_requests(config: dict[str, Any]) -> bool:
-    """Return whether the run of a recorded config lets requests join others at any time."""
-    sections = [config, *config.get("data", {}).get("mix", {}).values()]
-    names = ("name", "schedule")
-    environments = [section.get("environment") or {} for section in sections]
-    return any(EnvironmentConfig(**{n: e[n] for n in names if n in e}).streams_requests for e in environments)
 
 
 def _words_of_checkpoint(

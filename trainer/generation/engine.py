@@ -141,7 +141,7 @@ class ServedEngine(Engine, Protocol):
 
 
 class StreamingEngine(Engine, Protocol):
-    """An engine with `EngineSpec.streaming`: it takes more requests while it generates.
+    """An engine of the unit `request` (see `EngineSpec.unit`): it takes more requests while it generates.
 
     Requests may be under way between two calls of `step`, and when the weights change.
     """
@@ -177,6 +177,24 @@ def generate_in_steps(engine: StreamingEngine, requests: Sequence[Request]) -> l
     while len(completions) < len(requests):
         completions |= engine.step({})
     return [completions[number] for number in range(len(requests))]
+
+
+def by_length(requests: Sequence[Request], engines: int, most: int) -> list[list[int]]:
+    """Return batches of at most `most` requests with one sampling and prompts of similar length, the longest first.
+
+    There are as many batches for each of `engines`, and of the same size as far as possible. Which requests share a
+    batch does not depend on how fast the engines are, because it can change the last bits of log-probs.
+    """
+    alike: dict[Sampling, list[int]] = {}
+    for i, request in enumerate(requests):
+        alike.setdefault(request.sampling, []).append(i)
+    batches: list[list[int]] = []
+    for indices in alike.values():
+        order = sorted(indices, key=lambda i: len(requests[i].prompt_token_ids))
+        rounds = -(-len(order) // (engines * most))
+        size = -(-len(order) // (engines * rounds))
+        batches += [order[start : start + size] for start in range(0, len(order), size)][::-1]
+    return batches
 
 
 def join_interval_s(running: int) -> float:

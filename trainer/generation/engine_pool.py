@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import logging
-import math
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -24,17 +24,14 @@ from trainer.errors import (
     set_failure_source,
 )
 from trainer.generation.colocation import GpuAssignment, assign_gpus, colocated_ranks, gpus_of
-from trainer.generation.company import joins_exactly
 from trainer.generation.config_check import describe_model
 from trainer.generation.dispatcher import Dispatcher
 from trainer.generation.engine import Completion, Request, RunningRequests
 from trainer.generation.engines import Engines, engine_builder
+from trainer.generation.event_loop import EventLoop, in_thread
 from trainer.generation.lifecycle import GpuMemory, State
-from trainer.generation.pauses import Pauses
-from trainer.generation.request_stream import RequestStream, StreamAborted
 from trainer.generation.server_protocol import Job
 from trainer.generation.transport import Ends, PolicyRanks, Transport, choose_transport, first_failure, make_transport
-from trainer.process import time_limits
 from trainer.process.signals import SIGNALS
 
 if TYPE_CHECKING:
@@ -56,7 +53,6 @@ class EnginePool:
         keeps_weights: engines generate while the ranks train. So the weights of the last sync are kept, if the way of
             the weights allows that: engines that come back get these.
         way: in which weights reach the engines. None: as `rollout.weight_sync` says.
-        joins: generate as engines do whose requests join at any time others, even if those of this run do not.
     """
 
     def __init__(
@@ -67,7 +63,6 @@ class EnginePool:
         model_path: str,
         keeps_weights: bool = False,
         way: str | TransportSpec | None = None,
-        joins: bool = False,
     ):
         self._cfg = cfg
         self._cluster = cluster
@@ -77,16 +72,17 @@ class EnginePool:
         self._keeps_weights = keeps_weights
         self._given_way = way
         self._has_initial_weights = False  # the weights of the policy are those that engines start with
-        self._thread = threading.get_ident()  # the only one that may use the ranks
         self.synced_bytes = 0
         """Size of the weights or adapters of the last sync."""
-        self.pauses = Pauses()
-        """While no engine can generate."""
+        self.loop = EventLoop()
+        """On which completions are asked for."""
+        self._pauses = 0
+        self._paused_since = self._earlier_pauses_s = 0.0
         self._waking_bytes = 0  # of each GPU; 0: not known
         self._spec = spec = cfg.engine
         self._gpus = gpus_per_engine(cfg, cluster.device)  # of each engine
         self._device = "cuda" if self._gpus else "cpu"  # of the engines
-        self._awake_blocks: set[object] = set()
+        self._readying = asyncio.Lock()
         self._memory = GpuMemory(cfg.rollout.colocate and self._gpus > 0)
         self._has_started = self._has_synced = False
         self._deferred: bool | None = None  # whether a start that is still to come has the initial weights
@@ -100,21 +96,14 @@ class EnginePool:
         self._job: Job | None = None  # who uses inference servers
         if spec.served:
             self._job = Job.of_run(cfg.trainer.run_dir, describe_model(cfg.model, model_path, cfg.longest_sequence))
-        self._build = engine_builder(cfg, model_path, self._device, joins or cfg.streams_requests, self._job)
+        self._build = engine_builder(cfg, model_path, self._device, self._job)
         group = cluster.launch_engines(self._build, numbers, environment, assignment)
         window_s, has_capacity = 60 * cfg.trainer.restart_window_minutes, functools.partial(cluster.has_capacity, group)
         limit, urls = cfg.trainer.max_restarts, cfg.rollout.urls if spec.served else ()
         self._engines = Engines(group, self._memory, limit, window_s, has_capacity, urls)
-        self._dispatcher = Dispatcher(
-            self._engines,
-            spec.streaming,
-            cfg.rollout.max_num_seqs,
-            self._device,
-            cfg.trainer.deterministic,
-            spec.in_flight,
-            self._join,
-            self.pauses.count()(self._refit),
-        )
+        most = cfg.rollout.max_num_seqs
+        capacity = most if self._device == "cuda" and len(group) > 1 else None
+        self._dispatcher = Dispatcher(self._engines, spec.unit, most, capacity, spec.in_flight, self._maintain)
         self._ends = Ends(
             cfg, cluster, ranks, model_path, self._device, self._count_receivers, self._colocated_ranks, keeps_weights
         )
@@ -123,27 +112,46 @@ class EnginePool:
     @property
     def repeats(self) -> bool:
         """Whether the engines generate the same tokens and log-probs again, to the last bit."""
-        if self._cfg.streams_requests and not self._joins_exactly:
-            return False
         return self._spec.repeats and (self._cluster.device == "cpu" or self._cfg.trainer.deterministic)
 
     @property
-    def needs_company(self) -> bool:
-        """Whether a request gets the same last bits again only beside the same requests (see `repeats`).
+    def unit(self) -> str:
+        """What decides the last bits of a completion: its `request`, or the `batch` (see `EngineSpec`)."""
+        return self._spec.unit
 
-        Inference servers are asked each time: which engines they have is known only while they run.
+    @property
+    def paused_s(self) -> float:
+        """Seconds in which no engine could generate, because all were starting, lost, or asleep."""
+        return self._earlier_pauses_s + (time.monotonic() - self._paused_since if self._pauses else 0.0)
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """Count the seconds of the block in `paused_s`. Blocks that overlap count once."""
+        if not self._pauses:
+            self._paused_since = time.monotonic()
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+            if not self._pauses:
+                self._earlier_pauses_s += time.monotonic() - self._paused_since
+
+    @contextmanager
+    def _at_rest(self) -> Iterator[None]:
+        """Keep the engines from generating while the block runs, on the main thread, which uses them.
+
+        A failure in the block ends all requests.
         """
-        if not self.repeats:
-            return False
-        if self._spec.served:
-            from trainer.generation.server_engine import servers_join_exactly  # imports httpx
-
-            return not servers_join_exactly(self._cfg.rollout.urls, time_limits.SERVER_CONNECT_S)
-        return not self._joins_exactly
-
-    @functools.cached_property
-    def _joins_exactly(self) -> bool:
-        return joins_exactly(self._spec, self._cfg, self._device, self._model_path)
+        with self._paused():
+            self.loop.run(self._dispatcher.pause(), "the engines")
+            try:
+                yield
+            except BaseException as error:
+                self.loop.call(self._dispatcher.fail, error)
+                raise
+            finally:
+                self.loop.call(self._dispatcher.resume)
 
     def wait_ready(self) -> None:
         """Wait until the ranks may load models on the GPUs. Once, before they do.
@@ -165,19 +173,17 @@ class EnginePool:
         Raises:
             UserError: weights cannot reach the engines in the way that the config says.
         """
-        self.abort()
-        self._thread = threading.get_ident()
+        self.loop.call(self._dispatcher.start)
         self._version, self._deferred = version, is_initial
         if not may_defer or self._has_started:
-            self._end_deferral()
+            with self._at_rest():
+                self._end_deferral()
 
     def _end_deferral(self) -> None:
-        if self._deferred is None:
-            return
-        assert threading.get_ident() == self._thread, "another thread uses the ranks"
-        is_initial, self._deferred = self._deferred, None
-        with SIGNALS.waiting(), self.pauses.count(), self._dispatcher.turn():
-            self._start(self._version, is_initial)
+        if self._deferred is not None:
+            is_initial, self._deferred = self._deferred, None
+            with SIGNALS.waiting():
+                self._start(self._version, is_initial)
 
     def _start(self, version: int, is_initial: bool) -> None:
         if self._has_started or self._memory.shared:
@@ -205,33 +211,43 @@ class EnginePool:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Keep engines that share GPUs awake while the block runs, so that its calls need not wake them each time.
+        """Let engines that share GPUs sleep after the block, in which they wake when completions are asked for.
 
-        The ranks must not compute meanwhile. Blocks may overlap: the engines sleep after the last one, or after the
-        first one that fails.
+        The ranks must not compute meanwhile, but for `rest`.
         """
-        self._end_deferral()
-        if not self._memory.shared:
-            yield
-            return
-        if not self._awake_blocks:
-            with self.pauses.count():
-                self._wake()
-        block = object()
-        self._awake_blocks.add(block)
         try:
-            with contextlib.suppress(GeneratorExit):  # the reader of a stream has closed it
-                yield
-            if self._awake_blocks == {block}:
-                self._engines.finish_starts()
+            yield
         except BaseException:
-            if block in self._awake_blocks:
-                self._awake_blocks.clear()
+            if self._memory.shared and self._memory.is_awake:
                 self._sleep_after_failure()
             raise
-        if self._awake_blocks == {block}:
-            self._put_to_sleep()
-        self._awake_blocks.discard(block)
+        self.rest()
+
+    def rest(self) -> None:
+        """Let engines that share GPUs sleep until completions are asked for: the ranks need the memory."""
+        if self._memory.shared and self._memory.is_awake:
+            with self._at_rest():
+                self._engines.poll(0)  # new processes of lost engines start while the ranks have left the GPUs
+                self._engines.finish_starts()
+                self._put_to_sleep()
+
+    @property
+    def _is_ready(self) -> bool:
+        return self._deferred is None and self._memory.is_awake
+
+    async def _get_ready(self) -> None:
+        """Start what was deferred, and wake the engines."""
+        if self._is_ready:
+            return
+        async with self._readying:
+            if not self._is_ready:
+                await self.loop.on_main(self._make_ready)
+
+    def _make_ready(self) -> None:
+        with self._at_rest():
+            self._end_deferral()
+            if not self._memory.is_awake:
+                self._wake()
 
     def _sleep_after_failure(self) -> None:
         """Let the engines release the memory: ranks that start again need it. Not all engines can answer."""
@@ -273,100 +289,91 @@ class EnginePool:
             raise
         self._put_to_sleep()
 
-    def _join(self) -> None:
-        """Give the weights of the last sync to engines that have come back, without the ranks."""
-        if self._keeps_weights and (stale := self._engines.lifecycle.within(State.STALE)):
-            self._reload(stale)
-
-    def _reload(self, stale: list[int]) -> None:
-        """Give these engines the weights of the last sync again, without the ranks, if they were kept."""
-        source = self._transport.kept()
-        if source is not None:
-            arguments = (source, self._version, "keep") if self._spec.streaming else (source, self._version)
-            self._engines.mark_ready(self._engines.call(stale, "sync_weights", *arguments), self._version)
-        elif self._has_initial_weights:
-            self._engines.mark_ready(self._engines.call(stale, "set_version", self._version), self._version)
-
-    def _refit(self, gives_up: Callable[[], bool]) -> None:
-        """Wait for an engine while requests wait, and give it the current weights: no other is left.
+    async def _maintain(self, is_needed: bool) -> None:
+        """Start new processes of lost engines, and give them weights, if that needs no rank.
 
         Args:
-            gives_up: returns whether to return before.
+            is_needed: completions are waited for. If no engine is left, one must get weights now.
 
         Raises:
             WorkerError: the ranks may have newer weights, and nothing was kept.
         """
-        is_kept = self._keeps_weights and (self._has_initial_weights or self._transport.kept() is not None)
-        if not is_kept and threading.get_ident() != self._thread:
-            error = WorkerError(
-                "no engine is left that has the weights of the rollouts under way, and the ranks train already: the "
-                "run goes back to its last checkpoint",
-                RESTART_HINT,
-            )
-            set_failure_source(error, FailureSource("engine"))
-            raise error
-        self._engines.wait_for_capacity(gives_up)
-        if not self._engines.lifecycle.loaded:
+        engines = self._engines
+        engines.poll(0)
+        is_kept = self._keeps_weights and (self._has_initial_weights or self._transport_keeps)
+        if is_kept and (stale := engines.lifecycle.within(State.STALE)):
+            await in_thread(self._reload, stale)
+        if not is_needed or engines.lifecycle.serving or not self._has_started:
             return
-        if is_kept:
-            self._reload(self._engines.lifecycle.loaded)
-            return
-        if not self._memory.shared:
-            self._sync(self._version, "keep")
-            return
-        self._engines.finish_starts()  # the ranks come back for the sync
-        self._put_to_sleep()
+        with self._paused():
+            if is_kept:
+                await in_thread(engines.wait_for_capacity, lambda: self._dispatcher.is_paused)
+            elif self.loop.is_waited_for:
+                await self.loop.on_main(self._refit)
+            else:
+                error = WorkerError(
+                    "no engine is left that has the weights of the rollouts under way, and the ranks train already: "
+                    "the run goes back to its last checkpoint",
+                    RESTART_HINT,
+                )
+                set_failure_source(error, FailureSource("engine"))
+                raise error
+
+    @property
+    def _transport_keeps(self) -> bool:
+        return self._has_started and self._transport.kept() is not None
+
+    def _reload(self, stale: list[int]) -> None:
+        """Give these engines the weights of the last sync again, without the ranks."""
+        source = self._transport.kept()
+        if source is not None:
+            arguments = (source, self._version, "keep") if self._spec.unit == "request" else (source, self._version)
+            self._engines.mark_ready(self._engines.call(stale, "sync_weights", *arguments), self._version)
+        elif self._has_initial_weights:
+            self._engines.mark_ready(self._engines.call(stale, "set_version", self._version), self._version)
+
+    def _refit(self) -> None:
+        """Wait for an engine while requests wait, and give it the weights of the ranks: no other is left."""
+        self._engines.wait_for_capacity()
+        if self._memory.shared:
+            self._engines.finish_starts()  # the ranks come back for the sync
+            self._put_to_sleep()
         self._sync(self._version, "keep")
-        self._wake()
+        if self._memory.shared:
+            self._wake()
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Return completions in the order of the requests."""
-        completions = {index: one for chunk in self.stream(requests) for index, one in chunk.items()}
-        return [completions[index] for index in range(len(requests))]
+    async def complete(self, request: Request) -> Completion:
+        """Return the completion of a request, on the event loop.
 
-    def stream(
-        self, requests: Sequence[Request], wanted: Collection[int] = (), idle_s: float = math.inf
-    ) -> Iterator[dict[int, Completion]]:
-        """Yield completions, by the indices of their requests, as engines complete them (see `Dispatcher.stream`).
-
-        The tokens do not depend on who generates them, as long as the weights are the same. Any threads may read any
-        number of streams, in any order: each gets the completions of its own requests. Only the thread that has called
-        `start` may read while engines share the GPUs of the ranks.
+        Its tokens do not depend on who generates them, as long as the weights are the same.
 
         Raises:
-            StreamAborted: `abort`, or a weight sync, has dropped the requests.
-            BaseException: whatever has failed while one of the readers worked with the engines; on the main thread
-                also what a signal asks for. All readers get it.
+            RequestsDropped: a weight sync has dropped the request.
+            BaseException: whatever has failed for good.
         """
-        assert not self._memory.shared or threading.get_ident() == self._thread, "the ranks need the memory"
+        await self._get_ready()
+        return await self._dispatcher.complete(request)
+
+    async def complete_together(self, requests: Sequence[Request]) -> list[Completion]:
+        """Return the completions of requests in their order, made in batches where that is the engines' `unit`."""
+        await self._get_ready()
+        return await self._dispatcher.complete_together(requests)
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Return completions in the order of the requests, on the main thread."""
         with self.awake():
-            yield from self._dispatcher.stream(requests, wanted, idle_s)
-
-    def open_stream(self) -> RequestStream:
-        """Return a stream that takes requests at any time, for one reader (see `RequestStream`). Close it.
-
-        It fails as `stream` does. A weight sync that aborts ends it, also while it has no request.
-        """
-        assert not self._memory.shared or threading.get_ident() == self._thread, "the ranks need the memory"
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.awake())
-            return self._dispatcher.open(stack.pop_all())
-
-    def abort(self) -> None:
-        """End all streams: readers on all threads get `StreamAborted`. They need not wait for an engine."""
-        self._dispatcher.end(StreamAborted("the requests of this stream are no longer needed"))
+            return self.loop.run(self.complete_together(requests), "completions")
 
     def sync_weights(self, version: int, running: RunningRequests = "abort") -> None:
-        """Give all engines the policy's weights, and call them `version`. Only the thread of `start` may call this.
+        """Give all engines the policy's weights, and call them `version`, on the main thread.
 
         Engines that still load do not take part. They do not serve before the next sync, unless the weights are kept.
 
         Args:
-            running: what happens to requests of streams that are under way, on any thread. After `abort` their readers
-                get `StreamAborted`.
+            running: what happens to requests that are under way. After `abort`, those that wait for them get
+                `RequestsDropped`.
         """
-        assert threading.get_ident() == self._thread, "another thread uses the ranks"
-        with self._dispatcher.turn(), self.pauses.count():
+        with self._at_rest():
             if self._deferred is None:
                 self._sync(version, running)
             else:
@@ -376,7 +383,7 @@ class EnginePool:
     def _sync(self, version: int, running: RunningRequests) -> None:
         engines = self._engines
         if running == "abort":
-            self._dispatcher.clear()
+            self.loop.call(self._dispatcher.clear)
         engines.poll(0)
         engines.lifecycle.mark_stale(engines.lifecycle.loaded)
         self._wait_for_engine()
@@ -388,7 +395,7 @@ class EnginePool:
         if self._processes(receivers) != self._receivers:
             self._meet(receivers)
         with self._transport.offer() as (source, sending):
-            arguments = (source, version, running) if self._spec.streaming else (source, version)
+            arguments = (source, version, running) if self._spec.unit == "request" else (source, version)
             if sending is None:
                 engines.mark_ready(engines.call(receivers, "sync_weights", *arguments), version)
             else:
@@ -414,8 +421,8 @@ class EnginePool:
 
     def shutdown(self) -> None:
         """End the engines. A failure is only logged: the run is finished, and the cluster ends their processes."""
-        self.abort()
-        with self._dispatcher.turn():
+        with self._at_rest():
+            self.loop.call(self._dispatcher.clear)
             if self._has_started:
                 try:
                     self._transport.drop_kept()
@@ -425,7 +432,8 @@ class EnginePool:
         self.leave()
 
     def leave(self) -> None:
-        """Leave the inference servers, if there are some, to other jobs, as far as they answer soon. Raises nothing."""
+        """End the event loop. Leave inference servers, if there are some, to other jobs, as far as they answer soon."""
+        self.loop.close()
         if self._job is not None:
             self._engines.leave(self._cfg.rollout.urls, self._job)
 

@@ -371,12 +371,11 @@ class Engines:
             INCIDENTS.record(describe(error, step, action, self._paused_s - paused_s))
 
 
-def engine_builder(cfg: Config, model_path: str, device: str, joins: bool, job: Job | None) -> Callable[..., Any]:
+def engine_builder(cfg: Config, model_path: str, device: str, job: Job | None) -> Callable[..., Any]:
     """Return what makes an engine in its process, from its number.
 
     Args:
         device: `cuda` or `cpu`, of the engines.
-        joins: requests join at any time others.
         job: who uses inference servers; None: the engines are none.
     """
     spec = cfg.engine
@@ -398,7 +397,6 @@ def engine_builder(cfg: Config, model_path: str, device: str, joins: bool, job: 
         **({"lora_rank": cfg.trainer.policy.lora.rank} if cfg.syncs_adapter else {}),
         **({"job": job} if job is not None else {}),
         **({"repeats": True} if spec.served and cfg.trainer.deterministic else {}),
-        **({"joins": True} if spec.joins_exactly and joins else {}),
     )
 
 

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from trainer.generation.weight_sync import Broadcast, SharedMemory
 
 _LEASE_SHAPE: dict[Any, Any] = {"start": str, "lease_s": is_number}
-_STATUS_SHAPE: dict[Any, Any] = {"joins_exactly": bool}
 _LARGEST_ERROR = 1 << 16
 _ATTEMPTS = 3
 """Attempts of a request that cannot reach the server, before the server counts as lost."""
@@ -410,22 +409,6 @@ def silent_servers(urls: Sequence[str], limit_s: float) -> list[int]:
     """Return the indices of the servers that do not answer within `limit_s` seconds."""
     answers = _ask_all(urls, "GET", protocol.STATUS, limit_s)
     return [index for index in range(len(urls)) if index not in answers]
-
-
-def servers_join_exactly(urls: Sequence[str], limit_s: float) -> bool:
-    """Return whether all servers give a request the same bits whichever others run with it, as far as they answer.
-
-    One that does not answer within `limit_s` seconds counts as one that does not.
-    """
-    answers = _ask_all(urls, "GET", protocol.STATUS, limit_s).values()
-    return len(answers) == len(urls) and all(map(_joins_exactly, answers))
-
-
-def _joins_exactly(answer: httpx.Response) -> bool:
-    try:
-        return parse_object(answer.text, _STATUS_SHAPE)["joins_exactly"]
-    except ValueError:
-        return False
 
 
 def _ask_all(

@@ -28,8 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainer.config import RolloutConfig
 from trainer.files.shared_memory import check_owner
-from trainer.generation.engine import Completion, Request, Sampling
-from trainer.generation.request_scheduler import by_length
+from trainer.generation.engine import Completion, Request, Sampling, by_length
 from trainer.generation.weight_sync import Broadcast, Ipc, SharedMemory
 from trainer.models.loading import load_pretrained
 from trainer.models.weight_names import module_weights

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import io
+import math
 import os
 import threading
 import time
@@ -16,16 +17,15 @@ from trainer.config import RolloutConfig
 from trainer.config.engines import ENGINES
 from trainer.errors import RESTART_HINT, UserError, WorkerError
 from trainer.files.shared_memory import SharedDirectory, check_owner, choose_directory
-from trainer.generation.company import CPU_BLOCK
 from trainer.generation.compile_cache import use_own_cache
 from trainer.generation.engine import Completion, Request, RunningRequests, generate_in_steps, join_interval_s
 from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
 from trainer.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from trainer.process import time_limits
 from trainer.process.startup import importing
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
+    from vllm.config import ModelConfig
     from vllm.lora.request import LoRARequest
 
 _ADAPTER = "policy"
@@ -39,6 +39,9 @@ _OCCUPIED = "Free memory on device"
 _UNIMPORTABLE = "failed to be inspected"
 """In vLLM's complaint about a model whose class it cannot import."""
 
+_CPU_BLOCK = 32
+"""Tokens of a block of the KV cache on CPU: the attention wants multiples of it."""
+
 _CPU_PREFILL_TOKENS = 8192  # tokens a prefill batch; bounds its activations in memory
 
 
@@ -51,7 +54,6 @@ class VLLMEngine:
         seed: for what vLLM draws outside of requests, which have their own seeds.
         device: `cpu` or `cuda`.
         lora_rank: rank of the adapters that `sync_weights` will bring; None: it will bring weights.
-        joins: requests join at any time those that are generated (see `EngineSpec.joins_exactly`).
         profile_dir: directory for files of vLLM's profiler; None: no step is profiled.
 
     Raises:
@@ -69,7 +71,6 @@ class VLLMEngine:
         device: str,
         trust_remote_code: bool = False,
         lora_rank: int | None = None,
-        joins: bool = False,
         profile_dir: str | None = None,
     ):
         for name, value in ENGINES["vllm"].environment_on(device).items():
@@ -92,7 +93,6 @@ class VLLMEngine:
         self._running: dict[str, int] = {}
         """The numbers of the requests in vLLM, by their names there."""
         self._interrupted = threading.Event()
-        self._joins = joins
         self._has_old_keys = False
         """The prefix cache may hold keys and values of older weights."""
         self._companion: str | None = None
@@ -130,10 +130,7 @@ class VLLMEngine:
     def step(self, requests: Mapping[int, Request]) -> dict[int, Completion]:
         """Add requests, and generate until some are complete; return these (see `StreamingEngine`)."""
         assert not self._asleep, "wake the engine before generating"
-        if not self._running and (self._has_old_keys or not self._joins):
-            # Drop the keys and values of earlier calls. They may be of older weights; and with those of other prompts,
-            # an uninterrupted run could differ in its last bits from a resumed one. Where requests join at any time,
-            # time decides which keys and values are there anyway, and later turns of an episode need those of earlier.
+        if not self._running and self._has_old_keys:
             cleared = self._llm.reset_prefix_cache()
             assert cleared, "the prefix cache is in use"
             self._has_old_keys = False
@@ -143,8 +140,7 @@ class VLLMEngine:
         began = time.monotonic()
         while self._running and not self._interrupted.is_set():
             completions |= self._step_vllm()
-            interval_s = join_interval_s(len(self._running)) if self._joins else time_limits.ENGINE_REPORT_S
-            if completions and time.monotonic() > began + interval_s:
+            if completions and time.monotonic() > began + join_interval_s(len(self._running)):
                 break
         self._interrupted.clear()
         return completions
@@ -355,7 +351,7 @@ def device_options(rollout: RolloutConfig, device: str, model_path: str, trust_r
     Raises:
         ValueError: vLLM does not support the model.
     """
-    from vllm.config import WeightTransferConfig
+    from vllm.config import ModelConfig, WeightTransferConfig
 
     from trainer.generation.vllm_worker import BACKEND
 
@@ -370,14 +366,15 @@ def device_options(rollout: RolloutConfig, device: str, model_path: str, trust_r
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
     }
     if device == "cpu":
+        model = ModelConfig(model_path, trust_remote_code=trust_remote_code, skip_tokenizer_init=True)
         return options | {
             "enforce_eager": True,
-            "block_size": CPU_BLOCK,
-            "kv_cache_memory_bytes": rollout.kv_cache_mb * 2**20,
+            "block_size": _CPU_BLOCK,
+            "kv_cache_memory_bytes": max(rollout.kv_cache_mb * 2**20, _bytes_of_two(rollout, model)),
             # A seeded request whose prefill is cut into chunks kills the CPU engine.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(_CPU_PREFILL_TOKENS, length, rollout.max_num_seqs),
-            **_options_of_model(model_path, trust_remote_code),
+            **_options_of_model(model),
         }
     return options | {
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
@@ -392,11 +389,21 @@ _HEADS_APART = ("lfm2", "lfm2_moe")
 kernel on CPU turns other parts of them; vLLM's own code in torch is right."""
 
 
-def _options_of_model(model_path: str, trust_remote_code: bool) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` that a model needs on CPU."""
-    from vllm.config import ModelConfig
+def _bytes_of_two(rollout: RolloutConfig, model: ModelConfig) -> int:
+    """Return the least KV cache that holds two of the longest sequences.
 
-    config = ModelConfig(model_path, trust_remote_code=trust_remote_code, skip_tokenizer_init=True)
+    With less, vLLM takes a sequence out and computes it later, so another one may be alone (see `_accompany`).
+    """
+    text = model.hf_config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    of_token = 2 * text.num_hidden_layers * heads * size * (2 if rollout.dtype == "bfloat16" else 4)
+    blocks = 2 * math.ceil((rollout.max_prompt_tokens + rollout.max_response_tokens) / _CPU_BLOCK) + 1  # one is empty
+    return blocks * _CPU_BLOCK * of_token
+
+
+def _options_of_model(config: ModelConfig) -> dict[str, Any]:
+    """Return the arguments of `vllm.LLM` that a model needs on CPU."""
     options: dict[str, Any] = {}
     if config.has_inner_state or config.is_hybrid:
         # vLLM keeps the states of recurrent layers for later requests only where it cuts prefills into chunks.

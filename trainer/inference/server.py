@@ -18,7 +18,6 @@ from trainer.config.engines import ENGINES
 from trainer.config.inference import TOKEN, read_token
 from trainer.errors import UserError
 from trainer.files.shared_memory import PrivateDirectory
-from trainer.generation.company import joins_exactly
 from trainer.generation.config_check import describe_model
 from trainer.inference.backend import Backend
 from trainer.inference.gateway import Gateway, is_loopback
@@ -102,7 +101,7 @@ async def _serve(cfg: Config, token: str | None, listener: socket.socket, path: 
         "model": name,
         "max_tokens": rollout.max_prompt_tokens + rollout.max_response_tokens,
         "repeats": repeats,
-        "joins_exactly": repeats and joins_exactly(spec, cfg, device, path),
+        "joins_exactly": repeats and spec.unit == "request",
     }
     architecture = describe_model(cfg.model, path, description["max_tokens"])
     gateway = Gateway(token, inference.lease_s, description, architecture)

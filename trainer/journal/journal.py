@@ -14,7 +14,6 @@ from trainer.errors import one_line
 from trainer.journal.history import Identity, after, digest
 from trainer.journal.pieces import Pieces, Upkeep
 from trainer.journal.replay import Replay
-from trainer.journal.taken import TakenGroup, TakenGroups
 from trainer.journal.writer import Writer
 
 LOG = logging.getLogger(__name__)
@@ -202,7 +201,7 @@ class Journal:
     def candidates(self, key: str) -> list[tuple[int, str]]:
         """Return the records of a group that was sampled in flight: versions, with their histories (see `add`).
 
-        What a step has trained on comes first. `take` reads one.
+        The newest one comes first: that is what a step has trained on, if one has. `take` reads one.
         """
         with self._replaying:
             return [] if self._replay is None else self._replay.candidates(key)
@@ -215,26 +214,10 @@ class Journal:
         with self._replaying:
             return None if self._replay is None else self._replay.take(key, version, history)
 
-    def last_step(self, key: str, version: int, history: str) -> int:
-        """Return the last step for which one of the `candidates` is kept (see `add`). 0: it may be deleted now."""
-        with self._replaying:
-            return 0 if self._replay is None else self._replay.last_step(key, version, history)
-
     def oldest_version(self) -> int | None:
         """Return the oldest version that a record of a group in flight names, of those that may still be used."""
         with self._replaying:
             return None if self._replay is None else self._replay.oldest_version()
-
-    def taken(self, step: int) -> Sequence[TakenGroup] | None:
-        """Return the groups in flight that a step has taken with the weights of now, before a kill. None: not known."""
-        history = self.history
-        with self._replaying:
-            return None if self._replay is None else self._replay.taken(step, history)
-
-    def add_taken(self, step: int, groups: Sequence[TakenGroup]) -> None:
-        """Begin to write which groups in flight a step has taken, unless that is written already."""
-        if self.is_on and groups != self.taken(step):
-            self._writer.add_taken(step, TakenGroups(self.history, self._settings.rollouts, groups))
 
     def note_in_flight(self, key: str, is_found: bool) -> None:
         """Note whether a record of a group was taken, or its episodes are generated."""

@@ -16,7 +16,6 @@ from functools import partial
 from trainer.checkpoint.storage import (
     JOURNAL,
     RECORDS,
-    TAKEN,
     Age,
     Storage,
     age_of_records,
@@ -38,6 +37,8 @@ _STAGED = ".tmp"
 """The end of a file that `write_file` has not completed."""
 _FETCHED = ".fetched"
 """The end of a file of the store that is not yet marked as one."""
+EFFECT_OF_DAMAGE = "its groups are generated again"
+"""What follows if a file is damaged, for messages."""
 _ABANDONED = "abandoned_after"
 """The file with the step to which the run went back while the store failed."""
 
@@ -66,11 +67,8 @@ class Pieces:
         """Return the steps of the files, by name."""
         return records_in(self._disk)
 
-    def write(self, step: int, data: bytes, kind: str = RECORDS) -> str:
+    def write(self, step: int, data: bytes) -> str:
         """Write a durable file; return its name.
-
-        Args:
-            kind: the end of its name.
 
         Raises:
             OSError: it cannot be written.
@@ -78,7 +76,7 @@ class Pieces:
         """
         with self._numbering:
             self._newest = number = max(self._newest + 1, time.time_ns())
-        name = f"step_{step}-{number}-{digest_bytes(data)}{kind}"
+        name = f"step_{step}-{number}-{digest_bytes(data)}{RECORDS}"
         self._write(self.path(name), data)
         return name
 
@@ -229,7 +227,7 @@ class Upkeep:
                     return
                 data = storage.get(f"{JOURNAL}/{name}")
                 if not is_intact(name, data):
-                    LOG.warning("rollout.journal: %s in %s is damaged; %s", name, storage.root, effect_of_damage(name))
+                    LOG.warning("rollout.journal: %s in %s is damaged; %s", name, storage.root, EFFECT_OF_DAMAGE)
                     return
                 self._pieces.add_fetched(name, data)
                 if name in here:
@@ -416,13 +414,6 @@ def _is_interrupted(name: str) -> bool:
 def is_full(error: Exception) -> bool:
     """Return whether an error says that the disk or a quota is full: checkpoints need the room more than records."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
-def effect_of_damage(name: str) -> str:
-    """Return what follows if a file is damaged, for messages."""
-    if name.endswith(TAKEN):
-        return "its step may train on other groups than before"
-    return "its groups are generated again"
 
 
 def is_intact(name: str, data: bytes) -> bool:

@@ -7,12 +7,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trainer.checkpoint.storage import TAKEN, Age
+from trainer.checkpoint.storage import Age
 from trainer.data.records import decode_groups, key_of_group, keys_in
 from trainer.episodes import Episode
 from trainer.errors import one_line
-from trainer.journal.pieces import Pieces, effect_of_damage
-from trainer.journal.taken import TakenGroup, TakenGroups
+from trainer.journal.pieces import EFFECT_OF_DAMAGE, Pieces
 
 LOG = logging.getLogger(__name__)
 
@@ -39,8 +38,6 @@ class _Record:
 class _Step:
     records: dict[str, list[_Record]]
     """By key. The newest is the last one."""
-    taken: list[TakenGroups] = field(default_factory=list)
-    """What was taken in flight. The newest is the last one."""
     histories: set[str] = field(default_factory=set)
     used: set[str] = field(default_factory=set)
 
@@ -61,7 +58,6 @@ class Replay:
             self._names.setdefault(step, []).append(name)
         self._first, self._last = min(self._names), max(self._names)
         self._open: dict[int, _Step] = {}
-        self._trained: dict[str, list[tuple[Age, tuple[int, str]]]] = {}  # in flight: when, which record of a key
         self._unusable: set[str] = set()  # files
         self._held: set[int] = set()  # steps whose episodes are in the checkpoint
         self._histories: set[str] = set()  # that the run has had since
@@ -112,34 +108,18 @@ class Replay:
     def candidates(self, key: str) -> list[tuple[int, str]]:
         """Return the records of a group that was sampled in flight: versions, with their histories.
 
-        Those that a step has trained on come first, the last one of them before all; then the oldest.
+        The newest one comes first.
         """
         for step in list(self._names):
             self._opened(step)
-        found = {record.sampled_by for opened in self._open.values() for record in opened.records.get(key, ())}
-        trained = [one for _, one in sorted(self._trained.get(key, ()), reverse=True) if one in found]
-        others = sorted(one for one in found if one is not None)
-        return list(dict.fromkeys([*trained, *others]))
-
-    def last_step(self, key: str, version: int, history: str) -> int:
-        """Return the last step for which a record of a group in flight is kept. 0: there is none."""
-        records = {step: opened.records.get(key, ()) for step, opened in self._open.items()}
-        steps = (step for step, of in records.items() if any(one.sampled_by == (version, history) for one in of))
-        return max(steps, default=0)
+        records = [record for opened in self._open.values() for record in opened.records.get(key, ())]
+        newest_first = sorted(records, key=lambda record: record.age, reverse=True)
+        return list(dict.fromkeys(record.sampled_by for record in newest_first if record.sampled_by is not None))
 
     def oldest_version(self) -> int | None:
         """Return the oldest version that a record names of a group that was sampled in flight; None: there is none."""
         records = (record for opened in self._open.values() for of in opened.records.values() for record in of)
         return min((record.sampled_by[0] for record in records if record.sampled_by is not None), default=None)
-
-    def taken(self, step: int, history: str) -> Sequence[TakenGroup] | None:
-        """Return the groups in flight that a step has taken with the same weights. None: that is not known."""
-        if step > self._last:
-            return None
-        known = [
-            taken for taken in self._opened(step).taken if (taken.history, taken.config) == (history, self._config)
-        ]
-        return known[-1].groups if known else None
 
     def take(self, key: str, version: int, history: str) -> list[Episode] | None:
         """Return a group that was sampled in flight. None: its record is damaged, or is needed no more."""
@@ -188,9 +168,6 @@ class Replay:
             opened = self._open[step] = _Step({})
             for age, name in sorted((self._pieces.age(name), name) for name in self._names.pop(step, [])):
                 try:
-                    if name.endswith(TAKEN):
-                        self._open_taken(name, age, opened)
-                        continue
                     keys, about = keys_in(self._pieces.read(name))  # a damaged index may lack keys
                     if "version" in about and not ("history" in about and about["version"].isdecimal()):
                         raise ValueError("its metadata is damaged")
@@ -202,14 +179,6 @@ class Replay:
                 for key in keys:
                     opened.records.setdefault(key, []).append(_Record(name, about, age))
         return self._open[step]
-
-    def _open_taken(self, name: str, age: Age, opened: _Step) -> None:
-        taken = TakenGroups.decode(self._pieces.read(name))
-        opened.taken.append(taken)
-        if taken.config == self._config:
-            for group in taken.groups:
-                for key, record in group.records.items():
-                    self._trained.setdefault(key, []).append((age, record))
 
     def _read(self, name: str, keys: Sequence[str]) -> dict[str, list[Episode]]:
         """Return groups of a file, by key: none if it is damaged, or was deleted since by a commit."""
@@ -229,7 +198,7 @@ class Replay:
             name,
             self._pieces.directory,
             one_line(str(error)),
-            effect_of_damage(name),
+            EFFECT_OF_DAMAGE,
         )
         self._counts[_DAMAGED] += 1
         self._unusable.add(name)

@@ -8,14 +8,12 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from trainer.checkpoint.storage import RECORDS, TAKEN
 from trainer.data.records import encode_groups
 from trainer.episodes import Episode
 from trainer.errors import UserError, describe_error, one_line
 from trainer.journal.pieces import Pieces, is_full
-from trainer.journal.taken import TakenGroups
 from trainer.process import time_limits
 from trainer.process.tracing import TRACER
 
@@ -29,19 +27,12 @@ hour would else give thousands of files, and each is a request to an object stor
 
 @dataclass
 class _Batch:
-    """What goes into one file: groups by key, or which groups a step has taken."""
+    """What goes into one file: groups by key."""
 
     step: int
-    about: Mapping[str, str] | None = None
-    """Metadata of groups."""
-    groups: dict[str, Sequence[Episode]] = field(default_factory=dict)
-    taken: TakenGroups | None = None
-
-    def encode(self) -> tuple[bytes, str]:
-        """Return the content of the file, and the end of its name."""
-        if self.taken is not None:
-            return self.taken.encode(), TAKEN
-        return encode_groups(self.step, self.groups, self.about or {}), RECORDS
+    about: Mapping[str, str]
+    """Metadata of the file."""
+    groups: dict[str, Sequence[Episode]]
 
 
 class Writer:
@@ -81,18 +72,12 @@ class Writer:
             if self._is_stopped or self._is_closed:
                 return
             # Steps may take turns: the next one is sampled while the one before it is evaluated.
-            waiting = [one for one in self._queue if one.taken is None and (one.step, one.about) == (step, about)]
+            waiting = [one for one in self._queue if (one.step, one.about) == (step, about)]
             if waiting:
                 waiting[-1].groups.update(groups)
                 self._begin()
             else:
                 self._append(_Batch(step, about, dict(groups)))
-
-    def add_taken(self, step: int, taken: TakenGroups) -> None:
-        """Write which groups a step has taken, after all that was added before."""
-        with self._condition:
-            if not self._is_stopped and not self._is_closed:
-                self._append(_Batch(step, taken=taken))
 
     def _append(self, batch: _Batch) -> None:
         self._begun.setdefault(batch.step, time.monotonic())
@@ -195,7 +180,7 @@ class Writer:
             return
         try:
             with TRACER.span("write rollouts", "journal", groups=len(batch.groups)):
-                self._written(self._pieces.write(batch.step, *batch.encode()))
+                self._written(self._pieces.write(batch.step, encode_groups(batch.step, batch.groups, batch.about)))
         except UserError as error:  # another job has taken the run
             with self._condition:
                 self._lost, self._is_stopped = error, True

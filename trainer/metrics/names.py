@@ -152,8 +152,7 @@ METRICS: dict[str, Metric] = {
         "s",
     ),
     "time/environment": Metric(
-        "Waiting for environments; with `environment.schedule=stream`, while engines have nothing to do. With "
-        "`rollout.ahead`, `time/rollout` has it.",
+        "Waiting for environments while engines have nothing to do.",
         "s",
     ),
     "time/reward": Metric("Waiting for rewards after the last completion.", "s"),

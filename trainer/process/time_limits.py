@@ -80,9 +80,9 @@ UPLOAD_FIRST_BACKOFF_S = 1.0
 """Wait after the first failed upload of a checkpoint. Each further failure doubles it."""
 UPLOAD_LONGEST_BACKOFF_S = 60.0
 
-# Rollouts of steps ahead
-BATCH_END_S = 60.0
-"""Longest wait for the thread that makes the rollouts of a step ahead, after it was stopped."""
+# Rollouts
+LOOP_END_S = 60.0
+"""Longest wait for the end of rollouts that the run no longer needs."""
 
 # Weights
 IPC_RETRY_S = 0.01

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -14,32 +15,18 @@ from trainer.rewards.parsing import Terms
 from trainer.rewards.scores import Scores
 from trainer.rewards.terms import RewardInput
 
+OnRanks = Callable[[Callable[[], Any]], Awaitable[Any]]
+"""Calls a function that computes on the ranks, when they are free; returns its result."""
+
 
 class Scoring(Protocol):
-    """The rewards of some episodes, while they are computed."""
+    """The rewards of groups that begin together."""
 
-    def add(self, first: int, inputs: Sequence[RewardInput]) -> None:
-        """Begin to score episodes that have ended. Others are still generated.
-
-        Args:
-            first: index of the first one.
-            inputs: whole groups, one after another, or any episodes if `Scorer.wants_groups` is false. Their `episode`
-                has the tokens.
-        """
-        ...
-
-    def finished(self) -> Mapping[int, tuple[float, Terms, str]]:
-        """Return reward, terms and the reason of a failure of each episode whose reward is known so far, by its index.
-
-        These are recorded before the others end. A scorer that knows none before `scores` returns nothing.
-        """
-        ...
-
-    def scores(self, meanwhile: Callable[[], None]) -> Scores:
-        """Wait for the rewards of all episodes; return them in the order of the indices.
+    async def score(self, order: int, inputs: Sequence[RewardInput]) -> Scores:
+        """Return the rewards of episodes of one group: all of them if `Scorer.wants_groups`.
 
         Args:
-            meanwhile: may be called again and again while this waits. It calls `finished`.
+            order: of the group, among those that begin together.
         """
         ...
 
@@ -52,22 +39,21 @@ class Scorer(Protocol):
 
     @property
     def uses_ranks(self) -> bool:
-        """Whether `Scoring.scores` computes on the ranks. Then engines that share their GPUs sleep meanwhile."""
+        """Whether it computes on the ranks."""
         ...
 
     @property
     def wants_groups(self) -> bool:
-        """Whether `Scoring.add` needs whole groups: so it is for a scorer that does not say it.
+        """Whether it needs whole groups: so it is for a scorer that does not say it.
 
-        Otherwise episodes are scored and recorded one by one, as soon as each has ended.
+        Otherwise episodes are scored and recorded one by one, as they end.
         """
         return True
 
-    def scoring(self, n: int, purpose: str) -> AbstractContextManager[Scoring]:
-        """Score the episodes that are added in the block. Several threads may each run such a block.
+    def open(self, purpose: str, groups: int, on_ranks: OnRanks) -> AbstractAsyncContextManager[Scoring]:
+        """Score the episodes of `groups` groups in the block, on an event loop. Several blocks may run.
 
         Args:
-            n: episodes in a group.
             purpose: names what the rewards are for, in messages.
         """
         ...
@@ -92,31 +78,38 @@ class RankScorer(AbstractContextManager["RankScorer"]):
         self._role = role
         self._last_scores = last_scores
 
-    @contextlib.contextmanager
-    def scoring(self, n: int, purpose: str) -> Iterator[Scoring]:
-        yield _RankScoring(self._role, self._last_scores)
+    @contextlib.asynccontextmanager
+    async def open(self, purpose: str, groups: int, on_ranks: OnRanks) -> AsyncIterator[Scoring]:
+        yield _RankScoring(self._role, self._last_scores, groups, on_ranks)
 
     def __exit__(self, *exception: Any) -> None:
         """Nothing was started."""
 
 
 class _RankScoring:
-    """The ranks score all episodes together, when the last one has ended."""
+    """The ranks score all groups together, when the last one has ended."""
 
-    def __init__(self, role: str, last_scores: Callable[[str, Sequence[Sample]], np.ndarray]):
+    def __init__(
+        self, role: str, last_scores: Callable[[str, Sequence[Sample]], np.ndarray], groups: int, on_ranks: OnRanks
+    ):
         self._role = role
         self._last_scores = last_scores
-        self._samples: dict[int, Sample] = {}
+        self._groups = groups
+        self._on_ranks = on_ranks
+        self._samples: dict[int, list[Sample]] = {}
+        self._rewards: asyncio.Future[dict[int, list[float]]] = asyncio.get_running_loop().create_future()
 
-    def add(self, first: int, inputs: Sequence[RewardInput]) -> None:
-        for index, given in enumerate(inputs, first):
-            assert given.episode is not None, "the tokens of the episode"
-            self._samples[index] = given.episode.samples[-1]
-
-    def finished(self) -> dict[int, tuple[float, Terms, str]]:
-        return {}
-
-    def scores(self, meanwhile: Callable[[], None]) -> Scores:
-        samples = [self._samples[index] for index in range(len(self._samples))]
-        rewards = self._last_scores(self._role, samples).tolist()
+    async def score(self, order: int, inputs: Sequence[RewardInput]) -> Scores:
+        self._samples[order] = [given.episode.samples[-1] for given in inputs if given.episode is not None]
+        if len(self._samples) == self._groups:
+            try:
+                self._rewards.set_result(await self._on_ranks(self._compute))
+            except Exception as error:
+                self._rewards.set_exception(error)
+        rewards = (await asyncio.shield(self._rewards))[order]
         return Scores(rewards, [Terms({self._role: reward}) for reward in rewards], [""] * len(rewards))
+
+    def _compute(self) -> dict[int, list[float]]:
+        groups = sorted(self._samples.items())
+        rewards = iter(self._last_scores(self._role, [one for _, samples in groups for one in samples]).tolist())
+        return {order: [next(rewards) for _ in samples] for order, samples in groups}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,11 +15,12 @@ from trainer.errors import UserError
 from trainer.files.documents import mismatch
 from trainer.rewards.cache import Result, RewardCache
 from trainer.rewards.parsing import Terms
+from trainer.rewards.scorer import OnRanks, Scoring
 from trainer.rewards.scores import Scores, aggregate
 from trainer.rewards.terms import Call, RewardFunction, RewardInput, reward_functions
 from trainer.sandbox.pool import WorkerPool
 from trainer.sandbox.process import ProcessDied
-from trainer.sandbox.tasks import Round, Task
+from trainer.sandbox.tasks import AsyncCalls, Round, Task
 
 LOG = logging.getLogger(__name__)
 
@@ -73,6 +75,12 @@ class RewardPool(WorkerPool):
         scores.accept()
         return scores
 
+    @asynccontextmanager
+    async def open(self, purpose: str, groups: int, on_ranks: OnRanks) -> AsyncIterator[Scoring]:
+        """Compute rewards in the block, on an event loop (see `Scorer.open`)."""
+        async with self.calls() as calls:
+            yield _GroupScoring(self.functions, self._cache, calls, purpose)
+
     @contextmanager
     def scoring(self, n: int = 1, purpose: str = "") -> Iterator[ScoringSession]:
         """Compute rewards while the block runs. Several threads may each run such a block.
@@ -92,7 +100,7 @@ class ScoringSession:
         self,
         functions: list[RewardFunction],
         cache: RewardCache | None,
-        tasks: Round,
+        tasks: Round | None,
         n: int,
         step: str,
     ):
@@ -116,6 +124,10 @@ class ScoringSession:
         Raises:
             WorkerError: the processes cannot start.
         """
+        assert self._round is not None
+        self._round.submit(self._begin(first, inputs))
+
+    def _begin(self, first: int, inputs: Sequence[RewardInput]) -> list[_RewardTask]:
         self._total += len(inputs)
         tasks = []
         for index, (function, calls) in enumerate(self._calls.items()):
@@ -125,7 +137,7 @@ class ScoringSession:
             some = [new[i : i + function.batch] for i in range(0, len(new), function.batch)]
             tasks += [_RewardTask(index, function, calls_of_one) for calls_of_one in some]
         self._tasks += tasks
-        self._round.submit(tasks)
+        return tasks
 
     def _is_new(self, call: Call) -> bool:
         """Whether the call must be made: its result is not cached, and no earlier call is the same."""
@@ -161,7 +173,11 @@ class ScoringSession:
         Args:
             meanwhile: called again and again.
         """
+        assert self._round is not None
         self._round.wait(meanwhile)
+        return self._results()
+
+    def _results(self) -> dict[RewardFunction, dict[Call, Result]]:
         known = self._known_results()
         return {
             function: {call: known[call.key or call] for call in sorted(calls, key=lambda call: call.indices)}
@@ -189,7 +205,14 @@ class ScoringSession:
         Raises:
             WorkerError: the processes cannot start.
         """
-        results = self.results(meanwhile)
+        return self._scores(self.results(meanwhile))
+
+    async def scored(self, inputs: Sequence[RewardInput], calls: AsyncCalls) -> Scores:
+        """Return the rewards of completions, on an event loop."""
+        await asyncio.gather(*map(calls.do, self._begin(0, inputs)))
+        return self._scores(self._results())
+
+    def _scores(self, results: dict[RewardFunction, dict[Call, Result]]) -> Scores:
         self._store(results, failures=False)
         scores = aggregate(results, self._total)
         scores.accept = partial(self._store, results, failures=True)
@@ -203,6 +226,17 @@ class ScoringSession:
         chosen = [key for key in computed if key not in self._cached and (failures or not _has_failed(computed[key]))]
         self._cache.add({key: computed[key] for key in chosen}, self._step)
         self._cached |= {key: computed[key] for key in chosen}
+
+
+class _GroupScoring:
+    """The rewards of groups that begin together (see `Scoring`)."""
+
+    def __init__(self, functions: list[RewardFunction], cache: RewardCache | None, calls: AsyncCalls, purpose: str):
+        self._functions, self._cache, self._calls, self._purpose = functions, cache, calls, purpose
+
+    async def score(self, order: int, inputs: Sequence[RewardInput]) -> Scores:
+        session = ScoringSession(self._functions, self._cache, None, len(inputs), self._purpose)
+        return await session.scored(inputs, self._calls)
 
 
 class _RewardTask(Task):

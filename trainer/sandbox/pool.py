@@ -6,6 +6,7 @@ A process that hangs or dies is replaced, and its tasks are repeated, except the
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import itertools
 import logging
@@ -13,8 +14,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from multiprocessing.connection import wait
 from typing import Any, Self
 
@@ -23,7 +24,7 @@ from trainer.process.failure_log import record_replaced_process
 from trainer.process.tracing import OVERLAPPING, TRACER
 from trainer.sandbox import limits
 from trainer.sandbox.process import OutputCapture, ProcessDied, SandboxedProcess, encode, end_all
-from trainer.sandbox.tasks import Round, Task
+from trainer.sandbox.tasks import AsyncCalls, Round, Task
 from trainer.seeding import HASH_SEED
 
 LOG = logging.getLogger(__name__)
@@ -189,6 +190,22 @@ class WorkerPool:
             yield tasks
         finally:
             self._cancel(tasks)
+
+    @asynccontextmanager
+    async def calls(self) -> AsyncIterator[AsyncCalls]:
+        """Do tasks while the block runs, on an event loop.
+
+        All are done after it. If it fails, they have a moment left, to close environments, and are cancelled.
+        """
+        with self.round() as tasks:
+            calls = AsyncCalls(tasks)
+            try:
+                yield calls
+            except BaseException:
+                with suppress(Exception):
+                    await asyncio.wait_for(calls.end(), limits.CANCEL_S)
+                raise
+            await calls.end()
 
     def _cancel(self, tasks: Round) -> None:
         tasks.is_cancelled = True

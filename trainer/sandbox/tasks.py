@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import queue
@@ -37,6 +38,8 @@ class Task:
         """It gets a process for itself: one of several tasks that ran at the same time was bad."""
         self.worker: Any = None
         """The process of a session."""
+        self.on_rest: Callable[[Any], None] | None = None
+        """Gets this task, on the thread of the pool, when that has no more to do for it."""
 
     def next_call(self) -> list[Any] | None:
         """Return the next call, for `Handler.compute`; None: there is nothing to do."""
@@ -61,6 +64,8 @@ class Task:
 
     def rest(self) -> None:
         """Called on the thread of the pool when it has no more to do for the task, until that is submitted again."""
+        if self.on_rest is not None:
+            self.on_rest(self)
 
     def restart(self) -> None:
         """Begin again: what the process knew is lost."""
@@ -138,8 +143,78 @@ class Round:
         self.ended.result()
         self._log_output()
 
+    async def done(self) -> None:
+        """Wait on an event loop until all tasks are done or have failed (see `wait`)."""
+        self.is_open = False
+        self._wake()
+        await asyncio.shield(asyncio.wrap_future(self.ended))  # a wait that is cancelled leaves the round alone
+        self._log_output()
+
     def received(self) -> Iterator[Task]:
         """Yield the tasks that were submitted since the last call."""
         with contextlib.suppress(queue.Empty):
             while True:
                 yield from self._inbox.get_nowait()
+
+
+class AsyncCalls:
+    """The tasks of a round, on an event loop."""
+
+    def __init__(self, tasks: Round):
+        self._round = tasks
+        self._loop = asyncio.get_running_loop()
+        self._waiting: dict[Task, asyncio.Future[None]] = {}
+        self._new: list[Task] = []
+        tasks.ended.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._check))
+
+    async def do(self, task: Task) -> None:
+        """Do a task: it has its results then, or has failed. A session has answered all that it was asked.
+
+        Raises:
+            WorkerError: the processes cannot start.
+        """
+        done = self._waiting[task] = self._loop.create_future()
+        task.on_rest = self._note_rest
+        self.submit(task)
+        try:
+            await done
+        finally:
+            self._waiting.pop(task, None)
+
+    def submit(self, task: Task) -> None:
+        """Begin to do a task, with all that others submit in this turn of the loop."""
+        self._new.append(task)
+        if len(self._new) == 1:
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        new, self._new = self._new, []
+        try:
+            self._round.submit(new)
+        except Exception as error:
+            self._fail(error)
+
+    async def end(self) -> None:
+        """Wait until all tasks are done. No others can follow."""
+        self._flush()
+        await self._round.done()
+
+    def _note_rest(self, task: Task) -> None:
+        self._loop.call_soon_threadsafe(self._rested, task)
+
+    def _rested(self, task: Task) -> None:
+        if self._round.error is not None:
+            self._fail(self._round.error)
+        elif (done := self._waiting.get(task)) is not None and not done.done():
+            done.set_result(None)
+
+    def _check(self) -> None:
+        try:
+            self._round.check()
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        for done in self._waiting.values():
+            if not done.done():
+                done.set_exception(error)

@@ -21,7 +21,7 @@ from trainer.metrics.tracker import METRICS_FILE, read_metrics, values_of
 from trainer.process.tracing import TRACER
 from trainer.sources.base import Evaluation
 from trainer.sources.episode_metrics import means, reward_terms
-from trainer.sources.rollout_runner import RolloutRunner
+from trainer.sources.rollouts import Rollouts
 
 LOG = logging.getLogger(__name__)
 
@@ -56,12 +56,12 @@ class RolloutEvaluator:
     def __init__(
         self,
         cfg: Config,
-        runner: RolloutRunner,
+        rollouts: Rollouts,
         prompts: Sequence[Prompt],
         sets: Mapping[str, Sequence[Prompt]] | None = None,
     ):
         self.cfg = cfg
-        self._runner = runner
+        self._rollouts = rollouts
         self._prompts = prompts
         self._sets = sets or {}
         self._count = 0
@@ -82,14 +82,14 @@ class RolloutEvaluator:
         greedy: list[Episode] = []
         sampled: list[Episode] = []
         sets: dict[str, list[Episode]] = {}
-        with self._runner.awake():
+        with self._rollouts.engines.awake():
             if with_default and self._prompts:
                 greedy, sampled = self._run_default(step)
                 metrics = self._reward_metrics(greedy, step) | (self._pass_at_k(sampled) if sampled else {})
             for name in names:
                 sets[name] = self._run_set(name, step)
                 metrics |= self._set_metrics(name, sets[name], step)
-        self._runner.journal.wait()  # what is logged must come back after a kill
+        self._rollouts.journal.wait()  # what is logged must come back after a kill
         _check_version([*greedy, *sampled, *(episode for episodes in sets.values() for episode in episodes)])
         if greedy:
             self._warn_without_success(step)
@@ -97,24 +97,24 @@ class RolloutEvaluator:
 
     def _run_default(self, step: int) -> tuple[list[Episode], list[Episode]]:
         """Run the prompts that belong to no set; return their greedy episodes, and the sampled ones."""
-        r, runner = self.cfg.rollout, self._runner
+        r, rollouts = self.cfg.rollout, self._rollouts
         purpose = f"the evaluation of step {step}"
-        greedy = runner.run(self._requests(step, [0], runner.greedy(), purpose), purpose)
+        greedy = rollouts.evaluate(self._requests(step, [0], rollouts.greedy()), purpose)
         if r.val_n == 0:
             return greedy, []
-        sampling, purpose = runner.sampling(r.temperature or 1.0, r.top_p, r.top_k), f"pass@{r.val_n} of step {step}"
-        return greedy, runner.run(self._requests(step, range(1, 1 + r.val_n), sampling, purpose), purpose)
+        sampling, purpose = rollouts.sampling(r.temperature or 1.0, r.top_p, r.top_k), f"pass@{r.val_n} of step {step}"
+        return greedy, rollouts.evaluate(self._requests(step, range(1, 1 + r.val_n), sampling), purpose)
 
     def _run_set(self, name: str, step: int) -> list[Episode]:
         """Run the episodes of a named set, those of one row together."""
         settings = self.cfg.data.val_sets[name]
         sampling, purpose = self._sampling_of(settings), f"the evaluation of {name} in step {step}"
         requests = [
-            RolloutRequest(prompt, f"val:{name}:{prompt.index}", step, number, sampling, purpose)
+            RolloutRequest(prompt, f"val:{name}:{prompt.index}", step, number, sampling)
             for prompt in self._sets[name]
             for number in range(settings.n)
         ]
-        return self._runner.run(requests, purpose)
+        return self._rollouts.evaluate(requests, purpose)
 
     def _set_metrics(self, name: str, episodes: Sequence[Episode], step: int) -> dict[str, float]:
         """Return the metrics of the episodes of a named set."""
@@ -130,14 +130,12 @@ class RolloutEvaluator:
         r = self.cfg.rollout
         temperature = settings.temperature_in(self.cfg)
         top_p, top_k = (settings.top_p or r.top_p, settings.top_k or r.top_k) if temperature else (1.0, -1)
-        sampling = self._runner.sampling(temperature, top_p, top_k)
+        sampling = self._rollouts.sampling(temperature, top_p, top_k)
         return dataclasses.replace(sampling, max_tokens=settings.max_response_tokens or sampling.max_tokens)
 
-    def _requests(self, step: int, numbers: Sequence[int], sampling: Sampling, purpose: str) -> list[RolloutRequest]:
+    def _requests(self, step: int, numbers: Sequence[int], sampling: Sampling) -> list[RolloutRequest]:
         return [
-            RolloutRequest(p, f"val:{p.index}", step, number, sampling, purpose)
-            for p in self._prompts
-            for number in numbers
+            RolloutRequest(p, f"val:{p.index}", step, number, sampling) for p in self._prompts for number in numbers
         ]
 
     def _reward_metrics(self, greedy: Sequence[Episode], step: int) -> dict[str, float]:
@@ -163,7 +161,7 @@ class RolloutEvaluator:
 
     def _warn_without_success(self, step: int) -> None:
         """Say once, after the second evaluation or the last step, that no reward has been a success."""
-        threshold, largest = self.cfg.reward.success_threshold, self._runner.largest_reward
+        threshold, largest = self.cfg.reward.success_threshold, self._rollouts.largest_reward
         self._count += 1
         due = self._count == 2 or (self._count == 1 and step == self.cfg.total_steps)
         if due and -math.inf < largest < threshold and not self._has_succeeded():

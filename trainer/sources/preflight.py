@@ -55,9 +55,6 @@ def _check_agent(cfg: Config) -> None:
     """Refuse an agent where its calls cannot be answered at any time."""
     if not cfg.environment.is_agent:
         return
-    if not cfg.engine.streaming:
+    if cfg.engine.unit != "request":
         problem = f"is an agent, and rollout.engine={cfg.rollout.engine} takes no request while it generates; choose "
         raise config_error(cfg, "environment.name", f"{problem}rollout={engines_with('streaming')}")
-    if cfg.rollout.colocate and cfg.data.mix:
-        problem = "is an agent, which with data.mix would use the GPUs of the ranks; choose rollout.colocate=false"
-        raise config_error(cfg, "environment.name", problem)

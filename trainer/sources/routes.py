@@ -12,7 +12,6 @@ from trainer.config import Config
 from trainer.config.fields import resume_rules
 from trainer.config.schema import is_open
 from trainer.environments.episode_runner import EnvironmentRunner, EpisodeRunner, SingleTurnRunner
-from trainer.environments.stream_runner import StreamRunner
 from trainer.files.documents import flatten
 from trainer.files.redaction import redact
 from trainer.journal.history import identity, interpreters_of
@@ -74,13 +73,13 @@ def make_routes(cfg: Config, scorers: Mapping[str, Scorer | None], tokenizer: An
     """Return the routes of sources, by their names. Sources with the same environment share its processes."""
     runners: dict[str, EpisodeRunner] = {}
     routes = {}
+    tokenizer = copy.deepcopy(tokenizer)  # the event loop uses it, and the main thread the other one
     for source, scorer in scorers.items():
         own = cfg.of_source(source)
         environment = own.environment if own.environment.name else None
         key = repr((environment, own.data.answer_key if environment else None))
         if key not in runners:
-            # Runners of one batch work on threads of their own, and a tokenizer serves one thread at a time.
-            runners[key] = episode_runner(own, copy.deepcopy(tokenizer) if runners else tokenizer)
+            runners[key] = episode_runner(own, tokenizer)
         routes[source] = Route(own, runners[key], scorer, _digest(own) if source.startswith(VAL_SETS) else "")
     return routes
 
@@ -101,4 +100,4 @@ def episode_runner(cfg: Config, tokenizer: Any) -> EpisodeRunner:
         from trainer.agents.runner import AgentRunner  # imports a web server
 
         return AgentRunner(cfg, tokenizer)
-    return (StreamRunner if cfg.environment.schedule == "stream" else EnvironmentRunner)(cfg, tokenizer)
+    return EnvironmentRunner(cfg, tokenizer)

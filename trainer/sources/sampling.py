@@ -1,8 +1,13 @@
-"""Sampled episodes: the policy answers prompts, and reward functions or environments score the answers."""
+"""Sampled episodes: the policy answers prompts, and reward functions or environments score the answers.
+
+Staleness is a function of the step. With `rollout.ahead=k`, version v are the weights after step v - 1, and step t is
+sampled by version t - k, or by the first version of this start if that is newer. The rows of a step depend on the steps
+that are committed when its weights arrive, and on the steps in flight; never on time.
+"""
 
 from __future__ import annotations
 
-import json
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,28 +16,25 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-import xxhash
 
 from trainer.algorithms import shape_rewards
 from trainer.checkpoint.components import Component
 from trainer.config import Config
-from trainer.data.datasets import Prompt, PromptSet, load_prompts, load_rows, name_in_mix
-from trainer.data.ledger import Ledger, SampleIndex, find_curriculum
-from trainer.data.mix_ledger import MixLedger
-from trainer.data.replies import changed_answer
-from trainer.data.row_digest import digest_rows
+from trainer.data.datasets import Prompt, PromptSet, name_in_mix
+from trainer.data.ledger import SampleIndex
 from trainer.environments.episode_runner import RolloutRequest
 from trainer.episodes import Episode
-from trainer.errors import one_line
 from trainer.generation.engine import RunningRequests, Sampling
 from trainer.journal.history import digest
 from trainer.metrics.timing import Timer
-from trainer.sources.ahead import BatchesAhead, BatchProgress, steps_to_begin
+from trainer.process import time_limits
+from trainer.process.failpoints import failpoint
+from trainer.process.tracing import TRACER
 from trainer.sources.batches import StepBatch, UsedRow, ahead_part
 from trainer.sources.dynamic_sampling import choose_groups, have_different_rewards
 from trainer.sources.episode_metrics import episode_metrics, failure_metrics, mix_progress, staleness
-from trainer.sources.rollout_runner import RolloutRunner
-from trainer.sources.routes import VAL_SETS, train_sources
+from trainer.sources.prompts import prompt_ledger
+from trainer.sources.rollouts import Rollouts
 
 LOG = logging.getLogger(__name__)
 
@@ -41,8 +43,8 @@ _BASELINES = "baselines"
 
 
 @dataclass(frozen=True)
-class Group:
-    """The episodes of one prompt."""
+class RowGroup:
+    """The episodes of one row."""
 
     index: SampleIndex
     episodes: list[Episode]
@@ -54,100 +56,40 @@ class Group:
         return float(np.asarray(known).mean()) if known else None
 
 
-def read_prompts(cfg: Config, split: str, tokenizer: Any) -> PromptSet:
-    """Return the prompts of `train` or `val`; with an environment, the rows that it makes prompts of.
-
-    The training prompts of a mix are those of its sources, one source after another.
-    """
-    if split == "train" and cfg.data.mix:
-        sets = {source: read_source(cfg, source, tokenizer) for source in train_sources(cfg)}
-        firsts = (f"{one.first_dropped} of {name_in_mix(name)}" for name, one in sets.items() if one.dropped)
-        prompts = [prompt for one in sets.values() for prompt in one.prompts]
-        return PromptSet(prompts, sum(one.dropped for one in sets.values()), next(firsts, ""))
-    if cfg.environment.name:
-        found = load_rows(cfg.data, split)
-        answers = [prompt.row.get(cfg.data.answer_key) for prompt in found.prompts]
-    else:
-        found = load_prompts(cfg.data, split, tokenizer, cfg.rollout.max_prompt_tokens)
-        answers = [prompt.answer for prompt in found.prompts]
-    _warn_of_changed_answer(cfg, split, found, answers, tokenizer)
-    return found
-
-
-def _warn_of_changed_answer(cfg: Config, split: str, found: PromptSet, answers: Sequence[Any], tokenizer: Any) -> None:
-    """Name a reference answer that the policy cannot write, because the tokenizer changes it."""
-    changed = changed_answer(tokenizer, [answer if isinstance(answer, str) else "" for answer in answers])
-    if changed is not None:
-        place, text = changed
-        LOG.warning(
-            "%s=%s: the tokenizer changes the reference answer of row %d of the %s data, %s, into %s, which is all "
-            "that the policy can write; a reward that does not take both for equal gives 0 to a right completion",
-            cfg.data.name_of("answer_key"),
-            cfg.data.answer_key,
-            found.prompts[place].index + 1,
-            split,
-            one_line(f"{answers[place]!r:.80}"),
-            one_line(f"{text!r:.80}"),
-        )
-
-
-def read_source(cfg: Config, source: str, tokenizer: Any) -> PromptSet:
-    """Return the prompts of a source, which name it.
+class StepInFlight:
+    """The batch of a step while it is made.
 
     Args:
-        source: dotted name below `data`, such as `mix.math` or `val_sets.math`.
+        version: of the weights that sample it.
+        history: of these weights.
     """
-    found = read_prompts(cfg.of_source(source), "val" if source.startswith(VAL_SETS) else "train", tokenizer)
-    return replace(found, prompts=[replace(prompt, source=source) for prompt in found.prompts])
 
+    def __init__(self, step: int, version: int, history: str):
+        self.step = step
+        self.version = version
+        self.history = history
+        self.rows: list[SampleIndex] = []
+        """The rows that have been drawn so far; once all episodes are generated, those that the step uses up."""
+        self.began_at = self.generated_at = 0.0
+        self.generated = asyncio.Event()
+        """The engines have nothing more to do for it, and its rows are chosen; or it has failed."""
+        self.task: asyncio.Task[StepBatch]
 
-def prompt_ledger(cfg: Config, prompts: Sequence[Prompt]) -> Ledger | MixLedger:
-    """Return the ledger of a run that samples from `prompts`."""
-    if not cfg.data.mix:
-        return _ledger_of_source(cfg, prompts)
-    rows: dict[str, list[Prompt]] = {name: [] for name in cfg.data.mix}
-    for prompt in prompts:
-        rows[name_in_mix(prompt.source)].append(prompt)
-    ledgers = {name: _ledger_of_source(cfg.of_source(f"mix.{name}"), rows[name], name) for name in rows}
-    weights = {name: source.weight for name, source in cfg.data.mix.items()}
-    return MixLedger(ledgers, weights, {name: len(some) for name, some in rows.items()})
+    def end_generation(self) -> None:
+        if not self.generated.is_set():
+            self.generated_at = time.monotonic()
+            self.generated.set()
 
-
-def _ledger_of_source(cfg: Config, prompts: Sequence[Prompt], name: str = "") -> Ledger:
-    def fingerprint() -> str:
-        digest = xxhash.xxh3_128()
-        for prompt in prompts:
-            row = prompt.row if cfg.environment.name else None  # then there is nothing else
-            content = (prompt.index, prompt.token_ids, prompt.answer)
-            digest.update(
-                repr(content).encode() if row is None else json.dumps([prompt.index, row], default=str).encode()
-            )
-        return digest.hexdigest()
-
-    def row_fingerprint() -> str:
-        """Return a digest of all that rewards, environments and curricula can read."""
-        system_prompt = None if cfg.environment.name else cfg.data.system_prompt  # a template may leave it out
-        return digest_rows((prompt.row for prompt in prompts), system_prompt)
-
-    path = cfg.data.curriculum
-    curriculum = find_curriculum(path, cfg.data.name_of("curriculum")) if path else None
-    return Ledger(
-        prompts,
-        cfg.trainer.seed,
-        "prompts",
-        fingerprint,
-        curriculum=curriculum,
-        curriculum_name=path or "",
-        row_fingerprint=row_fingerprint,
-        source=name,
-    )
+    async def result(self) -> StepBatch:
+        """Wait for the batch, and return it."""
+        return await asyncio.shield(self.task)
 
 
 class SamplingSource:
     """Samples `rollout.n` episodes for each of `trainer.train_batch_size` prompts a step.
 
-    With `rollout.ahead` at 0 it makes the episodes of a step when they are asked for, else on a thread
-    (see `trainer.sources.ahead`).
+    With `rollout.ahead` at 0 the episodes of a step are made when they are asked for, else as soon as its weights are
+    there. What is made, and the ledger, belong to the event loop: the main thread waits for what it asks of it.
 
     Args:
         needs_baselines: each group also gets the reward of a greedy episode, as its baseline.
@@ -156,20 +98,23 @@ class SamplingSource:
     running: RunningRequests = "abort"
     """What happens to requests that are under way when the policy's new weights are published."""
 
-    def __init__(
-        self, cfg: Config, runner: RolloutRunner, train: PromptSet, timer: Timer, needs_baselines: bool = False
-    ):
+    def __init__(self, cfg: Config, rollouts: Rollouts, train: PromptSet, timer: Timer, needs_baselines: bool = False):
         self.cfg = cfg
-        self.runner = runner
+        self.rollouts = rollouts
         self.prompts = train.prompts
         self.ledger = prompt_ledger(cfg, train.prompts)
-        self._engines = runner.engines
+        self._engines = rollouts.engines
+        self._loop = rollouts.loop
         self._dropped_line = train.dropped_line(cfg.rollout.max_prompt_tokens)
         self._timer = timer
         self._needs_baselines = needs_baselines
         self._version = 0  # of the weights that the engines have
-        self._ahead = BatchesAhead()
-        self._batches: dict[int, StepBatch] = {}
+        self._history = ""  # of these weights
+        self._steps: dict[int, StepInFlight] = {}
+        """The batches that are made, or were made by this process, of the steps that are not committed."""
+        self._held: dict[int, StepBatch] = {}
+        """Those of a checkpoint."""
+        self._trained: dict[int, StepBatch] = {}
         """Those that are trained now."""
         self._speeds: dict[str, float] = {}
 
@@ -178,15 +123,15 @@ class SamplingSource:
         return f"{len(self.prompts):,} prompts, {r.num_engines} {r.engine} engine(s)"
 
     def __enter__(self) -> Self:
-        self.runner.__enter__()
+        self.rollouts.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: Any) -> None:
         self._cancel()
-        self.runner.__exit__(kind, *exception)
+        self.rollouts.__exit__(kind, *exception)
         if kind is None:
             self._engines.shutdown()
-        elif self.cfg.engine.served:
+        else:
             self._engines.leave()
 
     @property
@@ -204,24 +149,30 @@ class SamplingSource:
         """
         if self._dropped_line:
             LOG.info(self._dropped_line)
-        may_defer = not self.cfg.rollout.works_ahead and self.runner.journal.has_records(version)
+        may_defer = not self.cfg.rollout.works_ahead and self.rollouts.journal.has_records(version)
         self._engines.start(version, is_initial, may_defer)
-        self._version = version
-        self._begin_ahead()
+        self._version, self._history = version, self.rollouts.journal.history
+        self._loop.call(self._admit)
 
     def publish(self, version: int) -> None:
         """Give the engines the policy's new weights, as soon as no batch is generated with the old ones."""
-        newest = self._ahead.newest
-        if newest is not None:
-            with self._timer("rollout"):
-                self._ahead.wait_generated()
+        newest = self._steps[max(self._steps)] if self._steps else None
+        if self._waits_for_generation and self._steps:
+            self._loop.run(self._wait_generated(), "the rollouts of steps ahead", self._timer)
         started = time.monotonic()
         with self._timer("sync"):
             self._engines.sync_weights(version, self.running)
-        now, self._version = time.monotonic(), version
+        now, self._version, self._history = time.monotonic(), version, self.rollouts.journal.history
         self._speeds = {"perf/sync_gb_per_s": self._engines.synced_bytes / 1e9 / (now - started)}
         if newest is not None and newest.step >= version:
             self._speeds["time/wait_weights"] = now - newest.generated_at
+
+    _waits_for_generation = True
+
+    async def _wait_generated(self) -> None:
+        """Wait until all batches are generated. One that has failed costs no step before its own."""
+        for step in sorted(self._steps):
+            await self._steps[step].generated.wait()
 
     # ---------------------------------------------------------------------------------------------------
     # A step
@@ -232,75 +183,100 @@ class SamplingSource:
         Dynamic sampling replaces prompts whose completions all have the same reward by the next prompts. Prompts that
         the step samples but does not need are sampled again in the next step.
         """
-        self._begin_ahead()  # in case the run has gone back to a checkpoint
-        if (thread := self._ahead.thread(step)) is not None:
-            with self._timer("rollout"):
-                thread.wait_generated()
-            with self._timer("reward"):
-                batch = thread.result()
-        elif (held := self._ahead.held(step)) is not None:
-            batch = held
-            self.runner.journal.note_held(step, len({episode.group for episode in held.episodes}))
-            self.runner.note_rewards(batch.episodes)
-        else:
-            batch = self._make_batch(BatchProgress(step, step, None, self._timer))
-        self._batches[step] = batch
+        for phase in ("rollout", "reward"):
+            self._timer.add(phase, 0.0)
+        with self._engines.awake():
+            batch = self._loop.run(self._next(step), f"the rollouts of step {step}", self._timer)
+        if step in self._held:
+            self.rollouts.journal.note_held(step, len({episode.group for episode in batch.episodes}))
+        self._trained[step] = batch
         return batch.episodes
 
+    async def _next(self, step: int) -> StepBatch:
+        self._admit()  # in case the run has gone back to a checkpoint
+        if step in self._held:
+            self.rollouts.note_rewards(self._held[step].episodes)
+            return self._held[step]
+        if step not in self._steps:
+            self._begin(step)
+        return await self._steps[step].result()
+
     def add_metrics(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
-        thread = self._ahead.thread(step)
-        duration = {} if thread is None else {"time/generation": thread.generated_at - thread.began_at}
-        batch = self._batches[step]
+        duration, batch = {}, self._trained[step]
+        if self.cfg.rollout.works_ahead and (made := self._steps.get(step)) is not None:
+            duration = {"time/generation": made.generated_at - made.began_at}
         progress = mix_progress(self.ledger, [row.index for row in batch.used])
         return metrics | batch.metrics | progress | self._speeds | duration
 
     def commit(self, step: int) -> None:
         """Record that the rows that the step has used up are trained. Then the next batch ahead begins."""
-        used = self._batches.pop(step).used
-        self._ahead.commit(step)
-        self.ledger.commit([row.index for row in used], [row.reward for row in used])
-        self._begin_ahead()
+        self._loop.call(self._commit, step)
 
-    def _begin_ahead(self) -> None:
-        """Begin all batches that the weights of now sample."""
+    def _commit(self, step: int) -> None:
+        used = self._trained.pop(step).used
+        self._held.pop(step, None)
+        self._steps.pop(step, None)
+        self.ledger.commit([row.index for row in used], [row.reward for row in used])
+        self._admit()
+
+    def _admit(self) -> None:
+        """Begin all batches ahead that the weights of now sample."""
         ahead = self.cfg.rollout.ahead
         if ahead == 0:
             return
-        known = self._ahead.steps | self._batches.keys()
-        for step in steps_to_begin(self._version, ahead, self.cfg.total_steps, known):
-            self._ahead.begin(step, self._version, self.runner.journal.history, self._make_batch)
+        for step in range(self._version, min(self._version + ahead, self.cfg.total_steps) + 1):
+            if step not in self._held and step not in self._steps and step not in self._trained:
+                self._begin(step)
 
-    def _make_batch(self, progress: BatchProgress) -> StepBatch:
+    def _begin(self, step: int) -> None:
+        before = self._steps[max(self._steps)] if self._steps else None
+        made = self._steps[step] = StepInFlight(step, self._version, self._history)
+        made.task = asyncio.ensure_future(self._run(made, before))
+        made.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # `result` raises it
+
+    async def _run(self, step: StepInFlight, before: StepInFlight | None) -> StepBatch:
+        """Make a batch, once the one before it is generated."""
+        try:
+            if before is not None:
+                await before.generated.wait()
+            step.began_at = time.monotonic()
+            if self.cfg.rollout.ahead:
+                failpoint("ahead:begun")
+            with TRACER.span(f"rollouts of step {step.step}", "batches*"):
+                return await self._make_batch(step)
+        finally:
+            step.end_generation()
+
+    async def _make_batch(self, step: StepInFlight) -> StepBatch:
         """Sample the episodes of a step, and compute their rewards. It changes nothing that is saved."""
-        with self.runner.awake():
-            trained, used, metrics = self._sample_groups(progress)
-            if self._needs_baselines:
-                trained = self._with_baselines(trained, progress)
+        trained, used, metrics = await self._sample_groups(step)
+        if self._needs_baselines:
+            trained = await self._with_baselines(trained, step)
         episodes = [episode for group in trained for episode in group.episodes]
         metrics |= episode_metrics(self.cfg, episodes)
         if self.cfg.rollout.works_ahead:
-            metrics |= staleness(episodes, progress.step)
+            metrics |= staleness(episodes, step.step)
         return StepBatch(episodes, [UsedRow(group.index, group.mean_reward) for group in used], metrics)
 
-    def _sample_groups(self, progress: BatchProgress) -> tuple[list[Group], list[Group], dict[str, float]]:
+    async def _sample_groups(self, step: StepInFlight) -> tuple[list[RowGroup], list[RowGroup], dict[str, float]]:
         """Sample batches of groups until there are enough to train on.
 
         Returns:
             the groups to train on, those that are used up, and metrics.
         """
         a, wanted = self.cfg.algorithm, self.cfg.trainer.train_batch_size
-        groups: list[Group] = []
+        groups: list[RowGroup] = []
         batch, choice = 0, None
         while choice is None:
             batch += 1
-            groups += self._more_groups(groups, progress)
+            groups += await self._more_groups(groups, step)
             rewards = _reward_table(groups)
             if a.dynamic_sampling:
                 choice = choose_groups(rewards, wanted, complete=batch == a.max_gen_batches)
             else:
                 choice = list(range(wanted)), wanted
         chosen, used = choice
-        progress.rows = [group.index for group in groups[:used]]
+        step.rows = [group.index for group in groups[:used]]
         metrics = failure_metrics(self.cfg, [episode for group in groups for episode in group.episodes])
         if a.dynamic_sampling:
             metrics |= {"sampling/batches": float(batch), "sampling/filtered": float(used - len(chosen))}
@@ -312,37 +288,51 @@ class SamplingSource:
                     batch,
                     wanted - uninformative,
                     wanted,
-                    progress.step,
+                    step.step,
                 )
         return [groups[i] for i in chosen], groups[:used], metrics
 
-    def _more_groups(self, groups: Sequence[Group], progress: BatchProgress) -> list[Group]:
+    async def _more_groups(self, groups: Sequence[RowGroup], step: StepInFlight) -> list[RowGroup]:
         """Draw the next rows for a step that has these groups already, and sample their episodes."""
         # No step is committed before this one is generated, so the ledger does not change meanwhile.
-        earlier = self._ahead.rows_before(progress.step)
-        in_flight = [*earlier, *(group.index for group in groups)]
+        in_flight = [*self._rows_before(step.step), *(group.index for group in groups)]
         indices = self.ledger.peek(self.cfg.trainer.train_batch_size, in_flight)
-        progress.rows += indices
+        step.rows += indices
+        r = self.cfg.rollout
+        requests = self._requests(indices, step.step, range(r.n), self._sampling)
         is_last = not (self.cfg.algorithm.dynamic_sampling or self._needs_baselines)
-        return self._sample(indices, progress, is_last)
+        record = self.rollouts.exact_record(step.history)
+        on_asked = self._end_generation(step) if is_last else lambda: None
+        episodes = await self.rollouts.run(requests, f"step {step.step}", record, on_asked)
+        return [RowGroup(index, episodes[i * r.n : (i + 1) * r.n]) for i, index in enumerate(indices)]
 
-    def _sample(self, indices: Sequence[SampleIndex], progress: BatchProgress, is_last: bool) -> list[Group]:
-        """Run `rollout.n` episodes for each prompt, those of one prompt together.
+    def _end_generation(self, step: StepInFlight) -> Callable[[], None]:
+        def end() -> None:
+            if self.cfg.rollout.ahead:
+                failpoint("ahead:generated")
+            step.end_generation()
 
-        Args:
-            is_last: the engines have nothing more to do for the batch after these.
-        """
-        r, n = self.cfg.rollout, self.cfg.rollout.n
-        sampling = self.runner.sampling(r.temperature, r.top_p, r.top_k)
-        requests = [self._request(index, progress.step, number, sampling) for index in indices for number in range(n)]
-        episodes = self.runner.run(requests, f"step {progress.step}", progress, is_last)
-        return [Group(index, episodes[i * n : (i + 1) * n]) for i, index in enumerate(indices)]
+        return end
 
-    def _with_baselines(self, groups: Sequence[Group], progress: BatchProgress) -> list[Group]:
+    def _rows_before(self, step: int) -> list[SampleIndex]:
+        """Return the rows in flight: those of the steps before this one that are not committed."""
+        held = [row.index for other, batch in self._held.items() if other < step for row in batch.used]
+        return held + [row for other, made in self._steps.items() if other < step for row in made.rows]
+
+    @property
+    def _sampling(self) -> Sampling:
+        r = self.cfg.rollout
+        return self.rollouts.sampling(r.temperature, r.top_p, r.top_k)
+
+    async def _with_baselines(self, groups: Sequence[RowGroup], step: StepInFlight) -> list[RowGroup]:
         """Return `groups`, each with the shaped reward of a greedy episode as its baseline. None: it failed."""
-        step = progress.step
-        requests = [self._request(group.index, step, -1, self.runner.greedy()) for group in groups]
-        greedy = self.runner.run(requests, f"the baselines of step {step}", progress, is_last=True)
+        requests = self._requests([group.index for group in groups], step.step, [-1], self.rollouts.greedy())
+        record, purpose = self.rollouts.exact_record(step.history), f"the baselines of step {step.step}"
+        greedy = await self.rollouts.run(requests, purpose, record, self._end_generation(step))
+        return self._baselined(groups, greedy)
+
+    def _baselined(self, groups: Sequence[RowGroup], greedy: Sequence[Episode]) -> list[RowGroup]:
+        """Return groups with the rewards of their greedy episodes as their baselines."""
         a, lengths = self.cfg.algorithm, torch.tensor([episode.length for episode in greedy])
         rewards = torch.tensor([episode.reward or 0.0 for episode in greedy], dtype=torch.float64)
         limit = self.cfg.rollout.max_response_tokens
@@ -353,12 +343,18 @@ class SamplingSource:
             for group, baseline in zip(groups, baselines, strict=True)
         ]
 
-    def _request(self, index: SampleIndex, step: int, number: int, sampling: Sampling) -> RolloutRequest:
-        prompt: Prompt = self.ledger.row(index)
-        group = f"{index.epoch}:{prompt.index}"
-        if prompt.source:
-            group = f"{name_in_mix(prompt.source)}:{group}"
-        return RolloutRequest(prompt, group, step, number, sampling)
+    def _requests(
+        self, indices: Sequence[SampleIndex], step: int, numbers: Sequence[int], sampling: Sampling
+    ) -> list[RolloutRequest]:
+        """Return the requests for episodes with these numbers of these rows, those of one row together."""
+        requests = []
+        for index in indices:
+            prompt: Prompt = self.ledger.row(index)
+            group = f"{index.epoch}:{prompt.index}"
+            if prompt.source:
+                group = f"{name_in_mix(prompt.source)}:{group}"
+            requests += [RolloutRequest(prompt, group, step, number, sampling) for number in numbers]
+        return requests
 
     # ---------------------------------------------------------------------------------------------------
     # State
@@ -368,28 +364,53 @@ class SamplingSource:
         a, works_ahead = self.cfg.algorithm, self.cfg.rollout.works_ahead
         # An estimator that reads baselines cannot train on batches without them, or with baselines of other penalties.
         penalties = (a.overlong_buffer, a.overlong_factor) if self._needs_baselines else None
-        settings = {**self.runner.journal.settings, _BASELINES: digest(penalties)}
+        settings = {**self.rollouts.journal.settings, _BASELINES: digest(penalties)}
         unread = () if self._needs_baselines else (_BASELINES,)
 
         def finishing() -> Mapping[int, Callable[[], StepBatch]]:
-            return self._ahead.older_than(self._version)
+            """Return functions that wait for the batches of older weights, on another thread."""
+            old = {step: made for step, made in self._steps.items() if made.version < self._version}
+            waits: dict[int, Callable[[], StepBatch]] = {}
+            for step in sorted({*self._held, *old}):
+                if step in self._held:
+                    waits[step] = lambda batch=self._held[step]: batch  # type: ignore[misc]
+                else:
+                    waits[step] = self._loop.start(old[step].result()).result
+            return waits
 
-        return [ahead_part(settings, finishing, self._ahead.hold, works_ahead, unread)]
+        def hold(batches: Mapping[int, StepBatch]) -> None:
+            self._held = dict(batches)
+
+        return [ahead_part(settings, finishing, hold, works_ahead, unread)]
 
     def state_dict(self) -> dict[str, Any]:
         return self.ledger.state_dict()
 
-    def _cancel(self) -> None:
-        """End the threads that sample."""
-        self._ahead.cancel(lambda: self._engines.abort())
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._cancel()
-        self._batches.clear()
         self.ledger.load_state_dict(state)
 
+    def _cancel(self) -> None:
+        """End all that is made."""
+        tasks = [made.task for made in self._steps.values()] + self._other_tasks()
+        self._loop.run(_ended(tasks))
+        self._steps, self._held, self._trained = {}, {}, {}
 
-def _reward_table(groups: Sequence[Group]) -> np.ndarray:
+    def _other_tasks(self) -> list[asyncio.Task[Any]]:
+        return []
+
+
+async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancel tasks, and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        _, left = await asyncio.wait(tasks, timeout=time_limits.LOOP_END_S)
+        if left:
+            LOG.warning("%d rollouts have not ended after %g s", len(left), time_limits.LOOP_END_S)
+
+
+def _reward_table(groups: Sequence[RowGroup]) -> np.ndarray:
     """Return the rewards of groups, `(P, n)`, NaN where a reward failed."""
     return np.asarray(
         [[np.nan if episode.reward is None else episode.reward for episode in group.episodes] for group in groups]

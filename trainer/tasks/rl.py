@@ -29,9 +29,10 @@ from trainer.sources.base import EpisodeSource, Evaluator
 from trainer.sources.evaluation import RolloutEvaluator
 from trainer.sources.in_flight import InFlightSource
 from trainer.sources.preflight import check_source, find_refusals, with_keys_of
-from trainer.sources.rollout_runner import RolloutRunner
+from trainer.sources.prompts import prompt_ledger, read_prompts, read_source
+from trainer.sources.rollouts import Rollouts
 from trainer.sources.routes import VAL_SETS, make_routes, make_scorers, train_sources
-from trainer.sources.sampling import SamplingSource, prompt_ledger, read_prompts, read_source
+from trainer.sources.sampling import SamplingSource
 from trainer.tasks import warm_start
 from trainer.tasks.base import Ingredients, SavedData, Task, read_ahead, tokenizer_of
 
@@ -64,7 +65,7 @@ def config_scorer(given: Ingredients) -> Scorer | None:
 
 def sample_episodes(
     given: Ingredients,
-    make_source: Callable[[Config, RolloutRunner, PromptSet, Timer, bool], EpisodeSource] | None = None,
+    make_source: Callable[[Config, Rollouts, PromptSet, Timer, bool], EpisodeSource] | None = None,
     make_scorer: Callable[[Ingredients], Scorer | None] = config_scorer,
 ) -> tuple[EpisodeSource, Evaluator | None]:
     """Start the engines; return a source that samples with them, and the evaluator of the validation prompts.
@@ -94,13 +95,13 @@ def sample_episodes(
     given.waits.append(pool.wait_ready)
     tokenizer = given.tokenizer
     routes = make_routes(cfg, scorers, tokenizer)
-    runner = RolloutRunner(cfg, pool, tokenizer, stop_token_ids(given.path, tokenizer), routes, given.journal)
+    rollouts = Rollouts(cfg, pool, stop_token_ids(given.path, tokenizer), routes, given.journal)
     needs_baselines = "baselines" in cfg.algorithm.reads
     make_source = make_source or (InFlightSource if cfg.rollout.in_flight_updates else SamplingSource)
-    source = make_source(cfg, runner, read_prompts(cfg, "train", tokenizer), given.timer, needs_baselines)
+    source = make_source(cfg, rollouts, read_prompts(cfg, "train", tokenizer), given.timer, needs_baselines)
     val_prompts = read_prompts(cfg, "val", tokenizer).prompts if _has_validation_prompts(cfg) else []
     sets = {name: read_source(cfg, f"{VAL_SETS}{name}", tokenizer).prompts for name in _val_sets(cfg)}
-    return source, RolloutEvaluator(cfg, runner, val_prompts, sets) if val_prompts or sets else None
+    return source, RolloutEvaluator(cfg, rollouts, val_prompts, sets) if val_prompts or sets else None
 
 
 def _sampled_sources(cfg: Config) -> list[str]:

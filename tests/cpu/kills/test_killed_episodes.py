@@ -46,7 +46,7 @@ MIX = ("data.train_size=-1", "data.val_files=[validation.jsonl]", "data.mix.own.
        "data.mix.single.synthetic=reverse_text", "data.mix.single.size=3",
        "data.mix.single.environment.name=null")  # fmt: skip
 STREAM = ("rollout.engine=tests.support.token_engine:JOINING", "rollout.max_logprob_diff=null",
-          "environment.schedule=stream", "trainer.num_workers=2",
+          "trainer.num_workers=2",
           "environment.name=tests.support.environments:Dawdling", *MIX,
           "data.mix.other.environment.name=tests.support.environments:Threaded")  # fmt: skip
 AGENTS = ("rollout.engine=tests.support.token_engine:JOINING", "rollout.max_logprob_diff=null",

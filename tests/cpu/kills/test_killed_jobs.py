@@ -130,7 +130,7 @@ def test_a_job_that_is_killed_and_loses_a_rank_and_its_engine_ends_as_if_never_d
     first start is killed with all of its processes; the second one outlives a rank and the engine. The timeline and the
     profiles of the killed run change no number."""
     settings = ("rollout=vllm", "trainer.num_workers=2", "environment.name=tests.support.environments:Dawdling",
-                "environment.schedule=stream", "environment.max_turns=3", "environment.max_tokens=96")  # fmt: skip
+                "environment.max_turns=3", "environment.max_tokens=96")  # fmt: skip
     rows, job = whole_and_killed(*settings, cwd=tmp_path)
     assert any(row.get("episode/turns/mean", 1) > 1 for row in rows)
     assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in rows[1:])
@@ -155,7 +155,7 @@ def test_a_job_that_is_killed_and_loses_a_rank_and_its_engine_ends_as_if_never_d
 def test_a_job_with_adapters_that_is_killed_ends_as_if_never_killed(tmp_path):
     """They are served by vLLM, beside a critic that is trained whole. One rank trains, and episodes are streamed."""
     settings = ("algorithm=ppo", "trainer.policy.lora.rank=4", "rollout=vllm", "rollout.ahead=1",
-                "environment.name=tests.support.environments:Dawdling", "environment.schedule=stream",
+                "environment.name=tests.support.environments:Dawdling",
                 "environment.max_turns=3", "environment.max_tokens=96")  # fmt: skip
     _, job = whole_and_killed(*settings, cwd=tmp_path)
     killed_fork(job, tmp_path, "save:shards_written,3")

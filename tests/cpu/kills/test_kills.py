@@ -158,7 +158,7 @@ def test_a_job_in_flight_killed_in_every_phase_trains_every_prompt_once(model, t
         "rollout.in_flight_updates=true",
     )
     common = ("logger.save_rollouts=true", "rollout.max_response_tokens=24", "trainer.num_workers=2")
-    job = Job(tmp_path / "job", (f"model.path={model}", *engine, *common, "rollout.window=4"))
+    job = Job(tmp_path / "job", (f"model.path={model}", *engine, *common))
     for place, nth in IN_FLIGHT:
         reached = tmp_path / f"reached {place} {nth}"
         env = {"TRAINER_FAILPOINT": f"{place},{nth},{reached}"}

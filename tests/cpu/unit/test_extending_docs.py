@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import importlib
@@ -272,10 +273,17 @@ def test_the_reward_model(module):
     learner = SimpleNamespace(last_scores=lambda role, samples: np.asarray([len(role) + sample for sample in samples]))
     scorer = build_task(config).source.keywords["make_scorer"](SimpleNamespace(learner=learner))
     episodes: list[Any] = [SimpleNamespace(episode=SimpleNamespace(samples=[i])) for i in range(3)]
-    with scorer, scorer.scoring(1, "training") as session:
-        session.add(2, episodes[2:])
-        session.add(0, episodes[:2])
-        assert session.scores(lambda: None).rewards == [5, 6, 7]
+
+    async def on_ranks(function: Any) -> Any:
+        return function()
+
+    async def score() -> list[float]:
+        async with scorer.open("training", 2, on_ranks) as scoring:
+            second, first = await asyncio.gather(scoring.score(1, episodes[2:]), scoring.score(0, episodes[:2]))
+            return [*first.rewards, *second.rewards]
+
+    with scorer:
+        assert asyncio.run(score()) == [5, 6, 7]
 
 
 def test_the_environment_has_every_method_of_the_protocol(module):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import math
 import os
 import re
 import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ from trainer.objectives import Experience
 from trainer.process.signals import Stopped
 from trainer.run.directory import RunDirectory
 from trainer.run.stopping import StopRequest
+from trainer.sources.batches import StepBatch
+from trainer.sources.sampling import StepInFlight
 from trainer.tasks.base import open_journal
 from trainer.trainer import Trainer
 
@@ -54,37 +56,32 @@ class Engines(Replies):
     def __init__(self, tokenizer: Any, learner: Learner):
         super().__init__(tokenizer, lambda *_: "")
         self._learner = learner
-        self.weights, self.version, self._open = 0.0, 0, 0
+        self.weights, self.version = 0.0, 0
         self.made: list[tuple[int, int]] = []
         """The seed of each completion, and the version of the weights that made it."""
-        self.aborted = threading.Event()
         self.chance: Callable[[], str] = lambda: ""
         self.fail: Callable[[Sequence[Request]], None] = lambda requests: None
 
     def start(self, version: int, is_initial: bool, may_defer: bool) -> None:
         self.sync_weights(version, "abort")
 
-    def abort(self) -> None:
-        self.aborted.set()
-
     def sync_weights(self, version: int, running: str) -> None:
-        assert self._open == 0, "weights change while a batch is generated"
         assert threading.current_thread() is threading.main_thread()
         self.weights, self.version = self._learner.ranks.number, version
 
-    def stream(self, requests: Sequence[Request], idle_s: float = math.inf) -> Iterator[dict[int, Completion]]:
-        self._open += 1
-        try:
-            self.fail(requests)
-            for index, request in enumerate(requests):
-                prompt = self._tokenizer.decode(request.prompt_token_ids, skip_special_tokens=True)
-                text = f"{zlib.crc32(f'{prompt} {request.seed} {self.weights}{self.chance()}'.encode()):08x}"
-                tokens = self._tokenizer.encode(text[: 1 + request.seed % 8], add_special_tokens=False)
-                self.seeds.append(request.seed)
-                self.made.append((request.seed, self.version))
-                yield {index: Completion(tokens, [-1.0] * len(tokens), "stop", self.version)}
-        finally:
-            self._open -= 1
+    async def complete_together(self, requests: Sequence[Request]) -> list[Completion]:
+        weights, version, completions = self.weights, self.version, []
+        self.fail(requests)
+        for request in requests:
+            await asyncio.sleep(0)
+            assert self.version == version, "weights change while a batch is generated"
+            prompt = self._tokenizer.decode(request.prompt_token_ids, skip_special_tokens=True)
+            text = f"{zlib.crc32(f'{prompt} {request.seed} {weights}{self.chance()}'.encode()):08x}"
+            tokens = self._tokenizer.encode(text[: 1 + request.seed % 8], add_special_tokens=False)
+            self.seeds.append(request.seed)
+            self.made.append((request.seed, version))
+            completions.append(Completion(tokens, [-1.0] * len(tokens), "stop", version))
+        return completions
 
 
 def settings(root: Path, ahead: int = 1, **trainer: Any) -> Config:
@@ -208,15 +205,6 @@ def test_it_is_known_how_long_engines_generate_and_wait(tmp_path, model):
     assert all(row["time/wait_weights"] > 0.15 for row in rows[1:-1]), rows
 
 
-def test_without_the_key_no_thread_makes_batches(tmp_path, model, whole, monkeypatch):
-    monkeypatch.setattr("trainer.sources.ahead.BatchThread", None)
-    assert outcome(tmp_path / "run", run(settings(tmp_path / "run", 0), model)) == whole(0)
-
-
-def batch_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("batch of")]
-
-
 @pytest.mark.parametrize("journal", [True, False])
 @pytest.mark.parametrize(("ahead", "steps"), [(1, [1, 4, 5]), (1, [2, 7]), (2, [3, 3, 6]), (2, [5])])
 def test_a_run_that_died_ends_as_if_it_had_not(tmp_path, model, whole, steps, ahead, journal):
@@ -224,7 +212,6 @@ def test_a_run_that_died_ends_as_if_it_had_not(tmp_path, model, whole, steps, ah
     cfg.rollout.journal = journal
     for step in steps:
         run(cfg, model, kill_in_update(step))
-    assert batch_threads() == []
     assert outcome(tmp_path / "run", run(cfg, model)) == whole(ahead)
 
 
@@ -275,7 +262,7 @@ def test_ranks_and_engines_that_die_at_any_time_cost_nothing_but_time(tmp_path, 
         engines.fail = die
 
     trainer = run(settings(tmp_path / "run", ahead, max_restarts=9), model, disturb)
-    assert sorted(dead) == ["engine", "engine", "rank", "rank"] and batch_threads() == []
+    assert sorted(dead) == ["engine", "engine", "rank", "rank"]
     assert outcome(tmp_path / "run", trainer) == whole(ahead)
 
 
@@ -284,15 +271,17 @@ def test_a_sentence_to_the_user_that_a_thread_raises_ends_the_run_at_its_step(tm
     """The steps before are logged. The save after step 4 needs the batch of step 5."""
 
     def disturb(trainer: Trainer, engines: Engines) -> None:
-        def refuse(requests: Sequence[Request]) -> None:
-            if threading.current_thread().name == f"batch of step {failing}":
+        async def refuse(step: StepInFlight) -> StepBatch:
+            if step.step == failing:
                 raise UserError("reward.max_error_rate: too many have failed")
+            return await make(step)
 
-        engines.fail = refuse
+        make = trainer.source._make_batch  # type: ignore[attr-defined]
+        trainer.source._make_batch = refuse  # type: ignore[attr-defined]
 
     with pytest.raises(UserError, match="^reward.max_error_rate: too many have failed$"):
         run(settings(tmp_path / "run"), model, disturb)
-    assert batch_threads() == [] and comparable(metrics(tmp_path / "run")) == whole(1)[0][:failing]
+    assert comparable(metrics(tmp_path / "run")) == whole(1)[0][:failing]
     assert outcome(tmp_path / "run", run(settings(tmp_path / "run"), model)) == whole(1)
 
 
@@ -303,10 +292,10 @@ def test_a_save_that_waits_for_a_batch_is_complete_when_another_failure_ends_the
     def disturb(trainer: Trainer, engines: Engines) -> None:
         make = trainer.source._make_batch  # type: ignore[attr-defined]
 
-        def make_slowly(progress: Any) -> Any:
-            batch = make(progress)
-            while progress.step == 6 and not has_rewards.wait(0.01):
-                progress.check()
+        async def make_slowly(step: StepInFlight) -> StepBatch:
+            batch = await make(step)
+            while step.step == 6 and not has_rewards.is_set():
+                await asyncio.sleep(0.01)
             return batch
 
         def fail(experience: Any, step: int) -> dict[str, float]:
@@ -331,20 +320,21 @@ def test_a_run_that_stops_while_a_batch_is_made_ends_at_once_and_continues(tmp_p
     hangs = threading.Event()
 
     def disturb(trainer: Trainer, engines: Engines) -> None:
-        def hang(requests: Sequence[Request]) -> None:
-            if threading.current_thread().name == "batch of step 5":
+        async def hang(step: StepInFlight) -> StepBatch:
+            if step.step == 5:
                 hangs.set()
                 trainer.stop.ask("SIGTERM")
-                engines.aborted.wait()
-                raise RuntimeError("aborted")
+                await asyncio.Event().wait()
+            return await make(step)
 
-        engines.fail = hang
+        make = trainer.source._make_batch  # type: ignore[attr-defined]
+        trainer.source._make_batch = hang  # type: ignore[attr-defined]
 
     cfg = settings(tmp_path / "run", ckpt_interval=100)
     cfg.rollout.engine = "transformers"  # so that the evaluation of step 3 runs beside the batch
     with pytest.raises(Stopped, match="stopped after step 3 of 7"):
         run(cfg, model, disturb)
-    assert hangs.is_set() and batch_threads() == []
+    assert hangs.is_set()
     assert outcome(tmp_path / "run", run(cfg, model)) == whole(1)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import math
 import re
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,7 @@ from tests.support.jobs import metrics
 from tests.support.runs import rollouts_of
 from trainer.config import Config
 from trainer.generation.engine import Completion, Request
-from trainer.journal.journal import Journal
-from trainer.sources.in_flight import GroupThread, covered
+from trainer.sources.in_flight import _FlyingGroup, _RecordInFlight, covered
 from trainer.trainer import Trainer
 
 
@@ -34,15 +33,17 @@ class Engines(ahead.Engines):
         assert threading.current_thread() is threading.main_thread()
         self.weights, self.version = self._learner.ranks.number, version
 
-    def stream(self, requests: Sequence[Request], idle_s: float = math.inf) -> Iterator[dict[int, Completion]]:
-        for index, request in enumerate(requests):
+    async def complete_together(self, requests: Sequence[Request]) -> list[Completion]:
+        completions = []
+        for request in requests:
             versions, tokens = [], []
             for position in range(1 + request.seed % 6):
-                threading.Event().wait(0.01 * (request.seed % 3))
+                await asyncio.sleep(0.01 * (request.seed % 3))
                 versions.append(self.version)
                 text = f"{zlib.crc32(f'{request.seed} {position} {self.weights}'.encode()):08x}"
                 tokens += self._tokenizer.encode(text, add_special_tokens=False)[:1]
-            yield {index: Completion(tokens, [-1.0] * len(tokens), "stop", (versions[0], versions[-1]))}
+            completions.append(Completion(tokens, [-1.0] * len(tokens), "stop", (versions[0], versions[-1])))
+        return completions
 
 
 @pytest.fixture(autouse=True)
@@ -50,9 +51,9 @@ def engines(monkeypatch) -> None:
     monkeypatch.setattr(ahead, "Engines", Engines)
 
 
-def in_flight(root: Path, window: int = 1, **options: Any) -> Config:
+def in_flight(root: Path, **options: Any) -> Config:
     cfg = settings(root, 0, **options)
-    cfg.rollout.in_flight_updates, cfg.rollout.window = True, window
+    cfg.rollout.in_flight_updates = True
     cfg.logger.save_rollouts = True
     return cfg
 
@@ -62,34 +63,31 @@ def trained(root: Path) -> list[list[str]]:
     return [[row["uid"] for row in rollouts_of(root, step)] for step in range(1, STEPS + 1)]
 
 
-def check(root: Path, window: int) -> None:
+def check(root: Path) -> None:
     """Each prompt is trained once an epoch, in the order of drawing, and not too late."""
     uids = [uid for step in trained(root) for uid in step]
     assert len(uids) == len(set(uids)) == 6 * STEPS
     epochs = [int(uid.split(":")[0]) for uid in uids]
-    if window == 1:
-        assert epochs == sorted(epochs) and epochs.count(0) == epochs.count(1) == 20
-    ages = [row["rollout/staleness_max"] for row in metrics(root)[1:]]
-    assert max(ages) <= 1 + -(-(window - 1) // 3) and max(ages) > 0
+    assert epochs == sorted(epochs) and epochs.count(0) == epochs.count(1) == 20
+    assert max(row["rollout/staleness_max"] for row in metrics(root)[1:]) == 1
 
 
-@pytest.mark.parametrize("window", [1, 4])
-def test_groups_are_sampled_while_the_weights_change(tmp_path, model, window):
-    run(in_flight(tmp_path / "run", window), model)
-    check(tmp_path / "run", window)
+def test_groups_are_sampled_while_the_weights_change(tmp_path, model):
+    run(in_flight(tmp_path / "run"), model)
+    check(tmp_path / "run")
     assert any(row["rollout/versions_mean"] > 1 for row in metrics(tmp_path / "run")[1:])
 
 
 @pytest.mark.parametrize("dynamic_sampling", [False, True])
 def test_it_is_known_how_long_engines_generate_and_wait(tmp_path, model, dynamic_sampling):
-    """Here the groups of the window end, and the engines then wait for the rest of the update."""
+    """Here the groups under way end, and the engines then wait for the rest of the update."""
 
     def slow_update(trainer: Trainer, engines: Engines) -> None:
         update = trainer.learner.update
 
         def update_later(experience: Any, step: int) -> dict[str, float]:
-            for thread in trainer.source._threads.values():  # type: ignore[attr-defined]
-                thread.result()
+            while any(one.ended_at is None for one in trainer.source._flying.values()):  # type: ignore[attr-defined]
+                time.sleep(0.01)
             time.sleep(0.2)
             return update(experience, step)
 
@@ -102,7 +100,6 @@ def test_it_is_known_how_long_engines_generate_and_wait(tmp_path, model, dynamic
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     for row in rows[:3]:
         assert row["time/generation"] > 0 and row["time/wait_weights"] >= 0.2, row
-        assert row["time/generation"] + row["time/wait_weights"] > 0.8 * row["time/step"], row
     for row in rows[3:]:
         assert dynamic_sampling or "time/wait_weights" not in row, "the groups of the last step were under way already"
 
@@ -116,92 +113,52 @@ def test_time_in_which_several_groups_are_under_way_counts_once(spans):
 @pytest.mark.parametrize("step", range(1, STEPS + 1))
 def test_a_run_that_died_trains_every_prompt_once(tmp_path, model, caplog, step):
     """The journal brings back what was finished: the steps after the checkpoint train on the same episodes again."""
-    root, window = tmp_path / "run", 1 + 3 * (step % 2)
-    run(in_flight(root, window), model, kill_in_update(step))
+    root = tmp_path / "run"
+    run(in_flight(root), model, kill_in_update(step))
     before = {at: rollouts_of(root, at) for at in range(1, step)}
     with caplog.at_level(logging.INFO):
-        trainer = run(in_flight(root, window), model)
-    check(root, window)
+        trainer = run(in_flight(root), model)
+    check(root)
     assert trainer.state.prompts == 3 * STEPS
     found = re.search(r"(\d+) groups came from the journal", caplog.text)
     assert found and int(found[1]) >= 3 * (1 + (step - 1) % 2), "those of the steps after the checkpoint, at least"
     assert {at: rollouts_of(root, at) for at in before} == before
 
 
-@pytest.mark.parametrize("window", [1, 4])
-def test_no_finished_group_is_sampled_again_however_many_versions_ago_it_began(tmp_path, model, monkeypatch, window):
+def test_no_finished_group_is_sampled_again_however_many_versions_ago_it_began(tmp_path, model, monkeypatch):
     """Also after further kills: a checkpoint has the histories by which records of the dead run are valid."""
-    again, find = [], GroupThread.find
+    again, find = [], _RecordInFlight.find
 
-    def find_and_note(thread: GroupThread, journal: Journal, key: str) -> Any:
-        candidates = journal.candidates(key)
-        found = find(thread, journal, key)
-        if candidates and found is None:
-            again.append((thread.name, candidates))
+    async def find_and_note(record: _RecordInFlight) -> Any:
+        (key,) = record._members
+        candidates = record.journal.candidates(key)
+        found = await find(record)
+        if candidates and not found:
+            again.append((key, candidates))
         return found
 
-    monkeypatch.setattr(GroupThread, "find", find_and_note)
+    monkeypatch.setattr(_RecordInFlight, "find", find_and_note)
     root = tmp_path / "run"
     for step in (5, 7, 9, 0):
-        cfg = in_flight(root, window, ckpt_interval=1, total_steps=14)
+        cfg = in_flight(root, ckpt_interval=1, total_steps=14)
         cfg.rollout.max_staleness = 4
         run(cfg, model, kill_in_update(step))
     assert not again
-
-
-def test_a_step_takes_the_groups_that_it_took_before_a_kill(tmp_path, model):
-    """Also where an older group was finished, by the same weights, just after the step had passed it."""
-    root, is_training = tmp_path / "run", threading.Event()
-
-    def pass_the_first(trainer: Trainer, engines: Engines) -> None:
-        ledger, stream, update = trainer.source.ledger, engines.stream, trainer.learner.update  # type: ignore[attr-defined]
-        first = ledger.row(ledger.peek(1)[0]).token_ids
-
-        def stream_late(requests: Sequence[Request], **given: Any) -> Iterator[dict[int, Completion]]:
-            if list(requests[0].prompt_token_ids) == list(first):
-                is_training.wait()
-            yield from stream(requests, **given)
-
-        def update_late(experience: Any, step: int) -> dict[str, float]:
-            if step == 1:
-                is_training.set()
-                trainer.source._threads[0].result()  # type: ignore[attr-defined]
-            return update(experience, step)
-
-        engines.stream, trainer.learner.update = stream_late, update_late  # type: ignore[method-assign]
-        kill_in_update(4)(trainer, engines)
-
-    options = {"ckpt_interval": 100, "val_interval": -1}
-    run(in_flight(root, 4, **options), model, pass_the_first)
-    before = {step: rollouts_of(root, step) for step in (1, 2, 3)}
-    run(in_flight(root, 4, **options), model)
-    assert {step: rollouts_of(root, step) for step in before} == before
-    check(root, 4)
-
-
-def test_a_step_that_does_not_know_what_it_took_takes_other_groups(tmp_path, model):
-    """The files are lost. A group whose record is of later weights does not hold it up for good."""
-    root = tmp_path / "run"
-    run(in_flight(root, 4, ckpt_interval=4), model, kill_in_update(7))
-    for path in (root / ".journal").glob("*.json"):
-        path.unlink()
-    run(in_flight(root, 4, ckpt_interval=4), model)
-    check(root, 4)
 
 
 def test_no_group_begins_after_the_last_step(tmp_path, model, monkeypatch):
     """Dynamic sampling drops groups. So the run does not know beforehand how many it needs."""
     versions = []
 
-    class Noted(GroupThread):
-        def __init__(self, row: Any, last_step: int, version: int, source: Any):
+    class Noted(_FlyingGroup):
+        def __init__(self, row: Any, last_step: int, version: int):
             versions.append(version)
-            super().__init__(row, last_step, version, source)
+            super().__init__(row, last_step, version)
 
-    monkeypatch.setattr("trainer.sources.in_flight.GroupThread", Noted)
+    monkeypatch.setattr("trainer.sources.in_flight._FlyingGroup", Noted)
     cfg = in_flight(tmp_path / "run")
     cfg.algorithm.dynamic_sampling, cfg.algorithm.max_gen_batches = True, 20
-    cfg.reward.name = f"{__name__}:is_even"
+    cfg.reward.name = "tests.support.named_rewards:is_even"
     run(cfg, model)
     begun = len(versions)
     assert max(versions) == STEPS
@@ -219,30 +176,23 @@ def test_held_rollouts_of_steps_ahead_are_dropped_with_a_warning(tmp_path, model
 
 def test_a_run_that_died_twice_without_a_journal_trains_every_prompt_once(tmp_path, model):
     for step in (4, 6, 0):
-        cfg = in_flight(tmp_path / "run", 4)
+        cfg = in_flight(tmp_path / "run")
         cfg.rollout.journal = False
         run(cfg, model, kill_in_update(step))
-    check(tmp_path / "run", 4)
-
-
-def is_even(completion: str, answer: str) -> float:
-    """Half of the groups of two have equal rewards."""
-    return float(completion[:1] in set("02468ace"))
+    check(tmp_path / "run")
 
 
 @hypothesis.settings(
     max_examples=3, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
 )
-@hypothesis.given(
-    kills=st.lists(st.integers(1, STEPS), min_size=1, max_size=3), window=st.sampled_from([1, 4]), journal=st.booleans()
-)
-def test_dynamic_sampling_uses_every_row_once_whatever_is_killed(tmp_path_factory, model, kills, window, journal):
+@hypothesis.given(kills=st.lists(st.integers(1, STEPS), min_size=1, max_size=3), journal=st.booleans())
+def test_dynamic_sampling_uses_every_row_once_whatever_is_killed(tmp_path_factory, model, kills, journal):
     """A row is trained, or filtered out: it is neither lost nor used twice."""
     root = tmp_path_factory.mktemp("runs") / "run"
     for step in (*kills, 0):
-        cfg = in_flight(root, window)
+        cfg = in_flight(root)
         cfg.rollout.journal, cfg.algorithm.dynamic_sampling, cfg.algorithm.max_gen_batches = journal, True, 20
-        cfg.reward.name = f"{__name__}:is_even"
+        cfg.reward.name = "tests.support.named_rewards:is_even"
         run(cfg, model, kill_in_update(step))
     uids = [uid for step in trained(root) for uid in step]
     assert len(uids) == len(set(uids)) == 6 * STEPS
@@ -250,24 +200,23 @@ def test_dynamic_sampling_uses_every_row_once_whatever_is_killed(tmp_path_factor
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     filtered = sum(row["sampling/filtered"] for row in rows)
     assert filtered > 0 and rows[-1]["progress/epoch"] == pytest.approx((3 * STEPS + filtered) / 10)
-    if window == 1:  # in the order of drawing: each epoch ends before the next one begins
-        groups = [tuple(map(int, uid.split(":")[:2])) for uid in uids]
-        assert [epoch for epoch, _ in groups] == sorted(epoch for epoch, _ in groups)
+    epochs = [int(uid.split(":")[0]) for uid in uids]
+    assert epochs == sorted(epochs), "in the order of drawing"
 
 
-PROVEN_KEYS = {"rollout.in_flight_updates", "rollout.max_staleness", "rollout.window"}
+PROVEN_KEYS = {"rollout.in_flight_updates", "rollout.max_staleness"}
 
 
 @pytest.mark.parametrize(
     ("before", "after", "oldest"),
-    [({}, {"max_staleness": 3}, 3), ({"window": 7, "max_staleness": 2}, {}, 1), (None, {}, 1), ({}, None, 0)],
+    [({}, {"max_staleness": 3}, 3), ({"max_staleness": 4}, {}, 1), (None, {}, 1), ({}, None, 0)],
 )
 def test_a_changed_key_acts_after_a_resume(tmp_path, model, before, after, oldest):
     """None: without updates in flight. No prompt is lost or trained twice all the same.
 
     Groups that the journal has from before may be older than a smaller limit allows.
     """
-    root, changed = tmp_path / "run", [f"rollout.{key}" for key in ("in_flight_updates", "max_staleness", "window")]
+    root, changed = tmp_path / "run", [f"rollout.{key}" for key in ("in_flight_updates", "max_staleness")]
 
     def settings_of(keys: dict[str, int] | None) -> Config:
         cfg = in_flight(root, allow_config_change=changed)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import shutil
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +21,7 @@ from tests.support.toy import ToyLearner
 from trainer.checkpoint.__main__ import main as checkpoint_tool
 from trainer.checkpoint.storage import open_storage, records_in, remove_records
 from trainer.config import Config, DataConfig, RewardConfig, TinyConfig
-from trainer.config.engines import ENGINES
-from trainer.generation.engine import Completion, Request
-from trainer.generation.request_scheduler import by_length, with_some_of
+from trainer.generation.engine import Completion, Request, by_length
 from trainer.generation.transformers_engine import TransformersEngine
 from trainer.journal.journal import Journal
 from trainer.metrics.timing import Timer
@@ -283,17 +279,15 @@ class Batches(Chance):
 
     def __init__(self, model: str, cfg: Config):
         super().__init__(load_tokenizer(model))
-        self.needs_company = True
+        self.repeats = True
         self._engine = TransformersEngine(model, dtype="float32", seed=0, rollout=cfg.rollout, device="cpu")
 
-    def stream(
-        self, requests: Sequence[Request], wanted: Collection[int] = (), idle_s: float = math.inf
-    ) -> Iterator[dict[int, Completion]]:
-        batches = by_length(requests, 1, 8)
-        for batch in with_some_of(batches, wanted) if wanted else batches:
-            self.seeds += [requests[place].seed for place in batch]
-            chunk = dict(zip(batch, self._engine.generate([requests[place] for place in batch]), strict=True))
-            yield {place: one for place, one in chunk.items() if not wanted or place in wanted}
+    async def complete_together(self, requests: Sequence[Request]) -> list[Completion]:
+        self.seeds += [request.seed for request in requests]
+        completions: dict[int, Completion] = {}
+        for batch in by_length(requests, 1, 8):
+            completions |= zip(batch, self._engine.generate([requests[place] for place in batch]), strict=True)
+        return [completions[place] for place in range(len(requests))]
 
 
 class ExactLearner(ToyLearner):
@@ -340,12 +334,9 @@ def run_batches(cfg: Config, model: str, monkeypatch: pytest.MonkeyPatch, kill_a
         return len(engines.seeds)
 
 
-@pytest.mark.parametrize(("has_turns", "is_streaming"), [(False, False), (True, False), (False, True)])
-def test_what_is_missing_after_a_kill_in_the_reward_phase_has_the_same_bits(
-    tmp_path, monkeypatch, has_turns, is_streaming
-):
-    """The log-probs of transformers depend on which requests run together, also in an inference server."""
-    monkeypatch.setitem(ENGINES, "transformers", replace(ENGINES["transformers"], streaming=is_streaming))
+@pytest.mark.parametrize("has_turns", [False, True])
+def test_what_is_missing_after_a_kill_in_the_reward_phase_has_the_same_bits(tmp_path, monkeypatch, has_turns):
+    """The log-probs of transformers depend on which requests run together: what is recorded runs again as company."""
     model = str(tmp_path / "model")
     build_tiny(TinyConfig(hidden_size=384, intermediate_size=1024), model)
     (tmp_path / "model/generation_config.json").write_text(json.dumps({"eos_token_id": [*range(0, 256, 9)]}))
@@ -365,5 +356,5 @@ def test_what_is_missing_after_a_kill_in_the_reward_phase_has_the_same_bits(
         rows.append(comparable(metrics(tmp_path / name / "run")))
     whole = generated[0]
     assert whole > 24 if has_turns else whole == 24
-    assert generated == [whole, whole if has_turns or is_streaming else 6 + 12, whole]
+    assert generated == [whole] * 3
     assert rows[1:] == [rows[0]] * 2

@@ -24,7 +24,8 @@ class Scene:
         self.ended: list[Any] = []
         self.noted: list[AgentSession] = []
         request = RolloutRequest(Prompt(0, (), "", "", {"x": 1}), "0:0", 1, 0, SAMPLED)
-        self.session = AgentSession(0, request, 5, 60.0, self._begin, self.ended.append, self.noted.append)
+        self.session = AgentSession(request, 5, 60.0, self._begin, self.ended.append)
+        self.session.on_rest = self.noted.append
         self.send()
 
     def _begin(self, request: RolloutRequest) -> Any:

@@ -24,11 +24,6 @@ CONTRADICTIONS = [
         "environment.max_tokens=5000: exceeds model.tiny.max_position_embeddings=4096",
     ),
     (
-        ["environment.name=guess:Guess", "environment.schedule=stream", "rollout=transformers"],
-        "environment.schedule=stream: rollout.engine=transformers takes no request while it generates; choose rounds, "
-        "or rollout=vllm or server",
-    ),
-    (
         ["environment.name=guess:Guess", "environment.agent_host=0.0.0.0"],
         "environment.agent_host=0.0.0.0: is no address that agents can use; set environment.agent_url to one",
     ),
@@ -37,7 +32,7 @@ AT_THE_BOUND = [
     ["environment.name=guess:Guess", "environment.agent_host=0.0.0.0", "environment.agent_url=http://gpu7:80"],
     ["environment.agent_host=0.0.0.0"],
     ["environment.name=guess:Guess", "rollout.max_prompt_tokens=64", "environment.max_tokens=65"],
-    ["environment.schedule=stream", "rollout=transformers", "environment.max_tokens=5000"],
+    ["rollout=transformers", "environment.max_tokens=5000"],
 ]
 
 
@@ -55,15 +50,8 @@ def test_engines_are_sized_for_the_longest_episode():
         rollout = cfg.rollout_of_engines
         assert cfg.longest_sequence == length == rollout.max_prompt_tokens + rollout.max_response_tokens
         assert rollout.max_response_tokens == completion and cfg.rollout.max_prompt_tokens == 64
-    assert not compose(plain).streams_requests and not compose(episodes).streams_requests
-    assert compose([*episodes, "environment.schedule=stream"]).streams_requests
     assert compose([*episodes, "environment.max_seconds=60"]).has_time_limits
     assert not compose([*plain, "environment.max_seconds=60"]).has_time_limits
-
-
-def test_the_calls_of_agents_join_others_at_any_time():
-    assert compose(["environment.name=tests.support.agents:OneCall"]).streams_requests
-    assert not compose(["environment.name=tests.support.environments:Echo"]).streams_requests
 
 
 def test_one_source_decides_for_the_engines_of_all():
@@ -73,7 +61,6 @@ def test_one_source_decides_for_the_engines_of_all():
         "data.mix.one.size=9",
         "rollout.max_prompt_tokens=64",
     ]
-    assert not compose(mix).streams_requests
-    own = [f"data.mix.one.environment.{setting}" for setting in ("name=a:A", "schedule=stream", "max_tokens=3000")]
+    own = [f"data.mix.one.environment.{setting}" for setting in ("name=a:A", "max_tokens=3000")]
     cfg = compose([*mix, *own])
-    assert cfg.streams_requests and cfg.longest_sequence == 3000
+    assert cfg.longest_sequence == 3000

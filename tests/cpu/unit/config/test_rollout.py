@@ -17,7 +17,6 @@ CONTRADICTIONS = [
         "rollout.engine_args=.*: rollout.engine=transformers takes none; choose vllm",
     ),
     (["rollout=vllm", "rollout.colocate=true", "rollout.ahead=1"], "rollout.ahead=1: .*share the GPUs.*; choose 0"),
-    (["rollout.window=4"], "rollout.window=4: needs rollout.in_flight_updates=true"),
     (["rollout.max_staleness=2"], "rollout.max_staleness=2: needs rollout.in_flight_updates=true"),
     (
         ["rollout=transformers", "rollout.in_flight_updates=true"],
@@ -31,11 +30,6 @@ CONTRADICTIONS = [
     (
         ["rollout.in_flight_updates=true", "rollout.colocate=true"],
         "rollout.in_flight_updates=True: engines that share the GPUs .* or rollout.colocate=false",
-    ),
-    (
-        ["rollout.in_flight_updates=true", "rollout.max_staleness=4", "trainer.train_batch_size=512"],
-        "rollout.max_staleness=4: with trainer.train_batch_size=512, 2560 prompts would be under way, each on a "
-        "thread; at most 2048 can be",
     ),
     (["rollout.lora_sync=merged"], "rollout.lora_sync=merged: needs trainer.policy.lora.rank"),
     (

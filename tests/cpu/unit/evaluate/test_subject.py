@@ -124,25 +124,6 @@ def test_sets_follow_overrides_of_the_run_except_in_what_they_named_themselves(t
     assert found["own"].reward.success_threshold == 0.5
 
 
-def test_a_run_whose_mix_alone_streams_is_evaluated_by_engines_that_stream(tmp_path):
-    """So that the last bits are those of the run's own validation, although the mix is not read."""
-
-    def streams(name: str, *words: str) -> bool:
-        sets = [f"data.mix.a.files=[{tmp_path}/a.jsonl]", "data.val_files=[b.jsonl]", "trainer.resume_mode=latest"]
-        here = [f"trainer.run_dir={tmp_path}/{name}", f"trainer.ckpt_path={tmp_path}/{name}/checkpoints"]
-        with open_run(compose([*sets, *here, *words]), {"step": 1}) as run:
-            run.save(1, roles=["policy"])
-        subject, overrides = find_subject([f"{tmp_path}/{name}"])
-        cfg = compose(overrides)
-        assert not cfg.data.mix and not cfg.streams_requests
-        return subject.streams_requests
-
-    echo = "data.mix.a.environment.name=tests.support.environments:Echo"
-    assert [streams("plain"), streams("rounds", echo)] == [False, False]
-    assert streams("stream", echo, "data.mix.a.environment.schedule=stream")
-    assert streams("agent", "data.mix.a.environment.name=tests.support.agents:OneCall")
-
-
 def test_a_model_is_a_directory_or_an_id_or_the_key(tmp_path):
     export = model(tmp_path / "exports/global_step_7/policy")
     subject, words = find_subject([export, "data.val_files=[a.jsonl]"])

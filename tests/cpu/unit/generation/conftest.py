@@ -102,7 +102,6 @@ def start(plain_launcher, tmp_path, monkeypatch) -> Iterator[StartPool]:
             num_workers: int = 1,
             deterministic: bool = False,
             keeps_weights: bool = False,
-            joins: bool = False,
             **rollout,
         ) -> tuple[EnginePool, PlainRanks]:
             cfg = Config(rollout=RolloutConfig(**{"engine": "plain", **rollout}))
@@ -113,7 +112,7 @@ def start(plain_launcher, tmp_path, monkeypatch) -> Iterator[StartPool]:
                 cfg.trainer.policy.lora = dataclasses.replace(LoraConfig(), rank=4)
             cluster = clusters.enter_context(ProcessCluster(cfg, device, plain_launcher))
             ranks = PlainRanks(cluster.launch_ranks("rank", functools.partial(PlainRank, str(tmp_path)), {}))
-            pool = EnginePool(cfg, cluster, ranks, str(tmp_path), keeps_weights, joins=joins)
+            pool = EnginePool(cfg, cluster, ranks, str(tmp_path), keeps_weights)
             if waits:
                 pool.wait_ready()
             return pool, ranks

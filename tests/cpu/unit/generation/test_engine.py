@@ -8,6 +8,7 @@ import gzip
 import json
 import random
 import shutil
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -31,7 +32,6 @@ from tests.support.generation import (
     GREEDY,
     ROLLOUT,
     SAMPLED,
-    alternate,
     assert_agrees,
     assert_same,
     contents,
@@ -40,6 +40,7 @@ from tests.support.generation import (
     tokens_of,
     with_sampling,
 )
+from tests.support.plain_pool import begin
 from trainer.cluster.process_cluster import ProcessCluster
 from trainer.cluster.worker_groups import CallFutures
 from trainer.config import Config, RolloutConfig, TinyConfig
@@ -288,7 +289,7 @@ def test_what_is_missing_of_a_batch_gets_the_same_bits(cluster, tmp_path):
 def test_requests_that_join_at_any_time_get_the_same_bits(cluster, tmp_path):
     """Also one that is alone."""
     build_tiny(WIDE, str(tmp_path))
-    engine = start_vllm(cluster, str(tmp_path), joins=True)
+    engine = start_vllm(cluster, str(tmp_path))
     requests = make_requests(9, longest=90)
     expected = contents(engine.generate(requests))
     assert contents([engine.generate([request])[0] for request in requests]) == expected
@@ -436,27 +437,19 @@ def test_engines_follow_the_ranks_through_optimizer_steps(tied, job, ranks, way,
         assert tokens_of(after) != tokens_of(before), "the steps changed too little to see"
         sampled = pool.generate(requests)
         assert_same_as_old_logprobs(ranks, requests, sampled)
-        for greedy_first in (True, False):
-            streams = [pool.stream(with_sampling(requests, GREEDY)), pool.stream(requests)][
-                :: 1 if greedy_first else -1
-            ]
-            one, other = alternate(*streams)[:: 1 if greedy_first else -1]
-            assert (contents(one), contents(other)) == (contents(after), contents(sampled))
+        both = [begin(pool, with_sampling(requests, GREEDY)), begin(pool, requests)]
+        assert [contents(one.result()) for one in both] == [contents(after), contents(sampled)]
         assert_same(sampled, one_after_another(pool, requests))
         before = after
 
 
 def one_after_another(pool: EnginePool, requests: list[Request]) -> list[Completion]:
-    """Completions of an open stream: three requests join at a time, when something is complete."""
-    completions: dict[int, Completion] = {}
-    with pool.open_stream() as stream:
-        for begin in range(0, len(requests), 3):
-            stream.submit({i: requests[i] for i in range(begin, min(begin + 3, len(requests)))})
-            completions |= next(stream)
-        stream.finish()
-        for chunk in stream:
-            completions |= chunk
-    return [completions[i] for i in range(len(requests))]
+    """Completions of requests that join those which are generated."""
+    waiting = []
+    for first in range(0, len(requests), 3):
+        waiting.append(begin(pool, requests[first : first + 3]))
+        time.sleep(0.02)
+    return [completion for one in waiting for completion in one.result()]
 
 
 def test_a_sync_that_leaves_an_old_weight_is_an_error(cluster, model_paths, tmp_path):

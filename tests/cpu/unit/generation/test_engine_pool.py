@@ -5,20 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from tests.support import plain_engine, token_engine
-from tests.support.generation import SAMPLED, alternate, tokens_of
+from tests.support.generation import SAMPLED, tokens_of
 from tests.support.plain_engine import PlainRank, PlainRanks
-from tests.support.plain_pool import answers, fault, streaming, wait_for
+from tests.support.plain_pool import answers, begin, fault, streaming, wait_for
 from trainer.config.engines import ENGINES, EngineSpec
 from trainer.errors import NonRetryableError, UserError, WorkerError
+from trainer.generation.dispatcher import RequestsDropped
 from trainer.generation.engine import Request
 from trainer.generation.engine_pool import EnginePool
 from trainer.generation.lifecycle import State
-from trainer.generation.request_stream import StreamAborted
 from trainer.process import time_limits
 from trainer.process.failure_log import read_incidents
 from trainer.process.failures import can_recover
@@ -39,12 +39,12 @@ def test_completions_come_in_order_and_prompts_stay_together(start, monkeypatch)
         homes.setdefault(completion.logprobs[0], set()).add(tuple(request.prompt_token_ids))
     assert sorted(len(prompts) for prompts in homes.values()) == [2, 2, 3]
     pool.shutdown()
-    with pytest.raises(AssertionError, match="asleep"):
+    with pytest.raises(RuntimeError, match="the event loop has ended"):
         answers(pool)
 
 
 def batched() -> EngineSpec:
-    return dataclasses.replace(streaming("PatientEngine"), streaming=False)
+    return dataclasses.replace(streaming("PatientEngine"), unit="batch")
 
 
 @pytest.mark.parametrize(("spec", "waits"), [(streaming(), 0), (batched(), 11)], ids=["streaming", "batched"])
@@ -55,26 +55,10 @@ def test_an_engine_that_is_done_early_takes_from_the_rest(start, monkeypatch, sp
     pool.start(version=1, is_initial=True)
     requests = [Request([i, 0], i, SAMPLED) for i in range(12)]
     requests[waits] = Request([plain_engine.WAITS, 10], waits, SAMPLED)
-    parts = list(pool.stream(requests))
-    assert len(parts) > 2, "completions come while others are generated"
-    completions = {place: one for part in parts for place, one in part.items()}
-    expected = [[*request.prompt_token_ids, request.seed, 0] for request in requests]
-    assert tokens_of([completions[i] for i in range(12)]) == expected
-    shares = Counter(one.logprobs[0] for one in completions.values())
+    completions = pool.generate(requests)
+    assert tokens_of(completions) == [[*request.prompt_token_ids, request.seed, 0] for request in requests]
+    shares = Counter(one.logprobs[0] for one in completions)
     assert sorted(shares.values()) == [2, 10]
-
-
-@pytest.mark.parametrize("spec", [streaming(), plain_engine.SPEC], ids=["streaming", "batched"])
-def test_a_deterministic_run_gives_requests_to_engines_by_plan(start, monkeypatch, spec):
-    monkeypatch.setitem(ENGINES, "plain", spec)
-    pool, _ = start("cuda", num_engines=2, max_num_seqs=6, deterministic=True)
-    pool.start(version=1, is_initial=True)
-    requests = [Request([i, 0], i, SAMPLED) for i in range(12)]
-    shares = []
-    for _ in range(2):
-        homes = [completion.logprobs[0] for completion in pool.generate(requests)]
-        shares.append([homes.index(home) for home in homes])
-    assert shares[0] == shares[1] and sorted(Counter(shares[0]).values()) == [6, 6]
 
 
 def test_an_engine_that_never_answers_is_named(start, monkeypatch):
@@ -114,14 +98,14 @@ def test_engines_load_while_the_ranks_train_if_nobody_needs_completions_yet(star
     ranks.call("policy", "train")
     pool.sync_weights(5)
     (tmp_path / "go").touch()
-    before = pool.pauses.seconds
+    before = pool.paused_s
     assert [one.weight_versions for one in pool.generate([Request([0], 7, SAMPLED)])] == [(5, 5)]
-    assert pool.pauses.seconds > before, "nothing could be generated meanwhile"
+    assert pool.paused_s > before, "nothing could be generated meanwhile"
     assert answers(pool, 1) == [[0, 7, 1]]
     ranks.call("policy", "compute")
-    before = pool.pauses.seconds
+    before = pool.paused_s
     pool.sync_weights(6)
-    assert pool.pauses.seconds > before, "no engine generates while it gets weights"
+    assert pool.paused_s > before, "no engine generates while it gets weights"
     assert [one.weight_versions for one in pool.generate([Request([0], 7, SAMPLED)])] == [(6, 6)]
 
 
@@ -138,25 +122,14 @@ def test_engines_stay_asleep_if_the_ranks_leave_them_too_little_room(start, tmp_
     assert answers(pool, 1) == [[0, 7, 0]]
 
 
-def test_engines_of_a_shared_gpu_stay_awake_between_calls(start):
+def test_engines_of_a_shared_gpu_stay_awake_between_requests(start):
     pool, ranks = start("cuda", colocate=True)
     pool.start(version=1, is_initial=True)
     with pool.awake():
-        assert answers(pool, 1) == answers(pool, 1) == [[0, 7, 0]]
+        for _ in range(2):
+            assert tokens_of(pool.loop.run(pool.complete_together([Request([0], 7, SAMPLED)]))) == [[0, 7, 0]]
         with pytest.raises(WorkerError, match="no memory"):
             ranks.call("policy", "compute")  # the engine was not put to sleep in between
-    ranks.call("policy", "compute")
-
-
-def test_engines_of_a_shared_gpu_sleep_after_the_last_of_two_streams(start, monkeypatch):
-    monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
-    pool, ranks = start("cuda", colocate=True, max_num_seqs=64)
-    pool.start(version=1, is_initial=True)
-    first, second, third = (pool.stream([Request([i, 0], seed, SAMPLED) for i in range(4)]) for seed in (7, 8, 9))
-    assert next(first) and next(second)
-    first.close()
-    assert tokens_of(alternate(third)[0]) == [[i, 0, 9, 0] for i in range(4)]
-    assert sum(map(len, second)) == 3
     ranks.call("policy", "compute")
 
 
@@ -209,14 +182,6 @@ def test_ranks_and_engines_meet_at_the_port_after_those_of_the_ranks(start):
     assert pool._transport.transfer.total_bytes == 1000, "a receiver that writes files looks for room"
 
 
-@pytest.mark.parametrize("joins", [False, True])
-def test_engines_may_generate_as_those_whose_requests_join_others_do(start, monkeypatch, joins):
-    """So an evaluation has the last bits of a run in which they do."""
-    monkeypatch.setitem(ENGINES, "plain", dataclasses.replace(streaming(), joins_exactly=True))
-    pool, _ = start(joins=joins)
-    assert pool._build.keywords.get("joins", False) == joins and pool.repeats
-
-
 def test_engines_of_a_resumed_run_get_its_weights_at_the_start(start):
     pool, ranks = start()
     ranks.call("policy", "train")
@@ -267,15 +232,14 @@ def test_requests_under_way_survive_a_sync_that_does_not_drop_them(start, monkey
     pool, ranks = start("cuda", num_engines=2, max_num_seqs=3, weight_sync="shared_memory")
     pool.start(version=1, is_initial=True)
     requests = [Request([i, 0], i, SAMPLED) for i in range(12)]
-    stream = pool.stream(requests)
-    completions = next(stream)
+    requests[11] = Request([plain_engine.WAITS, 4], 11, SAMPLED)
+    waiting = begin(pool, requests)
+    wait_for(lambda: len(list(Path(pool._model_path).glob("answered *"))) >= 2)
     ranks.call("policy", "train")
     pool.sync_weights(2, "keep")
-    for chunk in stream:
-        completions |= chunk
-    assert sorted(completions) == list(range(12))
-    weights = {one.weight_versions: int(one.token_ids[-1]) for one in completions.values()}
-    assert weights == {(1, 1): 0, (2, 2): 1, (1, 2): 1}
+    completions = waiting.result()
+    weights = {one.weight_versions: int(one.token_ids[-1]) for one in completions}
+    assert weights.items() <= {(1, 1): 0, (2, 2): 1, (1, 2): 1}.items() and len(weights) > 1
 
 
 def test_engines_take_weights_before_a_long_request_is_complete(start, monkeypatch):
@@ -284,17 +248,14 @@ def test_engines_take_weights_before_a_long_request_is_complete(start, monkeypat
     pool, ranks = start("cuda", num_engines=2, max_num_seqs=3, weight_sync="shared_memory", keeps_weights=True)
     pool.start(version=1, is_initial=True)
     lengths = [dataclasses.replace(SAMPLED, max_tokens=most) for most in (200, 100_000)]
-    with ThreadPoolExecutor(2) as threads:
-        short, endless = (
-            threads.submit(pool.generate, [Request([1], sampling.max_tokens - 1, sampling)]) for sampling in lengths
-        )
-        wait_for(lambda: short.done() or len(pool._dispatcher._busy) == 2)
-        for version in range(2, 5):
-            pool.sync_weights(version, "keep")
-        (completion,) = short.result()
-        pool.abort()
-        with pytest.raises(StreamAborted):
-            endless.result()
+    short, endless = (begin(pool, [Request([number], one.max_tokens - 1, one)]) for number, one in enumerate(lengths))
+    wait_for(lambda: short.done() or len(pool._dispatcher._busy) == 2)
+    for version in range(2, 5):
+        pool.sync_weights(version, "keep")
+    (completion,) = short.result()
+    pool.sync_weights(4)
+    with pytest.raises(RequestsDropped):
+        endless.result()
     versions, counts = zip(*completion.version_spans, strict=True)
     assert sorted({*versions}) == list(versions) and sum(counts) == 200
     assert completion.weight_versions == (versions[0], versions[-1]) == (1, 4)
@@ -432,7 +393,7 @@ def test_an_interrupted_rollout_leaves_no_engine_that_starts(shared, incidents):
     fault(incidents, "kill 0", "wait start")
     with pytest.raises(KeyboardInterrupt):
         with pool.awake():
-            pool.generate([Request([i, 0], i, SAMPLED) for i in range(8)])
+            pool.loop.run(pool.complete_together([Request([i, 0], i, SAMPLED) for i in range(8)]))
             while not pool._engines.lifecycle.within(State.STARTING):
                 pool._engines.poll()
             raise KeyboardInterrupt

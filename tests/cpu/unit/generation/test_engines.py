@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import MagicMock
 
 import pytest
 
 from tests.support.generation import SAMPLED, tokens_of
-from tests.support.plain_pool import answers, fault, streaming
+from tests.support.plain_pool import answers, begin, fault, streaming
 from trainer.config.engines import ENGINES
 from trainer.errors import FailureSource, NonRetryableError, WorkerError, set_failure_source
 from trainer.generation.engine import Request
@@ -26,7 +25,9 @@ from trainer.process.signals import SIGNALS
 )
 def test_requests_of_a_lost_engine_go_to_the_others(start, monkeypatch, incidents, spec, kind):
     """The next sync brings the new engine the weights, and it serves again."""
-    monkeypatch.setitem(ENGINES, "plain", dataclasses.replace(spec, streaming="Streaming" in spec.path))
+    monkeypatch.setitem(
+        ENGINES, "plain", dataclasses.replace(spec, unit="request" if "Streaming" in spec.path else "batch")
+    )
     pool, ranks = start(num_engines=2, max_restarts=3, max_num_seqs=64)
     pool.start(version=1, is_initial=True)
     requests = [Request([i, 0], i, SAMPLED) for i in range(12)]
@@ -69,7 +70,7 @@ def test_the_death_of_the_last_engine_pauses_the_step(start, monkeypatch, incide
 
 @pytest.mark.parametrize("transport", ["shared_memory", "adapter", "broadcast", "none yet"])
 def test_engines_get_the_kept_weights_when_the_ranks_have_others(start, monkeypatch, incidents, transport):
-    """The last engine dies while another thread generates, and the ranks train. "none yet": the initial weights."""
+    """The last engine dies while the ranks train. "none yet": the initial weights."""
     monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
     setting = {"lora": True} if transport == "adapter" else {"weight_sync": transport}
     if transport == "none yet":
@@ -81,14 +82,13 @@ def test_engines_get_the_kept_weights_when_the_ranks_have_others(start, monkeypa
     ranks.call("policy", "train")
     fault(incidents, "kill 3", "kill 5")
     requests = [Request([i, 0], i, SAMPLED) for i in range(8)]
-    with ThreadPoolExecutor(1) as thread:
-        generated = thread.submit(pool.generate, requests)
-        if transport == "broadcast":
-            with pytest.raises(WorkerError, match="no engine is left that has the weights of the rollouts") as raised:
-                generated.result()
-            assert can_recover(raised.value)
-            return
-        completions = generated.result()
+    generated = begin(pool, requests)
+    if transport == "broadcast":
+        with pytest.raises(WorkerError, match="no engine is left that has the weights of the rollouts") as raised:
+            generated.result()
+        assert can_recover(raised.value)
+        return
+    completions = generated.result()
     assert tokens_of(completions) == [[i, 0, i, 0 if transport == "none yet" else 1] for i in range(8)]
     assert {one.weight_versions for one in completions} == {(4, 4)}
     pool.sync_weights(5)
@@ -106,11 +106,11 @@ def test_an_engine_that_comes_back_joins_the_batch_that_is_generated(start, monk
     ranks.call("policy", "train")
     before = {one.logprobs[0] for one in pool.generate([Request([i, 0], i, SAMPLED) for i in range(8)])}
     fault(incidents, "kill 3")
-    stream = pool.stream([Request([i, 0], i, SAMPLED) for i in range(20000)])
     homes: set[float] = set()
+    waiting = [begin(pool, [Request([i % 8, 0], i, SAMPLED) for i in range(8)])]
     while len(homes - before) == 0:
-        homes |= {one.logprobs[0] for one in next(stream).values()}
-    stream.close()
+        waiting.append(begin(pool, [Request([0, 0], 7, SAMPLED)] * 16))
+        homes |= {one.logprobs[0] for one in waiting.pop(0).result()}
     assert pool._engines.lifecycle.serving == [0, 1] and len(before) == 2
 
 

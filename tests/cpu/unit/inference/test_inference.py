@@ -37,7 +37,7 @@ from trainer.errors import UserError, WorkerError
 from trainer.files.shared_memory import SharedDirectory
 from trainer.generation import server_engine
 from trainer.generation import server_protocol as protocol
-from trainer.generation.server_engine import servers_join_exactly, silent_servers
+from trainer.generation.server_engine import silent_servers
 from trainer.generation.weight_sync import SharedMemory
 from trainer.inference.backend import _environment, _mapped_segments
 from trainer.inference.gateway import _is_here, is_loopback
@@ -124,8 +124,6 @@ def test_completions_are_those_of_an_engine_of_the_job_to_the_last_bit(server, m
         assert {c.weight_versions for c in other} == {(4, 4)} and contents(other) != expected
         one.sync_weights(Broadcast(weights.path), 3)
         assert contents(one.generate(REQUESTS)) == expected
-    assert servers_join_exactly([server.url, f"{server.url}/"], 60)
-    assert not servers_join_exactly([server.url, f"http://127.0.0.1:{free_port()}"], 60), "one does not answer"
     ports = [c for one in server.engine() for c in one.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     assert all(ipaddress.ip_address(port.laddr.ip).is_loopback for port in ports)
 

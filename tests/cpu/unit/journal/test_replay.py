@@ -8,14 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cpu.unit.journal.test_journal import files, group, opened
-from trainer.data.ledger import SampleIndex
+from tests.cpu.unit.journal.test_journal import group, opened
 from trainer.episodes import Episode
-from trainer.journal.history import Identity
 from trainer.journal.journal import Journal
 from trainer.journal.pieces import Pieces
 from trainer.journal.replay import Replay
-from trainer.journal.taken import TakenGroup
 
 
 def episodes_in_memory() -> int:
@@ -66,23 +63,6 @@ def test_records_of_one_group_come_in_the_order_of_their_versions(tmp_path):
     journal.close()
 
 
-def taken(journal: Journal, record: tuple[int, str]) -> list[TakenGroup]:
-    return [TakenGroup(SampleIndex(0, 1, 2), {"a": record})]
-
-
-def test_the_record_that_a_step_has_trained_on_comes_first(tmp_path):
-    """The group may have been sampled again, because the older record was damaged or still in the store."""
-    for step, version in ((4, 2), (3, 10), (5, 7)):
-        record(tmp_path, step, "a", version=version)
-    for version in (2, 10):
-        journal = opened(tmp_path)
-        journal.add_taken(3, taken(journal, (version, "start")))
-        journal.close()
-    journal = opened(tmp_path)
-    assert journal.candidates("a") == [(10, "start"), (2, "start"), (7, "start")]
-    journal.close()
-
-
 @pytest.mark.parametrize("steps", [(5, 4), (4, 5)])
 def test_the_newest_of_two_records_by_the_same_weights_is_taken(tmp_path, steps):
     """A machine did not find the older one in the store, and the group may be trained in another step."""
@@ -91,29 +71,6 @@ def test_the_newest_of_two_records_by_the_same_weights_is_taken(tmp_path, steps)
     journal = opened(tmp_path)
     assert len(take(journal, "a")[0].samples[0].token_ids) == 3 + steps[-1]
     journal.close()
-
-
-def test_what_a_step_has_taken_comes_back_with_the_same_weights_and_config(tmp_path, caplog):
-    journal = opened(tmp_path)
-    assert journal.taken(1) is None
-    journal.add_taken(1, taken(journal, (1, "start")))
-    journal.close()
-    journal = opened(tmp_path)
-    found = taken(journal, (1, "start"))
-    assert journal.taken(1) == found and journal.taken(2) is None
-    journal.add_taken(1, found)
-    journal.close()
-    (name,) = files(tmp_path)
-    assert name.startswith("step_1-") and name.endswith(".json"), "it is not written again"
-    assert opened(tmp_path, history="other").taken(1) is None
-    assert opened(tmp_path, settings=Identity("other", "updates")).taken(1) is None
-    path = tmp_path / ".journal" / name
-    path.write_bytes(path.read_bytes()[:-1] + b" ")
-    assert opened(tmp_path).taken(1) is None
-    (told,) = [message for message in caplog.messages if name in message]
-    assert told.endswith(
-        "is damaged (its content does not agree with its name); its step may train on other groups than before"
-    )
 
 
 @pytest.mark.parametrize("in_flight", [True, False])

@@ -13,7 +13,6 @@ import pytest
 
 from tests.cpu.unit.journal.test_journal import group, opened, steps_on_disk, train
 from tests.support.jobs import wait_until
-from trainer.journal.taken import TakenGroups
 from trainer.process import time_limits
 
 
@@ -122,16 +121,14 @@ def test_a_batch_that_takes_long_is_written_in_fewer_files(tmp_path, monkeypatch
 
 
 def test_steps_that_take_turns_are_written_in_a_file_each(tmp_path, monkeypatch):
-    """One is evaluated while the next is sampled. What was taken stays behind the groups that were added before."""
+    """One is evaluated while the next is sampled."""
     monkeypatch.setattr(time_limits, "JOURNAL_FLUSH_S", 3600.0)
     journal = opened(tmp_path)
     for number in range(6):
         journal.add(1 + number % 2, {f"k{number}": group(str(number))})
-    journal._writer.add_taken(2, TakenGroups("start", "rollouts", ()))
-    journal.add(2, {"behind": group("behind")})
     journal.close()
     names = sorted(os.listdir(tmp_path / ".journal"), key=lambda name: int(name.split("-")[1]))
     kinds = [name.split("-")[0] + Path(name).suffix for name in names]
-    assert kinds == ["step_1.arrow", "step_2.arrow", "step_2.json"]
-    found = opened(tmp_path).find(2, ["k1", "k3", "k5", "behind"])
-    assert len(found) == 4
+    assert kinds == ["step_1.arrow", "step_2.arrow"]
+    found = opened(tmp_path).find(2, ["k1", "k3", "k5"])
+    assert len(found) == 3

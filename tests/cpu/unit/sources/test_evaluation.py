@@ -36,7 +36,7 @@ def test_an_evaluation_is_greedy_and_pass_at_k_is_sampled(tmp_path, model, tempe
         cfg.rollout.val_n, cfg.rollout.temperature, cfg.rollout.top_p = 2, temperature, 0.9
         cfg.reward.success_threshold = 3.0
         evaluation = evaluator_beside(source, model).evaluate(7)
-        metrics, engines = evaluation.metrics, source.runner.engines
+        metrics, engines = evaluation.metrics, source.rollouts.engines
         greedy, sampled = engines.samplings
         assert (greedy.temperature, greedy.top_p, greedy.top_k) == (0.0, 1.0, -1)
         assert (sampled.temperature, sampled.top_p) == (temperature or 1.0, 0.9), "greedy completions are all equal"
@@ -78,7 +78,7 @@ def with_sets(cfg: Config) -> None:
 
 def test_named_sets_have_metrics_draws_and_rewards_of_their_own(tmp_path, model):
     with source_of(tmp_path, model, reply, validation=3, edit=with_sets) as source:
-        cfg, engines = source.cfg, source.runner.engines
+        cfg, engines = source.cfg, source.rollouts.engines
         cfg.trainer.total_steps = 7
         evaluator = evaluator_beside(source, model)
         evaluation = evaluator.evaluate(6)
@@ -123,7 +123,7 @@ def test_a_prompt_whose_rewards_are_not_all_known_does_not_count_in_pass_at_k(tm
 def test_a_record_of_a_set_is_of_its_reward(tmp_path, model):
     """The settings of the run do not hold it."""
     with source_of(tmp_path, model, reply, validation=2, edit=with_sets) as source:
-        before = {name: route.decides for name, route in source.runner.routes.items()}
+        before = {name: route.decides for name, route in source.rollouts.routes.items()}
         source.cfg.data.val_sets["pairs"].reward.weights = [2.0]
         source.cfg.data.val_sets["greedy"].reward.timeout_s = 5.0
         after = make_routes(source.cfg, dict.fromkeys(before), load_tokenizer(model))

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.replies import evaluator_beside, sampling_source
+from tests.support.replies import FakeEngines, evaluator_beside, sampling_source
 from tests.support.runs import configured, rollouts_of
 from trainer.config import DataConfig, EnvironmentConfig, RewardConfig
 from trainer.episodes import Episode
 from trainer.errors import UserError
 from trainer.generation.engine import Completion, Request
-from trainer.generation.pauses import Pauses
 from trainer.models.tokenizer import load_tokenizer
 from trainer.sources.transcripts import TranscriptLog
 
@@ -34,21 +31,16 @@ def half(completion):
 """
 
 
-class Engines:
+class Engines(FakeEngines):
     """Completions of two digits, the place of the request."""
 
     def __init__(self, tokenizer: Any):
+        super().__init__()
         self._tokenizer = tokenizer
-        self.awake, self.pauses = contextlib.nullcontext, Pauses()
-        self.repeats, self.needs_company = True, False
 
-    def stream(self, requests: Sequence[Request], idle_s: float = math.inf) -> Iterator[dict[int, Completion]]:
-        for place in range(len(requests)):
-            tokens = self._tokenizer.encode(f"{place:02}", add_special_tokens=False)
-            yield {place: Completion(tokens, [-1.0] * len(tokens), "stop", 1)}
-
-    def shutdown(self) -> None:
-        pass
+    async def complete_together(self, requests: Sequence[Request]) -> list[Completion]:
+        texts = [self._tokenizer.encode(f"{place:02}", add_special_tokens=False) for place in range(len(requests))]
+        return [Completion(tokens, [-1.0] * len(tokens), "stop", 1) for tokens in texts]
 
 
 class Step:
@@ -72,7 +64,7 @@ class Step:
         with sampling_source(cfg, Engines(load_tokenizer(model)), model, estimator == "remax") as source:
             self.episodes: list[Episode] = source.next(1)
             self.metrics = source.add_metrics(1, {})
-            self.row_rewards = [row.reward for row in source._batches[1].used]
+            self.row_rewards = [row.reward for row in source._trained[1].used]
             source.commit(1)
             log.add_step(1, self.episodes)
             self.shown = [sample.block() for sample in log.pop(1).get("training", [])]

@@ -17,10 +17,7 @@ def test_an_agent_needs_an_engine_that_takes_requests_at_any_time():
     check_source(cfg)
     cfg.rollout.colocate = True
     check_source(cfg)
-    cfg.data.mix = {"one": SourceConfig(synthetic="reverse_text", size=4, environment=AGENT)}
-    with pytest.raises(UserError, match="is an agent, which with data.mix would use the GPUs of the ranks"):
-        check_source(cfg)
-    cfg.data.mix, cfg.rollout.engine = {}, "transformers"
+    cfg.rollout.engine = "transformers"
     with pytest.raises(UserError, match="is an agent, and rollout.engine=transformers takes no request while it gen"):
         check_source(cfg)
 

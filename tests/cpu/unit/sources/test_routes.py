@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from tests.cpu.unit.data.test_records import bits
-from tests.cpu.unit.sources.test_recorded import journal_in
-from tests.support.replies import Replies, sampling_source
+from tests.support.replies import Replies, journal_in, sampling_source
 from tests.support.runs import configured
 from trainer.config import Config, DataConfig, EnvironmentConfig, RewardConfig
 from trainer.config.data import SourceConfig
-from trainer.data.datasets import Prompt
-from trainer.environments.episode_runner import EnvironmentRunner, EpisodeRunner, RolloutRequest, SingleTurnRunner
-from trainer.episodes import Episode, Sample
-from trainer.generation.engine import Sampling
-from trainer.journal.history import Identity
+from trainer.environments.episode_runner import EnvironmentRunner, SingleTurnRunner
 from trainer.journal.journal import Journal
 from trainer.models.tokenizer import load_tokenizer
-from trainer.rewards.scorer import RankScorer
-from trainer.sources.rollout_runner import RolloutRunner
-from trainer.sources.routes import Route, make_routes, make_scorers
+from trainer.sources.routes import make_routes, make_scorers
 from trainer.sources.sampling import SamplingSource
 
 ECHO = "tests.support.environments:Echo"
@@ -128,7 +118,7 @@ def test_rows_of_each_source_come_once_an_epoch_over_a_kill(tmp_path, model, mod
             source.start(1 + 2 * start, is_initial=start == 0)
             for step in (1 + 2 * start, 2 + 2 * start):
                 source.next(step)
-                used = source._batches[step].used
+                used = source._trained[step].used
                 trained += [f"{source.ledger.name_of(row.index)} {row.index.epoch} {row.index.index}" for row in used]
                 source.add_metrics(step, {})
                 source.commit(step)
@@ -175,50 +165,3 @@ def test_sources_with_the_same_settings_share_processes(tmp_path, model):
     assert isinstance(routes["mix.loud"].episodes, EnvironmentRunner)
     assert routes["mix.plain"].scorer is routes["mix.other"].scorer
     assert len(made) == 2, "one for the reward of single turns, one for the default of the others"
-
-
-class Streaming(EpisodeRunner):
-    """Opens a stream, and ends its episodes."""
-
-    def run(self, requests, generate, timer, known=0, check=lambda: None) -> Iterator[dict[int, Episode]]:
-        generate.open_stream()
-        sample = Sample(np.zeros(1, np.int32), np.ones(1, np.float32))
-        yield {i: Episode(request.uid, request.group, [sample], reward=1.0) for i, request in enumerate(requests)}
-
-
-@pytest.mark.parametrize("uses_ranks", [False, True])
-def test_engines_are_awake_for_the_streams_of_several_runners(tmp_path, uses_ranks):
-    """The runners work on threads of their own, which may neither wake engines nor begin a start that was deferred.
-
-    A scorer on the ranks lets no block of a whole step keep the engines awake.
-    """
-    cfg = mixed(tmp_path)
-    for source_config in cfg.data.mix.values():
-        source_config.environment.schedule = "stream"
-    is_awake, opened, threads = [], [], []
-
-    @contextmanager
-    def awake() -> Iterator[None]:
-        is_awake.append(True)
-        threads.append(threading.current_thread())
-        yield
-        is_awake.clear()
-
-    def open_stream() -> SimpleNamespace:
-        opened.append(bool(is_awake))
-        return SimpleNamespace(wake=lambda: None)
-
-    engines = SimpleNamespace(awake=awake, open_stream=open_stream, repeats=False, stream=lambda *_, **__: iter(()))
-    journal = Journal(cfg.trainer.run_dir, Identity("", ""), lambda: None, is_on=False)
-    routes = {f"mix.{name}": Route(cfg.of_source(f"mix.{name}"), Streaming(), None) for name in ("echo", "loud")}
-    sources = list(routes)
-    if uses_ranks:
-        routes["mix.plain"] = Route(cfg.of_source("mix.plain"), Streaming(), RankScorer("reward", lambda *_: None))
-    runner = RolloutRunner(cfg, engines, None, (), routes, journal)  # type: ignore[arg-type]
-    requests = [
-        RolloutRequest(Prompt(0, (), "", "", source=source), f"{source}:0:0", 1, 0, Sampling(1.0, 1.0, -1, 4, ()))
-        for source in sources
-    ]
-    with runner, runner.awake():
-        assert [episode.source for episode in runner.run(requests, "step 1")] == sources
-    assert opened == [True, True] and set(threads) == {threading.main_thread()}

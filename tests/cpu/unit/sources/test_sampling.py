@@ -15,7 +15,8 @@ from tests.support.runs import rollouts_of
 from trainer.data.ledger import SampleIndex
 from trainer.generation.engine import Sampling
 from trainer.seeding import request_seed
-from trainer.sources.sampling import SamplingSource, prompt_ledger
+from trainer.sources.prompts import prompt_ledger
+from trainer.sources.sampling import SamplingSource
 from trainer.sources.transcripts import TranscriptLog
 
 
@@ -32,7 +33,7 @@ def test_the_baseline_of_remax_is_the_shaped_reward_of_a_greedy_episode(tmp_path
         a = source.cfg.algorithm
         a.overlong_buffer, a.overlong_factor = 2, 3.0
         episodes = source.next(1)
-        assert len(set(source.runner.engines.seeds)) == 3 * 12, "the greedy episodes have seeds of their own"
+        assert len(set(source.rollouts.engines.seeds)) == 3 * 12, "the greedy episodes have seeds of their own"
         assert {episode.reward for episode in episodes} == {2.0}
         row = {episode.group: source.prompts[int(episode.group.split(":")[1])].text for episode in episodes}
         baselines = {row[episode.group]: episode.baseline for episode in episodes}
@@ -127,7 +128,7 @@ def test_steps_that_draw_several_batches_skip_and_repeat_nothing_whatever_is_kil
         before = source.ledger.peek(200)
         while len(committed) < steps:
             moment += 1
-            source.runner.engines.seeds.clear()
+            source.rollouts.engines.seeds.clear()
             episodes = source.next(len(committed) + 1)
             if moment in kills:  # dies before the commit; comes back from the last checkpoint
                 begin()
@@ -141,7 +142,7 @@ def test_steps_that_draw_several_batches_skip_and_repeat_nothing_whatever_is_kil
             used = before[: next(n for n in range(len(before)) if before[n:] == after[: len(before) - n])]
             check_step(source, used, episodes, dull, wanted, batches if is_dynamic else 1, is_dynamic)
             before = after
-            sampled = sorted(source.runner.engines.seeds)
+            sampled = sorted(source.rollouts.engines.seeds)
             committed.append([(e.uid, e.reward, seed) for e, seed in zip(episodes, sampled, strict=False)])
             if len(committed) % 2 == 0:
                 saved, saved_steps = source.state_dict(), len(committed)
@@ -177,10 +178,11 @@ def test_every_step_prompt_and_completion_has_a_seed_of_its_own(tmp_path, model)
         draws = source.ledger.peek(3)
         for step in (4, 5):  # the same prompts again: nothing was committed
             source.next(step)
-        assert source.runner.engines.seeds == [
+            source.load_state_dict(source.state_dict())
+        assert source.rollouts.engines.seeds == [
             request_seed(source.cfg.trainer.seed, step, f"{draw.epoch}:{draw.index}", number)
             for step in (4, 5)
             for draw in draws
             for number in range(2)
         ]
-        assert len(set(source.runner.engines.seeds)) == 12
+        assert len(set(source.rollouts.engines.seeds)) == 12

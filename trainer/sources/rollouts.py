@@ -1,0 +1,479 @@
+"""The road of a rollout: one coroutine a group looks into the journal, runs what is missing, scores and records it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from trainer.config import Config
+from trainer.data.datasets import of_source
+from trainer.data.records import key_of_episode
+from trainer.data.row_digest import digest_rows
+from trainer.environments.episode_runner import EpisodeRunner, RolloutRequest
+from trainer.episodes import Episode
+from trainer.generation.engine import Completion, Request, Sampling
+from trainer.generation.engine_pool import EnginePool
+from trainer.generation.event_loop import EventLoop, all_of
+from trainer.journal.journal import Journal
+from trainer.process import time_limits
+from trainer.rewards.scorer import Scoring
+from trainer.rewards.terms import RewardInput
+from trainer.sources.error_rate import SourceFailures, judge_failures
+from trainer.sources.routes import Route
+
+
+class GroupRecord:
+    """What the journal has of a group, and what it gets: one record for each episode, or for all if `is_whole`.
+
+    Args:
+        history: of the weights that sample the group.
+        decides: digests of what decides the episodes besides the settings of the run.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        requests: Sequence[RolloutRequest],
+        history: str,
+        is_whole: bool,
+        decides: Sequence[str] = (),
+    ):
+        self.journal = journal
+        self.step = requests[0].step
+        self._history = history
+        self._episodes: dict[int, Episode] = {}
+        self._kept: set[str] = set()
+        self._members: dict[str, list[int]] = {}
+        """The indices of the requests of each record, by its key."""
+        if journal.is_on:
+            numbers = [request.number for request in requests]
+            key = self._key(requests[0], numbers if is_whole else [], decides)
+            if is_whole:
+                self._members = {key: list(range(len(requests)))}
+            else:
+                self._members = {key_of_episode(key, number): [index] for index, number in enumerate(numbers)}
+
+    def _key(self, first: RolloutRequest, numbers: Sequence[int], decides: Sequence[str]) -> str:
+        """Return a digest of all that decides the episodes of a group."""
+        content = content_of(first, numbers)
+        return self.journal.key(self.step, *content, *decides, history=self._history)
+
+    async def find(self) -> dict[int, Episode]:
+        """Return the episodes that the journal has, by the indices of their requests."""
+        if not self._members:
+            return {}
+        return self._take(self.journal.find(self.step, list(self._members), self._history))
+
+    def _take(self, found: Mapping[str, Sequence[Episode]]) -> dict[int, Episode]:
+        self._kept |= found.keys()
+        return {i: one for key, some in found.items() for i, one in zip(self._members[key], some, strict=True)}
+
+    def keep(self, episodes: Mapping[int, Episode]) -> None:
+        """Record episodes with their rewards. Records with a failure wait for `accept`."""
+        self._episodes |= episodes
+        self._add(lambda episode: not episode.failure)
+
+    def accept(self) -> None:
+        """Record the rest: it is known that not too many episodes have failed."""
+        self._add(lambda episode: True)
+
+    def _add(self, may_be_kept: Callable[[Episode], bool]) -> None:
+        records = {
+            key: [self._episodes[index] for index in indices]
+            for key, indices in self._members.items()
+            if key not in self._kept
+            and all(index in self._episodes and may_be_kept(self._episodes[index]) for index in indices)
+        }
+        if records:
+            self._kept |= records.keys()
+            self._record(records)
+
+    def _record(self, records: Mapping[str, Sequence[Episode]]) -> None:
+        self.journal.add(self.step, records, self._history)
+
+
+def content_of(first: RolloutRequest, numbers: Sequence[int]) -> tuple[Any, ...]:
+    """Return what decides the episodes of a group with these numbers besides the step, the weights and the config."""
+    prompt = first.prompt
+    content = digest_rows([prompt.row], prompt.token_ids, prompt.text, prompt.answer, prompt.messages)
+    return first.group, numbers, tuple(vars(first.sampling).values()), content
+
+
+@dataclass
+class Group:
+    """The episodes of one prompt that are asked for together, with their rewards once they are finished."""
+
+    order: int
+    """Among those that begin together."""
+    requests: Sequence[RolloutRequest]
+    record: GroupRecord
+    route: Route
+    found: dict[int, Episode] = field(default_factory=dict)
+    """Those that the journal had, by the indices of their requests."""
+    made: dict[int, Episode] = field(default_factory=dict)
+    """Those that were run."""
+    accepts: list[Callable[[], None]] = field(default_factory=list)
+    """Called when a step uses the rewards."""
+
+    @property
+    def missing(self) -> list[int]:
+        return [index for index in range(len(self.requests)) if index not in self.found]
+
+    @property
+    def episodes(self) -> list[Episode]:
+        both = self.found | self.made
+        return [both[index] for index in range(len(self.requests))]
+
+
+class _Asks:
+    """How one episode asks for completions (see `trainer.environments.episode_runner.Asks`)."""
+
+    def __init__(self, together: _Together, order: tuple[int, int]):
+        self._together = together
+        self.order = order
+
+    async def __call__(self, request: Request) -> Completion:
+        return await self._together.complete(self, request)
+
+    def finish(self) -> None:
+        self._together.finish(self)
+
+    @property
+    def paused_s(self) -> float:
+        return self._together.engines.paused_s
+
+
+class _Together:
+    """Groups that begin together.
+
+    With engines of `unit = "batch"`, completions are made when all episodes that may ask for one do so: what is in a
+    batch never depends on time.
+
+    Args:
+        count: notes that completions are waited for, or no longer.
+        on_asked: called when no episode will ask for more.
+    """
+
+    def __init__(self, engines: EnginePool, count: Callable[[str, int], None], on_asked: Callable[[], None]):
+        self.engines = engines
+        self._count = count
+        self._on_asked = on_asked
+        self._asking: set[_Asks] = set()
+        self._waiting: dict[_Asks, tuple[Request, asyncio.Future[Completion]]] = {}
+        self._batches: set[asyncio.Task[None]] = set()
+
+    def begin(self, order: tuple[int, int]) -> _Asks:
+        asks = _Asks(self, order)
+        self._asking.add(asks)
+        return asks
+
+    async def complete(self, asks: _Asks, request: Request) -> Completion:
+        self._count("rollout", 1)
+        try:
+            if self.engines.unit == "request":
+                return await self.engines.complete(request)
+            future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+            self._waiting[asks] = request, future
+            self._begin_batch()
+            return await future
+        finally:
+            self._count("rollout", -1)
+
+    def finish(self, asks: _Asks) -> None:
+        if asks not in self._asking:
+            return
+        self._asking.discard(asks)
+        self._waiting.pop(asks, None)
+        self._begin_batch()
+        if not self._asking:
+            self._on_asked()
+
+    def _begin_batch(self) -> None:
+        if self._waiting and len(self._waiting) == len(self._asking):
+            waiting, self._waiting = sorted(self._waiting.items(), key=lambda item: item[0].order), {}
+            self._batches.add(task := asyncio.ensure_future(self._complete([item for _, item in waiting])))
+            task.add_done_callback(self._batches.discard)
+
+    async def _complete(self, waiting: Sequence[tuple[Request, asyncio.Future[Completion]]]) -> None:
+        try:
+            completions = await self.engines.complete_together([request for request, _ in waiting])
+        except BaseException as error:
+            for _, future in waiting:
+                if not future.done():
+                    future.set_exception(error)
+        else:
+            for (_, future), completion in zip(waiting, completions, strict=True):
+                if not future.done():
+                    future.set_result(completion)
+
+
+class Rollouts:
+    """Runs groups of episodes and scores them, on the event loop of the engines. A context manager.
+
+    Args:
+        stop_tokens: end a completion.
+        routes: how episodes are run and rewarded, by the sources of their prompts.
+        journal: has the episodes that were run before a kill, and gets the others.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        engines: EnginePool,
+        stop_tokens: tuple[int, ...],
+        routes: Mapping[str, Route],
+        journal: Journal,
+    ):
+        self.cfg = cfg
+        self.journal = journal
+        self.engines = engines
+        self.largest_reward = -math.inf
+        """Of all episodes so far."""
+        self._stop_tokens = stop_tokens
+        self.routes = routes
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def loop(self) -> EventLoop:
+        return self.engines.loop
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            runners = {id(route.episodes): route.episodes for route in self.routes.values()}
+            scorers = {id(route.scorer): route.scorer for route in self.routes.values() if route.scorer is not None}
+            for process in (*runners.values(), *scorers.values()):
+                stack.enter_context(process)
+            self._processes = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._processes.close()
+
+    def evaluate(self, requests: Sequence[RolloutRequest], purpose: str) -> list[Episode]:
+        """Return episodes with their rewards under the weights of now, on the main thread (see `run`)."""
+        route = self.routes[requests[0].prompt.source]
+        decides, history = (route.decides,) if route.decides else (), self.journal.history
+
+        def record(some: Sequence[RolloutRequest]) -> GroupRecord:
+            return GroupRecord(self.journal, some, history, self.routes[some[0].prompt.source].wants_groups, decides)
+
+        return self.loop.run(self.run(requests, purpose, record), purpose)
+
+    def exact_record(self, history: str) -> Callable[[Sequence[RolloutRequest]], GroupRecord]:
+        """Return what makes the records of groups that one version of the weights samples."""
+        return lambda some: GroupRecord(self.journal, some, history, self.routes[some[0].prompt.source].wants_groups)
+
+    async def run(
+        self,
+        requests: Sequence[RolloutRequest],
+        purpose: str,
+        record: Callable[[Sequence[RolloutRequest]], GroupRecord],
+        on_asked: Callable[[], None] = lambda: None,
+    ) -> list[Episode]:
+        """Return episodes with their rewards: those that the journal has, and those that are run now.
+
+        Args:
+            requests: those of one group together.
+            purpose: names what the episodes are for, in messages.
+            record: returns the record of a group.
+            on_asked: called when the engines have no more to do for these episodes.
+
+        Raises:
+            UserError: too many have failed.
+        """
+        groups = await self.run_groups(requests, purpose, record, on_asked)
+        self.judge(groups, purpose)
+        self.journal.flush()  # while the ranks score the episodes
+        return [episode for group in groups for episode in group.episodes]
+
+    async def run_groups(
+        self,
+        requests: Sequence[RolloutRequest],
+        purpose: str,
+        record: Callable[[Sequence[RolloutRequest]], GroupRecord],
+        on_asked: Callable[[], None] = lambda: None,
+    ) -> list[Group]:
+        """Return the groups of `run`. The caller gives them to `judge`."""
+        together = _Together(self.engines, self._count, on_asked)
+        groups = []
+        for order, (_, members) in enumerate(itertools.groupby(requests, lambda request: request.group)):
+            some = list(members)
+            groups.append(Group(order, some, record(some), self.routes[some[0].prompt.source]))
+        await all_of([self._find(group) for group in groups])
+        is_partial = any(group.missing for group in groups) and any(group.found for group in groups)
+        needs_batch = is_partial and self.engines.unit == "batch" and self.engines.repeats
+        todo = {
+            group.order: range(len(group.requests)) if needs_batch else group.missing
+            for group in groups
+            if needs_batch or group.missing
+        }
+        running = [groups[order] for order in todo]
+        asks = {(order, index): together.begin((order, index)) for order, some in todo.items() for index in some}
+        async with contextlib.AsyncExitStack() as block:
+            runners: dict[EpisodeRunner, Any] = {}
+            scorings: dict[str, Scoring] = {}
+            for group in running:
+                runner, source = group.route.episodes, group.requests[0].prompt.source
+                if runner not in runners:
+                    runners[runner] = await block.enter_async_context(runner.together())
+                if group.route.scorer is not None and group.missing and source not in scorings:
+                    count = sum(bool(one.missing) and one.requests[0].prompt.source == source for one in running)
+                    scoring = group.route.scorer.open(of_source(purpose, [source]), count, self._on_ranks)
+                    scorings[source] = await block.enter_async_context(scoring)
+            await all_of(
+                [
+                    self._run_group(
+                        group,
+                        {index: asks[group.order, index] for index in todo[group.order]},
+                        runners[group.route.episodes],
+                        scorings.get(group.requests[0].prompt.source),
+                    )
+                    for group in running
+                ]
+            )
+        if not asks:
+            on_asked()
+        self.note_rewards([episode for group in groups for episode in group.episodes])
+        return groups
+
+    async def _find(self, group: Group) -> None:
+        group.found = await group.record.find()
+
+    async def _run_group(
+        self, group: Group, asks: Mapping[int, _Asks], runner_block: Any, scoring: Scoring | None
+    ) -> None:
+        """Run the episodes of a group, and score and record those that the journal did not have.
+
+        Episodes that may be scored one by one are, where the others of their group take longer.
+        """
+        missing = set(group.missing)
+        tasks = {
+            asyncio.ensure_future(self._run_episode(group, index, one, runner_block)): index
+            for index, one in asks.items()
+        }
+        left, wait_s = set(tasks), None if group.route.wants_groups else time_limits.JOURNAL_FLUSH_S
+        try:
+            while left:
+                done, left = await asyncio.wait(left, timeout=wait_s, return_when=asyncio.FIRST_EXCEPTION)
+                ended = {tasks[task]: task.result() for task in done}
+                new = {index: ended[index] for index in sorted(ended) if index in missing}
+                if new:
+                    scored = await self._scored(group, new, scoring)
+                    group.made |= scored
+                    group.record.keep(scored)
+        finally:
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+
+    async def _run_episode(self, group: Group, index: int, asks: _Asks, runner_block: Any) -> Episode:
+        self._count("environment", 1)
+        try:
+            return await group.route.episodes.run(group.requests[index], asks, runner_block)
+        finally:
+            asks.finish()
+            self._count("environment", -1)
+
+    async def _scored(
+        self, group: Group, episodes: Mapping[int, Episode], scoring: Scoring | None
+    ) -> dict[int, Episode]:
+        """Return episodes with their rewards. Without a scorer, the environment has given them, or they are 0."""
+        if scoring is None:
+            return {
+                index: _with_reward(group, one, one.reward or 0.0, dict(one.rewards), one.failure)
+                for index, one in episodes.items()
+            }
+        inputs = [_reward_input(group.requests[index], one) for index, one in episodes.items()]
+        self._count("reward", 1)
+        try:
+            scores = await scoring.score(group.order, inputs)
+        finally:
+            self._count("reward", -1)
+        group.accepts.append(scores.accept)
+        return {
+            index: _with_reward(group, one, *result)
+            for (index, one), result in zip(episodes.items(), scores.each(), strict=True)
+        }
+
+    async def _on_ranks(self, function: Callable[[], Any]) -> Any:
+        """Call a function that computes on the ranks; engines that share their GPUs sleep meanwhile."""
+
+        def call() -> Any:
+            self.engines.rest()
+            return function()
+
+        return await self.loop.on_main(call)
+
+    def _count(self, phase: str, change: int) -> None:
+        """Note how many coroutines are in a phase; tell the main thread, which waits, the one that counts."""
+        self._counts[phase] += change
+        phases = ("rollout", "environment", "reward")
+        self.loop.set_phase(next((phase for phase in phases if self._counts[phase]), "rollout"))
+
+    def judge(self, groups: Sequence[Group], purpose: str) -> None:
+        """Log the failures of groups that a step uses, and record these.
+
+        Raises:
+            UserError: too many have failed.
+        """
+        by_source: dict[str, list[Group]] = {}
+        for group in groups:
+            by_source.setdefault(group.requests[0].prompt.source, []).append(group)
+        judge_failures(
+            [
+                SourceFailures(
+                    source,
+                    self.routes[source].cfg,
+                    [episode.failure for group in some for episode in group.made.values()],
+                    sum(len(group.requests) for group in some),
+                )
+                for source, some in by_source.items()
+                if self.routes[source].has_rewards
+            ],
+            purpose,
+        )
+        for group in groups:
+            for accept in group.accepts:
+                accept()
+            group.record.accept()
+
+    def note_rewards(self, episodes: Sequence[Episode]) -> None:
+        """Let these episodes count in `largest_reward`."""
+        rewards = [episode.reward for episode in episodes if episode.reward is not None]
+        self.largest_reward = max([self.largest_reward, *rewards])
+
+    def sampling(self, temperature: float, top_p: float, top_k: int) -> Sampling:
+        return Sampling(temperature, top_p, top_k, self.cfg.rollout.max_response_tokens, self._stop_tokens)
+
+    def greedy(self) -> Sampling:
+        return self.sampling(0.0, 1.0, -1)
+
+
+def _with_reward(group: Group, episode: Episode, reward: float, terms: Mapping[str, float], reason: str) -> Episode:
+    """Return an episode with its reward.
+
+    Args:
+        reason: why the reward or the environment failed; empty: it did not. An environment that may have failed
+            through what the policy did has given a reward of 0: else the policy could learn to leave that way.
+    """
+    is_left_out = reason and group.route.cfg.on_failure == "leave_out" and episode.reward is None
+    return dataclasses.replace(
+        episode,
+        reward=None if is_left_out else reward,
+        rewards=terms,
+        failure=reason,
+        source=group.requests[0].prompt.source,
+    )
+
+
+def _reward_input(request: RolloutRequest, episode: Episode) -> RewardInput:
+    """Return an episode as a scorer gets it."""
+    prompt = request.prompt
+    return RewardInput(episode.text, prompt.answer, prompt.text, episode.messages, prompt.row, episode.status, episode)
