@@ -51,9 +51,9 @@ class Metric(NamedTuple):
 class TaskSpec:
     """One kind of training."""
 
-    build: str | Callable[[Config], Any] = ""
-    """Returns the `Task` (`trainer.tasks.Task`) that a config describes; or the import path of such a function. Empty:
-    a built-in task, which `trainer.tasks` builds."""
+    build: str | Callable[[Config], Any]
+    """Returns the `Task` (`trainer.tasks.Task`) that a config describes; or the import path of such a function, or the
+    name of a built-in task, which `trainer.tasks` builds."""
     total_steps: str = "trainer.total_steps"
     """The key with the number of steps."""
     optimizer: str = "trainer.policy.optimizer"
@@ -145,8 +145,9 @@ class TaskSpec:
 
 _LOSS = "Loss (supervised)"
 TASKS: dict[str, TaskSpec] = {
-    "rl": TaskSpec(roles=policy_gradient_roles, generates=True, unused_with_path=("sft.*",)),
+    "rl": TaskSpec("rl", roles=policy_gradient_roles, generates=True, unused_with_path=("sft.*",)),
     "sft": TaskSpec(
+        "sft",
         objective="cross_entropy",
         roles=supervised_roles,
         total_steps="sft.steps",

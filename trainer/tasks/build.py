@@ -16,5 +16,6 @@ def build_task(cfg: Config) -> Task:
     Raises:
         UserError: the function of a task of the user cannot be imported, or refuses the config.
     """
-    build = cfg.task.build or _BUILT_IN[cfg.trainer.task]
+    build = cfg.task.build
+    build = _BUILT_IN.get(build, build) if isinstance(build, str) else build
     return (import_function(build, "trainer.task") if isinstance(build, str) else build)(cfg)

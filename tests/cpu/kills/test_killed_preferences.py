@@ -69,7 +69,7 @@ def test_preferences_over_pairs_end_as_if_never_killed(tmp_path, capsys):
     assert "resume verified: 2 replayed steps identical" in (tmp_path / "killed.log").read_text()
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
 
-    compare_runs([str(tmp_path / "killed"), str(tmp_path / "whole")], None, style="json")
+    compare_runs([str(tmp_path / "killed"), str(tmp_path / "whole")], None, as_json=True)
     best = max(row[TASK.best] for row in rows)
     assert [row[f"best {TASK.best}"] for row in json.loads(capsys.readouterr().out)] == [best, best]
     assert Path(write_report(str(tmp_path / "killed"))).stat().st_size > 5000
