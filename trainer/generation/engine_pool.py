@@ -181,9 +181,9 @@ class EnginePool:
 
     def _end_deferral(self) -> None:
         if self._deferred is not None:
-            is_initial, self._deferred = self._deferred, None
             with SIGNALS.waiting():
-                self._start(self._version, is_initial)
+                self._start(self._version, self._deferred)
+            self._deferred = None  # from here on, completions may be asked for
 
     def _start(self, version: int, is_initial: bool) -> None:
         if self._has_started or self._memory.shared:
