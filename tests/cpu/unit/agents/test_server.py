@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import gzip
 import json
@@ -10,7 +11,7 @@ import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -149,12 +150,20 @@ def test_a_client_that_sends_all_of_a_huge_body_first_gets_the_answer(served, pa
     assert refusal.value.code == status and json.load(refusal.value)["error"]["message"]
 
 
+def call(server: AgentServer, function: Callable[[], Any]) -> Any:
+    """Return what a function says on the thread of the server."""
+    answer: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    server.post(lambda: answer.set_result(function()))
+    return answer.result()
+
+
 def test_after_the_end_calls_are_refused(server, served):
     served.client.chat.completions.create(model="policy", messages=SAID)
     served.held = queue.SimpleQueue()
     waiting = run_beside(lambda: served.client.chat.completions.create(model="policy", messages=SAID))
     answer = served.held.get()
-    server.remove(served.episode)
+    server.discard(served.episode)
+    call(server, lambda: None)
     with pytest.raises(openai.APIStatusError, match="the episode has ended") as refusal:
         waiting()
     assert refusal.value.status_code == 410
@@ -186,7 +195,7 @@ def test_a_request_whose_connection_broke_is_one_turn(served):
         while not served.policy.asked:
             time.sleep(0.001)
     again = run_beside(lambda: served.post(content=body))
-    while not served.server.call(lambda: any(call.readers for call in served.episode._calls)):
+    while not call(served.server, lambda: any(each.readers for each in served.episode._calls)):
         time.sleep(0.001)
     served.release()
     assert again().json()["choices"][0]["message"]["content"] == "ser|>hé!"
@@ -198,7 +207,7 @@ def test_a_request_that_nobody_repeats_is_not_trained(served):
     with broken_request(served):
         while not served.policy.asked:
             time.sleep(0.001)
-    while served.server.call(lambda: any(call.readers for call in served.episode._calls)):
+    while call(served.server, lambda: any(each.readers for each in served.episode._calls)):
         time.sleep(0.001)
     served.release()
     served.held = None
@@ -212,12 +221,6 @@ def test_a_failure_of_the_endpoint_is_an_error_too(served, caplog):
     answer = served.post(json={"model": "policy", "messages": SAID})
     assert answer.status_code == 500 and "the log of the job says why" in answer.json()["error"]["message"]
     assert answer.headers["x-should-retry"] == "false" and "ZeroDivisionError" in caplog.text
-
-
-def test_functions_are_called_again_and_again(server):
-    called: queue.SimpleQueue[int] = queue.SimpleQueue()
-    with server.repeating(lambda: called.put(1), 0.001):
-        assert [called.get() for _ in range(3)] == [1, 1, 1]
 
 
 def test_several_users_of_an_address_share_a_server(tokenizer):
