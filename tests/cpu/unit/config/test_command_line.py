@@ -86,7 +86,7 @@ def test_the_config_is_printed_without_torch(tmp_path, monkeypatch, capsys):
 
     for flags in (["--cfg", "job", "-p", "algorithm"], ["--cfg=job", "--package=algorithm"]):
         section = yaml.safe_load(shown("algorithm.policy_loss=gspo", *flags))
-        assert (section["clip_high"], section["aggregation"]) == (4e-4, "seq_mean_token_mean"), flags
+        assert (section["policy_loss"], section["clip_high"]) == ("gspo", None), (flags, "the default of the loss")
     assert shown("--cfg", "job", "-p", "trainer.policy.optimizer.lr") == "0.0004\n", "resolved"
     files = ["--cfg", "job", "-p", "data.synthetic", "data.train_files=[a.jsonl]", "trainer.val_interval=-1"]
     assert shown(*files) == "null\n", "data=files"

@@ -8,7 +8,7 @@ from trainer.config import ENGINES, EngineSpec, compose
 from trainer.config.engines import engines_with, find_engine
 from trainer.config.transports import TRANSPORTS
 from trainer.errors import UserError
-from trainer.generation.engine import BUILT_IN
+from trainer.generation.engine import BUILT_IN, make_engine
 from trainer.import_utils import import_function
 
 
@@ -54,7 +54,7 @@ def test_an_engine_of_the_user_is_named_by_the_path_of_its_class_or_spec(tmp_pat
     monkeypatch.syspath_prepend(str(tmp_path))
     assert find_engine("my_engines:Engine") == EngineSpec("my_engines:Engine")
     assert not find_engine("my_engines:SPEC").gpus
-    assert compose(["rollout.engine=my_engines:SPEC"]).engine(1, 2).arguments == (1, 2)
+    assert make_engine(compose(["rollout.engine=my_engines:SPEC"]).engine, 1, 2).arguments == (1, 2)
     for name, problem in (("text", "has no function text"), ("function", "is a function; it must be an EngineSpec")):
         with pytest.raises(UserError, match=f"rollout.engine=my_engines:{name}: .*{problem}"):
             compose([f"rollout.engine=my_engines:{name}"])
