@@ -147,7 +147,7 @@ def test_a_model_is_a_directory_or_an_id_or_the_key(tmp_path):
         (["{run}", "--step=x"], "^argument --step: invalid int value: 'x'; "),
         (["{run}", "--best"], "^--best: no checkpoint of .* has a score; name one with --step, of 1, 2$"),
         (["{run}", "--best", "--step=1"], "^argument --step: not allowed with argument --best; "),
-        (["{run}", "-m", "trainer.seed=1,2"], "^-m: an evaluation is one job; give one command for each$"),
+        (["{run}", "-m", "trainer.seed=1,2"], "an evaluation is one job; give one command for each$"),
         (["{run}", "data=arithmetic"], "^data=arithmetic: the config is that of .*; override keys of it instead$"),
         (["{run}", "--config=x.yaml"], "^--config=x.yaml: the config is that of"),
         (["owner/model"], "^owner/model: no such directory here; if it is a model of the Hub, name the data to "),
