@@ -7,8 +7,6 @@ from __future__ import annotations
 
 POLL_INTERVAL_S = 0.2
 """Between two looks at what sends no notice: the end of a process, an upload, a request to stop."""
-TURN_S = 0.05
-"""The same where another thread may wait for this one."""
 JOIN_S = 0.02
 """The same where requests may follow that join those which the engines generate."""
 
