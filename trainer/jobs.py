@@ -43,6 +43,9 @@ def run_task(task: Task, device: str, early: Early = None) -> None:
         early: what of the cluster has been started.
     """
     cfg, t = task.cfg, task.cfg.trainer
+    exports = task.exports_last or t.hf_save_interval > 0
+    if exports:
+        check_export_path(t.export_path)
     if task.warm_start is not None and task.start_weights is not None and task.start_weights() is None:
         with contextlib.suppress(TrialError):  # this run will say so itself, or continue
             task.check_inputs(asks_servers=False)
@@ -54,12 +57,9 @@ def run_task(task: Task, device: str, early: Early = None) -> None:
             return  # another job has made it
         record_start(t.run_dir, cfg, directory.continued and directory.continued.step)
         total = cfg.total_steps
-        exports = task.exports_last or t.hf_save_interval > 0
         if _is_finished(directory, total, exports):
             LOG.info(f"finished step {total} of {total} before; nothing is left to do in {t.run_dir}")
             return
-        if exports:
-            check_export_path(t.export_path)
         try:
             task.check_inputs(asks_servers=True)
         except TrialError as error:

@@ -9,7 +9,6 @@ import pytest
 
 from tests.support.jobs import comparable, metrics
 from tests.support.toy import toy_config, toy_run, toy_trainer, uninterrupted_run
-from trainer.checkpoint.manifest import verify
 from trainer.config import Config
 from trainer.errors import UserError
 from trainer.models.tiny import build_tiny
@@ -69,26 +68,3 @@ def test_a_run_does_not_continue_with_another_config_or_tokenizer(tmp_path, mode
         assert not (tmp_path / "run/checkpoints/global_step_3").exists()
         file.write_text(before)
     assert toy_run(cfg, tmp_path / "model").state.step == 4
-
-
-def test_metrics_that_are_deleted_during_a_run_are_complete_and_checked_by_a_resume(tmp_path, model, whole):
-    with RunDirectory(toy_config(tmp_path, total_steps=4)).open() as directory:
-        trainer = toy_trainer(directory.cfg, directory, model)
-        update = trainer.learner.update
-
-        def delete(experience, step):
-            (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
-            return update(experience, step)
-
-        trainer.learner.update = delete
-        trainer.fit()
-    assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3, 4]
-    checkpoint = verify(str(tmp_path / "checkpoints/global_step_4"), "hash")
-    assert checkpoint.manifest["metrics_from"] == 1
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "metrics.jsonl").write_text("".join(lines[1:]))
-    with pytest.raises(UserError, match="has no line for step 1, which this run has logged once"):
-        toy_run(toy_config(tmp_path), model)
-    (tmp_path / "metrics.jsonl").write_text("".join(lines))
-    trainer = toy_run(toy_config(tmp_path), model)
-    assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole

@@ -8,7 +8,7 @@ import pytest
 
 from trainer.checkpoint.manager import SaveResult
 from trainer.errors import UserError
-from trainer.run.save_schedule import SaveSchedule, SaveTracker
+from trainer.run.save_schedule import FAILURES_ALLOWED, SaveSchedule, SaveTracker
 
 
 def test_saves_are_due_by_steps_and_by_minutes(monkeypatch):
@@ -49,8 +49,8 @@ def test_the_cost_of_an_expensive_save_is_halved_with_each_later_save():
         assert schedule.best_interval_s() == pytest.approx((2 * cost * 3000) ** 0.5)
 
 
-def results(allowed: int) -> SaveTracker:
-    return SaveTracker("/runs", allowed, SaveSchedule(1, -1, 240))
+def results() -> SaveTracker:
+    return SaveTracker("/runs", SaveSchedule(1, -1, 240))
 
 
 def good(step: int, seconds: float = 1.0) -> SaveResult:
@@ -62,24 +62,23 @@ def bad(step: int) -> SaveResult:
 
 
 def test_failures_with_a_good_save_between_them_are_not_in_a_row():
-    saves = results(allowed=1)
+    saves = results()
     for step in range(1, 9, 2):
         saves.collect([bad(step), good(step + 1)])
-    sentence = (
-        "step 10 FAILED .disk full.; the last good one is .*step_8; 2 failed in a row, .*=1; free space on the disk"
-    )
+    saves.collect([bad(step) for step in range(9, 9 + FAILURES_ALLOWED)])
+    sentence = "step 20 FAILED .disk full.; the last good one is .*step_8; 4 failed in a row; free space on the disk"
     with pytest.raises(UserError, match=sentence):
-        saves.collect([bad(9), bad(10)])
+        saves.collect([bad(20)])
 
 
 def test_tries_of_the_last_save_do_not_end_the_run():
-    saves = results(allowed=0)
-    saves.collect([bad(3)] * 4, last=True)
+    saves = results()
+    saves.collect([bad(3)] * 5, last=True)
     assert (saves.failure, saves.last_good) == ("disk full", "")
 
 
 def test_a_failed_save_is_begun_again_and_an_older_one_says_nothing_of_a_newer():
-    saves = results(allowed=9)
+    saves = results()
     saves.begun = 4
     saves.collect([bad(3)])
     assert saves.begun == 4
@@ -89,7 +88,7 @@ def test_a_failed_save_is_begun_again_and_an_older_one_says_nothing_of_a_newer()
 
 def test_each_save_costs_what_training_has_waited_for_it():
     """Save 2 ends while save 4 begins and waits for it, so its result is collected after both."""
-    saves = results(allowed=0)
+    saves = results()
     saves.begun = 2
     saves.add_blocked(2, 1.0)
     with saves.blocking(saves.begun):
@@ -102,7 +101,7 @@ def test_each_save_costs_what_training_has_waited_for_it():
 
 
 def test_a_good_save_tells_its_path_and_its_cost():
-    saves = results(allowed=0)
+    saves = results()
     saves.add_blocked(2, 6.0)
     saves.collect([good(2, seconds=20.0)])
     assert (saves.last_good, saves.seconds) == ("/runs/global_step_2", 20.0)

@@ -290,7 +290,7 @@ def test_a_program_that_nobody_waits_for_ends_and_waiting_for_a_turn_does_not_co
     """With one slot, the second program waits longer than its call may take."""
     sandbox = ProgramSandbox(CodeLimits(cpu_s=3600, time_s=3600.0))
     sandbox._slots = asyncio.Semaphore(1)
-    processes = set()
+    others, processes = set(psutil.Process().children(recursive=True)), set()
 
     async def call(code: str, limit_s: float | None) -> CodeResult:
         async with CallClock(limit_s, lambda: None):
@@ -299,7 +299,7 @@ def test_a_program_that_nobody_waits_for_ends_and_waiting_for_a_turn_does_not_co
     async def abandoned() -> CodeResult:
         endless = asyncio.create_task(call("while True: pass", None))
         while not processes:
-            processes.update(psutil.Process().children(recursive=True))
+            processes.update(set(psutil.Process().children(recursive=True)) - others)
             await asyncio.sleep(0.01)
         waiting = asyncio.create_task(call("1", 60.0))
         await asyncio.sleep(0.5)

@@ -34,7 +34,7 @@ def test_an_evaluation_is_greedy_and_pass_at_k_is_sampled(tmp_path, model, tempe
     with source_of(tmp_path, model, reply, validation=3) as source:
         cfg = source.cfg
         cfg.rollout.val_n, cfg.rollout.temperature, cfg.rollout.top_p = 2, temperature, 0.9
-        cfg.reward.success_threshold = 3.0
+        cfg.reward.success_threshold, cfg.logger.samples = 3.0, 3
         evaluation = evaluator_beside(source, model).evaluate(7)
         metrics, engines = evaluation.metrics, source.rollouts.engines
         greedy, sampled = engines.samplings
