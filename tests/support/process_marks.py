@@ -26,8 +26,9 @@ _STARTERS = {
     "trainer.jobs:run_task",
 }
 """What starts processes outside of `tests`."""
-_NAMES = {"executable", "get_context"}
-"""Names by which tests start processes themselves: `sys.executable` and `multiprocessing.get_context("spawn")`."""
+_NAMES = {"executable", "get_context", "_PROGRAM"}
+"""Names by which tests start processes themselves: `sys.executable`, a command that begins with it, and
+`multiprocessing.get_context("spawn")`."""
 _running: list[pytest.Item] = []
 """The test that runs, if it must not start processes of Python."""
 

@@ -127,7 +127,7 @@ def test_a_resumed_run_advises_about_what_began_before_it_and_not_again(tmp_path
             update = trainer.learner.update
             trainer.learner.update = lambda *step: update(*step) | {"response_length/clip_ratio": 0.9}
             trainer.fit()
-        return [r.getMessage() for r in caplog.records if "have been cut off" in r.getMessage()]
+        return [r.getMessage() for r in caplog.records if "is cut off" in r.getMessage()]
 
     assert notes(2) == []
     (text,) = notes(4)
