@@ -137,7 +137,7 @@ def _check_further_options(config: Config, functions: dict[str, Callable[..., An
 
 
 _ABOVE_0 = Constraint(above=0)
-OPTION_BOUNDS = {
+_BOUNDS = {
     "pass_k": Constraint(at_least=1),
     "dual_clip": Constraint(above=1),
     "tau_pos": _ABOVE_0,
@@ -156,7 +156,7 @@ OPTION_BOUNDS = {
 
 
 def _check_option(name: str, value: Any) -> None:
-    constraint = OPTION_BOUNDS.get(name, Constraint())
+    constraint = _BOUNDS.get(name, Constraint())
     problem = constraint.problem(value)
     if problem is None and not constraint.choices:
         kinds = (int,) if name == "pass_k" else (int, float)
