@@ -189,8 +189,10 @@ class PolicyExporter:
                 files[ADAPTER_CONFIG] = self.ranks.call_one("policy", "adapter_config", self.model_path).encode()
                 files[ADAPTER_WEIGHTS] = self.ranks.call("policy", "adapter_weights")
             else:
+                # First: a disk without room then fails here, and not in a rank, whose failure ends the ranks.
+                write_files(writing, {name: data for name, data in self.assets.items() if name != CONFIG})
                 written = self.ranks.call("policy", "write_weights", writing, dtype)
-                files = {**self.assets, CONFIG: with_dtype(self.assets[CONFIG], written)}
+                files = {CONFIG: with_dtype(self.assets[CONFIG], written)}
             write_files(writing, files)
             failpoint("export:written")
 

@@ -27,7 +27,7 @@ def test_a_home_without_room_for_the_embedded_model(tmp_path, read_only):
 
 @pytest.mark.parametrize("mode", [[], ["-m", "trainer.seed=1,2"]], ids=["one run", "a sweep"])
 def test_a_working_directory_that_cannot_be_written(tmp_path, read_only, mode):
-    sentence = refused(without_privilege([*JOB[:3], *mode, *JOB[3:]]), read_only)
+    sentence = refused(without_privilege([*JOB[:4], *mode, *JOB[4:]]), read_only)
     assert ("hydra.sweep.dir" if mode else "trainer.run_dir") in sentence
 
 
