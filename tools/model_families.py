@@ -162,8 +162,8 @@ def batch_of(rows: Sequence[Sequence[int]]) -> Batch:
 def config(path: str, ranks: int, *more: str) -> Config:
     words = ["trainer.task=sft", "data.synthetic=arithmetic", f"model.path={path}", f"trainer.num_workers={ranks}"]
     # With its own epsilon, AdamW makes whole steps from gradients that are 0 but for rounding (a bias of keys).
-    optimizer = ["lr=1e-3", "warmup_steps=0", "eps=1e-3"]
-    return compose([*words, "sft.steps=8", *(f"sft.optimizer.{word}" for word in optimizer), *more])
+    optimizer = ["sft.optimizer.lr=1e-3", "sft.optimizer.warmup_steps=0", "trainer.policy.optimizer.eps=1e-3"]
+    return compose([*words, "sft.steps=8", *optimizer, *more])
 
 
 def reference(path: str, rows: Sequence[Sequence[int]] | None = None) -> dict[str, Any]:

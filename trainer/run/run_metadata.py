@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -146,9 +146,9 @@ class RecordedTask:
 
 
 def task_of(start: Mapping[str, Any] | None) -> RecordedTask:
-    """Return the task of a line of `starts.jsonl`; for None that of the default config."""
+    """Return the task of a line of `starts.jsonl`; for None that of the default config, without a number of steps."""
     if start is None:
-        return RecordedTask.of(Config())
+        return replace(RecordedTask.of(Config()), total_steps=0)
     metrics = {name: Metric(**metric) for name, metric in start["task"]["metrics"].items()}
     return RecordedTask(**{**start["task"], "metrics": metrics})
 
