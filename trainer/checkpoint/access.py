@@ -71,15 +71,14 @@ class StorageProbe:
 
 
 def give_access(roots: Collection[str | None], ranks: AskedRanks) -> None:
-    """Let ranks on other machines use the credentials of the driver for the object stores that these roots are in.
+    """Let ranks use the credentials of the driver for the object stores that these roots are in.
 
-    They go from process to process: unlike the environment of an actor, Ray does not show them.
+    They go from process to process: unlike the environment of an actor, Ray does not show them. Ranks on the driver's
+    own machine need them, too: on a cluster that was there before, they have the environment of `ray start`.
     """
-    stores = {store: root for root in roots if root and is_url(root) and (store := store_spec(root))}
-    away = _away(next(iter(stores.values())), ranks) if stores else {}
-    for store, root in stores.items() if away else ():
+    for store, root in {store: root for root in roots if root and is_url(root) and (store := store_spec(root))}.items():
         variables = {name: value for name, value in os.environ.items() if _is_named(name, store.variables)}
-        ranks.ask(away, StorageProbe(root), "take", variables, store.identity)
+        ranks.ask(None, StorageProbe(root), "take", variables, store.identity)
 
 
 def _is_named(variable: str, names: Collection[str]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -72,7 +73,8 @@ def test_what_a_resume_may_change_acts_in_a_whole_job(tmp_path):
     assert "policy/loss" in second and "policy/loss" not in third and fourth["policy/loss"] is not None
     checkpoint = tmp_path / "outputs/default/checkpoints/global_step_4"
     trainer = yaml.safe_load((checkpoint / "config.yaml").read_text())["trainer"]
-    critic, policy = (OptimizerConfig(**trainer[role]["optimizer"]) for role in ("critic", "policy"))
+    policy = OptimizerConfig(**trainer["policy"]["optimizer"])
+    critic = replace(policy, lr=trainer["critic"]["optimizer"]["lr"])  # it follows the policy's schedule
     rates = [learning_rate(critic, 2, total_steps=4), learning_rate(policy, 0, total_steps=1)]
     assert [third["critic/lr"], fourth["policy/lr"]] == rates, "each step has one optimizer step now, and had two"
     assert not (second["reward/mean"] * 8 * 4).is_integer(), "similar words have a reward between 0 and 1"
