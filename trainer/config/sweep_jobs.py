@@ -58,15 +58,9 @@ def run_sweep(job: Job, flags: argparse.Namespace) -> None:
 
     @hydra.main(version_base="1.3", config_path=conf_dir(), config_name="config")
     def app(dict_config: DictConfig) -> float | None:
-        if os.getpid() != process:
-            return _run_launched(job, dict_config)
-        LOG_FILE.close()  # the last job's
-        value, outcome = _run(job, dict_config)
-        if outcome.status == EXIT_STATUS:
-            raise JobEnded(outcome)
-        outcome.show()
-        ends.append(JobResult(_name_of(dict_config), outcome.status, outcome.shown))
-        return value
+        from trainer.config.sweep_jobs import _run_in  # launchers pickle this function, with all globals that it names
+
+        return _run_in(process, job, dict_config, ends)
 
     try:
         app()
@@ -79,6 +73,19 @@ def run_sweep(job: Job, flags: argparse.Namespace) -> None:
             check_ends(ends, one_line(str(error)) if lost else "")
         raise
     check_ends(ends)
+
+
+def _run_in(process: int, job: Job, dict_config: DictConfig, ends: list[JobResult]) -> float | None:
+    """Run a job of a sweep, whose process has the id `process`; this process may be another one. Adds to `ends`."""
+    if os.getpid() != process:
+        return _run_launched(job, dict_config)
+    LOG_FILE.close()  # the last job's
+    value, outcome = _run(job, dict_config)
+    if outcome.status == EXIT_STATUS:
+        raise JobEnded(outcome)
+    outcome.show()
+    ends.append(JobResult(_name_of(dict_config), outcome.status, outcome.shown))
+    return value
 
 
 def _run(job: Job, dict_config: DictConfig) -> tuple[float | None, Outcome]:
