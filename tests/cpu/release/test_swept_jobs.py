@@ -58,5 +58,5 @@ def test_a_killed_sweep_resumes_the_interrupted_job_and_runs_no_finished_job_aga
     assert {trial[2] for trial in trials(directory)} == best
     for path in directory.glob("trainer*"):
         algorithm = yaml.safe_load((path / "config.yaml").read_text())["algorithm"]
-        options = {key: algorithm[key] for key in ("clip_low", "clip_high", "aggregation")}
-        assert options == {"clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq_mean_token_mean"}, "not as GSPO has"
+        options = {key: algorithm[key] for key in ("policy_loss", "clip_low", "clip_high", "aggregation")}
+        assert options == {"policy_loss": "gspo", "clip_low": None, "clip_high": None, "aggregation": None}, "its own"
