@@ -1,4 +1,4 @@
-"""Access to the storage of the checkpoints, for ranks on other machines than the driver's."""
+"""Access of ranks to the storage of the checkpoints."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ def give_access(roots: Collection[str | None], ranks: AskedRanks) -> None:
     They go from process to process: unlike the environment of an actor, Ray does not show them. Ranks on the driver's
     own machine need them, too: on a cluster that was there before, they have the environment of `ray start`.
     """
-    for store, root in {store: root for root in roots if root and is_url(root) and (store := store_spec(root))}.items():
+    urls = [root for root in roots if root and is_url(root)]
+    stores = {store: url for url in urls if (store := store_spec(url))}
+    for store, root in stores.items():
         variables = {name: value for name, value in os.environ.items() if _is_named(name, store.variables)}
         ranks.ask(None, StorageProbe(root), "take", variables, store.identity)
 

@@ -140,7 +140,6 @@ def register() -> None:
     ConfigStore.instance().store(name="schema", node=Config)
     _read_yaml_of_groups()
     OmegaConf.register_new_resolver("sweep_suffix", _sweep_suffix, replace=True)
-    OmegaConf.register_new_resolver("if_sweep", lambda name: name if _sweep_suffix() else None, replace=True)
     OmegaConf.register_new_resolver("optuna_direction", direction, replace=True)
     OmegaConf.register_new_resolver("times", lambda a, b: a * b, replace=True)
     OmegaConf.register_new_resolver("quarter", lambda a: a // 4, replace=True)

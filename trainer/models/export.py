@@ -50,12 +50,16 @@ def policy_assets(cfg: Config, model_path: str, tokenizer: Any) -> dict[str, byt
     policy = cfg.roles[0]
     changes = config_changes(cfg.model, model_path)
     if policy.head == VALUE and cfg.trainer.hf_save_interval > 0:
-        raise config_error(cfg, "trainer.hf_save_interval", "the policy has a head for values, which no class of "
-                           "transformers reads; choose -1, or the head score")  # fmt: skip
+        raise config_error(
+            cfg,
+            "trainer.hf_save_interval",
+            "the policy has a head for values, which no class of transformers reads; choose -1, or the head score",
+        )
     if policy.head == SCORE:
         if policy.has_adapters and cfg.trainer.hf_save_lora == "adapter":
-            raise config_error(cfg, "trainer.hf_save_lora", "the policy has a score head, which an adapter's files "
-                               "lack; choose merged")  # fmt: skip
+            raise config_error(
+                cfg, "trainer.hf_save_lora", "the policy has a score head, which an adapter's files lack; choose merged"
+            )
         config = load_config(cfg.model, model_path)
         changes |= classifier_fields(config, tokenizer, f"model.path={model_path}", cfg.model.trust_remote_code)
     return model_assets(model_path, tokenizer, changes)

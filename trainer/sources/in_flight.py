@@ -109,8 +109,12 @@ class _RecordInFlight(GroupRecord):
     def __init__(self, source: InFlightSource, flying: _FlyingGroup, requests: Sequence[RolloutRequest]):
         self._source = source
         self._flying = flying
-        super().__init__(source.rollouts.journal, [dataclasses.replace(requests[0], step=0), *requests[1:]], _IN_FLIGHT,
-                         is_whole=True)  # fmt: skip
+        super().__init__(
+            source.rollouts.journal,
+            [dataclasses.replace(requests[0], step=0), *requests[1:]],
+            _IN_FLIGHT,
+            is_whole=True,
+        )
 
     async def find(self) -> dict[int, Episode]:
         """Return the episodes of the newest valid record. Waits for the version of one that may become valid."""
