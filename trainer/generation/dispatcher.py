@@ -49,6 +49,8 @@ class _Load:
     """The requests that it is to generate, with their costs, in the order in which it gets them."""
     new: list[int]
     """Those of them that it has not got."""
+    process: Any = None
+    """The one that has got the others."""
     began_at: float | None = None
     """When its running call began; None: none runs."""
     is_interrupted: bool = False
@@ -206,6 +208,8 @@ class Dispatcher:
         load, lifecycle = self._loads[engine], self._engines.lifecycle
         while True:
             await self._changes.until(lambda: not self.is_paused and load.held and lifecycle[engine] is State.SERVING)
+            if load.process is not self._engines.group.workers[engine]:  # it was replaced while the engines rested
+                load.new, load.process = list(load.held), self._engines.group.workers[engine]
             new, load.new = [number for number in load.new if number in self._pending], []
             for number in load.held.keys() - self._pending.keys():
                 if number in new or self._is_batch:

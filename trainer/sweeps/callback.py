@@ -59,6 +59,12 @@ class SweepCallback(Callback):
                 "trainer.run_dir: all jobs of a sweep would share it; name the sweep with trainer.run_name=NAME, or "
                 "add the values of each job: 'trainer.run_dir=DIRECTORY${sweep_suffix:}'"
             )
+        try:
+            os.makedirs(config.hydra.sweep.dir, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"hydra.sweep.dir={config.hydra.sweep.dir}: cannot be made ({error.strerror}); choose another one"
+            ) from error
         with read_write(config), open_dict(config):
             # Jobs are composed again from these overrides, with some launchers in other processes.
             config.hydra.overrides.hydra.append(
@@ -70,7 +76,6 @@ class SweepCallback(Callback):
                     config.hydra.launcher.submitit_folder = _launcher_directory(folder)
             if str(config.hydra.sweeper.get("_target_")).endswith(".OptunaSweeper"):
                 _check_direction(config)
-                os.makedirs(config.hydra.sweep.dir, exist_ok=True)
                 resumes = "latest" in [o.value() for o in overrides if o.key_or_group == "trainer.resume_mode"]
                 _continue_study(config.hydra.sweeper, config.hydra.sweep.dir, resumes)
 

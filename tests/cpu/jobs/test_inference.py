@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -236,21 +237,26 @@ def test_a_job_in_flight_on_a_server_that_is_killed_trains_every_prompt_once(ser
         env = {"TRAINER_FAILPOINT": f"in_flight:{place},{reached}"}
         assert not run_until(log, *words, env=env, kill_when=is_reached), place
     taken, trained = tmp_path / "taken", tmp_path / "trained"
+    resume_at = math.inf
 
-    def pause_while_ranks_train(_: int) -> None:
-        """Stop the engine while the ranks train, so that its completions end only after new weights have come."""
+    def suspend_until_weights_come(_: int) -> None:
+        """Stop the engine in the middle of completions while the ranks train, until new weights wait for it."""
+        nonlocal resume_at
         if taken.exists():
+            before, until = vllm_metric(server, "generation_tokens_total"), time.monotonic() + 1
+            while vllm_metric(server, "generation_tokens_total") == before and time.monotonic() < until:
+                time.sleep(0.002)
             processes[-1].suspend()
             taken.unlink()
         if trained.exists():
-            before, until = vllm_metric(server, "generation_tokens_total"), time.monotonic() + 1
-            processes[-1].resume()
-            while vllm_metric(server, "generation_tokens_total") == before and time.monotonic() < until:
-                time.sleep(0.002)
             trained.unlink()
+            resume_at = time.monotonic() + 2
+        if time.monotonic() >= resume_at:
+            processes[-1].resume()
+            resume_at = math.inf
 
     points = [f"in_flight:taken,{step},{taken};trained,{step},{trained}" for step in range(1, STEPS + 1)]
-    assert run_until(log, *words, env={"TRAINER_FAILPOINT": ";".join(points)}, disturb=pause_while_ranks_train)
+    assert run_until(log, *words, env={"TRAINER_FAILPOINT": ";".join(points)}, disturb=suspend_until_weights_come)
     assert max(under_way) > 0, "no kill came while the engine generated"
     assert server.engine() == processes
     assert_trained_once(run, log, batch=2, most_stale=2)

@@ -75,6 +75,23 @@ def test_a_sync_drops_the_requests_that_are_under_way(start, monkeypatch, incide
     assert answers(pool, 4) == [[i, 7, 0] for i in range(4)]
 
 
+def test_an_engine_that_was_replaced_while_all_rested_gets_its_requests_again(start, monkeypatch, incidents):
+    monkeypatch.setitem(ENGINES, "plain", spec_of("FaultyStreamingEngine"))
+    monkeypatch.setattr(time_limits, "RESTART_FIRST_DELAY_S", 0.0)
+    pool, _ = start(num_engines=1, max_restarts=1, max_num_seqs=64)
+    pool.start(version=1, is_initial=True)
+    fault(incidents, "wait 20")
+    waiting = begin(pool, [Request([i, 0], 7, SAMPLED) for i in range(20, 32)])
+    wait_for(lambda: not list(incidents.glob("fault *")))
+    (incidents / "go on").touch()
+    with pool._at_rest():
+        pool._engines.group.end(0)
+        pool._engines.check()
+        pool._engines.load()
+        pool._sync(1, "keep")
+    assert [tokens[:1] for tokens in tokens_of(pool.loop.run(pool_wait(waiting)))] == [[i] for i in range(20, 32)]
+
+
 @pytest.mark.parametrize("engine", ["FaultyStreamingEngine", "FaultyEngine"])
 @pytest.mark.parametrize("keeps", [True, False])
 def test_many_ask_while_weights_change_and_engines_die(start, monkeypatch, incidents, engine, keeps):
