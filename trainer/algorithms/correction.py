@@ -90,17 +90,21 @@ def correction_weights(
 def train_inference_mismatch(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
     """Return metrics of the mismatch between engine and trainer, over the completion tokens of the batch.
 
-    The metrics are `kl` (k1 of engine to trainer, the mean of -log rho), `k3_kl`, the maximum `ratio_max` of rho, and
-    `ess` (effective sample size, (sum rho)^2 / (N sum rho^2)). Without a completion token the dict is empty.
+    The metrics are `kl` (k1 of engine to trainer, the mean of -log rho), `k3_kl`, the maximum `ratio_max` of rho, `ess`
+    (effective sample size, (sum rho)^2 / (N sum rho^2)), and `logprob_corr` (correlation of the log-probs). Without a
+    completion token the dict is empty.
     """
     trainer, engine = (masked(x, mask)[mask > 0].double() for x in (old_logprobs, rollout_logprobs))
     if not trainer.numel():
         return {}
     log_r = clamp_log_ratio(log_ratio(trainer, engine))
     ratio = log_r.exp()
+    trainer, engine = trainer - trainer.mean(), engine - engine.mean()
+    norm = float(trainer.norm() * engine.norm())
     return {
         "kl": float(-log_r.mean()),
         "k3_kl": float((torch.expm1(log_r) - log_r).mean()),
         "ratio_max": float(ratio.max()),
         "ess": float(ratio.sum().square() / (ratio.square().sum() * ratio.numel())),
+        "logprob_corr": float(trainer @ engine) / norm if norm > 0 else 1.0,
     }

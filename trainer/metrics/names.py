@@ -118,6 +118,7 @@ METRICS: dict[str, Metric] = {
     "rollout/k3_kl": Metric("KL of the engine to the trainer, estimated as the mean of rho - 1 - log rho.", "nats"),
     "rollout/ratio_max": Metric("Largest rho (see `rollout/kl`).", "1"),
     "rollout/ess": Metric("Effective sample size of the step's tokens, weighted by rho (see `rollout/kl`).", "share"),
+    "rollout/logprob_corr": Metric("Correlation of the engine's and the trainer's log-probs.", "1"),
     "rollout_is/clip_frac": Metric("Tokens whose weight `algorithm.rollout_correction` has cut or set to 0.", "share"),
     "val/reward/mean": Metric("Mean reward of greedy completions of the validation prompts.", "reward"),
     "val/failures": Metric(

@@ -68,8 +68,9 @@ def test_mismatch_metrics_equal_numpy():
         "k3_kl": np.mean(rho - 1 - np.log(rho)),
         "ratio_max": rho.max(),
         "ess": rho.sum() ** 2 / (len(rho) * (rho**2).sum()),
+        "logprob_corr": np.corrcoef(a, b)[0, 1],
     }
     assert found == pytest.approx(expected, abs=1e-9)
     same = train_inference_mismatch(*(torch.from_numpy(x) for x in (ours, ours, mask)))
-    assert (same["kl"], same["ess"], same["ratio_max"]) == pytest.approx((0, 1, 1))
+    assert (same["kl"], same["ess"], same["ratio_max"], same["logprob_corr"]) == pytest.approx((0, 1, 1, 1))
     assert train_inference_mismatch(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2)) == {}
