@@ -30,7 +30,7 @@ def test_a_job_that_slurm_requeues_in_every_way_is_the_job_that_it_never_disturb
     assert alone.returncode == 0, alone.stdout + alone.stderr
     run = tmp_path / "run"
     with Slurm(["one", "two"]) as slurm:
-        job = slurm.submit(*forked_arguments(*JOB, f"trainer.run_dir={run}"))
+        job = slurm.submit(*forked_arguments(*JOB, f"trainer.run_dir={run}", job="train")[1:])
         place = slurm.wait_for("global_step_1 ")
         slurm.run("scontrol", "requeue", job)
         place = slurm.wait_for("the job ended with status 75: requeued by Slurm", place)
@@ -63,7 +63,7 @@ def test_a_job_has_a_whole_node_unless_it_asks_for_a_part(options, resources):
 
 def test_a_job_that_is_cancelled_is_not_requeued(tmp_path):
     with Slurm(["one"]) as slurm:
-        job = slurm.submit(*forked_arguments(*JOB, f"trainer.run_dir={tmp_path}/run"))
+        job = slurm.submit(*forked_arguments(*JOB, f"trainer.run_dir={tmp_path}/run", job="train")[1:])
         slurm.wait_for("training starts from the beginning")
         slurm.run("scancel", job)
         slurm.wait_for("the job ended with status 75: cancelled, so not requeued")
