@@ -383,8 +383,9 @@ class RayCluster:
                             for bundles, label in zip(groups, allowed, strict=True)
                         ]
                         requested = allowed
-                    if allowed == requested and all(group.wait(time_limits.POLL_INTERVAL_S) for group in placed):
+                    if allowed == requested and placement.count_pending(placed) == 0:
                         return placed
+                time.sleep(time_limits.POLL_INTERVAL_S)
                 self._timeouts.check_cluster()
         except BaseException:
             with SIGNALS.deferred(), contextlib.suppress(RayError):
