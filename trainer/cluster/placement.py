@@ -73,10 +73,7 @@ def exclude_nodes(node_ids: Collection[str]) -> dict[str, str]:
 
 
 def count_pending(groups: Sequence[PlacementGroup]) -> int:
-    """Return how many of these placement groups wait for capacity.
-
-    The table is asked, because `PlacementGroup.wait` with a short time limit sees no group where answers are slow.
-    """
+    """Return how many of these placement groups wait for capacity."""
     with SIGNALS.deferred():
         return sum(placement_group_table(group).get("state") != "CREATED" for group in groups)
 

@@ -383,9 +383,11 @@ class RayCluster:
                             for bundles, label in zip(groups, allowed, strict=True)
                         ]
                         requested = allowed
-                    if allowed == requested and placement.count_pending(placed) == 0:
+                    if allowed == requested and (
+                        all(group.wait(time_limits.POLL_INTERVAL_S) for group in placed)
+                        or placement.count_pending(placed) == 0  # answers may take longer than the wait
+                    ):
                         return placed
-                time.sleep(time_limits.POLL_INTERVAL_S)
                 self._timeouts.check_cluster()
         except BaseException:
             with SIGNALS.deferred(), contextlib.suppress(RayError):
