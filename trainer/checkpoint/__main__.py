@@ -1,6 +1,6 @@
-"""`trainer checkpoint`: show, verify, compare, export and delete checkpoints.
+"""`trainer checkpoint`: list, verify and export checkpoints, and go back to one.
 
-It needs no Ray and no GPU, and only `diff` and `export` need torch, so it answers quickly on a login node.
+It needs no Ray and no GPU, and only `export` needs torch, so it answers quickly on a login node.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from trainer.checkpoint import manifest as manifests
@@ -25,15 +24,13 @@ from trainer.checkpoint.inspection import (
     describe,
     describe_all,
     open_run,
-    read_named,
 )
-from trainer.checkpoint.manager import CheckpointManager, Retention
-from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, step_in
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.manifest import CorruptCheckpointError, step_in
 from trainer.checkpoint.storage import open_storage, remove_records
 from trainer.checkpoint.store import BOOKKEEPING, CheckpointStore, open_store
 from trainer.config import TrainerConfig
 from trainer.errors import UserError
-from trainer.files.documents import flatten
 from trainer.files.uris import is_same, is_url, lies_in, problem_of
 from trainer.process.log_setup import ToolParser, escape, run_tool
 
@@ -44,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    for path in (getattr(args, name, None) for name in ("root", "path", "checkpoint", "a", "b", "out")):
+    for path in (getattr(args, name, None) for name in ("root", "path", "checkpoint", "out")):
         if path is not None and is_url(path) and (problem := problem_of(path)) is not None:
             raise UserError(f"{path}: {problem}")
         if path is not None and path != getattr(args, "out", None) and not open_storage(path).exists():
@@ -79,8 +76,6 @@ def _parser() -> ToolParser:
         "check every byte of a checkpoint, or of all checkpoints of a run",
         ("path", "a global_step_N directory, or a run"),
     )
-    command("show", "show the content of a checkpoint", one)
-    command("diff", "compare two checkpoints: config, counters, tensors", ("a", one[1]), ("b", one[1]))
     export = command("export", "write the policy in Hugging Face format", one, ("out", "directory or URL to create"))
     chosen = export.add_mutually_exclusive_group()
     chosen.add_argument("--best", action="store_true", help="of a run: the checkpoint with the best score (see ls)")
@@ -94,20 +89,13 @@ def _parser() -> ToolParser:
     export.add_argument("--max-file-gb", type=float, default=5.0, help="largest safetensors file; bounds the memory")
     export.add_argument("--adapter", action="store_true", help="with LoRA: write the adapter alone, in peft's format")
     export.add_argument("--base", help="with LoRA: directory of the adapted weights, if they have moved")
-    prune = command("prune", "delete old checkpoints", root)
-    prune.add_argument("--keep", type=int, required=True, help="number of newest checkpoints to keep, at least 1")
-    prune.add_argument("--every", type=int, default=-1, help="also keep steps that are multiples of this number")
-    prune.add_argument("--dry-run", action="store_true", help="print the checkpoints, but delete none")
     back = command("rollback", "archive newer checkpoints, so that resume_mode=latest uses an older one", root)
     back.add_argument("--to", type=int, required=True, help="step of the older checkpoint")
     return parser
 
 
 Result = tuple[Any, list[str], int]
-_STATUS = (
-    "Exit status: 0 success (also if two checkpoints differ, and for a list with damaged ones), "
-    "1 a checkpoint is damaged, 2 bad input."
-)
+_STATUS = "Exit status: 0 success (also for a list with damaged checkpoints), 1 a checkpoint is damaged, 2 bad input."
 
 
 def _ls(args: argparse.Namespace) -> Result:
@@ -158,53 +146,6 @@ def _finding(row: dict[str, Any]) -> str:
     )
 
 
-def _show(args: argparse.Namespace) -> Result:
-    checkpoint = read_named(args.checkpoint, "off")
-    manifest = checkpoint.manifest
-    state = _document(checkpoint, "state")
-    state.pop("rng", None)
-    shown = {"path": checkpoint.path}
-    shown |= {name: value for name, value in manifest.items() if name not in ("files", "self")}
-    shown |= {"axes": checkpoint.axes} if checkpoint.axes else {}
-    shown |= {"state": state, "data": _document(checkpoint, "data")}
-    files = [(entry["path"], entry["bytes"]) for entry in manifest["files"]]
-    lines = [f"{name}: {value}" for name, value in shown.items()]
-    lines += ["files:", *(f"  {size:>12,}  {path}" for path, size in files)]
-    return {**shown, "files": manifest["files"]}, lines, 0
-
-
-def _document(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
-    file = {"state": "trainer_state.json", "data": "data.json"}[name]
-    return manifests.read_object(checkpoint, file, missing_ok=True)
-
-
-def _diff(args: argparse.Namespace) -> Result:
-    from trainer.checkpoint.tensors import NamedFiles, compare
-
-    checkpoints = [read_named(path, "hash") for path in (args.a, args.b)]
-    config = _differences(*(flatten(read_config(checkpoint)) for checkpoint in checkpoints))
-    states = (flatten({name: _document(one, name) for name in ("state", "data")}) for one in checkpoints)
-    counters = [row for row in _differences(*states) if ".rng." not in row["key"]]
-    tensors = compare(*map(NamedFiles, checkpoints))
-    changed = [row for row in tensors if row["note"] is not None or row["largest"] != 0]
-    lines = [f"{name}: {one.path}, step {one.step}" for name, one in zip("ab", checkpoints, strict=True)]
-    equal = not (config or counters or changed)
-    if equal:
-        lines.append(f"no difference: config, counters and {len(tensors)} tensors are equal")
-    else:
-        kinds = f"{len(config)} config keys, {len(counters)} counters, {len(changed)} of {len(tensors)} tensors"
-        lines.append(f"different: {kinds}")
-    for title, rows in (("config:", config), ("counters:", counters)):
-        lines += [title, *(f"  {row['key']}: {row['a']} -> {row['b']}" for row in rows)] if rows else []
-    lines += ["tensors (relative change, largest change of one number):"] if changed else []
-    for row in changed:
-        if row["relative"] is None:
-            lines.append(f"  {row['note']}: {row['name']}")
-        else:
-            lines.append(f"  {row['relative']:>9.2e}  {row['largest']:>9.2e}  {row['name']}")
-    return {"equal": equal, "config": config, "counters": counters, "tensors": tensors}, lines, 0
-
-
 def _export(args: argparse.Namespace) -> Result:
     from trainer.checkpoint.tensors import NamedFiles
     from trainer.models.export_checkpoint import export
@@ -223,42 +164,16 @@ def _export(args: argparse.Namespace) -> Result:
     return {"checkpoint": checkpoint.path, "out": args.out, "files": files}, lines, 0
 
 
-def _prune(args: argparse.Namespace) -> Result:
-    if args.keep < 1:
-        raise UserError(f"--keep={args.keep}: must be at least 1")
-    store = open_run(args.root)
-    with contextlib.nullcontext() if args.dry_run else _locked(store):
-        steps = store.steps()
-        # Every byte of the newest one is read, because older ones are about to be deleted.
-        valid = next((step for step in reversed(steps) if describe(store.path(step), "hash")["valid"]), None)
-        if valid is None:
-            raise UserError(f"{store.root}: no checkpoint is valid, so none is deleted")
-        old = Retention(args.keep, args.every).disposable(dict.fromkeys(steps), protected=[valid])
-        if not args.dry_run:
-            for step in old:
-                store.delete(step)
-    verb = "would delete" if args.dry_run else "deleted"
-    lines = [f"{verb} {store.path(step)}" for step in old] or ["nothing to delete"]
-    return {"deleted": old, "dry_run": args.dry_run}, lines, 0
-
-
 def _rollback(args: argparse.Namespace) -> Result:
     store = open_run(args.root)
     check_step(store, args.to, "--to")
     checkpoint = manifests.verify(store.path(args.to), "hash")
-    with contextlib.ExitStack() as locked:
-        locked.enter_context(_locked(store))
-        saved = read_config(checkpoint).get("trainer", {})
-        tiers = _tiers(store, saved)
+    saved = read_config(checkpoint).get("trainer", {})
+    tiers = _tiers(store, saved)
+    with contextlib.ExitStack() as locked:  # a running job must not lose the checkpoints that it uses
         for tier in tiers:
-            if tier is not store:
-                locked.enter_context(_locked(tier))
-        copies = [manifests.read(tier.path(args.to)) for tier in tiers if args.to in tier.steps()]
-        # The disks of other machines may still have records. Given on them, too, the command leaves the mark as it is.
-        if not manifests.rollback_mark(copies[0]) or max(tiers[0].steps(), default=0) > args.to:
-            manifests.mark_rollback(copies[0])
-        for copy in copies[1:]:
-            manifests.copy_rollback_mark(copies[0], copy.files)
+            for lock in tier.locks(TrainerConfig().lock_lease_s, "checkpoint directory", "end that job first"):
+                locked.enter_context(lock).acquire()
         _forget_rollouts(store, args.root, saved.get("run_dir"), args.to)
         archived = [name for tier in tiers for name in CheckpointManager(tier).archive(after=args.to)]
     lines = [f"archived {name}" for name in archived] or ["no checkpoint is newer"]
@@ -288,37 +203,13 @@ def _tiers(store: CheckpointStore, saved: dict[str, Any]) -> list[CheckpointStor
 
 
 def _forget_rollouts(store: CheckpointStore, root: str, run_dir: Any, step: int) -> None:
-    """Delete the records of rollouts after `step`: the run generates them again."""
+    """Delete the records of rollouts after `step`, in the store and on this machine: they are generated again."""
     run_dirs = {root, os.path.dirname(store.root), *([run_dir] if isinstance(run_dir, str) else [])}
     for place in {store.root, *(place for place in run_dirs if not is_url(place))}:
         remove_records(open_storage(place), lambda of: of > step)
 
 
-_COMMANDS = {
-    "ls": _ls,
-    "verify": _verify,
-    "show": _show,
-    "diff": _diff,
-    "export": _export,
-    "prune": _prune,
-    "rollback": _rollback,
-}
-
-
-@contextlib.contextmanager
-def _locked(store: CheckpointStore) -> Iterator[None]:
-    """Lock the checkpoint directory, so that a running job does not lose the checkpoints that it uses."""
-    locks = store.locks(TrainerConfig().lock_lease_s, "checkpoint directory", "end that job first")
-    with contextlib.ExitStack() as held:
-        for number, lock in enumerate(locks):
-            held.enter_context(lock).acquire(following=locks[number + 1 :])
-        yield
-
-
-def _differences(a: dict[str, Any], b: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the keys in which two flat mappings differ, with both values; None: the key is missing."""
-    keys = sorted(set(a) | set(b))
-    return [{"key": key, "a": a.get(key), "b": b.get(key)} for key in keys if a.get(key) != b.get(key)]
+_COMMANDS = {"ls": _ls, "verify": _verify, "export": _export, "rollback": _rollback}
 
 
 if __name__ == "__main__":

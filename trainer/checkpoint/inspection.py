@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import posixpath
-import threading
-import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -78,48 +75,6 @@ def find_best(rows: list[dict[str, Any]]) -> int | None:
     alike = [row for row in scored if row["score_metric"] == newest["score_metric"]]
     sign = -1 if newest["score_mode"] == "min" else 1
     return max(alike, key=lambda row: sign * row["score"])["step"]  # of equal scores the first
-
-
-def check_content(
-    checkpoint: Checkpoint, seconds: float, tell: Callable[[int, int], None] = lambda read, total: None
-) -> tuple[int, int]:
-    """Compare the sizes of a checkpoint's files, then read them, small ones first, until the time is over.
-
-    Args:
-        tell: called about once a second with the bytes that were read, and those of all files.
-
-    Returns:
-        the bytes of the files that were read, and of all files.
-
-    Raises:
-        CorruptCheckpointError: a file differs from what was saved.
-    """
-    manifests.check_files(checkpoint, "size")
-    entries = sorted(checkpoint.entries, key=lambda entry: entry.bytes)
-    total, read = sum(entry.bytes for entry in entries), 0
-    if seconds <= 0:
-        return read, total
-    problems: list[Exception] = []
-
-    def work() -> None:
-        nonlocal read
-        try:
-            for entry in entries:
-                manifests.check_digest(checkpoint, entry)
-                read += entry.bytes
-        except Exception as error:
-            problems.append(error)
-
-    # A daemon thread: the end of the process does not wait for it, and a large file takes longer than is left.
-    thread = threading.Thread(target=work, name="verify", daemon=True)
-    thread.start()
-    end = time.monotonic() + seconds
-    while thread.is_alive() and (left := end - time.monotonic()) > 0:
-        thread.join(min(1.0, left))
-        tell(read, total)
-    if problems:
-        raise problems[0]
-    return read, total
 
 
 def axes_of(sizes: dict[str, int] | None) -> str:

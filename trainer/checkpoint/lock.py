@@ -10,7 +10,6 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Sequence
 from types import NoneType
 from typing import Any
 
@@ -74,25 +73,22 @@ class RunLock:
         self._beats = 0
         self._trusts_heartbeat = trusts_heartbeat
         self._lost_to: dict[str, Any] | None = None
-        self._watch = _Watch()  # of the owner that `acquire` finds
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def acquire(self, wait: bool = False, following: Sequence[RunLock] = ()) -> str | None:
+    def acquire(self, wait: bool = False) -> str | None:
         """Take the lock; returns a line about the dead owner if the lock was taken over.
 
         Watch an owner on another machine until its heartbeat moves (it is alive) or `lease_s` have passed.
 
         Args:
             wait: if another job runs here, wait for its end.
-            following: the locks that this process takes next. A killed job may have left all of them: while this one
-                waits for a heartbeat, theirs are watched, too, so that one wait is enough.
 
         Raises:
             UserError: another job runs in this directory.
         """
         taken_from = waits_for = None
-        watch, self._watch = self._watch, _Watch()
+        watch = _Watch()
         self._make_parent()
         while True:
             try:
@@ -126,30 +122,12 @@ class RunLock:
             if silent_s == 0 and not is_alive:
                 seconds = f"{self.lease_s:g} s"
                 LOG.warning("%s: locked by %s; waiting %s for a heartbeat", self.directory, _describe(owner), seconds)
-            for lock in following:
-                lock.watch()
             time.sleep(min(0.2, self.lease_s / 20))
             SIGNALS.check()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         with SIGNALS.blocked():
             self._thread.start()
         return taken_from
-
-    def watch(self) -> None:
-        """Look at the heartbeat of the owner. `acquire` counts the time for which it has not moved.
-
-        If it moves, or if the storage does not answer, that time begins at 0 again. For a job may send one more
-        heartbeat while it dies, and no job can send one while the storage does not answer.
-        """
-        try:
-            owner, etag = self._fetch()
-        except OSError:  # `acquire` reports it
-            self._watch = _Watch()
-            return
-        self._watch.silent_for(None if owner is None else etag)
-        if self._watch.moved:
-            self._watch = _Watch()
-            self._watch.silent_for(etag)
 
     def _make_parent(self) -> None:
         if self._storage.disk is not None:

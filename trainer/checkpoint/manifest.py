@@ -8,7 +8,6 @@ import json
 import os
 import posixpath
 import re
-import secrets
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -40,8 +39,6 @@ Fields = dict[str, Any]
 """The fields of a manifest, of which `files` has a dict for each `FileEntry`."""
 FORMAT_VERSION = 2
 VERIFY = ("hash", "size", "off")
-_ROLLBACK = "rolled_back"
-"""A file of a checkpoint that no manifest names: it comes later, and may be missing."""
 _HASHERS = min(16, os.cpu_count() or 1)
 
 
@@ -368,28 +365,6 @@ def read_object(
         return {}
     with reading(checkpoint.path, name):
         return parse_object(checkpoint.files.read(name), shape)
-
-
-def mark_rollback(checkpoint: Checkpoint) -> None:
-    """Note in a checkpoint that a person has made the run go back to it: see `rollback_mark`."""
-    checkpoint.files.storage.put(_ROLLBACK, secrets.token_hex(16).encode())
-
-
-def rollback_mark(checkpoint: Checkpoint) -> str:
-    """Return a text that each rollback to a checkpoint changes. Empty: there was none.
-
-    Raises:
-        CorruptCheckpointError: it cannot be read.
-    """
-    with reading(checkpoint.path, _ROLLBACK), contextlib.suppress(FileNotFoundError):
-        return checkpoint.files.read(_ROLLBACK).hex()
-    return ""
-
-
-def copy_rollback_mark(checkpoint: Checkpoint, target: CheckpointFiles) -> None:
-    """Give a copy of a checkpoint its `rollback_mark`, if it has one."""
-    with contextlib.suppress(FileNotFoundError):
-        target.storage.put(_ROLLBACK, checkpoint.files.read(_ROLLBACK))
 
 
 def verify(path: str, level: str = "hash") -> Checkpoint:

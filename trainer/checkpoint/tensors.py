@@ -348,33 +348,6 @@ class _Flat(SafePlanner):
         super().__init__(flatten_state_dict=False)
 
 
-def compare(a: NamedFiles, b: NamedFiles) -> list[dict[str, Any]]:
-    """Return the difference of each tensor of two checkpoints: `relative` is |b - a| / |a|, `largest` max |b - a|."""
-    rows: dict[str, dict[str, Any]] = {}
-    for role in sorted(a.roles | b.roles, key=lambda name: (name != "policy", name)):
-        a_shapes, b_shapes = a.shapes(role), b.shapes(role)
-        common = []
-        for name in sorted(set(a_shapes) | set(b_shapes)):
-            note = None
-            if name not in a_shapes or name not in b_shapes:
-                note = f"only in {'b' if name not in a_shapes else 'a'}"
-            elif a_shapes[name].size != b_shapes[name].size:
-                note = f"{tuple(a_shapes[name].size)} became {tuple(b_shapes[name].size)}"
-            else:
-                common.append(name)
-            rows[f"{role}/{name}"] = {"name": f"{role}/{name}", "relative": None, "largest": None, "note": note}
-        for names in _batches(common, {name: _bytes(a_shapes[name]) for name in common}.__getitem__):
-            before, after = a.tensors(role, names), b.tensors(role, names)
-            for name in names:
-                delta = after[name].double() - before[name].double()
-                norm = float(before[name].double().norm())
-                rows[f"{role}/{name}"] |= {
-                    "relative": float(delta.norm()) / max(norm, 1e-30),
-                    "largest": float(delta.abs().max()) if delta.numel() else 0.0,
-                }
-    return list(rows.values())
-
-
 def _batches(things: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
     """Yield things in batches that bound the memory: of `_BATCH_BYTES`, or of one thing that is larger.
 

@@ -305,7 +305,6 @@ class UploadQueue:
             with self.moving:
                 if step not in self._local.steps():
                     raise FileNotFoundError(errno.ENOENT, "it was archived", checkpoint.path)
-                manifests.copy_rollback_mark(checkpoint, staging)
                 self._remote.commit(staging, step, checkpoint.manifest, self.check)
                 assert self._uploaded is not None
                 self._uploaded.add(step)

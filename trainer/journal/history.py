@@ -15,7 +15,7 @@ import xxhash
 
 from trainer import __version__
 from trainer.checkpoint.components import Restore
-from trainer.checkpoint.manifest import Checkpoint, read_object, rollback_mark
+from trainer.checkpoint.manifest import Checkpoint, read_object
 from trainer.checkpoint.start_weights import fingerprint_weights
 from trainer.config import Config
 from trainer.episodes import Episode
@@ -141,14 +141,12 @@ def first_history(cfg: Config, model_path: str) -> str:
 def history_at(checkpoint: Checkpoint, restore: Restore) -> str:
     """Return the history of the weights that a run continues with. That of a fork begins with its parent.
 
-    Earlier versions saved none: then it begins with the checkpoint. After a rollback it is another one than before, so
-    the run uses nothing that it had recorded, on whichever disk that is.
+    Without a saved one, it begins with the checkpoint.
     """
     saved = None if restore.fork else read_object(checkpoint, "trainer_state.json").get("history")
     if not isinstance(saved, str):
         saved = digest("checkpoint", checkpoint.manifest["self"], sorted(restore.kinds), restore.fork)
-    mark = "" if restore.fork else rollback_mark(checkpoint)
-    return digest("rollback", saved, mark) if mark else saved
+    return saved
 
 
 def after(history: str, episodes: Iterable[Episode], settings: Identity) -> str:

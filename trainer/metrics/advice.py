@@ -11,7 +11,6 @@ import math
 import re
 import statistics
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
@@ -19,16 +18,11 @@ from typing import Any
 
 from trainer.config.tasks import ACCURACY
 
-_ROUNDING = 1e-12
-"""Largest standard deviation of equal rewards, relative to their mean."""
 _SOLVED = 0.95
 """Validation accuracy, or mean reward divided by `reward.success_threshold`, from which a task is solved: then the
 completions of most prompts agree, and the entropy is low, because all is well."""
 _START = 5
 """First steps whose median is the start of a metric."""
-_RECENT = 20
-"""Steps before a step whose median is its recent value."""
-
 COMPARE_NOTHING = ("gae", "reward", "reinforce_plus_plus", "remax")
 """The built-in `algorithm.advantage_estimator`s for which equal rewards of the completions of a prompt are no loss."""
 
@@ -50,11 +44,10 @@ class Advice:
 
 
 class _Past:
-    """The finite values of each metric before a step."""
+    """The first values of each metric before a step, and its validations."""
 
     def __init__(self) -> None:
         self._first: dict[str, list[float]] = {}
-        self._recent: dict[str, deque[float]] = {}
         self.accuracy = self.best_accuracy = 0.0
         """The last and the highest validation accuracy."""
 
@@ -63,19 +56,13 @@ class _Past:
             first = self._first.setdefault(name, [])
             if len(first) < _START:
                 first.append(value)
-            self._recent.setdefault(name, deque(maxlen=_RECENT)).append(value)
         self.accuracy = row.get(ACCURACY, self.accuracy)
         self.best_accuracy = max(self.accuracy, self.best_accuracy)
 
-    def start(self, name: str) -> float | None:
-        """Return the median of the first steps; None: there are too few."""
+    def start(self, name: str, default: float = math.nan) -> float:
+        """Return the median of the first steps; `default` if there are too few: NaN is neither above nor below."""
         first = self._first.get(name, [])
-        return statistics.median(first) if len(first) == _START else None
-
-    def recent(self, name: str) -> list[float]:
-        """Return the values of the last steps, oldest first; empty: there are too few to say what is usual."""
-        values = self._recent.get(name, ())
-        return list(values) if len(values) == _RECENT else []
+        return statistics.median(first) if len(first) == _START else default
 
 
 @dataclass(frozen=True)
@@ -93,38 +80,15 @@ class _Step:
 
     def above_start(self, name: str, factor: float) -> bool:
         """Return whether a metric is above `factor` times its start."""
-        start = self.past.start(name)
-        return start is not None and self[name] > factor * start
+        return self[name] > factor * self.past.start(name)
 
     def below_start(self, name: str, factor: float) -> bool:
         """Return whether a metric is below `factor` times its start."""
-        start = self.past.start(name)
-        return start is not None and self[name] < factor * start
-
-    def above_recent(self, name: str, factor: float) -> bool:
-        """Return whether a metric is above `factor` times its recent value."""
-        recent = self.past.recent(name)
-        return bool(recent) and self[name] > factor * statistics.median(recent)
-
-    def spikes(self, name: str, factor: float) -> int:
-        """Return how many of the recent values, with that of this step, are above `factor` times their median."""
-        recent = self.past.recent(name)
-        limit = factor * statistics.median(recent) if recent else math.inf
-        return sum(value > limit for value in [*recent[1:], self[name]])
+        return self[name] < factor * self.past.start(name)
 
     def share_of_step(self, name: str) -> float:
         """Return a time as a share of the step."""
         return self[name] / self["time/step"] if self["time/step"] > 0 else 0.0
-
-    def failed(self, name: str) -> float:
-        """Return a number of failures as a share of the episodes of the step."""
-        keys = ("trainer", "train_batch_size"), ("rollout", "n")
-        prompts, n = (_finite(_value(self.config, *key)) for key in keys)
-        if prompts is None or n is None:  # an agent may give several samples of an episode
-            ran = self["perf/samples_per_s"] * self["time/step"]
-        else:
-            ran = prompts * n * self.metrics.get("sampling/batches", 1.0)
-        return self[name] / ran if ran > 0 else 0.0
 
     def is_solved(self) -> bool:
         """Return whether nearly all completions succeed."""
@@ -157,15 +121,6 @@ class Rule:
 
 
 _FINER = "easier or harder prompts, or a reward with finer grades"
-_EQUAL = Rule(
-    "no_signal",
-    "rollout.temperature",
-    ("reward/std", "reward/mean"),
-    3,
-    lambda s: s["reward/std"] <= _ROUNDING * max(1.0, abs(s["reward/mean"])),
-    "`reward/std` is 0, with an estimator that does not compare the completions of a prompt",
-    f"nothing is learnt from equal rewards; try a larger rollout.temperature, {_FINER}",
-)
 RULES = (
     Rule(
         "no_signal",
@@ -177,7 +132,6 @@ RULES = (
         "little is learnt from the prompts whose completions all get the same reward (healthy runs stay below 0.6); "
         f"try a larger rollout.n or rollout.temperature, {_FINER}",
     ),
-    _EQUAL,
     Rule(
         "entropy_collapse",
         "algorithm.entropy_coef",
@@ -203,7 +157,7 @@ RULES = (
         "algorithm.overlong_buffer",
         ("response_length/mean", "reward/mean"),
         5,
-        lambda s: s.above_start("response_length/mean", 3) and s["reward/mean"] <= (s.past.start("reward/mean") or 0.0),
+        lambda s: s.above_start("response_length/mean", 3) and s["reward/mean"] <= s.past.start("reward/mean", 0.0),
         "`response_length/mean` is above three times its start, and `reward/mean` is not above its start",
         "length without reward is padding; try algorithm.overlong_buffer, which makes long completions cost reward",
     ),
@@ -251,21 +205,10 @@ RULES = (
         "trainer.policy.optimizer.lr",
         ("policy/kl",),
         3,
-        lambda s: s["policy/kl"] > 2 or s["policy/kl"] > 0.5 and s.above_recent("policy/kl", 10),
-        "`policy/kl` is above 2, or above 0.5 and ten times its recent value",
+        lambda s: s["policy/kl"] > 2,
+        "`policy/kl` is above 2",
         "the policy has moved far away; try a lower trainer.policy.optimizer.lr or a larger algorithm.kl_coef, and "
         "trainer.divergence_limits, which ends such a run",
-    ),
-    Rule(
-        "gradient_spikes",
-        "trainer.policy.optimizer.max_grad_norm",
-        ("policy/grad_norm",),
-        1,
-        lambda s: s.spikes("policy/grad_norm", 10) >= 3,
-        "`policy/grad_norm` is above ten times its recent value in three of the last 20 steps",
-        "one spike is clipped and harmless, several are not; try a lower trainer.policy.optimizer.max_grad_norm or "
-        "learning rate (in supervised training: those of sft.optimizer), and look for rewards or examples far from "
-        "the others",
     ),
     Rule(
         "useless_critic",
@@ -291,8 +234,8 @@ RULES = (
         "environment.timeout_s",
         ("environment/failures", "perf/samples_per_s", "time/step"),
         3,
-        lambda s: s.failed("environment/failures") > 0.1,
-        "`environment/failures` is above a tenth of the episodes",
+        lambda s: s["environment/failures"] > 0.1 * s["perf/samples_per_s"] * s["time/step"],
+        "`environment/failures` is above a tenth of the completions",
         "log.txt has the errors; try a longer environment.timeout_s if they are timeouts",
     ),
     Rule(
@@ -300,7 +243,7 @@ RULES = (
         "reward.timeout_s",
         ("reward/failures", "perf/samples_per_s", "time/step"),
         3,
-        lambda s: s.failed("reward/failures") > 0.1,
+        lambda s: s["reward/failures"] > 0.1 * s["perf/samples_per_s"] * s["time/step"],
         "`reward/failures` is above a tenth of the completions",
         "log.txt has the errors; try a longer reward.timeout_s if they are timeouts",
     ),
@@ -361,8 +304,8 @@ class Advisor:
 
     Args:
         config: of the run, nested or with dotted keys; None: not known.
-        compares_completions: the advantages compare the completions of a prompt. In this case, different rewards of
-            different prompts teach nothing. None: `config` says it, and without one they do.
+        compares_completions: the advantages compare the completions of a prompt. None: `config` says it, and without
+            one they do.
         history: the lines of `metrics.jsonl` before the first `update`.
     """
 
@@ -373,9 +316,9 @@ class Advisor:
         history: Iterable[Mapping[str, Any]] = (),
     ) -> None:
         self._config = config if isinstance(config, Mapping) else {}
-        compares = _compares(self._config) if compares_completions is None else compares_completions
-        left_out = _EQUAL if compares else RULES[0]
-        self._counters = [(rule, _Counter()) for rule in RULES if rule is not left_out]
+        if compares_completions is None:
+            compares_completions = _value(self._config, "algorithm", "advantage_estimator") not in COMPARE_NOTHING
+        self._counters = [(rule, _Counter()) for rule in RULES if compares_completions or rule.name != "no_signal"]
         self._past = _Past()
         for index, row in enumerate(history):
             step = _finite(row.get("step"))
@@ -421,10 +364,6 @@ def advise(history: Iterable[Mapping[str, Any]], config: Mapping[str, Any] | Non
 
 def _advice(rule: Rule, steps: tuple[int, int]) -> Advice:
     return Advice(rule.name, steps, rule.text, rule.key)
-
-
-def _compares(config: Mapping[str, Any]) -> bool:
-    return _value(config, "algorithm", "advantage_estimator") not in COMPARE_NOTHING
 
 
 def _value(config: Mapping[str, Any], section: str, key: str) -> Any:

@@ -6,7 +6,6 @@ Every start of the run adds to it. A kill can leave an incomplete last line, whi
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -14,7 +13,7 @@ import socket
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from trainer.config import LoggerConfig
 from trainer.errors import UserError
@@ -29,7 +28,6 @@ TRACE_FILE, OLDER_FILE = "trace.json", "trace.1.json"
 """The newer and the older part of the timeline, in the run directory."""
 _FLUSH_S = 1.0
 _LARGEST_BYTES = 256 << 20
-_NAMES = (b'{"name": "process_', b'{"name": "thread_')
 _BEGIN = b"[\n"
 _ORDER = (DRIVER, "rank", "engine", "environment", "reward")
 """Processes from the top to the bottom, by the last word of their names before the number."""
@@ -168,15 +166,20 @@ class TraceFile:
         return int(1e6 * (seconds + self._epoch))
 
 
-def read_spans(run_dir: str, newest_bytes: int | None = None) -> list[Span]:
-    """Return the spans of a run in file order, in seconds since 1970. Lines that cannot be read are left out.
-
-    Args:
-        newest_bytes: read the spans in this many bytes at the end of the newer file. None: all.
-    """
+def read_spans(run_dir: str) -> list[Span]:
+    """Return the spans of a run in file order, in seconds since 1970. Lines that cannot be read are left out."""
+    lines: list[bytes] = []
+    for path in (os.path.join(run_dir, OLDER_FILE), os.path.join(run_dir, TRACE_FILE)):
+        if os.path.isfile(path):
+            with open(path, "rb") as file:
+                lines += file.readlines()
     names: dict[tuple[object, object], str] = {}
     spans = []
-    for event in _events(run_dir, newest_bytes):
+    for line in lines:
+        try:
+            event = parse_object(line.rstrip(b",\n"))
+        except ValueError:
+            continue
         process, row = (event.get("pid"), None), (event.get("pid"), event.get("tid"))
         match event:
             case {"name": "process_name", "args": {"name": str(name)}}:
@@ -188,22 +191,6 @@ def read_spans(run_dir: str, newest_bytes: int | None = None) -> list[Span]:
                 start, end = float(ts) / 1e6, float(ts + dur) / 1e6  # type: ignore[arg-type]
                 spans.append(Span(names.get(process, ""), names.get(row, ""), name, start, end, details))  # type: ignore
     return spans
-
-
-def _events(run_dir: str, newest_bytes: int | None = None) -> Iterator[dict[str, object]]:
-    """Yield the events that name processes and rows, and the others at the end of the newer file."""
-    for name in (OLDER_FILE, TRACE_FILE) if newest_bytes is None else (TRACE_FILE,):
-        path, left = os.path.join(run_dir, name), 0
-        if not os.path.isfile(path):
-            continue
-        with open(path, "rb") as file:
-            if newest_bytes is not None:
-                left = os.path.getsize(path) - newest_bytes
-            for line in file:
-                left -= len(line)
-                if left <= 0 or line.startswith(_NAMES):
-                    with contextlib.suppress(ValueError):
-                        yield parse_object(line.rstrip(b",\n"))
 
 
 def _number(*names: str) -> int:

@@ -124,8 +124,6 @@ GIT_S = 10.0
 """Longest time for a command of git about the state of the sources."""
 RENDER_S = 20.0
 """Longest time for a chat template to render a chat."""
-DIAGNOSE_READ_S = 30.0
-"""Longest time that `trainer diagnose` reads the newest checkpoint, unless `--seconds` says otherwise."""
 
 # What is shown
 QUIET_S = 30.0

@@ -7,9 +7,8 @@ import glob
 import json
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from trainer.checkpoint import manifest as manifests
@@ -134,8 +133,6 @@ def compare_runs(
     paths: list[str],
     out: str | None,
     metric: str | None = None,
-    columns: list[str] | None = None,
-    metrics: Sequence[str] = (),
     as_json: bool = False,
 ) -> None:
     """Print a table of runs, best first, and draw the curves of the metric.
@@ -143,12 +140,10 @@ def compare_runs(
     Args:
         out: the PNG file to write; None: `compare.png`, if it can be written, and none with `as_json`.
         metric: None: the `trainer.best_metric` of the first run.
-        columns: patterns of the config keys to show; None: those that differ, as many as fit.
-        metrics: patterns of further metrics, whose last values are shown.
         as_json: print JSON, and no table.
 
     Raises:
-        UserError: there is no run, or no key or metric of a name.
+        UserError: there is no run, or none has logged the metric.
     """
     runs = [read_run(path) for path in find_runs(paths)]
     logged = {name for run in runs for row in run.rows for name in row if name != "step"}
@@ -163,15 +158,17 @@ def compare_runs(
     else:
         best = {run.path: find_best(run.rows, metric, mode) for run in runs}
     runs.sort(key=lambda run: _rank(best[run.path], mode))
-    keys, left_out = _columns(runs, columns)
-    shown = [name for name in _matching("--metrics", metrics, sorted(logged)) if name != metric]
-    rows = [_results(run, keys, shown, metric, best[run.path]) for run in runs]
+    keys = differing_keys(runs)
+    # The keys that a command of the runs names come first.
+    named = {word.partition("=")[0].lstrip("+") for run in runs for word in run.command}
+    shown = keys if as_json else sorted(keys, key=lambda key: key not in named)[:_MOST_KEYS]
+    rows = [_results(run, [key for key in keys if key in shown], metric, best[run.path]) for run in runs]
     if as_json:
         print(json.dumps(rows, indent=2))
     else:
-        _print_table(rows, keys)
-        if left_out:
-            show(f"{len(left_out)} more keys differ ({_listed(left_out)}); choose columns with --columns, all with '*'")
+        _print_table(rows, [key for key in keys if key in shown])
+        if left_out := [key for key in keys if key not in shown]:
+            show(f"{len(left_out)} more keys differ ({_listed(left_out)}); --json has all")
     if out is None and as_json:
         return
     try:
@@ -195,54 +192,17 @@ def _compared_by(run: Run, metric: str | None) -> tuple[str, str]:
     return metric, declared.better if declared and declared.better else own
 
 
-def _columns(runs: list[Run], patterns: list[str] | None) -> tuple[list[str], list[str]]:
-    """Return the config keys to show, and those that differ but are left out.
-
-    The keys that a command of the runs names come first. Without patterns, a table has at most `_MOST_KEYS` of them.
-    """
-    differing = differing_keys(runs)
-    if patterns is not None:
-        all_keys = list(dict.fromkeys([*differing, *(key for run in runs for key in run.config)]))
-        return _matching("--columns", patterns, differing if patterns == ["*"] else all_keys), []
-    named = {word.partition("=")[0].lstrip("+") for run in runs for word in run.command}
-    ordered = sorted(differing, key=lambda key: key not in named)
-    return [key for key in differing if key in ordered[:_MOST_KEYS]], ordered[_MOST_KEYS:]
-
-
-def _matching(option: str, patterns: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the names that a pattern covers, or whose last parts it covers: `optimizer.lr` covers both optimizers.
-
-    Raises:
-        UserError: a pattern covers none.
-    """
-    matching: dict[str, None] = {}
-    for pattern in patterns:
-        covered = [name for name in names if any(fnmatchcase(end, pattern) for end in _ends(name, pattern.count(".")))]
-        if not covered:
-            meant = did_you_mean(pattern, names) or f"they have {_listed(names)}"
-            raise UserError(f"{option}={pattern}: the runs have none that fits; {meant}")
-        matching |= dict.fromkeys(covered)
-    return list(matching)
-
-
-def _ends(name: str, dots: int) -> tuple[str, str]:
-    """Return the name, and its last parts, which have `dots` dots between them."""
-    return name, ".".join(name.split(".")[-dots - 1 :])
-
-
 def _listed(names: Collection[str]) -> str:
     few = list(names)[:_FEW]
     return ", ".join(few) + (", …" if len(names) > len(few) else "")
 
 
-def _results(run: Run, keys: list[str], metrics: list[str], metric: str, best: Best | None) -> dict[str, Any]:
+def _results(run: Run, keys: list[str], metric: str, best: Best | None) -> dict[str, Any]:
     """Return a row of the table, by column."""
     row: dict[str, Any] = {"run": _name(run)}
     row |= {key: run.config.get(key, _UNKNOWN) for key in keys}
     row |= {f"best {metric}": best and best.value, "at step": best and best.step}
-    last = {name: (values_of(run.rows, name) or [None])[-1] for name in (metric, *metrics)}
-    row |= {"last": last.pop(metric), **last}
-    return row | {"steps": run.steps}
+    return row | {"last": (values_of(run.rows, metric) or [None])[-1], "steps": run.steps}
 
 
 def _rank(best: Best | None, mode: str) -> tuple[bool, float]:
@@ -294,18 +254,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = ToolParser(prog="trainer compare", description="Compare runs.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, or directory of a sweep")
     parser.add_argument("--metric", help="metric to compare; default: trainer.best_metric of the first run")
-    keys = "config keys to show, as patterns with commas between them, such as 'optimizer.lr,n'; default: what differs"
-    parser.add_argument("--columns", type=_patterns, metavar="KEYS", help=keys)
-    metrics = "further metrics, whose last values are shown, as patterns with commas between them, such as 'val/*'"
-    parser.add_argument("--metrics", type=_patterns, default=[], metavar="NAMES", help=metrics)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--out", help="picture of the curves (default: compare.png, none with --json)")
 
     def tool(args: argparse.Namespace) -> None:
-        compare_runs(args.runs, args.out, args.metric, args.columns, args.metrics, args.json)
+        compare_runs(args.runs, args.out, args.metric, args.json)
 
     return run_tool(parser, tool, argv)
-
-
-def _patterns(text: str) -> list[str]:
-    return [pattern for pattern in text.split(",") if pattern]

@@ -10,7 +10,6 @@ import contextlib
 import glob
 import os
 import shlex
-import sys
 import time
 from collections import Counter
 from datetime import datetime
@@ -18,15 +17,13 @@ from typing import Any
 
 from trainer.checkpoint import last_commit
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.inspection import check_content
 from trainer.checkpoint.lock import holder
 from trainer.checkpoint.manifest import CheckpointError, CorruptCheckpointError
 from trainer.checkpoint.store import open_store
 from trainer.config.trainer import PROCESSES
-from trainer.errors import UserError, format_size
+from trainer.errors import UserError
 from trainer.files.uris import inside, is_same, is_url
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
-from trainer.process import time_limits
 from trainer.process.failure_log import Incident, read_incidents
 from trainer.process.failures import INFRASTRUCTURE, JOB
 from trainer.process.log_setup import ToolParser, escape, run_tool, show
@@ -43,21 +40,16 @@ def main(argv: list[str] | None = None) -> int:
     """Print what is known about a run; returns 0, or 2 if the directory holds no run."""
     parser = ToolParser(prog="trainer diagnose", description=__doc__)
     parser.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run")
-    help = "for reading the newest checkpoint, to see whether it is damaged (default: %(default)g)"
-    parser.add_argument("--seconds", type=float, default=time_limits.DIAGNOSE_READ_S, help=help)
 
     def tool(args: argparse.Namespace) -> None:
-        lines = diagnose(args.run_dir, args.seconds)
+        lines = diagnose(args.run_dir)
         show("\n".join(escape(line, lines=False) for line in lines))
 
     return run_tool(parser, tool, argv)
 
 
-def diagnose(run_dir: str, seconds: float = time_limits.DIAGNOSE_READ_S) -> list[str]:
+def diagnose(run_dir: str) -> list[str]:
     """Return lines for people.
-
-    Args:
-        seconds: for reading the newest checkpoint, to see whether it is damaged.
 
     Raises:
         UserError: there is no run in `run_dir`, or its metrics are damaged.
@@ -77,7 +69,7 @@ def diagnose(run_dir: str, seconds: float = time_limits.DIAGNOSE_READ_S) -> list
     step = rows[-1]["step"] if rows else 0
     task = task_of(start)
     total = task.total_steps
-    good, checkpoints = _checkpoints(run_dir, start, seconds)
+    good, checkpoints = _checkpoints(run_dir, start)
     running, gone = holder(run_dir)
     last_words = _last_words(run_dir)
     lines = [f"run        {run_dir}: step {step} of {total} is logged", *_ending(running, gone, last_words)]
@@ -135,17 +127,17 @@ def _moved_from(run_dir: str, start: dict[str, Any]) -> str | None:
     return None if is_same(before, run_dir) else before
 
 
-def _checkpoints(run_dir: str, start: dict[str, Any], seconds: float) -> tuple[int, list[str]]:
+def _checkpoints(run_dir: str, start: dict[str, Any]) -> tuple[int, list[str]]:
     """Return the step of the newest valid checkpoint (0: none), and lines about the newest ones."""
     root = last_commit.read(run_dir) or inside(start["directory"], start["config"]["trainer"]["ckpt_path"])
     moved_from = _moved_from(run_dir, start)
     if moved_from and not is_url(root) and (below := os.path.relpath(root, moved_from)).split(os.sep)[0] != os.pardir:
         root = os.path.join(run_dir, below)
-    newest, lines = _newest(root, seconds)
+    newest, lines = _newest(root)
     local = start["config"]["trainer"].get("ckpt_cache_dir")
     if isinstance(local, str):
         local = inside(start["directory"], local)
-        nearest, near = _newest(local, seconds)
+        nearest, near = _newest(local)
         if nearest > newest:
             newest, lines = nearest, [*near[:-1], f"{near[-1]}; not uploaded", *lines]
         elif not os.path.isdir(local):
@@ -153,19 +145,14 @@ def _checkpoints(run_dir: str, start: dict[str, Any], seconds: float) -> tuple[i
     return newest, lines or [f"no checkpoint in {root}: the run would start again from its initial weights"]
 
 
-def _newest(root: str, seconds: float) -> tuple[int, list[str]]:
-    """Return the step of the newest valid checkpoint in `root` (0: none), and lines about it and newer ones.
-
-    Args:
-        seconds: for reading its files. What is not read by then is checked by its size.
-    """
+def _newest(root: str) -> tuple[int, list[str]]:
+    """Return the newest step in `root` whose files have their sizes (0: none), and lines about it and newer ones."""
     store = open_store(root)
     lines: list[str] = []
     for step in reversed(store.steps()):
         path = store.path(step)
         try:
-            checkpoint = manifests.read(path)
-            read, total = check_content(checkpoint, seconds, _tell)
+            checkpoint = manifests.verify(path, "size")
         except CheckpointError as error:
             if isinstance(error.__cause__, PermissionError):
                 raise error.__cause__ from None
@@ -173,21 +160,9 @@ def _newest(root: str, seconds: float) -> tuple[int, list[str]]:
                 finding = "DAMAGED" if isinstance(error, CorruptCheckpointError) else "NOT READ"
                 lines.append(f"{path}: {finding} ({str(error).removeprefix(f'{path}: ')})")
             continue
-        check = "all bytes agree"
-        if read < total:
-            amount = f"{format_size(read)} of {format_size(total)}"
-            check = (
-                f"sizes agree; {amount} read without damage, `trainer checkpoint verify {shlex.quote(path)}` reads all"
-            )
+        check = f"sizes agree; `trainer checkpoint verify {shlex.quote(path)}` reads every byte"
         return step, [*lines, f"{path}, saved at {checkpoint.manifest['saved_at']} ({check})"]
     return 0, lines
-
-
-def _tell(read: int, total: int) -> None:
-    """Show on a terminal how much of a checkpoint has been read."""
-    if sys.stderr.isatty():
-        text = f"reading the newest checkpoint: {format_size(read)} of {format_size(total)}"
-        print(f"\r{text}\r{' ' * len(text)}\r" if read == total else f"\r{text}", end="", file=sys.stderr, flush=True)
 
 
 def _ending(running: str | None, gone: str | None, last_words: str) -> list[str]:

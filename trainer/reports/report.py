@@ -23,7 +23,7 @@ from trainer.metrics.tracker import METRICS_FILE, PARENT_FILE, read_metrics
 from trainer.process.failure_log import Incident, read_incidents
 from trainer.process.failures import INFRASTRUCTURE, JOB
 from trainer.process.log_setup import ToolParser, encodable, run_tool, show
-from trainer.reports import drawing, timeline
+from trainer.reports import drawing
 from trainer.reports.compare import find_runs
 from trainer.reports.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, YELLOW, Panel, Rows, curve, number
 from trainer.run.run_metadata import last_start, task_of
@@ -43,8 +43,7 @@ def write_report(run_dir: str, out: str | None = None) -> str:
     """Draw the metrics of `{run_dir}/metrics.jsonl`, and return the path of the picture.
 
     A panel is left out if the run has not logged its metric. The report of a fork shows its parent, too, in lighter
-    colours. If the run has a timeline (`logger.trace`), the last step of it is drawn below. At the end stand the
-    advisories that hold then.
+    colours. Below the panels stand the advisories that hold after the last step.
 
     Args:
         out: the PNG file; None: `{run_dir}/report.png`.
@@ -65,15 +64,9 @@ def write_report(run_dir: str, out: str | None = None) -> str:
     path = out or os.path.join(run_dir, "report.png")
     height, columns = math.ceil(len(panels) / _COLUMNS), min(_COLUMNS, len(panels))
     notes = _notes(rows, start["config"] if start else {}, columns)
-    step = timeline.last_step(run_dir)
-    letters = int(0.7 * _LETTERS * columns)  # the names of lanes and spans stand beside them
-    below = [] if step is None else timeline.lines_below(step, letters)
-    lanes = [] if step is None else [1.2 + 0.3 * len(step.lanes) + _LINE_INCHES * len(below)]
-    inches = 3.3 * height + sum(lanes) + 0.4 + _LINE_INCHES * len(notes)
+    inches = 3.3 * height + 0.4 + _LINE_INCHES * len(notes)
     with drawing.picture(path, 5.2 * columns, inches) as figure:
-        grid = figure.add_gridspec(height + len(lanes), columns, height_ratios=[3.3] * height + lanes)
-        if step is not None:
-            timeline.draw(figure.add_subplot(grid[height, :]), step, letters)
+        grid = figure.add_gridspec(height, columns)
         for i, panel in enumerate(panels):
             row, column = divmod(i, columns)
             # The last panel fills the rest of its row.

@@ -40,12 +40,12 @@ class DirectoryLocks:
             UserError: another job holds one of the directories; checkpoints cannot be written; or the checkpoints that
                 this run has committed are missing.
         """
-        taken_over = [self.run_dir.acquire(wait, self._locks[1:])]
+        taken_over = [self.run_dir.acquire(wait)]
         if not self._store.storage.exists():  # do not create the directory if its disk is not mounted
             last_commit.check_nothing_committed(self.run_dir.directory, self._ckpt_path)
         try:
-            for number, lock in enumerate(self._locks[1:], 1):
-                taken_over.append(lock.acquire(wait, self._locks[number + 1 :]))
+            for lock in self._locks[1:]:
+                taken_over.append(lock.acquire(wait))
             self._store.probe()
         except OSError as error:
             raise UserError(

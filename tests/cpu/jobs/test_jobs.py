@@ -180,15 +180,10 @@ def test_an_export_is_the_trained_policy(tmp_path):
 
     # What the tools say of, and do with, the checkpoints of that run.
     run = tmp_path / "outputs/default"
-    first, second = (str(run / f"checkpoints/global_step_{n}") for n in (1, 2))
+    second = str(run / "checkpoints/global_step_2")
     listed = tool("ls", str(run), "--json")["checkpoints"]
     assert [(row["step"], row["ranks"], row["valid"]) for row in listed] == [(1, 2, True), (2, 2, True)]
-    assert tool("show", second, "--json")["state"]["counters"]["prompts"] == 16
-    difference = tool("diff", first, second, "--json")
-    assert {"key": "state.step", "a": 1, "b": 2} in difference["counters"] and difference["config"] == []
-    moved = {row["name"]: row["relative"] for row in difference["tensors"]}
-    assert 0 < moved["policy/model.model.layers.0.mlp.up_proj.weight"] < 0.1
-    assert tool("diff", str(run), second, "--json")["counters"] == []
+    assert state["counters"]["prompts"] == 16
     exported = tool("export", str(run), str(tmp_path / "by_tool"), "--max-file-gb", "0.0006", "--json")
     assert exported["checkpoint"] == second
     files = exported["files"]
@@ -201,12 +196,10 @@ def test_an_export_is_the_trained_policy(tmp_path):
     assert tool("rollback", str(run), "--to", "1", "--json")["step"] == 1
     assert tool("rollback", str(run), "--to", "2", status=2) == ""
     assert tool("ls", str(tmp_path), status=2) == ""
-    assert tool("show", str(tmp_path / "global_step_9"), status=2) == ""
+    assert tool("verify", str(tmp_path / "global_step_9"), status=2) == ""
     back = run_forked_job(*base, "trainer.resume_mode=latest", cwd=tmp_path)
     assert back.returncode == 0 and "resume verified: 1 replayed step identical" in back.stdout, back.stdout
-    assert tool("prune", str(run), "--keep", "1", "--dry-run", "--json")["deleted"] == [1]
-    assert tool("prune", str(run), "--keep", "1", "--json")["deleted"] == [1]
-    assert [row["valid"] for row in tool("verify", str(run), "--json")] == [True]
+    assert [row["valid"] for row in tool("verify", str(run), "--json")] == [True, True]
     (run / "checkpoints/global_step_2/data.json").write_text("{}")
     assert tool("verify", str(run), status=1).count("DAMAGED: data.json has 2 bytes") == 1
 

@@ -33,7 +33,6 @@ from tests.support.timelines import assert_fits_metrics, assert_nested, spans_of
 from trainer.checkpoint.__main__ import main as checkpoint_tool
 from trainer.process.failure_log import read_incidents
 from trainer.reports.compare import read_run
-from trainer.reports.timeline import last_step
 from trainer.view.runs import describe_run
 
 pytestmark = pytest.mark.early
@@ -116,8 +115,6 @@ def assert_traced_and_profiled(run: Path) -> None:
     assert {f"save {STEPS}", "loading the checkpoint", "validation", "export"} <= {span.name for span in spans}
     assert_nested(spans)
     assert_fits_metrics(spans, metrics(run))
-    step = last_step(str(run))
-    assert step is not None and step.step == STEPS and any("ranks idle" in sentence for sentence in step.sentences)
     for number in (1, 5):
         names = {path.name for path in (run / f"profile/step_{number}").iterdir()}
         assert names == {"rank_0.json.gz", "rank_1.json.gz", "engine_0.json.gz"}

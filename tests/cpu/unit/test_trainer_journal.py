@@ -257,20 +257,6 @@ def test_a_machine_with_an_empty_disk_brings_the_records_from_the_store(tmp_path
         assert [*rows_of(tmp_path)] == [*range(STEPS + 1)] and {*records_in(store).values()} <= {5, 6}
 
 
-def test_a_rollback_on_another_machine_generates_anew(tmp_path, model, monkeypatch):
-    """The disk of the run still has the records, and would copy them to the store again."""
-    with s3_server() as url:
-        use_s3(monkeypatch, url)
-        cfg = settings(tmp_path, ckpt_path=make_bucket("rolled-back") + "/run", lock_lease_s=1)
-        run(cfg, model, kill_in=6)
-        (tmp_path / "run").rename(tmp_path / "elsewhere")
-        assert checkpoint_tool(["rollback", cfg.trainer.ckpt_path, "--to", "2"]) == 0
-        (tmp_path / "elsewhere").rename(tmp_path / "run")
-        cfg.trainer.on_resume_mismatch = "warn"
-        assert run(cfg, model, kill_in=4) == 2 * ONE_STEP - 2
-        assert run(cfg, model, kill_in=4) == 0, "its own records have the same history again"
-
-
 class Batches(Chance):
     """The engine of transformers, in this process: batches of up to eight."""
 

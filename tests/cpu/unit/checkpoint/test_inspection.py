@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints import manager, parts_of, save
+from tests.support.checkpoints import manager, save
 from trainer.checkpoint.inspection import (
     age,
     axes_of,
-    check_content,
     check_step,
     choose_checkpoint,
     describe_all,
@@ -19,7 +18,7 @@ from trainer.checkpoint.inspection import (
     open_run,
     read_named,
 )
-from trainer.checkpoint.manifest import CorruptCheckpointError, read
+from trainer.checkpoint.manifest import CorruptCheckpointError
 from trainer.errors import UserError
 
 
@@ -34,16 +33,6 @@ def test_the_best_is_that_of_the_metric_of_the_newest(tmp_path, mode, best):
     assert [row["step"] for row in rows if row["best"]] == [best]
     assert [row["step"] for row in rows if row["latest"]] == [3], "4 is damaged"
     assert rows[3]["problem"] == "weights/shard is missing"
-
-
-def test_files_are_read_until_the_time_is_over(tmp_path):
-    checkpoint = read(save(manager(tmp_path), 1, parts_of({"n": 1, "bytes": b"x" * 100})))
-    total = sum(entry.bytes for entry in checkpoint.entries)
-    assert check_content(checkpoint, 0) == (0, total)
-    assert check_content(checkpoint, 60) == (total, total)
-    Path(checkpoint.path, "weights/shard").write_bytes(b"y" * 100)
-    with pytest.raises(CorruptCheckpointError, match="weights/shard does not have the content"):
-        check_content(checkpoint, 60)
 
 
 def test_a_step_that_is_missing_is_named_with_those_there_are(tmp_path):

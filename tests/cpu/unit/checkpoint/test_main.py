@@ -16,6 +16,7 @@ import pytest
 from tests.support.checkpoints import manager, save
 from trainer.checkpoint import last_commit
 from trainer.checkpoint.__main__ import main
+from trainer.checkpoint.inspection import read_named
 from trainer.checkpoint.manager import CheckpointManager
 
 ROOT = Path(__file__).parents[4]
@@ -30,19 +31,19 @@ def test_a_checkpoint_from_a_clock_ahead_has_an_age_in_the_future(hours, age, tm
 
 
 @pytest.mark.parametrize("root", ["", "checkpoints"])
-def test_of_a_run_the_newest_valid_checkpoint_is_shown(tmp_path, capsys, root):
+def test_of_a_run_the_newest_valid_checkpoint_is_taken(tmp_path, capsys, root):
     checkpoints = manager(tmp_path / "run" / root)
-    assert main(["show", str(tmp_path)]) == 2
+    out = str(tmp_path / "out")
+    assert main(["export", str(tmp_path), out]) == 2
     assert "no checkpoint is there" in capsys.readouterr().err
     for step in (9, 10, 11):
         save(checkpoints, step)
     (tmp_path / "run" / root / "global_step_11/manifest.json").write_text("{}")
     (tmp_path / "run" / root / "global_step_10/weights/shard").write_bytes(b"shorter")
-    assert main(["show", str(tmp_path / "run"), "--json"]) == 0
-    printed = capsys.readouterr()
-    assert json.loads(printed.out)["step"] == 9 and printed.err.count("skipped a damaged checkpoint") == 2
+    assert read_named(str(tmp_path / "run"), "hash").step == 9
+    assert capsys.readouterr().err.count("skipped a damaged checkpoint") == 2
     (tmp_path / "run" / root / "global_step_9/manifest.json").unlink()
-    assert main(["show", str(tmp_path / "run")]) == 2
+    assert main(["export", str(tmp_path / "run"), out]) == 2
     assert "no checkpoint there is valid" in capsys.readouterr().err
 
 
@@ -66,8 +67,6 @@ def test_the_axes_of_the_ranks_that_wrote_a_checkpoint_are_shown(tmp_path, capsy
     assert line.endswith("  sizes agree  latest") and explanation.startswith("sizes agree: the content was not read")
     assert main(["verify", str(tmp_path)]) == 0
     assert f"of {ranks} ranks ({said}), " in capsys.readouterr().out
-    assert main(["show", str(tmp_path)]) == 0
-    assert ("axes: {'dp_replicate'" in capsys.readouterr().out) == ("axes" in description)
     assert main(["ls", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["checkpoints"][0]["axes"] == (
         description.get("axes") and dict(zip(AXES, description["axes"].values(), strict=True))
@@ -156,13 +155,6 @@ def test_no_checkpoint_with_a_score_is_no_best_one(tmp_path, capsys):
     assert "is one checkpoint, and --best and --step choose one of a run" in capsys.readouterr().err
 
 
-def test_pruning_never_leaves_damaged_checkpoints_alone(tmp_path, capsys):
-    scored(tmp_path, {1: None, 2: None, 3: None})
-    flip_a_byte(tmp_path, 3)
-    assert main(["prune", str(tmp_path), "--keep", "1"]) == 0
-    assert sorted(path.name for path in tmp_path.glob("global_step_*")) == ["global_step_2", "global_step_3"]
-
-
 def test_the_checkpoints_of_a_run_are_found_where_the_run_keeps_them(tmp_path, capsys):
     scored(tmp_path / "elsewhere", {3: None})
     (tmp_path / "run").mkdir()
@@ -186,7 +178,7 @@ def test_what_holds_no_checkpoints_is_refused_with_one_sentence(path, said, tmp_
     scored(tmp_path, {1: None})
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
-    for command in (["ls"], ["prune", "--keep", "1"], ["rollback", "--to", "1"]):
+    for command in (["ls"], ["rollback", "--to", "1"]):
         assert main([*command, path]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("error: ") and said in line, command
@@ -216,6 +208,6 @@ def test_what_another_user_may_not_read_is_said_in_one_sentence(tmp_path):
         done = asked("rollback", f"{folder}/run", "--to", "1")
         assert done.returncode == 2 and done.stderr.count("\n") == 1
         assert "Permission denied; give the command as its owner, or ask for access" in done.stderr
-        done = asked("show", f"{folder}/run")
+        done = asked("export", f"{folder}/run", f"{folder}/out")
         assert done.returncode == 2 and done.stderr.count("\n") == 1
         assert f"{denied}, which" in done.stderr and "give the command as its owner, or ask for access" in done.stderr

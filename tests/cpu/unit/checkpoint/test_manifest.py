@@ -151,7 +151,7 @@ def test_a_manifest_of_any_shape_is_valid_or_damaged(real_run, tmp_path, capsys,
         except CorruptCheckpointError as error:
             valid[level] = False
             assert str(checkpoint) in str(error)
-    for arguments in (["ls", str(run_dir)], ["verify", str(run_dir), "--json"], ["show", str(checkpoint)]):
+    for arguments in (["ls", str(run_dir)], ["verify", str(run_dir), "--json"]):
         assert checkpoint_tool(arguments) in (0, 1)
     assert "\x1b" not in capsys.readouterr().out
     state: dict = {}

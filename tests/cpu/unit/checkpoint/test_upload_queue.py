@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.checkpoints import save
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.checkpoint.manifest import mark_rollback, read, rollback_mark, verify
+from trainer.checkpoint.manifest import verify
 from trainer.checkpoint.store import open_store
 from trainer.checkpoint.uploads import UploadQueue
 from trainer.process import time_limits
@@ -97,18 +97,6 @@ def test_an_older_checkpoint_that_hangs_does_not_hold_the_end(local, remote, mon
     queue.finish(0.2)
     assert remote.steps() == [3]
     released.set()
-
-
-def test_the_mark_of_a_rollback_is_uploaded(local, remote):
-    """A machine that reads the checkpoint from the remote store must not use what the run had recorded."""
-    mark_rollback(read(local.path(3)))
-    queue = UploadQueue(local, remote)
-    queue.start(lambda: None)
-    while queue.waiting():
-        threading.Event().wait(0.02)
-    queue.finish(10)
-    assert rollback_mark(read(remote.path(3))) == rollback_mark(read(local.path(3))) != ""
-    assert rollback_mark(read(remote.path(2))) == ""
 
 
 def test_damage_on_the_disk_is_not_uploaded(local, remote, caplog):

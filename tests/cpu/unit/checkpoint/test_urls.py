@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import os
-import re
 import shutil
 
 import pytest
@@ -14,7 +12,6 @@ import pytest
 from tests.support.buckets import KEY, SECRET, make_bucket, use_s3
 from tests.support.toy import toy_config, toy_run
 from trainer.checkpoint.__main__ import main
-from trainer.checkpoint.manifest import read, rollback_mark
 from trainer.checkpoint.storage import JOURNAL, open_storage, records_in
 from trainer.checkpoint.store import open_store
 from trainer.checkpoint.uploads import open_tiers
@@ -38,19 +35,11 @@ def test_the_commands_take_urls(s3, capsys, tmp_path, tmp_path_factory):
     status, listed = run(capsys, "ls", root)
     assert status == 0 and listed.count("  sizes agree") == 4 and "also there" not in listed
     assert run(capsys, "verify", root)[0] == 0
-    status, shown = run(capsys, "show", "--json", f"{root}/global_step_2")
-    assert json.loads(shown)["state"]["step"] == 2
-    status, differences = run(capsys, "diff", f"{root}/global_step_2", f"{root}/global_step_3")
-    assert status == 0 and "state.step: 2 -> 3" in differences
-    assert re.search(r"^different: 0 config keys, \d+ counters, \d+ of \d+ tensors$", differences, re.MULTILINE)
-    status, differences = run(capsys, "diff", f"{root}/global_step_2", f"{root}/global_step_2")
-    assert status == 0 and re.search(r"\nno difference: config, counters and \d+ tensors are equal\n", differences)
-    assert run(capsys, "prune", root, "--keep", "3")[0] == 0
     records = [open_storage(root), open_storage(str(tmp_path / "run"))]
     for storage, step in itertools.product(records, (3, 4)):
         storage.put(f"{JOURNAL}/step_{step}-{'0' * 32}.arrow", b"")
     assert run(capsys, "rollback", root, "--to", "3")[0] == 0
-    assert open_store(root).steps() == [2, 3]
+    assert open_store(root).steps() == [1, 2, 3]
     assert [[*records_in(storage).values()] for storage in records] == [[3], [3]], "they are generated again"
     assert "not a checkpoint" in run(capsys, "verify", f"{root}/global_step_9")[1]
     assert "no checkpoint is there" in run(capsys, "ls", f"{root}/elsewhere")[1]
@@ -66,12 +55,10 @@ def test_a_rollback_reaches_both_tiers(s3, capsys, tmp_path, tmp_path_factory):
     status, refused = run(capsys, "rollback", root, "--to", "3")
     assert status == 2 and f"mkdir -p {cache}" in refused and open_store(root).steps()[-1] == 4
     (tmp_path / "away").rename(cache)
-    marks = []
     for place in (root, root, str(cache)):  # as on several nodes, each with its own directory
         assert run(capsys, "rollback", place, "--to", "3")[0] == 0
         assert {open_store(one).steps()[-1] for one in (root, str(cache))} == {3}
-        marks += [rollback_mark(read(open_store(one).path(3))) for one in (root, str(cache))]
-    assert open_tiers(root, str(cache)).steps()[-1] == 3 and marks[0] and len(set(marks)) == 1
+    assert open_tiers(root, str(cache)).steps()[-1] == 3
 
 
 def test_a_policy_is_exported_from_a_url_and_to_a_url(s3, saved_run, capsys, tmp_path):

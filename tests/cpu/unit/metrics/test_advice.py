@@ -56,8 +56,7 @@ SICK: dict[str, dict[str, float]] = {
     "mismatch": {"rollout/k3_kl": 0.02},
     "stale_rollouts": {"rollout/ess": 0.4} | STALE,
     "falling_accuracy": {"val/accuracy": 0.25},
-    "kl_explosion": {"policy/kl": 1.1},
-    "gradient_spikes": {"policy/grad_norm": 11.0},
+    "kl_explosion": {"policy/kl": 2.1},
     "useless_critic": {"critic/explained_variance": 0.0},
     "silent_agents": {"episode/turns/mean": 0.0},
     "failed_environments": {"environment/failures": 10},
@@ -90,17 +89,11 @@ def test_a_healthy_run_gets_no_advice(file, config):
 
 @pytest.mark.parametrize("rule", RULES, ids=[f"{rule.name}-{rule.steps}" for rule in RULES])
 def test_a_sick_run_gets_the_advice_once_with_a_key_that_exists(rule):
-    if "reward/std" in rule.metrics:
-        sick, config = {"reward/std": 5e-17}, {"algorithm": {"advantage_estimator": "gae"}}
-    else:
-        sick, config = SICK[rule.name], None
-    healthy = BEFORE.get(rule.name, {})
-    needed = 3 if rule.name == "gradient_spikes" else rule.steps  # three spikes are one finding
-    rows = history((30, healthy), (needed, sick), (5, sick))
-    assert named(rows[: 30 + needed - 1], config) == [], "the first steps may be chance"
-    (advice,) = advise(rows, config)
-    assert (advice.name, advice.steps[0]) == (rule.name, 33 if rule.name == "gradient_spikes" else 31)
-    assert advice.steps[1] == 30 + needed + 5 and advice.key == rule.key
+    sick, healthy = SICK[rule.name], BEFORE.get(rule.name, {})
+    rows = history((30, healthy), (rule.steps, sick), (5, sick))
+    assert named(rows[: 30 + rule.steps - 1]) == [], "the first steps may be chance"
+    (advice,) = advise(rows)
+    assert (advice.name, advice.steps) == (rule.name, (31, 30 + rule.steps + 5)) and advice.key == rule.key
     assert advice.key in KEYS and advice.key.rpartition(".")[2] in advice.text, "the text names the key"
     assert str(advice).startswith(f"since step {advice.steps[0]}, ") and "\n" not in advice.text
     assert any(name in advice.text for name in rule.metrics), "the text names the metric"
@@ -137,27 +130,6 @@ def test_a_solved_task_explains_equal_rewards_and_a_low_entropy(name, solved):
 def test_agents_whose_episodes_failed_may_have_had_no_time_to_ask():
     silent = SICK["silent_agents"] | {"environment/failures": 1}
     assert named(history((5, silent))) == []
-
-
-@pytest.mark.parametrize(
-    ("failures", "config", "is_given"),
-    [
-        (7, {}, True),  # of 64
-        (6, {}, False),
-        (7, {"trainer": {"train_batch_size": 8}, "rollout": {"n": 8}}, True),
-        (7, {"trainer": {"train_batch_size": 10}, "rollout": {"n": 8}}, False),
-        (7, {"trainer": {"train_batch_size": 4}, "rollout": {"n": 4}}, True),  # agents with four samples an episode
-    ],
-)
-def test_failures_are_a_share_of_all_episodes_of_the_step(failures, config, is_given):
-    """The failed ones are among the samples of a step, though the losses leave them out."""
-    found = named(history((5, {"environment/failures": failures})), config)
-    assert found == ([("failed_environments", (1, 5))] if is_given else [])
-
-
-def test_a_batch_that_was_drawn_three_times_may_have_more_failures():
-    rows = history((5, {"environment/failures": 15, "sampling/batches": 3.0}))
-    assert named(rows, {"trainer": {"train_batch_size": 8}, "rollout": {"n": 8}}) == []
 
 
 def test_a_validation_counts_until_the_next_one():

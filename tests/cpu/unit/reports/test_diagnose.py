@@ -177,32 +177,22 @@ def test_a_run_that_is_finished(run, capsys):
     assert said(run, capsys)[-1] == "next       nothing: the last step is saved"
 
 
-def flip_a_byte(path: Path) -> None:
-    content = path.read_bytes()
-    path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
-
-
-def test_a_flipped_byte_in_the_last_checkpoint_is_found_and_the_restart_is_foretold(run, capsys):
+def test_a_cut_file_in_the_last_checkpoint_is_found_and_the_restart_is_foretold(run, capsys):
     with OpenRun(configured(run, total_steps=9, resume_mode="latest"), {"step": 9}) as held:
         held.save(9)
-    flip_a_byte(run / "checkpoints/global_step_9/trainer_state.json")
+    (run / "checkpoints/global_step_9/trainer_state.json").write_text("{}")
     lines = said(run, capsys)
     text = "\n".join(lines)
-    assert "global_step_9: DAMAGED (trainer_state.json does not have the content" in text
-    assert re.search("global_step_2, saved at .* \\(all bytes agree\\)", text)
+    assert "global_step_9: DAMAGED (trainer_state.json has 2 bytes" in text
+    assert re.search(
+        "global_step_2, saved at .* \\(sizes agree; `trainer checkpoint verify .*global_step_2` reads", text
+    )
     assert "restart    continues from global_step_2, trains steps 3 to 4 again, then 5 to 9" in lines
     assert lines[-1].startswith("next       cd ") and lines[-1].endswith("trainer.resume_mode=latest")
-    flip_a_byte(run / "checkpoints/global_step_2/trainer_state.json")
+    (run / "checkpoints/global_step_2/trainer_state.json").write_text("{}")
     lines = said(run, capsys)
     assert "restart    is refused: no checkpoint is valid" in lines
     assert lines[-1].startswith("next       repair one, ")
-
-
-def test_what_was_not_read_in_time_is_said(run, capsys):
-    assert main([str(run), "--seconds", "0"]) == 0
-    path = run / "checkpoints/global_step_2"
-    known = f"sizes agree; 0.00 MB of 0.0. MB read without damage, `trainer checkpoint verify {path}` reads all"
-    assert re.search(f"[(]{known}[)]", capsys.readouterr().out)
 
 
 def test_of_a_run_that_was_moved_the_checkpoints_are_found_and_the_command_names_the_new_directory(run, capsys):

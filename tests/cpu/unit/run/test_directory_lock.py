@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import environment
 from tests.support.runs import OpenRun, configured
 from trainer.checkpoint.components import json_part
 from trainer.checkpoint.lock import RunLock
@@ -75,48 +72,6 @@ with OpenRun(configured(Path(sys.argv[1]))):
     print("held", flush=True)
     time.sleep(600)
 """
-
-
-def test_one_wait_is_enough_for_both_locks_that_a_killed_container_has_left(tmp_path, caplog):
-    """The next container sees other processes, so it cannot know that the owner of the locks is gone."""
-    user = [] if os.geteuid() == 0 else ["--map-root-user"]
-    container = ["unshare", *user, "--pid", "--fork", "--kill-child", "--mount-proc"]
-    if subprocess.run([*container, "true"], capture_output=True).returncode:
-        pytest.skip("this machine has no process namespaces")
-    command = [*container, sys.executable, "-c", HOLDS_A_RUN, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as holder:
-        assert holder.stdout.readline() == "held\n"
-        holder.kill()
-    places = [tmp_path, tmp_path / "checkpoints"]
-    assert all((place / ".lock").exists() for place in places)
-    caplog.set_level("INFO")
-    with OpenRun(configured(tmp_path, lock_lease_s=2)):
-        waits = [message for message in caplog.messages if "for a heartbeat" in message]
-        assert len(waits) == 1 and waits[0].startswith(f"{tmp_path}: locked by"), waits
-        assert sum(message.startswith("took over the ") for message in caplog.messages) == 2
-
-
-def test_a_lock_whose_owner_lives_is_not_taken_after_the_wait_for_another(tmp_path):
-    """Its heartbeat has been watched since the wait began."""
-    owner = {"token": "x", "host": "elsewhere", "machine": "another", "pid": 1, "started": "1", "since": "then"}
-    for name in ("run", "shared"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / ".lock").write_text(json.dumps(owner))
-    has_ended = threading.Event()
-
-    def beat() -> None:
-        while not has_ended.wait(0.1):
-            os.utime(tmp_path / "shared/.lock")
-
-    beating = threading.Thread(target=beat)
-    beating.start()
-    try:
-        with pytest.raises(UserError, match="shared: in use by process 1 on elsewhere .*another trainer.ckpt_path"):
-            RunDirectory(configured(tmp_path / "run", lock_lease_s=1, ckpt_path=str(tmp_path / "shared"))).open()
-    finally:
-        has_ended.set()
-        beating.join()
-    assert json.loads((tmp_path / "shared/.lock").read_text()) == owner
 
 
 def test_a_job_that_beats_once_more_while_it_dies_is_dead_all_the_same(tmp_path):
