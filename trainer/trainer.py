@@ -234,8 +234,6 @@ class Trainer:
         metrics |= times | self.learner.speed(len(samples), tokens, times["time/step"])
         metrics |= {f"progress/{name}": getattr(state, name) for name in ("prompts", "samples", "tokens")}
         metrics["progress/epoch"] = self.source.epoch
-        if (uploads := self.checkpoints.store.uploads) is not None:
-            metrics["time/upload_lag"] = uploads.lag_s()
         with self._left_out_at_stop():
             if is_published and self.cfg.validates(step):
                 metrics |= self._evaluate(step)
@@ -348,7 +346,7 @@ class Trainer:
         description = {
             **self.learner.ranks.description,
             "config_digest": config_digest(self.directory.cfg),
-            **score_of(self.state.best, *self.cfg.compared_by, metrics),
+            **score_of(*self.cfg.compared_by, metrics),
             "parent": self.directory.lineage or None,
             "metrics_from": self.tracker.first_step,
         }
@@ -460,8 +458,7 @@ class Trainer:
     def _open_tracker(self) -> Tracker:
         cfg, run_ids = self.directory.cfg, self.state.run_ids
         run_dir, config, check = cfg.trainer.run_dir, redact(dataclasses.asdict(cfg)), self.directory.check
-        begins = self.journal.beginning if self.directory.continued is None else None
-        tracker = Tracker(run_dir, cfg.logger, config, run_ids, check, self.server, self.recovery.restarted, begins)
+        tracker = Tracker(run_dir, cfg.logger, config, run_ids, check, self.server, self.recovery.restarted)
         # Without a checkpoint of its own, the run rewinds to before its first line: an earlier start may have died.
         tracker.rewind(self.state.step or -1)
         self.transcripts.rewind(self.state.step)

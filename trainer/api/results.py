@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.checkpoint.store import open_store
 from trainer.errors import UserError
 from trainer.metrics import tracker
-from trainer.metrics.best import Best, best_of
+from trainer.metrics.best import Best, find_best
 
 if TYPE_CHECKING:
     import pandas
@@ -25,10 +25,7 @@ class RunResult:
     status: str
     """`finished`, or `stopped`: the run was saved early, and the same call continues it."""
     best: Best | None
-    """The best value of `trainer.best_metric`, with its step; None if no step has measured it.
-
-    If `val/accuracy` is 0 at every step, it is that of `val/reward/mean`.
-    """
+    """The best value of `trainer.best_metric`, with its step; None if no step has measured it."""
     checkpoints: list[str]
     """The checkpoints, oldest first."""
     exports: list[str]
@@ -53,7 +50,7 @@ def describe_result(paths: dict[str, str], status: str) -> RunResult:
     """
     run_dir = paths["run_dir"]
     rows = tracker.read_metrics(os.path.join(run_dir, tracker.METRICS_FILE))
-    best = best_of(rows, paths["best_metric"], paths["best_mode"])
+    best = find_best(rows, paths["best_metric"], paths["best_mode"])
     checkpoints = open_store(paths["ckpt_path"])
     exports = glob(os.path.join(escape(paths["export_path"]), "global_step_*", "policy"))
     report = os.path.join(run_dir, "report.png")

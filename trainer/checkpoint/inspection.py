@@ -65,8 +65,7 @@ def describe_all(store: CheckpointStore, level: str) -> list[dict[str, Any]]:
 def find_best(rows: list[dict[str, Any]]) -> int | None:
     """Return the valid step with the best score; None: no checkpoint has a score.
 
-    Scores are those of the metric by which the newest of them was compared: a run without a success is compared by
-    another one (see `trainer.metrics.best`).
+    Scores are those of the metric by which the newest of them was compared.
     """
     scored = [row for row in rows if row["valid"] and row["score"] is not None]
     if not scored:

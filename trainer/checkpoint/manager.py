@@ -67,8 +67,6 @@ class Retention:
     best: int = 0
     best_mode: str = "max"
     best_metric: str = ""
-    instead: str = ""
-    """The metric that checkpoints are compared by if none of them has `best_metric`."""
 
     def disposable(self, scores: Mapping[int, float | None], protected: Collection[int] = ()) -> list[int]:
         """Return the steps that no rule keeps, oldest first.
@@ -257,19 +255,15 @@ class CheckpointManager:
 
     def _prune(self, committed: int) -> None:
         steps = self.store.steps()
-        scores: dict[int, float | None] = dict.fromkeys(steps)
-        for metric in (self.retention.best_metric, self.retention.instead) if self.retention.best > 0 else ():
-            scores = {step: self._score(step, metric) for step in steps}
-            if any(score is not None for score in scores.values()):
-                break
+        scores = {step: self._score(step) if self.retention.best > 0 else None for step in steps}
         protected = {committed} | ({self.resumed_from} - {None})
         if self.store.uploads is not None:
             protected |= self.store.uploads.not_yet_uploaded()
         for step in self.retention.disposable(scores, protected):  # type: ignore[arg-type]
             self.store.delete(step)
 
-    def _score(self, step: int, metric: str) -> float | None:
-        """Return the `metric` of `step`; None if it was not measured, or if the run was compared by another metric.
+    def _score(self, step: int) -> float | None:
+        """Return the best metric at `step`; None if it was not measured, or if the run was compared by another metric.
 
         Raises:
             CheckpointError: the checkpoint may be whole, and cannot be read now.
@@ -278,7 +272,7 @@ class CheckpointManager:
             score = manifests.read(self.store.path(step)).manifest
         except CorruptCheckpointError:
             return None
-        return score.get("score") if score.get("score_metric") == metric else None
+        return score.get("score") if score.get("score_metric") == self.retention.best_metric else None
 
     # ---------------------------------------------------------------------------------------------------
     # Finding and loading

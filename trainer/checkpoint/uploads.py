@@ -159,7 +159,6 @@ class UploadQueue:
         self._local = local
         self._remote = remote
         self._uploaded: set[int] | None = None  # None: the remote store was not asked yet
-        self._since: dict[int, float] = {}  # when each step was committed in the local store, or found there
         self._uploaded_pieces: set[str] = set()
         self._problem = ""
         self._wake = threading.Event()
@@ -184,18 +183,9 @@ class UploadQueue:
         remote = uploaded if self._problem else ()
         return {newest, *remote, *(step for step in self._local.steps() if step > newest)}
 
-    def lag_s(self) -> float:
-        """Return how long the oldest checkpoint that is not yet uploaded has waited, in seconds; 0 if none waits.
-
-        Checkpoints that are older than an uploaded one do not count.
-        """
-        newest, now = max(self.uploaded(), default=-1), time.monotonic()
-        return max((now - self._since.setdefault(step, now) for step in self.waiting() if step > newest), default=0.0)
-
     def add(self, step: int) -> None:
         """Upload a step that has been committed in the local store."""
         self.remove(step)
-        self._since[step] = time.monotonic()
         self._wake.set()
 
     def remove(self, step: int) -> None:
@@ -203,7 +193,6 @@ class UploadQueue:
         self.uploaded()
         assert self._uploaded is not None
         self._uploaded.discard(step)
-        self._since.pop(step, None)
 
     def start(self, fence: Callable[[], None]) -> None:
         """Begin to upload what waits, and what is committed from now on.
@@ -212,7 +201,6 @@ class UploadQueue:
             fence: raises if this process has lost one of its locks, as far as their heartbeats have seen.
         """
         self._fence = fence
-        self.lag_s()  # the time of those that wait counts from now on
         self._wake.set()
         self._thread = threading.Thread(target=self._run, name="uploader", daemon=True)
         self._thread.start()

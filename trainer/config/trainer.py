@@ -161,10 +161,8 @@ class TrainerConfig(Section):
     keep_best: int = number(0, at_least=0, resume="harmless")
     """Also keep this many checkpoints with the best `best_metric`."""
     best_metric: str = setting("val/accuracy", resume="harmless")
-    """Metric of the best step, and of `keep_best`, which goes by its value at the step of the checkpoint. While no
-    validation completion is a success (`reward.success_threshold`), `val/reward/mean` takes the place of
-    `val/accuracy`. A task that measures no accuracy puts a metric of its own in its place: `sft` the lowest
-    `val/loss`."""
+    """Metric of the best step, and of `keep_best`, which goes by its value at the step of the checkpoint. A task that
+    measures no accuracy puts a metric of its own in the place of `val/accuracy`: `sft` the lowest `val/loss`."""
     best_mode: str = choice("max", ("max", "min"), resume="harmless")
     """`max`: a higher `best_metric` is better. `min`: a lower one is."""
     resume_mode: str | None = choice(None, (None, "none", "latest", "from_path"), resume="harmless")

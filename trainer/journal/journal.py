@@ -81,11 +81,6 @@ class Journal:
     # ---------------------------------------------------------------------------------------------------
     # The run
 
-    @property
-    def beginning(self) -> str:
-        """A digest of the weights, and of the settings that decide what the next steps do with them."""
-        return digest(self.history, self._settings.updates)
-
     def start(self, step: int, history: str) -> None:
         """Continue behind a step, whose weights have this history; find the records of the steps after it."""
         self._check_thread()

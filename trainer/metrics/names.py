@@ -173,10 +173,6 @@ METRICS: dict[str, Metric] = {
     ),
     "time/journal": Metric("Waiting until the step's rollouts are on the disk.", "s"),
     "time/checkpoint_blocked": Metric("Time that training waited for a checkpoint.", "s"),
-    "time/upload_lag": Metric(
-        "With `trainer.ckpt_cache_dir`: how long the oldest checkpoint that waits for its upload has waited.",
-        "s",
-    ),
     "perf/tokens_per_s": Metric("Prompt and completion tokens trained on, divided by `time/step`.", "tokens/s"),
     "perf/samples_per_s": Metric("Completions of the step, divided by `time/step`.", "completions/s"),
     "perf/sync_gb_per_s": Metric("Size of the weights or adapters that engines got, divided by `time/sync`.", "GB/s"),

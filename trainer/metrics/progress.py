@@ -150,17 +150,14 @@ class Progress:
         return "  ".join(part for part in parts if part)
 
     def _val(self) -> str:
-        """What is shown of validations: the last and the best value; empty before the first.
-
-        The mean reward takes the place of an accuracy that has always been 0 (see `trainer.metrics.best`).
-        """
+        """What is shown of validations: the last and the best value; empty before the first."""
         measured = [name for name in (ACCURACY, _REWARD, _LOSS) if name in self._vals]
         sets = [
             f"{name.split('/')[1]} {value:.3f}" for name, (value, _) in self._vals.items() if is_accuracy_of_set(name)
         ]
         if not measured:
             return " ".join(sets)
-        name = _REWARD if _REWARD in measured and self._vals.get(ACCURACY, (0.0, 0.0))[1] == 0 else measured[0]
+        name = measured[0]
         value, best = self._vals[name]
         passes = [n for n in self._vals if n.startswith(pass_at(""))][-1:]  # the last: a resume may change k
         others = "".join(f" {n.removeprefix('val/')} {self._vals[n][0]:.3f}" for n in passes)

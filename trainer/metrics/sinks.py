@@ -26,9 +26,6 @@ Samples = Mapping[str, Sequence[Transcript]]
 Rows = Sequence[Mapping[str, Any]]
 """Lines of `metrics.jsonl`. `null` is None."""
 
-TIMED = ("time/", "perf/")
-"""Beginnings of the metrics that differ when a step is trained again with the same result."""
-
 
 class Sink(Protocol):
     """A service that gets the metrics of a run, and agrees with `metrics.jsonl` after a resume."""

@@ -25,13 +25,11 @@ from trainer.files.atomic_io import write_file
 from trainer.files.documents import is_count, is_number, parse_object
 from trainer.files.hf_hub import first_line
 from trainer.metrics.own_sink import OwnSink
-from trainer.metrics.service_runs import ServiceRuns
-from trainer.metrics.sinks import TIMED, Samples, Service, Sink, TensorBoard, WandB
+from trainer.metrics.sinks import Samples, Service, Sink, TensorBoard, WandB
 
 LOG = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
-CUT_FILE = "metrics.cut.jsonl"
 PARENT_FILE = "metrics.parent.jsonl"
 """In the run directory of a fork: the metrics of its parent up to the fork, for the report."""
 
@@ -51,7 +49,6 @@ class Tracker:
         fence: Callable[[], None] = lambda: None,
         server: Sink | None = None,
         restarted: bool = False,
-        begins: str | None = None,
     ) -> None:
         """
         Args:
@@ -61,13 +58,11 @@ class Tracker:
             fence: raises when this process no longer holds the run directory.
             server: gets the metrics, too.
             restarted: whether the run has begun in this process, perhaps without a line.
-            begins: what the run begins with, if it has no checkpoint of its own (see `ServiceRuns`).
 
         Raises:
             UserError: the run begins, and the config asks for a service that refuses or does not answer.
         """
         os.makedirs(run_dir, exist_ok=True)
-        self._run_dir = run_dir
         self._path = os.path.join(run_dir, METRICS_FILE)
         self._fence = fence
         self._file = AppendedFile(self._path, fence)
@@ -77,7 +72,7 @@ class Tracker:
         self.first_step: int | None = None
         """The step of the first line; None: there is no line."""
         self._is_closed = False
-        self._runs = ServiceRuns(run_dir, {"wandb_run_id": None, **(run_ids or {})}, begins)
+        self._run_ids: dict[str, str | None] = {"wandb_run_id": None, **(run_ids or {})}
         self._sinks: list[Sink] = [] if server is None else [server]
         self._open_sinks(run_dir, logger, config)
 
@@ -100,8 +95,8 @@ class Tracker:
                 self._sinks.append(OwnSink(run_dir, logger.sink, config))
         for name, open_service in services.items():
             with self._left_out_if_it_fails():
-                service = open_service(self._runs.get(name))
-                self._runs.keep(name, service.run_id)
+                service = open_service(self._run_ids.get(name))
+                self._run_ids[name] = service.run_id
                 self._sinks.append(service)
 
     @contextlib.contextmanager
@@ -152,8 +147,7 @@ class Tracker:
     def rewind(self, step: int) -> None:
         """Remove the lines after `step` (-1: all lines), before the first `log`.
 
-        The file is replaced atomically, without lines of later steps and without a torn last line. Removed lines
-        are kept in `metrics.cut.jsonl`, except those that differ only in times from a line that is there already.
+        The file is replaced atomically, without lines of later steps and without a torn last line.
         Sinks agree with the lines that are kept, as far as they can (see `Sink.start`).
 
         Raises:
@@ -163,7 +157,6 @@ class Tracker:
             self._file.sync()
         rows = read_metrics(self._path)
         kept = [row for row in rows if row["step"] <= step]
-        self._keep_cut([row for row in rows if row["step"] > step])
         write_file(self._path, as_lines(kept), self._fence)
         self._last_step = step
         self.first_step = kept[0]["step"] if kept else None
@@ -172,14 +165,6 @@ class Tracker:
             with self._left_out_if_it_fails():
                 sink.start(kept, step)
                 self._sinks.append(sink)
-
-    def _keep_cut(self, cut: list[dict[str, Any]]) -> None:
-        path = os.path.join(self._run_dir, CUT_FILE)
-        kept = read_metrics(path)
-        seen = {_identity(row) for row in kept}
-        new = [row for row in cut if _identity(row) not in seen]
-        if new:
-            write_file(path, as_lines([*kept, *new]))
 
     def flush(self) -> None:
         """Wait until the lines are on the disk: a checkpoint must not be there without the lines before it.
@@ -191,7 +176,7 @@ class Tracker:
 
     def state_dict(self) -> dict[str, str | None]:
         """Return the `run_ids` for the next Tracker. They are kept while a service is off, too."""
-        return self._runs.all()
+        return dict(self._run_ids)
 
     def close(self, exit_code: int = 0) -> None:
         """Finish the runs of services (as failed if `exit_code` is not 0), and end their processes."""
@@ -246,11 +231,6 @@ def as_lines(rows: Iterable[Mapping[str, Any]]) -> str:
 def values_of(rows: Iterable[Mapping[str, Any]], name: str) -> list[float]:
     """Return the values of a metric in lines of a `metrics.jsonl`, without those that were not finite."""
     return [row[name] for row in rows if row.get(name) is not None]
-
-
-def _identity(row: Mapping[str, Any]) -> str:
-    """Return a line without its times: the same for a step that was trained again with the same result."""
-    return json.dumps({name: row[name] for name in sorted(row) if not name.startswith(TIMED)})
 
 
 def first_step(path: str) -> int | None:

@@ -18,7 +18,7 @@ from trainer.checkpoint.manifest import CheckpointError
 from trainer.errors import UserError, did_you_mean, sentence_of
 from trainer.files.documents import flatten, parse_yaml
 from trainer.files.redaction import redact
-from trainer.metrics.best import Best, best_of, find_best
+from trainer.metrics.best import Best, find_best
 from trainer.metrics.names import METRICS
 from trainer.metrics.tracker import METRICS_FILE, read_metrics, values_of
 from trainer.process.log_setup import ToolParser, encodable, escape, run_tool, show
@@ -151,12 +151,7 @@ def compare_runs(
         meant = did_you_mean(metric, logged) or f"they have {_listed(sorted(logged))}"
         raise UserError(f"--metric={metric}: no run has logged it; {meant}")
     metric, mode = _compared_by(runs[0], metric)
-    best = {run.path: best_of(run.rows, metric, mode) for run in runs}
-    compared = {reached.metric for reached in best.values() if reached}
-    if len(compared) == 1:  # the mean reward, if no run has an accuracy above 0
-        (metric,) = compared
-    else:
-        best = {run.path: find_best(run.rows, metric, mode) for run in runs}
+    best = {run.path: find_best(run.rows, metric, mode) for run in runs}
     runs.sort(key=lambda run: _rank(best[run.path], mode))
     keys = differing_keys(runs)
     # The keys that a command of the runs names come first.

@@ -21,9 +21,8 @@ from trainer.errors import UserError
 from trainer.files.appended import cut_torn_line
 from trainer.files.hf_hub import is_data, pin
 from trainer.files.uris import is_url
-from trainer.metrics.best import instead_of
 from trainer.metrics.trace_file import Timeline
-from trainer.metrics.tracker import CUT_FILE, METRICS_FILE, check_lines, first_step, read_metrics
+from trainer.metrics.tracker import METRICS_FILE, check_lines, first_step, read_metrics
 from trainer.process.failure_log import INCIDENTS, Incident
 from trainer.process.failures import INFRASTRUCTURE
 from trainer.process.log_setup import LOG_FILE
@@ -52,7 +51,7 @@ class RunDirectory:
         self.metrics_file = os.path.join(t.run_dir, METRICS_FILE)
         self.checkpoints = CheckpointManager(
             store,
-            Retention(t.max_ckpts_to_keep, t.keep_every, t.keep_best, mode, metric, instead_of(metric)),
+            Retention(t.max_ckpts_to_keep, t.keep_every, t.keep_best, mode, metric),
             t.verify_checkpoint,
             fence=self.locks.check,
             committed=self._record_commit,
@@ -224,10 +223,8 @@ class RunDirectory:
         if self.resume is None:
             if (first := first_step(self.metrics_file)) is not None:
                 LOG.info(
-                    "an earlier start logged steps from %d on and committed no checkpoint: training starts again, and "
-                    "these lines are kept in %s",
+                    "an earlier start logged steps from %d on and committed no checkpoint: training starts again",
                     first,
-                    CUT_FILE,
                 )
         elif (checkpoint := self.continued) is not None:
             check_lines(self.metrics_file, checkpoint.manifest.get("metrics_from"), checkpoint.step)

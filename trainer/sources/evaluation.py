@@ -166,8 +166,8 @@ class RolloutEvaluator:
         due = self._count == 2 or (self._count == 1 and step == self.cfg.total_steps)
         if due and -math.inf < largest < threshold and not self._has_succeeded():
             LOG.warning(
-                "no reward has reached reward.success_threshold=%g yet (the largest: %.4g), so val/accuracy is 0 and "
-                "steps are compared by val/reward/mean; set the threshold to the reward of a success",
+                "no reward has reached reward.success_threshold=%g yet (the largest: %.4g), so val/accuracy is "
+                "0; set the threshold to the reward of a success, or choose trainer.best_metric=val/reward/mean",
                 threshold,
                 largest,
             )

@@ -55,12 +55,3 @@ def test_the_best_value_follows_the_mode_and_skips_what_is_not_finite():
     assert find_best(ROWS, "reward/mean", "min") == Best("reward/mean", 0.5, 1)
     assert find_best(ROWS, "val/loss", "min") is None
     assert find_best([{"step": 1, "val/loss": math.inf}], "val/loss", "max") is None
-
-
-def test_the_best_reward_stands_for_an_accuracy_that_is_always_0(tmp_path):
-    means = [0.25, 0.5, 0.375]
-    rows = [{"step": step, "val/accuracy": 0.0, "val/reward/mean": mean} for step, mean in enumerate(means)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    paths = dict.fromkeys(("run_dir", "ckpt_path", "export_path"), str(tmp_path))
-    result = describe_result({**paths, "best_metric": "val/accuracy", "best_mode": "max"}, "finished")
-    assert result.best == Best("val/reward/mean", 0.5, 1)

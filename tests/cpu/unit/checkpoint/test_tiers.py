@@ -54,7 +54,7 @@ def test_a_save_is_uploaded_and_a_lost_disk_costs_nothing(root, tmp_path):
     path = save(CheckpointManager(store), 1, parts_of(state))
     assert path == str(tmp_path / "disk" / "global_step_1"), "committed on the disk"
     store.uploads.finish(60)
-    assert store.uploads.lag_s() == 0.0
+    assert store.uploads.waiting() == []
     shutil.rmtree(tmp_path / "disk")
     state.clear()
     elsewhere = CheckpointManager(open_tiers(root, str(tmp_path / "another")))
@@ -71,7 +71,7 @@ def test_nothing_is_deleted_before_something_newer_is_above(root, tmp_path, faul
     for step in (2, 3):
         save(checkpoints, step)
     assert checkpoints.store.steps() == [1, 2, 3], "only 1 is safe, and it is the oldest"
-    assert store.uploads.lag_s() > 0
+    assert store.uploads.waiting()
     faults.plan = lambda method, path: PASS
     store.uploads.finish(60)
     assert 3 in open_store(root).steps()
@@ -125,7 +125,7 @@ def test_an_object_store_that_is_full_holds_up_uploads_and_no_save(root, tmp_pat
     checkpoints = CheckpointManager(store)
     save(checkpoints, 1)
     save(checkpoints, 2)
-    assert store.uploads.lag_s() > 0 and open_store(root).steps() == []
+    assert store.uploads.waiting() and open_store(root).steps() == []
     faults.plan = lambda method, path: PASS
     store.uploads.finish(60)
     assert open_store(root).steps()[-1] == 2
@@ -232,7 +232,6 @@ def test_a_run_with_two_tiers_continues_on_another_machine(root, tmp_path, model
     first = tmp_path / "first"
     toy_run(toy_config(first, ckpt_path=root, ckpt_cache_dir=str(first / "disk")), model, stop_after=3)
     lines = (first / "metrics.jsonl").read_bytes()
-    assert all("time/upload_lag" in json.loads(line) for line in lines.splitlines())
     shutil.rmtree(first)
     second = tmp_path / "second"
     continued = toy_run(toy_config(second, ckpt_path=root, ckpt_cache_dir=str(second / "disk")), model)

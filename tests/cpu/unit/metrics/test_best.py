@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tests.support.runs import configured
 from trainer.api.results import describe_result
 from trainer.config import TASKS
-from trainer.metrics.best import best_of as best_of_run
-from trainer.metrics.best import better, compared_metric, instead_of
+from trainer.metrics.best import better, find_best
 from trainer.reports.compare import compare_runs
 from trainer.run.directory import RunDirectory
 
@@ -30,21 +29,15 @@ def line(accuracy: float, reward: float) -> dict[str, float]:
     return {"val/accuracy": accuracy, "val/reward/mean": reward}
 
 
-def test_the_accuracy_decides_once_a_step_has_a_success():
+def test_the_first_step_with_the_best_value_is_the_best():
     rows = [line(0.0, 0.9), line(0.1, 0.2), line(0.3, 0.1), line(0.0, 0.95), {}, line(0.3, 0.8)]
     assert best_of(rows) == {"val/accuracy": 0.3, "step": 2}
-
-
-def test_the_mean_reward_decides_while_there_is_no_success():
-    rows = [line(0.0, 0.2), line(0.0, 0.6), line(0.0, 0.5)]
-    assert best_of(rows) == {"val/reward/mean": 0.6, "step": 1}
-    assert best_of([line(0.0, float("nan")), line(0.0, -3.0)]) == {"val/reward/mean": -3.0, "step": 1}
 
 
 def test_start_weights_are_the_best_only_while_nothing_else_is_measured():
     assert best_of([line(0.9, 0.9), line(0.5, 0.5), line(0.4, 0.6)]) == {"val/accuracy": 0.5, "step": 1}
     assert best_of([line(0.9, 0.9), {}]) == {"val/accuracy": 0.9, "step": 0}
-    assert best_of([line(0.0, 0.9), line(0.0, 0.5)]) == {"val/reward/mean": 0.5, "step": 1}
+    assert best_of([line(0.0, 0.9), line(0.0, 0.5)]) == {"val/accuracy": 0.0, "step": 1}
 
 
 VALUES = st.sampled_from([0.0, 0.25, 0.5, 0.75])
@@ -55,7 +48,7 @@ VALUES = st.sampled_from([0.0, 0.25, 0.5, 0.75])
 def test_a_run_its_result_and_a_comparison_name_the_same_best_step(tmp_path_factory, rows):
     own = best_of(rows)
     logged = [{"step": step, **row} for step, row in enumerate(rows)]
-    found = best_of_run(logged, "val/accuracy", "max")
+    found = find_best(logged, "val/accuracy", "max")
     assert ({found.metric: found.value, "step": found.step} if found else {}) == own
     directory = tmp_path_factory.mktemp("sweep")
     (directory / "job").mkdir()
@@ -67,10 +60,6 @@ def test_a_run_its_result_and_a_comparison_name_the_same_best_step(tmp_path_fact
         compare_runs([str(directory)], str(directory / "x.png"))
     cells = [cell.strip() for cell in printed.getvalue().splitlines()[3].split("│")[2:4]]
     assert cells == ([f"{found.value:.4g}", str(found.step)] if found else ["-", "-"])
-
-
-def test_an_accuracy_of_zero_in_an_old_checkpoint_gives_way_to_the_mean_reward():
-    assert better({"val/accuracy": 0.0, "step": 0}, "val/accuracy", "max", 5, line(0.0, 0.1))["step"] == 5
 
 
 @pytest.mark.parametrize("mode, step", [("max", 2), ("min", 1)])
@@ -85,18 +74,7 @@ def test_a_supervised_run_is_compared_by_the_held_out_loss_unless_it_names_a_met
     assert TASKS["sft"].compared_by("sft/loss", "max") == ("sft/loss", "max")
 
 
-def test_checkpoints_of_a_run_without_success_are_compared_by_the_mean_reward():
-    assert instead_of("val/accuracy") == "val/reward/mean"
-    assert instead_of("reward/mean") == "reward/mean"
-    assert compared_metric({"val/reward/mean": 0.6}, "val/accuracy", line(0.0, 0.5)) == "val/reward/mean"
-    assert compared_metric({"val/accuracy": 0.6}, "val/accuracy", line(0.0, 0.5)) == "val/accuracy"
-    assert compared_metric({}, "val/accuracy", line(0.1, 0.5)) == "val/accuracy"
-
-
 def test_checkpoints_of_a_supervised_run_are_kept_by_the_held_out_loss(tmp_path):
     configs = [configured(tmp_path, keep_best=1, max_ckpts_to_keep=1, task=task) for task in ("rl", "sft")]
     rules = [RunDirectory(cfg).checkpoints.retention for cfg in configs]
-    assert [(one.best_metric, one.instead, one.best_mode) for one in rules] == [
-        ("val/accuracy", "val/reward/mean", "max"),
-        ("val/loss", "val/loss", "min"),
-    ]
+    assert [(one.best_metric, one.best_mode) for one in rules] == [("val/accuracy", "max"), ("val/loss", "min")]

@@ -84,14 +84,6 @@ def test_named_validation_sets_are_shown(capsys, beside):
     assert expected in capsys.readouterr().out
 
 
-def test_the_mean_reward_is_shown_while_nothing_has_succeeded(capsys):
-    with Progress(12, history=[{"step": 0, "val/accuracy": 0.0, "val/reward/mean": 0.3}]) as progress:
-        progress.update(1, {"val/accuracy": 0.0, "val/reward/mean": 0.2})
-        progress.update(2, {"val/accuracy": 0.1, "val/reward/mean": 0.1})
-    first, second = capsys.readouterr().out.splitlines()
-    assert "val reward 0.200 best 0.200" in first and "val 0.100 best 0.100" in second
-
-
 def test_switched_off_it_prints_no_steps(capsys):
     with Progress(3, enabled=False) as progress:
         progress.update(1, step_metrics(1))

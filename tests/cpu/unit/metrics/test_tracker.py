@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -93,10 +92,7 @@ def test_a_run_cut_anywhere_and_resumed_has_the_file_of_the_uninterrupted_run(
         tracker.log(later, rows[later])
     tracker.close()
     assert path.read_bytes() == whole
-    kept = [row["step"] for row in read_metrics(str(run_dir / "metrics.cut.jsonl"))]
-    logged = set(whole.splitlines()) & set(cut.splitlines())  # the last one counts without its line break too
-    assert kept == list(range(step + 1, len(logged))), "lines were discarded"
-    assert set(os.listdir(run_dir)) <= {"metrics.jsonl", "metrics.cut.jsonl"}
+    assert os.listdir(run_dir) == ["metrics.jsonl"]
 
 
 def test_what_was_logged_survives_a_kill(tmp_path):
@@ -163,25 +159,6 @@ def test_the_run_id_is_kept_while_wandb_is_off(tmp_path):
     tracker = Tracker(str(tmp_path), LoggerConfig(), {}, run_ids={"wandb_run_id": "abcd1234"})
     assert tracker.state_dict() == {"wandb_run_id": "abcd1234"}
     assert os.listdir(tmp_path) == []
-
-
-def test_lines_that_are_cut_are_kept_and_each_only_once(tmp_path):
-    def start(cut: int, last: int, reward: float) -> None:
-        tracker = Tracker(str(tmp_path), LoggerConfig(), {})
-        tracker.rewind(cut)
-        for step in range(cut + 1, last + 1):
-            tracker.log(step, {"reward/mean": reward, "time/step": os.urandom(1)[0], "perf/mfu": os.urandom(1)[0]})
-        tracker.close()
-
-    start(-1, 4, 0.5)
-    assert not (tmp_path / "metrics.cut.jsonl").exists()
-    for _ in range(3):
-        start(1, 4, 0.5)  # the same again: nothing more to keep
-    start(-1, 2, 0.25)
-    start(2, 2, 0.25)
-    kept = [json.loads(line) for line in (tmp_path / "metrics.cut.jsonl").read_text().splitlines()]
-    assert [(row["step"], row["reward/mean"]) for row in kept] == [(2, 0.5), (3, 0.5), (4, 0.5), (0, 0.5), (1, 0.5)]
-    assert [row["reward/mean"] for row in read_metrics(str(tmp_path / "metrics.jsonl"))] == [0.25] * 3
 
 
 @pytest.mark.parametrize(
