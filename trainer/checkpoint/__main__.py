@@ -25,6 +25,7 @@ from trainer.checkpoint.inspection import (
     describe_all,
     open_run,
 )
+from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import CorruptCheckpointError, step_in
 from trainer.checkpoint.storage import open_storage, remove_records
@@ -168,16 +169,21 @@ def _rollback(args: argparse.Namespace) -> Result:
     store = open_run(args.root)
     check_step(store, args.to, "--to")
     checkpoint = manifests.verify(store.path(args.to), "hash")
-    saved = read_config(checkpoint).get("trainer", {})
-    tiers = _tiers(store, saved)
     with contextlib.ExitStack() as locked:  # a running job must not lose the checkpoints that it uses
+        locked.enter_context(_lock(store)).acquire()
+        saved = read_config(checkpoint).get("trainer", {})
+        tiers = _tiers(store, saved)
         for tier in tiers:
-            for lock in tier.locks(TrainerConfig().lock_lease_s, "checkpoint directory", "end that job first"):
-                locked.enter_context(lock).acquire()
+            if tier is not store:
+                locked.enter_context(_lock(tier)).acquire()
         _forget_rollouts(store, args.root, saved.get("run_dir"), args.to)
         archived = [name for tier in tiers for name in CheckpointManager(tier).archive(after=args.to)]
     lines = [f"archived {name}" for name in archived] or ["no checkpoint is newer"]
     return {"step": args.to, "archived": archived}, lines, 0
+
+
+def _lock(store: CheckpointStore) -> RunLock:
+    return RunLock(store.root, TrainerConfig().lock_lease_s, "checkpoint directory", "end that job first")
 
 
 def _tiers(store: CheckpointStore, saved: dict[str, Any]) -> list[CheckpointStore]:

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from trainer.config.tasks import ACCURACY
 from trainer.metrics.names import PHASES, is_accuracy_of_set, pass_at
-from trainer.metrics.startup import StartUp, stage_text
+from trainer.metrics.startup import stage_text
 from trainer.metrics.timing import Timer, clock
 from trainer.process import time_limits
 from trainer.process.log_setup import LOG_FILE, messages_to
@@ -85,9 +85,6 @@ class Progress:
         self._step_ends.append(time.monotonic())
         if self._enabled and sys.stdout.isatty() and not Console().is_dumb_terminal:
             left, phase = _TextNow(lambda: self._left(unit=" left"), "dim"), _TextNow(self._phase, "cyan")
-            if (start_up := StartUp.running) is not None:
-                start_up.pause(True)
-                self._exit.callback(start_up.pause, False)
             display = _Display(self._below, rich_progress.BarColumn(), rich_progress.MofNCompleteColumn(), left, phase)
             self._display = self._exit.enter_context(display)
             self._display.add_task("", total=self._total, completed=self._completed)

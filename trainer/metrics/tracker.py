@@ -30,8 +30,6 @@ from trainer.metrics.sinks import Samples, Service, Sink, TensorBoard, WandB
 LOG = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
-PARENT_FILE = "metrics.parent.jsonl"
-"""In the run directory of a fork: the metrics of its parent up to the fork, for the report."""
 
 
 class Tracker:

@@ -77,25 +77,6 @@ def curve(axes: Axes, rows: Rows, name: str, label: str, colour: str | None = No
     axes.plot(steps, values, color=colour, label=label, marker=marker, markersize=4, linewidth=1.6, gid=name)
 
 
-def draw_parent(axes: Axes, parent: Rows) -> list[int]:
-    """Draw the metrics of a fork's parent, in lighter colours, beside those that `curve` has drawn.
-
-    Returns the steps of the parent.
-    """
-    drawn: list[int] = []
-    for line in list(axes.lines):
-        steps, values = series(parent, line.get_gid() or "")
-        finite = [value for value in values if not math.isnan(value)]
-        if finite:
-            bottom, top = axes.get_ylim()
-            marker = "o" if len(steps) <= _FEW else ""
-            axes.plot(steps, values, color=line.get_color(), alpha=0.4, marker=marker, markersize=4, linewidth=1.2)
-            margin = 0.05 * (max(finite) - min(finite))
-            axes.set_ylim(min(bottom, min(finite) - margin), max(top, max(finite) + margin))
-            drawn += steps
-    return drawn
-
-
 def _smooth(values: list[float], window: int) -> list[float]:
     """Return the mean of the `window` values around each value; fewer at the ends, and NaN is left out."""
     import numpy as np

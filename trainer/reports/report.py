@@ -19,7 +19,7 @@ from trainer.config.tasks import ACCURACY
 from trainer.errors import UserError, describe_error
 from trainer.metrics.advice import Advisor
 from trainer.metrics.names import PHASES, is_accuracy_of_set, pass_at
-from trainer.metrics.tracker import METRICS_FILE, PARENT_FILE, read_metrics
+from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.process.failure_log import Incident, read_incidents
 from trainer.process.failures import INFRASTRUCTURE, JOB
 from trainer.process.log_setup import ToolParser, encodable, run_tool, show
@@ -42,8 +42,8 @@ _INCIDENT_COLOURS = {JOB: RED, INFRASTRUCTURE: "black"}
 def write_report(run_dir: str, out: str | None = None) -> str:
     """Draw the metrics of `{run_dir}/metrics.jsonl`, and return the path of the picture.
 
-    A panel is left out if the run has not logged its metric. The report of a fork shows its parent, too, in lighter
-    colours. Below the panels stand the advisories that hold after the last step.
+    A panel is left out if the run has not logged its metric. Below the panels stand the
+    advisories that hold after the last step.
 
     Args:
         out: the PNG file; None: `{run_dir}/report.png`.
@@ -54,7 +54,7 @@ def write_report(run_dir: str, out: str | None = None) -> str:
     source = os.path.join(run_dir, METRICS_FILE)
     if not os.path.exists(source):
         raise UserError(f"{source} does not exist; give the directory of a run")
-    rows, parent = read_metrics(source), read_metrics(os.path.join(run_dir, PARENT_FILE))
+    rows = read_metrics(source)
     incidents = read_incidents(run_dir)
     start = last_start(run_dir)
     task = task_of(start)
@@ -73,15 +73,13 @@ def write_report(run_dir: str, out: str | None = None) -> str:
             axes = figure.add_subplot(grid[row, column:] if i == len(panels) - 1 else grid[row, column])
             panel(axes, rows)
             _draw_incidents(axes, incidents)
-            first = min([rows[0]["step"], *drawing.draw_parent(axes, parent)])
             drawing.label_steps(axes)
-            axes.set_xlim(first - 0.5, rows[-1]["step"] + 0.5)
+            axes.set_xlim(rows[0]["step"] - 0.5, rows[-1]["step"] + 0.5)
         name = encodable(os.path.basename(os.path.abspath(run_dir)))
-        origin = f", forked after step {parent[-1]['step']} (lighter: its parent)" if parent else ""
         marks = f", {len(incidents)} incident(s) (dotted; red: the job's own)" if incidents else ""
         if notes:
             figure.supxlabel("\n".join(notes), x=0.01, ha="left", fontsize=9)
-        figure.suptitle(f"{name} after step {rows[-1]['step']}{origin}{marks}", fontweight="bold")
+        figure.suptitle(f"{name} after step {rows[-1]['step']}{marks}", fontweight="bold")
     return path
 
 

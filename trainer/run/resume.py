@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import shlex
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -29,9 +28,7 @@ from trainer.files.documents import parse_object
 from trainer.files.hf_hub import first_line
 from trainer.files.redaction import redact
 from trainer.files.uris import absolute, is_same, is_url
-from trainer.metrics.tracker import METRICS_FILE, PARENT_FILE, as_lines, read_metrics
 from trainer.run import compatibility
-from trainer.run.run_files import RunFiles
 from trainer.run.run_metadata import has_metrics, second_run, starts_from
 
 LOG = logging.getLogger(__name__)
@@ -87,9 +84,6 @@ def find_resume(cfg: Config, checkpoints: CheckpointManager) -> Resume | None:
     resume = compare(cfg, checkpoint, fork)
     if fork:
         write_lineage(t.run_dir, checkpoint)
-        if "state" in resume.restore.kinds:  # else the fork counts its steps from 0
-            parent_run_dir = str(read_config(checkpoint).get("trainer", {}).get("run_dir", ""))
-            copy_parent_metrics(t.run_dir, checkpoint, parent_run_dir)
     return resume
 
 
@@ -247,8 +241,7 @@ def compare(cfg: Config, checkpoint: Checkpoint, fork: bool) -> Resume:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The origin of a fork. `lineage.json` names the checkpoint that the fork started from. `metrics.parent.jsonl` is a copy
-# of the parent's metrics up to there, because the parent may be deleted.
+# The origin of a fork. `lineage.json` names the checkpoint that the fork started from.
 
 
 def read_lineage(run_dir: str) -> dict[str, Any]:
@@ -275,28 +268,3 @@ def write_lineage(run_dir: str, parent: Checkpoint) -> dict[str, Any]:
     lineage = {"forked_from": parent.path, "step": parent.step, "manifest": parent.manifest["self"]}
     write_file(os.path.join(run_dir, LINEAGE_FILE), json.dumps(lineage, indent=2))
     return lineage
-
-
-def copy_parent_metrics(run_dir: str, parent: Checkpoint, parent_run_dir: str) -> None:
-    """Copy the metrics of the parent, and of its own parent, up to the step of its checkpoint.
-
-    They are for the report alone: if they are gone or damaged, the fork starts without them.
-
-    Args:
-        parent_run_dir: as the parent's config names it. What the checkpoint carries, and the directory above the
-            checkpoints, are tried first, because a run may have been moved.
-    """
-    with tempfile.TemporaryDirectory() as carried:
-        try:
-            store = open_store(os.path.dirname(parent.path))
-            RunFiles(carried, store).restore(parent, (METRICS_FILE, PARENT_FILE))
-            for directory in (carried, os.path.dirname(os.path.dirname(parent.path)), parent_run_dir):
-                own = read_metrics(os.path.join(directory, METRICS_FILE))
-                earlier = read_metrics(os.path.join(directory, PARENT_FILE))
-                if own:
-                    rows = [row for row in earlier if row["step"] < own[0]["step"]]
-                    rows += [row for row in own if row["step"] <= parent.step]
-                    write_file(os.path.join(run_dir, PARENT_FILE), as_lines(rows))
-                    return
-        except (OSError, UserError) as error:
-            LOG.warning("the report will not show the parent of this fork: %s", error)

@@ -38,7 +38,6 @@ PART = "carried"
 FILE = "carried.json"
 PATTERNS = (
     "metrics.jsonl",
-    "metrics.parent.jsonl",
     "lineage.json",
     "starts.jsonl",
     "rewards.jsonl",

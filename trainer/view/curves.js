@@ -81,10 +81,8 @@ function section(title, names, runs, marks, open) {
 function panel(name, runs, marks) {
   const lines = [];
   for (const [run, i] of runs) {
-    for (const parent of [true, false]) {
-      const curve = entryOf(parent ? run.parent : run.curves, name);
-      if (curve) lines.push({ i, parent, steps: curve[0], values: curve[1], shown: shownOf(curve[1]) });
-    }
+    const curve = entryOf(run.curves, name);
+    if (curve) lines.push({ i, steps: curve[0], values: curve[1], shown: shownOf(curve[1]) });
   }
   const finite = lines.flatMap((line) => line.values.filter((value) => value !== null));
   const [unit, meaning] = entryOf(DATA.metrics, name) || ["", ""];
@@ -119,13 +117,13 @@ function panel(name, runs, marks) {
     const step = stepAt(event);
     cursor.setAttribute("x1", x(step));
     cursor.setAttribute("x2", x(step));
-    fill(readout, `step ${step}: `, lines.filter((line) => !line.parent).map((line) =>
+    fill(readout, `step ${step}: `, lines.map((line) =>
       el("span", {}, RUNS.length > 1 ? swatch(line.i) : null, figure(valueAt(line, step)), " ")));
   });
   const rest = () => {
     cursor.setAttribute("x1", -9);
     cursor.setAttribute("x2", -9);
-    fill(readout, lines.filter((line) => !line.parent).map((line) =>
+    fill(readout, lines.map((line) =>
       el("span", {}, RUNS.length > 1 ? swatch(line.i) : null, figure(line.values[line.values.length - 1]), " ")), unit);
   };
   svg.addEventListener("pointerleave", rest);
@@ -169,8 +167,8 @@ function distanceTo({ steps, shown }, left, top, x, y) {
 }
 
 /** Draw a curve: with dots if it has few points; a running mean over the values themselves if it has many. */
-function drawLine(svg, { i, parent, steps, values, shown }, x, y) {
-  const colour = `curve run${i % COLOURS}${parent ? " parent" : ""}`;
+function drawLine(svg, { i, steps, values, shown }, x, y) {
+  const colour = `curve run${i % COLOURS}`;
   if (shown !== values) svg.append(el("path", { class: `${colour} raw`, d: path(steps, values, x, y) }));
   svg.append(el("path", { class: colour, d: path(steps, shown, x, y) }));
   if (values.length <= 30) {

@@ -15,7 +15,6 @@ from trainer.config import Metric
 from trainer.errors import UserError
 from trainer.metrics.advice import advise
 from trainer.metrics.names import METRICS
-from trainer.metrics.tracker import PARENT_FILE, read_metrics
 from trainer.process.failure_log import read_incidents
 from trainer.reports.compare import Run
 from trainer.run.run_metadata import LOG_NAME, STARTS_FILE
@@ -40,7 +39,6 @@ def describe_run(run: Run, name: str) -> dict[str, Any]:
         "step": run.steps,
         "compared": [run.task.best_metric, run.task.best_mode],
         "curves": curves(run.rows),
-        "parent": curves(read_metrics(os.path.join(run.path, PARENT_FILE))),
         "marks": _marks(run.path),
         "starts": _starts(run.path),
         "config": {key: _as_text(value) for key, value in run.config.items()},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import shutil
 
 import pytest
 
@@ -98,15 +97,3 @@ def test_no_credential_is_in_the_store(s3, tmp_path, tmp_path_factory):
     storage = open_storage("s3://stored")
     contents = [storage.get(key) for key in storage.list()]
     assert contents and not [data for data in contents if SECRET.encode() in data or KEY.encode() in data]
-
-
-def test_a_fork_of_a_url_has_the_metrics_of_its_parent(s3, tmp_path, tmp_path_factory):
-    root = make_bucket("forks") + "/run"
-    model = tmp_path_factory.mktemp("start")
-    toy_run(toy_config(tmp_path / "parent", ckpt_path=root, total_steps=3), model)
-    lines = (tmp_path / "parent" / "metrics.jsonl").read_text().splitlines()
-    shutil.rmtree(tmp_path / "parent")
-    fork = tmp_path / "fork"
-    cfg = toy_config(fork, total_steps=4, resume_mode="from_path", resume_path=f"{root}/global_step_2")
-    toy_run(cfg, model)
-    assert (fork / "metrics.parent.jsonl").read_text().splitlines() == lines[:2]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import struct
@@ -16,7 +15,6 @@ from matplotlib.figure import Figure
 from tests.support.metrics import make_tracker, step_metrics
 from trainer.config import Config, Metric, TrainerConfig
 from trainer.errors import UserError
-from trainer.metrics.tracker import PARENT_FILE
 from trainer.process.failure_log import INCIDENTS, Incident
 from trainer.process.failures import INFRASTRUCTURE, JOB
 from trainer.reports.report import _notes, _panels, main, write_report
@@ -36,7 +34,7 @@ def report_of(run_dir: Path, rows: list[dict[str, float]], first_step: int = 1, 
     assert path == str(run_dir / "report.png")
     picture = Path(path).read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
-    assert set(os.listdir(run_dir)) - {PARENT_FILE, "config.yaml", "starts.jsonl"} == {"metrics.jsonl", "report.png"}
+    assert set(os.listdir(run_dir)) - {"config.yaml", "starts.jsonl"} == {"metrics.jsonl", "report.png"}
     return picture
 
 
@@ -184,16 +182,3 @@ def test_the_report_of_a_run_that_may_only_be_read_goes_elsewhere(tmp_path):
     make_tracker(tmp_path).log(1, {"policy/lr": 1.0})
     with pytest.raises(UserError, match="nothing to draw yet"):
         write_report(str(tmp_path))
-
-
-def test_the_report_of_a_fork_shows_its_parent_too(tmp_path):
-    rows = [step_metrics(step) for step in range(3, 6)]
-    alone = report_of(tmp_path / "alone" / "run", rows, first_step=3)
-    pictures = {alone}
-    for name, values in (("up", (0.1, 0.2, 0.9)), ("down", (0.9, 0.2, 0.1))):  # the same axes, other curves
-        (tmp_path / name / "run").mkdir(parents=True)
-        parent = [{"step": i, "reward/mean": value, "policy/kl": float("nan")} for i, value in enumerate(values)]
-        lines = "".join(json.dumps(row).replace("NaN", "null") + "\n" for row in parent)
-        (tmp_path / name / "run" / PARENT_FILE).write_text(lines)
-        pictures.add(report_of(tmp_path / name / "run", rows, first_step=3))
-    assert len(pictures) == 3

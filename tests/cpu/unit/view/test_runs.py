@@ -6,18 +6,15 @@ import json
 
 from tests.support.metrics import make_tracker
 from tests.support.viewed_runs import make_run
-from trainer.metrics.tracker import PARENT_FILE, as_lines
 from trainer.reports.compare import read_run
 from trainer.view.runs import curves, describe_metrics, describe_run
 
 
 def test_a_run_is_described(tmp_path):
     path = make_run(tmp_path / "run", steps=4)
-    (path / PARENT_FILE).write_text(as_lines([{"step": 0, "reward/mean": 0.25}]))
     run = describe_run(read_run(str(path)), "run")
     assert run["step"] == 4 and run["total_steps"] == 4
     assert run["curves"]["val/accuracy"] == [[0, 2, 4], [0.25, 0.7, 0.6]]
-    assert run["parent"] == {"reward/mean": [[0], [0.25]]}
     assert [(mark["kind"], mark["step"]) for mark in run["marks"]] == [
         ("incident", 2), ("restart", 1), *(("checkpoint", step) for step in range(1, 5))]  # fmt: skip
     assert run["marks"][0]["text"] == "out of memory; restarted the ranks; no memory"
