@@ -196,9 +196,6 @@ _MAX_SUGGESTIONS = 3
 _MIN_SIMILARITY = 0.75
 """Least similarity of a suggestion, where 1 is equality. Names below it have little to do with the wrong name."""
 
-_CONTAINS_ALL_WORDS = 0.9
-"""Similarity of a name that contains all words of the wrong name: `train_batch_size` for `batch_size`."""
-
 _MARGIN = 0.1
 """A name is suggested only if its similarity is at most this much below the best one."""
 
@@ -209,29 +206,19 @@ def did_you_mean(wrong: str, names: Iterable[str]) -> str:
     Args:
         names: plain names, or keys with their sections. `wrong` may lack the section, or have a wrong one.
     """
-    scores = {name: _similarity(wrong, name) for name in names}
-    least = max([_MIN_SIMILARITY, *(score - _MARGIN for score in scores.values())])
-    similar = sorted((name for name in scores if scores[name] >= least), key=lambda name: scores[name], reverse=True)
-    similar.sort(key=lambda name: _section_similarity(wrong, name), reverse=True)
-    return f"did you mean {', or '.join(similar[:_MAX_SUGGESTIONS])}?" if similar else ""
-
-
-def _similarity(wrong: str, name: str) -> float:
-    """Return the similarity of the last components of two dotted names."""
-    *section, last = wrong.split(".")
-    components = name.split(".")
-    endings = ["_".join(components[i:]) for i in range(len(components))]  # model_path: model.path
-    if set(last.split("_")) < set(components[-1].split("_")):
-        return _CONTAINS_ALL_WORDS
-    return max(_ratio(last, ending) for ending in (endings[-1:] if section else endings))
-
-
-def _section_similarity(wrong: str, name: str) -> float:
-    section = wrong.rpartition(".")[0]
-    return _ratio(section, name.rpartition(".")[0]) if section else 0.0
-
-
-def _ratio(a: str, b: str) -> float:
     from difflib import SequenceMatcher  # seldom needed, and this module is imported before signals are handled
 
-    return SequenceMatcher(None, a.lower(), b.lower(), autojunk=False).ratio()
+    def ratio(a: str, b: str) -> float:
+        return SequenceMatcher(None, a.lower(), b.lower(), autojunk=False).ratio()
+
+    section, _, last = wrong.rpartition(".")
+    scores = {}
+    for name in names:
+        parts = name.split(".")
+        endings = ["_".join(parts[i:]) for i in range(len(parts))]  # model_path: model.path
+        has_all_words = set(last.split("_")) < set(parts[-1].split("_"))  # train_batch_size for batch_size
+        scores[name] = 0.9 if has_all_words else max(ratio(last, one) for one in (endings[-1:] if section else endings))
+    least = max([_MIN_SIMILARITY, *(score - _MARGIN for score in scores.values())])
+    alike = {name: ratio(section, name.rpartition(".")[0]) if section else 0.0 for name in scores}
+    similar = sorted((n for n in scores if scores[n] >= least), key=lambda n: (-alike[n], -scores[n]))
+    return f"did you mean {', or '.join(similar[:_MAX_SUGGESTIONS])}?" if similar else ""

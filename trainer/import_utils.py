@@ -10,7 +10,6 @@ import importlib.metadata
 import importlib.util
 import inspect
 import os
-import pkgutil
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -52,18 +51,10 @@ def import_function(path: str, key: str, known: Iterable[str] = ()) -> Callable[
     if os.getcwd() not in sys.path:  # for a file in the directory in which the command was given
         sys.path.insert(0, os.getcwd())
     import_numpy()
-    try:
-        with importing(), user_code(f"{key}={path}: cannot be imported ({{}})"):
-            module = importlib.import_module(module_name)
-            names = [
-                name for name in dir(module) if not name.startswith("_") and _is_value(getattr(module, name, None))
-            ]
-            function = getattr(module, function_name, None)
-    except UserError as error:
-        missing = getattr(error.__cause__, "name", None) if isinstance(error.__cause__, ModuleNotFoundError) else None
-        if missing and f"{module_name}.".startswith(f"{missing}."):
-            raise UserError(f"{error}; {_suggest_module(missing)}") from error.__cause__
-        raise
+    with importing(), user_code(f"{key}={path}: cannot be imported from {os.getcwd()} or a package ({{}})"):
+        module = importlib.import_module(module_name)
+        names = [name for name in dir(module) if not name.startswith("_") and _is_value(getattr(module, name, None))]
+        function = getattr(module, function_name, None)
     signals.SIGNALS.check()
     if not _is_value(function):
         meant = did_you_mean(function_name, names)
@@ -105,22 +96,6 @@ def import_spec(path: str, key: str, kind: type[Spec], known: Iterable[str], usu
 def is_agent(kind: Any) -> bool:
     """Return whether what `environment.name` names is the class of an agent, which has `run`, and no environment."""
     return inspect.isclass(kind) and hasattr(kind, "run") and not hasattr(kind, "step")
-
-
-def _suggest_module(missing: str) -> str:
-    """Return a suggestion for a module that does not exist, or where it is searched for."""
-    package, _, name = missing.rpartition(".")
-    directories = list(getattr(sys.modules[package], "__path__", [])) if package else [os.getcwd()]
-    names = {module.name for module in pkgutil.iter_modules(directories)}
-    for directory in directories:
-        with contextlib.suppress(OSError):
-            names |= {entry.name for entry in os.scandir(directory) if entry.is_dir() and entry.name.isidentifier()}
-    if meant := did_you_mean(
-        missing, [f"{package}.{module}".lstrip(".") for module in names if not module.startswith("_")]
-    ):
-        return meant
-    where = " and among the installed packages" if not package else ""
-    return f"{name}.py or {name}/ is searched for in {' and '.join(directories)}{where}"
 
 
 def digest_code(path: str) -> str:

@@ -106,13 +106,6 @@ class RunLock:
                 SIGNALS.check()
                 time.sleep(_REMOVING_S)
                 continue
-            except OSError as error:
-                if not self._is_blocked():
-                    raise
-                raise UserError(
-                    f"{self.path}: the lock cannot be taken ({error.strerror or error}); remove that path, or "
-                    f"{self._remedy}"
-                ) from error
             is_alive = _is_local(owner) or watch.moved
             if is_alive and not wait:
                 raise UserError(f"{self.directory}: in use by {_describe(owner)}; {self._remedy}")
@@ -242,11 +235,6 @@ class RunLock:
         self._beats += 1  # every heartbeat changes the content, and with it the etag
         data = json.dumps({**content, "beats": self._beats}).encode()
         return self._storage.put_if(NAME, data, etag)
-
-    def _is_blocked(self) -> bool:
-        """Return whether something that no job creates is where the lock should be: a directory, a link, a pipe."""
-        paths = (self.path, f"{self.path}.guard") if self._storage.disk is not None else ()
-        return any(os.path.lexists(path) and (os.path.islink(path) or not os.path.isfile(path)) for path in paths)
 
     def _dead(self, owner: dict[str, Any], silent_s: float) -> str | None:
         """Return why the owner is dead; None: it may be alive."""

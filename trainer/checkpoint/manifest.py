@@ -21,7 +21,7 @@ import xxhash
 from trainer import __version__
 from trainer.checkpoint.storage import Storage, open_storage
 from trainer.errors import UserError, one_line
-from trainer.files.atomic_io import access_problem, digest_bytes, digest_file, is_unrelated_to_content
+from trainer.files.atomic_io import digest_bytes, digest_file, is_unrelated_to_content
 from trainer.files.documents import ObjectShape, Shape, is_count, is_number, mismatch, parse_object
 
 if TYPE_CHECKING:
@@ -231,9 +231,7 @@ def reading(path: str, name: str) -> Iterator[None]:
     except OSError as error:
         if not is_unrelated_to_content(error):
             raise CorruptCheckpointError(f"{path}: {name} cannot be read ({error.strerror or error})") from error
-        denied = "" if open_storage(path).disk is None else access_problem(os.path.join(path, name))
-        text = f"{path}: {name} cannot be read ({error.strerror}{denied and f': {denied}'})"
-        raise UnreadableError(text) from error
+        raise UnreadableError(f"{path}: {name} cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise CorruptCheckpointError(f"{path}: {name} is damaged ({error})") from error
 

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import glob
 import os
-import pathlib
 import stat
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
@@ -98,21 +97,6 @@ _UNRELATED_TO_CONTENT = frozenset(
 def is_unrelated_to_content(error: OSError) -> bool:
     """Return whether the cause of a failed read lies outside the file. Not for EIO, which a bad sector causes too."""
     return error.errno in _UNRELATED_TO_CONTENT
-
-
-def access_problem(path: str) -> str:
-    """Return which directory of `path`, or which file, this user may not access, and why. Empty if there is none."""
-    folders = [*reversed(pathlib.PurePath(os.path.abspath(path)).parents)]
-    for entry, mode, verb in [*((str(folder), os.X_OK, "enter") for folder in folders), (path, os.R_OK, "read")]:
-        if not os.access(entry, mode, effective_ids=True):
-            with contextlib.suppress(OSError):
-                status = os.stat(entry)
-                return (
-                    f"user {os.geteuid()} may not {verb} {entry}, which belongs to user {status.st_uid} and has the "
-                    f"mode {stat.S_IMODE(status.st_mode):04o}"
-                )
-            return ""
-    return ""
 
 
 def open_regular(path: str, flags: int = 0, folder: int | None = None) -> BinaryIO:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import glob
 import json
 import os
@@ -11,10 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.components import CONFIG_FILE, read_config
-from trainer.checkpoint.inspection import find_store
-from trainer.checkpoint.manifest import CheckpointError
+from trainer.checkpoint.components import CONFIG_FILE
 from trainer.errors import UserError, did_you_mean, sentence_of
 from trainer.files.documents import flatten, parse_yaml
 from trainer.files.redaction import redact
@@ -69,27 +67,14 @@ def read_run(path: str) -> Run:
     file = os.path.join(path, METRICS_FILE)
     if not os.path.exists(file):
         raise UserError(_no_run(path))
-    config, rows = _config_of(path), read_metrics(file)
+    config: dict[str, Any] = {}
+    try:
+        with contextlib.suppress(FileNotFoundError), open(os.path.join(path, CONFIG_FILE), "rb") as handle:
+            config = redact(parse_yaml(handle.read(), {str: dict}))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{os.path.join(path, CONFIG_FILE)}: cannot be read ({error})") from error
     start = last_start(path)
-    return Run(path, flatten(config), rows, task_of(start), start["command"] if start else [])
-
-
-def _config_of(path: str) -> dict[str, Any]:
-    """Return the config in the run directory, or in the newest checkpoint that has one."""
-    file = os.path.join(path, CONFIG_FILE)
-    if os.path.exists(file):
-        try:
-            with open(file, "rb") as handle:
-                return redact(parse_yaml(handle.read(), {str: dict}))
-        except (OSError, ValueError) as error:
-            raise UserError(f"{file}: cannot be read ({error})") from error
-    store = find_store(path)
-    for step in reversed(store.steps() if store is not None else []):
-        try:
-            return read_config(manifests.read(store.path(step)))
-        except CheckpointError:
-            continue
-    return {}
+    return Run(path, flatten(config), read_metrics(file), task_of(start), start["command"] if start else [])
 
 
 def differing_keys(runs: list[Run]) -> list[str]:

@@ -22,7 +22,7 @@ from trainer.checkpoint.manifest import CheckpointError, CorruptCheckpointError
 from trainer.checkpoint.store import open_store
 from trainer.config.trainer import PROCESSES
 from trainer.errors import UserError
-from trainer.files.uris import inside, is_same, is_url
+from trainer.files.uris import inside, is_url
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.process.failure_log import Incident, read_incidents
 from trainer.process.failures import INFRASTRUCTURE, JOB
@@ -89,7 +89,7 @@ def diagnose(run_dir: str) -> list[str]:
     elif is_refused:
         advice = "repair one, resume with the version that wrote it, or start over with another trainer.run_name"
     else:
-        advice = _advice(start, run_dir, incidents, last_words)
+        advice = _advice(start, incidents, last_words)
     return [*lines, f"next       {advice}"]
 
 
@@ -118,21 +118,9 @@ def bad_nodes(incidents: list[Incident]) -> dict[str, str]:
     return reasons | {incident.node: incident.cause for incident in blamed if incident.cause.startswith("GPU error")}
 
 
-def _moved_from(run_dir: str, start: dict[str, Any]) -> str | None:
-    """Return the directory in which the run was started, if it is now in another one: moved, or a copy."""
-    before = start["config"]["trainer"].get("run_dir")
-    if not isinstance(before, str):
-        return None
-    before = inside(start["directory"], before)
-    return None if is_same(before, run_dir) else before
-
-
 def _checkpoints(run_dir: str, start: dict[str, Any]) -> tuple[int, list[str]]:
     """Return the step of the newest valid checkpoint (0: none), and lines about the newest ones."""
     root = last_commit.read(run_dir) or inside(start["directory"], start["config"]["trainer"]["ckpt_path"])
-    moved_from = _moved_from(run_dir, start)
-    if moved_from and not is_url(root) and (below := os.path.relpath(root, moved_from)).split(os.sep)[0] != os.pardir:
-        root = os.path.join(run_dir, below)
     newest, lines = _newest(root)
     local = start["config"]["trainer"].get("ckpt_cache_dir")
     if isinstance(local, str):
@@ -210,7 +198,7 @@ def _line(incident: Incident) -> str:
     )
 
 
-def _advice(start: dict[str, Any], run_dir: str, incidents: list[Incident], last_words: str) -> str:
+def _advice(start: dict[str, Any], incidents: list[Incident], last_words: str) -> str:
     """Return the command that continues a run that has not finished."""
     since = [incident for incident in incidents if not _is_older(incident.time, start.get("time"))]
     at_fault = not since or since[-1].kind == JOB and since[-1].action == "ended the run"  # none: it was refused
@@ -218,8 +206,6 @@ def _advice(start: dict[str, Any], run_dir: str, incidents: list[Incident], last
     changes: dict[str, str | None] = {}
     if _has_passed(start["config"]["trainer"].get("deadline")):
         changes["trainer.deadline"] = None
-    if _moved_from(run_dir, start):
-        changes["trainer.run_dir"] = os.path.abspath(run_dir)
     address = start["config"]["trainer"].get("ray_address")
     if address not in (None, PROCESSES) and (nodes := bad_nodes(incidents)):
         drained = sorted({*nodes, *start["config"]["trainer"].get("excluded_nodes", [])})

@@ -37,8 +37,8 @@ def test_a_module_that_raises_at_import_is_refused_in_one_line(tmp_path, monkeyp
     with pytest.raises(UserError) as caught:
         import_function("raising:f", "data.curriculum")
     message = str(caught.value)
-    assert message.startswith(f"data.curriculum=raising:f: cannot be imported ({reason}")
-    assert len(message) < 300
+    assert message.startswith(f"data.curriculum=raising:f: cannot be imported from {tmp_path} or a package ({reason}")
+    assert len(message) < 400
     assert message.isprintable()
 
 
@@ -82,13 +82,6 @@ def test_a_path_of_a_file_is_refused_with_the_name_of_the_module(path, name):
         import_function(path, "reward.name")
 
 
-def test_a_missing_module_is_refused_with_the_directories_that_were_searched(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    places = f"no_such.py or no_such/ is searched for in {tmp_path} and among the installed packages"
-    with pytest.raises(UserError, match=f"No module named 'no_such'.; {places}"):
-        import_function("no_such:f", "reward.name")
-
-
 @pytest.mark.parametrize(
     "path, sentence",
     [
@@ -96,21 +89,13 @@ def test_a_missing_module_is_refused_with_the_directories_that_were_searched(tmp
         ("own_rewards:scor", "has no function scor; did you mean score, or Scorer?"),
         ("own_rewards:_hiden", "own_rewards has no function _hiden"),
         ("own_rewards:LIMIT", "own_rewards has no LIMIT"),
-        ("own_rewrads:score", "No module named 'own_rewrads'); did you mean own_rewards?"),
-        ("tasks.wrods:score", "No module named 'tasks.wrods'); did you mean tasks.words?"),
-        ("taks.words:score", "No module named 'taks'); did you mean tasks?"),
-        (
-            "trainer.environments.retri:RetryEnv",
-            "'trainer.environments.retri'); did you mean trainer.environments.retry?",
-        ),
-        ("importing:score", "cannot be imported (ModuleNotFoundError: No module named 'own_rewrads')"),
+        ("own_rewrads:score", "or a package (ModuleNotFoundError: No module named 'own_rewrads')"),
+        ("importing:score", "or a package (ModuleNotFoundError: No module named 'own_rewrads')"),
     ],
 )
-def test_a_misspelt_function_class_or_module_gets_a_suggestion(path, sentence, tmp_path, monkeypatch):
+def test_a_misspelt_function_or_class_gets_a_suggestion(path, sentence, tmp_path, monkeypatch):
     (tmp_path / "own_rewards.py").write_text("class Scorer: pass\ndef score(): pass\ndef _hidden(): pass\nLIMIT = 3\n")
     (tmp_path / "importing.py").write_text("import own_rewrads\n")
-    (tmp_path / "tasks").mkdir()
-    (tmp_path / "tasks/words.py").write_text("def score(): pass\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
     with pytest.raises(UserError) as caught:

@@ -295,10 +295,3 @@ def test_a_lock_that_is_garbage_is_taken_over_when_it_is_old(tmp_path):
         Path(lock.path).write_bytes(content)
         assert "took over the run directory from an unknown process" in lock.acquire(), content[:20]
         lock.release()
-
-
-@pytest.mark.parametrize("name", [".lock", ".lock.guard"])
-def test_a_lock_that_is_a_directory_is_refused(tmp_path, name):
-    (tmp_path / name).mkdir()
-    with pytest.raises(UserError, match="the lock cannot be taken.*remove that path"):
-        RunLock(str(tmp_path), 60).acquire()

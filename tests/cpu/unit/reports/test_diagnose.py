@@ -195,13 +195,6 @@ def test_a_cut_file_in_the_last_checkpoint_is_found_and_the_restart_is_foretold(
     assert lines[-1].startswith("next       repair one, ")
 
 
-def test_of_a_run_that_was_moved_the_checkpoints_are_found_and_the_command_names_the_new_directory(run, capsys):
-    moved = run.rename(run.parent / "run 2")
-    lines = said(moved, capsys)
-    assert f"           {moved}/checkpoints/global_step_2, saved at" in "\n".join(lines)
-    assert lines[-1].endswith(f"trainer.resume_mode=latest 'trainer.run_dir={moved}'")
-
-
 def test_the_next_command_works_as_it_is_printed(run, capsys):
     next_line = said(run, capsys)[-1].removeprefix("next       ")
     done = subprocess.run(
