@@ -8,8 +8,8 @@ from tests.support.browser import Browser
 from trainer.view.build import Builder, Limits
 
 
-def write_page(out: Path, *runs: Path, refresh_s: float | None = None) -> Path:
-    Builder([str(run) for run in runs], Limits()).write(str(out), refresh_s)
+def write_page(out: Path, *runs: Path) -> Path:
+    Builder([str(run) for run in runs], Limits()).write(str(out))
     return out
 
 

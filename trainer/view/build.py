@@ -1,20 +1,15 @@
-"""Build the page of one or several runs, within limits, and again when their files have changed."""
+"""Build the page of one or several runs, within limits."""
 
 from __future__ import annotations
 
-import glob
-import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from trainer.files.atomic_io import write_file
-from trainer.metrics.tracker import METRICS_FILE
-from trainer.process.failure_log import INCIDENTS_FILE
 from trainer.process.log_setup import encodable
 from trainer.reports.compare import Run, differing_keys, find_runs, read_run
-from trainer.run.run_metadata import STARTS_FILE
 from trainer.view.episodes import TRAINING, StepData, StepFiles, find_steps, read_step
 from trainer.view.page import pack, render
 from trainer.view.runs import describe_metrics, describe_run
@@ -36,21 +31,6 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far a run is."""
-
-    path: str
-    step: int
-    """The last step that is logged."""
-    total_steps: int
-    """0: not known; the run recorded neither its start nor its config."""
-
-    @property
-    def is_complete(self) -> bool:
-        return self.step >= self.total_steps
-
-
-@dataclass(frozen=True)
 class _Packed:
     """A step as the page holds it."""
 
@@ -61,7 +41,7 @@ class _Packed:
 
 
 class Builder:
-    """Builds the page of runs. What has not changed since the last time is not read again.
+    """Builds the page of runs.
 
     Args:
         paths: run directories, or directories that hold several.
@@ -70,42 +50,23 @@ class Builder:
     def __init__(self, paths: Sequence[str], limits: Limits):
         self.paths = find_runs(list(paths))
         self.limits = limits
-        self._packed: dict[StepFiles, tuple[Any, _Packed]] = {}
-        self._vocabularies: dict[str, tuple[str, Vocabulary]] = {}  # of each run, with the digest of its file
         self.notes: list[str] = []
-        """What the last page lacks, and why, for people."""
-        self.progress: list[Progress] = []
-        """How far the runs are in the last page."""
+        """What the page lacks, and why, for people."""
 
-    def stamp(self) -> tuple[Any, ...]:
-        """Return a value that changes with the files of the runs."""
-        names = (METRICS_FILE, INCIDENTS_FILE, STARTS_FILE)
-        files = [os.path.join(path, name) for path in self.paths for name in names]
-        steps = tuple(one.stamp() for path in self.paths for one in find_steps(path))
-        present = [(file, os.stat(file).st_size) for file in files if os.path.exists(file)]
-        checkpoints = [
-            glob.glob(os.path.join(glob.escape(path), "checkpoints", "global_step_*")) for path in self.paths
-        ]
-        return steps, tuple(present), str(checkpoints)
-
-    def write(self, out: str, refresh_s: float | None = None) -> int:
+    def write(self, out: str) -> int:
         """Write the page to the file `out`, and return its size in bytes.
-
-        Args:
-            refresh_s: after so many seconds, an open page loads itself again; None: it does not.
 
         Raises:
             UserError: a file of a run is damaged.
         """
-        page = self.page(refresh_s).encode()
+        page = self.page().encode()
         write_file(out, page)
         return len(page)
 
-    def page(self, refresh_s: float | None = None) -> str:
+    def page(self) -> str:
         """Return the page (see `write`)."""
         self.notes = []
         runs = [read_run(path) for path in self.paths]
-        self.progress = [Progress(run.path, run.steps, run.task.total_steps) for run in runs]
         chunks: dict[str, str] = {}
         described = []
         for number, (run, name) in enumerate(zip(runs, _names(self.paths), strict=True)):
@@ -116,7 +77,6 @@ class Builder:
             "metrics": describe_metrics(runs),
             "differing": differing_keys(runs) if len(runs) > 1 else [],
             "notes": self.notes,
-            "refresh_s": refresh_s,
         }
         return render(data, chunks)
 
@@ -150,7 +110,6 @@ class Builder:
                 f"{name}: the episodes of {left_out:,} of {len(found):,} steps are left out, evenly spread "
                 "(--max-episodes, --max-tokens; --steps chooses some)"
             )
-        self._forget(run.path, {one.data.files for one in kept})
         steps = []
         for packed in sorted(kept, key=lambda one: (one.data.files.split, one.data.files.step)):
             files, key = packed.data.files, f"c{len(chunks)}"
@@ -169,10 +128,6 @@ class Builder:
 
     def _pack(self, files: StepFiles, most_episodes: int, vocabulary: Vocabulary | None) -> _Packed | None:
         """Return the episodes of a step; None: its files are gone or damaged."""
-        stamp = files.stamp()
-        known = self._packed.get(files)
-        if known is not None and known[0] == stamp and known[1].data.count <= most_episodes:
-            return known[1]
         try:
             data = read_step(files, most_episodes, *([vocabulary.decode] if vocabulary else []))
         except (ValueError, OSError) as error:
@@ -182,33 +137,19 @@ class Builder:
             return None
         packed = _Packed(data, pack(data.rows), pack(data.texts), pack(data.tokens) if data.tokens else "")
         data.rows, data.texts, data.tokens = {"uid": data.rows["uid"]}, {}, b""  # the packed form is smaller
-        if not data.left_out:
-            self._packed[files] = stamp, packed
         return packed
 
-    def _forget(self, path: str, kept: set[StepFiles]) -> None:
-        """Forget the steps of a run that are in the page no more."""
-        for files in [one for one in self._packed if one not in kept and one.paths[0].startswith(path + os.sep)]:
-            del self._packed[files]
-
     def _vocabulary_of(self, run: Run, name: str) -> Vocabulary:
-        """Return the vocabulary of a run; an empty one, with a note, if there is none.
-
-        That of the last page is kept: each checkpoint has the same.
-        """
+        """Return the vocabulary of a run; an empty one, with a note, if there is none."""
         path = find_tokenizer(run.path, run.config.get("model.path"))
         if path is None:
             self.notes.append(f"{name}: no tokenizer is on this machine, so tokens are shown by their numbers")
             return Vocabulary(None)
         try:
-            with open(path, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            if name not in self._vocabularies or self._vocabularies[name][0] != digest:
-                self._vocabularies[name] = digest, Vocabulary(path)
+            return Vocabulary(path)
         except (ValueError, OSError) as error:
             self.notes.append(f"{name}: its tokenizer cannot be read ({error})")
             return Vocabulary(None)
-        return self._vocabularies[name][1]
 
 
 def _spread(steps: Sequence[StepFiles]) -> list[StepFiles]:

@@ -40,10 +40,6 @@ class StepFiles:
     """`rollouts`, `journal` or `validation`."""
     paths: tuple[str, ...]
 
-    def stamp(self) -> tuple[Any, ...]:
-        """Return a value that changes with the files."""
-        return tuple((path, s.st_size, s.st_mtime_ns) for path in self.paths if (s := _status(path)) is not None)
-
 
 @dataclass
 class StepData:

@@ -66,7 +66,7 @@ function start() {
   const nav = el("nav", { role: "tablist" }, Object.entries(TABS).map(([tab, [label]]) =>
     el("button", { role: "tab", "data-tab": tab, click: () => change({ tab }, showTab) }, label)));
   fill(document.getElementById("app"), el("div", { class: "top" }, el("h1", {}, RUNS.length > 1 ? "trainer" : first.name),
-    el("span", { class: "where" }, where), nav, DATA.refresh_s === null ? null : following()),
+    el("span", { class: "where" }, where), nav),
     el("main", { id: "main" }), el("div", { id: "tip", hidden: true }));
   showTab();
   addEventListener("hashchange", () => { loadState(); showTab(); });

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
-_SCRIPTS = ("page.js", "follow.js", "curves.js", "episodes.js", "conversation.js", "main.js")
+_SCRIPTS = ("page.js", "places.js", "curves.js", "episodes.js", "conversation.js", "main.js")
 _STYLE, _TEMPLATE = "view.css", "view.html"
 _LEVEL = 6
 

@@ -7,13 +7,9 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import threading
-import time
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +18,8 @@ import pytest
 from tests.support.metrics import make_tracker, step_metrics
 from tests.support.viewed_runs import make_run
 from trainer.checkpoint.inspection import find_store
-from trainer.checkpoint.lock import RunLock
 from trainer.errors import UserError
-from trainer.view.__main__ import _follow, main
+from trainer.view.__main__ import main
 from trainer.view.build import Builder, Limits, _names, _spread
 from trainer.view.episodes import StepFiles
 
@@ -46,7 +41,7 @@ def test_the_page_of_a_run_is_written(tmp_path, capsys):
     page = (run / "view.html").read_text()
     data = data_of(page)
     (described,) = data["runs"]
-    assert data["notes"] == [] and data["refresh_s"] is None and data["differing"] == []
+    assert data["notes"] == [] and data["differing"] == []
     assert [(one["split"], one["step"], one["count"]) for one in described["steps"]] == [
         ("training", 1, 16), ("training", 2, 16), ("training", 3, 16), ("validation", 0, 3)]  # fmt: skip
     assert chunk_of(page, described["steps"][1]["rows"])["uid"][0] == "0:8:0"
@@ -128,7 +123,7 @@ def test_a_store_that_cannot_be_reached_leaves_the_page_whole(tmp_path):
         (["empty"], "empty: is no run directory; it has no metrics.jsonl"),
         (["run", "--out=run"], "--out=run: cannot be written; name a file in a directory"),
         (["run", "--out=nowhere/x.html"], "--out=nowhere/x.html: cannot be written"),
-        (["run", "--out=run/metrics.jsonl/x.html", "--follow"], "cannot be written"),
+        (["run", "--out=run/metrics.jsonl/x.html"], "cannot be written"),
     ],
 )
 def test_bad_input_gets_one_sentence(tmp_path, monkeypatch, capsys, words, message):
@@ -153,9 +148,7 @@ def test_a_directory_that_others_own_is_named(tmp_path):
     assert (done.returncode, done.stderr) == (2, said)
 
 
-@pytest.mark.parametrize(
-    "option", ["--steps=3-2", "--steps=x", "--steps=-1", "--max-episodes=0", "--max-tokens=x", "--interval=0"]
-)
+@pytest.mark.parametrize("option", ["--steps=3-2", "--steps=x", "--steps=-1", "--max-episodes=0", "--max-tokens=x"])
 def test_bad_options_are_refused(option, capsys):
     assert main([".", option]) == 2
     said = capsys.readouterr().err
@@ -166,167 +159,3 @@ def test_damaged_metrics_are_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}\n{}\n")
     with pytest.raises(UserError, match=r"metrics.jsonl:1 has no JSON object"):
         Builder([str(tmp_path)], Limits()).page()
-
-
-def test_only_what_has_changed_is_read_again(tmp_path):
-    run = make_run(tmp_path / "run", steps=3)
-    builder, file = Builder([str(run)], Limits()), run / "rollouts/step_2.arrow"
-    first, stamp, status = builder.page(), builder.stamp(), file.stat()
-    file.write_bytes(b"x" * status.st_size)
-    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert builder.page() == first and builder.stamp() == stamp, "the file looks as before"
-    os.utime(file, (1, 1))
-    assert builder.stamp() != stamp and builder.page() != first and "step 2 cannot be read" in builder.notes[0]
-
-
-def test_one_tokenizer_is_kept_however_many_checkpoints_have_it(tmp_path):
-    run = make_run(tmp_path / "run", steps=3)
-    builder, content = Builder([str(run)], Limits()), (run / "model/tokenizer.json").read_text()
-    kept = []
-    for step in range(1, 4):
-        assets = run / f"checkpoints/global_step_{step}/policy/huggingface"
-        assets.mkdir(parents=True)
-        (assets / "tokenizer.json").write_text(content if step < 3 else content + " ")
-        builder.page()
-        kept += [vocabulary for _, vocabulary in builder._vocabularies.values()]
-    first, second, changed = kept
-    assert first is second and changed is not second
-    (assets / "tokenizer.json").write_text("{")
-    for _ in range(2):
-        builder.page()
-        assert "its tokenizer cannot be read" in builder.notes[0]
-
-
-def test_following_ends_at_the_last_step(tmp_path, capsys):
-    run = make_run(tmp_path / "run")
-    assert main([str(run), "--follow"]) == 0
-    assert "is complete: every run has reached its last step" in capsys.readouterr().out
-    out = str(tmp_path / "out.html")
-    _follow(Builder([str(run)], Limits()), out, 0.1)
-    assert data_of(Path(out).read_text())["refresh_s"] is None
-
-
-def test_a_run_of_unknown_length_is_followed_while_a_process_holds_it(tmp_path, capsys):
-    run = make_run(tmp_path / "run", steps=1)
-    for name in ("starts.jsonl", "config.yaml"):
-        (run / name).unlink()
-    assert main([str(run), "--follow"]) == 0
-    assert "is complete: no job is running" in capsys.readouterr().out
-
-
-def test_a_run_is_followed_while_a_process_holds_it(tmp_path, capsys):
-    run, out = make_run(tmp_path / "run", steps=1), tmp_path / "out.html"
-    builder = Builder([str(run)], Limits())
-
-    def steps() -> list[int]:
-        return data_of(out.read_text())["runs"][0]["curves"]["reward/mean"][0] if out.exists() else []
-
-    def until(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 120
-        while not condition():
-            assert time.monotonic() < deadline and thread.is_alive()
-            time.sleep(0.05)
-
-    lock = RunLock(str(run), 60)
-    lock.acquire()
-    thread = threading.Thread(target=_follow, args=(builder, str(out), 0.1))
-    thread.start()
-    try:
-        until(lambda: steps() == [1])
-        assert data_of(out.read_text())["refresh_s"] == 0.1
-        metrics = (run / "metrics.jsonl").read_text()
-        (run / "metrics.jsonl").write_text("torn\n" + metrics)
-        until(lambda: "not written" in capsys.readouterr().err)
-        (run / "metrics.jsonl").write_text(metrics + '{"step": 2, "reward/mean": 1.0}\n{"step": 3, "rew')
-        until(lambda: steps() == [1, 2])
-    finally:
-        lock.release()
-        thread.join(120)
-    assert data_of(out.read_text())["refresh_s"] is None
-    assert "is complete: every run has reached its last step" in capsys.readouterr().out
-
-
-HOLDS = "import sys, time; from trainer.checkpoint.lock import RunLock; RunLock(sys.argv[1], 60).acquire(); "
-HOLDS += "print('held', flush=True); time.sleep(600)"
-
-
-def make_longer(run: Path, steps: int) -> None:
-    """Record that a run of two steps has more."""
-    starts = (run / "starts.jsonl").read_text()
-    assert '"total_steps": 2' in starts
-    (run / "starts.jsonl").write_text(starts.replace('"total_steps": 2', f'"total_steps": {steps}'))
-
-
-def test_a_killed_run_is_followed_when_it_continues(tmp_path, capsys):
-    run, other, out = make_run(tmp_path / "run", steps=2), make_run(tmp_path / "other", steps=2), tmp_path / "out.html"
-    make_longer(run, 4)
-    builder, said = Builder([str(run), str(other)], Limits()), ""
-
-    def steps() -> list[int]:
-        return data_of(out.read_text())["runs"][0]["curves"]["reward/mean"][0]
-
-    def says(text: str) -> bool:
-        nonlocal said
-        said += capsys.readouterr().out
-        return text in said
-
-    def until(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 120
-        while not condition():
-            assert time.monotonic() < deadline and thread.is_alive()
-            time.sleep(0.05)
-
-    with subprocess.Popen([sys.executable, "-c", HOLDS, str(run)], stdout=subprocess.PIPE) as job:
-        try:
-            assert job.stdout is not None and job.stdout.readline() == b"held\n"
-            thread = threading.Thread(target=_follow, args=(builder, str(out), 0.1), daemon=True)
-            thread.start()
-            until(out.exists)
-        finally:
-            job.kill()
-    shutil.rmtree(run / "checkpoints/global_step_1")  # files that change while the run is stopped get a new page
-    until(lambda: "global_step_1" not in str(data_of(out.read_text())["runs"][0]["marks"][2:]))
-    assert data_of(out.read_text())["refresh_s"] == 0.1
-    with RunLock(str(run), 60) as lock:
-        lock.acquire()
-        with open(run / "metrics.jsonl", "a") as file:
-            file.write('{"step": 3, "reward/mean": 1.0}\n')
-        until(lambda: steps() == [1, 2, 3])
-    with RunLock(str(run), 60) as lock:
-        lock.acquire()
-        with open(run / "metrics.jsonl", "a") as file:
-            file.write('{"step": 4, "reward/mean": 1.0}\n')
-    thread.join(120)
-    assert steps() == [1, 2, 3, 4] and data_of(out.read_text())["refresh_s"] is None
-    assert says("is complete: every run has reached its last step")
-
-
-def test_a_run_that_is_deleted_is_waited_for_no_more(tmp_path, capsys):
-    run = make_run(tmp_path / "run", steps=2)
-    make_longer(run, 4)
-    builder, out = Builder([str(run)], Limits()), str(tmp_path / "out.html")
-    builder.write(out, 0.1)
-    seen = builder.stamp()
-    shutil.rmtree(run)
-    with pytest.raises(UserError, match="no such directory"):
-        _follow(builder, out, 0.1, seen)
-
-
-def test_an_interrupt_ends_following_with_a_sentence(tmp_path):
-    run = make_run(tmp_path / "run", steps=2)
-    make_longer(run, 4)
-    # Shells start what they put in the background, perhaps this test, so that it ignores the signal.
-    heeds = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    code = f"{heeds}from trainer.__main__ import main; raise SystemExit(main())"
-    command = [sys.executable, "-c", code, "view", str(run), "--follow", "--interval=0.1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline().startswith(f"view: {run}/view.html (")
-            assert data_of((run / "view.html").read_text())["refresh_s"] == 0.1
-            process.send_signal(signal.SIGINT)
-            said, errors = process.communicate(timeout=120)
-        finally:
-            process.kill()
-    assert (process.returncode, said, errors) == (0, f"view: {run}/view.html is not written again\n", "")
-    assert data_of((run / "view.html").read_text())["refresh_s"] is None

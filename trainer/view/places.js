@@ -1,11 +1,9 @@
-// What a page keeps when it loads itself again, besides the state in its address: how far its parts are scrolled, which
+// What a page keeps when it is loaded again, besides the state in its address: how far its parts are scrolled, which
 // sections are open, how much of a long text is shown, and the field that somebody is in.
 
 const PLACES = `places of ${location.pathname}`;
-const BUSY_MS = 3000, LONG_BUSY_MS = 60000;
 const before = new Map();
 let fieldBefore = null;
-let busySince = 0;
 
 /** Name a part of the page, so that it is kept. Return what it was like before the page was loaded again, once. */
 function keep(node, name) {
@@ -50,24 +48,4 @@ function loadPlaces() {
     saved.places.forEach(([name, place]) => before.set(name, place));
     fieldBefore = saved.focus;
   } catch {}
-}
-
-/** Return whether somebody types, scrolls, chooses or selects, so that a reload would disturb. */
-function isBusy() {
-  const chooses = document.activeElement.tagName === "SELECT" || !getSelection().isCollapsed;
-  return Date.now() - busySince < (chooses ? LONG_BUSY_MS : BUSY_MS);
-}
-
-/** Return the switch that loads the page again every few seconds, when nobody is busy with it. */
-function following() {
-  let on = true;
-  for (const kind of ["keydown", "input", "pointerdown", "wheel", "touchmove", "selectionchange"]) {
-    document.addEventListener(kind, () => { busySince = Date.now(); }, { capture: true, passive: true });
-  }
-  const again = () => {
-    if (on && !isBusy()) location.reload();
-    else setTimeout(again, 1000);
-  };
-  setTimeout(again, 1000 * DATA.refresh_s);
-  return tick("follow", "follow the run", true, (value) => { on = value; });
 }
