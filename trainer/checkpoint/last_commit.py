@@ -37,12 +37,6 @@ def _read(run_dir: str) -> dict[str, Any] | None:
     return None
 
 
-def remove(run_dir: str) -> None:
-    """Remove the record, because the checkpoints of the run are about to be deleted on purpose."""
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(os.path.join(run_dir, NAME))
-
-
 def check_nothing_committed(run_dir: str, ckpt_path: str) -> None:
     """Check that a run without a checkpoint has never committed one.
 

@@ -29,8 +29,6 @@ TRACE_FILE, OLDER_FILE = "trace.json", "trace.1.json"
 _FLUSH_S = 1.0
 _LARGEST_BYTES = 256 << 20
 _BEGIN = b"[\n"
-_ORDER = (DRIVER, "rank", "engine", "environment", "reward")
-"""Processes from the top to the bottom, by the last word of their names before the number."""
 
 
 class Timeline:
@@ -156,11 +154,9 @@ class TraceFile:
         if (process, "") not in self._named:
             self._named.add((process, ""))
             events.append({"name": "process_name", **place, "args": {"name": process}})
-            events.append({"name": "process_sort_index", **place, "args": {"sort_index": _sort_index(process)}})
         if (process, row) not in self._named:
             self._named.add((process, row))
             events.append({"name": "thread_name", **place, "args": {"name": row}})
-            events.append({"name": "thread_sort_index", **place, "args": {"sort_index": int(row != MAIN)}})
 
     def _microseconds(self, seconds: float) -> int:
         return int(1e6 * (seconds + self._epoch))
@@ -196,13 +192,6 @@ def read_spans(run_dir: str) -> list[Span]:
 def _number(*names: str) -> int:
     """Return the number of a process or a row, which is the same in every start of the run."""
     return zlib.crc32("\0".join(names).encode()) & 0x7FFFFFFF
-
-
-def _sort_index(process: str) -> int:
-    name, _, number = process.rpartition(" ")
-    kind = (name or process).rpartition(" ")[2]
-    first = _ORDER.index(kind) if kind in _ORDER else len(_ORDER)
-    return first * 100_000 + (int(number) if number.isdigit() else 0)
 
 
 def _repair(path: str, older: str) -> None:

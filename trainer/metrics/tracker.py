@@ -231,17 +231,6 @@ def values_of(rows: Iterable[Mapping[str, Any]], name: str) -> list[float]:
     return [row[name] for row in rows if row.get(name) is not None]
 
 
-def first_step(path: str) -> int | None:
-    """Return the step of the first line of a `metrics.jsonl`; None if it has no line."""
-    if not os.path.exists(path):
-        return None
-    with open(path, "rb") as file:
-        try:
-            return _parse(file.readline())["step"]
-        except ValueError:
-            return None
-
-
 def check_lines(path: str, first: int | None, last: int) -> None:
     """Check that a `metrics.jsonl` has one line for each step from `first` to `last`, the checkpoint's.
 

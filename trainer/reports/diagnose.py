@@ -77,8 +77,6 @@ def diagnose(run_dir: str) -> list[str]:
     lines += [f"           {_line(incident)}" for incident in incidents[-_SHOWN:]]
     lines += ["known good", *(f"           {line}" for line in checkpoints)]
     is_refused = good == 0 and any(": DAMAGED" in line for line in checkpoints)
-    if not running and good != total:
-        lines += ["restart    " + ("is refused: no checkpoint is valid" if is_refused else _restart(good, step, total))]
     suspects = bad_nodes(incidents)
     if suspects:
         lines += ["bad nodes  " + ", ".join(f"{node} ({reason})" for node, reason in suspects.items())]
@@ -87,24 +85,13 @@ def diagnose(run_dir: str) -> list[str]:
     elif good == total:
         advice = "nothing: the last step is saved"
     elif is_refused:
-        advice = "repair one, resume with the version that wrote it, or start over with another trainer.run_name"
+        advice = (
+            "a restart is refused: no checkpoint is valid; repair one, resume with the version that wrote it, or start "
+            "over with another trainer.run_name"
+        )
     else:
         advice = _advice(start, incidents, last_words)
     return [*lines, f"next       {advice}"]
-
-
-def _restart(good: int, logged: int, total: int) -> str:
-    """Return what a restart would do."""
-    if not good and not logged:
-        return "begins at the first step"
-    origin = f"continues from global_step_{good}" if good else "begins at the first step"
-    again = f", trains step{'s' if logged > good + 1 else ''} {_span(good + 1, logged)} again" if logged > good else ""
-    rest = f", then {_span(max(good, logged) + 1, total)}" if total > max(good, logged) else ""
-    return f"{origin}{again}{rest}"
-
-
-def _span(first: int, last: int) -> str:
-    return str(first) if first == last else f"{first} to {last}"
 
 
 def bad_nodes(incidents: list[Incident]) -> dict[str, str]:

@@ -227,22 +227,6 @@ def _time(axes: Axes, rows: Rows) -> None:
     axes.legend(handles[::-1], labels[::-1], loc="upper right", ncols=3)
 
 
-def _overlap(axes: Axes, rows: Rows) -> None:
-    """Draw how long engines generated while ranks trained, and how long each waited for the other."""
-    known = [row for row in rows if row.get("time/generation") and row.get("time/step")]
-    generated = sum(row["time/generation"] for row in known)
-    waited = sum(row.get("time/rollout", 0.0) for row in known)
-    hidden = max(0.0, 1 - waited / generated) if generated else 0.0
-    curves = [
-        ("time/generation", "engines generate", BLUE),
-        ("time/rollout", "ranks wait for episodes", ORANGE),
-        ("time/wait_weights", "engines wait for weights", GREEN),
-        ("time/step", "the step", GREY),
-    ]
-    _curves(axes, rows, f"Overlap: {hidden:.0%} of the generation beside training", "seconds", curves)
-    axes.set_ylim(bottom=0)
-
-
 # The metric that a panel needs, and the panel. Those of the task stand between the two lists.
 _OF_SAMPLES: tuple[tuple[str, Panel], ...] = (
     ("reward/mean", _reward),
@@ -254,7 +238,6 @@ _PANELS: tuple[tuple[str, Panel], ...] = (
     _single("policy/entropy", "Entropy", "nats a token", GREEN),
     _single("critic/explained_variance", "Critic: explained variance", "1", PURPLE),
     ("time/step", _time),
-    ("time/generation", _overlap),
 )
 
 

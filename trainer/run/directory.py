@@ -22,7 +22,7 @@ from trainer.files.appended import cut_torn_line
 from trainer.files.hf_hub import is_data, pin
 from trainer.files.uris import is_url
 from trainer.metrics.trace_file import Timeline
-from trainer.metrics.tracker import METRICS_FILE, check_lines, first_step, read_metrics
+from trainer.metrics.tracker import METRICS_FILE, check_lines, read_metrics
 from trainer.process.failure_log import INCIDENTS, Incident
 from trainer.process.failures import INFRASTRUCTURE
 from trainer.process.log_setup import LOG_FILE
@@ -30,7 +30,7 @@ from trainer.process.startup import stage
 from trainer.run.directory_lock import DirectoryLocks
 from trainer.run.resume import Resume, compare, find_newest, find_resume, read_lineage
 from trainer.run.run_files import PATTERNS, RunFiles
-from trainer.run.run_metadata import LOG_NAME
+from trainer.run.run_metadata import LOG_NAME, has_metrics
 
 LOG = logging.getLogger(__name__)
 
@@ -221,11 +221,8 @@ class RunDirectory:
     def _check_metrics(self) -> None:
         """Check that `metrics.jsonl` has the lines that the run had logged when it saved the checkpoint."""
         if self.resume is None:
-            if (first := first_step(self.metrics_file)) is not None:
-                LOG.info(
-                    "an earlier start logged steps from %d on and committed no checkpoint: training starts again",
-                    first,
-                )
+            if has_metrics(self.cfg.trainer.run_dir):
+                LOG.info("an earlier start logged steps and committed no checkpoint: training starts again")
         elif (checkpoint := self.continued) is not None:
             check_lines(self.metrics_file, checkpoint.manifest.get("metrics_from"), checkpoint.step)
             self._warn_of_missing_lines(checkpoint.step)

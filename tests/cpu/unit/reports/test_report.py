@@ -104,17 +104,6 @@ def test_the_report_draws_terms_and_what_environments_count(tmp_path):
     assert report_of(tmp_path / "many" / "run", many) != plain
 
 
-def test_the_report_draws_what_was_generated_beside_training():
-    times = {"time/step": 3.0, "time/generation": 2.0, "time/rollout": 0.5, "time/wait_weights": 1.0}
-    rows = [{"step": 1, "time/step": 9.0, "time/rollout": 4.0}, *({"step": step, **times} for step in (2, 3))]
-    *_, panel = _panels(rows, {})
-    axes = Figure().add_subplot()
-    panel(axes, rows)
-    assert axes.get_title() == "Overlap: 75% of the generation beside training"
-    assert {line.get_gid() for line in axes.lines} == {*times}
-    assert len(_panels(rows[:1], {})) == len(_panels(rows, {})) - 1, "one after the other, nothing overlaps"
-
-
 def test_the_report_says_which_advisories_hold_at_the_end(tmp_path):
     rows = [step_metrics(step) | {"response_length/clip_ratio": 0.6} for step in range(1, 6)]
     over = rows + [step_metrics(step) | {"response_length/clip_ratio": 0.1} for step in range(6, 12)]
