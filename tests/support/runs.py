@@ -11,7 +11,7 @@ from tests.support.config import set_value
 from trainer.checkpoint.components import Component, config_digest, config_part, json_part
 from trainer.config import Config
 from trainer.data.rollout_io import read_lines
-from trainer.metrics.tracker import first_step
+from trainer.metrics.tracker import read_metrics
 from trainer.run.directory import RunDirectory
 
 Settings = dict[str, Any]
@@ -53,7 +53,7 @@ class OpenRun:
             "score_metric": t.best_metric,
             "score": (metrics or {}).get(t.best_metric),
             "parent": self.directory.lineage or None,
-            "metrics_from": first_step(self.directory.metrics_file),
+            "metrics_from": next((row["step"] for row in read_metrics(self.directory.metrics_file)), None),
         }
         checkpoints.save(step, self.parts, description)
         checkpoints.wait()
