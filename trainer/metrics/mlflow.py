@@ -16,7 +16,7 @@ from trainer.config import LoggerConfig
 from trainer.errors import UserError
 from trainer.files.documents import flatten
 from trainer.files.hf_hub import first_line
-from trainer.metrics.sinks import Rows, Samples, finite_values, steps_of
+from trainer.metrics.sinks import Sink, finite_values
 from trainer.process import time_limits
 from trainer.process.signals import SIGNALS
 
@@ -32,7 +32,7 @@ def legal_name(metric: str) -> str:
     return "/".join(part for part in name.split("/") if part not in ("", ".", "..")) or "_"
 
 
-class MLflow:
+class MLflow(Sink):
     """A run of MLflow.
 
     MLflow cannot remove steps, and keeps both values of a step that is sent twice. So a thread sends the steps in their
@@ -69,15 +69,8 @@ class MLflow:
         with SIGNALS.blocked():
             self._thread.start()
 
-    def start(self, rows: Rows, step: int) -> None:
-        for kept_step, values in steps_of(rows):
-            self.log(kept_step, values)
-
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
         self._queue.put((step, {legal_name(name): value for name, value in finite_values(values).items()}))
-
-    def samples(self, step: int, samples: Samples) -> None:
-        """Leave them out: MLflow has no text in its curves."""
 
     def end(self, exit_code: int) -> None:
         self._queue.put(None)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.errors import UserError
 from trainer.metrics.names import declared_as, is_counter
-from trainer.metrics.sinks import Rows, Samples
+from trainer.metrics.sinks import Rows, Sink
 from trainer.process import time_limits
 from trainer.process.log_setup import encodable
 from trainer.process.network import listen
@@ -36,7 +36,7 @@ def legal_name(metric: str) -> str:
     return f"{name}_total" if is_counter(metric) else name
 
 
-class MetricsServer:
+class MetricsServer(Sink):
     """Serves the metrics of a run, and its health. A context manager; it listens from its construction on.
 
     Args:
@@ -94,12 +94,6 @@ class MetricsServer:
         """Serve the metrics of a finished step. What it did not measure keeps its last value."""
         self._values = self._values | {name: _number(value) for name, value in values.items()}
         self._step = step, time.monotonic()
-
-    def samples(self, step: int, samples: Samples) -> None:
-        """Leave them out: Prometheus has no text."""
-
-    def end(self, exit_code: int) -> None:
-        """Do nothing: the end of the block closes the server, and until then the run has a health."""
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics. `prometheus_client` calls this at each scrape."""

@@ -8,7 +8,7 @@ import os
 import secrets
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainer.config import LoggerConfig
@@ -31,33 +31,23 @@ class Sink(Protocol):
     """A service that gets the metrics of a run, and agrees with `metrics.jsonl` after a resume."""
 
     def start(self, rows: Rows, step: int) -> None:
-        """Agree with the lines that the run has kept.
+        """Agree with the lines that the run has kept: here, log all of them.
 
         Args:
             rows: lines of `metrics.jsonl` up to `step`.
             step: the run continues with the next one. -1: it begins.
         """
+        for row in rows:
+            self.log(row["step"], {name: value for name, value in row.items() if name != "step"})
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the metrics of a finished step. They may be NaN or infinite."""
+    def log(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Take the metrics of a finished step. They may be NaN, infinite or, in lines of the run, None."""
 
     def samples(self, step: int, samples: Samples) -> None:
         """Take episodes to read, before the metrics of the step."""
 
     def end(self, exit_code: int) -> None:
         """Send what is left, and end. 0: the run has succeeded so far."""
-
-
-class Service(Sink, Protocol):
-    """A sink outside of the run directory, with runs of its own."""
-
-    run_id: str
-    """The run that a resume continues."""
-
-
-def steps_of(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, dict[str, float | None]]]:
-    """Return the step and the values of each line of a `metrics.jsonl`."""
-    return ((row["step"], {name: value for name, value in row.items() if name != "step"}) for row in rows)
 
 
 def finite_values(values: Mapping[str, float | None]) -> dict[str, float]:
@@ -71,7 +61,7 @@ def group_of(logger: LoggerConfig, config: Mapping[str, Any]) -> str | None:
     return run_name if logger.name != run_name else None
 
 
-class TensorBoard:
+class TensorBoard(Sink):
     """Events in `{run_dir}/tensorboard`. A mark hides those of steps that a resumed run trains again."""
 
     def __init__(self, run_dir: str) -> None:
@@ -108,7 +98,7 @@ class TensorBoard:
         return self._writer
 
 
-class WandB:
+class WandB(Sink):
     """A run of Weights & Biases.
 
     W&B cannot remove steps: those that it has of an earlier process stay as they are and are not sent again. Steps that
@@ -158,8 +148,7 @@ class WandB:
     def start(self, rows: Rows, step: int) -> None:
         if self._run.step > step + 1:
             LOG.warning("W&B has this run's steps before %d; they are not sent again", self._run.step)
-        for kept_step, values in steps_of(rows):
-            self.log(kept_step, values)
+        super().start(rows, step)
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
         # `step` of a W&B run is the first step that it does not have. commit: send this step now.

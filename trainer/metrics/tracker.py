@@ -25,7 +25,7 @@ from trainer.files.atomic_io import write_file
 from trainer.files.documents import is_count, is_number, parse_object
 from trainer.files.hf_hub import first_line
 from trainer.metrics.own_sink import OwnSink
-from trainer.metrics.sinks import Samples, Service, Sink, TensorBoard, WandB
+from trainer.metrics.sinks import Samples, Sink, TensorBoard, WandB
 
 LOG = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Tracker:
         self._open_sinks(run_dir, logger, config)
 
     def _open_sinks(self, run_dir: str, logger: LoggerConfig, config: dict[str, Any]) -> None:
-        services: dict[str, Callable[[str | None], Service]] = {}
+        services: dict[str, Callable[[str | None], Any]] = {}
         if logger.wandb.mode != "off":
             services["wandb_run_id"] = partial(WandB, run_dir, logger, config)
         if logger.mlflow.enabled:

@@ -12,14 +12,14 @@ from typing import Any
 from trainer.config import LoggerConfig
 from trainer.errors import UserError
 from trainer.files.hf_hub import first_line
-from trainer.metrics.sinks import Rows, Samples, finite_values, group_of, steps_of
+from trainer.metrics.sinks import Rows, Sink, finite_values, group_of
 
 _ELSEWHERE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
 _ID = "tracking_id"
 """The entry of the config by which the run is found again."""
 
 
-class Trackio:
+class Trackio(Sink):
     """A run of Trackio.
 
     Its steps are those of `metrics.jsonl` after each start: the run is written again from these lines.
@@ -54,14 +54,10 @@ class Trackio:
                 f"logger.trackio.enabled=true: {first_line(error)}; correct that, or choose "
                 "logger.trackio.enabled=false"
             ) from error
-        for kept_step, values in steps_of(rows):
-            self.log(kept_step, values)
+        super().start(rows, step)
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
         self._run.log(finite_values(values), step=step)  # type: ignore[attr-defined]
-
-    def samples(self, step: int, samples: Samples) -> None:
-        """Leave them out: Trackio has no text in its curves."""
 
     def end(self, exit_code: int) -> None:
         if self._run is not None:
