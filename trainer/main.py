@@ -17,8 +17,8 @@ from trainer.files.uris import is_url
 from trainer.metrics.best import find_best
 from trainer.metrics.estimates import attempts_of
 from trainer.metrics.names import is_metric, pass_at, set_of_metric
-from trainer.metrics.own_sink import find_sink
-from trainer.metrics.startup import StartUp
+from trainer.metrics.sinks import find_sink
+from trainer.metrics.timing import StartUp
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.process.signals import SIGNALS
 from trainer.process.startup import importing, stage

@@ -61,7 +61,7 @@ def _begin(words: list[str]) -> list[str]:
 def _evaluate(cfg: Config) -> None:
     from trainer.config.hydra import words_given
     from trainer.config.overrides import refuse_unread
-    from trainer.metrics.startup import StartUp
+    from trainer.metrics.timing import StartUp
     from trainer.process.startup import stage
 
     with StartUp(cfg.logger.progress):

@@ -44,7 +44,7 @@ from trainer.generation.fixed_weights import FixedWeights
 from trainer.jobs import cluster_of
 from trainer.journal.history import code_in, digest, identity, interpreters_of
 from trainer.journal.journal import Journal
-from trainer.metrics.row_values import row_values
+from trainer.metrics.estimates import row_values
 from trainer.metrics.tracker import METRICS_FILE
 from trainer.models.export import MAX_FILE_BYTES
 from trainer.models.export_checkpoint import adapter_files, export

@@ -56,7 +56,7 @@ class SetResult:
     tokens: int
     """Tokens that the model has generated."""
     values: dict[str, dict[str, float]]
-    """By measure and index of the row (see `trainer.metrics.row_values`)."""
+    """By measure and index of the row (see `trainer.metrics.estimates`)."""
 
     def estimate(self, measure: str) -> Estimate | None:
         """Return a measure with its confidence interval; None: no row has it."""

@@ -1,4 +1,4 @@
-"""Estimates from samples: pass@k, means with confidence intervals, and the difference of two paired means.
+"""What an evaluation measures: values of each row, pass@k, means with intervals, the difference of paired means.
 
 The unit is the row of the data: the completions of one row are not independent of one another, so the intervals are
 computed from one value for each row (Miller, "Adding Error Bars to Evals", 2024, sections 2 and 4).
@@ -7,7 +7,7 @@ computed from one value for each row (Miller, "Adding Error Bars to Evals", 2024
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
 
@@ -121,3 +121,35 @@ def t_quantile(p: float, degrees: int) -> float:
         (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
     )
     return sum(term / degrees**power for power, term in enumerate(terms))
+
+
+RowValues = Mapping[str, Mapping[int, float]]
+"""Values by the name of the measure (`accuracy`, `avg@4`, `pass@2`), then by the index of the row. A row is missing
+where too few of its rewards are known."""
+
+
+def row_values(rewards: Sequence[Sequence[float | None]], threshold: float) -> dict[str, dict[int, float]]:
+    """Return the values of each row.
+
+    Args:
+        rewards: of the n completions of each row. None: the reward failed, and is left out.
+        threshold: a completion with at least this reward is a success.
+    """
+    n = max(map(len, rewards), default=0)
+    known = {row: [one for one in given if one is not None] for row, given in enumerate(rewards)}
+    known = {row: values for row, values in known.items() if values}
+    successes = {row: sum(value >= threshold for value in values) for row, values in known.items()}
+    values = {
+        "accuracy": {row: successes[row] / len(given) for row, given in known.items()},
+        f"avg@{n}": {row: fmean(given) for row, given in known.items()},
+    }
+    for k in attempts_of(n):
+        values[f"pass@{k}"] = {
+            row: pass_at_k(successes[row], len(given), k) for row, given in known.items() if len(given) >= k
+        }
+    return values
+
+
+def means_of(values: RowValues) -> dict[str, float]:
+    """Return the mean of each measure over the rows that have it."""
+    return {name: fmean(by_row.values()) for name, by_row in values.items() if by_row}

@@ -18,8 +18,7 @@ from rich.text import Text
 
 from trainer.config.tasks import ACCURACY
 from trainer.metrics.names import PHASES, is_accuracy_of_set, pass_at
-from trainer.metrics.startup import stage_text
-from trainer.metrics.timing import Timer, clock
+from trainer.metrics.timing import Timer, clock, stage_text
 from trainer.process import time_limits
 from trainer.process.log_setup import LOG_FILE, messages_to
 from trainer.process.signals import SIGNALS

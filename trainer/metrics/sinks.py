@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import os
 import secrets
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trainer.config import LoggerConfig
+from trainer.config import LoggerConfig, SinkConfig
 from trainer.errors import UserError
 from trainer.files.redaction import redact_command, redact_text
+from trainer.import_utils import import_function, problem_of_method, user_code
 from trainer.metrics.samples import COLUMNS, Transcript
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 LOG = logging.getLogger(__name__)
+
+KEY = "logger.sink.name"
+
+_METHODS = {"start": ("rows", "step"), "log": ("step", "values"), "samples": ("step", "samples"), "end": ("exit_code",)}
+"""The methods of a sink, and what they get."""
+
 
 Samples = Mapping[str, Sequence[Transcript]]
 """Episodes to read, by the kind of data."""
@@ -59,6 +67,56 @@ def group_of(logger: LoggerConfig, config: Mapping[str, Any]) -> str | None:
     """Return the name under which services show the runs of a sweep together; None: the run is not of a sweep."""
     run_name = config.get("trainer", {}).get("run_name")
     return run_name if logger.name != run_name else None
+
+
+class OwnSink(Sink):
+    """A `Sink` around that of `logger.sink`, whose exceptions name it. UserError: the sink cannot be built."""
+
+    def __init__(self, run_dir: str, sink: SinkConfig, config: Mapping[str, Any]) -> None:
+        self._name = sink.name
+        kind = find_sink(sink)
+        self._sink: Sink = self._call(kind, run_dir, config, **sink.kwargs)
+
+    def start(self, rows: Rows, step: int) -> None:
+        self._call(self._sink.start, rows, step)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._call(self._sink.log, step, values)
+
+    def samples(self, step: int, samples: Samples) -> None:
+        self._call(self._sink.samples, step, samples)
+
+    def end(self, exit_code: int) -> None:
+        self._call(self._sink.end, exit_code)
+
+    def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with user_code(f"{KEY}={self._name}: {{}}", has_place=True):
+            return function(*args, **kwargs)
+
+
+def find_sink(sink: SinkConfig) -> Callable[..., Sink]:
+    """Import the class of a sink.
+
+    Raises:
+        UserError: there is none, or it lacks a method, or calls of it would fail.
+    """
+    assert sink.name is not None
+    kind = import_function(sink.name, KEY)
+    for name, arguments in _METHODS.items():
+        problem = None
+        if not callable(method := getattr(kind, name, None)):
+            problem = f"has no method {name}; it needs start, log, samples and end"
+        elif inspect.iscoroutinefunction(method):
+            problem = f"{name} is async, and nothing awaits it; put what takes long on a thread"
+        if problem := problem or problem_of_method(kind, name, arguments):
+            raise UserError(f"{KEY}={sink.name}: {problem}")
+    try:
+        inspect.signature(kind).bind("", {}, **sink.kwargs)
+    except TypeError as error:
+        raise UserError(
+            f"{KEY}={sink.name}: {error}; it gets run_dir, config, and each logger.sink.kwargs.NAME by name"
+        ) from error
+    return kind
 
 
 class TensorBoard(Sink):

@@ -24,8 +24,7 @@ from trainer.files.appended import AppendedFile
 from trainer.files.atomic_io import write_file
 from trainer.files.documents import is_count, is_number, parse_object
 from trainer.files.hf_hub import first_line
-from trainer.metrics.own_sink import OwnSink
-from trainer.metrics.sinks import Samples, Sink, TensorBoard, WandB
+from trainer.metrics.sinks import OwnSink, Samples, Sink, TensorBoard, WandB
 
 LOG = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from trainer.data.datasets import Prompt
 from trainer.environments.episode_runner import RolloutRequest
 from trainer.episodes import Episode, Sample
 from trainer.generation.engine import Sampling
+from trainer.metrics.estimates import means_of, row_values
 from trainer.metrics.names import of_val_set, pass_at
-from trainer.metrics.row_values import means_of, row_values
 from trainer.metrics.tracker import METRICS_FILE, read_metrics, values_of
 from trainer.process.tracing import TRACER
 from trainer.sources.base import Evaluation

@@ -41,7 +41,7 @@ from trainer.files.uris import StoreSpec
 from trainer.generation.engine import Engine, Request, Sampling
 from trainer.generation.engine_pool import EnginePool
 from trainer.import_utils import import_function, options_of
-from trainer.metrics.own_sink import find_sink
+from trainer.metrics.sinks import find_sink
 from trainer.metrics.tracker import Tracker
 from trainer.models.tiny import build_tiny
 from trainer.models.tokenizer import load_tokenizer

@@ -8,7 +8,7 @@ from trainer.data.rollout_io import main as print_rollouts
 from trainer.episodes import Episode
 from trainer.errors import UserError
 from trainer.evaluate.results import Results, SetResult, print_results, read_results, with_text_keys, write_episodes
-from trainer.metrics.row_values import row_values
+from trainer.metrics.estimates import row_values
 
 
 def results(*rewards: list[float], rows: str = "abcdefgh", **fields) -> Results:

@@ -9,8 +9,8 @@ import pytest
 from trainer.config import LoggerConfig, SinkConfig, compose
 from trainer.errors import UserError
 from trainer.main import prepare
-from trainer.metrics.own_sink import find_sink
 from trainer.metrics.samples import Transcript
+from trainer.metrics.sinks import find_sink
 from trainer.metrics.tracker import Tracker, read_metrics
 
 CODE = """

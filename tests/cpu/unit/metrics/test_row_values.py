@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.metrics.row_values import means_of, row_values
+from trainer.metrics.estimates import means_of, row_values
 
 
 def test_rows_count_alike_whatever_fails_in_them():

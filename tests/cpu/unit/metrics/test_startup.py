@@ -7,21 +7,21 @@ import sys
 
 CODE = """
 import logging, time
-from trainer.metrics import startup
+from trainer.metrics.timing import StartUp
 from trainer.process import time_limits
 from trainer.process.log_setup import show_messages
 from trainer.process.startup import stage
 from trainer.metrics.progress import Progress
 show_messages()
 time_limits.LONG_STAGE_S = time_limits.POLL_INTERVAL_S = 0.05
-with startup.StartUp():
+with StartUp():
     with stage("starting Ray"), stage("joining it"):
         time.sleep(0.5)
     with stage("a quick one"):
         pass
     logging.getLogger("trainer.x").info("a message")
-    with Progress(3) as progress:
-        progress.update(1, {"reward/mean": 0.5})
+    with Progress(3) as display:
+        display.update(1, {"reward/mean": 0.5})
         time.sleep(0.5)
     with stage("drawing"):
         time.sleep(0.5)

@@ -13,7 +13,7 @@ from tests.support.replies import evaluator_beside, source_of
 from trainer.config import Config, RewardConfig, ValSetConfig
 from trainer.episodes import Episode, Sample
 from trainer.generation.engine import Sampling
-from trainer.metrics.row_values import means_of, row_values
+from trainer.metrics.estimates import means_of, row_values
 from trainer.models.tokenizer import load_tokenizer
 from trainer.seeding import request_seed
 from trainer.sources.evaluation import LossEvaluator
