@@ -34,10 +34,6 @@ class StorageProbe:
 
     root: str
 
-    def host(self) -> str:
-        """Return the name of this machine."""
-        return socket.gethostname()
-
     def take(self, variables: Mapping[str, str], identity: Collection[str]) -> None:
         """Set variables that this machine has not set itself, but none that names a file that it does not have.
 
@@ -52,22 +48,26 @@ class StorageProbe:
         if (config := sys.modules.get("fsspec.config")) is not None:  # it has read its variables already
             config.set_conf_env(config.conf)
 
-    def problem(self, lock: bytes) -> str:
-        """Return why checkpoints cannot be written from this machine; empty if they can.
+    def problem(self, driver: str, lock: bytes) -> tuple[str, str]:
+        """Return the name of this machine, and why checkpoints cannot be written from it; empty if they can.
 
         Args:
+            driver: the name of the driver's machine.
             lock: the content of the lock that the driver holds there.
         """
+        host = socket.gethostname()
+        if host == driver:
+            return host, ""
         if (storage := open_storage(self.root)).disk is not None:
             with contextlib.suppress(OSError):
                 if storage.get(NAME) == lock:
-                    return ""
-            return "it is not the directory of the driver"
+                    return host, ""
+            return host, "it is not the directory of the driver"
         try:
             open_store(self.root).probe()
         except (OSError, UserError) as error:
-            return one_line(str(error))
-        return ""
+            return host, one_line(str(error))
+        return host, ""
 
 
 def give_access(roots: Collection[str | None], ranks: AskedRanks) -> None:
@@ -96,25 +96,13 @@ def check_access(key: str, root: str, ranks: AskedRanks) -> None:
     Raises:
         UserError: from some they cannot.
     """
-    hosts = {host: number for number, host in _away(root, ranks).items()}
     probe = StorageProbe(absolute(root))  # ranks on other machines have another working directory
-    storage = open_storage(root)
-    lock = storage.get(NAME) if hosts and storage.disk is not None else b""
-    problems = ranks.ask(hosts.values(), probe, "problem", lock) if hosts else {}
-    failed = sorted(host for host, number in hosts.items() if problems[number])
-    if failed:
-        remedy = (
-            "mount it on all of them"
-            if storage.disk is not None
-            else "give every machine with ranks access to the store"
-        )
-        raise UserError(
-            f"{key}={root}: ranks on {', '.join(failed)} cannot write checkpoints there "
-            f"({problems[hosts[failed[0]]]}); {remedy}"
-        )
-
-
-def _away(root: str, ranks: AskedRanks) -> dict[int, str]:
-    """Return the numbers of the ranks on other machines than the driver's, and the names of these machines."""
-    own = socket.gethostname()
-    return {number: host for number, host in ranks.ask(None, StorageProbe(root), "host").items() if host != own}
+    storage, lock = open_storage(root), b""
+    if is_disk := storage.disk is not None:
+        with contextlib.suppress(FileNotFoundError):
+            lock = storage.get(NAME)
+    answers = ranks.ask(None, probe, "problem", socket.gethostname(), lock).values()
+    if failed := {host: problem for host, problem in sorted(answers) if problem}:
+        remedy = "mount it on all of them" if is_disk else "give every machine with ranks access to the store"
+        hosts, reason = ", ".join(failed), next(iter(failed.values()))
+        raise UserError(f"{key}={root}: ranks on {hosts} cannot write checkpoints there ({reason}); {remedy}")

@@ -63,24 +63,12 @@ def read_file(path: str, folder: int | None = None) -> bytes:
         return file.read()
 
 
-_FILE_TYPES = {
-    stat.S_IFDIR: "a directory",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
-
-
 def file_problem(path: str) -> str | None:
-    """Return why `path` is not a regular file, such as `is a pipe`, or None if it is one. Links are followed."""
+    """Return why `path` is not a regular file, or None if it is one. Links are followed."""
     try:
-        file_type = stat.S_IFMT(os.stat(path).st_mode)
+        return None if stat.S_ISREG(os.stat(path).st_mode) else "is no regular file, but a directory, pipe or device"
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-    if file_type == stat.S_IFREG:
-        return None
-    return f"is {_FILE_TYPES.get(file_type, 'no file')}, not a regular file"
 
 
 _UNRELATED_TO_CONTENT = frozenset(

@@ -183,8 +183,7 @@ def test_data_that_is_no_file_is_refused_before_it_is_read(tmp_path, name):
     (tmp_path / "folder.jsonl").mkdir()
     for zero in ("zero.jsonl", "zero.parquet"):
         (tmp_path / zero).symlink_to("/dev/zero")
-    kind = {"pipe": "a pipe", "zero": "a device", "folder": "a directory"}[name.partition(".")[0]]
-    with pytest.raises(UserError, match=rf"^data.train_files=.*{name}: is {kind}, not a regular file; .*write it"):
+    with pytest.raises(UserError, match=rf"^data.train_files=.*{name}: is no regular file.*; .*write it"):
         check_files(DataConfig(train_files=[str(tmp_path / name)], val_files=[]), validation=False)
 
 
