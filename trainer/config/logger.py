@@ -62,7 +62,7 @@ class LoggerConfig(Section):
     who reaches the machine reads the metrics."""
     trace: bool = setting(False, resume="harmless")
     """Write a timeline of what all processes of the job do to `{run_dir}/trace.json`, for Perfetto
-    (https://ui.perfetto.dev), in two files of at most 256 MiB."""
+    (https://ui.perfetto.dev), up to 256 MiB."""
     progress: bool = setting(True, resume="harmless")
     """Show a live progress display on a terminal, and plain lines elsewhere."""
     plot: bool = setting(True, resume="harmless")

@@ -6,6 +6,7 @@ Every start of the run adds to it. A kill can leave an incomplete last line, whi
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -17,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 from trainer.config import LoggerConfig
 from trainer.errors import UserError
+from trainer.files.appended import cut_torn_line
 from trainer.files.atomic_io import naming
 from trainer.files.documents import is_number, parse_object
 from trainer.process.signals import SIGNALS
@@ -24,8 +26,7 @@ from trainer.process.tracing import DRIVER, MAIN, TRACER, Span
 
 LOG = logging.getLogger(__name__)
 
-TRACE_FILE, OLDER_FILE = "trace.json", "trace.1.json"
-"""The newer and the older part of the timeline, in the run directory."""
+TRACE_FILE = "trace.json"
 _FLUSH_S = 1.0
 _LARGEST_BYTES = 256 << 20
 _BEGIN = b"[\n"
@@ -93,11 +94,11 @@ class TraceFile:
     """Appends spans to the timeline in a directory.
 
     Args:
-        most_bytes: size at which the file becomes the older part. What was the older part is deleted.
+        most_bytes: size at which the timeline ends.
     """
 
     def __init__(self, run_dir: str, most_bytes: int):
-        self._path, self._older = os.path.join(run_dir, TRACE_FILE), os.path.join(run_dir, OLDER_FILE)
+        self._path = os.path.join(run_dir, TRACE_FILE)
         self._most_bytes = most_bytes
         self._epoch = time.time() - time.monotonic()
         self._named: set[tuple[str, str]] = set()  # processes and rows that the file has names for
@@ -112,11 +113,10 @@ class TraceFile:
         """
         with naming(self._path):
             if not self._is_begun:
-                _repair(self._path, self._older)
+                cut_torn_line(self._path)
             size = os.path.getsize(self._path) if os.path.exists(self._path) else 0
             if size > self._most_bytes:
-                os.replace(self._path, self._older)
-                size = 0
+                raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
             if size == 0:  # also if somebody has deleted it
                 self._named.clear()
             data = self._lines(spans, [self._row_of(span) for span in spans])
@@ -164,11 +164,10 @@ class TraceFile:
 
 def read_spans(run_dir: str) -> list[Span]:
     """Return the spans of a run in file order, in seconds since 1970. Lines that cannot be read are left out."""
-    lines: list[bytes] = []
-    for path in (os.path.join(run_dir, OLDER_FILE), os.path.join(run_dir, TRACE_FILE)):
-        if os.path.isfile(path):
-            with open(path, "rb") as file:
-                lines += file.readlines()
+    path, lines = os.path.join(run_dir, TRACE_FILE), []
+    if os.path.isfile(path):
+        with open(path, "rb") as file:
+            lines = file.readlines()
     names: dict[tuple[object, object], str] = {}
     spans = []
     for line in lines:
@@ -192,15 +191,3 @@ def read_spans(run_dir: str) -> list[Span]:
 def _number(*names: str) -> int:
     """Return the number of a process or a row, which is the same in every start of the run."""
     return zlib.crc32("\0".join(names).encode()) & 0x7FFFFFFF
-
-
-def _repair(path: str, older: str) -> None:
-    """Remove an incomplete last line of a timeline. A file that is none becomes `older`."""
-    if not os.path.exists(path):
-        return
-    with open(path, "r+b") as file:
-        if file.read(len(_BEGIN)) == _BEGIN:
-            end = file.seek(-min(os.path.getsize(path), 1 << 20), os.SEEK_END)
-            file.truncate(end + file.read().rfind(b"\n") + 1)
-            return
-    os.replace(path, older)
