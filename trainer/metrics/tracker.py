@@ -231,35 +231,19 @@ def values_of(rows: Iterable[Mapping[str, Any]], name: str) -> list[float]:
 
 
 def check_lines(path: str, first: int | None, last: int) -> None:
-    """Check that a `metrics.jsonl` has one line for each step from `first` to `last`, the checkpoint's.
-
-    Args:
-        first: None if the checkpoint does not name it; then it is that of the first line.
+    """Check that a `metrics.jsonl` has one line for each step from `first` (None: there is none) to `last`.
 
     Raises:
         UserError: a line is missing or duplicated.
     """
     counts = Counter(row["step"] for row in read_metrics(path))
-    if first is None:
-        first = min(counts, default=last + 1)
-        if first > last:
-            LOG.warning(
-                "%s has no line up to step %d, and the checkpoint does not name the first line: all metrics of the run "
-                "until then are lost",
-                path,
-                last,
-            )
-    wanted = range(first, last + 1)
-    doubled = sorted(step for step, count in counts.items() if count > 1 and step <= last)
-    missing = next((step for step in wanted if step not in counts), None)  # the first: `last` may be any number
-    if doubled or missing is not None:
-        if missing is None or doubled and doubled[0] < missing:
-            what = f"has more than one line for step {doubled[0]}"
-        else:
-            what = f"has no line for step {missing}"
+    steps = range(last + 1 if first is None else first, last + 1)
+    wrong = next((step for step in steps if counts[step] != 1), None)  # the first: `last` may be any number
+    if wrong is not None:
         raise UserError(
-            f"{path}: {what}, which this run has logged once; restore the file, or fork the checkpoint into another "
-            "trainer.run_name with trainer.resume_mode=from_path"
+            f"{path}: has {'more than one' if counts[wrong] else 'no'} line for step {wrong}, which this run has logged "
+            "once; restore the file, or fork the checkpoint into another trainer.run_name with "
+            "trainer.resume_mode=from_path"
         )
 
 
