@@ -241,8 +241,8 @@ def check_lines(path: str, first: int | None, last: int) -> None:
     wrong = next((step for step in steps if counts[step] != 1), None)  # the first: `last` may be any number
     if wrong is not None:
         raise UserError(
-            f"{path}: has {'more than one' if counts[wrong] else 'no'} line for step {wrong}, which this run has logged "
-            "once; restore the file, or fork the checkpoint into another trainer.run_name with "
+            f"{path}: has {'more than one' if counts[wrong] else 'no'} line for step {wrong}, which this run has "
+            "logged once; restore the file, or fork the checkpoint into another trainer.run_name with "
             "trainer.resume_mode=from_path"
         )
 
