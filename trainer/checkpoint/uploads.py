@@ -243,29 +243,27 @@ class UploadQueue:
     def _run(self) -> None:
         wait_s = time_limits.UPLOAD_FIRST_BACKOFF_S
         while True:
-            self._wake.wait()
-            self._wake.clear()
-            while True:
-                newest = None
-                try:
-                    if (newest := self._next()) is None:
-                        break
-                    with TRACER.span(f"upload {newest}", "uploads"):
-                        self._upload(newest)
-                except Exception as error:  # also of a disk that cannot be listed now
-                    with contextlib.suppress(OSError):
-                        if newest is not None and newest not in self._local.steps():
-                            continue  # it was archived meanwhile
-                    self._problem = str(error)
-                    what = "the newest checkpoint" if newest is None else f"global_step_{newest}"
-                    LOG.warning("%s is not uploaded yet: %s", what, error)
-                    if self._ending.wait(wait_s):
+            newest = None
+            try:
+                if (newest := self._next()) is None:
+                    if self._ending.is_set():
                         return
-                    wait_s = min(2 * wait_s, time_limits.UPLOAD_LONGEST_BACKOFF_S)
-                else:
-                    self._problem, wait_s = "", time_limits.UPLOAD_FIRST_BACKOFF_S
-            if self._ending.is_set():
-                return
+                    self._wake.wait()
+                    self._wake.clear()
+                    continue
+                with TRACER.span(f"upload {newest}", "uploads"):
+                    self._upload(newest)
+                self._problem, wait_s = "", time_limits.UPLOAD_FIRST_BACKOFF_S
+            except Exception as error:  # also of a disk that cannot be listed now
+                with contextlib.suppress(OSError):
+                    if newest is not None and newest not in self._local.steps():
+                        continue  # it was archived meanwhile
+                self._problem = str(error)
+                what = "the newest checkpoint" if newest is None else f"global_step_{newest}"
+                LOG.warning("%s is not uploaded yet: %s", what, error)
+                if self._ending.wait(wait_s):
+                    return
+                wait_s = min(2 * wait_s, time_limits.UPLOAD_LONGEST_BACKOFF_S)
 
     def _next(self) -> int | None:
         """Return the step to upload next, the newest first, which makes the most safe; None: there is none."""
