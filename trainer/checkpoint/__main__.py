@@ -17,8 +17,6 @@ from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.components import read_config
 from trainer.checkpoint.exports import export_directory, is_exported
 from trainer.checkpoint.inspection import (
-    CHECKED,
-    axes_of,
     check_step,
     choose_checkpoint,
     describe,
@@ -70,8 +68,7 @@ def _parser() -> ToolParser:
 
     root = ("root", "directory or URL with global_step_N in it, or a run directory")
     one = ("checkpoint", "global_step_N with its path or URL, or a run: its newest valid checkpoint")
-    listing = command("ls", "list the checkpoints of a run: step, age, size, ranks and their axes, score, damage", root)
-    listing.add_argument("--verify", "--hash", action="store_true", help="read every byte, not only the sizes of files")
+    command("ls", "list the checkpoints of a run: step, time, size, ranks, score, damage", root)
     command(
         "verify",
         "check every byte of a checkpoint, or of all checkpoints of a run",
@@ -101,12 +98,12 @@ _STATUS = "Exit status: 0 success (also for a list with damaged checkpoints), 1 
 
 def _ls(args: argparse.Namespace) -> Result:
     store = open_run(args.root)
-    rows = describe_all(store, "hash" if args.verify else "size")
+    rows = describe_all(store, "size")
     lines = _table(rows)
     metrics = sorted({row["score_metric"] for row in rows if row["score"] is not None and row["score_metric"]})
     lines += [f"score: {' or '.join(metrics)} at that step"] if metrics else []
-    if not args.verify and any(row["valid"] for row in rows):
-        command = f"trainer checkpoint ls --verify {shlex.quote(args.root)}"
+    if any(row["valid"] for row in rows):
+        command = f"trainer checkpoint verify {shlex.quote(args.root)}"
         lines.append(f"sizes agree: the content was not read; `{command}` reads every byte")
     hidden = [name for name in store.storage.names() if name.startswith(".")]
     others = [name for name in hidden if not name.startswith(BOOKKEEPING)]
@@ -115,15 +112,14 @@ def _ls(args: argparse.Namespace) -> Result:
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
-    width = max([len(axes_of(row["axes"])) for row in rows], default=0)
-    lines = [f"{'step':>8}  {'age':>8}  {'size':>10}  {'ranks':>5}  {'axes':{width}}  {'score':>9}  check"]
+    lines = [f"{'step':>8}  {'saved at':25}  {'size':>10}  {'ranks':>5}  {'score':>9}  check"]
     for row in rows:
-        check = CHECKED[row["checked"]] if row["valid"] else f"NO: {row['problem']}"
+        check = "sizes agree" if row["valid"] else f"NO: {row['problem']}"
         score = "" if row["score"] is None else f"{row['score']:.4g}"
-        marks = [mark for mark in ("best", "latest") if row[mark]]
+        marks = ", ".join(mark for mark in ("best", "latest") if row[mark])
         lines.append(
-            f"{row['step']:>8}  {row['age'] or '?':>8}  {row['bytes'] / 1e6:>7.1f} MB  {row['ranks'] or '?':>5}  "
-            f"{axes_of(row['axes']):{width}}  {score:>9}  {'  '.join([check, ', '.join(marks)]).rstrip()}"
+            f"{row['step']:>8}  {row['saved_at'] or '?':25}  {row['bytes'] / 1e6:>7.1f} MB  {row['ranks'] or '?':>5}  "
+            f"{score:>9}  {check}  {marks}".rstrip()
         )
     return lines
 
@@ -137,7 +133,7 @@ def _verify(args: argparse.Namespace) -> Result:
 def _finding(row: dict[str, Any]) -> str:
     """Return what a check of all bytes has found, and what to do about damage."""
     if row["valid"]:
-        of_ranks = f"{row['files']} files of {row['ranks'] or '?'} ranks ({axes_of(row['axes'])})"
+        of_ranks = f"{row['files']} files of {row['ranks'] or '?'} ranks"
         return f"{row['path']}: every byte is as it was saved; {of_ranks}, {row['bytes'] / 1e6:.1f} MB"
     if not row["readable"]:
         return f"{row['path']}: NOT READ: {row['problem']}; it may be undamaged: verify it where all files can be read"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import posixpath
-from datetime import UTC, datetime
 from typing import Any
 
 from trainer.checkpoint import last_commit
@@ -22,9 +21,6 @@ from trainer.errors import UserError
 from trainer.files.uris import is_url
 from trainer.process.log_setup import escape, show
 
-CHECKED = {"hash": "all bytes agree", "size": "sizes agree", "off": "not checked"}
-"""What is known of a checkpoint after a check of each level, in words."""
-
 
 def find_store(path: str) -> CheckpointStore | None:
     """Return the store with the checkpoints of a run, or of a directory or URL; None: there are none."""
@@ -37,7 +33,7 @@ def find_store(path: str) -> CheckpointStore | None:
 
 def describe(path: str, level: str) -> dict[str, Any]:
     """Return what is known about the checkpoint `global_step_N` at a path or URL, after a check of `level`."""
-    row: dict[str, Any] = {"step": step_in(path), "path": path, "saved_at": None, "age": None, "ranks": None}
+    row: dict[str, Any] = {"step": step_in(path), "path": path, "saved_at": None, "ranks": None}
     row |= {"axes": None, "score": None, "score_metric": None, "score_mode": None, "bytes": 0, "files": 0}
     row |= {"valid": True, "readable": True, "checked": level, "problem": None}
     try:
@@ -45,7 +41,6 @@ def describe(path: str, level: str) -> dict[str, Any]:
         checkpoint = manifests.read(path)
         manifest = checkpoint.manifest
         row |= {name: manifest.get(name) for name in row if name in manifest}
-        row["age"] = age(manifest["saved_at"])
         row["files"] = len(manifest["files"])
         manifests.check_files(checkpoint, level)
     except CheckpointError as error:
@@ -74,22 +69,6 @@ def find_best(rows: list[dict[str, Any]]) -> int | None:
     alike = [row for row in scored if row["score_metric"] == newest["score_metric"]]
     sign = -1 if newest["score_mode"] == "min" else 1
     return max(alike, key=lambda row: sign * row["score"])["step"]  # of equal scores the first
-
-
-def axes_of(sizes: dict[str, int] | None) -> str:
-    """Return the axes along which several ranks were arranged, with their sizes. Older checkpoints do not have them."""
-    if sizes is None:
-        return "axes unknown"
-    return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
-
-
-def age(saved_at: str) -> str:
-    """Return how long ago a checkpoint was saved."""
-    seconds = (datetime.now(UTC) - datetime.fromisoformat(saved_at)).total_seconds()
-    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s" if seconds > -1 else "in the future"  # by this machine's clock
 
 
 def list_steps(steps: list[int], most: int = 20) -> str:

@@ -51,7 +51,8 @@ class ShardedFiles:
             failed, (cause, _) = next(iter(error.failures.items()))
             free, needed = files.free_bytes(), _size(state)
             is_full = free is not None and free < max(1 << 20, needed // 1000)
-            text = f"rank {failed} could not write {name}: {_reason(str(cause), free, needed, is_full)}"
+            reason = f"the disk is full: {format_size(needed)} are needed" if is_full else str(cause)
+            text = f"rank {failed} could not write {name}: {reason}"
             raise OSError(*([errno.ENOSPC] if is_full else []), text) from None
         return [asdict(files.written[path]) for path in sorted(files.written)]
 
@@ -87,15 +88,6 @@ class ShardedFiles:
     def read_json(self, name: str, file: str) -> bytes:
         """Return the content of a small file below `{directory}/{name}`."""
         return files_at(self.directory).read(f"{name}/{file}")
-
-
-def _reason(cause: str, free: int | None, needed: int, is_full: bool) -> str:
-    """Return why a save of `needed` bytes failed. torch's own message does not say that the disk is full."""
-    if free is None:
-        return cause
-    if is_full:
-        return f"the disk is full: {format_size(needed)} are needed, and {format_size(free)} are free"
-    return f"{cause} ({format_size(free)} are free)"
 
 
 def _size(value: Any) -> int:

@@ -193,14 +193,7 @@ def _refused_files(
         if is_allowed(_TEMPLATE, allowed):
             files = [file for file in files if file != _TEMPLATE]
         changed = [change for file in files if (change := differences(file, before.get(file), now.get(file)))]
-        if changed and is_allowed(name, allowed):
-            LOG.warning(
-                "%s=%s: other files than the run began with (%s), as trainer.allow_config_change allows",
-                name,
-                paths[name],
-                "; ".join(changed),
-            )
-        elif changed:
+        if changed and not is_allowed(name, allowed):
             fork = "fork the checkpoint (trainer.resume_mode=from_path), " if can_fork else ""
             refused.append(
                 f"{name}={paths[name]}: its files are not those that the run began with ({'; '.join(changed)}); "

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from tests.support.checkpoints import manager, save
 from trainer.checkpoint.inspection import (
-    age,
-    axes_of,
     check_step,
     choose_checkpoint,
     describe_all,
@@ -42,18 +39,6 @@ def test_a_step_that_is_missing_is_named_with_those_there_are(tmp_path):
     with pytest.raises(UserError, match="--step=3: .* has no checkpoint of that step; it has 2$"):
         check_step(checkpoints.store, 3, "--step")
     assert list_steps(list(range(5)), most=2) == "3, 4 and 3 older ones"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(3 * 86400, "3 d"), (2 * 3600, "2 h"), (130, "2 m"), (5, "5 s"), (-60, "in the future")]
-)
-def test_the_age_of_a_checkpoint(seconds, text):
-    assert age((datetime.now(UTC) - timedelta(seconds=seconds)).isoformat()) == text
-
-
-def test_axes_with_several_ranks_are_named():
-    assert axes_of({"dp_shard": 4, "tp": 1}) == "dp_shard 4" and axes_of({"tp": 1}) == "one rank"
-    assert axes_of(None) == "axes unknown"
 
 
 @pytest.mark.parametrize(("mode", "best"), [("max", 2), ("min", 3)])

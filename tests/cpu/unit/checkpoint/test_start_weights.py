@@ -76,7 +76,6 @@ def test_a_resume_refuses_changed_files_of_the_model(tmp_path, lora, caplog):
     allowed = {"allow_config_change": ["model.path"]}
     with open_run(tmp_path / "run", model, lora=lora, template=str(template), **allowed) as run:
         run.load()
-    assert "other files than the run began with (chat_template.jinja has another content; config.json" in caplog.text
     write_model(tmp_path / "model")
     template.write_text("one")
     with open_run(tmp_path / "run", model, lora=lora, template=str(template)) as run:
