@@ -55,7 +55,7 @@ def save_run(root: Path, path: str, **options) -> None:
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_a_resume_refuses_changed_files_of_the_model(tmp_path, lora, caplog):
+def test_a_resume_refuses_changed_files_of_the_model(tmp_path, lora):
     model = write_model(tmp_path / "model")
     template = tmp_path / "own.jinja"
     template.write_text("one")
