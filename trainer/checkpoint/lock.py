@@ -87,14 +87,17 @@ class RunLock:
         Raises:
             UserError: another job runs in this directory.
         """
-        taken_from = waits_for = None
-        watch = _Watch()
+        taken_from = waits_for = last = None
+        since, has_moved = time.monotonic(), False
         self._make_parent()
         while True:
             try:
                 self._storage.make()
                 owner, etag = self._fetch()
-                silent_s = watch.silent_for(None if owner is None else etag)
+                now, beat = time.monotonic(), None if owner is None else etag
+                if beat != last:
+                    has_moved, last, since = last is not None, beat, now
+                silent_s = now - since
                 if owner is None or (death := self._dead(owner, silent_s)) is not None:
                     if not self._put(self._owner(), etag):
                         continue  # another job was faster
@@ -106,7 +109,7 @@ class RunLock:
                 SIGNALS.check()
                 time.sleep(_REMOVING_S)
                 continue
-            is_alive = _is_local(owner) or watch.moved
+            is_alive = _is_local(owner) or has_moved
             if is_alive and not wait:
                 raise UserError(f"{self.directory}: in use by {_describe(owner)}; {self._remedy}")
             if is_alive and waits_for != owner.get("token"):
@@ -261,23 +264,6 @@ def holder(directory: str) -> tuple[str | None, str | None]:
         return None, None
     dead = lock._dead(owner, age_s)
     return (_describe(owner), None) if dead is None else (None, _describe(owner))
-
-
-class _Watch:
-    """Measures how long a heartbeat has not moved, by the clock of this process."""
-
-    def __init__(self) -> None:
-        self.moved = False
-        self._last: object = None
-        self._since = time.monotonic()
-
-    def silent_for(self, beat: object) -> float:
-        """Return the seconds since the heartbeat last moved; 0 at the first call."""
-        now = time.monotonic()
-        if beat != self._last:
-            self.moved = self._last is not None
-            self._last, self._since = beat, now
-        return now - self._since
 
 
 def _is_local(owner: dict[str, Any]) -> bool:

@@ -271,11 +271,6 @@ class NamedFiles:
         """The entries of the manifest by path."""
         return {entry.path: entry for entry in self.checkpoint.entries}
 
-    @property
-    def roles(self) -> set[str]:
-        """The roles whose tensors the checkpoint holds."""
-        return {path.partition("/")[0] for path in self.entries if path.endswith("/.metadata")}
-
     def read(self, path: str) -> bytes:
         """Return the content of a small file.
 
