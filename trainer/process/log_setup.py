@@ -278,7 +278,7 @@ class _LenientFile(io.FileIO):
                 else:
                     remaining = remaining[written:]
         except OSError as error:
-            is_closed_pipe = error.errno == errno.EPIPE  # as in `trainer checkpoint show RUN | head`
+            is_closed_pipe = error.errno == errno.EPIPE  # as in `trainer checkpoint ls RUN | head`
             if self.fileno() == 1 and not self._warned and not is_closed_pipe:
                 self._warned = True
                 with contextlib.suppress(OSError):
