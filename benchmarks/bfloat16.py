@@ -14,15 +14,15 @@ import time
 import torch
 
 from benchmarks.gpu import make_batch
-from trainer.config import Config, TinyConfig, policy_role
-from trainer.models.tiny import build_tiny
+from trainer.config import Config, policy_role
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.parallel.mesh import destroy_process_group
 from trainer.parallel.profiling import measure_peak
 from trainer.workers.rank import Rank
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOKENS = 4096
-SIZE = TinyConfig(hidden_size=384, intermediate_size=1536, num_layers=8, num_heads=6, num_kv_heads=3, head_dim=64)
+SIZE = TinyShape(hidden_size=384, intermediate_size=1536, num_layers=8, num_heads=6, num_kv_heads=3, head_dim=64)
 
 
 def fastest_update(path: str, dtype: str, repeat: int) -> float:

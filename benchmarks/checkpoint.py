@@ -45,8 +45,8 @@ from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.buckets import client_of
 from trainer.checkpoint.manifest import MANIFEST, files_at
 from trainer.checkpoint.sharded import ShardedFiles
-from trainer.config import Config, TinyConfig, policy_role
-from trainer.models.tiny import build_tiny
+from trainer.config import Config, policy_role
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.workers.policy import PolicyWorker
 from trainer.workers.rank import Rank
 
@@ -282,7 +282,7 @@ def main() -> None:
         port = probe.getsockname()[1]
         model = os.path.join(scratch, "model")
         heads = args.hidden // 64
-        size = TinyConfig(hidden_size=args.hidden, intermediate_size=3 * args.hidden, num_layers=args.layers,
+        size = TinyShape(hidden_size=args.hidden, intermediate_size=3 * args.hidden, num_layers=args.layers,
                           num_heads=heads, num_kv_heads=heads, head_dim=64)  # fmt: skip
         build_tiny(size, model)
         probe.close()

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.cluster.worker_groups import WorkerGroup, timeouts_of
+from trainer.cluster.worker_groups import Timeouts, WorkerGroup
 from trainer.config import Config, EngineSpec
 from trainer.episodes import Episode, Sample
 from trainer.generation.engine import Completion, Request, Sampling
@@ -31,6 +31,7 @@ from trainer.learner.learner import Learner
 from trainer.metrics.timing import Timer
 from trainer.parallel.batching import Batch
 from trainer.parallel.load_balancing import Limits, Share, divide
+from trainer.process import time_limits
 from trainer.workers.base import RankUpdate
 
 SPEC = EngineSpec("benchmarks.driver_scale:FakeEngine", gpus=False)
@@ -134,7 +135,7 @@ class ThreadCluster:
 
     def __init__(self, cfg: Config, tokens: int):
         self.cfg, self.tokens, self.backend = cfg, tokens, Threads()
-        self.timeouts = timeouts_of(cfg.trainer, lambda: None)
+        self.timeouts = Timeouts(time_limits.HEARTBEAT_S, time_limits.CALL_S)
 
     def count_ranks(self) -> int:
         return self.cfg.trainer.num_workers

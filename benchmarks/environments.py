@@ -26,7 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from trainer.cluster.process_cluster import ProcessCluster
-from trainer.config import Config, EnvironmentConfig, RolloutConfig, TinyConfig
+from trainer.config import Config, EnvironmentConfig, RolloutConfig
 from trainer.data.datasets import Prompt
 from trainer.environments import Message, StepResult
 from trainer.environments.episode_runner import EpisodeRunner, RolloutRequest
@@ -35,7 +35,7 @@ from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.engine_pool import EnginePool
 from trainer.generation.event_loop import all_of
 from trainer.learner.train_workers import TrainWorkers
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.models.tokenizer import load_tokenizer
 from trainer.sources.routes import episode_runner
 
@@ -98,7 +98,7 @@ class _Asks:
 
 def make_model(path: str) -> None:
     """Write a model that ends a reply with the same probability after each token."""
-    build_tiny(TinyConfig(tie_word_embeddings=False, max_position_embeddings=8192), path)
+    build_tiny(TinyShape(tie_word_embeddings=False, max_position_embeddings=8192), path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     with torch.no_grad():

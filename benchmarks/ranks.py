@@ -54,13 +54,12 @@ def make_batch(lengths: np.ndarray, vocabulary: int, completion: int = 64, group
 def one_policy(path: str, directory: str, dtype: str, **trainer: Any) -> Iterator[Rank]:
     """One rank with the policy, in this process, which computes with one thread. `trainer`: settings of that section.
 
-    Rows share no tokens unless the settings say so, so that the FLOPs of a row are known.
+    Rows share no tokens, so that the FLOPs of a row are known.
     """
     cfg = Config()
     cfg.model.path = path
     cfg.trainer.mini_batch_size = 10_000  # one optimizer step an update
     cfg.trainer.policy.fsdp.param_dtype = dtype
-    cfg.trainer.share_prefixes = False
     for name, value in trainer.items():
         setattr(cfg.trainer, name, value)
     rank = Rank(cfg, 0, 1, "cpu")
@@ -68,6 +67,7 @@ def one_policy(path: str, directory: str, dtype: str, **trainer: Any) -> Iterato
     rank.connect(f"file://{store}")
     try:
         rank.build([policy_role(rank.cfg)], path)
+        rank.roles["policy"].shares_prompts = False
         yield rank
     finally:
         rank.roles.clear()

@@ -22,12 +22,12 @@ from pathlib import Path
 import numpy as np
 
 from trainer.cluster.process_cluster import ProcessCluster
-from trainer.config import Config, RewardConfig, RolloutConfig, TinyConfig
+from trainer.config import Config, RewardConfig, RolloutConfig
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.engine_pool import EnginePool
 from trainer.generation.event_loop import all_of
 from trainer.learner.train_workers import TrainWorkers
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.rewards.scoring import RewardPool
 from trainer.rewards.terms import RewardInput
 
@@ -100,7 +100,7 @@ def main() -> None:
         Path(root, "slow_rewards.py").write_text(REWARD.format(seconds=arguments.reward_s))
         sys.path.insert(0, root)
         path = os.path.join(root, "model")
-        build_tiny(TinyConfig(), path)
+        build_tiny(TinyShape(), path)
         reward = RewardConfig(name="slow_rewards:slow", num_processes=1)
         with ProcessCluster(cfg, "cpu") as cluster, RewardPool(reward) as pool:
             ranks = TrainWorkers(cfg, cluster)

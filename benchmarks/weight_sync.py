@@ -16,10 +16,10 @@ from statistics import median
 import torch
 
 from trainer.cluster.process_cluster import ProcessCluster
-from trainer.config import Config, RolloutConfig, TinyConfig
+from trainer.config import Config, RolloutConfig
 from trainer.generation.engine_pool import EnginePool
 from trainer.learner.train_workers import TrainWorkers
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 
 
 def plain_copy(size: int, device: str, repeats: int) -> float:
@@ -63,7 +63,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ways = ["ipc", "shared_memory"] if device == "cuda" else ["shared_memory", "broadcast"]
     hidden = arguments.hidden
-    tiny = TinyConfig(hidden_size=hidden, intermediate_size=3 * hidden, num_layers=arguments.layers)
+    tiny = TinyShape(hidden_size=hidden, intermediate_size=3 * hidden, num_layers=arguments.layers)
     with tempfile.TemporaryDirectory() as path:
         build_tiny(tiny, path)
         rows = []

@@ -83,7 +83,7 @@ def page() -> str:
     lines += module_doc("KL", kl.kl_penalty.__doc__ or "", kl.KL_ESTIMATORS, "algorithm.kl_estimator")
     for name, controller in (("fixed", kl.FixedKL), ("adaptive", kl.AdaptiveKL)):
         options = ["kl_coef"] if name == "fixed" else ["kl_coef", "kl_target", "kl_horizon"]
-        lines += section(name, "algorithm.kl_controller", controller.__doc__ or "", options)
+        lines += section(name, "algorithm.options.kl_target", controller.__doc__ or "", options)
     lines += ["## Adapters", "", *markdown(lora.__doc__ or ""), LORA, "", *keys("trainer.policy.lora", LoraConfig)]
     lines += ["## Critic", "", "`algorithm.options.value_clip`.", "", *markdown(losses.value_loss.__doc__ or "")]
     weights = f"{correction.__doc__}\n\n{inspect.cleandoc(correction.correction_weights.__doc__ or '')}"

@@ -39,7 +39,7 @@ RUNS: dict[str, tuple[str, list[str]]] = {
                              "trainer.critic.warmup_steps=1"]),
     "dapo": ("train", ["algorithm=dapo", "rollout=transformers", "data.train_size=24",
                               "data.curriculum=tools.same_runs:hardest_first", "algorithm.kl_coef=0.01",
-                              "algorithm.kl_controller=adaptive", "+algorithm.options.kl_horizon=64",
+                              "+algorithm.options.kl_target=0.05", "+algorithm.options.kl_horizon=64",
                               "algorithm.ref_sync_interval=2", "algorithm.rollout_correction=tis",
                               "logger.save_rollouts=true"]),
     "lora": ("train", ["trainer.policy.lora.rank=4", "algorithm.kl_coef=0.01"]),

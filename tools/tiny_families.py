@@ -11,8 +11,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from trainer.config import TinyConfig
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 
 VOCABULARY = 320
 _COMMON: dict[str, Any] = {
@@ -176,7 +175,7 @@ def write_family(name: str, path: str) -> str:
     Norms, biases and buffers have other values than those of a new model, so that one that is lost shows.
     """
     shutil.rmtree(path, ignore_errors=True)
-    tiny = TinyConfig(hidden_size=16, intermediate_size=16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16)
+    tiny = TinyShape(hidden_size=16, intermediate_size=16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16)
     build_tiny(tiny, path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     os.remove(os.path.join(path, "model.safetensors"))

@@ -21,6 +21,7 @@ from trainer.files.shared_memory import clear_abandoned
 from trainer.metrics.prometheus import MetricsServer
 from trainer.models.export import export_target
 from trainer.models.files import import_configs, resolve_model_path
+from trainer.process import time_limits
 from trainer.process.signals import SIGNALS
 from trainer.process.startup import importing, stage
 from trainer.process.watchdog import Watchdog
@@ -76,7 +77,7 @@ def run_task(task: Task, device: str, early: Early = None) -> None:
                 import_configs()  # while Ray starts; the tokenizers follow while ranks do
             cluster = ends.enter_context(cluster_of(cfg, device, early))
             ends.enter_context(directory.checkpoints.ended())
-            watchdog = ends.enter_context(Watchdog(t.hang_timeout_s, t.rpc_timeout_s))
+            watchdog = ends.enter_context(Watchdog(time_limits.HANG_S, time_limits.CALL_S))
             if server is not None:
                 server.progress = watchdog.progress
             trainer = make_trainer(task, cluster, directory, task.initial_weights(), stop, server)

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 
 from trainer.config import Config
 from trainer.config.command_line import run_app
-from trainer.config.config_file import LINES
 from trainer.config.hydra import words_given
 from trainer.config.overrides import refuse_unread
 from trainer.config.trainer import PROCESSES
@@ -48,7 +47,10 @@ def prepare(cfg: Config) -> str:
 
 
 def _check_metrics(cfg: Config) -> None:
-    named = {"best_metric": [cfg.trainer.best_metric], "divergence_limits": cfg.trainer.divergence_limits}
+    named = {
+        "best_metric": [cfg.trainer.best_metric.removeprefix("-")],
+        "divergence_limits": cfg.trainer.divergence_limits,
+    }
     for key, metrics in named.items():
         for metric in metrics:
             if (problem := _problem_of_metric(cfg, metric)) is not None:
@@ -171,7 +173,7 @@ def too_few_gpus(ranks: int, gpus: int, cuda: str | None) -> str:
 def train(cfg: Config) -> float | None:
     """Do what `trainer.task` names; returns `best_value`."""
     with StartUp(cfg.logger.progress):
-        refuse_unread(words_given(), cfg, LINES)
+        refuse_unread(words_given(), cfg)
         # Takes a moment, which a refused config need not wait.
         from trainer.cluster.early_start import early_for, early_start
 

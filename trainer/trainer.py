@@ -95,7 +95,7 @@ class Trainer:
         self.is_enough = is_enough
         self.server = server
         self.audit: ReplayAudit | None = None
-        self.schedule = SaveSchedule(t.ckpt_interval, t.ckpt_interval_minutes, t.mean_time_between_failures)
+        self.schedule = SaveSchedule(t.ckpt_interval)
         self._reset_state()
         self.recovery = Recovery(t, stop, cfg.task.optimizer)
         self.assets = policy_assets(cfg, model_path, tokenizer)  # now, so that no save fails because of them
@@ -337,8 +337,8 @@ class Trainer:
             raise Stopped(f"stopped after step {step} of {total} ({self.stop.reason}); {CONTINUES}")
 
     def save_checkpoint(self, metrics: dict[str, float]) -> None:
-        """Begin to write `global_step_{step}`; training continues meanwhile, unless `trainer.ckpt_async` is false."""
-        t, step = self.cfg.trainer, self.state.step
+        """Begin to write `global_step_{step}`; training continues meanwhile."""
+        step = self.state.step
         if self.saves.begun == step:
             return
         with self.saves.blocking(self.saves.begun):
@@ -353,8 +353,6 @@ class Trainer:
         with self.saves.blocking(step):
             # A checkpoint must not outlive what was logged of its steps.
             self.checkpoints.save(step, self.parts, description, before=(self.tracker.flush, self.transcripts.flush))
-            if not t.ckpt_async:
-                self.checkpoints.wait()
         self.saves.begun = step
         self.schedule.saved()
 

@@ -135,12 +135,12 @@ MOST_LINES = {
     "cluster": (2550, 2200),
     "data": (2750, 1900),
     "metrics reports": (3400, 3200),
-    "config": (4850, 3200),
+    "config": (4100, 3200),
     "plan": (2450, 1650),
     "view": (900, 900),
     "evaluate": (1000, 500),
     "api": (600, 350),
-    "sweeps": (250, 200),
+    "sweeps": (200, 200),
     "files errors episodes import_utils seeding": (1650, 1200),
 }
 """Lines of packages and modules that belong together, with docstrings and blank lines: the limit, and the aim. A limit
@@ -161,7 +161,7 @@ def test_a_package_does_not_grow():
     )
 
 
-MOST_KEYS = 222
+MOST_KEYS = 184
 """Rows of `trainer config`, without the copies below `<name>`. The aim is 165: lower this with every key that goes."""
 
 

@@ -29,10 +29,10 @@ from tests.support.architectures import SHAPE
 from tests.support.forks import run_forked
 from tools.model_families import MARK, read_results
 from tools.tiny_families import FAMILIES
-from trainer.config import ModelConfig, TinyConfig
+from trainer.config import ModelConfig
 from trainer.errors import UserError
 from trainer.models.files import load_trained_config
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 
 DOC = Path(__file__).parents[2] / "docs/models.md"
 IDS = torch.arange(5, 30)[None]
@@ -84,7 +84,7 @@ def run_lines(heading: str, source: Path, directory: Path, *changes: tuple[str, 
 
 
 def write_tokenizer(path: Path) -> None:
-    build_tiny(TinyConfig(hidden_size=16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16), str(path / "tiny"))
+    build_tiny(TinyShape(hidden_size=16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16), str(path / "tiny"))
     AutoTokenizer.from_pretrained(path / "tiny").save_pretrained(path)
     GenerationConfig(eos_token_id=1).save_pretrained(path)
 

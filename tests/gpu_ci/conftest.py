@@ -7,8 +7,7 @@ import os
 import pytest
 import torch
 
-from trainer.config import TinyConfig
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +23,7 @@ def device() -> str:
 def tiny_path(tmp_path_factory) -> str:
     """A Qwen3 of 0.1M parameters with random weights."""
     path = str(tmp_path_factory.mktemp("tiny"))
-    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128, seed=3), path)
+    build_tiny(TinyShape(hidden_size=64, intermediate_size=128, seed=3), path)
     return path
 
 
@@ -32,5 +31,5 @@ def tiny_path(tmp_path_factory) -> str:
 def wide_path(tmp_path_factory) -> str:
     """A Qwen3 of 13M parameters with random weights, so that weights count beside what every process needs."""
     path = str(tmp_path_factory.mktemp("wide"))
-    build_tiny(TinyConfig(hidden_size=512, intermediate_size=1536, num_layers=4, seed=3), path)
+    build_tiny(TinyShape(hidden_size=512, intermediate_size=1536, num_layers=4, seed=3), path)
     return path

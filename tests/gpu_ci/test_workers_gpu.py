@@ -25,8 +25,8 @@ from tests.support.training import (
     train_with_offloading,
     update,
 )
-from trainer.config import Config, FSDPConfig, TinyConfig
-from trainer.models.tiny import build_tiny
+from trainer.config import Config, FSDPConfig
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.workers.rank import Rank
 
 GPUS = torch.cuda.device_count()
@@ -38,7 +38,7 @@ WORLDS = [n for n in (1, 2, 4) if n <= max(GPUS, 1)]
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def model_path(request, tmp_path_factory) -> str:
     path = str(tmp_path_factory.mktemp("model"))
-    config = TinyConfig(hidden_size=64, intermediate_size=128, tie_word_embeddings=request.param, seed=3)
+    config = TinyShape(hidden_size=64, intermediate_size=128, tie_word_embeddings=request.param, seed=3)
     build_tiny(config, path)
     return path
 
@@ -87,9 +87,9 @@ def test_prompts_that_are_computed_once_change_nothing(model_path, dtype):
     """In bfloat16, queries of a completion attend to its prompt with the variable-length kernel."""
     results = []
     for shares in (True, False):
-        cfg = config(mini_batch_size=6, share_prefixes=shares)
+        cfg = config(mini_batch_size=6)
         cfg.trainer.policy.fsdp.param_dtype = dtype
-        results.append(run_ranks(1, train_two_steps, model_path, cfg=cfg)[0])
+        results.append(run_ranks(1, train_two_steps, model_path, None, shares, cfg=cfg)[0])
     shared, alone = results
     for ours, theirs in zip(shared["metrics"], alone["metrics"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4 if dtype == "float32" else 0.05, abs=1e-3)

@@ -15,11 +15,7 @@ _COMMON = (
     "trainer.max_ckpts_to_keep=3",
     "trainer.val_interval=4",
     f"trainer.hf_save_interval={STEPS}",
-    "trainer.heartbeat_timeout_s=8",
-    "trainer.hang_timeout_s=8",
-    "trainer.lock_lease_s=5",
     "trainer.max_restarts=20",
-    "trainer.restart_window_minutes=0.3",
     "data.train_size=10",
     "data.val_size=4",
 )
@@ -37,13 +33,15 @@ _ROLLOUTS = (
 _REWARD = ("reward.name=tests.support.hashed_reward:hashed", "reward.timeout_s=20")
 _SERVED = (
     "rollout.engine=server",
-    "rollout.server_timeout_s=240",  # vLLM needs a minute to start, more on a busy machine
-    "trainer.hang_timeout_s=300",
     "rollout.max_num_seqs=32",
     "rollout.kv_cache_mb=32",
 )
 _PROCESSES = ("trainer.ray_address=processes", "rollout=transformers")
 _AHEAD = ("ahead:begun", "ahead:generated")
+LIMITS = "HEARTBEAT_S=8 HANG_S=8 LOCK_LEASE_S=5 RESTART_WINDOW_S=18"
+"""TRAINER_TIME_LIMITS of all kinds."""
+_SLOW = "HEARTBEAT_S=30"
+_PATIENT = "SERVER_ABSENCE_S=240 HANG_S=300"  # vLLM needs a minute to start, more on a busy machine
 _IN_FLIGHT = ("in_flight:finished", "in_flight:taken", "in_flight:published")
 
 
@@ -53,6 +51,8 @@ class Kind:
 
     name: str
     overrides: tuple[str, ...]
+    limits: str = ""
+    """Further words of TRAINER_TIME_LIMITS."""
     job: str = "train"
     storages: frozenset[str] = frozenset({"disk"})
     """Where its checkpoints are: `disk`, `store`, or both."""
@@ -139,7 +139,7 @@ KINDS = {
             "environment.num_processes=2",
             "rollout.max_prompt_tokens=64",
             "rollout.val_n=2",
-            "trainer.heartbeat_timeout_s=30",
+            limits=_SLOW,
             roles=frozenset({"rank", "engine", "environment"}),
             weight=0.3,
         ),
@@ -149,7 +149,7 @@ KINDS = {
             "rollout.max_num_seqs=32",
             "rollout.kv_cache_mb=32",
             "rollout.in_flight_updates=true",
-            "trainer.heartbeat_timeout_s=30",
+            limits=_SLOW,
             is_exact=False,
             weight=0.3,
         ),
@@ -160,19 +160,28 @@ KINDS = {
             "rollout.kv_cache_mb=32",
             "rollout.in_flight_updates=true",
             "rollout.max_staleness=3",
-            "trainer.heartbeat_timeout_s=30",
+            limits=_SLOW,
             is_exact=False,
             in_order=False,
             weight=0.3,
         ),
-        _rollouts("server", *_SERVED, is_served=True, weight=0.5),
-        _rollouts("server_ahead", *_SERVED, "rollout.ahead=1", "trainer.num_workers=2", is_served=True, weight=0.3),
+        _rollouts("server", *_SERVED, limits=_PATIENT, is_served=True, weight=0.5),
+        _rollouts(
+            "server_ahead",
+            *_SERVED,
+            "rollout.ahead=1",
+            "trainer.num_workers=2",
+            limits=_PATIENT,
+            is_served=True,
+            weight=0.3,
+        ),
         _rollouts(
             "server_in_flight",
             *_SERVED,
             "rollout.in_flight_updates=true",
             "rollout.max_staleness=2",
             "rollout.max_response_tokens=256",  # so that new weights come in the middle of completions
+            limits=_PATIENT,
             is_served=True,
             is_exact=False,
             weight=0.3,
@@ -192,10 +201,10 @@ KINDS = {
                 *_COMMON,
                 *_ROLLOUTS,
                 *_REWARD,
-                "trainer.heartbeat_timeout_s=30",
                 "rollout.max_num_seqs=32",
                 "rollout.kv_cache_mb=32",
             ),
+            limits=_SLOW,
             with_ray=True,
             weight=0.15,
         ),
@@ -203,8 +212,9 @@ KINDS = {
             "nodes",
             (
                 *(*_COMMON, *_ROLLOUTS, *_REWARD, "rollout=transformers", "trainer.num_workers=2"),
-                *("trainer.node_timeout_s=5", "trainer.heartbeat_timeout_s=30", "trainer.placement_timeout_s=120"),
+                "trainer.placement_timeout_s=120",
             ),
+            limits=f"{_SLOW} NODE_ANSWER_S=5",
             with_ray=True,
             on_nodes=True,
             weight=0.15,

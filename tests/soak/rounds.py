@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.soak.faults import FAULTS, Disturbance, draw_fail_point, draw_faults
-from tests.soak.kinds import Kind, draw_kind
+from tests.soak.kinds import LIMITS, Kind, draw_kind
 from tests.soak.outcomes import Outcome, difference, outcome_of
 from tests.soak.scene import Scene, Workspace
 from tests.support.forks import fork_server
@@ -214,6 +214,7 @@ class _Attempt:
     def _start(self, env: dict[str, str]) -> Any:
         workspace, kind = self._workspace, self._workspace.kind
         env = {**environment(), **workspace.scene.environment, **env}
+        env["TRAINER_TIME_LIMITS"] = f"{LIMITS} {kind.limits}"
         with workspace.log.open("a") as log:
             if kind.with_ray:
                 command = [sys.executable, "-m", "trainer", kind.job, *kind.overrides, *workspace.overrides]

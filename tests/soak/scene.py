@@ -22,15 +22,12 @@ from tests.support.buckets import make_bucket, s3_server, use_s3
 from tests.support.fault_proxy import CUT, ERROR, LOST, PASS, SLOW, SLOW_DOWN, Faults, fault_proxy
 from tests.support.gcs import gcs_server, use_gcs
 from tests.support.inference import Server
-from trainer.config import TinyConfig
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 
 DISK_BYTES = 96 << 20
 _BUCKET = "soak"
-_SERVER = (
-    *("inference.lease_s=5", "inference.hang_timeout_s=10", "rollout.kv_cache_mb=32"),
-    *("rollout.max_response_tokens=256", "rollout.max_num_seqs=32"),
-)
+_SERVER = (*("rollout.kv_cache_mb=32", "rollout.max_response_tokens=256", "rollout.max_num_seqs=32"),)
+_SERVER_LIMITS = "SERVER_LEASE_S=5 SERVER_HANG_S=10"
 
 
 class Scene:
@@ -56,7 +53,7 @@ class Scene:
             subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(self.disk)], check=True)
             self._stack.callback(subprocess.run, ["umount", "--lazy", str(self.disk)], check=False)
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
-        build_tiny(TinyConfig(**sizes, head_dim=32), str(self.model))
+        build_tiny(TinyShape(**sizes, head_dim=32), str(self.model))
         self._s3, google = (self._stack.enter_context(server()) for server in (s3_server, gcs_server))
         proxies = [self._stack.enter_context(fault_proxy(server, self.store)) for server in (self._s3, google)]
         patch = pytest.MonkeyPatch()
@@ -75,7 +72,8 @@ class Scene:
         """Return the inference server, and the wire to it. It starts at the first call."""
         if self._server is None:
             log = self.directory / "server.log"
-            server = self._stack.enter_context(Server(log, f"model.path={self.model}", *_SERVER)).wait()
+            words = (f"model.path={self.model}", *_SERVER)
+            server = self._stack.enter_context(Server(log, *words, limits=_SERVER_LIMITS)).wait()
             self._server = server, self._stack.enter_context(Wire(server.port))
         return self._server
 

@@ -21,7 +21,7 @@ import psutil
 from tests.support.forks import fork_server
 from tests.support.jobs import command_of, environment
 from trainer.config import RolloutConfig
-from trainer.config.inference import TOKEN as VARIABLE
+from trainer.config.rollout import TOKEN as VARIABLE
 from trainer.generation.server_engine import ServerEngine
 from trainer.generation.server_protocol import Job
 
@@ -41,15 +41,16 @@ class Server:
     It fails if the server leaves processes behind.
     """
 
-    def __init__(self, log: Path, *overrides: str, port: int = 0, token: str | None = None):
+    def __init__(self, log: Path, *overrides: str, port: int = 0, token: str | None = None, limits: str = ""):
         self.port, self.token, self.log = port or free_port(), token, log
         self.url = f"http://127.0.0.1:{self.port}"
-        self._overrides = overrides
+        self._overrides, self._limits = overrides, limits
         self.start()
 
     def start(self) -> None:
         env = {name: value for name, value in environment().items() if name != VARIABLE}
         env |= {VARIABLE: self.token} if self.token else {}
+        env |= {"TRAINER_TIME_LIMITS": self._limits}
         with open(self.log, "a") as output:
             self.process = fork_server().start(
                 *("tests.support.forks:run_module", "trainer.inference"),
@@ -119,7 +120,7 @@ def copied(one: Job, directory: str = "elsewhere") -> Job:
 @contextlib.contextmanager
 def engine(url: str, user: Job | None = None, **options: Any) -> Iterator[ServerEngine]:
     """An engine of a job that uses the server at `url`."""
-    settings = {"max_prompt_tokens": 300, "max_response_tokens": 64, "max_num_seqs": 64, "server_timeout_s": 300.0}
+    settings = {"max_prompt_tokens": 300, "max_response_tokens": 64, "max_num_seqs": 64}
     rollout = RolloutConfig(engine="server", urls=[url], **(settings | options))
     one = ServerEngine("", dtype="auto", seed=1, rollout=rollout, device="cpu", index=0, job=user or job())
     try:

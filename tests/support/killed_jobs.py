@@ -76,10 +76,12 @@ def run(*overrides: str) -> None:
     """Run the job to its end, in this process."""
     fork_clusters()
     from trainer.jobs import run_task
+    from trainer.process import time_limits
     from trainer.process.log_setup import show_messages
     from trainer.tasks import build_task
 
     show_messages()
+    time_limits.read_environment()
     cfg = config(*overrides)
     run_task(build_task(cfg), "cpu")
 

@@ -269,8 +269,8 @@ class PlainRank:
     def weight_bytes(self, dtype: str) -> int:
         return 1000
 
-    def find_address(self, host: str, port: int) -> str:
-        return f"{host}:{port}"
+    def find_address(self, host: str) -> str:
+        return f"{host}:1"
 
     def write_weights(self) -> str:
         (self._directory / "weights").write_text(str(self._weights))

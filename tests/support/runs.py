@@ -44,14 +44,14 @@ class OpenRun:
 
     def save(self, step: int, metrics: Mapping[str, float] | None = None, roles: Sequence[str] | None = None) -> None:
         """Save, and wait until it has ended."""
-        t, checkpoints = self.cfg.trainer, self.directory.checkpoints
+        checkpoints = self.directory.checkpoints
         description = {
             "roles": [role.name for role in self.cfg.roles if role.saved] if roles is None else list(roles),
             "ranks": 1,
             "replicas": 1,
             "config_digest": config_digest(self.cfg),
-            "score_metric": t.best_metric,
-            "score": (metrics or {}).get(t.best_metric),
+            "score_metric": self.cfg.compared_by[0],
+            "score": (metrics or {}).get(self.cfg.compared_by[0]),
             "parent": self.directory.lineage or None,
             "metrics_from": next((row["step"] for row in read_metrics(self.directory.metrics_file)), None),
         }

@@ -19,6 +19,7 @@ from pathlib import Path
 from tests.support.forks import fork_clusters, fork_server, run_module
 from tests.support.jobs import command, environment, left_running
 from trainer.files.shared_memory import clear_abandoned
+from trainer.models.tiny import TinyShape
 
 END_S = 120
 FORKED = [
@@ -174,7 +175,7 @@ class ForkedJobs:
         from trainer.models.tiny import build_tiny
 
         self._directory = directory
-        build_tiny(Config().model.tiny, str(directory / "model"))
+        build_tiny(TinyShape.of(Config().model.tiny), str(directory / "model"))
         self._overrides = [f"model.path={directory}/model", f"trainer.run_dir={directory}/run", *FORKED]
 
     def run(self, moment: str = "start", delay_s: float = 0.0, way: str = "") -> tuple[int, str]:

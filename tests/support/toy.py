@@ -25,7 +25,7 @@ from trainer.files.atomic_io import digest_bytes
 from trainer.journal.history import Identity
 from trainer.journal.journal import Journal
 from trainer.metrics.timing import Timer
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.models.tokenizer import load_tokenizer
 from trainer.objectives import Experience
 from trainer.run.directory import RunDirectory
@@ -129,7 +129,7 @@ def toy_trainer(cfg: Config, directory: RunDirectory, model: Path, stop: StopReq
         model: directory for the initial weights; made if it is not there.
     """
     if not (model / "config.json").exists():
-        build_tiny(cfg.model.tiny, str(model))
+        build_tiny(TinyShape.of(cfg.model.tiny), str(model))
     tokenizer = load_tokenizer(str(model), None, False)
     examples = [Sample(np.full(4, i), np.ones(4, np.float32)) for i in range(10)]
     source = SupervisedSource(SFTConfig(batch_size=1, max_length=12), [examples], cfg.trainer.seed)

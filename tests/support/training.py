@@ -64,9 +64,11 @@ def config(**trainer) -> Config:
     return cfg
 
 
-def train_two_steps(rank: Rank, path: str, out: str | None = None) -> dict:
+def train_two_steps(rank: Rank, path: str, out: str | None = None, shares_prompts: bool = True) -> dict:
     """Two steps of policy and critic; returns their metrics and some values of the result."""
     rank.build(roles(rank.cfg, ["policy", "critic", "reference"]), path)
+    for worker in rank.roles.values():
+        worker.shares_prompts &= shares_prompts
     batch = make_batch()
     metrics = [update(rank, role, batch, step) for step in (1, 2) for role in ("critic", "policy")]
     if out:

@@ -45,7 +45,7 @@ def describe_result(paths: dict[str, str], status: str) -> RunResult:
     """Return the result of a run.
 
     Args:
-        paths: `run_dir`, `ckpt_path`, `export_path`, `best_metric` and `best_mode` of its config.
+        paths: `run_dir`, `ckpt_path` and `export_path` of its config; `best_metric` and `best_mode`: of the comparison.
         status: `finished` or `stopped`.
     """
     run_dir = paths["run_dir"]

@@ -28,9 +28,9 @@ from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import CorruptCheckpointError, step_in
 from trainer.checkpoint.storage import open_storage, remove_records
 from trainer.checkpoint.store import BOOKKEEPING, CheckpointStore, open_store
-from trainer.config import TrainerConfig
 from trainer.errors import UserError
 from trainer.files.uris import is_same, is_url, lies_in, problem_of
+from trainer.process import time_limits
 from trainer.process.log_setup import ToolParser, escape, run_tool
 
 
@@ -179,7 +179,7 @@ def _rollback(args: argparse.Namespace) -> Result:
 
 
 def _lock(store: CheckpointStore) -> RunLock:
-    return RunLock(store.root, TrainerConfig().lock_lease_s, "checkpoint directory", "end that job first")
+    return RunLock(store.root, time_limits.LOCK_LEASE_S, "checkpoint directory", "end that job first")
 
 
 def _tiers(store: CheckpointStore, saved: dict[str, Any]) -> list[CheckpointStore]:

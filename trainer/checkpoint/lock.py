@@ -14,7 +14,6 @@ from types import NoneType
 from typing import Any
 
 from trainer.checkpoint.storage import open_storage
-from trainer.config import TrainerConfig
 from trainer.errors import UserError, describe_error
 from trainer.files.documents import Shape, parse_object
 from trainer.process import time_limits
@@ -169,7 +168,7 @@ class RunLock:
             reason = describe_error(error)
         LOG.warning(
             "%s: the %s is still locked by this job (%s); another job can take it when this process has ended, on "
-            "another machine %g s after that (trainer.lock_lease_s)",
+            "another machine %g s after that",
             self.path,
             self._name,
             reason,
@@ -250,11 +249,11 @@ class RunLock:
 def holder(directory: str) -> tuple[str | None, str | None]:
     """Return the process that holds the lock of `directory`, and the dead process that has left it; None: neither.
 
-    A process on another machine counts as alive if its heartbeat is younger than twice the default of
-    `trainer.lock_lease_s` by the clock of this machine. If that clock is wrong, so may be the answer; no job relies on
+    A process on another machine counts as alive if its heartbeat is younger than twice
+    `LOCK_LEASE_S` by the clock of this machine. If that clock is wrong, so may be the answer; no job relies on
     it. Changes nothing.
     """
-    lock = RunLock(directory, 2 * TrainerConfig().lock_lease_s)
+    lock = RunLock(directory, 2 * time_limits.LOCK_LEASE_S)
     try:
         owner = lock._fetch()[0]
         if owner is None:

@@ -60,10 +60,11 @@ class SaveResult:
 
 @dataclass(frozen=True)
 class Retention:
-    """The checkpoints to keep besides the newest: see `trainer.max_ckpts_to_keep`, `keep_every` and `keep_best`."""
+    """The checkpoints to keep besides the newest: see `trainer.max_ckpts_to_keep` and `keep_best`."""
 
     newest: int = -1
     every: int = -1
+    """Also those whose step is a multiple of this."""
     best: int = 0
     best_mode: str = "max"
     best_metric: str = ""
@@ -103,14 +104,12 @@ class CheckpointManager:
         self,
         store: CheckpointStore,
         retention: Retention | None = None,
-        verify: str = "hash",
         fence: Callable[[], None] = lambda: None,
         committed: Callable[[int], None] = lambda step: None,
         disk_is_full: Callable[[OSError], None] = lambda error: None,
     ):
         self.store = store
         self.retention = retention or Retention()
-        self.verify = verify
         self.resumed_from: int | None = None  # the step that the run resumed from, if it is in this store
         self._fence = fence
         self._committed = committed
@@ -294,7 +293,7 @@ class CheckpointManager:
             unreadable: UserError | None = None
             for path in self.store.locations(step):
                 try:
-                    checkpoint = manifests.verify(path, self.verify)
+                    checkpoint = manifests.verify(path)
                 except CorruptCheckpointError as error:
                     problems.append(str(error))
                 except UnreadableError as error:

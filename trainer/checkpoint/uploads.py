@@ -234,7 +234,7 @@ class UploadQueue:
                 left[-1],
                 self._local.root,
                 self._remote.root,
-                self._problem or f"the upload took longer than trainer.ckpt_upload_timeout_s={timeout_s:g}",
+                self._problem or f"the upload took longer than {timeout_s:g} s",
             )
         else:
             self._thread.join(max(0.0, deadline - time.monotonic()))

@@ -19,7 +19,7 @@ import psutil
 
 from trainer.cluster.fork_server import BUILD, HOST, ForkServer, end_tree
 from trainer.cluster.resources import FindGpus, check_gpus, gpus_per_engine
-from trainer.cluster.worker_groups import WorkerGroup, timeouts_of
+from trainer.cluster.worker_groups import Timeouts, WorkerGroup
 from trainer.cluster.worker_setup import failure_of
 from trainer.config import Config
 from trainer.errors import RESTART_HINT, WorkerError
@@ -59,7 +59,7 @@ class ProcessCluster:
         self._rank_server = rank_server if device == "cpu" else None
         self._own_fork_server: ForkServer | None = None
         self._groups: list[tuple[WorkerGroup, list[str]]] = []  # each group with the GPUs that only it uses
-        self._timeouts = timeouts_of(cfg.trainer, self._failed_process)
+        self._timeouts = Timeouts(time_limits.HEARTBEAT_S, time_limits.CALL_S, self._failed_process)
         self.examine = GpuHealthCheck(lambda seconds: {HOST: gpu_lines(seconds)}, lambda node, cause: None).examine
 
     def __enter__(self) -> ProcessCluster:
@@ -125,15 +125,9 @@ class ProcessCluster:
         """Return a reference to a copy of `value`, which is pickled once. Workers receive the value."""
         return _Stored(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
 
-    def rendezvous_address(self, group: WorkerGroup, port: int = 0) -> str:
-        """Return the address at which the ranks of a process group meet. Rank 0 of `group` is rank 0 of that group.
-
-        Args:
-            port: TCP port. 0: the ranks meet at a file.
-        """
-        if not port:
-            return f"file://{self._directory.path}/store-{secrets.token_hex(8)}"
-        return group.call_one(0, "find_address", HOST, port)
+    def rendezvous_address(self, group: WorkerGroup) -> str:
+        """Return the file at which the ranks of a process group meet. Rank 0 of `group` is rank 0 of that group."""
+        return f"file://{self._directory.path}/store-{secrets.token_hex(8)}"
 
     def release(self, group: WorkerGroup) -> None:
         """Kill the processes of the group, wait until they have exited, and free their GPUs."""

@@ -33,7 +33,7 @@ from trainer.cluster.resources import (
     rank_groups,
     slots_needed,
 )
-from trainer.cluster.worker_groups import WorkerGroup, timeouts_of
+from trainer.cluster.worker_groups import Timeouts, WorkerGroup
 from trainer.config import Config
 from trainer.errors import RESTART_HINT, UserError, WorkerError, describe_error, one_line
 from trainer.process import time_limits
@@ -70,7 +70,7 @@ class RayCluster:
         self._head = head if device == "cpu" else None  # None: the job uses an existing cluster
         self._node_health: NodeHealth | None = None  # None: Ray runs on this machine only
         self._drained: dict[str, str] = dict.fromkeys(cfg.trainer.excluded_nodes, _DRAINED)  # addresses, with reasons
-        self._timeouts = timeouts_of(cfg.trainer, self._failed_process, self._failed_nodes)
+        self._timeouts = Timeouts(time_limits.HEARTBEAT_S, time_limits.CALL_S, self._failed_process, self._failed_nodes)
         self.examine = GpuHealthCheck(self._read_kernel_logs, self._drained.setdefault).examine
 
     def __enter__(self) -> RayCluster:
@@ -87,7 +87,7 @@ class RayCluster:
             self._join(address)
             if self._head is None:
                 self._own_node = ray.get_runtime_context().get_node_id()
-                self._node_health = NodeHealth(self.cfg.trainer.node_timeout_s, ray.util.get_node_ip_address())
+                self._node_health = NodeHealth(time_limits.NODE_ANSWER_S, ray.util.get_node_ip_address())
                 self._node_health.watch(placement.alive_nodes())
             self._check_resources()
         except BaseException as error:
@@ -157,15 +157,14 @@ class RayCluster:
         """Whether the cluster is that of this job, on this machine."""
         return self._head is not None
 
-    def rendezvous_address(self, group: WorkerGroup, port: int = 0) -> str:
+    def rendezvous_address(self, group: WorkerGroup) -> str:
         """Return the address at which the ranks of a process group meet. Rank 0 of `group` is rank 0 of that group.
 
-        Args:
-            port: TCP port on the machine of rank 0. 0: a free port, or a file if all ranks are on this machine.
+        It is a port of rank 0's machine, or a file if all ranks are on this machine.
         """
-        if self._head is not None and not port:
+        if self._head is not None:
             return f"file://{self._head.directory}/store-{secrets.token_hex(8)}"
-        return group.call_one(0, "find_address", group.placements()[0]["host"], port)
+        return group.call_one(0, "find_address", group.placements()[0]["host"])
 
     def release(self, group: WorkerGroup) -> None:
         """Kill the processes of the group and free their resources."""

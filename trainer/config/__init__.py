@@ -13,35 +13,33 @@ from trainer.config.algorithm import (
     correction_of,
     named_options,
 )
-from trainer.config.data import DataConfig, ValSetConfig
-from trainer.config.engines import ENGINES, EngineSpec
-from trainer.config.environment import EnvironmentConfig
+from trainer.config.data import DataConfig, SFTConfig, ValSetConfig
+from trainer.config.engines import ENGINES, EngineSpec, TransportSpec
 from trainer.config.hydra import compose, conf_dir, register, to_config
-from trainer.config.inference import InferenceConfig
-from trainer.config.logger import LoggerConfig, MlflowConfig, SinkConfig, TrackioConfig, WandbConfig
-from trainer.config.model import ModelConfig, TinyConfig
+from trainer.config.logger import LoggerConfig, SinkConfig
+from trainer.config.model import (
+    CriticConfig,
+    FSDPConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TinyConfig,
+)
 from trainer.config.reference import field_docs
-from trainer.config.reward import RewardConfig
-from trainer.config.role_specs import (
+from trainer.config.rollout import EnvironmentConfig, InferenceConfig, RewardConfig, RolloutConfig
+from trainer.config.rules import validate
+from trainer.config.schema import OPEN_SECTIONS, Config, valid_keys
+from trainer.config.tasks import (
     LM,
     SCORE,
+    TASKS,
     VALUE,
+    Metric,
     RoleSpec,
+    TaskSpec,
     critic_role,
     policy_gradient_roles,
     policy_role,
     reference_role,
 )
-from trainer.config.rollout import RolloutConfig
-from trainer.config.rules import validate
-from trainer.config.schema import OPEN_SECTIONS, Config, valid_keys
-from trainer.config.supervised import SFTConfig
-from trainer.config.tasks import TASKS, Metric, TaskSpec
 from trainer.config.trainer import LOAD_COMPONENTS, TrainerConfig
-from trainer.config.training import (
-    CriticConfig,
-    FSDPConfig,
-    LoraConfig,
-    OptimizerConfig,
-)
-from trainer.config.transports import TransportSpec

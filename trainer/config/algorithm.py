@@ -87,8 +87,9 @@ class AlgorithmConfig(Section):
     default of the policy loss; `token_mean` for a function by import path that has none."""
     options: dict[str, Any] = open_section(resume="update")
     """Further options of the chosen functions, such as `+algorithm.options.dual_clip=3`: of the estimator and the loss
-    (docs/algorithms.md), also of your own; of `kl_controller=adaptive` `kl_target` (0.05: the KL to reach, in nats per
-    token) and `kl_horizon` (10000: number of completions over which `kl_coef` may change by about a fifth); of a critic
+    (docs/algorithms.md), also of your own; `kl_target` (the KL to reach, in nats per token: an
+    adaptive controller adjusts `kl_coef`) and `kl_horizon` (10000: number of completions over which it may change
+    `kl_coef` by about a fifth); of a critic
     `value_clip` (0.2: in the value loss, new values are clipped to at most this distance from the old ones); and of
     `rollout_correction` `rollout_correction_level` (`token`: one ratio per token; or one per sequence: the `arithmetic`
     mean, the `geometric` mean or the `product` of the ratios of its tokens), `rollout_correction_high` (2.0: ratios
@@ -110,9 +111,6 @@ class AlgorithmConfig(Section):
     )
     """Copy the policy into the reference every this many steps; the reference is then part of checkpoints. -1: the
     reference stays the initial weights."""
-    kl_controller: str = choice("fixed", ("fixed", "adaptive"), resume="update")
-    """`fixed`: `kl_coef` stays as it is. `adaptive`: it is adjusted so that the KL approaches the option
-    `kl_target`."""
     entropy_coef: float = number(0.0, at_least=0, resume="update")
     """Weight of the entropy bonus in the policy loss."""
     rollout_correction: str | None = choice(AUTO, (AUTO, OFF, *CORRECTIONS), resume="update")
@@ -133,6 +131,11 @@ class AlgorithmConfig(Section):
     max_gen_batches: int = number(10, at_least=1, resume="rollouts")
     """Largest number of batches of prompts that a step samples with `dynamic_sampling`. If they hold too few prompts
     with different rewards, the step is filled up with the other prompts."""
+
+    @property
+    def adapts_kl(self) -> bool:
+        """Whether a controller adjusts `kl_coef`."""
+        return "kl_target" in self.options
 
     def __post_init__(self) -> None:
         self.rollout_correction = correction_or_off(self.rollout_correction)

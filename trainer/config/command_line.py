@@ -7,8 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trainer.config.config_file import find_groups
-from trainer.config.hydra import compose_flags, conf_dir
+from trainer.config.hydra import compose_flags, conf_dir, find_groups
 from trainer.config.outcome import Outcome, outcome_of
 from trainer.config.overrides import parsed
 from trainer.config.schema import Config, is_name, no_such_key, valid_keys
@@ -16,6 +15,7 @@ from trainer.config.sweep_jobs import Job, run_sweep
 from trainer.errors import UserError
 from trainer.files.documents import dump_yaml
 from trainer.files.redaction import redact
+from trainer.process import time_limits
 from trainer.process.log_setup import guard_output, logging_to_file, show_messages
 from trainer.process.signals import SIGNALS
 
@@ -54,6 +54,7 @@ def run_app(
         trains: whether the job trains a run, which the same command continues after a signal.
     """
     SIGNALS.trains = trains
+    time_limits.read_environment()
     guard_output()
     words = sys.argv[1:]
     if {"--help", "-h"} & set(words):

@@ -1,4 +1,4 @@
-"""`data.*`: prompts and answers. Any resume may change these keys, because the ledger compares the examples."""
+"""`data.*` and `sft.*`: prompts, examples and answers. Any resume may change `data.*`: the ledger compares the rows."""
 
 from __future__ import annotations
 
@@ -6,22 +6,14 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from trainer.config.environment import EnvironmentConfig
-from trainer.config.fields import (
-    Section,
-    choice,
-    number,
-    open_section,
-    sections,
-    setting,
-    subsection,
-)
-from trainer.config.reward import RewardConfig
-from trainer.config.rollout import LOWEST_TEMPERATURE
+from trainer.config.fields import Section, choice, number, open_section, sections, setting, subsection
+from trainer.config.model import SCHEDULE_STEPS
+from trainer.config.rollout import LOWEST_TEMPERATURE, EnvironmentConfig, RewardConfig
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
+
 
 GENERATORS: dict[str, tuple[str, ...] | None] = {
     "arithmetic": ("max_value",),
@@ -29,7 +21,7 @@ GENERATORS: dict[str, tuple[str, ...] | None] = {
     "reverse_text": ("min_letters", "max_letters"),
     "reasoning_gym": None,
 }
-"""The generators of `trainer.data.generators`, each with the names of its options. None: `data.task` has them."""
+"""The generators of `trainer.data.generators`, each with the names of its options. None: the option `task` has them."""
 
 
 @dataclass
@@ -40,8 +32,6 @@ class NamedData(Section):
     """Files with the rows, in the formats of `data.train_files`."""
     synthetic: str | None = choice(None, (None, *GENERATORS), resume="harmless")
     """Make the rows instead of reading files (see `data.synthetic`)."""
-    task: str | None = setting(None, resume="harmless")
-    """Name of the task of `synthetic=reasoning_gym` (see `data.task`)."""
     synthetic_args: dict[str, Any] = open_section(resume="harmless")
     """Options of the generator (see `data.synthetic_args`)."""
     size: int = number(-1, at_least=1, off=-1, resume="harmless")
@@ -131,11 +121,9 @@ class DataConfig(Section):
     synthetic: str | None = choice(None, (None, *GENERATORS), resume="harmless")
     """Make prompts instead of reading files: `arithmetic`, `look_up` (for an environment with a tool, see
     docs/environments.md), `reverse_text`, or a task of the package `reasoning_gym`."""
-    task: str | None = setting(None, resume="harmless")
-    """Name of the task of `synthetic=reasoning_gym`, such as `chain_sum` (docs/environments.md)."""
     synthetic_args: dict[str, Any] = open_section(resume="harmless")
     """Options of the generator: `arithmetic` {max_value}; `look_up` {max_calls}; `reverse_text` {min_letters,
-    max_letters}; of `reasoning_gym` those of the task, and {seed}."""
+    max_letters}; of `reasoning_gym` {task}, such as `chain_sum`, with its options, and {seed}."""
     train_size: int = number(-1, at_least=1, off=-1, resume="harmless")
     """Number of training examples to generate, or most examples to use from the files. -1: all."""
     val_size: int = number(-1, at_least=1, off=-1, resume="validation")
@@ -149,6 +137,11 @@ class DataConfig(Section):
     mix: dict[str, Any] = sections(SourceConfig, resume="rollouts")
     """Several sources of training prompts, by names of your choice, instead of `train_files` or `synthetic`
     ([docs/data.md](data.md)). Each has the keys of `data.mix.<name>`. To add or drop a source needs permission."""
+
+    def task_with_options(self) -> tuple[str | None, dict[str, Any]]:
+        """Return the option `task` of the generator (None: it has none), and the others."""
+        others = dict(self.synthetic_args)
+        return others.pop("task", None), others
 
     def name_of(self, key: str) -> str:
         """Return the dotted name of a key of this section, for messages."""
@@ -168,7 +161,6 @@ class DataConfig(Section):
             train_files=source.files,
             val_files=source.files,
             synthetic=source.synthetic,
-            task=source.task,
             synthetic_args=source.synthetic_args,
             train_size=source.size,
             val_size=source.size,
@@ -187,3 +179,37 @@ class _DataOfSource(DataConfig):
     def name_of(self, key: str) -> str:
         renamed = {"train_files": "files", "val_files": "files", "train_size": "size", "val_size": "size"}
         return f"{self.section}.{renamed.get(key, key)}"
+
+
+@dataclass
+class SFTOptimizerConfig(Section):
+    lr: float = number(2e-3, at_least=0, resume="update")
+    """Peak learning rate."""
+    scheduler: str = choice("constant", ("constant", "cosine"), resume="update")
+    """Learning rate after warm-up (see `trainer.policy.optimizer.scheduler`)."""
+    warmup_steps: int = number(10, at_least=0, resume="update")
+    """Optimizer steps of linear warm-up from 0."""
+    schedule_steps: int | None = number(None, at_least=1, resume=SCHEDULE_STEPS)
+    """Steps of the run after which `cosine` has ended (see `trainer.policy.optimizer.schedule_steps`). null:
+    `sft.steps`."""
+
+
+@dataclass
+class SFTConfig(Section):
+    steps: int = number(200, at_least=1, resume="rollouts")
+    """Optimizer steps of supervised training. Most optimizer steps of the warm start of the built-in model (see
+    `model.tiny.start_accuracy`)."""
+    batch_size: int = number(8, at_least=1, resume="rollouts")
+    """An optimizer step trains on as many whole examples as fill this many rows of `sft.max_length` tokens."""
+    max_length: int = number(256, at_least=1, resume="rollouts")
+    """Longest example in tokens. A longer one is cut."""
+    source: str = choice("examples", ("examples", "rollouts"), resume="rollouts")
+    """Content of `data.train_files`: `examples`, or `rollouts` as `logger.save_rollouts` writes them."""
+    min_reward: float | None = setting(None, resume="rollouts")
+    """`source=rollouts`: train only on completions with at least this reward (rejection sampling). null: all."""
+    max_weight: float | None = number(None, above=0, resume="rollouts")
+    """`source=rollouts`: multiply the loss of each token by its importance weight, at most this (the loss
+    `importance_weighted_ce`). The weight is the token's probability under the model divided by its probability under
+    the policy that sampled it. null: plain cross-entropy (distillation)."""
+    optimizer: SFTOptimizerConfig = subsection(SFTOptimizerConfig)
+    """Optimizer of supervised training. What it does not have is as in `trainer.policy.optimizer`."""

@@ -52,19 +52,17 @@ class Constraint:
         if self.section is not None:
             wrong = [name for name in value if not _NAME.fullmatch(str(name))]
             return f"{wrong[0]} is no name; use letters, digits, - and _" if wrong else None
+        listed = ", ".join("null" if name is None else name for name in self.choices)
         if self.choices and isinstance(value, list):
-            unknown = set(value) - set(self.choices)
-            return f"may name {_listed(self.choices)}" if unknown else None
-        if self.choices and value not in self.choices:
-            return f"choose one of {_listed(self.choices)}"
-        return None
+            return f"may name {listed}" if set(value) - set(self.choices) else None
+        return f"choose one of {listed}" if self.choices and value not in self.choices else None
 
     def bounds(self) -> str:
         """Return the bounds in words, such as `at least 1, or -1`; empty if there are none."""
-        lowest = f"at least {self.at_least:g}" if self.at_least is not None else ""
-        lowest = f"above {self.above:g}" if self.above is not None else lowest
-        highest = f"at most {self.at_most}" if self.at_most is not None else ""
-        words = " and ".join(filter(None, (lowest, highest)))
+        limits = {"at least": self.at_least, "above": self.above, "at most": self.at_most}
+        words = " and ".join(
+            f"{name} {limit:{'' if name == 'at most' else 'g'}}" for name, limit in limits.items() if limit is not None
+        )
         return words + (f", or {self.off:g}" if self.off is not None else "")
 
     def _problem_of_scalar(self, value: Any) -> str | None:
@@ -73,12 +71,11 @@ class Constraint:
         if self.is_open:
             return None
         if isinstance(value, str):
-            return _problem_of_text(value)
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and value != self.off:
-            return self._problem_of_number(value)
-        return None
-
-    def _problem_of_number(self, value: float) -> str | None:
+            if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
+                return "holds a character that no file or program takes"
+            return None if value.strip() else "is empty; give a value, or drop the key"
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or value == self.off:
+            return None
         alternative = "" if self.off is None else f" (or {self.off:g})"
         if self.at_least is not None and value < self.at_least:
             return f"must be at least {self.at_least:g}{alternative}"
@@ -86,9 +83,8 @@ class Constraint:
             return f"must be above {self.above:g}{alternative}"
         if self.at_most is not None:
             return f"must be at most {self.at_most}" if value > self.at_most else None
-        if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
-            return f"must be at most {LARGEST_INTEGER}, negative or not"
-        return None
+        is_huge = isinstance(value, int) and abs(value) > LARGEST_INTEGER
+        return f"must be at most {LARGEST_INTEGER}, negative or not" if is_huge else None
 
 
 RESUME = {
@@ -226,8 +222,7 @@ def _fields_of(kind: type) -> list[tuple[str, bool]]:
 
 
 def _is_mapping(f: dataclasses.Field[Any]) -> bool:
-    constraint = f.metadata.get(_CONSTRAINT)  # a field that is a section has none
-    return constraint is not None and constraint.section is not None
+    return getattr(f.metadata.get(_CONSTRAINT), "section", None) is not None  # a field that is a section has none
 
 
 def _sections_in(section: Any, name: str, is_mapping: bool) -> list[tuple[str, Any]]:
@@ -297,15 +292,3 @@ def _scalars(value: Any) -> Iterator[Any]:
             yield from _scalars(item)
     else:
         yield value
-
-
-def _problem_of_text(text: str) -> str | None:
-    if not text.strip():
-        return "is empty; give a value, or drop the key"
-    if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-        return "holds a character that no file or program takes"
-    return None
-
-
-def _listed(names: Iterable[str | None]) -> str:
-    return ", ".join("null" if name is None else name for name in names)

@@ -1,35 +1,55 @@
-"""Hydra and OmegaConf: the YAML groups, the resolvers, and the way from words to the dataclasses.
+"""Hydra and OmegaConf: from words and a YAML file to the validated dataclasses, and one sentence for each error.
 
-Both libraries are imported where they are used, because their import takes a noticeable part of a second.
+The file of `--config` becomes a choice of the group `config_file`, which stands between the defaults and `experiment`,
+so the command line wins over it. Its directory joins Hydra's search path: `algorithm/mine.yaml` beside it is
+`algorithm=mine`. Both libraries are imported where they are used, because their import takes a noticeable part of a
+second.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import hashlib
 import json
 import os
+import re
 from argparse import Namespace
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
-from trainer.config.config_file import LINES, find_groups, read_yaml, store_file
-from trainer.config.explanation import config_refusal, located
-from trainer.config.fields import value_of
-from trainer.config.named_sections import read_section
-from trainer.config.overrides import checked, parsed
+from trainer.config.fields import value_of, walk_keys
+from trainer.config.overrides import GROUP, altered_text, checked, parsed
 from trainer.config.rollout import RolloutConfig
 from trainer.config.rules import validate
-from trainer.config.schema import MAPPINGS, Config, refuse_unknown_keys
+from trainer.config.schema import (
+    MAPPINGS,
+    SECTIONS,
+    Config,
+    is_name,
+    no_such_key,
+    refuse_unknown_keys,
+    section_named,
+    type_of,
+    valid_keys,
+)
 from trainer.config.tasks import find_task
-from trainer.config.texts import unquoted
-from trainer.errors import UserError
-from trainer.files.redaction import HIDDEN, hidden_keys, name_secrets, redact_command
+from trainer.errors import UserError, did_you_mean, one_line
+from trainer.files.redaction import HIDDEN, hidden_keys, name_secrets, redact, redact_command
 
+S = TypeVar("S")
+Groups = Mapping[str, Sequence[str]]
+
+FOLLOWS_NAME = ("kwargs", "weights", "url", "authorization_env", "python")
+"""Keys whose value belongs to the `name` beside them. A section with a name of its own does not inherit them."""
 _LONGEST_SUFFIX = 200  # bytes; file names end at 255, and some get a suffix
 _GIVEN: list[str] = []
 """The overrides of the config that was composed last in this process."""
+_LINES: dict[str, str] = {}
+"""`FILE:LINE` of each dotted key in the file that was read for that config."""
+_MEANT = {"model": "model.path={}", "data": "data=files data.train_files=[{}]"}
+"""What to write in place of `GROUP=PATH`."""
 
 
 def conf_dir() -> str:
@@ -42,11 +62,7 @@ def conf_dir() -> str:
 
 
 def compose(overrides: Sequence[str] = (), config_file: str | None = None) -> Config:
-    """Return the validated config that `trainer train --config CONFIG_FILE OVERRIDES` would run with.
-
-    Raises:
-        UserError: a word, a file or the config is refused.
-    """
+    """Return the validated config of `trainer train --config CONFIG_FILE OVERRIDES` (see `compose_flags`)."""
     flags = parsed([])
     flags.overrides, flags.config = list(overrides), config_file
     return compose_flags(flags)
@@ -60,11 +76,18 @@ def compose_flags(flags: Namespace) -> Config:
     """
     words = hydra_words(flags)
     _GIVEN[:] = [word for word in words if not word.startswith("hydra.")]
-    composed = _composed(words, _groups(flags), with_hydra=False)
+    composed = _composed(words, find_groups(conf_dir(), *_directories(flags)), with_hydra=False)
     try:
         return to_config(composed)
     except UserError as error:
-        raise UserError(located(str(error), words)) from error
+        raise UserError(_located(str(error), words)) from error
+
+
+def words_given() -> list[str]:
+    """Return the overrides of the config that was composed last in this process."""
+    from hydra.core.hydra_config import HydraConfig
+
+    return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else list(_GIVEN)
 
 
 def hydra_words(flags: Namespace) -> list[str]:
@@ -73,32 +96,23 @@ def hydra_words(flags: Namespace) -> list[str]:
     Raises:
         UserError: a word or a file is refused.
     """
-    from omegaconf.errors import OmegaConfBaseException
-
     register()
-    LINES.clear()
-    groups = _groups(flags)
+    _LINES.clear()
+    directories = _directories(flags)
+    groups = find_groups(conf_dir(), *directories)
     words = checked(flags.overrides, groups, flags.multirun)
-    if directories := _directories(flags):
+    if directories:
         urls = json.dumps([f"file://{directory}" for directory in directories], ensure_ascii=False)
         words.append(f"hydra.searchpath={urls}")
     if flags.config:
-        try:
-            words.append(store_file(flags.config))
-        except OmegaConfBaseException as error:
-            raise config_refusal(error) from error
-    keys = {word.partition("=")[0].lstrip("+") for word in words}
-    if {"data", "data.synthetic"} & keys:
-        return words
-    names_files = any(key == "data.train_files" or f"{key}.".startswith("data.mix.") for key in keys)
-    if not names_files and not flags.config:
+        words.append(_store_file(flags.config))
+    keys = {word.partition("=")[0].lstrip("+") for word in words} | _LINES.keys()
+    names_files = any(f"{key}.".startswith(("data.train_files.", "data.mix.")) for key in keys)
+    if not names_files or {"data", "data.synthetic"} & {word.partition("=")[0].lstrip("+") for word in words}:
         return words
     # The default of the group `data` is a generator, which takes no files.
-    single = [word for word in words if not flags.multirun or "," not in word]
-    composed = _composed(single, groups, with_hydra=True)
-    names_files = names_files or bool(composed.data.train_files or composed.data.mix)
-    by_default = composed.hydra.runtime.choices.data == "reverse_text"
-    return ["data=files", *words] if names_files and by_default else words
+    composed = _composed([word for word in words if not flags.multirun or "," not in word], groups, with_hydra=True)
+    return ["data=files", *words] if composed.hydra.runtime.choices.data == "reverse_text" else words
 
 
 def _directories(flags: Namespace) -> list[str]:
@@ -111,11 +125,26 @@ def _directories(flags: Namespace) -> list[str]:
     return [path for path in dict.fromkeys(map(os.path.abspath, own)) if path != conf_dir()]
 
 
-def _groups(flags: Namespace) -> dict[str, list[str]]:
-    return find_groups(conf_dir(), *_directories(flags))
+def find_groups(*directories: str) -> dict[str, list[str]]:
+    """Return the groups in directories of YAML files, with their choices.
+
+    Raises:
+        UserError: two directories have a file of one name: Hydra would take the first.
+    """
+    groups: dict[str, list[str]] = {}
+    for directory in directories:
+        for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
+            if not entry.is_dir():
+                continue
+            names = sorted(name.removesuffix(".yaml") for name in os.listdir(entry.path) if name.endswith(".yaml"))
+            if twice := [name for name in names if name in groups.get(entry.name, ())]:
+                path = os.path.join(entry.path, f"{twice[0]}.yaml")
+                raise UserError(f"{path}: {entry.name}={twice[0]} is a choice of the project; rename the file")
+            groups[entry.name] = sorted([*groups.get(entry.name, []), *names])
+    return groups
 
 
-def _composed(words: list[str], groups: dict[str, list[str]], with_hydra: bool) -> Any:
+def _composed(words: list[str], groups: Groups, with_hydra: bool) -> Any:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.errors import HydraException
@@ -125,50 +154,7 @@ def _composed(words: list[str], groups: dict[str, list[str]], with_hydra: bool) 
         with initialize_config_dir(version_base="1.3", config_dir=conf_dir()):
             return hydra_compose("config", overrides=words, return_hydra_config=with_hydra)
     except (HydraException, OmegaConfBaseException) as error:
-        raise config_refusal(error, words, groups) from error
-
-
-@functools.cache
-def register() -> None:
-    """Make the schema and the resolvers known to Hydra and OmegaConf, once."""
-    from hydra.core.config_store import ConfigStore
-    from omegaconf import OmegaConf
-
-    def direction(task: str, metric: str, mode: str) -> str:
-        return f"{find_task(task).compared_by(metric, mode)[1]}imize"
-
-    ConfigStore.instance().store(name="schema", node=Config)
-    _read_yaml_of_groups()
-    OmegaConf.register_new_resolver("sweep_suffix", _sweep_suffix, replace=True)
-    OmegaConf.register_new_resolver("optuna_direction", direction, replace=True)
-    OmegaConf.register_new_resolver("times", lambda a, b: a * b, replace=True)
-    OmegaConf.register_new_resolver("quarter", lambda a: a // 4, replace=True)
-    OmegaConf.register_new_resolver("if_builtin", _if_builtin, replace=True)
-    OmegaConf.register_new_resolver("if_eq", _if_eq, replace=True)
-
-
-def _read_yaml_of_groups() -> None:
-    """Let Hydra read the YAML files of groups with `read_yaml`."""
-    from hydra._internal.core_plugins import file_config_source
-    from hydra._internal.sources_registry import SourcesRegistry
-    from hydra.plugins.config_source import ConfigResult
-    from omegaconf import OmegaConf
-
-    class FileConfigSource(file_config_source.FileConfigSource):  # by another name, Hydra would refuse it
-        def load_config(self, config_path: str) -> ConfigResult:
-            file = os.path.join(self.path, self._normalize_file_name(config_path))
-            own = os.path.abspath(self.path) != conf_dir()
-            if own and os.path.exists(file):
-                read_yaml(file, records=False)  # a file that is no YAML is refused by its line
-            result = super().load_config(config_path)
-            package = result.header["package"]
-            if package in (None, "_group_"):
-                package = os.path.dirname(config_path).replace("/", ".")
-            package = package.replace("_global_", "").strip(".")
-            result.config = OmegaConf.create(read_yaml(file, package, records=own))
-            return result
-
-    SourcesRegistry.instance().types["file"] = FileConfigSource
+        raise _refusal(error, words, groups) from error
 
 
 def to_config(dict_config: Any) -> Config:
@@ -183,16 +169,18 @@ def to_config(dict_config: Any) -> Config:
     try:
         config = OmegaConf.to_object(dict_config)
     except OmegaConfBaseException as error:
-        raise config_refusal(error, words_given()) from error
+        raise _refusal(error, words_given()) from error
     assert isinstance(config, Config)
-    nested = dataclasses.asdict(config)
-    if hidden := hidden_keys(nested):
+    if hidden := hidden_keys(dataclasses.asdict(config)):
         raise UserError(
             f"{hidden[0]}: {HIDDEN} stands for a secret that was left out where this config was printed or saved; give "
             "it by an environment variable: ${oc.env:NAME}"
         )
     name_secrets(OmegaConf.to_container(dict_config, resolve=False))
-    _read_sections(config)
+    for key, cls in MAPPINGS.items():  # the sections that the user has named, such as `data.mix.math`
+        given: dict[str, Any] = value_of(config, key)
+        made = {str(one): read_section(cls, given[one], f"{key}.{one}", cls.of_run(config)) for one in given}
+        setattr(value_of(config, key.rpartition(".")[0]), key.rpartition(".")[2], made)
     refuse_unknown_keys(config)
     if config.rollout.num_engines == RolloutConfig.num_engines:
         config.rollout.num_engines = max(1, len(config.rollout.urls))
@@ -200,20 +188,223 @@ def to_config(dict_config: Any) -> Config:
     return config
 
 
-def _read_sections(config: Config) -> None:
-    """Make sections of the mappings that the user has named, such as `data.mix.math`."""
-    for key, cls in MAPPINGS.items():
-        section, _, name = key.rpartition(".")
-        given: dict[str, Any] = value_of(config, key)
-        made = {str(one): read_section(cls, given[one], f"{key}.{one}", cls.of_run(config)) for one in given}
-        setattr(value_of(config, section), name, made)
+# --- Sections that the user names ---
 
 
-def words_given() -> list[str]:
-    """Return the overrides of the config that was composed last in this process."""
-    from hydra.core.hydra_config import HydraConfig
+def read_section(cls: type[S], given: Any, key: str, base: S | None = None) -> S:
+    """Return the section that `given` describes, with every value checked on its own.
 
-    return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else list(_GIVEN)
+    Args:
+        cls: its dataclass.
+        given: nested mappings with the values that the user has set.
+        key: dotted name of the section, for messages.
+        base: has the values of what the user has not set. None: the defaults of the class.
+
+    Raises:
+        UserError: one sentence that names the key, its value and what is valid.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    section = copy.deepcopy(base) if base is not None else cls()
+    if not isinstance(given, Mapping):
+        valid = ", ".join(field.name for field in dataclasses.fields(section))  # type: ignore[arg-type]
+        raise UserError(f"{key}={given}: is a section; its keys are {valid}")
+    _drop_options_of_other_names(section, given)
+    try:
+        section = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(section), given))  # type: ignore[assignment]
+    except OmegaConfBaseException as error:
+        raise _refusal(error, prefix=f"{key}.") from error
+    for name, value, constraint in walk_keys(section, key):
+        if (problem := constraint.problem(value)) is not None:
+            raise UserError(f"{name}={redact(value, name)}: {problem}")
+    return section
+
+
+def _drop_options_of_other_names(section: Any, given: Mapping[str, Any]) -> None:
+    """Set `FOLLOWS_NAME` to the defaults, in this section and those in it, where `given` has another name."""
+    for field in dataclasses.fields(section):
+        value, inner = getattr(section, field.name), given.get(field.name)
+        if dataclasses.is_dataclass(value) and isinstance(inner, Mapping):
+            _drop_options_of_other_names(value, inner)
+    name = getattr(section, "name", None)
+    if given.get("name", name) != name:
+        for option in FOLLOWS_NAME:
+            if hasattr(section, option):
+                setattr(section, option, getattr(type(section)(), option))
+
+
+# --- The file of the user, and the config that a run has recorded ---
+
+
+def _store_file(path: str) -> str:
+    """Make a file a choice of Hydra; return the override that chooses it.
+
+    Its `defaults` name experiments that it builds on, and choices of groups: `[one, {algorithm: ppo}]`.
+    """
+    values = _read_yaml(path)
+    entries = values.pop("defaults", [])
+    if not values and not entries:
+        raise UserError(f"{path}: is empty")
+    defaults: list[Any] = []
+    for entry in entries if isinstance(entries, list) else [entries]:
+        for group, choice in entry.items() if isinstance(entry, dict) else [("experiment", entry)]:
+            name = str(group).removeprefix("override ").strip().lstrip("/")
+            if name == "experiment":
+                defaults += [f"/experiment/{one}" for one in (choice if isinstance(choice, list) else [choice])]
+            else:
+                defaults.append({f"override /{name}": choice})
+    defaults = [entry for entry in defaults if entry != "/experiment/_self_"]
+    defaults.sort(key=lambda entry: isinstance(entry, dict))  # Hydra wants what is overridden after what is added
+    return _store("file", {"defaults": [*defaults, "_self_"], **values})
+
+
+def store_recorded(values: dict[str, Any]) -> str:
+    """Make the config that a run has recorded a choice of Hydra; return the override that chooses it."""
+
+    def escaped(value: Any) -> Any:  # `${` is text
+        if isinstance(value, dict):
+            return {name: escaped(inner) for name, inner in value.items()}
+        if isinstance(value, list):
+            return [escaped(inner) for inner in value]
+        return value.replace("${", "\\${") if isinstance(value, str) else value
+
+    # A generator would leave its options beside those of the recorded data.
+    return _store("recorded", {"defaults": [{"override /data": "files"}, "_self_"], **escaped(values)})
+
+
+def _store(name: str, node: dict[str, Any]) -> str:
+    from hydra.core.config_store import ConfigStore
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        ConfigStore.instance().store(group=GROUP, name=name, node=node, package="_global_")
+    except OmegaConfBaseException as error:
+        raise _refusal(error) from error
+    return f"{GROUP}={name}"
+
+
+def _read_yaml(path: str) -> dict[str, Any]:
+    """Return the values of a YAML file, and record the lines of its keys.
+
+    Raises:
+        UserError: it cannot be read, or is no YAML.
+    """
+    import yaml
+    from omegaconf._utils import get_yaml_loader
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+        root = yaml.compose(text, Loader=get_yaml_loader())
+        if root is not None and not isinstance(root, yaml.MappingNode):
+            raise UserError(f"{path}: must be a mapping of sections to keys and values, such as `trainer: {{seed: 1}}`")
+        _LINES.update(_lines(root, path) if root is not None else ())
+        return yaml.load(text, Loader=get_yaml_loader()) or {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or 'it is no text'})") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else path
+        raise UserError(f"{where}: is not YAML ({one_line(getattr(error, 'problem', None) or str(error))})") from error
+
+
+def _lines(node: Any, path: str, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the dotted key and `FILE:LINE` of each key in a mapping of YAML."""
+    for key, value in node.value:
+        name, line = f"{prefix}{key.value}", f"{path}:{key.start_mark.line + 1}"
+        yield name, line
+        if value.id == "mapping":
+            yield from _lines(value, path, f"{name}.")
+        elif value.id == "scalar" and value.style is None and (problem := altered_text(name, value.value)):
+            raise UserError(f"{line}: {name}: {problem}")
+
+
+# --- Errors ---
+
+
+def _located(sentence: str, words: Sequence[str]) -> str:
+    """Return a sentence about a key, after `FILE:LINE: ` if the file has set the key and none of the words has."""
+    key = re.split(r"[=: ]", sentence, maxsplit=1)[0]
+    given = {word.partition("=")[0].lstrip("+") for word in words}
+    return f"{_LINES[key]}: {sentence}" if key in _LINES and key not in given else sentence
+
+
+def _refusal(error: Exception, words: Sequence[str] = (), groups: Groups | None = None, prefix: str = "") -> UserError:
+    """Return the error for the user: the key, what is valid, file and line.
+
+    Args:
+        words: of the command line.
+        groups: names of the groups, with their choices.
+        prefix: dotted name of the section, with a dot, if the config is that of a section alone.
+    """
+    chain: list[BaseException] = [error]
+    while (cause := chain[-1].__cause__) is not None:
+        chain.append(cause)
+    text = "\n".join(map(str, chain))
+    missing = next((path for cause in chain if (path := getattr(cause, "missing_cfg_file", None))), None)
+    if missing is None and (unknown := re.search(r"override '([\w/@]+)'\. No match", text)):
+        missing = unknown[1]
+    if missing is not None:
+        return UserError(_of_choice(missing, words, groups or {}))
+    if wrong := re.search(r"is not a subclass of (\w+)", text):  # a plain value in place of a section
+        key = next((name for name, cls in SECTIONS.items() if cls.__name__ == wrong[1]), "")
+        key = key.rpartition(".")[2] if prefix else key
+    else:
+        key = next((key for cause in chain if (key := getattr(cause, "full_key", None))), "")
+        named = re.search(r"full_key: (\S+)|[Mm]erging override \+*([\w.]+)=", text)
+        key = key or (named[1] or named[2] if named else "")
+    if not key:
+        return UserError(f"the config cannot be composed ({one_line(str(error))})")
+    reason = next(
+        (line for line in str(chain[-1]).splitlines() if line and not line.startswith(("Error m", "In '"))), ""
+    )
+    return UserError(_located(_of_key(prefix + key, reason or type(chain[-1]).__name__, groups or {}), words))
+
+
+def _of_key(key: str, reason: str, groups: Groups) -> str:
+    if not is_name(key) and not key.startswith("hydra."):
+        return no_such_key(key, groups)
+    if section_named(key) is not None and (keys := valid_keys(key)):
+        shown = [*keys[:20], *(["… (docs/config.md lists all)"] if len(keys) > 20 else [])]
+        return f"{key}: is a section, and takes no value; its keys are {', '.join(shown)}"
+    reason = reason.partition("resolving interpolation: ")[2] or reason
+    kind = "" if "nterpolation" in reason or "nvironment" in reason else type_of(re.sub(r"\[\w+\]$", "", key))
+    return f"{key}: {one_line(reason)}" + (f"; it must be {kind.replace('None', 'null')}" if kind else "")
+
+
+def _of_choice(path: str, words: Sequence[str], groups: Groups) -> str:
+    group, _, choice = path.removeprefix("/").partition("/")
+    is_given = any(word.lstrip("+").startswith(f"{group}=") for word in words)
+    where = f"{_LINES['defaults']}: " if "defaults" in _LINES and not is_given else ""
+    if group == GROUP or group not in groups:
+        meant = did_you_mean(group, groups) or f"choose one of {', '.join(groups)}"
+        return f"{where}{group}: no such group; {meant}"
+    own = f"write {_MEANT[group].format(choice)}" if group in _MEANT and "/" in choice else ""
+    meant = own or did_you_mean(choice, groups[group]) or f"choose one of {', '.join(groups[group])}"
+    return f"{where}{group}={choice}: no such choice; {meant}"
+
+
+# --- Resolvers ---
+
+
+@functools.cache
+def register() -> None:
+    """Make the schema and the resolvers known to Hydra and OmegaConf, once."""
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
+
+    ConfigStore.instance().store(name="schema", node=Config)
+    resolvers = {
+        "sweep_suffix": _sweep_suffix,
+        "optuna_direction": lambda task, metric: f"{find_task(task).compared_by(metric)[1]}imize",
+        "times": lambda a, b: a * b,
+        "quarter": lambda a: a // 4,
+        "if_builtin": _if_builtin,
+        "if_eq": _if_eq,
+    }
+    for name, function in resolvers.items():
+        OmegaConf.register_new_resolver(name, function, replace=True)
 
 
 def _if_builtin(value: Any, otherwise: Any, *, _root_: Any) -> Any:
@@ -222,10 +413,7 @@ def _if_builtin(value: Any, otherwise: Any, *, _root_: Any) -> Any:
 
 
 def _if_eq(key: str, choice: Any, value: Any, otherwise: Any = None, *, _root_: Any) -> Any:
-    """Return `value` if the key `key` has the value `choice`, else `otherwise`.
-
-    Presets use it to set options for one function alone.
-    """
+    """Return `value` if the key `key` has the value `choice`, else `otherwise`: presets set options of one function."""
     from omegaconf import OmegaConf
 
     chosen = OmegaConf.select(_root_, key)
@@ -251,7 +439,7 @@ def _sweep_suffix() -> str:
         return ""
     fixed = set(job.config.override_dirname.exclude_keys)
     overrides = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
-    swept = [unquoted(o) for o in overrides if o.partition("=")[0].lstrip("+~") not in fixed]
+    swept = [o for o in overrides if o.partition("=")[0].lstrip("+~") not in fixed]
     name = ",".join(redact_command(swept)).replace("/", "_")
     if len(name.encode()) > _LONGEST_SUFFIX:
         digest = hashlib.sha256(name.encode()).hexdigest()[:16]

@@ -1,32 +1,18 @@
-"""`logger.*`: where metrics go, and what the run shows."""
+"""`logger.*`: where metrics go, and what the run shows. `plan.*`: what `trainer plan` computes memory and time for."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trainer.config.fields import Section, choice, number, open_section, setting, subsection
+from trainer.config.fields import Section, choices, number, open_section, setting, subsection
 
-
-@dataclass
-class WandbConfig(Section):
-    mode: str = choice("off", ("online", "offline", "off"), resume="harmless")
-    """`online`, `offline` or `off`. W&B reads WANDB_ENTITY, WANDB_TAGS, WANDB_NOTES and WANDB_RUN_GROUP."""
+if TYPE_CHECKING:
+    from trainer.config.schema import Config
 
 
-@dataclass
-class MlflowConfig(Section):
-    enabled: bool = setting(False, resume="harmless")
-    """Send the metrics to MLflow: to the server or database of the environment variable MLFLOW_TRACKING_URI, or else to
-    `{run_dir}/mlflow.db`. Needs the extra `mlflow`."""
-
-
-@dataclass
-class TrackioConfig(Section):
-    enabled: bool = setting(False, resume="harmless")
-    """Write the metrics to the local database of Trackio, in the directory that the environment variable TRACKIO_DIR
-    names. Needs the extra `trackio`."""
+SERVICES = ("wandb", "mlflow", "trackio", "tensorboard")
 
 
 @dataclass
@@ -40,20 +26,17 @@ class SinkConfig(Section):
 
 @dataclass
 class LoggerConfig(Section):
-    wandb: WandbConfig = subsection(WandbConfig)
-    """Weights & Biases."""
-    mlflow: MlflowConfig = subsection(MlflowConfig)
-    """MLflow."""
-    trackio: TrackioConfig = subsection(TrackioConfig)
-    """Trackio."""
     sink: SinkConfig = subsection(SinkConfig)
     """Another service, or a file of your own."""
+    services: list[str] = choices(SERVICES, resume="harmless")
+    """Services that get the metrics (docs/metrics.md), any of `wandb` (W&B reads WANDB_MODE, WANDB_ENTITY, WANDB_TAGS,
+    WANDB_NOTES and WANDB_RUN_GROUP), `mlflow` (the server or database of MLFLOW_TRACKING_URI, or else
+    `{run_dir}/mlflow.db`; needs the extra `mlflow`), `trackio` (the database in the directory TRACKIO_DIR; needs the
+    extra `trackio`) and `tensorboard` (`{run_dir}/tensorboard`)."""
     project: str = setting("trainer", resume="harmless")
     """Project of the run in W&B and Trackio, and its experiment in MLflow."""
     name: str = setting("${trainer.run_name}${sweep_suffix:}", resume="harmless")
     """Name of the run in these services. In a `-m` sweep each job's overrides are appended."""
-    tensorboard: bool = setting(False, resume="harmless")
-    """Write TensorBoard events to `{run_dir}/tensorboard`."""
     prometheus_port: int | None = number(None, at_least=1, at_most=65535, resume="harmless")
     """TCP port on which the run serves its metrics to Prometheus (`/metrics`), and its health (`/health`). null: no
     server."""
@@ -73,23 +56,41 @@ class LoggerConfig(Section):
     also on the terminal."""
     save_rollouts: bool = setting(False, resume="harmless")
     """Keep the episodes that every step has trained on, with tokens, log-probs, messages, rewards, and the trainer's
-    log-probs, entropies and advantages, in `{run_dir}/rollouts/step_N.arrow`."""
-    rollouts_interval: int = number(10, at_least=0, resume="harmless")
-    """Without `save_rollouts`, keep the episodes of the first step, and of those whose number is a multiple of this,
-    for people to look at. 0: of none."""
+    log-probs, entropies and advantages, in `{run_dir}/rollouts/step_N.arrow`. false: those of the first step and of
+    every tenth one, for people to look at."""
 
     def keeps_rollouts(self, step: int) -> bool:
         """Return whether the episodes of a step are kept."""
-        at_times = self.rollouts_interval > 0 and (step == 1 or step % self.rollouts_interval == 0)
-        return self.save_rollouts or at_times
+        return self.save_rollouts or step == 1 or step % 10 == 0
 
     def without_services(self) -> LoggerConfig:
         """Return the section for a run within this one, whose metrics nobody follows."""
         return dataclasses.replace(
             self,
-            wandb=dataclasses.replace(self.wandb, mode="off"),
-            mlflow=dataclasses.replace(self.mlflow, enabled=False),
-            trackio=dataclasses.replace(self.trackio, enabled=False),
+            services=[],
             sink=SinkConfig(),
             prometheus_port=None,
         )
+
+
+@dataclass
+class PlanConfig(Section):
+    gpus: str = setting("cpu", resume="harmless")
+    """Cluster to plan for: `8xH100` (one node of eight), `4x8xH100` (four such nodes), or `cpu`, this machine."""
+    prompt_tokens: int | None = number(None, at_least=1, resume="harmless")
+    """Tokens of a prompt, on average. null: half of `rollout.max_prompt_tokens`; in supervised training, of
+    `sft.max_length`."""
+    response_tokens: int | None = number(None, at_least=1, resume="harmless")
+    """Tokens of a completion, on average; with an environment, of all replies and messages after the prompt. null: half
+    of `rollout.max_response_tokens`, or of what the prompt leaves of the longest episode; in supervised training, what
+    the prompt leaves of `sft.max_length`."""
+
+    def mean_prompt(self, config: Config) -> int:
+        """Return the tokens of a prompt of a rollout, on average."""
+        return self.prompt_tokens or max(1, config.rollout.max_prompt_tokens // 2)
+
+    def most_response_tokens(self, config: Config) -> int:
+        """Return the most tokens after the prompt in a rollout; with an environment, those of all turns."""
+        if not any(environment.name for environment in config.environments):
+            return config.rollout.max_response_tokens
+        return max(1, config.longest_sequence - self.mean_prompt(config))

@@ -1,47 +1,30 @@
-"""`model.*`: the model that is trained."""
+"""`model.*`, and how the models are trained and sharded: critic and reference as the policy, but for the learning
+rate."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config.fields import (
-    LARGEST_SEED,
-    ResumeRule,
-    Section,
-    choice,
-    number,
-    open_section,
-    setting,
-    subsection,
-)
+from trainer.config.fields import LARGEST_SEED, ResumeRule, Section, choice, number, open_section, setting, subsection
 
 _OTHER_MODEL = ResumeRule("never", "the saved weights belong to another model", ("weights", "optimizer"))
 
 
+LONGEST_OF_TINY = 4096
+"""Tokens of the longest sequence of the built-in model."""
+
+
 @dataclass
 class TinyConfig(Section):
-    hidden_size: int = number(128, at_least=1, resume=_OTHER_MODEL)
-    """Width."""
-    intermediate_size: int = number(384, at_least=1, resume=_OTHER_MODEL)
-    """Width of the MLP."""
+    hidden_size: int = number(128, at_least=32, resume=_OTHER_MODEL)
+    """Width. A head has 32 numbers, and the MLP has three times the width."""
     num_layers: int = number(2, at_least=1, resume=_OTHER_MODEL)
     """Number of blocks."""
-    num_heads: int = number(4, at_least=1, resume=_OTHER_MODEL)
-    """Number of attention heads."""
-    num_kv_heads: int = number(2, at_least=1, resume=_OTHER_MODEL)
-    """Number of key and value heads."""
-    head_dim: int = number(32, at_least=1, resume=_OTHER_MODEL)
-    """Width of a head. vLLM's CPU attention needs a multiple of 32."""
-    max_position_embeddings: int = number(4096, at_least=1, resume=_OTHER_MODEL)
-    """Length of the longest sequence, in tokens."""
-    tie_word_embeddings: bool = setting(True, resume=_OTHER_MODEL)
-    """The output head shares the weights of the embedding."""
     # A resume compares the initial weights where a checkpoint depends on them, so the key itself is harmless.
     start_accuracy: float | None = number(0.7, above=0, at_most=1, resume="harmless")
     """The warm start ends when the model answers this share of 128 training prompts exactly, and at the latest after
-    `sft.steps`: reinforcement learning needs answers to improve. null: always after `sft.steps`, as in versions
-    without this key. A run that such a version began needs null to continue with a reference or adapters."""
+    `sft.steps`: reinforcement learning needs answers to improve. null: always after `sft.steps`."""
     seed: int = number(1, at_least=0, at_most=LARGEST_SEED, resume=_OTHER_MODEL)
     """Seed of the random weights and of the order of the warm start. It is separate from `trainer.seed`, so that runs
     of several seeds start from one model."""
@@ -79,3 +62,99 @@ class ModelConfig(Section):
     tool_format: str = choice("auto", ("auto", "hermes"), resume="rollouts")
     """How environments describe tools. `auto`: the chat template describes them, if it can and if the calls that it
     writes can be read. `hermes`, and `auto` otherwise: as text in the format of Hermes."""
+
+
+SCHEDULE_STEPS = ResumeRule(
+    "update", "the learning rate of every step goes by it (null: the number of steps of the run)"
+)
+
+
+@dataclass
+class OptimizerConfig(Section):
+    lr: float = number(1e-6, at_least=0, resume="update")
+    """Peak learning rate of AdamW."""
+    betas: list[float] = setting(default_factory=lambda: [0.9, 0.999], resume="update")
+    """AdamW's decay rates of the first and second moment."""
+    eps: float = number(1e-8, above=0, resume="update")
+    """AdamW's epsilon."""
+    weight_decay: float = number(0.0, at_least=0, resume="update")
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: float = number(1.0, at_least=0, resume="update")
+    """Gradients are clipped to this global norm. 0: no clipping."""
+    scheduler: str = choice("constant", ("constant", "cosine"), resume="update")
+    """Learning rate after warm-up: `constant`, or `cosine` (decays to `min_lr_ratio` over `schedule_steps`)."""
+    warmup_steps: int = number(0, at_least=0, resume="update")
+    """Optimizer steps of linear warm-up from 0."""
+    min_lr_ratio: float = number(0.1, at_least=0, at_most=1, resume="update")
+    """Learning rate at the end of `cosine`, as a share of `lr`."""
+    schedule_steps: int | None = number(
+        None,
+        at_least=1,
+        resume=SCHEDULE_STEPS,
+    )
+    """Steps of the run after which `cosine` has ended; later steps keep its last value. null: the steps of the run
+    (`trainer.total_steps`, `sft.steps`). With a number, a run can be extended without changing the schedule."""
+
+
+@dataclass
+class FSDPConfig(Section):
+    param_dtype: str = choice("auto", ("auto", "bfloat16", "float32"), resume="rollouts")
+    """Precision of parameters in forward and backward passes: `auto` (bfloat16 on CUDA, float32 on CPU), `bfloat16`
+    or `float32`. The optimizer always keeps float32 master weights. bfloat16 is faster on CPUs with matrix units."""
+    reshard_after_forward: bool | None = setting(None, resume="harmless")
+    """Free a block's gathered parameters after its forward pass, which takes less memory. An update then gathers them
+    twice for each micro-batch. false: they stay, and are gathered once for a mini-batch. null: false on GPUs if each
+    rank has all weights, all of them are trained, and `cpu_offload` is off; else true."""
+    cpu_offload: bool = setting(False, resume="rounding")
+    """Keep parameters, gradients and optimizer state in host memory between uses."""
+    compile: bool | None = setting(None, resume="rounding")
+    """Compile the blocks and the softmax with `torch.compile`: faster passes, but the first ones wait for the compiler.
+    null: on CUDA without `trainer.context_parallel_size`, `trainer.tensor_parallel_size` and `trainer.deterministic`;
+    not on CPU. true is refused with tensor parallelism, and with `trainer.deterministic`: what a kernel is compiled to
+    depends on the sizes that a process meets first."""
+    activation_checkpointing: str = choice("none", ("none", "selective", "full"), resume="rounding")
+    """Which activations of a block the backward pass computes again instead of keeping them: `none`, `selective` (all
+    but the results of matrix products and of attention: little work, about half of the memory) or `full` (all: about a
+    third more work, least memory)."""
+
+
+@dataclass
+class LoraConfig(Section):
+    rank: int | None = number(
+        None, at_least=1, resume=ResumeRule("never", "the saved adapters have another shape", ("weights", "optimizer"))
+    )
+    """Rank of the low-rank adapters that are trained while the weights stay frozen (LoRA, Hu et al., 2021). null:
+    train all weights."""
+    alpha: float = number(32, above=0, resume="rollouts")
+    """Scale of the adapters: their product is multiplied by `alpha / rank`."""
+    target_modules: list[str] = setting(
+        default_factory=list,
+        resume=ResumeRule("never", "the saved adapters belong to other layers", ("weights", "optimizer")),
+    )
+    """Names of the linear layers that get adapters, such as `q_proj`. Empty: all linear layers of the blocks."""
+
+
+@dataclass
+class PolicyConfig(Section):
+    optimizer: OptimizerConfig = subsection(OptimizerConfig)
+    """Optimizer of the policy, and of the critic but for the learning rate."""
+    lora: LoraConfig = subsection(LoraConfig)
+    """Adapters of the policy and of the critic, whose value head is always trained in full."""
+    fsdp: FSDPConfig = subsection(FSDPConfig)
+    """Sharding of all models."""
+
+
+@dataclass
+class CriticOptimizerConfig(Section):
+    lr: float = number(5e-6, at_least=0, resume="update")
+    """Peak learning rate of the critic. The rest is as in `trainer.policy.optimizer`."""
+
+
+@dataclass
+class CriticConfig(Section):
+    path: str | None = setting(None, resume="update")
+    """Initial weights of the critic's backbone: a Hugging Face id or a directory. null: those of the policy."""
+    optimizer: CriticOptimizerConfig = subsection(CriticOptimizerConfig)
+    """Optimizer of the critic."""
+    warmup_steps: int = number(0, at_least=0, resume="update")
+    """First steps of the run in which only the critic is trained."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from types import MappingProxyType
 
-from trainer.config.config_file import GROUP
 from trainer.config.fields import value_of
 from trainer.config.schema import (
     MAPPINGS,
@@ -19,18 +17,15 @@ from trainer.config.schema import (
     is_open,
     no_such_key,
     section_named,
+    type_of,
     without_source,
 )
 from trainer.config.tasks import OPTIONS
-from trainer.config.texts import quoted
 from trainer.errors import UserError, as_list, did_you_mean, one_line
-from trainer.files.documents import flatten
 from trainer.process.log_setup import ToolParser
 
-_READ_OF_REWARD = "reward.success_threshold"
-"""The key of a reward that is read where an environment gives the rewards, too."""
-_WHOLE = {"trainer", "algorithm", "rollout", "model", "data", "reward", "environment", "sft", "logger"}
-"""A file with all of these sections is the whole config that a run has recorded."""
+GROUP = "config_file"
+"""The group of which the file of `--config` is a choice."""
 
 
 def parsed(words: Sequence[str], command: str = "train") -> argparse.Namespace:
@@ -58,8 +53,6 @@ def parsed(words: Sequence[str], command: str = "train") -> argparse.Namespace:
 def checked(overrides: Sequence[str], groups: Mapping[str, Sequence[str]], sweeps: bool) -> list[str]:
     """Return the overrides with the pluses that Hydra needs: none where the schema has the key, two below `MAPPINGS`.
 
-    Texts that look like other values get quotes.
-
     Args:
         groups: names of the groups, with their choices.
         sweeps: one job runs for each combination of values.
@@ -71,12 +64,12 @@ def checked(overrides: Sequence[str], groups: Mapping[str, Sequence[str]], sweep
     for word in overrides:
         bare = word.lstrip("+")
         key = bare.partition("=")[0].lstrip("~")
-        if is_in_mapping(key):
+        if any(f"{key}.".startswith(f"{mapping}.") for mapping in MAPPINGS):
             word = f"++{bare}"
         elif key in groups or is_name(key) and not is_open(key):
             word = bare
         problems += [problem] if (problem := _problem(word, key, groups, sweeps)) else []
-        plain.append(quoted(word))
+        plain.append(word)
     if problems:
         raise UserError(as_list("the command cannot be read:", problems))
     return plain
@@ -101,12 +94,24 @@ def _problem(word: str, key: str, groups: Mapping[str, Sequence[str]], sweeps: b
         return f"{shown}: cannot be read ({reason}); write KEY=VALUE or GROUP=CHOICE, a text in quotes: KEY='\"TEXT\"'"
     if override.is_sweep_override() and not sweeps:
         return f"{shown}: several values run one job each; add -m for that, or write {key}=[…] for a list"
-    return None
+    texts = word.partition("=")[2].strip().removeprefix("[").removesuffix("]").split(",")
+    problem = next((problem for text in texts if (problem := altered_text(key, text.strip()))), None)
+    return f"{shown}: {problem}" if problem else None
 
 
-def is_in_mapping(key: str) -> bool:
-    """Return whether this is one of `MAPPINGS` or a key in it, which may have to be added to the config."""
-    return any(f"{key}.".startswith(f"{mapping}.") for mapping in MAPPINGS)
+_TYPED = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(e[-+]?\d+)?|true|false", re.IGNORECASE)
+"""Words of which Hydra and YAML may make a number or a truth value."""
+
+
+def altered_text(key: str, text: str) -> str | None:
+    """Return why a plain word is refused for a key of texts: `007` and `1e5` would become other texts; None: it is not.
+
+    A number that is written as Python writes it stays the same.
+    """
+    if type_of(key) not in ("str", "str | None", "list[str]", "Any") or not _TYPED.fullmatch(text):
+        return None
+    is_same = text == "0" or re.fullmatch(r"-?[1-9]\d*(\.\d*[1-9]|\.0)?|-?0\.\d*[1-9]", text)
+    return None if is_same else f"{text} is read as a number or truth value; write it in quotes: '\"{text}\"'"
 
 
 def unread_words(words: Sequence[str], config: Config) -> list[str]:
@@ -122,17 +127,12 @@ def unread_words(words: Sequence[str], config: Config) -> list[str]:
     return unread
 
 
-def refuse_unread(words: Sequence[str], config: Config, lines: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Refuse overrides that the task does not read: they would change nothing.
-
-    Files are not searched for such keys, because one file may serve several tasks. But a file with an environment and
-    a reward beside it, which nothing reads, is refused, too, if it is not the whole config that a run has recorded.
-
-    Args:
-        lines: `FILE:LINE` of each dotted key in the files of the user.
+def refuse_unread(words: Sequence[str], config: Config) -> None:
+    """Refuse overrides that the task does not read, and rewards where an environment gives them: they would change
+    nothing. Files are not searched for such keys, because one file may serve several tasks.
 
     Raises:
-        UserError: names all of them.
+        UserError: names the keys.
     """
     if unread := unread_words(words, config):
         task, them = config.trainer.task, "it" if len(unread) == 1 else "them"
@@ -140,39 +140,16 @@ def refuse_unread(words: Sequence[str], config: Config, lines: Mapping[str, str]
             f"{', '.join(unread)}: trainer.task={task} does not read {them}, so leave {them} out or choose another "
             "task (a config file may have keys of several tasks)"
         )
-    for key in dict.fromkeys([*_set_keys(words), *_beside_environments(lines)]):
-        if environment := _replaces_reward(key, config):
-            where = f"{lines[key]}: " if key in lines else ""
+    for key in [word.partition("=")[0].lstrip("+~") for word in words]:
+        shown = without_source(key)
+        is_read = shown == "reward.success_threshold" or not config.task.reward_functions or not config.reads(key)
+        if is_read or not f"{shown}.".startswith("reward."):
+            continue
+        source = key.removesuffix(shown)
+        environments = [value_of(config, f"{source}environment")] if source else config.environments
+        if all(one.name for one in environments):
+            environment = f"{source}environment.name"
             raise UserError(
-                f"{where}{key}: {environment}={value_of(config, environment)} gives the rewards, so {key} is not "
-                f"read; leave it out, or set {environment}=null"
+                f"{key}: {environment}={value_of(config, environment)} gives the rewards, so {key} is not read; leave "
+                f"it out, or set {environment}=null"
             )
-
-
-def _set_keys(words: Sequence[str]) -> list[str]:
-    """Return the dotted keys that overrides set, those in mappings included."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    overrides = OverridesParser.create().parse_overrides(list(words))
-    return [key for override in overrides for key in flatten({override.key_or_group: override.value()})]
-
-
-def _beside_environments(lines: Mapping[str, str]) -> Iterator[str]:
-    """Yield the keys in files that name the environment of the same rows, but not those that a run has recorded."""
-    by_file: dict[str, list[str]] = {}
-    for key, line in lines.items():
-        by_file.setdefault(line.rpartition(":")[0], []).append(key)
-    for keys in by_file.values():
-        if not {key.partition(".")[0] for key in keys} >= _WHOLE:
-            yield from (key for key in keys if f"{key.removesuffix(without_source(key))}environment.name" in keys)
-
-
-def _replaces_reward(key: str, config: Config) -> str:
-    """Return the key of the environment that gives the rewards where `key` says how to compute them; empty: none."""
-    shown = without_source(key)
-    is_read = not config.task.reward_functions or shown == _READ_OF_REWARD or not config.reads(key)
-    if not shown.startswith("reward.") or section_named(shown) is not None or is_read:
-        return ""
-    source = key.removesuffix(shown)
-    given = [value_of(config, f"{source}environment")] if source else config.environments
-    return f"{source}environment.name" if all(one.name for one in given) else ""

@@ -8,8 +8,7 @@ import inspect
 from typing import Any
 
 from trainer.config.fields import RESUME, ResumeRule, constraint_of, resume_rules, walk_sections
-from trainer.config.foreign import foreign_keys
-from trainer.config.schema import with_sections, without_source
+from trainer.config.schema import foreign_keys, with_sections, without_source
 from trainer.process.log_setup import ToolParser, run_tool
 
 _HEADER = [

@@ -1,21 +1,17 @@
-"""`rollout.*`: the engines that generate completions, and how they sample."""
+"""`rollout.*`, `inference.*`, `reward.*`, `environment.*`: what generates, answers and judges completions."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config.fields import (
-    LONGEST_TIME,
-    Section,
-    choice,
-    number,
-    open_section,
-    setting,
-)
+from trainer.config.fields import LONGEST_TIME, ON_FAILURE, Section, choice, number, open_section, setting
 from trainer.errors import UserError
+from trainer.import_utils import import_function, is_agent
 
 LOWEST_TEMPERATURE = 0.01  # vLLM replaces anything lower by this
 
@@ -33,8 +29,6 @@ class RolloutConfig(Section):
     urls: list[str] = setting(default_factory=list, resume="rounding")
     """Addresses of inference servers, such as `http://gpu7:8000`, for `rollout.engine=server`. There is one engine for
     each of them."""
-    server_timeout_s: float = number(300.0, at_least=1, at_most=LONGEST_TIME, resume="harmless")
-    """Seconds for which an engine waits for its inference server, which may be starting again."""
     num_engines: int = number(1, at_least=1, resume="rounding")
     """Number of engines. Prompts are spread over them. With `rollout.urls`, it is their number."""
     tensor_parallel_size: int = number(1, at_least=1, resume="rounding")
@@ -123,3 +117,136 @@ class RolloutConfig(Section):
     def works_ahead(self) -> bool:
         """Whether engines generate while the ranks train."""
         return works_ahead(vars(self))
+
+
+TOKEN = "TRAINER_INFERENCE_TOKEN"
+"""Environment variable with the token of inference servers. Servers, jobs and people need the same value."""
+
+_SHORTEST_TOKEN = 16
+
+
+def read_token() -> str | None:
+    """Return the token of inference servers from the environment; None: the variable is not set.
+
+    Raises:
+        UserError: it protects nothing, or no HTTP header can hold it.
+    """
+    token = os.environ.get(TOKEN)
+    if token is not None and (len(token) < _SHORTEST_TOKEN or not token.isascii() or not token.isprintable()):
+        raise UserError(f"{TOKEN}: a token needs at least {_SHORTEST_TOKEN} printable ASCII characters")
+    return token
+
+
+@dataclass
+class InferenceConfig(Section):
+    host: str = setting("127.0.0.1", resume="harmless")
+    """Address on which the server listens. Beyond the loopback interface it needs a token."""
+    port: int = number(8000, at_least=1, at_most=65535, resume="harmless")
+    """TCP port on which the server listens."""
+
+
+REMOTE = "remote"
+"""The reward that asks the server at `reward.url`."""
+
+
+@dataclass
+class RewardConfig(Section):
+    name: Any = setting("reverse_text", resume="rollouts")
+    """`gsm8k`, `math`, `arithmetic`, `reverse_text`, `reasoning_gym` (the score of its task), `remote` (the server
+    at `url`), or the import path `package.module:function` of a function, whose parameters name its inputs
+    (docs/rewards.md). A list of these: the weighted sum of their rewards."""
+    weights: list[float] = setting(default_factory=list, resume="rollouts")
+    """Weight of each reward of `name`. Empty: 1 each."""
+    timeout_s: float = number(10.0, at_least=0.001, at_most=LONGEST_TIME, resume="harmless")
+    """Seconds that one call of a reward function, or one request to `url` with all repetitions, may take. A call that
+    takes longer counts as failed (see `on_failure`). Each time completions are scored, failed rewards may take 30 times
+    this in each process; after that the remaining completions are not tried and count as failed."""
+    num_processes: int = number(1, at_least=1, resume="harmless")
+    """Number of processes that compute rewards."""
+    concurrency: int = number(16, at_least=1, at_most=1024, resume="harmless")
+    """Calls of an `async` reward, or requests to `url`, that run at the same time in each process."""
+    on_failure: str = choice("leave_out", ON_FAILURE, resume="rollouts")
+    """What the run does with a completion whose reward failed. `leave_out`: it is neither trained on nor compared with
+    the others of its prompt, and no metric of rewards counts it. If the algorithm compares completions, a prompt with
+    fewer than two others is left out as a whole. `zero`: the reward counts as 0, like a wrong answer."""
+    max_error_rate: float = number(0.2, at_least=0, at_most=1, resume="harmless")
+    """If more than this share of the rewards of a step, or of an evaluation, fails, the run ends before it trains on
+    them; with `data.mix`, of the rewards of all sources with the same limit. 1: it never ends for that, and a reward
+    that fails on the first rows of the data is no reason not to start."""
+    success_threshold: float = number(1.0, resume="validation")
+    """A validation completion with at least this reward is a success: `val/accuracy` is the fraction of successes, and
+    `val/pass@<k>` the fraction of prompts with at least one success."""
+    url: str | None = setting(None, resume="rollouts")
+    """Address of a server that judges completions (docs/rewards.md), for the reward `remote`. Its answers are stored in
+    `rewards.jsonl` of the run directory."""
+    authorization_env: str | None = setting(None, resume="harmless")
+    """Environment variable with the header `Authorization` for `url`, such as `Bearer …`. The value is never saved or
+    printed. null: no such header."""
+
+    def names(self) -> list[str]:
+        """Return the rewards as a list."""
+        return [self.name] if isinstance(self.name, str) else list(self.name)
+
+    def key(self) -> str:
+        """Return the key of the rewards with its value, for errors."""
+        return f"reward.name={self.name if isinstance(self.name, str) else ','.join(self.name)}"
+
+
+@dataclass
+class EnvironmentConfig(Section):
+    name: str | None = setting(None, resume="rollouts")
+    """Import path `package.module:Class` of an environment (see docs/environments.md) or of an agent (see
+    docs/agents.md), which gives the reward of an episode. null: an episode is one prompt and one completion, and
+    `reward.name` gives its reward."""
+    kwargs: dict[str, Any] = open_section(resume="rollouts")
+    """Arguments for the class, by name."""
+    python: str | None = setting(None, resume="harmless")
+    """Python interpreter of another virtual environment, in which the environment runs: for packages that cannot be
+    installed beside this project (docs/environments.md). It needs the package psutil. null: this project's own."""
+    max_turns: int = number(8, at_least=1, resume="rollouts")
+    """Largest number of replies of the policy in an episode. Each has at most `rollout.max_response_tokens` tokens."""
+    max_tokens: int = number(-1, at_least=2, off=-1, resume="rollouts")
+    """Longest episode, in tokens: messages and replies together. Then `rollout.max_prompt_tokens` is for the first
+    messages alone. -1: the messages and replies before a reply have at most `rollout.max_prompt_tokens`."""
+    max_seconds: float | None = number(None, above=0, at_most=LONGEST_TIME, resume="rollouts")
+    """Seconds from the start of its batch after which an episode that is not done gets no further reply. Time in which
+    no engine could generate does not count. The episode has failed, with the status `timeout`. null: no limit. With a
+    limit, time decides which episodes a step trains on, so a resumed run is not compared bit for bit. Finished episodes
+    come back from the journal."""
+    timeout_s: float = number(60.0, at_least=0.001, at_most=LONGEST_TIME, resume="harmless")
+    """Seconds that one call of an environment may take. A call that takes longer is repeated once, in a new
+    environment; then the episode counts as failed. For agents, the time between two calls to the policy."""
+    num_processes: int = number(1, at_least=1, resume="harmless")
+    """Number of processes that run environments. Each holds many of them."""
+    on_failure: str = choice("leave_out", ON_FAILURE, resume="rollouts")
+    """What the run does with an episode whose environment failed before the policy replied. `leave_out`: it is neither
+    trained on nor compared with the others of its row, and no metric of rewards counts it. If the algorithm compares
+    episodes, a row with fewer than two others is left out as a whole. `zero`: its reward is 0. An episode whose
+    environment fails later always has a reward of 0, because the policy may have caused that."""
+    max_error_rate: float = number(0.5, at_least=0, at_most=1, resume="harmless")
+    """The run ends if a greater fraction of the episodes of a batch fails, with `data.mix` of those of all sources that
+    have an environment and the same limit. 1: never, and an environment that fails for the first row of the data is no
+    reason not to start."""
+    agent_sampling: str = choice("refuse", ("refuse", "override"), resume="rollouts")
+    """What happens to requests of agents whose `temperature`, `top_p` or `top_k` is not that of the run. `refuse`: they
+    get an error. `override`: the values do not count. The run can learn from its own way of sampling alone."""
+    agent_host: str = setting("127.0.0.1", resume="harmless")
+    """Address that the server for agents listens on. Agents in containers and on other machines need another one (see
+    docs/agents.md)."""
+    agent_port: int = number(0, at_least=0, at_most=65535, resume="harmless")
+    """Port of the server for agents. 0: a free one."""
+    agent_url: str | None = setting(None, resume="harmless")
+    """How agents reach the server, such as `http://host.docker.internal:8123`. null: by `environment.agent_host` and
+    its port."""
+
+    @property
+    def is_agent(self) -> bool:
+        """Whether `name` is the class of an agent. One that cannot be imported here is none."""
+        with contextlib.suppress(UserError):
+            return self.name is not None and is_agent(import_function(self.name, "environment.name"))
+        return False
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Most tokens of a prompt and its reply; None: no more than those of each."""
+        return self.max_tokens if self.max_tokens > 0 else None

@@ -1,14 +1,15 @@
 """The rules between keys: which values contradict each other, and what a resume may change because of other values.
 
-Sections hold keys with their bounds. What must hold between keys is here, one function of the whole config for each
-section, so that no section knows another.
+Sections hold keys with their bounds. What must hold between keys is here, so that no section knows another: for each
+section a generator of rules, which yields whether a rule is broken, the key, and the end of the sentence about it.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import permutations
@@ -16,21 +17,27 @@ from typing import Any
 
 from trainer.config import fields
 from trainer.config.algorithm import CORRECTIONS, correction_of, saved_correction
-from trainer.config.axes import AXES
 from trainer.config.data import GENERATORS, DataConfig, NamedData, SourceConfig, ValSetConfig
+from trainer.config.engines import engines_with, find_transport
 from trainer.config.fields import HARMLESS, ResumeRule, changed_keys, config_error, value_of, walk_keys
-from trainer.config.rollout_rules import check_environments, check_plan, check_rewards, check_rollout
+from trainer.config.model import LONGEST_OF_TINY, CriticConfig, LoraConfig
+from trainer.config.rollout import REMOTE, TOKEN, EnvironmentConfig, RewardConfig, RolloutConfig
 from trainer.config.schema import Config, instead_of, is_name
-from trainer.config.training import CriticConfig, LoraConfig
+from trainer.config.trainer import AXES
 from trainer.errors import UserError
-from trainer.files.uris import is_same, is_url, lies_in, problem_of
+from trainer.files.uris import is_same, is_url, lies_in, problem_of, split_http_url
+
+Rules = Iterator[tuple[Any, str, str]]
+"""Whether the rule is broken, the key to name, and what is wrong. Those after a broken rule are not made."""
 
 _LONGEST_NAME = 200  # bytes; file names end at 255, and some get a suffix
-_MODEL_PATHS = ("model.path", "trainer.critic.path")
-_WITH_TASKS = "reasoning_gym"
-"""The generator whose rows `data.task` chooses."""
+_ALL_ADDRESSES = ("", "0.0.0.0", "::")
 _NO_SETS = ("default", "loss", "reward")
 """Names of metrics `val/<name>…`, and of the rows of no named set."""
+
+RULES: list[tuple[str, Callable[[Config], None]]] = []
+"""Each check with the section whose keys it checks: a task that does not read the section is not checked. Empty: the
+rules look for the sections themselves."""
 
 
 def validate(config: Config) -> None:
@@ -50,86 +57,111 @@ def validate(config: Config) -> None:
     config.task.check_options(config.algorithm.options)
 
 
-def check_names(config: Config) -> None:
-    """Refuse names of keys and numbers of steps that the run does not have."""
+def _rules_of(section: str) -> Callable[[Callable[[Config], Rules]], Callable[[Config], None]]:
+    """Make a check of a generator of rules, and add it to `RULES`."""
+
+    def check_of(rules: Callable[[Config], Rules]) -> Callable[[Config], None]:
+        @functools.wraps(rules)
+        def check(config: Config) -> None:
+            for is_broken, key, problem in rules(config):
+                if is_broken:
+                    raise config_error(config, key, problem)
+
+        RULES.append((section, check))
+        return check
+
+    return check_of
+
+
+@_rules_of("")
+def check_names(config: Config) -> Rules:
+    """Names of keys and numbers of steps that the run does not have."""
     for allowed in config.trainer.allow_config_change:
         if not is_name(allowed) and allowed not in [role.key for role in config.roles]:
-            problem = f"there is no key or section {allowed}; {instead_of(allowed)}"
-            raise config_error(config, "trainer.allow_config_change", problem)
-    if late := [step for step in config.trainer.profile if step > config.total_steps]:
-        problem = f"the run ends with step {config.total_steps}, before step {late[0]}; choose steps of the run"
-        raise config_error(config, "trainer.profile", problem)
+            yield True, "trainer.allow_config_change", f"there is no key or section {allowed}; {instead_of(allowed)}"
+    for late in (step for step in config.trainer.profile if step > config.total_steps):
+        problem = f"the run ends with step {config.total_steps}, before step {late}; choose steps of the run"
+        yield True, "trainer.profile", problem
 
 
-def check_trainer(config: Config) -> None:
-    """Refuse a layout, paths, savings or a resume that cannot work."""
-    trainer = config.trainer
-    if trainer.train_batch_size % trainer.mini_batch_size:
-        problem = f"must be a multiple of trainer.mini_batch_size={trainer.mini_batch_size}"
-        raise config_error(config, "trainer.train_batch_size", problem)
-    _check_layout(config)
-    if trainer.offload != "none" and not config.rollout.colocate:
-        problem = "ranks and engines do not share GPUs; set rollout.colocate=true too"
-        raise config_error(config, "trainer.offload", problem)
-    _check_paths(config)
-    _check_saving(config)
-    _check_resume(config)
-    if trainer.deadline is not None:
-        try:
-            datetime.fromisoformat(trainer.deadline).timestamp()
-        except (ValueError, OverflowError) as error:
-            problem = "must be a time such as 2026-11-21T18:00"
-            raise config_error(config, "trainer.deadline", problem) from error
-    if trainer.hf_save_lora != "merged" and trainer.policy.lora.rank is None:
-        raise config_error(config, "trainer.hf_save_lora", "needs trainer.policy.lora.rank")
+# --- trainer ---
 
 
-def _check_layout(config: Config) -> None:
-    trainer = config.trainer
-    used = {axis.key: axis for axis in AXES.values() if axis.key and getattr(trainer, axis.key) > 1}
-    if trainer.num_workers % trainer.layout_size:
-        product = " x ".join(f"trainer.{key}={getattr(trainer, key)}" for key in used)
-        raise config_error(config, "trainer.num_workers", f"must be a multiple of {product}")
-    if trainer.min_world_size is not None and not trainer.layout_size <= trainer.min_world_size <= trainer.num_workers:
-        problem = f"must be from {trainer.layout_size} to trainer.num_workers={trainer.num_workers}"
-        raise config_error(config, "trainer.min_world_size", problem)
-    for role in config.roles if trainer.deterministic else ():
-        if role.sharding.compile:
-            setting = f"{role.setting('sharding')}.compile=True"
-            problem = "what a kernel is compiled to depends on the sizes that a process meets first; leave it out"
-            raise UserError(f"{setting}: cannot be combined with trainer.deterministic=True: {problem}")
+@_rules_of("trainer")
+def check_trainer(config: Config) -> Rules:
+    """A layout, paths, savings or a resume that cannot work."""
+    t = config.trainer
+    is_odd = t.train_batch_size % t.mini_batch_size
+    yield is_odd, "trainer.train_batch_size", f"must be a multiple of trainer.mini_batch_size={t.mini_batch_size}"
+    yield from _layout(config)
+    problem = "ranks and engines do not share GPUs; set rollout.colocate=true too"
+    yield t.offload != "none" and not config.rollout.colocate, "trainer.offload", problem
+    yield from _paths(config)
+    keeps_some, never = t.keep_best > 0, config.compared_by[0].startswith("val/") and not config.validates(0)
+    is_word = isinstance(t.ckpt_interval, str) and t.ckpt_interval != "auto"
+    yield is_word, "trainer.ckpt_interval", "must be a number of steps, -1 or auto"
+    problem = "all checkpoints are kept; set trainer.max_ckpts_to_keep too"
+    yield keeps_some and t.max_ckpts_to_keep < 0, "trainer.keep_best", problem
+    problem = f"trainer.best_metric={t.best_metric} is never measured with trainer.val_interval=-1"
+    yield keeps_some and never, "trainer.keep_best", problem
+    forks = t.resume_mode == "from_path"
+    problem = "needs trainer.resume_path, a global_step_N directory"
+    yield forks and not t.resume_path, "trainer.resume_mode", problem
+    yield t.resume_path and not forks, "trainer.resume_path", "needs trainer.resume_mode=from_path"
+    problem = "needs trainer.resume_mode=from_path: a run continues with all of its state"
+    yield t.load_components and not forks, "trainer.load_components", problem
+    yield not _is_time(t.deadline), "trainer.deadline", "must be a time such as 2026-11-21T18:00"
+    is_alone = t.hf_save_lora != "merged" and t.policy.lora.rank is None
+    yield is_alone, "trainer.hf_save_lora", "needs trainer.policy.lora.rank"
+
+
+def _is_time(text: str | None) -> bool:
+    try:
+        return text is None or datetime.fromisoformat(text).timestamp() is not None
+    except (ValueError, OverflowError):
+        return False
+
+
+def _layout(config: Config) -> Rules:
+    t = config.trainer
+    used = {axis.key: axis for axis in AXES.values() if axis.key and getattr(t, axis.key) > 1}
+    product = " x ".join(f"trainer.{key}={getattr(t, key)}" for key in used)
+    yield t.num_workers % t.layout_size, "trainer.num_workers", f"must be a multiple of {product}"
+    is_outside = t.min_world_size is not None and not t.layout_size <= t.min_world_size <= t.num_workers
+    yield is_outside, "trainer.min_world_size", f"must be from {t.layout_size} to trainer.num_workers={t.num_workers}"
+    is_uncompilable = t.deterministic or any(axis.uncompilable for axis in used.values())
+    roles = [role for role in config.roles if role.sharding.compile] if is_uncompilable else []
+    compiled = [f"{role.setting('sharding')}.compile=True" for role in roles]
+    if compiled and t.deterministic:
+        problem = "what a kernel is compiled to depends on the sizes that a process meets first; leave it out"
+        raise UserError(f"{compiled[0]}: cannot be combined with trainer.deterministic=True: {problem}")
     for key, axis in used.items():
-        if axis.attention not in ("", config.model.attn_implementation):
-            raise config_error(config, f"trainer.{key}", f"needs model.attn_implementation={axis.attention}")
-        for role in config.roles if axis.uncompilable else ():
-            if role.sharding.compile:
-                setting = f"{role.setting('sharding')}.compile=True"
-                raise UserError(f"{setting}: cannot be combined with trainer.{key}: {axis.uncompilable}")
+        needs = axis.attention not in ("", config.model.attn_implementation)
+        yield needs, f"trainer.{key}", f"needs model.attn_implementation={axis.attention}"
+        if compiled and axis.uncompilable:
+            raise UserError(f"{compiled[0]}: cannot be combined with trainer.{key}: {axis.uncompilable}")
 
 
-def _check_paths(config: Config) -> None:
-    trainer, name = config.trainer, config.trainer.run_name
-    plain = name not in (".", "..") and "/" not in name and name.isprintable() and name == name.strip()
-    if not plain or len(name.encode()) > _LONGEST_NAME:
-        raise config_error(
-            config,
-            "trainer.run_name",
-            "must be a plain name without slashes, control characters and spaces around it, at most "
-            f"{_LONGEST_NAME} bytes; trainer.run_dir takes a path",
-        )
+def _paths(config: Config) -> Rules:
+    t, name = config.trainer, config.trainer.run_name
+    is_plain = name not in (".", "..") and "/" not in name and name.isprintable() and name == name.strip()
+    problem = (
+        "must be a plain name without slashes, control characters and spaces around it, at most "
+        f"{_LONGEST_NAME} bytes; trainer.run_dir takes a path"
+    )
+    yield not is_plain or len(name.encode()) > _LONGEST_NAME, "trainer.run_name", problem
     for key in ("run_dir", "ckpt_path", "export_path", "resume_path", "ckpt_cache_dir"):
-        if (getattr(trainer, key) or "").startswith("~"):
-            problem = "begins with ~, which only a shell replaces; write the whole path"
-            raise config_error(config, f"trainer.{key}", problem)
+        problem = "begins with ~, which only a shell replaces; write the whole path"
+        yield (getattr(t, key) or "").startswith("~"), f"trainer.{key}", problem
     for key in ("ckpt_path", "resume_path", "export_path"):
-        path = getattr(trainer, key) or ""
+        path = getattr(t, key) or ""
         if is_url(path) and (problem_of_url := problem_of(path)):
             raise UserError(f"trainer.{key}: {problem_of_url}")  # without the value, which may hold a password
-    if trainer.ckpt_cache_dir is not None:
-        if not is_url(trainer.ckpt_path):
-            raise config_error(config, "trainer.ckpt_cache_dir", "needs a trainer.ckpt_path in an object store")
-        if is_url(trainer.ckpt_cache_dir) or is_same(trainer.ckpt_cache_dir, trainer.run_dir):
-            raise config_error(config, "trainer.ckpt_cache_dir", "must be a directory other than trainer.run_dir")
+    if t.ckpt_cache_dir is not None:
+        key = "trainer.ckpt_cache_dir"
+        yield not is_url(t.ckpt_path), key, "needs a trainer.ckpt_path in an object store"
+        is_same_dir = is_url(t.ckpt_cache_dir) or is_same(t.ckpt_cache_dir, t.run_dir)
+        yield is_same_dir, key, "must be a directory other than trainer.run_dir"
     if config.task.trains:
         _check_apart(config)
 
@@ -140,118 +172,86 @@ def _check_apart(config: Config) -> None:
     The directories beside each other in the run directory, which are the default, are apart.
     """
     run_dir, resume_path = config.trainer.run_dir, config.trainer.resume_path
-    ckpt, export, cache, parent = (
-        "trainer.ckpt_path",
-        "trainer.export_path",
-        "trainer.ckpt_cache_dir",
-        "trainer.resume_path",
-    )
-    paths = {key: path for key in (ckpt, export, cache) if (path := value_of(config, key))}
-    pairs = [("trainer.run_dir", key) for key in paths]
+    ckpt, parent, own = "trainer.ckpt_path", "trainer.resume_path", "trainer.run_dir"
+    deleted = ("trainer.export_path", "trainer.ckpt_cache_dir")
+    paths = {key: path for key in (ckpt, *deleted) if (path := value_of(config, key))}
+    pairs = [(own, key) for key in paths]
     if resume_path:
         paths[parent] = os.path.dirname(resume_path.rstrip("/"))
     pairs += [pair for pair in permutations(paths, 2) if set(pair) != {ckpt, parent}]
-    paths["trainer.run_dir"] = run_dir
     # Not those of `config.roles`: a config may name a loss that cannot be imported here.
-    of_models = {key: value_of(config, key) for key in _MODEL_PATHS}
+    of_models = {key: value_of(config, key) for key in ("model.path", "trainer.critic.path")}
     models = {key: path for key, path in of_models.items() if path and os.path.isdir(path)}  # not a name of the Hub
-    pairs += [(key, other) for key in models for other in (export, cache) if other in paths]
-    paths |= models
+    pairs += [(key, other) for key in models for other in deleted if other in paths]
+    paths |= {own: run_dir, **models}
     for key, other in pairs:
         is_beside = is_same(paths[other], run_dir) and (
-            key == "trainer.run_dir" or is_same(paths[key], os.path.join(run_dir, "exports"))
+            key == own or is_same(paths[key], os.path.join(run_dir, "exports"))
         )
         if lies_in(paths[key], paths[other]) and not is_beside:
             problem = f"is {other}={paths[other]}, or lies inside it; choose a directory beside it"
             raise UserError(f"{key}={paths[key]}: {problem}")
 
 
-def _check_saving(config: Config) -> None:
-    trainer = config.trainer
-    if isinstance(trainer.ckpt_interval, str) and trainer.ckpt_interval != "auto":
-        raise config_error(config, "trainer.ckpt_interval", "must be a number of steps, -1 or auto")
-    for key in ("keep_best", "keep_every"):
-        if getattr(trainer, key) > 0 and trainer.max_ckpts_to_keep < 0:
-            problem = "all checkpoints are kept; set trainer.max_ckpts_to_keep too"
-            raise config_error(config, f"trainer.{key}", problem)
-    if trainer.keep_best > 0 and trainer.best_metric.startswith("val/") and not config.validates(0):
-        problem = f"trainer.best_metric={trainer.best_metric} is never measured with trainer.val_interval=-1"
-        raise config_error(config, "trainer.keep_best", problem)
-
-
-def _check_resume(config: Config) -> None:
-    trainer = config.trainer
-    if trainer.resume_mode == "from_path" and not trainer.resume_path:
-        raise config_error(config, "trainer.resume_mode", "needs trainer.resume_path, a global_step_N directory")
-    if trainer.resume_path and trainer.resume_mode != "from_path":
-        raise config_error(config, "trainer.resume_path", "needs trainer.resume_mode=from_path")
-    if trainer.load_components and trainer.resume_mode != "from_path":
-        problem = "needs trainer.resume_mode=from_path: a run continues with all of its state"
-        raise config_error(config, "trainer.load_components", problem)
-
-
-def check_policy(config: Config) -> None:
-    """Refuse betas that are no pair, and settings of adapters that there are none of."""
+@_rules_of("trainer.policy")
+def check_policy(config: Config) -> Rules:
+    """Betas that are no pair, and settings of adapters that there are none of."""
     betas, lora, name = config.trainer.policy.optimizer.betas, config.trainer.policy.lora, "trainer.policy.lora"
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise config_error(config, "trainer.policy.optimizer.betas", "must be two numbers, each at least 0 and below 1")
-    for key in changed_keys(lora, LoraConfig(), name) if lora.rank is None else ():
-        raise config_error(config, key, f"needs {name}.rank")
+    is_pair = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
+    yield not is_pair, "trainer.policy.optimizer.betas", "must be two numbers, each at least 0 and below 1"
+    for key in changed_keys(lora, LoraConfig(), name):
+        yield lora.rank is None, key, f"needs {name}.rank"
 
 
-def check_critic(config: Config) -> None:
-    """Refuse keys of the critic in a run without one."""
+@_rules_of("trainer.critic")
+def check_critic(config: Config) -> Rules:
+    """Keys of the critic in a run without one."""
     critic, name = config.trainer.critic, "trainer.critic"
-    if critic.warmup_steps >= config.trainer.total_steps:
-        problem = f"leaves no step of trainer.total_steps={config.trainer.total_steps} for the policy"
-        raise config_error(config, f"{name}.warmup_steps", problem)
-    changed = changed_keys(critic, CriticConfig(), name)
-    if changed and not any(role.name == "critic" for role in config.roles):
+    problem = f"leaves no step of trainer.total_steps={config.trainer.total_steps} for the policy"
+    yield critic.warmup_steps >= config.trainer.total_steps, f"{name}.warmup_steps", problem
+    for key in changed_keys(critic, CriticConfig(), name):
         estimator = config.algorithm.advantage_estimator
         problem = f"algorithm.advantage_estimator={estimator} has no critic; choose algorithm=ppo or drop the key"
-        raise config_error(config, changed[0], problem)
+        yield not any(role.name == "critic" for role in config.roles), key, problem
 
 
 # --- algorithm ---
 
 
-def check_algorithm(config: Config) -> None:
-    """Refuse settings of functions that exclude each other."""
-    algorithm, rollout = config.algorithm, config.rollout
-    if algorithm.rollout_correction in CORRECTIONS and algorithm.old_logprobs == "rollout":
-        problem = "corrects the engine's log-probs, and algorithm.old_logprobs=rollout takes them as they are"
-        raise config_error(config, "algorithm.rollout_correction", problem)
-    if algorithm.overlong_buffer > rollout.max_response_tokens:
-        problem = f"exceeds rollout.max_response_tokens={rollout.max_response_tokens}"
-        raise config_error(config, "algorithm.overlong_buffer", problem)
-    penalised = algorithm.overlong_buffer > 0 or (algorithm.kl_in == "reward" and algorithm.kl_coef > 0)
-    if algorithm.advantage_estimator == "grpo_passk" and penalised:
-        problem = (
-            "grpo_passk asks whether a reward reaches 1, which one with a penalty taken off does not; use "
-            "algorithm.kl_in=loss and algorithm.overlong_buffer=0"
-        )
-        raise config_error(config, "algorithm.advantage_estimator", problem)
-    _check_kl(config)
-    if algorithm.dynamic_sampling:
+@_rules_of("algorithm")
+def check_algorithm(config: Config) -> Rules:
+    """Settings of functions that exclude each other."""
+    a, rollout = config.algorithm, config.rollout
+    problem = "corrects the engine's log-probs, and algorithm.old_logprobs=rollout takes them as they are"
+    yield (
+        a.rollout_correction in CORRECTIONS and a.old_logprobs == "rollout",
+        "algorithm.rollout_correction",
+        problem,
+    )
+    is_long = a.overlong_buffer > rollout.max_response_tokens
+    yield is_long, "algorithm.overlong_buffer", f"exceeds rollout.max_response_tokens={rollout.max_response_tokens}"
+    is_penalised = a.overlong_buffer > 0 or (a.kl_in == "reward" and a.kl_coef > 0)
+    problem = (
+        "grpo_passk asks whether a reward reaches 1, which one with a penalty taken off does not; use "
+        "algorithm.kl_in=loss and algorithm.overlong_buffer=0"
+    )
+    yield a.advantage_estimator == "grpo_passk" and is_penalised, "algorithm.advantage_estimator", problem
+    problem = (
+        "a straight-through estimator only differs in its gradient, and a reward has none; choose k1, k2, k3 or abs"
+    )
+    yield a.kl_in == "reward" and a.kl_estimator.endswith("+"), "algorithm.kl_estimator", problem
+    yield (
+        a.adapts_kl and a.kl_coef == 0,
+        "algorithm.options.kl_target",
+        "needs algorithm.kl_coef above 0 to start from",
+    )
+    if a.ref_sync_interval > 0:
+        key = "algorithm.ref_sync_interval"
+        yield "ref_logprobs" not in a.reads, key, "there is no reference model with algorithm.kl_coef=0"
+        problem = "needs trainer.colocate_roles=true: the reference takes the weights of the policy beside it"
+        yield not config.trainer.colocate_roles, key, problem
+    if a.dynamic_sampling:
         check_group_size(config, "algorithm.dynamic_sampling")
-
-
-def _check_kl(config: Config) -> None:
-    algorithm = config.algorithm
-    if algorithm.kl_in == "reward" and algorithm.kl_estimator.endswith("+"):
-        problem = (
-            "a straight-through estimator only differs in its gradient, and a reward has none; choose k1, k2, k3 or abs"
-        )
-        raise config_error(config, "algorithm.kl_estimator", problem)
-    if algorithm.kl_controller == "adaptive" and algorithm.kl_coef == 0:
-        raise config_error(config, "algorithm.kl_controller", "needs algorithm.kl_coef above 0 to start from")
-    if algorithm.ref_sync_interval > 0:
-        if "ref_logprobs" not in algorithm.reads:
-            problem = "there is no reference model with algorithm.kl_coef=0"
-            raise config_error(config, "algorithm.ref_sync_interval", problem)
-        if not config.trainer.colocate_roles:
-            problem = "needs trainer.colocate_roles=true: the reference takes the weights of the policy beside it"
-            raise config_error(config, "algorithm.ref_sync_interval", problem)
 
 
 def check_group_size(config: Config, key: str) -> None:
@@ -270,161 +270,231 @@ def check_group_size(config: Config, key: str) -> None:
 # --- model, data, sft ---
 
 
-def check_model(config: Config) -> None:
-    """Refuse a shape of the built-in model that cannot exist, or is too short for the run."""
-    model, tiny = config.model, config.model.tiny
-    if tiny.head_dim % 2:
-        raise config_error(config, "model.tiny.head_dim", "must be even: positions turn pairs of its numbers")
-    if tiny.num_heads % tiny.num_kv_heads:
-        raise config_error(config, "model.tiny.num_kv_heads", f"must divide model.tiny.num_heads={tiny.num_heads}")
+@_rules_of("model")
+def check_model(config: Config) -> Rules:
+    """Sequences that are too long for the built-in model."""
+    model = config.model
+    yield model.tiny.hidden_size % 32, "model.tiny.hidden_size", "must be a multiple of 32, the size of a head"
     for variable in model.chat_template_kwargs:
-        if not variable.isidentifier():
-            raise config_error(config, "model.chat_template_kwargs", f"{variable!r} is no name of a variable")
+        yield not variable.isidentifier(), "model.chat_template_kwargs", f"{variable!r} is no name of a variable"
     if model.path is not None or not config.task.trains:
         return
-    if config.sft.max_length > tiny.max_position_embeddings:
-        raise config_error(config, "sft.max_length", "exceeds model.tiny.max_position_embeddings")
+    longest = f"{LONGEST_OF_TINY}, the longest sequence of the built-in model"
+    yield config.sft.max_length > LONGEST_OF_TINY, "sft.max_length", f"exceeds {longest}"
     single_turn = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    if tiny.max_position_embeddings < config.longest_sequence == single_turn:
-        longest = tiny.max_position_embeddings
-        problem = f"with rollout.max_prompt_tokens it exceeds model.tiny.max_position_embeddings={longest}"
-        raise config_error(config, "rollout.max_response_tokens", problem)
+    is_long = LONGEST_OF_TINY < config.longest_sequence == single_turn
+    yield is_long, "rollout.max_response_tokens", f"with rollout.max_prompt_tokens it exceeds {longest}"
 
 
-def check_data(config: Config) -> None:
-    """Refuse data that are named twice, or not at all."""
-    data, trainer = config.data, config.trainer
+@_rules_of("data")
+def check_data(config: Config) -> Rules:
+    """Data that are named twice, or not at all."""
+    data = config.data
     if data.mix:
-        _check_mix(config)
-    elif data.synthetic:
-        if data.train_files or data.val_files:
-            problem = (
-                "data.train_files and data.val_files cannot be combined with a generator; choose data=files or drop "
-                "them"
-            )
-            raise config_error(config, "data.synthetic", problem)
-        _check_generator(config, "data", data.synthetic, ("train_size", "val_size"))
-    elif not data.train_files and config.reads("data.train_files"):
-        problem = "name at least one file, or choose a data group such as data=arithmetic"
-        raise config_error(config, "data.train_files", problem)
-    has_validation = data.synthetic or data.val_files or data.val_sets
-    is_validated = config.reads("data.val_files") and config.reads("trainer.val_interval")
-    if not has_validation and trainer.val_interval > 0 and is_validated:
-        raise config_error(config, "trainer.val_interval", "needs data.val_files; name some or set it to -1")
-    _check_generator_task(config, "data")
-    _check_curriculum(config, "data.curriculum")
-    for name, named in config.sections(NamedData):
-        _check_named_data(config, name, named)
-
-
-def _check_mix(config: Config) -> None:
-    """Refuse the keys of a single source."""
-    usual = DataConfig()
-    for key in ("train_files", "synthetic", "train_size", "curriculum", "task"):
-        if getattr(config.data, key) != getattr(usual, key):
+        for key in ("train_files", "synthetic", "train_size", "curriculum"):
             instead = "choose data=files" if key == "synthetic" else "drop the key"
             successor = key.removeprefix("train_")
             problem = f"data.mix names the training data; {instead}, or set data.mix.NAME.{successor}"
-            raise config_error(config, f"data.{key}", problem)
-
-
-def _check_named_data(config: Config, name: str, named: NamedData) -> None:
-    """Check a source of `data.mix` or a set of `data.val_sets`."""
-    if named.synthetic is None:
-        if not named.files:
-            raise config_error(config, f"{name}.files", "name at least one file, or a generator with synthetic")
-    elif named.files:
-        raise config_error(config, f"{name}.synthetic", "files cannot be combined with a generator; drop one")
+            yield getattr(data, key) != getattr(DataConfig(), key), f"data.{key}", problem
+    elif data.synthetic:
+        problem = (
+            "data.train_files and data.val_files cannot be combined with a generator; choose data=files or drop them"
+        )
+        yield data.train_files or data.val_files, "data.synthetic", problem
+        yield from _generator(config, "data", data.synthetic, ("train_size", "val_size"))
     else:
-        _check_generator(config, name, named.synthetic, ("size",))
-    _check_generator_task(config, name)
+        problem = "name at least one file, or choose a data group such as data=arithmetic"
+        yield not data.train_files and config.reads("data.train_files"), "data.train_files", problem
+    has_validation = data.synthetic or data.val_files or data.val_sets
+    is_validated = config.reads("data.val_files") and config.reads("trainer.val_interval")
+    is_missing = not has_validation and config.trainer.val_interval > 0 and is_validated
+    yield is_missing, "trainer.val_interval", "needs data.val_files; name some or set it to -1"
+    yield _no_path(data.curriculum), "data.curriculum", "must be an import path package.module:function"
+    for name, named in config.sections(NamedData):
+        yield from _named_data(config, name, named)
+
+
+def _no_path(path: str | None) -> bool:
+    return path is not None and ":" not in path
+
+
+def _named_data(config: Config, name: str, named: NamedData) -> Rules:
+    """A source of `data.mix` or a set of `data.val_sets`."""
+    if named.synthetic is None:
+        yield not named.files, f"{name}.files", "name at least one file, or a generator with synthetic"
+    else:
+        yield named.files, f"{name}.synthetic", "files cannot be combined with a generator; drop one"
+        yield from _generator(config, name, named.synthetic, ("size",))
     if isinstance(named, SourceConfig):
-        _check_curriculum(config, f"{name}.curriculum")
+        yield _no_path(named.curriculum), f"{name}.curriculum", "must be an import path package.module:function"
     if isinstance(named, ValSetConfig):
-        _check_val_set(config, name, named)
-
-
-def _check_val_set(config: Config, name: str, named: ValSetConfig) -> None:
-    if name.rpartition(".")[2] in _NO_SETS:
-        raise UserError(f"{name}: a set cannot have this name, which stands for something else; choose another")
-    if named.n > 1 and named.temperature == 0:
+        if name.rpartition(".")[2] in _NO_SETS:
+            raise UserError(f"{name}: a set cannot have this name, which stands for something else; choose another")
         problem = "greedy completions of a row are all equal; choose a temperature above 0"
-        raise config_error(config, f"{name}.n", problem)
-    longest = config.rollout.max_response_tokens
-    if named.max_response_tokens is not None and named.max_response_tokens > longest:
+        yield named.n > 1 and named.temperature == 0, f"{name}.n", problem
+        longest = config.rollout.max_response_tokens
         problem = f"engines complete at most rollout.max_response_tokens={longest} tokens; raise that key too"
-        raise config_error(config, f"{name}.max_response_tokens", problem)
+        yield (named.max_response_tokens or 0) > longest, f"{name}.max_response_tokens", problem
 
 
-def _check_generator(config: Config, section: str, generator: str, sizes: Sequence[str]) -> None:
+def _generator(config: Config, section: str, generator: str, sizes: Sequence[str]) -> Rules:
     for size in sizes:
-        if value_of(config, f"{section}.{size}") < 1:
-            raise config_error(config, f"{section}.{size}", "a generator needs a number of examples")
-    options = GENERATORS[generator]
+        key = f"{section}.{size}"
+        yield value_of(config, key) < 1, key, "a generator needs a number of examples"
+    options, key = GENERATORS[generator], f"{section}.synthetic_args"
+    given = value_of(config, key)
     if options is None:
+        if not given.get("task"):
+            raise UserError(f"{key}.task: {section}.synthetic={generator} needs the name of a task")
         return
-    key = f"{section}.synthetic_args"
-    for option, value in value_of(config, key).items():
-        if type(value) is not int:
-            raise config_error(config, key, f"{option} must be a whole number")
-        if option not in options:
-            problem = f"{section}.synthetic={generator} takes {', '.join(options)}, not {option}"
-            raise config_error(config, key, problem)
+    for option, value in given.items():
+        yield type(value) is not int, key, f"{option} must be a whole number"
+        problem = f"{section}.synthetic={generator} takes {', '.join(options)}, not {option}"
+        yield option not in options, key, problem
 
 
-def _check_generator_task(config: Config, section: str) -> None:
-    """Check that there is a task if, and only if, the generator has tasks."""
-    task, key = value_of(config, f"{section}.task"), f"{section}.synthetic={_WITH_TASKS}"
-    has_tasks = value_of(config, f"{section}.synthetic") == _WITH_TASKS
-    if has_tasks and task is None:
-        raise config_error(config, f"{section}.task", f"{key} needs the name of a task")
-    if task is not None and not has_tasks:
-        raise config_error(config, f"{section}.task", f"is read by {key} alone")
+# --- rewards, environments ---
 
 
-def _check_curriculum(config: Config, key: str) -> None:
-    curriculum = value_of(config, key)
-    if curriculum is not None and ":" not in curriculum:
-        raise config_error(config, key, "must be an import path package.module:function")
+@_rules_of("")
+def check_rewards(config: Config) -> Rules:
+    """Rewards that contradict their weights, or whose server is missing."""
+    for name, reward in config.sections(RewardConfig):
+        is_list = isinstance(reward.name, list) and reward.name and all(isinstance(item, str) for item in reward.name)
+        problem = "must be a name, or a list of names; where an environment gives the rewards, leave reward.* out"
+        yield not (isinstance(reward.name, str) or is_list), f"{name}.name", problem
+        names = reward.names()
+        yield len(set(names)) < len(names), f"{name}.name", "names a reward twice; give it a weight instead"
+        problem = f"must have a weight for each of the {len(names)} rewards of {name}.name"
+        yield reward.weights and len(reward.weights) != len(names), f"{name}.weights", problem
+        is_lost, key = reward.url is None and REMOTE in names, f"{name}.url"
+        yield is_lost, f"{name}.name", f"remote needs {key}, the address of the server"
+        if reward.url is not None:
+            yield REMOTE not in names, key, f"is used by the reward remote alone; add it to {name}.name"
+            parts = split_http_url(reward.url)
+            yield parts is None, key, "must be an address such as http://judge:8000/score"
+            if parts is not None and "@" in parts.netloc:  # the value is not shown
+                raise UserError(f"{key}: holds credentials, which would be saved; use {name}.authorization_env")
 
 
-def check_sft(config: Config) -> None:
-    """Refuse settings of rollouts as data without rollouts, and weights that fit no files."""
-    sft, data = config.sft, config.data
+@_rules_of("")
+def check_environments(config: Config) -> Rules:
+    """Environments that cannot play the episodes of the run."""
+    has_none = config.environment.python is not None and config.environment.name is None
+    yield has_none, "environment.python", "is the interpreter of environment.name, which is not set"
+    first = config.rollout.max_prompt_tokens
+    for name, environment in config.sections(EnvironmentConfig):
+        if environment.name is None:
+            continue
+        yield ":" not in environment.name, f"{name}.name", "must be an import path package.module:Class"
+        if environment.max_tokens > 0:
+            problem = f"must be above rollout.max_prompt_tokens={first}: the first messages may have as many"
+            yield environment.max_tokens <= first, f"{name}.max_tokens", problem
+            is_long = config.model.path is None and config.task.trains and environment.max_tokens > LONGEST_OF_TINY
+            problem = f"exceeds {LONGEST_OF_TINY}, the longest sequence of the built-in model"
+            yield is_long, f"{name}.max_tokens", problem
+        problem = f"is no address that agents can use; set {name}.agent_url to one"
+        is_unreachable = environment.agent_host in _ALL_ADDRESSES and environment.agent_url is None
+        yield is_unreachable, f"{name}.agent_host", problem
+        is_penalised = config.algorithm.overlong_buffer and not name.startswith("data.val_sets.")  # in training alone
+        problem = f"is for one completion a prompt; set it to 0, or drop {name}.name"
+        yield is_penalised, "algorithm.overlong_buffer", problem
+
+
+# --- rollout ---
+
+
+@_rules_of("rollout")
+def check_rollout(config: Config) -> Rules:
+    """What the engine cannot do."""
+    rollout, engine, own = config.rollout, config.engine, f"rollout.engine={config.rollout.engine}"
+    problem = f"{own} runs on one device; choose {engines_with('tensor_parallel')}"
+    is_split = rollout.tensor_parallel_size > 1 and not engine.tensor_parallel
+    yield is_split, "rollout.tensor_parallel_size", problem
+    problem = f"{own} takes none; choose {engines_with('engine_args')}"
+    yield rollout.engine_args and not engine.engine_args, "rollout.engine_args", problem
+    yield from _servers(config)
+    rollout.logprob_limit("float32", "cpu")
+    if rollout.weight_sync != "auto":
+        find_transport(rollout.weight_sync)
+    yield rollout.colocate and not engine.gpus, "rollout.colocate", f"{own} takes no GPUs; choose false"
+    shares = "engines that share the GPUs of the ranks cannot generate while these train; choose"
+    yield rollout.colocate and rollout.ahead > 0, "rollout.ahead", f"{shares} 0, or rollout.colocate=false"
+    key = "rollout.in_flight_updates"
+    if rollout.in_flight_updates:
+        instead = f"choose rollout={engines_with('in_flight')}, or rollout.ahead=1 instead"
+        yield not engine.in_flight, key, f"{own} takes weights only when it generates nothing; {instead}"
+        problem = "engines take new weights before a batch of rollout.ahead is complete; choose one of the two"
+        yield rollout.ahead > 0, key, problem
+        yield rollout.colocate, key, f"{shares} false, or rollout.colocate=false"
+    else:
+        is_changed = rollout.max_staleness != RolloutConfig().max_staleness
+        yield is_changed, "rollout.max_staleness", f"needs {key}=true"
+    rank, most, key = config.trainer.policy.lora.rank, engine.max_lora_rank, "rollout.lora_sync"
+    yield rank is None and rollout.lora_sync != "auto", key, "needs trainer.policy.lora.rank"
+    if rank is not None and rollout.lora_sync == "adapter":
+        yield not most, key, f"{own} serves no adapters; choose merged or rollout={engines_with('max_lora_rank')}"
+        yield rank > most, key, f"{own} serves adapters up to rank {most}; choose merged"
+
+
+def _servers(config: Config) -> Rules:
+    rollout, served, key = config.rollout, config.engine.served, "rollout.urls"
+    own = f"rollout.engine={rollout.engine}"
+    yield rollout.urls and not served, key, f"{own} uses no servers; choose server"
+    yield served and not rollout.urls, key, f"{own} needs the addresses of servers"
+    for url in rollout.urls:
+        yield "@" in url, key, f"an address must hold no password; the token of the servers is the variable {TOKEN}"
+        parts = split_http_url(url)
+        is_wrong = parts is None or parts.path not in ("", "/") or parts.query or parts.fragment
+        yield is_wrong, key, f"{url} is no address of a server; write http://HOST:PORT"
+    yield len({url.rstrip("/") for url in rollout.urls}) < len(rollout.urls), key, "names a server twice"
+    problem = f"there is one engine for each of the {len(rollout.urls)} rollout.urls; leave this key out"
+    yield rollout.urls and rollout.num_engines != len(rollout.urls), "rollout.num_engines", problem
+
+
+@_rules_of("sft")
+def check_sft(config: Config) -> Rules:
+    """Settings of rollouts as data without rollouts, and weights that fit no files."""
+    data, are_rollouts = config.data, config.sft.source == "rollouts"
     files = data.train_files + [file for source in data.mix.values() for file in source.files]
-    if sft.source == "rollouts" and not files:
-        problem = "needs data.train_files, the files that logger.save_rollouts=true makes a run write"
-        raise config_error(config, "sft.source", problem)
+    problem = "needs data.train_files, the files that logger.save_rollouts=true makes a run write"
+    yield are_rollouts and not files, "sft.source", problem
     for key in ("sft.min_reward", "sft.max_weight"):
-        if sft.source != "rollouts" and value_of(config, key) is not None:
-            raise config_error(config, key, "is for rollouts; set sft.source=rollouts or drop the key")
+        problem = "is for rollouts; set sft.source=rollouts or drop the key"
+        yield not are_rollouts and value_of(config, key) is not None, key, problem
 
 
-def check_logger(config: Config) -> None:
-    """Refuse services whose package is missing."""
-    for service in ("mlflow", "trackio"):  # the package and the extra have the name of the section
-        if getattr(config.logger, service).enabled and importlib.util.find_spec(service) is None:
-            problem = f"the package is missing; install the extra `{service}` (docs/install.md)"
-            raise config_error(config, f"logger.{service}.enabled", problem)
+@_rules_of("logger")
+def check_logger(config: Config) -> Rules:
+    """Services whose package is missing."""
+    for service in ("mlflow", "trackio"):  # the package and the extra have the name of the service
+        is_missing = service in config.logger.services and importlib.util.find_spec(service) is None
+        problem = f"the package {service} is missing; install the extra `{service}` (docs/install.md)"
+        yield is_missing, "logger.services", problem
 
 
-RULES: tuple[tuple[str, Callable[[Config], None]], ...] = (
-    ("", check_names),
-    ("trainer", check_trainer),
-    ("trainer.policy", check_policy),
-    ("trainer.critic", check_critic),
-    ("algorithm", check_algorithm),
-    ("model", check_model),
-    ("data", check_data),
-    ("", check_rewards),
-    ("", check_environments),
-    ("rollout", check_rollout),
-    ("sft", check_sft),
-    ("logger", check_logger),
-    ("plan", check_plan),
-)
-"""Each rule with the section whose keys it checks: a task that does not read the section is not checked. Empty: the
-rule looks for the sections itself."""
+@_rules_of("plan")
+def check_plan(config: Config) -> Rules:
+    """A workload that the config excludes."""
+    plan, used = config.plan, 0
+    if not config.task.generates:
+        for key in ("prompt_tokens", "response_tokens"):
+            tokens = getattr(plan, key) or 0
+            used += tokens
+            problem = f"makes examples longer than sft.max_length={config.sft.max_length}"
+            yield tokens and used > config.sft.max_length, f"plan.{key}", problem
+        return
+    most = config.rollout.max_prompt_tokens
+    problem = f"is above the longest, rollout.max_prompt_tokens={most}"
+    yield (plan.prompt_tokens or 0) > most, "plan.prompt_tokens", problem
+    most = plan.most_response_tokens(config)
+    longest = f"the longest, rollout.max_response_tokens={most}"
+    if any(environment.name for environment in config.environments):
+        longest = f"what the prompt leaves of the longest episode, {most}"
+    yield (plan.response_tokens or 0) > most, "plan.response_tokens", f"is above {longest}"
+
+
+# --- What a resume may change ---
 
 
 @dataclass(frozen=True)
@@ -432,7 +502,7 @@ class SavedRun:
     """The run as a checkpoint has it."""
 
     config: Mapping[str, Any]
-    """The nested config, under the names of today."""
+    """The nested config."""
     roles: Collection[str]
     """Names of the roles that the checkpoint holds."""
 
@@ -444,32 +514,19 @@ def resume_rules(config: Config, saved: SavedRun | None = None) -> dict[str, Res
         saved: the run to resume. None: only the rules of the fields.
     """
     rules = fields.resume_rules(config)
-    if saved is not None:
-        for of_values in (_of_critic, _of_algorithm, _of_tools):
-            rules |= of_values(config, saved)
-    return rules
-
-
-def _of_critic(config: Config, saved: SavedRun) -> dict[str, ResumeRule]:
-    if "critic" in saved.roles and any(role.name == "critic" for role in config.roles):
-        return {}
-    return {key: HARMLESS for key, *_ in walk_keys(config.trainer.critic, "trainer.critic")}  # no critic is restored
-
-
-def _of_algorithm(config: Config, saved: SavedRun) -> dict[str, ResumeRule]:
-    rules = {}
+    if saved is None:
+        return rules
+    had_critic, has_critic = "critic" in saved.roles, any(role.name == "critic" for role in config.roles)
+    if not (had_critic and has_critic):  # no critic is restored
+        rules |= {key: HARMLESS for key, *_ in walk_keys(config.trainer.critic, "trainer.critic")}
     if saved_correction(saved.config) == correction_of(config):
         rules["algorithm.rollout_correction"] = HARMLESS
-    if ("critic" in saved.roles) != ("critic" in {role.name for role in config.roles}):
+    if had_critic != has_critic:
         rules["algorithm.advantage_estimator"] = ResumeRule("never", "only one of the two has a critic")
-    before, now = saved.config.get("algorithm", {}).get("kl_controller"), config.algorithm.kl_controller
-    if before == now == "adaptive":
+    if config.algorithm.adapts_kl and "kl_target" in saved.config.get("algorithm", {}).get("options", {}):
         reason = "the adaptive controller has steered the weight since"
         rules["algorithm.kl_coef"] = ResumeRule("never", reason, ("state",))
+    # It matters where an environment writes conversations by the template of a model.
+    if config.model.path is None or not any(one.name is not None for one in config.environments):
+        rules["model.tool_format"] = HARMLESS
     return rules
-
-
-def _of_tools(config: Config, saved: SavedRun) -> dict[str, ResumeRule]:
-    """`model.tool_format` matters where an environment writes conversations by the template of a model."""
-    has_format = config.model.path is not None and any(one.name is not None for one in config.environments)
-    return {} if has_format else {"model.tool_format": HARMLESS}

@@ -7,28 +7,43 @@ what must hold between keys is in `trainer.config.rules`.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from trainer.config.algorithm import AlgorithmConfig
-from trainer.config.data import DataConfig, NamedData
+from trainer.config.data import DataConfig, NamedData, SFTConfig
 from trainer.config.engines import EngineSpec, find_engine
-from trainer.config.environment import EnvironmentConfig
 from trainer.config.fields import Section, subsection, value_of, walk_keys, walk_sections
-from trainer.config.foreign import counterpart_of
-from trainer.config.inference import InferenceConfig
-from trainer.config.logger import LoggerConfig
+from trainer.config.logger import LoggerConfig, PlanConfig
 from trainer.config.model import ModelConfig
-from trainer.config.plan import PlanConfig
-from trainer.config.reward import RewardConfig
-from trainer.config.role_specs import RoleSpec
-from trainer.config.rollout import RolloutConfig
-from trainer.config.supervised import SFTConfig
-from trainer.config.tasks import OPTIONS, TaskSpec, find_task
+from trainer.config.rollout import EnvironmentConfig, InferenceConfig, RewardConfig, RolloutConfig
+from trainer.config.tasks import OPTIONS, RoleSpec, TaskSpec, find_task
 from trainer.config.trainer import TrainerConfig
 from trainer.errors import UserError, did_you_mean
+
+FILE = os.path.join(os.path.dirname(__file__), "foreign.tsv")
+"""Two columns: a key, and the keys here that take its place, with a remark in brackets. A section stands for all keys
+below it that have no row. The keys of TRL have no sections."""
+
+
+@functools.cache
+def foreign_keys() -> dict[str, str]:
+    with open(FILE, encoding="utf-8") as file:
+        return dict(line.rstrip("\n").split("\t") for line in file)
+
+
+def counterpart_of(key: str) -> str:
+    """Return what a key of another package is called here, as a clause of a sentence. Empty: no package has the key."""
+    parts, known = key.split("."), foreign_keys()
+    begins = (0,) if parts[0] == "environment" else (0, 1)  # people write some section before it
+    names = [".".join(parts[begin:end]) for begin in begins for end in range(len(parts), begin, -1)]
+    name = next((name for name in names if name in known), None)
+    return f"in place of {name}, this project has {known[name]}" if name else ""
+
 
 _Section = TypeVar("_Section")
 
@@ -115,7 +130,7 @@ class Config(Section):
     @property
     def compared_by(self) -> tuple[str, str]:
         """The metric that steps and runs are compared by, and its mode (`max` or `min`)."""
-        return self.task.compared_by(self.trainer.best_metric, self.trainer.best_mode)
+        return self.task.compared_by(self.trainer.best_metric)
 
     @property
     def export_dtype(self) -> str:
@@ -183,9 +198,6 @@ class Config(Section):
         return setting == "adapter" or rank <= self.engine.max_lora_rank
 
 
-_FEW = 14
-"""Largest number of keys that a message lists."""
-
 NAME = "<name>"
 """Stands for the names that users choose, in names of keys such as `data.mix.<name>.weight`."""
 MAPPINGS = {key: constraint.section for key, _, constraint in walk_keys(Config()) if constraint.section is not None}
@@ -237,6 +249,13 @@ def is_open(key: str) -> bool:
 def section_named(name: str) -> type | None:
     """Return the dataclass of a section; None: there is no such section."""
     return SECTIONS.get(plain(name))
+
+
+def type_of(key: str) -> str:
+    """Return the type of a key, such as `int | None`; empty: there is no such key."""
+    section, _, last = plain(key).rpartition(".")
+    cls = section_named(section)
+    return next((str(f.type) for f in dataclasses.fields(cls) if f.name == last), "") if cls is not None else ""
 
 
 def valid_keys(prefix: str = "") -> list[str]:
@@ -292,6 +311,6 @@ def _suggestion(wrong: str, groups: Iterable[str] = ()) -> str:
         return meant.replace(NAME, wrong.removeprefix(inside).partition(".")[0])
     section = wrong.rpartition(".")[0]
     valid = valid_keys(section) or valid_keys()
-    if len(valid) <= _FEW:
+    if len(valid) <= 14:
         return f"valid are {', '.join(valid)}"
     return f"docs/config.md lists the keys of {section}"

@@ -1,11 +1,12 @@
-"""`trainer.*`: the run, its steps, its ranks, and what is saved when."""
+"""`trainer.*`: the run, its steps, its ranks and the axes along which they are arranged, and what is saved when."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from trainer.config.axes import axis_sizes
 from trainer.config.fields import (
     LARGEST_SEED,
     LONGEST_TIME,
@@ -19,7 +20,75 @@ from trainer.config.fields import (
     setting,
     subsection,
 )
-from trainer.config.training import CriticConfig, PolicyConfig
+from trainer.config.model import CriticConfig, PolicyConfig
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis. The defaults are those of ranks that repeat each other's work."""
+
+    key: str = ""
+    """The key of its size in the section `trainer`. Empty: the ranks that the other axes leave."""
+    same_rows: bool = True
+    """Ranks along it compute the same rows of a batch."""
+    shards_weights: bool = False
+    """FSDP2 shards the weights along it."""
+    joins_blocks: bool = False
+    """Ranks along it communicate inside a block. Then blocks are compiled only if the user says so."""
+    uncompilable: str = ""
+    """Why blocks cannot be compiled, as the end of a sentence. Empty: they can."""
+    attention: str = ""
+    """The `model.attn_implementation` that it needs. Empty: any."""
+
+
+AXES: dict[str, Axis] = {
+    "dp_replicate": Axis("dp_replicate", same_rows=False),
+    "dp_shard": Axis(same_rows=False, shards_weights=True),
+    "cp": Axis(
+        "context_parallel_size",
+        shards_weights=True,
+        joins_blocks=True,
+        attention="sdpa",
+    ),
+    "tp": Axis(
+        "tensor_parallel_size",
+        joins_blocks=True,
+        # Sizes of their DTensors are maxima of symbols, for which Inductor has no code ("_nary_sym_max is not an
+        # OpOverload").
+        uncompilable="torch 2.13 fails to compile blocks that several ranks share for any number of tokens",
+    ),
+}
+"""The axes, by the names that PyTorch gives them."""
+
+
+def axis_sizes(trainer: Any, ranks: int | None = None) -> dict[str, int]:
+    """Return the size of each axis, by name.
+
+    Args:
+        trainer: the section `trainer`.
+        ranks: number of ranks of a role. None: as few as the sizes in the config allow.
+    """
+    for name, axis in AXES.items():
+        assert not axis.key or hasattr(trainer, axis.key), f"the axis {name}: TrainerConfig has no key {axis.key}"
+    least = math.prod(getattr(trainer, axis.key) for axis in AXES.values() if axis.key)
+    ranks = least if ranks is None else ranks
+    assert ranks % least == 0, f"{ranks} ranks cannot form axes of {least}"
+    return {name: getattr(trainer, axis.key) if axis.key else ranks // least for name, axis in AXES.items()}
+
+
+def weight_shards(sizes: Mapping[str, int]) -> int:
+    """Return the number of ranks over which FSDP2 shards a parameter. `sizes`: of each axis."""
+    return math.prod(size for name, size in sizes.items() if AXES[name].shards_weights)
+
+
+def axes_in_rank_order() -> list[str]:
+    """Return the names of the axes in the order in which ranks are numbered, the fastest axis last.
+
+    Axes with the same rows are the fastest, so ranks with the same rows are neighbours. Axes that FSDP2 shards over are
+    neighbours, too. Among axes of one kind, the order is that of the table.
+    """
+    return sorted(AXES, key=lambda name: (AXES[name].same_rows, AXES[name].same_rows != AXES[name].shards_weights))
+
 
 LOAD_COMPONENTS = ("weights", "optimizer", "rng", "data", "state")
 PROCESSES = "processes"
@@ -82,27 +151,10 @@ class TrainerConfig(Section):
     are added during the wait, because that can take minutes. At its start, a job with `min_world_size` waits as long
     for the capacity of all ranks before it takes fewer. After a failure it waits 10 seconds for that. null: 60 seconds,
     but a cluster that is too small ends the job immediately, and 10 seconds before it takes fewer ranks."""
-    master_port: int = number(0, at_least=0, at_most=65535, resume="harmless")
-    """First of the ports on rank 0's machine at which the ranks of each group, and then ranks and engines for
-    broadcasts, meet. 0: any free ports."""
-    heartbeat_timeout_s: float = number(300.0, at_least=0.001, resume="harmless")
-    """Seconds without a heartbeat from a rank or an engine after which it counts as dead. A stopped process, or a
-    process on a frozen machine, sends none; a process that computes does. At least 60 while a process starts."""
-    node_timeout_s: float = number(15.0, at_least=0.001, resume="harmless")
-    """Seconds without an answer from a node of the cluster of `ray_address` after which the node counts as lost, with
-    all ranks and engines on it."""
-    rpc_timeout_s: float = number(14400.0, at_least=0.001, resume="harmless")
-    """Seconds that one call of the ranks or engines may take (to start, to generate the completions of a step, to
-    update) before they count as dead."""
-    hang_timeout_s: float = number(600.0, at_least=0.001, resume="harmless")
-    """Seconds without progress of the driver within the steps after which it prints its stacks and ends the job with
-    status 75 (1 in a call of C that cannot be interrupted). Waits for ranks, engines and storage do not count."""
     max_restarts: int = number(3, at_least=0, resume="harmless")
-    """Number of times within `restart_window_minutes` that the job starts its ranks again after one of them died, hung,
+    """Number of times within an hour that the job starts its ranks again after one of them died, hung,
     ran out of memory or raised an exception. Training continues from the last commit. 0: such a failure ends the
     job."""
-    restart_window_minutes: float = number(60.0, at_least=0.001, at_most=LONGEST_TIME, resume="harmless")
-    """Length of the time in which restarts count."""
     divergence_limits: dict[str, float] = open_section(resume="harmless")
     """Metrics with limits, such as `+trainer.divergence_limits={policy/kl:1.0,policy/grad_norm:100}`. If a metric stays
     above its limit for 3 steps in a row, the run has diverged: it ends with status 3, and its
@@ -114,9 +166,10 @@ class TrainerConfig(Section):
     update_epochs: int = number(1, at_least=1, resume="update")
     """Passes over the experience of a step."""
     max_tokens_per_micro_batch: int = number(16384, at_least=1, resume="rounding")
-    """Largest number of tokens in one forward pass of a rank. The sequences follow one another without padding, and
-    a prompt that several share (`share_prefixes`) counts once. A longer sequence is processed alone. Ranks along the
-    axis of `context_parallel_size` take so many together for each of them."""
+    """Largest number of tokens in one forward pass of a rank. The sequences follow one another without padding, and a
+    prompt that several share is computed once, and counts once, with `model.attn_implementation=sdpa` and `pack`. A
+    longer sequence is processed alone. Ranks along the axis of `context_parallel_size` take so many together for each
+    of them."""
     pack: bool = setting(True, resume="rounding")
     """Put several sequences into one row. false: each forward pass has one sequence, and attends as the model's own
     class does, through its own mask. It is slower, and trains models whose sequences do not stay apart in a row."""
@@ -125,10 +178,6 @@ class TrainerConfig(Section):
     the first seconds that they generate with its weights. The files are in `{run_dir}/profile/step_N`, on the machine
     of the process. On GPUs there is also a snapshot of each rank's memory. It slows these steps down; numbers stay the
     same."""
-    share_prefixes: bool = setting(True, resume="rounding")
-    """Completions of one prompt in the same micro-batch compute the tokens with which all of them begin only once.
-    The result is the same but for rounding. It has no effect on models whose attention is not that of
-    `model.attn_implementation=sdpa`, or that process one sequence at a time (`pack`)."""
     val_interval: int = number(10, at_least=1, off=-1, resume="harmless")
     """Validate every this many steps and after the last step. -1: never."""
     val_before_train: bool = setting(True, resume="harmless")
@@ -141,30 +190,19 @@ class TrainerConfig(Section):
     """With `ckpt_path` in an object store: a directory that all ranks see, where checkpoints are committed first. They
     are uploaded while training continues. If all ranks are on one machine, it may be on its disk, or in its memory
     (`/dev/shm/…`). null: checkpoints go straight to `ckpt_path`."""
-    ckpt_upload_timeout_s: float = number(600, at_least=0, at_most=LONGEST_TIME, resume="harmless")
-    """With `ckpt_cache_dir`: seconds that the end of the run waits for the upload of the last checkpoint."""
     ckpt_interval: int | str = number(10, at_least=1, off=-1, resume="harmless")
     """Steps between checkpoints. -1: do not save by steps. `auto`: save by time, at the interval that loses least,
-    given the measured cost of a save and `mean_time_between_failures` (Young, 1974; Daly, 2006). Whatever the value,
-    the last step is saved, and the step after which the job is asked to stop."""
-    ckpt_interval_minutes: float = number(-1, at_least=0.001, at_most=LONGEST_TIME, off=-1, resume="harmless")
-    """Also save when this many minutes have passed since the last save. -1: save by steps only."""
-    mean_time_between_failures: float = number(240, at_least=0.001, at_most=LONGEST_TIME, resume="harmless")
-    """Expected minutes between failures, for `ckpt_interval=auto`."""
-    ckpt_async: bool = setting(True, resume="harmless")
-    """Write checkpoints while training continues. Needs host memory for one copy of each rank's shards."""
+    given the measured cost of a save and a failure every 4 hours (Young, 1974; Daly, 2006). Whatever the value, the
+    last step is saved, and the step after which the job is asked to stop."""
     max_ckpts_to_keep: int = number(-1, at_least=1, off=-1, resume="harmless")
     """Number of newest checkpoints to keep. -1: all. The newest checkpoint, and the one the run resumed from, are
     never deleted."""
-    keep_every: int = number(-1, at_least=1, off=-1, resume="harmless")
-    """Also keep checkpoints whose step is a multiple of this. -1: none."""
     keep_best: int = number(0, at_least=0, resume="harmless")
     """Also keep this many checkpoints with the best `best_metric`."""
     best_metric: str = setting("val/accuracy", resume="harmless")
-    """Metric of the best step, and of `keep_best`, which goes by its value at the step of the checkpoint. A task that
-    measures no accuracy puts a metric of its own in the place of `val/accuracy`: `sft` the lowest `val/loss`."""
-    best_mode: str = choice("max", ("max", "min"), resume="harmless")
-    """`max`: a higher `best_metric` is better. `min`: a lower one is."""
+    """Metric of the best step, and of `keep_best`, which goes by its value at the step of the checkpoint. The highest
+    value is the best; with a minus before the name, such as `-policy/kl`, the lowest. A task that measures no accuracy
+    puts a metric of its own in the place of `val/accuracy`: `sft` the lowest `val/loss`."""
     resume_mode: str | None = choice(None, (None, "none", "latest", "from_path"), resume="harmless")
     """`latest`: resume from the newest valid checkpoint in `ckpt_path`, or start a new run if there is none (one
     command for the first start and every restart). `from_path`: fork from `resume_path`. `none` or null: start a new
@@ -175,8 +213,6 @@ class TrainerConfig(Section):
     load_components: list[str] = choices(LOAD_COMPONENTS, resume="harmless")
     """What a fork loads, any of `weights`, `optimizer` (with its schedule), `rng`, `data` (the position in the data)
     and `state` (step, counters, best metric). Empty: all."""
-    verify_checkpoint: str = choice("hash", ("hash", "size", "off"), resume="harmless")
-    """How a checkpoint is checked before it is loaded: `hash` (every byte), `size` (of every file), or `off`."""
     allow_config_change: list[str] = setting(default_factory=list, resume="harmless")
     """Keys, or sections, that may differ from the config of the checkpoint to resume from."""
     on_resume_mismatch: str = choice("warn", ("warn", "stop", "fallback"), resume="harmless")
@@ -185,8 +221,6 @@ class TrainerConfig(Section):
     deadline: str | None = setting(None, resume="harmless")
     """Save and exit before this time, such as `2026-11-21T18:00` (ISO 8601). null: before the end of the Slurm job, if
     there is one."""
-    lock_lease_s: float = number(60, at_least=1, at_most=LONGEST_TIME, resume="harmless")
-    """Seconds without a renewal after which a job on another machine loses its lock on the run directory."""
     hf_save_interval: int = number(-1, at_least=1, off=-1, resume="harmless")
     """Steps between exports in Hugging Face format. -1: no exports."""
     hf_save_lora: str = choice("merged", ("merged", "adapter"), resume="harmless")

@@ -193,7 +193,8 @@ def _generated(data: DataConfig, size: int, split: str) -> list[Example]:
     """Return the examples of a generator."""
     assert data.synthetic is not None
     try:
-        return generate(data.synthetic, data.synthetic_args, size, split, data.task)
+        task, options = data.task_with_options()
+        return generate(data.synthetic, options, size, split, task)
     except UserError as error:
         raise data.with_own_names(error) from error
 
@@ -213,8 +214,9 @@ def check_files(data: DataConfig, examples: bool = True, validation: bool = True
             the task of a generator cannot be made.
     """
     if data.synthetic:
-        if data.task is not None:
-            check_task(data.task, data.synthetic_args)
+        task, options = data.task_with_options()
+        if task is not None:
+            check_task(task, options)
         return
     problems, remaining_bytes = _Problems(), _CHECKED_BYTES
 

@@ -79,7 +79,9 @@ def _generate_apart(task: str, options: str, size: int, split: str) -> str:
     if done.returncode == 0:
         return done.stdout
     last = one_line((done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1])
-    raise UserError(last if last.startswith("data.") else f"data.task={task}: examples cannot be made ({last})")
+    raise UserError(
+        last if last.startswith("data.") else f"data.synthetic_args.task={task}: examples cannot be made ({last})"
+    )
 
 
 def main() -> None:

@@ -44,19 +44,19 @@ def check_task(task: str, options: Mapping[str, Any]) -> None:
     known = known_tasks()
     if task not in known:
         meant = did_you_mean(task, known) or f"choose one of {', '.join(sorted(known))}"
-        raise UserError(f"data.task={task}: reasoning-gym {_version()} has no such task; {meant}")
+        raise UserError(f"data.synthetic_args.task={task}: reasoning-gym {_version()} has no such task; {meant}")
     parts = [one["name"] for one in options.get("datasets", [])] if task == COMPOSITE else []
     for name in (task, *parts):
         if name in _EVALUATES:
             raise UserError(
-                f"data.task={task}: the score of reasoning-gym's task {name} evaluates what the policy has written, "
-                "so an answer could run code with your rights; choose another task"
+                f"data.synthetic_args.task={task}: the score of reasoning-gym's task {name} evaluates what "
+                "the policy has written, so an answer could run code with your rights; choose another task"
             )
     names = [name for name in known[task][1].__dataclass_fields__ if name != "size"]
     for name in options:
         if name not in names:
             meant = did_you_mean(name, names) or f"its options are {', '.join(names)}"
-            raise UserError(f"data.synthetic_args: data.task={task} takes no {name}; {meant}")
+            raise UserError(f"data.synthetic_args: the task {task} takes no {name}; {meant}")
     _chunk(task, _as_text(options), 0)
 
 
@@ -133,7 +133,7 @@ def _chunk(task: str, options: str, number: int) -> Any:
             return kind(settings(**given, seed=seed, size=_CHUNK))
     except Exception as error:
         raise UserError(
-            f"data.synthetic_args={options}: reasoning-gym refuses them for data.task={task} ({describe_error(error)})"
+            f"data.synthetic_args={options}: reasoning-gym refuses them for the task {task} ({describe_error(error)})"
         ) from error
 
 

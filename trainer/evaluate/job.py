@@ -17,9 +17,9 @@ from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.start_weights import fingerprint_weights, read_revisions
 from trainer.checkpoint.tensors import NamedFiles
 from trainer.config import Config
+from trainer.config.engines import ADAPTER, TRANSPORTS
 from trainer.config.fields import resume_rules
 from trainer.config.schema import is_open
-from trainer.config.transports import ADAPTER, TRANSPORTS
 from trainer.data.datasets import Prompt, read_examples
 from trainer.data.row_digest import digest_rows
 from trainer.episodes import Episode
@@ -51,6 +51,7 @@ from trainer.models.export_checkpoint import adapter_files, export
 from trainer.models.files import resolve_model_path
 from trainer.models.heads import refuse_classifier, refuse_classifier_in
 from trainer.models.tokenizer import stop_token_ids
+from trainer.process import time_limits
 from trainer.process.failure_log import INCIDENTS
 from trainer.process.log_setup import LOG_FILE
 from trainer.process.signals import Stopped
@@ -83,7 +84,7 @@ def run_evaluation(cfg: Config, subject: Subject, device: str) -> Results:
     directory = cfg.trainer.run_dir
     _refuse_run(directory)
     before = pin({} if subject.checkpoint is None else read_revisions(subject.checkpoint))
-    lock = RunLock(directory, cfg.trainer.lock_lease_s, "directory", "choose another trainer.run_dir, or end that job")
+    lock = RunLock(directory, time_limits.LOCK_LEASE_S, "directory", "choose another trainer.run_dir, or end that job")
     try:
         if (line := lock.acquire()) is not None:
             LOG.info("%s", line)

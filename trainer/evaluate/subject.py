@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.config_file import find_groups, store_recorded
 from trainer.config.data import COLUMNS
-from trainer.config.hydra import conf_dir
-from trainer.config.named_sections import FOLLOWS_NAME
+from trainer.config.hydra import FOLLOWS_NAME, conf_dir, find_groups, store_recorded
 from trainer.config.overrides import parsed
 from trainer.config.schema import is_open
 from trainer.errors import UserError
@@ -199,7 +197,7 @@ def _read_part(config: dict[str, Any], given: set[str]) -> dict[str, Any]:
     """Return the part of a recorded config that an evaluation reads."""
     dropped = (*EVALUATION.unused, *_PER_RUN)
     if "data.val_files" in given and "data.synthetic" not in given:
-        dropped += ("data.synthetic", "data.synthetic_args*", "data.task", "data.val_size")
+        dropped += ("data.synthetic", "data.synthetic_args*", "data.val_size")
 
     def part(section: dict[str, Any], prefix: str) -> dict[str, Any]:
         read = {}

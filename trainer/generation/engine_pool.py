@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.cluster.resources import gpus_per_engine
 from trainer.cluster.worker_groups import CallFutures
 from trainer.config import Config
-from trainer.config.transports import ADAPTER, TransportSpec, find_transport
+from trainer.config.engines import ADAPTER, TransportSpec, find_transport
 from trainer.errors import (
     RESTART_HINT,
     FailureSource,
@@ -32,6 +32,7 @@ from trainer.generation.event_loop import EventLoop, in_thread
 from trainer.generation.lifecycle import GpuMemory, State
 from trainer.generation.server_protocol import Job
 from trainer.generation.transport import Ends, PolicyRanks, Transport, choose_transport, first_failure, make_transport
+from trainer.process import time_limits
 from trainer.process.signals import SIGNALS
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class EnginePool:
             self._job = Job.of_run(cfg.trainer.run_dir, describe_model(cfg.model, model_path, cfg.longest_sequence))
         self._build = engine_builder(cfg, model_path, self._device, self._job)
         group = cluster.launch_engines(self._build, numbers, environment, assignment)
-        window_s, has_capacity = 60 * cfg.trainer.restart_window_minutes, functools.partial(cluster.has_capacity, group)
+        window_s, has_capacity = time_limits.RESTART_WINDOW_S, functools.partial(cluster.has_capacity, group)
         limit, urls = cfg.trainer.max_restarts, cfg.rollout.urls if spec.served else ()
         self._engines = Engines(group, self._memory, limit, window_s, has_capacity, urls)
         most = cfg.rollout.max_num_seqs

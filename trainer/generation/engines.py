@@ -16,7 +16,7 @@ from typing import Any
 
 from trainer.cluster.worker_groups import CallFutures, WorkerGroup
 from trainer.config import Config
-from trainer.config.role_specs import POLICY_KEY
+from trainer.config.tasks import POLICY_KEY
 from trainer.errors import (
     RESTART_HINT,
     FailureSource,
@@ -292,7 +292,7 @@ class Engines:
         successor = "starts"
         if self._may_wait(error, lost):
             decision = Decision(delay_s=time_limits.SERVER_RETRY_S)
-            successor = "waits for the server (rollout.server_timeout_s)"
+            successor = "waits for the server"
         elif loss is None or (step, loss) not in self._lost_nodes:  # one lost node may have had several engines
             decision = self._restarts.decide(error, step, time.monotonic())
         self._lost_nodes.add((step, loss))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from trainer.config import RolloutConfig
-from trainer.config.inference import TOKEN, read_token
+from trainer.config.rollout import TOKEN, read_token
 from trainer.errors import RESTART_HINT, UserError, WorkerError, one_line
 from trainer.files.documents import ObjectShape, is_number, parse_object
 from trainer.files.shared_memory import SharedDirectory, choose_directory
@@ -49,7 +49,7 @@ class ServerEngine:
 
     Raises:
         UserError: the server refuses this job.
-        WorkerError: the server has not answered within `rollout.server_timeout_s` (cause `server_absent`).
+        WorkerError: the server has not answered within `SERVER_ABSENCE_S` (cause `server_absent`).
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ServerEngine:
         tokens = rollout.max_prompt_tokens + rollout.max_response_tokens
         needs = {"tokens": tokens, "repeats": repeats}
         self._claim = {"job": asdict(self._job), "needs": needs}
-        self._lease = self._wait_for_lease(rollout.server_timeout_s)
+        self._lease = self._wait_for_lease(time_limits.SERVER_ABSENCE_S)
         self._headers = {protocol.OWNER: self._job.owner, protocol.START: self._lease["start"]}
         self._ended = threading.Event()
         threading.Thread(target=self._renew, name="lease", daemon=True).start()
@@ -88,10 +88,10 @@ class ServerEngine:
             except WorkerError as error:
                 now = time.monotonic()
                 if now > deadline:
-                    waited = f"{error.message}; waited for {timeout_s:g} s (rollout.server_timeout_s)"
+                    waited = f"{error.message}; waited for {timeout_s:g} s"
                     raise WorkerError(waited, RESTART_HINT, "server_absent") from error
                 if now > warned:
-                    limit = f"up to {timeout_s:g} s (rollout.server_timeout_s)"
+                    limit = f"up to {timeout_s:g} s"
                     show(f"WARNING: {error.message}; waiting for it, {limit}", error=True)
                     warned = deadline
             time.sleep(time_limits.SERVER_RETRY_S)

@@ -10,11 +10,9 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trainer.cluster.resources import rank_groups
 from trainer.cluster.worker_groups import CallFutures
 from trainer.config import Config, RolloutConfig
-from trainer.config.engines import ENGINES, find_engine
-from trainer.config.transports import KEY, TRANSPORTS, Place, TransportSpec, find_transport
+from trainer.config.engines import ENGINES, TRANSPORTS, Place, TransportSpec, find_engine, find_transport
 from trainer.errors import UserError, WorkerError, describe_error, failure_source_of, set_failure_source
 from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
 from trainer.import_utils import import_function
@@ -179,16 +177,11 @@ class StreamedTransport(TransportBase):
 class BroadcastTransport(StreamedTransport):
     """Rank 0 sends to a group of the processes of all engines."""
 
-    _has_met = False
-
     def meet(self, engines: Sequence[int]) -> None:
-        first, ends = self.ends.cfg.trainer.master_port, self.ends
-        # The port of an earlier group is still in use.
-        port = first + rank_groups(ends.cfg) if first and not self._has_met else 0
-        address = ends.cluster.rendezvous_address(ends.ranks.policy, port)
+        ends = self.ends
+        address = ends.cluster.rendezvous_address(ends.ranks.policy)
         receivers = ends.count_receivers(engines)
         self.transfer = Broadcast(address, receivers=receivers, total_bytes=self.synced_bytes, **self._settings)
-        self._has_met = True
 
 
 class IpcTransport(StreamedTransport):
@@ -232,7 +225,9 @@ BUILT_IN: dict[str, type[TransportBase]] = {
 
 def make_transport(spec: TransportSpec, ends: Ends) -> Transport:
     """Return a new transport."""
-    return BUILT_IN[spec.path](ends) if spec.path in BUILT_IN else import_function(spec.path, KEY)(ends)
+    return (
+        BUILT_IN[spec.path](ends) if spec.path in BUILT_IN else import_function(spec.path, "rollout.weight_sync")(ends)
+    )
 
 
 def choose_transport(rollout: RolloutConfig, same_node: bool, device: str = "cpu") -> str | TransportSpec:

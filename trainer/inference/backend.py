@@ -21,7 +21,7 @@ from typing import Any
 import aiohttp
 import psutil
 
-from trainer.config.inference import TOKEN, InferenceConfig
+from trainer.config.rollout import TOKEN
 from trainer.errors import WorkerError
 from trainer.files.shared_memory import PrivateDirectory
 from trainer.process import time_limits
@@ -46,7 +46,6 @@ class Backend:
     A reaper is above them (`trainer.sandbox.reaper`): it ends them all when the API server dies, or this process.
 
     Args:
-        cfg: `inference.*`.
         settings: what the engine is built from: `model_path`, `name`, `rollout`, `device`, `seed`, `trust_remote_code`,
             `chat_template`, `chat_template_kwargs`, `deterministic` (`trainer.deterministic`); `snapshot`, the file for
             the GPU's memory if it runs out; and `idle_check_s`, seconds between two looks at the processes of an idle
@@ -54,8 +53,7 @@ class Backend:
         on_start: called when the engine has lost its weights, as a new one starts.
     """
 
-    def __init__(self, cfg: InferenceConfig, settings: Mapping[str, Any], on_start: Callable[[], None]):
-        self._cfg = cfg
+    def __init__(self, settings: Mapping[str, Any], on_start: Callable[[], None]):
         self._settings = settings
         self._on_start = on_start
         self._directory = PrivateDirectory(_directory_for_sockets(), _PREFIX, 8)
@@ -83,8 +81,8 @@ class Backend:
         self._failed = self._failed or reason
 
     async def answers(self) -> bool:
-        """Return whether the engine answers within `inference.hang_timeout_s`."""
-        return await self._alive(self._cfg.hang_timeout_s, "/trainer/alive?now") is not None
+        """Return whether the engine answers within `SERVER_HANG_S`."""
+        return await self._alive(time_limits.SERVER_HANG_S, "/trainer/alive?now") is not None
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
@@ -157,7 +155,7 @@ class Backend:
                 self.is_ready = False
                 return has_served, f"the engine has exited (status {status})"
             was_loading = self._load_began is not None
-            limit_s = self._cfg.hang_timeout_s if has_served else time_limits.SERVER_POLL_S
+            limit_s = time_limits.SERVER_HANG_S if has_served else time_limits.SERVER_POLL_S
             alive = await self._alive(limit_s)
             now = time.monotonic()
             is_loading = was_loading or self._load_began is not None
@@ -170,10 +168,10 @@ class Backend:
                 if not has_served:
                     has_served = self._ever_served = self.is_ready = True
                     ready()
-            is_stuck = not is_loading and (alive is None or now - moved_at > self._cfg.hang_timeout_s)
+            is_stuck = not is_loading and (alive is None or now - moved_at > time_limits.SERVER_HANG_S)
             if has_served and (is_overdue or is_stuck) and self._process.poll() is None:
                 self.is_ready = False
-                doing = "while it loads weights" if is_overdue else f"for {self._cfg.hang_timeout_s:g} s"
+                doing = "while it loads weights" if is_overdue else f"for {time_limits.SERVER_HANG_S:g} s"
                 return True, f"the engine makes no progress {doing}"
             if not has_served and now > deadline:
                 return False, f"the model is not loaded after {time_limits.SERVER_START_S:g} s"

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from trainer.config import Config
 from trainer.config.engines import ENGINES
-from trainer.config.inference import TOKEN, read_token
+from trainer.config.rollout import TOKEN, read_token
 from trainer.errors import UserError
 from trainer.files.shared_memory import PrivateDirectory
 from trainer.generation.config_check import describe_model
@@ -69,10 +69,10 @@ def _model(cfg: Config) -> Any:
     if cfg.model.path is not None:
         yield resolve_model_path(cfg.model.path), cfg.model.path
         return
-    from trainer.models.tiny import build_tiny
+    from trainer.models.tiny import TinyShape, build_tiny
 
     with PrivateDirectory(tempfile.gettempdir(), "trainer-model-", 8) as directory:
-        build_tiny(cfg.model.tiny, directory.path)
+        build_tiny(TinyShape.of(cfg.model.tiny), directory.path)
         yield directory.path, "tiny"
 
 
@@ -95,7 +95,7 @@ async def _serve(cfg: Config, token: str | None, listener: socket.socket, path: 
         "chat_template": cfg.model.chat_template,
         "chat_template_kwargs": dict(cfg.model.chat_template_kwargs),
         "snapshot": snapshot_path(cfg.trainer.run_dir, f"server_{listener.getsockname()[1]}"),
-        "idle_check_s": cfg.inference.hang_timeout_s / 4,
+        "idle_check_s": time_limits.SERVER_HANG_S / 4,
     }
     description = {
         "model": name,
@@ -104,8 +104,8 @@ async def _serve(cfg: Config, token: str | None, listener: socket.socket, path: 
         "joins_exactly": repeats and spec.unit == "request",
     }
     architecture = describe_model(cfg.model, path, description["max_tokens"])
-    gateway = Gateway(token, inference.lease_s, description, architecture)
-    gateway.backend = Backend(inference, settings, gateway.forget_weights)
+    gateway = Gateway(token, time_limits.SERVER_LEASE_S, description, architecture)
+    gateway.backend = Backend(settings, gateway.forget_weights)
     runner = app_runner(gateway.application())
     await runner.setup()
     await web.SockSite(runner, listener).start()

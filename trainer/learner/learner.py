@@ -62,7 +62,7 @@ class Learner:
 
     def begin_build(self, model_path: str) -> None:
         """Begin to do what `build` does with the same path, if the driver need not wait for the ranks to begin it."""
-        if self.cluster.is_local and not self.cfg.trainer.master_port:
+        if self.cluster.is_local:
             self._built = self.ranks.begin(model_path)
 
     @property

@@ -15,7 +15,7 @@ from trainer.algorithms import Totals
 from trainer.cluster.resources import rank_environment
 from trainer.cluster.worker_groups import CallFutures, Cluster, WorkerGroup
 from trainer.config import Config
-from trainer.config.axes import axis_sizes
+from trainer.config.trainer import axis_sizes
 from trainer.metrics.throughput import peak_flops
 from trainer.models.files import resolve_model_path
 from trainer.models.verdicts import Verdict
@@ -134,11 +134,8 @@ class TrainWorkers:
 
     def begin(self, model_path: str) -> Callable[[], None]:
         """Begin to form the process groups and to load the initial weights; what this returns waits for both."""
-        hosts, port = self._hosts(), self.cfg.trainer.master_port
-        calls = [
-            group.start("connect", self.cluster.rendezvous_address(group, port + i if port else 0))
-            for i, (group, _) in enumerate(hosts)
-        ]
+        hosts = self._hosts()
+        calls = [group.start("connect", self.cluster.rendezvous_address(group)) for group, _ in hosts]
         paths = {name: spec.path and resolve_model_path(spec.path, spec.key) for name, spec in self.roles.items()}
         specs = {name: dataclasses.replace(spec, path=paths[name]) for name, spec in self.roles.items()}
         builds = [group.start("build", [specs[role] for role in roles], model_path) for group, roles in hosts]

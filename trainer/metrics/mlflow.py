@@ -60,8 +60,7 @@ class MLflow(Sink):
             # A server, which may have got credentials, is not quoted.
             text = type(error).__name__ if uri.startswith("http") else first_line(error)
             raise UserError(
-                f"logger.mlflow.enabled=true: {text}; correct MLFLOW_TRACKING_URI, or choose "
-                "logger.mlflow.enabled=false"
+                f"logger.services=[mlflow]: {text}; correct MLFLOW_TRACKING_URI, or leave the service out"
             ) from error
         self._queue: Queue[tuple[int, dict[str, float]] | None] = Queue()
         self._has_warned = False

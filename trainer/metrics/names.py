@@ -82,7 +82,7 @@ METRICS: dict[str, Metric] = {
     ),
     "policy/loss": Metric("Policy loss with all its terms, mean over the step's mini-batches.", "loss"),
     "policy/kl": Metric("KL to the reference; without a reference, KL of the old policy to the new one.", "nats"),
-    "policy/kl_coef": Metric("Weight of the KL, with `algorithm.kl_controller=adaptive`.", "1"),
+    "policy/kl_coef": Metric("Weight of the KL, with the option `kl_target`.", "1"),
     "policy/clip_frac": Metric("Tokens whose gradient the clipping of the policy loss removed or changed.", "share"),
     "policy/entropy": Metric("Mean entropy of the policy's next-token distribution.", "nats"),
     "policy/grad_norm": Metric("Global norm of the policy's gradient before clipping.", "norm"),

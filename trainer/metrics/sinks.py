@@ -173,7 +173,7 @@ class WandB(Sink):
 
     def __init__(self, run_dir: str, logger: LoggerConfig, config: dict[str, Any], run_id: str | None) -> None:
         self.run_id = run_id or secrets.token_hex(4)
-        mode = logger.wandb.mode
+        mode = os.environ.get("WANDB_MODE", "online")
         if mode == "offline":
             # W&B reports its own errors in offline mode, too. Without a network that takes ten seconds at each start.
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -185,7 +185,6 @@ class WandB(Sink):
         try:
             sys.argv = redact_command(command)
             self._run = wandb.init(
-                mode=mode,
                 project=logger.project,
                 name=logger.name,
                 group=os.environ.get("WANDB_RUN_GROUP") or group_of(logger, config),
@@ -199,7 +198,7 @@ class WandB(Sink):
         except wandb.Error as error:
             # An answer to a request with the key is not repeated: it may hold the key.
             text = "no access" if isinstance(error, wandb.errors.CommError) else redact_text(str(error))
-            raise UserError(f"logger.wandb.mode={mode}: {text}; correct that, or choose offline or off") from error
+            raise UserError(f"logger.services=[wandb]: {text}; correct that, or set WANDB_MODE=offline") from error
         finally:
             sys.argv = command
 

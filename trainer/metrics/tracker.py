@@ -75,17 +75,17 @@ class Tracker:
 
     def _open_sinks(self, run_dir: str, logger: LoggerConfig, config: dict[str, Any]) -> None:
         services: dict[str, Callable[[str | None], Any]] = {}
-        if logger.wandb.mode != "off":
+        if "wandb" in logger.services:
             services["wandb_run_id"] = partial(WandB, run_dir, logger, config)
-        if logger.mlflow.enabled:
+        if "mlflow" in logger.services:
             from trainer.metrics.mlflow import MLflow
 
             services["mlflow_run_id"] = partial(MLflow, run_dir, logger, config)
-        if logger.trackio.enabled:
+        if "trackio" in logger.services:
             from trainer.metrics.trackio import Trackio
 
             services["trackio_run_id"] = partial(Trackio, logger, config)
-        if logger.tensorboard:
+        if "tensorboard" in logger.services:
             self._sinks.append(TensorBoard(run_dir))
         if logger.sink.name is not None:
             with self._left_out_if_it_fails():

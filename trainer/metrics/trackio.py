@@ -40,8 +40,8 @@ class Trackio(Sink):
             if os.environ.get(name):
                 raise UserError(
                     f"{name} is set: Trackio would send the metrics there, where each start of the run would add all "
-                    "steps again; unset it (`trackio sync` copies a project to a Space), or choose "
-                    "logger.trackio.enabled=false"
+                    "steps again; unset it (`trackio sync` copies a project to a Space), or leave "
+                    "trackio out of logger.services"
                 )
 
     def start(self, rows: Rows, step: int) -> None:
@@ -51,8 +51,7 @@ class Trackio(Sink):
                 self._run = self._begin()
         except Exception as error:
             raise UserError(
-                f"logger.trackio.enabled=true: {first_line(error)}; correct that, or choose "
-                "logger.trackio.enabled=false"
+                f"logger.services=[trackio]: {first_line(error)}; correct that, or leave the service out"
             ) from error
         super().start(rows, step)
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.config import Config
-from trainer.config.axes import AXES, axis_sizes
 from trainer.config.fields import config_error
+from trainer.config.trainer import AXES, axis_sizes
 from trainer.errors import UserError, one_line
 from trainer.models.files import load_config, load_trained_config, resolve_model_path
 from trainer.models.heads import check_head

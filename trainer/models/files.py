@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import ModelConfig
-from trainer.config.role_specs import POLICY_KEY
+from trainer.config.tasks import POLICY_KEY
 from trainer.errors import UserError
 from trainer.files.atomic_io import digest_bytes
 from trainer.files.documents import parse_json

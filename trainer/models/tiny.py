@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from trainer.config import TinyConfig
+from trainer.config.model import LONGEST_OF_TINY
 
 PAD, USER, ASSISTANT, SYSTEM, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"
 
@@ -19,43 +22,59 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_tiny(config: TinyConfig, path: str) -> None:
+@dataclass(frozen=True)
+class TinyShape:
+    """The shape of a built-in model, and the seed of its weights."""
+
+    hidden_size: int = 128
+    intermediate_size: int = 384
+    num_layers: int = 2
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32  # vLLM's CPU attention needs a multiple of 32
+    max_position_embeddings: int = LONGEST_OF_TINY
+    tie_word_embeddings: bool = True
+    seed: int = 1
+
+    @classmethod
+    def of(cls, tiny: TinyConfig | TinyShape) -> TinyShape:
+        """Return the shape that `model.tiny` describes: heads of 32 numbers, of which two share keys and values."""
+        if isinstance(tiny, TinyShape):
+            return tiny
+        heads = tiny.hidden_size // 32
+        kv_heads = heads if heads % 2 else heads // 2
+        return cls(tiny.hidden_size, 3 * tiny.hidden_size, tiny.num_layers, heads, kv_heads, seed=tiny.seed)
+
+
+def build_tiny(shape: TinyShape, path: str) -> None:
     """Write a Hugging Face directory with a randomly initialised Qwen3 in float32 and its tokenizer.
 
-    The weights depend only on `config`. The caller's random state does not change.
-
-    Args:
-        config: shape of the model, and seed of its weights.
-        path: directory to create or to write to.
+    The weights depend only on `shape`. The caller's random state does not change.
     """
-    tokenizer = _byte_tokenizer(config.max_position_embeddings)
-    qwen3 = tiny_config(config, tokenizer)
+    tokenizer = _byte_tokenizer(shape.max_position_embeddings)
+    qwen3 = tiny_config(shape, tokenizer)
     special = {name: getattr(qwen3, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(config.seed)  # only the CPU generator, because fork_rng restores no other
+        torch.default_generator.manual_seed(shape.seed)  # only the CPU generator, because fork_rng restores no other
         model = Qwen3ForCausalLM(qwen3).float()
     model.generation_config = GenerationConfig(**special)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
 
 
-def tiny_config(config: TinyConfig, tokenizer: PreTrainedTokenizerFast | None = None) -> Qwen3Config:
-    """Return the architecture of the built-in model.
-
-    Args:
-        tokenizer: of the model. None: build it.
-    """
-    tokenizer = tokenizer or _byte_tokenizer(config.max_position_embeddings)
+def tiny_config(shape: TinyShape, tokenizer: PreTrainedTokenizerFast | None = None) -> Qwen3Config:
+    """Return the architecture of the built-in model."""
+    tokenizer = tokenizer or _byte_tokenizer(shape.max_position_embeddings)
     return Qwen3Config(
         vocab_size=-(-len(tokenizer) // 64) * 64,  # a multiple of 64 suits matrix kernels and sharding
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_position_embeddings,
-        tie_word_embeddings=config.tie_word_embeddings,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_position_embeddings,
+        tie_word_embeddings=shape.tie_word_embeddings,
         dtype="float32",
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

@@ -117,7 +117,7 @@ def _check_keys(algorithm: AlgorithmConfig, functions: dict[str, Callable[..., A
 def _check_further_options(config: Config, functions: dict[str, Callable[..., Any]]) -> None:
     """Refuse `algorithm.options` that neither the task nor a chosen function has, and values that none can use."""
     algorithm = config.algorithm
-    built_in = [*KL_OPTIONS] if algorithm.kl_controller == "adaptive" else []
+    built_in = [*KL_OPTIONS] if algorithm.adapts_kl else []
     built_in += CRITIC_OPTIONS if any(role.name == "critic" for role in config.roles) else ()
     built_in += CORRECTION_OPTIONS if algorithm.rollout_correction != OFF else ()
     custom: list[str] = []
@@ -172,7 +172,7 @@ def _check_amounts(config: Config) -> None:
         raise UserError(f"algorithm.options.pass_k={given['pass_k']}: exceeds rollout.n={config.rollout.n}")
     completions = config.trainer.train_batch_size * config.rollout.n
     horizon = given.get("kl_horizon", default_of(AdaptiveKL.__init__, "horizon"))
-    if algorithm.kl_controller == "adaptive" and horizon < completions:
+    if algorithm.adapts_kl and horizon < completions:
         problem = f"must be at least the {completions} completions of one step"
         raise UserError(f"algorithm.options.kl_horizon={horizon}: {problem}")
     low, high = (

@@ -57,8 +57,7 @@ class PolicyGradient(Objective):
     def __init__(self, cfg: Config):
         super().__init__(cfg)
         a = cfg.algorithm
-        adaptive = a.kl_controller == "adaptive"
-        self.kl = AdaptiveKL(a.kl_coef, **unprefixed(a, KL_OPTIONS)) if adaptive else FixedKL(a.kl_coef)
+        self.kl = AdaptiveKL(a.kl_coef, **unprefixed(a, KL_OPTIONS)) if a.adapts_kl else FixedKL(a.kl_coef)
         self.temperature = cfg.rollout.temperature
         self.unit = GROUP if "group_ids" in a.reads else ROW
         self.losses: dict[str, Callable[..., LossResult]] = {"policy": self._policy_loss, "critic": self._value_loss}
@@ -122,7 +121,7 @@ class PolicyGradient(Objective):
         batch["advantages"] = correct_advantages(batch, a, correction)
         if has_all and correction is not None and "rollout_logprobs" in batch:
             metrics |= correction_metrics(batch, a, correction)
-        if a.kl_controller == "adaptive":
+        if a.adapts_kl:
             metrics["policy/kl_coef"] = self.kl.coef
         kept = mask_rows(batch, shaped[episode_ids], [status[i] for i in episode_ids], a, learnable[episode_ids])
         # The update returns the log-probs of all sampled tokens of the rows that have none yet.

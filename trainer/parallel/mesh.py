@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from trainer.config.axes import AXES, axes_in_rank_order
 from trainer.config.engines import EngineSpec
+from trainer.config.trainer import AXES, axes_in_rank_order
 from trainer.parallel.collectives import AxisGroup
 
 

@@ -39,20 +39,20 @@ def shard_model(
         "reshard_after_forward": frees_after_forward(config, mesh.device_type, shards, trained_whole),
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=param_dtype(config.param_dtype, mesh.device_type),
-            reduce_dtype=_DTYPES[config.reduce_dtype],
+            reduce_dtype=torch.float32,
         ),
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
         if config.cpu_offload
         else OffloadPolicy(),
     }
     blocks = transformer_blocks(model)
-    as_stored = MixedPrecisionPolicy(reduce_dtype=_DTYPES[config.reduce_dtype], cast_forward_inputs=False)
+    as_stored = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in uncast:
         fully_shard(module, **{**options, "mp_policy": as_stored})
     for block in blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
-    depth = prefetch_depth(config, mesh.device_type, shards)
+    depth = prefetch_depth(mesh.device_type, shards)
     if depth > 0:
         _prefetch(model, blocks, depth)
 
@@ -73,16 +73,14 @@ def frees_after_forward(config: FSDPConfig, device: str, shards: int, trained_wh
     return device == "cpu" or shards > 1 or config.cpu_offload or not trained_whole
 
 
-def prefetch_depth(config: FSDPConfig, device: str, shards: int) -> int:
+def prefetch_depth(device: str, shards: int) -> int:
     """Return how many blocks ahead of use FSDP gathers parameters. 0: torch decides.
 
     Args:
         device: `cpu` or `cuda`.
         shards: number of ranks over which a parameter is sharded.
     """
-    if config.prefetch is None:
-        return 1 if device == "cuda" and shards > 1 else 0
-    return config.prefetch
+    return 1 if device == "cuda" and shards > 1 else 0
 
 
 def _prefetch(model: nn.Module, blocks: list[nn.Module], depth: int) -> None:

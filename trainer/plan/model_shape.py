@@ -20,14 +20,14 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from trainer.config import LM, Config, RoleSpec
-from trainer.config.axes import AXES
+from trainer.config.trainer import AXES
 from trainer.errors import UserError
 from trainer.files.hf_hub import first_line, why_missing, with_retries
 from trainer.models.attention import can_pack, is_stateful
 from trainer.models.checks import COLWISE, ROWWISE, check_model_axes
 from trainer.models.files import check_sizes, load_trained_config
 from trainer.models.loading import empty_causal_lm, empty_value_model
-from trainer.models.tiny import tiny_config
+from trainer.models.tiny import TinyShape, tiny_config
 from trainer.parallel.shard import param_dtype, transformer_blocks
 
 _SHAPES = os.path.join(os.path.dirname(__file__), "shapes")
@@ -155,7 +155,7 @@ def find_config(cfg: Config, role: RoleSpec) -> PretrainedConfig:
     """
     path = role.path or cfg.model.path
     if path is None:
-        return tiny_config(cfg.model.tiny)
+        return tiny_config(TinyShape.of(cfg.model.tiny))
     directory = path
     if not os.path.isdir(path):
         if (file := shipped_file(path)) is not None:

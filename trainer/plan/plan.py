@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from trainer.cluster.resources import check_gpus, rank_groups
 from trainer.config import Config
-from trainer.config.axes import axis_sizes
+from trainer.config.trainer import axis_sizes
 from trainer.errors import UserError, format_size
 from trainer.files.shared_memory import SHARED_MEMORY
 from trainer.plan.engines import PlannedEngine, engine_problem, plan_engine

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from trainer.config import Config, FSDPConfig, RoleSpec
-from trainer.config.axes import weight_shards
+from trainer.config.trainer import weight_shards
 from trainer.parallel.ac_and_compile import compiles_blocks
 from trainer.parallel.shard import frees_after_forward, prefetch_depth
 from trainer.plan.activations import Activations, head_bytes, trace
@@ -130,7 +130,7 @@ class PlannedRole:
 
     def ahead(self) -> int:
         """Return how many blocks are gathered or kept beside the one that computes."""
-        return max(1, prefetch_depth(self.fsdp, self.device, self.shards)) if self.shards > 1 else 0
+        return max(1, prefetch_depth(self.device, self.shards)) if self.shards > 1 else 0
 
     def moments_of_update(self, carried: bool) -> list[dict[str, int]]:
         """Return what an update holds besides the states: at the output layer, in the last block, and at the end.
@@ -139,12 +139,11 @@ class PlannedRole:
             carried: gradients of micro-batches before this one are there.
         """
         assert self.update is not None
-        fsdp, model, text = self.fsdp, self.model, self.model.text
+        model, text = self.model, self.model.text
         of_block, of_rest = model.largest_block[True], model.numel(-1, trained=True)
-        reduced = 2 if fsdp.reduce_dtype == "bfloat16" else 4
         before = self.gradients if carried else 0
         # FSDP2 keeps what it has reduced last, the rest of the model, until the next reduction of the same update.
-        held = reduced * of_rest if carried and self.shards > 1 else 0
+        held = 4 * of_rest if carried and self.shards > 1 else 0
         softcap = bool(getattr(text, "final_logit_softcapping", None))
         options = self.entropy, self.cp, self.compiled, softcap
         head = head_bytes(
@@ -161,14 +160,12 @@ class PlannedRole:
                 "head": max(head),
             },
             {
-                "gradients": before + of_head + self.itemsize * of_block + max(held, reduced * in_flight * of_block),
+                "gradients": before + of_head + self.itemsize * of_block + max(held, 4 * in_flight * of_block),
                 "gathered": self.gathered(1 + self.ahead()),
                 "activations": self.update.peak,
             },
             {
-                "gradients": self.gradients
-                + (self.itemsize * tied + reduced) * of_rest
-                + reduced * of_rest // self.shards,
+                "gradients": self.gradients + (self.itemsize * tied + 4) * of_rest + 4 * of_rest // self.shards,
                 "gathered": self.gathered(0),
             },
         ]

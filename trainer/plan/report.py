@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer.config import Config
-from trainer.config.axes import axis_sizes
+from trainer.config.trainer import axis_sizes
 from trainer.models.verdicts import read_verdict, verdict_file
 from trainer.plan.hardware import GB, STORAGE
 from trainer.plan.layouts import Changes, Layout

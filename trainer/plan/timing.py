@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from trainer.config import Config
-from trainer.config.axes import axis_sizes
+from trainer.config.trainer import axis_sizes
 from trainer.plan.engines import PlannedEngine
 from trainer.plan.hardware import (
     BLOCK_S,
@@ -116,7 +116,7 @@ def pass_seconds(
     sent = gathers * (weights / between + latency)
     optimizer = 0.0
     if trained:
-        reduced = (2 if role.fsdp.reduce_dtype == "bfloat16" else 4) * model.numel(trained=True)
+        reduced = 4 * model.numel(trained=True)
         sent += count * (reduced * (n - 1) / n / between + latency)
         if (copies := sizes["dp_replicate"]) > 1:
             across = cluster.bandwidth_between(copies, n * sizes["tp"]) * REACHED_BANDWIDTH

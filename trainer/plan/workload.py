@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trainer.config import Config, RoleSpec, correction_of
-from trainer.config.axes import AXES
+from trainer.config.trainer import AXES
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def workload_of(cfg: Config, sizes: Mapping[str, int], packs: bool = True) -> Wo
         dp=dp,
         cp=sizes["cp"],
         row_tokens=max(micro, cfg.longest_sequence),
-        shares_prompts=packs and t.share_prefixes and r.n > 1 and cfg.model.attn_implementation == "sdpa",
+        shares_prompts=packs and r.n > 1 and cfg.model.attn_implementation == "sdpa",
         packs=packs,
     )
 

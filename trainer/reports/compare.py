@@ -168,8 +168,7 @@ def _compared_by(run: Run, metric: str | None) -> tuple[str, str]:
     if metric in (None, task.best_metric):
         return task.best_metric, task.best_mode
     declared = {**METRICS, **task.metrics}.get(metric)
-    own = run.config.get("trainer.best_mode", task.best_mode)
-    return metric, declared.better if declared and declared.better else own
+    return metric, (declared.better if declared else "") or "max"
 
 
 def _listed(names: Collection[str]) -> str:

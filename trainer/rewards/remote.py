@@ -40,21 +40,21 @@ class RemoteReward:
     """Asks the server at `url` for the rewards of several completions at a time.
 
     Args:
-        deadline_s: longest time for one answer, retries included.
-        header: name of a header whose value is in the environment variable `header_env`; None: no such header.
+        timeout_s: longest time for one answer, retries included.
+        authorization_env: environment variable with the header `Authorization`; None: no such header.
     """
 
     signature = RewardSignature(WANTED, is_async=True)
     limit_s = None
-    """`deadline_s` counts, and what the server said last is the reason."""
+    """`timeout_s` counts, and what the server said last is the reason."""
 
-    def __init__(self, url: str, deadline_s: float, header: str, header_env: str | None):
+    def __init__(self, url: str, timeout_s: float, authorization_env: str | None):
         self._url = url
-        self._deadline_s = deadline_s
-        secret = os.environ[header_env].strip() if header_env else ""
+        self._timeout_s = timeout_s
+        secret = os.environ[authorization_env].strip() if authorization_env else ""
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if secret:
-            self._headers[header] = secret
+            self._headers["Authorization"] = secret
         self._is_quoted = not secret
         """Whether messages repeat what the server says: one that has the secret could repeat that."""
         self._client: httpx.AsyncClient | None = None
@@ -87,7 +87,7 @@ class RemoteReward:
         body = json.dumps({"completions": calls}).encode()
         failure = "nothing yet"
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(self._timeout_s):
                 async for attempt in tenacity.AsyncRetrying(
                     retry=tenacity.retry_if_exception_type(_Passing), wait=_wait, reraise=True
                 ):
@@ -99,11 +99,11 @@ class RemoteReward:
                             raise
         except TimeoutError:
             pass
-        raise _Failure(f"no answer within reward.remote.deadline_s={self._deadline_s:g} (the last: {failure})")
+        raise _Failure(f"no answer within reward.timeout_s={self._timeout_s:g} (the last: {failure})")
 
     async def _post(self, body: bytes) -> bytes:
         if self._client is None:
-            self._client = httpx.AsyncClient(timeout=self._deadline_s, headers=self._headers)
+            self._client = httpx.AsyncClient(timeout=self._timeout_s, headers=self._headers)
         try:
             async with self._client.stream("POST", self._url, content=body) as response:
                 answer = bytearray()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -41,8 +40,7 @@ class RewardPool(WorkerPool):
         self.functions = reward_functions(config)  # a wrong name fails here, not at the first step
         self._config = config
         self._cache = cache
-        remote = {"url": config.url, **dataclasses.asdict(config.remote)}
-        del remote["completions_per_request"]
+        remote = {"url": config.url, "timeout_s": config.timeout_s, "authorization_env": config.authorization_env}
         super().__init__(
             "trainer.rewards.worker:RewardHandler",
             [config.names(), config.timeout_s, remote],

@@ -14,6 +14,9 @@ from trainer.rewards.cache import key_of
 from trainer.rewards.functions import REMOTE, resolve
 from trainer.rewards.signature import RewardSignature, signature_of
 
+COMPLETIONS_PER_REQUEST = 16
+"""Most completions in a request to `reward.url`."""
+
 
 @dataclass(frozen=True)
 class RewardInput:
@@ -86,7 +89,7 @@ class RewardFunction:
     @property
     def limit(self) -> tuple[str, float]:
         """The key of the time limit, and its value."""
-        return ("reward.remote.deadline_s" if self.name == REMOTE else "reward.timeout_s"), self.limit_s
+        return "reward.timeout_s", self.limit_s
 
 
 def reward_functions(config: RewardConfig) -> list[RewardFunction]:
@@ -105,17 +108,15 @@ def _reward_function(config: RewardConfig, name: str, label: str, weight: float)
     if name == REMOTE:
         from trainer.rewards.remote import RemoteReward
 
-        remote = config.remote
-        if remote.header_env and not os.environ.get(remote.header_env, "").strip():
+        if config.authorization_env and not os.environ.get(config.authorization_env, "").strip():
             raise UserError(
-                f"reward.remote.header_env={remote.header_env}: the environment has no such variable; set it to the "
-                f"value of the header {remote.header}"
+                f"reward.authorization_env={config.authorization_env}: the environment has no such variable; set it to "
+                "the value of the header Authorization"
             )
-        return RewardFunction(
-            name, label, weight, RemoteReward.signature, config.url, remote.deadline_s, remote.completions_per_request
-        )
+        signature, limit_s = RemoteReward.signature, config.timeout_s
+        return RewardFunction(name, label, weight, signature, config.url, limit_s, COMPLETIONS_PER_REQUEST)
     signature = signature_of(resolve(name), f"reward.name={name}")
-    return RewardFunction(name, label, weight, signature, name if config.cache else None, config.timeout_s)
+    return RewardFunction(name, label, weight, signature, None, config.timeout_s)
 
 
 def _labels(names: Sequence[str]) -> list[str]:

@@ -23,6 +23,7 @@ from trainer.files.hf_hub import is_data, pin
 from trainer.files.uris import is_url
 from trainer.metrics.trace_file import Timeline
 from trainer.metrics.tracker import METRICS_FILE, check_lines, read_metrics
+from trainer.process import time_limits
 from trainer.process.failure_log import INCIDENTS, Incident
 from trainer.process.failures import INFRASTRUCTURE
 from trainer.process.log_setup import LOG_FILE
@@ -47,12 +48,11 @@ class RunDirectory:
         t = cfg.trainer
         metric, mode = cfg.compared_by
         store = open_tiers(t.ckpt_path, t.ckpt_cache_dir)
-        self.locks = DirectoryLocks(t.run_dir, t.ckpt_path, store, t.lock_lease_s)
+        self.locks = DirectoryLocks(t.run_dir, t.ckpt_path, store, time_limits.LOCK_LEASE_S)
         self.metrics_file = os.path.join(t.run_dir, METRICS_FILE)
         self.checkpoints = CheckpointManager(
             store,
-            Retention(t.max_ckpts_to_keep, t.keep_every, t.keep_best, mode, metric),
-            t.verify_checkpoint,
+            Retention(newest=t.max_ckpts_to_keep, best=t.keep_best, best_mode=mode, best_metric=metric),
             fence=self.locks.check,
             committed=self._record_commit,
             disk_is_full=self._free_space,
@@ -269,7 +269,7 @@ class RunDirectory:
     def close(self) -> None:
         """Wait for uploads, and release the locks."""
         if (uploads := self.checkpoints.store.uploads) is not None:
-            uploads.finish(self.cfg.trainer.ckpt_upload_timeout_s)
+            uploads.finish(time_limits.UPLOAD_END_S)
         self._timeline.close()
         INCIDENTS.close()
         if self._revisions is not None:

@@ -35,7 +35,7 @@ class Recovery:
     def __init__(self, trainer: TrainerConfig, stop: StopRequest, optimizer: str):
         self._run_dir = trainer.run_dir
         self._limit = trainer.max_restarts
-        self._restarts = Restarts(trainer.max_restarts, 60 * trainer.restart_window_minutes)
+        self._restarts = Restarts(trainer.max_restarts, time_limits.RESTART_WINDOW_S)
         self._stop = stop
         self._optimizer = optimizer
         self._failure: Exception | None = None

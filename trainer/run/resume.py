@@ -145,10 +145,10 @@ def _find_named(cfg: Config, checkpoints: CheckpointManager, holds_run: bool) ->
             "continue it with trainer.resume_mode=latest"
         )
     others = partial(_other_checkpoints, path)
-    return _verify_named(path, t.verify_checkpoint, others), True  # no fallback: the user named this checkpoint
+    return _verify_named(path, others), True  # no fallback: the user named this checkpoint
 
 
-def _verify_named(path: str, level: str, otherwise: Callable[[], str]) -> Checkpoint:
+def _verify_named(path: str, otherwise: Callable[[], str]) -> Checkpoint:
     """Verify the checkpoint that `trainer.resume_path` names.
 
     Args:
@@ -158,7 +158,7 @@ def _verify_named(path: str, level: str, otherwise: Callable[[], str]) -> Checkp
         CorruptCheckpointError: it is damaged, or cannot be read.
     """
     try:
-        return manifests.verify(path, level)
+        return manifests.verify(path)
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(
             f"trainer.resume_path={error}; restore the checkpoint from a copy, or {otherwise()}"
@@ -184,7 +184,7 @@ def _checkpoints_near(path: str) -> str:
 
 def _verify_newest(cfg: Config, checkpoints: CheckpointManager, path: str) -> Checkpoint:
     otherwise = "take the newest undamaged one with trainer.resume_mode=latest"
-    checkpoint = _verify_named(path, cfg.trainer.verify_checkpoint, lambda: otherwise)
+    checkpoint = _verify_named(path, lambda: otherwise)
     newer = [step for step in checkpoints.store.steps() if step > checkpoint.step]
     if newer:
         raise UserError(

@@ -67,7 +67,7 @@ class TranscriptLog:
             try:
                 write()
             except OSError as error:  # they are for people to look at: no save waits for them
-                LOG.warning("logger.rollouts_interval: the rollouts of step %d are not kept (%s)", step, error)
+                LOG.warning("the rollouts of step %d are not kept (%s)", step, error)
 
     def rewind(self, step: int) -> None:
         """Delete the rollouts that were kept of the steps after `step`, which are trained again."""

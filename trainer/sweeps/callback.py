@@ -6,13 +6,11 @@ import glob
 import logging
 import os
 import sys
-import tempfile
 from typing import TYPE_CHECKING, Any
 
 from hydra.experimental.callback import Callback
 
-from trainer.config.sweep_jobs import prepare_notes
-from trainer.config.sweep_plugins import DIRECTION
+from trainer.config.sweep_jobs import DIRECTION
 from trainer.config.tasks import find_task
 from trainer.errors import UserError
 from trainer.files.redaction import redact_command, redact_text
@@ -66,14 +64,10 @@ class SweepCallback(Callback):
                 f"hydra.sweep.dir={config.hydra.sweep.dir}: cannot be made ({error.strerror}); choose another one"
             ) from error
         with read_write(config), open_dict(config):
-            # Jobs are composed again from these overrides, with some launchers in other processes.
+            # Jobs are composed again from these overrides.
             config.hydra.overrides.hydra.append(
                 f"hydra.job.config.override_dirname.exclude_keys=[{','.join(dict.fromkeys(fixed))}]"
             )
-            if not str(config.hydra.launcher.get("_target_")).endswith(".BasicLauncher"):
-                prepare_notes(config.hydra.sweep.dir)
-                if folder := str(config.hydra.launcher.get("submitit_folder", "")):
-                    config.hydra.launcher.submitit_folder = _launcher_directory(folder)
             if str(config.hydra.sweeper.get("_target_")).endswith(".OptunaSweeper"):
                 _check_direction(config)
                 resumes = "latest" in [o.value() for o in overrides if o.key_or_group == "trainer.resume_mode"]
@@ -90,21 +84,6 @@ class SweepCallback(Callback):
                 compare_runs(sorted(runs), os.path.join(directory, "sweep.png"))
             except (UserError, OSError) as error:
                 LOG.warning("the jobs were not compared (%s); `trainer compare RUN…` compares them", error)
-
-
-def _launcher_directory(folder: str) -> str:
-    """Make a directory below `folder` for the files of all jobs of this sweep, and return its absolute path.
-
-    Only the user can read `folder`, because the files contain the jobs' commands. It has no directory of each job
-    (`%j`): submitit makes that after the start of the job, which fails if it is faster. The files of a sweep before,
-    whose jobs may have had the same process ids, are in another directory.
-    """
-    from submitit.core.utils import JobPaths
-
-    parent = JobPaths.get_first_id_independent_folder(folder)
-    os.makedirs(parent, exist_ok=True)
-    os.chmod(parent, 0o700)
-    return tempfile.mkdtemp(dir=parent)
 
 
 def _check_shown(key: str, values: list[str]) -> None:
@@ -130,17 +109,17 @@ def _check_direction(config: DictConfig) -> None:
     from omegaconf import OmegaConf
 
     t, direction = config.trainer, config.hydra.sweeper.direction
-    settings = {name: t[name] for name in ("task", "best_metric", "best_mode")}
+    settings = {name: t[name] for name in ("task", "best_metric")}
     default = OmegaConf.create({"trainer": settings, "value": DIRECTION})
     if direction != default.value:
         raise UserError(
-            f"hydra.sweeper.direction={direction}: trainer.best_metric={t.best_metric} with "
-            f"trainer.best_mode={t.best_mode} requires {default.value}; remove hydra.sweeper.direction"
+            f"hydra.sweeper.direction={direction}: trainer.best_metric={t.best_metric} requires "
+            f"{default.value}; remove hydra.sweeper.direction"
         )
     metrics = METRICS | find_task(t.task).metrics
     if direction == "maximize" and t.best_metric in metrics and metrics[t.best_metric].better == "min":
         raise UserError(
-            f"trainer.best_mode=max: the sweep would search for the highest {t.best_metric}; set trainer.best_mode=min"
+            f"trainer.best_metric={t.best_metric}: the sweep would search for the highest value; write -{t.best_metric}"
         )
 
 

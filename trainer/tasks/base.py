@@ -123,10 +123,10 @@ class Task:
             return path
         if self.cfg.model.path is not None:
             return self.cfg.model.path
-        from trainer.models.tiny import build_tiny  # imports the model classes
+        from trainer.models.tiny import TinyShape, build_tiny  # imports the model classes
 
         path = os.path.join(self.cfg.trainer.run_dir, "start")
-        build_tiny(self.cfg.model.tiny, path)
+        build_tiny(TinyShape.of(self.cfg.model.tiny), path)
         return path
 
 

@@ -11,10 +11,9 @@ import tempfile
 
 from trainer.checkpoint.exports import is_exported
 from trainer.config import Config, TrainerConfig
-from trainer.config.axes import AXES
 from trainer.config.fields import walk_keys
 from trainer.config.schema import without_source
-from trainer.config.trainer import PROCESSES
+from trainer.config.trainer import AXES, PROCESSES
 from trainer.errors import UserError
 from trainer.learner.learner import Learner
 from trainer.models.files import cache_directory
@@ -34,9 +33,7 @@ _CHECKED_EVERY = 5
 _SECTIONS = ("model.tiny.", "sft.", "data.")
 """The sections that say what model the warm start makes."""
 _NAMED = (
-    *(f"model.tiny.{name}" for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")),
-    *(f"model.tiny.{name}" for name in ("head_dim", "max_position_embeddings", "tie_word_embeddings")),
-    *("model.tiny.start_accuracy", "model.tiny.seed"),
+    *(f"model.tiny.{name}" for name in ("hidden_size", "num_layers", "start_accuracy", "seed")),
     *("sft.steps", "sft.batch_size", "sft.max_length"),
     *(f"sft.optimizer.{name}" for name in ("lr", "scheduler", "warmup_steps", "schedule_steps")),
     *(f"trainer.policy.optimizer.{name}" for name in ("betas", "eps", "weight_decay", "max_grad_norm", "min_lr_ratio")),
@@ -88,7 +85,6 @@ def _config(cfg: Config) -> Config:
         num_workers=cfg.trainer.num_workers,
         **{axis.key: getattr(cfg.trainer, axis.key) for axis in AXES.values() if axis.key and not axis.same_rows},
         device=cfg.trainer.device,
-        master_port=cfg.trainer.master_port,
         ray_address=cfg.trainer.ray_address or PROCESSES,  # no Ray for a minute
     )
     logger = dataclasses.replace(cfg.logger.without_services(), plot=False)

@@ -20,8 +20,7 @@ function episodesTab() {
     (value) => change({ run: Number(value), group: "", uid: "" }, showTab));
   if (!steps.length) {
     return el("section", { id: "episodes" }, el("div", { class: "bar" }, runs), el("p", { class: "empty" },
-      "This run has kept no episodes. logger.rollouts_interval=10 keeps those of every tenth step, "
-        + "logger.save_rollouts=true those of all."));
+      "This run has kept no episodes yet. It keeps those of every tenth step, with logger.save_rollouts=true of all."));
   }
   const parts = {
     slider: el("input", { id: "slider", type: "range", min: 0, max: steps.length - 1, step: 1, "aria-label": "step" }),

@@ -79,7 +79,7 @@ class ModelWorker:
         self.device = layout.device
         tokens = config.max_tokens_per_micro_batch * layout.sizes["cp"]
         self.max_tokens = tokens if can_pack(module) else 1  # 1: one sequence per micro-batch
-        self.shares_prompts = config.share_prefixes and can_share_prefixes(module)
+        self.shares_prompts = can_share_prefixes(module)
         self.quadratic = quadratic_cost(module)
         self.before_weights_change = before_weights_change
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from trainer.config import LM, SCORE, VALUE, Config, RoleSpec
-from trainer.config.axes import axis_sizes
+from trainer.config.trainer import axis_sizes
 from trainer.errors import RESTART_HINT, UserError, WorkerError
 from trainer.files.shared_memory import clear_abandoned
 from trainer.models.files import resolve_model_path
@@ -71,15 +71,9 @@ class Rank:
         self._engine_has_fit = False  # beside this rank at its full size
         self._profiler = TorchProfiler(device)
 
-    def find_address(self, host: str, port: int = 0) -> str:
-        """Reserve a port of this rank for a store (0: a free one); returns `host:port`. Not a collective."""
-        try:
-            return listen(host, port)
-        except OSError as error:
-            raise UserError(
-                f"trainer.master_port={port}: cannot be used on {host} ({error.strerror}); "
-                "choose another, or 0 for a free one"
-            ) from error
+    def find_address(self, host: str) -> str:
+        """Reserve a free port of this rank for a store; returns `host:port`. Not a collective."""
+        return listen(host)
 
     def connect(self, address: str, local_rank: int = 0) -> None:
         """Join the process group, whose store is at `address`, and seed this rank's generators, for user code.

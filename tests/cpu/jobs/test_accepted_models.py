@@ -8,14 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.jobs import run_forked_job
-from trainer.config import TinyConfig
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 
 UNREAD = "model.layers.0.self_attn.q_proj.bias"
 
 
 def test_an_accepted_model_is_named_at_each_start_and_in_the_manifest(tmp_path):
-    build_tiny(TinyConfig(hidden_size=16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16), f"{tmp_path}/model")
+    build_tiny(TinyShape(hidden_size=16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16), f"{tmp_path}/model")
     file = tmp_path / "model/model.safetensors"
     save_file(load_file(file) | {UNREAD: torch.zeros(16)}, file, metadata={"format": "pt"})
     words = ("model.path=model", "trainer.run_name=run", "sft.steps=1", f"model.cache_dir={tmp_path}/cache")

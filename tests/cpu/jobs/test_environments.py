@@ -15,8 +15,7 @@ from tests.support.jobs import (
     wait_until,
 )
 from tests.support.pages import commands_of_page, files_of_page
-from trainer.config import TinyConfig
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 
 pytestmark = [pytest.mark.early, pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -41,7 +40,7 @@ def test_a_mix_of_an_agent_and_a_reward_is_trained(tmp_path: Path, monkeypatch):
     """
     (tmp_path / "spy.py").write_text(SPY)
     monkeypatch.setenv("JUDGE_API_KEY", "sk-" + "6f1c9a74d2" * 2_000)
-    build_tiny(TinyConfig(hidden_size=32, intermediate_size=64, num_layers=1), str(tmp_path / "model"))
+    build_tiny(TinyShape(hidden_size=32, intermediate_size=64, num_layers=1), str(tmp_path / "model"))
     done = run_forked_job(
         "algorithm=grpo", "model.path=model", "rollout.engine=tests.support.token_engine:JOINING",
         "rollout.max_logprob_diff=null",

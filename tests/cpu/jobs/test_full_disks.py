@@ -12,8 +12,7 @@ import pytest
 from tests.support.full_disk import free
 from tests.support.jobs import comparable, metrics, run_forked_job
 from tests.support.namespaces import small_disk
-from trainer.config import TinyConfig
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 
 STEPS = 12
 FULL = "cannot be written (No space left on device)"
@@ -27,7 +26,7 @@ def job(tmp_path_factory) -> list[str]:
     """
     root = tmp_path_factory.mktemp("job")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
-    build_tiny(TinyConfig(**sizes, head_dim=16), str(root / "model"))
+    build_tiny(TinyShape(**sizes, head_dim=16), str(root / "model"))
     noise = random.Random(0)
     rows = [{"prompt": f"p{number}", "answer": noise.randbytes(16_000).hex()} for number in range(16)]
     for name, chosen in {"train": rows, "val": [{"prompt": "p", "answer": "a"}]}.items():
@@ -47,7 +46,6 @@ def job(tmp_path_factory) -> list[str]:
         "reward.name=tests.support.hashed_reward:hashed",
         "algorithm.policy_loss=tests.support.full_disk:filling_clip",
         "logger.plot=false",
-        "logger.rollouts_interval=0",
     ]
 
 

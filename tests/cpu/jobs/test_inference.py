@@ -35,10 +35,9 @@ from tests.support.killed_jobs import STEPS, assert_trained_once, run_until
 from tests.support.nodes import Nodes
 from tests.support.recipes import compose_words
 from tests.support.runs import rollouts_of
-from trainer.config import TinyConfig
-from trainer.config.inference import TOKEN
+from trainer.config.rollout import TOKEN
 from trainer.data.records import decode_groups
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 
 SETTINGS = ["rollout.max_num_seqs=20", "trainer.total_steps=4"]
 ROOT = Path(__file__).parents[3]
@@ -49,8 +48,9 @@ pytestmark = pytest.mark.timeout(900)  # the first test of a kind waits for thre
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory) -> Iterator[list[Server]]:
     logs, words = tmp_path_factory.mktemp("vllm"), ["rollout.kv_cache_mb=32", "rollout.max_num_seqs=20"]
-    words += ["rollout.max_response_tokens=512", "inference.lease_s=10"]
-    with Server(logs / "1", *words) as first, Server(logs / "2", *words) as second:
+    words += ["rollout.max_response_tokens=512"]
+    limits = "SERVER_LEASE_S=10"
+    with Server(logs / "1", *words, limits=limits) as first, Server(logs / "2", *words, limits=limits) as second:
         yield [first.wait(), second.wait()]
 
 
@@ -172,11 +172,12 @@ def test_the_api_server_of_vllm_dies_under_a_job_that_samples_ahead(servers, vll
 
 @pytest.mark.slow
 def test_what_a_vllm_that_is_gone_for_good_had_to_do_is_done_by_the_other_to_the_last_bit(
-    servers, vllm_ahead, tmp_path
+    servers, vllm_ahead, tmp_path, monkeypatch
 ):
     first, second = (server.wait() for server in servers)
     thread = at_step(tmp_path / "run", 1, second.kill)
-    done = run_served([first, second], tmp_path, *AHEAD, "rollout.server_timeout_s=5")
+    monkeypatch.setenv("TRAINER_TIME_LIMITS", "SERVER_ABSENCE_S=5")
+    done = run_served([first, second], tmp_path, *AHEAD)
     thread.join(10)
     assert done.returncode == 0, done.stderr
     assert second.url in (tmp_path / "run/log.txt").read_text()
@@ -193,7 +194,7 @@ def test_a_killed_job_on_a_server_of_vllm_generates_only_the_episodes_that_are_m
     """20 requests run at a time, and all completions are as long, so three quarters of them are still to come when
     the first ones end. That takes far longer than the journal needs to write those."""
     server, requests, longest = servers[0].wait(), 80, 512
-    build_tiny(TinyConfig(), str(tmp_path / "model"))  # as the server's; so cold, it never stops
+    build_tiny(TinyShape(), str(tmp_path / "model"))  # as the server's; so cold, it never stops
     words = (f"model.path={tmp_path}/model", "rollout.engine=server", f"rollout.urls=[{server.url}]",
              f"rollout.max_response_tokens={longest}", "rollout.temperature=0.01", "trainer.train_batch_size=40",
              "trainer.total_steps=1", "algorithm=grpo", "trainer.val_interval=-1")  # fmt: skip
@@ -220,7 +221,7 @@ def test_a_killed_job_on_a_server_of_vllm_generates_only_the_episodes_that_are_m
 def test_a_job_in_flight_on_a_server_that_is_killed_trains_every_prompt_once(servers, tmp_path):
     """The server and its engine outlive each kill. Ten prompts, and 12 that are trained."""
     server, run, log = servers[0].wait(), tmp_path / "run", tmp_path / "log"
-    build_tiny(TinyConfig(), str(tmp_path / "model"))  # as the server's; so cold, it never stops
+    build_tiny(TinyShape(), str(tmp_path / "model"))  # as the server's; so cold, it never stops
     words = (f"model.path={tmp_path}/model", f"trainer.run_dir={run}", "rollout.engine=server",
              f"rollout.urls=[{server.url}]", "rollout.in_flight_updates=true", "rollout.max_staleness=2",
              "rollout.max_response_tokens=512", "rollout.temperature=0.01", "trainer.train_batch_size=2",
@@ -323,8 +324,8 @@ def test_the_services_of_compose_continue_a_killed_run_on_an_empty_machine(tmp_p
     """The trainer dies when it has saved step 2. The store and the server stay, and have the addresses of this test."""
     use_s3(monkeypatch, s3_url)
     make_bucket("runs")
-    served = ["rollout.kv_cache_mb=32", "rollout.max_num_seqs=20", "inference.lease_s=10"]
-    with Server(tmp_path / "server", *served) as server:
+    served = ["rollout.kv_cache_mb=32", "rollout.max_num_seqs=20"]
+    with Server(tmp_path / "server", *served, limits="SERVER_LEASE_S=10") as server:
         server.wait()
 
         def job(run: str) -> list[str]:

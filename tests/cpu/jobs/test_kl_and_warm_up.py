@@ -16,7 +16,6 @@ def nothing(completion: str, answer: str) -> float:
 def test_the_adapted_kl_coefficient_is_used_and_the_critic_warms_up(tmp_path):
     done = run_forked_job(
         "algorithm=ppo",
-        "algorithm.kl_controller=adaptive",
         "algorithm.kl_coef=2",
         "+algorithm.options.kl_target=1e-9",
         "+algorithm.options.kl_horizon=32",

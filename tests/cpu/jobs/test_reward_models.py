@@ -14,8 +14,7 @@ from tests.support.forks import run_forked
 from tests.support.jobs import environment, metrics
 from trainer import load_checkpoint
 from trainer.checkpoint.__main__ import main as checkpoint_command
-from trainer.config import TinyConfig
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 
 pytestmark = pytest.mark.slow
 SIZE = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16}
@@ -24,7 +23,7 @@ GENERATION = '{"do_sample": false, "temperature": 0.5}'
 
 def test_a_trained_reward_model_is_saved_exported_and_read(tmp_path):
     """Also with a generation config that transformers does not write again."""
-    build_tiny(TinyConfig(**SIZE), str(tmp_path / "model"))
+    build_tiny(TinyShape(**SIZE), str(tmp_path / "model"))
     (tmp_path / "model/generation_config.json").write_text(GENERATION)
     pairs = [{"prompt": f"{i}?", "chosen": f"{i * 7}!", "rejected": "no" * (i % 3 + 1)} for i in range(10)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))

@@ -16,8 +16,7 @@ from tests.support.evaluations import evaluate, validation_of
 from tests.support.jobs import comparable, metrics
 from tests.support.killed_jobs import STEPS, run_killed, run_until
 from trainer.checkpoint.storage import open_storage, records_in, remove_records
-from trainer.config import TinyConfig
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 
 pytestmark = [pytest.mark.early, pytest.mark.slow]
 
@@ -28,7 +27,7 @@ OTHER_STOPS = list(range(40, 100))
 def model(tmp_path_factory) -> str:
     """A model that ends most of its replies; some of them in another stop token than its template writes."""
     path = tmp_path_factory.mktemp("model")
-    size = TinyConfig(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
+    size = TinyShape(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
     build_tiny(size, str(path))
     model = AutoModelForCausalLM.from_pretrained(path)
     with torch.no_grad():
@@ -121,12 +120,13 @@ def test_steps_come_back_as_they_were_even_if_environments_answer_differently_ea
     """
     with s3_server() as url:
         use_s3(monkeypatch, url)
+        monkeypatch.setenv("TRAINER_TIME_LIMITS", "LOCK_LEASE_S=1")
         bucket = make_bucket("answers")
         base = ("algorithm=grpo", f"trainer.run_dir={tmp_path}/run", f"model.path={model}",
                 "rollout.max_prompt_tokens=64",
                 "environment.name=tests.support.environments:Random", "trainer.on_resume_mismatch=stop",
                 "trainer.ckpt_interval=4", f"trainer.ckpt_path={bucket}/run",
-                f"trainer.ckpt_cache_dir={tmp_path}/cache", "trainer.lock_lease_s=1")  # fmt: skip
+                f"trainer.ckpt_cache_dir={tmp_path}/cache")  # fmt: skip
         log, store, disk = tmp_path / "log", open_storage(f"{bucket}/run"), open_storage(str(tmp_path / "run"))
         logged: dict[int, dict] = {}
         for kill in range(2):  # behind step 3, and behind step 3 again: no commit yet

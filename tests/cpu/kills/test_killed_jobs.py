@@ -172,7 +172,7 @@ def test_a_job_with_adapters_that_is_killed_ends_as_if_never_killed(tmp_path):
 def test_a_job_killed_on_a_cluster_that_outlives_it_ends_as_if_never_killed(tmp_path, marker, ray_address):
     """With every state that remembers earlier steps. SIGKILL to the process of the loop, then the same command."""
     settings = ["algorithm=dapo", "data.curriculum=tests.support.curriculum:hardest_first", "data.train_size=24",
-                "algorithm.kl_coef=0.01", "algorithm.kl_controller=adaptive", "+algorithm.options.kl_horizon=64",
+                "algorithm.kl_coef=0.01", "+algorithm.options.kl_target=0.05", "+algorithm.options.kl_horizon=64",
                 "algorithm.ref_sync_interval=2", "algorithm.rollout_correction=tis", "rollout.ahead=2",
                 "logger.save_rollouts=true"]  # fmt: skip
     _, job = whole_and_killed(*settings, cwd=tmp_path)

@@ -14,8 +14,7 @@ from tests.support.forks import run_forked
 from tests.support.jobs import comparable, environment, metrics
 from tests.support.judges import Answer, Server, rewards, serving
 from tests.support.killed_jobs import CONFIG, PPO, STEPS, run_killed, run_until
-from trainer.config import TinyConfig
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.rewards.cache import CACHE_FILE, key_of
 
 pytestmark = [pytest.mark.early, pytest.mark.slow]
@@ -52,13 +51,13 @@ class Judge:
 
 def test_a_job_with_a_remote_reward_ends_as_if_never_killed(tmp_path):
     """Killed in every way. Then changed data, and all that has changed, are refused in one message each."""
-    size = TinyConfig(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
+    size = TinyShape(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
     build_tiny(size, str(tmp_path / "model"))
     judge = Judge()
     with serving(judge) as server:
         base = (f"model.path={tmp_path}/model", "reward.name=[remote,tests.support.hashed_reward:hashed]",
                 "reward.weights=[1,0.5]", f"reward.url={server.url}/score", "algorithm.kl_coef=0.01",
-                "reward.remote.completions_per_request=3", "reward.max_error_rate=1")  # fmt: skip
+                "reward.max_error_rate=1")  # fmt: skip
         judge.run_dir = tmp_path / "whole"
         started = time.monotonic()
         assert run_until(tmp_path / "whole.log", f"trainer.run_dir={judge.run_dir}", *base)

@@ -12,8 +12,7 @@ import pytest
 from tests.support.jobs import comparable, metrics
 from tests.support.killed_jobs import STEPS, run_until
 from tests.support.preferences import TASK
-from trainer.config import TinyConfig
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.reports.compare import compare_runs
 from trainer.reports.diagnose import diagnose
 from trainer.reports.report import write_report
@@ -26,7 +25,7 @@ WEIGHTS = f"exports/global_step_{STEPS}/policy/model.safetensors"
 
 def build(path: Path, seed: int = 0) -> None:
     size = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2, "head_dim": 16}
-    build_tiny(TinyConfig(**size, num_kv_heads=1, seed=seed), str(path))
+    build_tiny(TinyShape(**size, num_kv_heads=1, seed=seed), str(path))
 
 
 def kill_at_step_4(run: Path, *overrides: str) -> None:
@@ -52,7 +51,7 @@ def test_preferences_over_pairs_end_as_if_never_killed(tmp_path, capsys):
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     base = ("trainer.task=tests.support.preferences:TWO", f"model.path={tmp_path}/model", "trainer.num_workers=2",
             "data=files", f"data.train_files=[{tmp_path}/pairs.jsonl]", "trainer.val_interval=-1",
-            "trainer.mini_batch_size=4", "trainer.ckpt_async=false")  # fmt: skip
+            "trainer.mini_batch_size=4")  # fmt: skip
     assert run_until(tmp_path / "whole.log", f"trainer.run_dir={tmp_path}/whole", *base)
     rows = metrics(tmp_path / "whole")
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))

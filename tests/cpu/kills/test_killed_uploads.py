@@ -16,6 +16,7 @@ from tests.support.jobs import environment
 from tests.support.toy import toy_config, toy_run
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.store import open_store
+from trainer.process import time_limits
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +53,8 @@ def test_a_killed_run_continues_on_another_machine_as_if_uninterrupted(
     if tiers:
         shutil.rmtree(local)
     second = tmp_path / "second"
-    continued = toy_run(toy_config(second, ckpt_path=root, max_ckpts_to_keep=2, lock_lease_s=1), model)
+    monkeypatch.setattr(time_limits, "LOCK_LEASE_S", 1.0)
+    continued = toy_run(toy_config(second, ckpt_path=root, max_ckpts_to_keep=2), model)
     assert continued.learner.ranks.number == number
     assert rows(second) == expected
     assert open_store(root).orphans() == {}

@@ -20,8 +20,7 @@ from safetensors.torch import load
 from tests.support.buckets import make_bucket, s3_server, use_s3
 from tests.support.jobs import comparable, metrics
 from tests.support.killed_jobs import STEPS, assert_trained_once, run_until
-from trainer.config import TinyConfig
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 
 pytestmark = [pytest.mark.early, pytest.mark.slow]
 
@@ -49,7 +48,7 @@ class Job:
 def model(tmp_path_factory) -> str:
     path = str(tmp_path_factory.mktemp("model"))
     build_tiny(
-        TinyConfig(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16), path
+        TinyShape(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16), path
     )
     return path
 
@@ -57,7 +56,7 @@ def model(tmp_path_factory) -> str:
 AHEAD = ("trainer.num_workers=2", "rollout.ahead=1")
 TURNS = ("environment.name=tests.support.environments:Hashed", "environment.max_turns=3",
          "environment.max_tokens=72", "rollout.max_prompt_tokens=64")  # fmt: skip
-EVERYTHING = (*AHEAD, *TURNS, "algorithm=ppo", "algorithm.kl_coef=0.01", "trainer.lock_lease_s=1")
+EVERYTHING = (*AHEAD, *TURNS, "algorithm=ppo", "algorithm.kl_coef=0.01")
 """PPO: policy, critic and reference on two ranks, with rollouts ahead and episodes of several turns."""
 
 
@@ -93,6 +92,7 @@ def store() -> Iterator[None]:
     """A server of object storage, for all jobs of this file."""
     with s3_server() as url, pytest.MonkeyPatch.context() as patch:
         use_s3(patch, url)
+        patch.setenv("TRAINER_TIME_LIMITS", "LOCK_LEASE_S=1")
         yield
 
 
@@ -173,7 +173,7 @@ LAYOUTS = ((), ("trainer.tensor_parallel_size=2",), ("trainer.context_parallel_s
 def test_a_job_killed_under_one_layout_ends_under_others_as_if_never_killed(tmp_path):
     """Killed with its data split over two ranks, then its matrices, then its tokens, it ends on one rank."""
     model = str(tmp_path / "model")
-    build_tiny(TinyConfig(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=2), model)
+    build_tiny(TinyShape(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=2), model)
     common = (f"model.path={model}", *AHEAD, "algorithm.policy_loss=clip")
     uninterrupted = Job(tmp_path / "uninterrupted", common)
     assert uninterrupted.run()

@@ -18,24 +18,29 @@ from tests.support.gcs import gcs_server, use_gcs
 from tests.support.jobs import comparable, members, metrics
 from tests.support.killed_jobs import STEPS, run_until
 from trainer.checkpoint.store import open_store
-from trainer.config import TinyConfig
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.process.failure_log import read_incidents
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def limits() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRAINER_TIME_LIMITS", "HEARTBEAT_S=4")
+        yield
 
 
 @pytest.fixture(scope="module")
 def overrides(tmp_path_factory) -> tuple[str, ...]:
     path = str(tmp_path_factory.mktemp("model"))
     build_tiny(
-        TinyConfig(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16), path
+        TinyShape(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16), path
     )
     return (
         f"model.path={path}",
         "trainer.num_workers=2",
         "rollout.ahead=1",
-        "trainer.heartbeat_timeout_s=4",
         "trainer.max_restarts=5",
         "reward.timeout_s=300",
         "algorithm.policy_loss=tests.support.faults:faulty_clip",
@@ -67,7 +72,7 @@ def test_a_job_whose_ranks_die_hang_and_run_out_of_memory_ends_like_an_uninterru
         (faults / name).touch()
     run, log, calls = tmp_path / "run", tmp_path / "log", tmp_path / "calls"
     env = {"TEST_FAULTS": str(faults), "TEST_CALLS": str(calls)}
-    assert run_until(log, f"trainer.run_dir={run}", "reward.cache=true", *overrides, env=env)
+    assert run_until(log, f"trainer.run_dir={run}", *overrides, env=env)
     text = log.read_text()
     assert os.listdir(faults) == [], text
     assert outcome(run) == uninterrupted
@@ -103,8 +108,9 @@ def test_a_job_whose_only_engine_dies_and_hangs_ends_like_an_uninterrupted_one(o
 
 def test_a_job_whose_driver_hangs_ends_and_continues_with_the_same_command(overrides, uninterrupted, tmp_path):
     run, log, reached = tmp_path / "run", tmp_path / "log", tmp_path / "reached"
-    command = [f"trainer.run_dir={run}", *overrides, "trainer.hang_timeout_s=3"]
-    run_until(log, *command, env={"TRAINER_FAILPOINT": f"logged,5,{reached}"}, status=75)
+    command = [f"trainer.run_dir={run}", *overrides]
+    env = {"TRAINER_FAILPOINT": f"logged,5,{reached}", "TRAINER_TIME_LIMITS": "HEARTBEAT_S=4 HANG_S=3"}
+    run_until(log, *command, env=env, status=75)
     assert "the driver has made no progress for" in log.read_text() and reached.exists()
     assert "in failpoint" in log.read_text()
     assert run_until(log, *command)

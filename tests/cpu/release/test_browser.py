@@ -341,7 +341,7 @@ def test_a_run_without_episodes_says_how_to_keep_them(browser, tmp_path):
         for file in (run / folder).iterdir():
             file.unlink()
     browser.open(write_page(tmp_path / "view.html", run), "#tab=episodes")
-    assert "logger.rollouts_interval=10" in browser.texts("#episodes .empty")[0]
+    assert "logger.save_rollouts=true" in browser.texts("#episodes .empty")[0]
 
 
 def test_what_was_not_recorded_is_said(browser, tmp_path):

@@ -23,8 +23,7 @@ from tests.support.jobs import (
 )
 from tests.support.pages import commands_of_page, files_of_page
 from tests.support.runs import rollouts_of
-from trainer.config import TinyConfig
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 
 pytestmark = [pytest.mark.early, pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -56,7 +55,7 @@ def test_the_environment_of_the_page_is_learnt_with_its_tool(tmp_path: Path, mar
 
 def test_environments_of_other_packages_train_in_one_run(tmp_path: Path):
     """Tasks of reasoning-gym, and environments of skyrl-gym and textarena, in one mix."""
-    size = TinyConfig(hidden_size=64, intermediate_size=128, num_layers=1, num_heads=2, num_kv_heads=1)
+    size = TinyShape(hidden_size=64, intermediate_size=128, num_layers=1, num_heads=2, num_kv_heads=1)
     build_tiny(size, str(tmp_path / "model"))
     rows = {
         "gym": [{"prompt": f"{i}+{i}", "reward_spec": {"ground_truth": str(2 * i)}} for i in range(4)],
@@ -68,7 +67,11 @@ def test_environments_of_other_packages_train_in_one_run(tmp_path: Path):
     run = run_forked_job(
         *(f"model.path={tmp_path}/model", "trainer.val_interval=-1", "data=files", "data.train_size=-1"),
         *(f"data.mix.{name}.files=[{tmp_path}/{name}.jsonl]" for name in rows),
-        *("data.mix.task.synthetic=reasoning_gym", "data.mix.task.task=chain_sum", "data.mix.task.size=4"),
+        *(
+            "data.mix.task.synthetic=reasoning_gym",
+            "+data.mix.task.synthetic_args.task=chain_sum",
+            "data.mix.task.size=4",
+        ),
         "data.mix.task.reward.name=reasoning_gym",
         *(f"data.mix.gym.environment.name={ours}.skyrl_gym:SkyRLGym", "data.mix.gym.environment.kwargs.id=gsm8k"),
         f"data.mix.game.environment.name={ours}.textarena:TextArena",

@@ -18,7 +18,7 @@ import pytest
 import trainer
 from tests.support.lacking import lacking
 from trainer.__main__ import COMMANDS
-from trainer.config.sweep_plugins import OPTUNA
+from trainer.config.sweep_jobs import OPTUNA
 
 ROOT = Path(__file__).resolve().parents[3]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -165,7 +165,6 @@ COMES_WITH = {
     "jinja2": "torch",
     "optuna": "hydra-optuna-sweeper",
     "starlette": "vllm",
-    "submitit": "hydra-submitit-launcher",
 }
 """Packages that are imported only beside another one, which brings them."""
 

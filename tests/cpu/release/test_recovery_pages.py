@@ -12,8 +12,7 @@ import pytest
 
 from tests.support.forks import fork_server
 from tests.support.jobs import environment, left_running, wait_until
-from trainer.config import TinyConfig
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 
 ROOT = Path(__file__).parents[3]
 PAGES = [(ROOT / f"docs/{name}.md").read_text() for name in ("recovery", "checkpoints")]
@@ -60,7 +59,7 @@ def shell(tmp_path) -> dict[str, str]:
     """The environment of a user's shell in `tmp_path`, where `trainer` is quick, and `sbatch` runs the script here."""
     model, programs = tmp_path / "model", tmp_path / "programs"
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2}
-    build_tiny(TinyConfig(**shape, num_kv_heads=1, head_dim=16), str(model))
+    build_tiny(TinyShape(**shape, num_kv_heads=1, head_dim=16), str(model))
     (programs / "forked").mkdir(parents=True)
     fork_server().write_python(programs / "forked")
     small, last = shlex.join([f"model.path={model}", *SMALL]), shlex.join(LAST)

@@ -16,8 +16,7 @@ from tests.support.buckets import make_bucket, use_s3
 from tests.support.forks import fork_server
 from tests.support.jobs import comparable, environment, metrics, run_forked_job, wait_until
 from tests.support.recipes import KUBERAY, SKYPILOT, read_yaml
-from trainer.config import TinyConfig
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 
 STEPS = 3
 TINY = [
@@ -48,7 +47,7 @@ def tiny(tmp_path_factory) -> list[str]:
     """`TINY`, with a model that is there."""
     path = tmp_path_factory.mktemp("model") / "model"
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2}
-    build_tiny(TinyConfig(**shape, num_kv_heads=1, head_dim=16), str(path))
+    build_tiny(TinyShape(**shape, num_kv_heads=1, head_dim=16), str(path))
     return [*TINY, f"model.path={path}"]
 
 

@@ -64,16 +64,17 @@ def test_a_job_loses_the_node_of_a_rank_and_that_of_its_driver_and_is_the_job_of
     """Two ranks and an engine are on a node each, one of them behind a slow link. The node of a rank loses its power.
     Then the driver's own node is lost, and the same command is given on the node of a rank.
     """
-    job = [*JOB, "rollout=transformers", "trainer.total_steps=4", "trainer.lock_lease_s=5"]
+    job = [*JOB, "rollout=transformers", "trainer.total_steps=4"]
     alone = run_forked_job(*job, f"trainer.run_dir={tmp_path}/alone", cwd=tmp_path)
     assert alone.returncode == 0, alone.stdout + alone.stderr
+    monkeypatch.setenv("TRAINER_TIME_LIMITS", "LOCK_LEASE_S=5 NODE_ANSWER_S=5")
     monkeypatch.setenv("RAY_health_check_failure_threshold", "3")  # a lost driver holds its CPUs until Ray notices
     with Nodes() as nodes:
         cluster = nodes.cluster(5, cpus=[1, 1, 1, 1, 0])
         head, own = cluster[0], cluster[-1]
         cluster[1].slow_down(mbit=20)
         variables = start_object_store(nodes.add())
-        job += ["trainer.ckpt_path=s3://runs/run", "trainer.node_timeout_s=5", "trainer.max_restarts=3"]
+        job += ["trainer.ckpt_path=s3://runs/run", "trainer.max_restarts=3"]
         first = start(own, head, tmp_path / "several", *job, env=variables)
         output = reach(first, "global_step_2 (")
         lost = next(node for node in cluster[1:] if hosts(node, "rank"))
@@ -105,11 +106,12 @@ def hosts(node: Node, kind: str) -> list[psutil.Process]:
     return [member for member in members if is_engine(member) == (kind == "engine")]
 
 
-def test_a_job_continues_without_failed_nodes_and_uses_new_ones(tmp_path):
+def test_a_job_continues_without_failed_nodes_and_uses_new_ones(tmp_path, monkeypatch):
     """The engine's node is cut off, and a spare one takes over. A rank's node loses its power: one rank is left. A node
     with a new address joins.
     """
-    settings = ["rollout=vllm", "trainer.node_timeout_s=5", "trainer.min_world_size=1", "trainer.max_restarts=5"]
+    monkeypatch.setenv("TRAINER_TIME_LIMITS", "NODE_ANSWER_S=5")
+    settings = ["rollout=vllm", "trainer.min_world_size=1", "trainer.max_restarts=5"]
     alone = run_forked_job(*JOB, *settings, f"trainer.run_dir={tmp_path}/alone", "trainer.total_steps=4", cwd=tmp_path)
     assert alone.returncode == 0, alone.stdout + alone.stderr
     with Nodes() as nodes:

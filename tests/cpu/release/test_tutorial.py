@@ -20,8 +20,8 @@ from tests.support.forks import fork_server
 from tests.support.jobs import SMALL, comparable, environment, left_running, metrics, wait_until
 from tests.support.nodes import Node, Nodes
 from tests.support.pages import ROOT, files_of_page
-from trainer.config import Config, TinyConfig, compose
-from trainer.models.tiny import build_tiny
+from trainer.config import Config, compose
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.plan.hardware import parse_cluster
 from trainer.plan.plan import make_plan
 
@@ -40,7 +40,7 @@ def written(part: Path) -> list[str]:
 def blocks(part: Path) -> list[str]:
     """The commands of a part, smaller and without Ray and vLLM. What the page says of a key wins."""
     # A step is over sooner than a save on a busy machine, and the kill of part 3 comes behind a save.
-    quick = " ".join(["trainer train", "trainer.ckpt_async=false", *SMALLER, *QUICK])
+    quick = " ".join(["trainer train", *SMALLER, *QUICK])
     return [
         block.replace("trainer train", quick).replace("python rows.py", f"{sys.executable} rows.py")
         for block in written(part)
@@ -142,7 +142,7 @@ def tiny_words(tmp_path_factory) -> list[str]:
     """What lets a command for GPUs train on the CPU: a tiny model, two questions, and few completions."""
     directory = tmp_path_factory.mktemp("tiny")
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2}
-    build_tiny(TinyConfig(**shape, num_kv_heads=1, head_dim=16), str(directory / "model"))
+    build_tiny(TinyShape(**shape, num_kv_heads=1, head_dim=16), str(directory / "model"))
     rows = [{"question": f"What is {n} and 1?", "answer": f"It is {n + 1}. #### {n + 1}"} for n in range(8)]
     (directory / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return [

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.odd_files import make_run
-from trainer.config import TinyConfig
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.models.tokenizer import load_tokenizer
 
 
@@ -32,7 +31,7 @@ def run_dir(real_run, tmp_path) -> Path:
 def model(tmp_path_factory) -> str:
     """The directory of a model with random weights. No test changes it."""
     path = str(tmp_path_factory.mktemp("model"))
-    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128), path)
+    build_tiny(TinyShape(hidden_size=64, intermediate_size=128), path)
     return path
 
 

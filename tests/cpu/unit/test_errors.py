@@ -20,7 +20,7 @@ class Rude(Exception):
     [
         ("reset raised ConnectionRefusedError: [Errno 111] Connection refused in shop.py:7", True),
         ("raised ClientConnectorError: Cannot connect to host judge:80", True),
-        ("no answer within reward.remote.deadline_s=3 (the last: ConnectError: All connection attempts failed)", True),
+        ("no answer within reward.timeout_s=3 (the last: ConnectError: All connection attempts failed)", True),
         ("raised KeyError: 'connection'", False),
         ("raised ValueError: no grade in the answer", False),
     ],

@@ -43,7 +43,7 @@ from trainer.generation.engine_pool import EnginePool
 from trainer.import_utils import import_function, options_of
 from trainer.metrics.sinks import find_sink
 from trainer.metrics.tracker import Tracker
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.models.tokenizer import load_tokenizer
 from trainer.objectives import Outputs, make_objective
 from trainer.objectives.batches import build_batch
@@ -364,7 +364,7 @@ def test_the_kind_of_training(tmp_path, module):
         "policy/accuracy",
         "max",
     )
-    build_tiny(cfg.model.tiny, str(tmp_path))
+    build_tiny(TinyShape.of(cfg.model.tiny), str(tmp_path))
     given: Any = SimpleNamespace(tokenizer=load_tokenizer(str(tmp_path), None, False), path=str(tmp_path))
     source, evaluator = build_task(cfg).source(given)
     assert public(EpisodeSource) <= set(dir(source)) and evaluator is None

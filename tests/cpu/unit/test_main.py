@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -123,16 +122,6 @@ def test_inputs_that_are_missing_are_refused_with_status_2(overrides, sentence, 
     assert "Traceback" not in done.stderr
 
 
-def test_a_file_with_a_reward_that_its_environment_replaces_is_refused_by_its_line(tmp_path):
-    (tmp_path / "own.yaml").write_text("environment: {name: 'my:World'}\nreward:\n  name: math\n")
-    done = run_forked_job("--config=own.yaml", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (
-        2,
-        "error: own.yaml:3: reward.name: environment.name=my:World gives the rewards, so reward.name is not read; "
-        "leave it out, or set environment.name=null\n",
-    )
-
-
 @pytest.mark.parametrize("job", ["train", "sft"])
 def test_all_bad_rows_are_listed_before_models_or_ranks_start(job, tmp_path, monkeypatch):
     monkeypatch.setenv("TRAINER_CACHE", str(tmp_path / "cache"))
@@ -156,17 +145,6 @@ def test_a_cluster_that_does_not_answer_is_refused_with_status_2(tmp_path):
     assert done.returncode == 2, done.stdout + done.stderr
     sentence = "trainer.ray_address=127.0.0.1:1: no Ray cluster answers"
     assert sentence in done.stderr.strip().splitlines()[-1] and "Traceback" not in done.stderr, done.stderr
-
-
-def test_a_port_in_use_is_named(tmp_path):
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        done = run_forked_job(f"trainer.master_port={port}", cwd=tmp_path)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert re.search(f"trainer.master_port={port}: cannot be used.*0 for a free one", done.stderr.splitlines()[-1])
-    assert "Traceback" not in done.stderr
 
 
 def test_prompts_that_are_all_too_long_are_refused(tmp_path):

@@ -257,7 +257,7 @@ def test_a_run_whose_last_save_fails_does_not_end_well(tmp_path, model, reason):
 
 
 def test_failed_saves_are_told_and_bounded(tmp_path, model, caplog):
-    cfg = toy_config(tmp_path, total_steps=9, ckpt_interval=1, ckpt_async=False)
+    cfg = toy_config(tmp_path, total_steps=9, ckpt_interval=1)
     with RunDirectory(cfg).open() as directory:
         trainer = toy_trainer(cfg, directory, model)
         update = trainer.learner.update
@@ -278,7 +278,7 @@ def test_failed_saves_are_told_and_bounded(tmp_path, model, caplog):
 def test_a_fork_takes_the_state_over_and_keeps_its_own_metrics(tmp_path, model, whole):
     losses = [row["policy/loss"] for row in whole[0]]
     assert min(losses[:3]) < min(losses[3:])
-    compared = {"best_metric": "policy/loss", "best_mode": "min"}
+    compared = {"best_metric": "-policy/loss"}
     trainer = toy_run(toy_config(tmp_path / "parent", total_steps=3, **compared), model)
     assert trainer.state.best == {"policy/loss": min(losses[:3]), "step": 1}
     parent = str(tmp_path / "parent/checkpoints/global_step_3")

@@ -20,13 +20,14 @@ from tests.support.runs import configured
 from tests.support.toy import ToyLearner
 from trainer.checkpoint.__main__ import main as checkpoint_tool
 from trainer.checkpoint.storage import open_storage, records_in, remove_records
-from trainer.config import Config, DataConfig, RewardConfig, TinyConfig
+from trainer.config import Config, DataConfig, RewardConfig
 from trainer.generation.engine import Completion, Request, by_length
 from trainer.generation.transformers_engine import TransformersEngine
 from trainer.journal.journal import Journal
 from trainer.metrics.timing import Timer
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.models.tokenizer import load_tokenizer
+from trainer.process import time_limits
 from trainer.run.directory import RunDirectory
 from trainer.run.stopping import StopRequest
 from trainer.tasks.base import open_journal
@@ -245,7 +246,8 @@ def test_a_machine_with_an_empty_disk_brings_the_records_from_the_store(tmp_path
     caplog.set_level("INFO")
     with s3_server() as url:
         use_s3(monkeypatch, url)
-        cfg = settings(tmp_path, ckpt_path=make_bucket("records") + "/run", lock_lease_s=1)
+        monkeypatch.setattr(time_limits, "LOCK_LEASE_S", 1.0)
+        cfg = settings(tmp_path, ckpt_path=make_bucket("records") + "/run")
         store = open_storage(cfg.trainer.ckpt_path)
         run(cfg, model, kill_in=4)
         assert {*records_in(store).values()} >= {3, 4}
@@ -321,7 +323,7 @@ def run_batches(cfg: Config, model: str, monkeypatch: pytest.MonkeyPatch, kill_a
 def test_what_is_missing_after_a_kill_in_the_reward_phase_has_the_same_bits(tmp_path, monkeypatch, has_turns):
     """The log-probs of transformers depend on which requests run together: what is recorded runs again as company."""
     model = str(tmp_path / "model")
-    build_tiny(TinyConfig(hidden_size=384, intermediate_size=1024), model)
+    build_tiny(TinyShape(hidden_size=384, intermediate_size=1024), model)
     (tmp_path / "model/generation_config.json").write_text(json.dumps({"eos_token_id": [*range(0, 256, 9)]}))
     rows, generated = [], []
     for name, kill_after in (("whole", None), ("most", 11), ("some", 1)):

@@ -18,9 +18,6 @@ from trainer.algorithms import (
     kl_penalty,
 )
 
-PROVEN_KEYS = {"algorithm.kl_controller"}
-"""Keys that a resume changes with permission, and whose changes the tests of this file prove."""
-
 
 @table("kind", KL_ESTIMATORS)
 @settings(max_examples=25, deadline=None)

@@ -11,8 +11,7 @@ from tests.support.checkpoints import write_two
 from tests.support.fault_proxy import Faults, fault_proxy
 from tests.support.one_rank import save_run
 from tests.support.ranks import run_ranks
-from trainer.config import TinyConfig
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.process import time_limits
 
 
@@ -27,7 +26,7 @@ def real_checkpoints(tmp_path_factory):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128, seed=3), str(path))
+    build_tiny(TinyShape(hidden_size=64, intermediate_size=128, seed=3), str(path))
     return path
 
 

@@ -148,7 +148,7 @@ def test_a_disk_that_hangs_does_not_hold_up_the_end_of_a_job(tmp_path, monkeypat
         lock.release()
     assert caplog.messages == [
         f"{lock.path}: the run directory is still locked by this job (the storage has not answered for 0.2 s); another "
-        "job can take it when this process has ended, on another machine 60 s after that (trainer.lock_lease_s)"
+        "job can take it when this process has ended, on another machine 60 s after that"
     ]
     wait_until(lambda: not os.path.exists(lock.path))  # the disk answers again
 

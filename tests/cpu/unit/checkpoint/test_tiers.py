@@ -143,11 +143,13 @@ def test_an_object_store_that_is_full_fails_a_save_with_its_reason(root, faults)
     assert checkpoints.store.steps() == [2]
 
 
-def test_a_store_that_is_out_of_service_does_not_stop_saves(root, tmp_path, faults):
+def test_a_store_that_is_out_of_service_does_not_stop_saves(root, tmp_path, faults, monkeypatch):
     """Meanwhile another job takes the lock of the store over: nothing is uploaded any more, and saves end soon."""
+    monkeypatch.setattr(time_limits, "UPLOAD_END_S", 0.0)
+    monkeypatch.setattr(time_limits, "LOCK_LEASE_S", 1.0)
     storage = open_storage(root)
-    disk = {"ckpt_path": root, "ckpt_cache_dir": str(tmp_path / "disk"), "ckpt_upload_timeout_s": 0}
-    with OpenRun(configured(tmp_path / "run", **disk, lock_lease_s=1), {"step": 0}) as run:
+    disk = {"ckpt_path": root, "ckpt_cache_dir": str(tmp_path / "disk")}
+    with OpenRun(configured(tmp_path / "run", **disk), {"step": 0}) as run:
         run.save(1)
         wait_until_above(root, [1])
         faults.plan = lambda method, path: CUT
@@ -172,8 +174,9 @@ def test_a_store_that_is_out_of_service_does_not_stop_saves(root, tmp_path, faul
     assert open_store(root).steps() == [1, 2, 3]
 
 
-def test_what_is_superfluous_above_waits_for_a_store_that_is_out_of_service(root, tmp_path, faults):
-    disk = {"ckpt_path": root, "ckpt_cache_dir": str(tmp_path / "disk"), "ckpt_upload_timeout_s": 0}
+def test_what_is_superfluous_above_waits_for_a_store_that_is_out_of_service(root, tmp_path, faults, monkeypatch):
+    monkeypatch.setattr(time_limits, "UPLOAD_END_S", 0.0)
+    disk = {"ckpt_path": root, "ckpt_cache_dir": str(tmp_path / "disk")}
     with OpenRun(configured(tmp_path / "run", **disk, max_ckpts_to_keep=2), {"step": 0}) as run:
         checkpoints = run.directory.checkpoints
         for step in (1, 2):

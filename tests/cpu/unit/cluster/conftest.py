@@ -13,7 +13,7 @@ from trainer.config import Config
 def settings() -> Config:
     """Ray has capacity for two ranks and three engines, which suffices for the two groups of a test."""
     cfg = Config()
-    cfg.trainer.heartbeat_timeout_s, cfg.trainer.num_workers, cfg.rollout.num_engines = 10.0, 2, 3
+    cfg.trainer.num_workers, cfg.rollout.num_engines = 2, 3
     return cfg
 
 

@@ -41,8 +41,9 @@ from tests.cpu.unit.cluster.hosted import Host
 from trainer.cluster.ray_cluster import RayCluster
 from trainer.config import Config
 from trainer.errors import WorkerError
+from trainer.process import time_limits
 cfg = Config()
-cfg.trainer.ray_address, cfg.trainer.node_timeout_s = sys.argv[1], 2.0
+cfg.trainer.ray_address, time_limits.NODE_ANSWER_S = sys.argv[1], 2.0
 
 def replace(engine):
     try:

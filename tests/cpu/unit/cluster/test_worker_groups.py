@@ -20,8 +20,7 @@ from tests.support.jobs import wait_until
 from trainer.cluster.process_cluster import ProcessCluster
 from trainer.cluster.ray_cluster import RayCluster
 from trainer.cluster.supervisor import is_running
-from trainer.cluster.worker_groups import CallFutures, Timeouts, WorkerGroup, timeouts_of
-from trainer.config import Config
+from trainer.cluster.worker_groups import CallFutures, Timeouts, WorkerGroup
 from trainer.errors import UserError, WorkerError, failure_source_of
 from trainer.process import time_limits
 from trainer.process.tracing import TRACER
@@ -176,9 +175,7 @@ def test_a_rank_that_is_stopped_while_it_starts_is_named(cluster, monkeypatch):
     stopped.suspend()
     monkeypatch.setattr(time_limits, "IMPORTS_S", 0.0)
     group.timeouts = dataclasses.replace(group.timeouts, heartbeat_s=4.0)
-    with pytest.raises(
-        WorkerError, match=rf"^{late.name} .process {stopped.pid} on .* not answered .*heartbeat_timeout_s"
-    ):
+    with pytest.raises(WorkerError, match=rf"^{late.name} .process {stopped.pid} on .* not answered"):
         group.call("pid")
     cluster.release(group)
     assert not is_running(stopped)
@@ -197,9 +194,7 @@ def test_a_rank_that_hangs_after_fast_calls_is_named(group):
     pid = group.call("pid")[0]
     os.kill(pid, signal.SIGSTOP)
     try:
-        with pytest.raises(
-            WorkerError, match=rf"rank 0 .process {pid} on .* has not answered for .*heartbeat_timeout_s"
-        ):
+        with pytest.raises(WorkerError, match=rf"rank 0 .process {pid} on .* has not answered for"):
             group.call("pid")
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -227,14 +222,6 @@ def test_poll_returns_the_failure_of_one_worker_and_the_results_of_others(group)
     result, error = outcomes[1]
     assert result is None and error.cause == "killed" and failure_source_of(error).name == "rank 1"
     assert failure_source_of(error).role == "rank"
-
-
-def test_the_config_says_how_long():
-    t = Config().trainer
-    t.heartbeat_timeout_s, t.rpc_timeout_s = 11.0, 12.0
-    timeouts = timeouts_of(t, lambda: "x", lambda: {"10.0.0.1": "no answer"})
-    assert (timeouts.heartbeat_s, timeouts.rpc_s) == (11.0, 12.0)
-    assert timeouts.failed_process() == "x" and timeouts.failed_nodes() == {"10.0.0.1": "no answer"}
 
 
 def test_imports_of_a_starting_process_may_keep_it_from_answering():

@@ -24,7 +24,7 @@ from trainer.import_utils import parameter_names
 
 CONTRADICTIONS = [
     (["algorithm=ppo", "algorithm.kl_estimator=k3+"], r"algorithm.kl_estimator=k3\+.*straight-through"),
-    (["algorithm=cispo", "algorithm.kl_controller=adaptive"], "algorithm.kl_controller=adaptive.*kl_coef"),
+    (["algorithm=cispo", "+algorithm.options.kl_target=1"], "algorithm.options.kl_target=1.*kl_coef"),
     (["algorithm=remax", "rollout.n=1", "algorithm.dynamic_sampling=true"], "rollout.n=1.*dynamic_sampling"),
     (["algorithm=dapo", "rollout.temperature=0"], "rollout.temperature=0.0: .*dynamic_sampling"),
     (["algorithm.overlong_buffer=17"], "algorithm.overlong_buffer=17: exceeds rollout.max_response_tokens=16"),

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from trainer.config import Config, FSDPConfig, RoleSpec, policy_role
-from trainer.config.axes import AXES, Axis, axes_in_rank_order, axis_sizes
 from trainer.config.rules import check_trainer
 from trainer.config.tasks import TASKS, find_task
+from trainer.config.trainer import AXES, Axis, axes_in_rank_order, axis_sizes
 from trainer.errors import UserError
 
 

@@ -26,8 +26,7 @@ CONTRADICTIONS = [
     (["data=files", "data.train_files=[a.jsonl]"], "trainer.val_interval=10: needs data.val_files"),
     (["data.train_size=-1"], "data.train_size=-1: a generator needs a number of examples"),
     (["+data.synthetic_args.letters=3"], "data.synthetic_args.*min_letters"),
-    (["data=reasoning_gym"], "data.task=null: data.synthetic=reasoning_gym needs the name of a task"),
-    (["data.task=chain_sum"], "data.task=chain_sum: is read by data.synthetic=reasoning_gym alone"),
+    (["data=reasoning_gym"], "data.synthetic_args.task: data.synthetic=reasoning_gym needs the name of a task"),
     (["+data.synthetic_args.min_letters=x"], "data.synthetic_args.*min_letters must be a whole number"),
     (["data.curriculum=hardest"], "data.curriculum=hardest: must be an import path"),
     (
@@ -68,7 +67,7 @@ CONTRADICTIONS = [
 ]
 AT_THE_BOUND = [
     ["data=files", "data.train_files=[a.jsonl]", "trainer.val_interval=-1"],
-    ["data=reasoning_gym", "data.task=chain_sum", "+data.synthetic_args.operators=[+,-]"],
+    ["data=reasoning_gym", "data.synthetic_args.task=chain_sum", "+data.synthetic_args.operators=[+,-]"],
 ]
 
 
@@ -156,7 +155,7 @@ def test_a_wrong_key_of_a_mix_in_a_file_is_named_with_its_line(tmp_path):
 
 def test_the_token_of_a_sources_judge_is_a_secret(monkeypatch):
     monkeypatch.setenv("JUDGE_OF_MATH", "Bearer 9x7-of-math")
-    compose([*MIX, "data.mix.math.reward.remote.header_env=JUDGE_OF_MATH"])
+    compose([*MIX, "data.mix.math.reward.authorization_env=JUDGE_OF_MATH"])
     assert "9x7" not in redact_text("it said: Bearer 9x7-of-math")
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainer.config import ENGINES, EngineSpec, compose
-from trainer.config.engines import engines_with, find_engine
-from trainer.config.transports import TRANSPORTS
+from trainer.config.engines import TRANSPORTS, engines_with, find_engine
 from trainer.errors import UserError
 from trainer.generation.engine import BUILT_IN, make_engine
 from trainer.import_utils import import_function

@@ -21,7 +21,7 @@ CONTRADICTIONS = [
     ),
     (
         ["environment.name=guess:Guess", "environment.max_tokens=5000"],
-        "environment.max_tokens=5000: exceeds model.tiny.max_position_embeddings=4096",
+        "environment.max_tokens=5000: exceeds 4096, the longest sequence of the built-in model",
     ),
     (
         ["environment.name=guess:Guess", "environment.agent_host=0.0.0.0"],

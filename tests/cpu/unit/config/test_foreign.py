@@ -3,8 +3,7 @@
 import re
 
 from tests.support.config import explained
-from trainer.config.foreign import counterpart_of, foreign_keys
-from trainer.config.schema import is_name
+from trainer.config.schema import counterpart_of, foreign_keys, is_name
 
 
 def test_a_foreign_key_is_refused_with_its_counterpart():

@@ -32,7 +32,7 @@ def test_every_choice_of_the_groups_composes(group):
     assert paths
     needed = {
         "files": ["data.train_files=[a.jsonl]", "data.val_files=[b.jsonl]"],
-        "reasoning_gym": ["data.task=chain_sum"],
+        "reasoning_gym": ["data.synthetic_args.task=chain_sum"],
     }
     for path in paths:
         compose([f"{group}={path.stem}", *needed.get(path.stem, [])])

@@ -14,7 +14,7 @@ from trainer.metrics.sinks import group_of
 
 def test_a_run_has_its_name_in_wandb_and_no_group_outside_of_a_sweep():
     cfg = compose(["trainer.run_name=mine"])
-    assert (cfg.logger.name, cfg.logger.project, cfg.logger.wandb.mode) == ("mine", "trainer", "off")
+    assert (cfg.logger.name, cfg.logger.project, cfg.logger.services) == ("mine", "trainer", [])
     assert group_of(cfg.logger, {"trainer": {"run_name": "mine"}}) is None
     assert group_of(LoggerConfig(name="mine-lr=1"), {"trainer": {"run_name": "mine"}}) == "mine"
     assert compose(["trainer.run_name=mine", "logger.name=other"]).logger.name == "other"
@@ -25,8 +25,8 @@ def test_a_service_whose_package_is_missing_is_refused_with_the_extra_that_has_i
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError) as refused:
         compose([f"logger={section}"])
-    problem = f"the package is missing; install the extra `{section}` (docs/install.md)"
-    assert str(refused.value) == f"logger.{section}.enabled=True: {problem}"
+    problem = f"the package {section} is missing; install the extra `{section}` (docs/install.md)"
+    assert str(refused.value) == f"logger.services=['{section}']: {problem}"
 
 
 @pytest.mark.parametrize("port", [0, 65536, -1])
@@ -36,12 +36,11 @@ def test_a_port_that_is_none_is_refused(port):
 
 
 def test_a_run_within_a_run_has_no_service():
-    logger = LoggerConfig(prometheus_port=9000)
-    logger.wandb.mode, logger.mlflow.enabled, logger.trackio.enabled = "online", True, True
+    logger = LoggerConfig(prometheus_port=9000, services=["wandb", "mlflow", "trackio"])
     assert logger.without_services() == LoggerConfig()
 
 
 def test_a_resume_may_change_what_is_shown():
     changes = {key: rule.change for key, rule in resume_rules(compose([])).items() if key.startswith("logger.")}
     assert changes == {f"logger.{key}": "harmless" for key, *_ in walk_keys(LoggerConfig())}
-    assert {"logger.progress", "logger.wandb.mode", "logger.sink.kwargs"} <= set(changes)
+    assert {"logger.progress", "logger.services", "logger.sink.kwargs"} <= set(changes)

@@ -6,10 +6,9 @@ from tests.cpu.unit.config.contradictions import test_contradictions_are_refused
 from trainer.config import compose
 
 CONTRADICTIONS = [
-    (["model.tiny.num_kv_heads=3"], "model.tiny.num_kv_heads=3: must divide"),
-    (["model.tiny.head_dim=3"], "model.tiny.head_dim=3: must be even"),
-    (["sft.max_length=5000"], "sft.max_length=5000: exceeds model.tiny.max_position_embeddings"),
-    (["rollout.max_response_tokens=4090"], "rollout.max_response_tokens=4090: with .*max_position_embeddings=4096"),
+    (["model.tiny.hidden_size=100"], "model.tiny.hidden_size=100: must be a multiple of 32"),
+    (["sft.max_length=5000"], "sft.max_length=5000: exceeds 4096, the longest sequence of the built-in model"),
+    (["rollout.max_response_tokens=4090"], "rollout.max_response_tokens=4090: with .*exceeds 4096"),
     (
         ["+model.chat_template_kwargs={enable-thinking:false}"],
         "model.chat_template_kwargs.*'enable-thinking' is no name",

@@ -6,7 +6,7 @@ import pytest
 
 from trainer.config import EnvironmentConfig, RewardConfig
 from trainer.config.data import ValSetConfig
-from trainer.config.named_sections import read_section
+from trainer.config.hydra import read_section
 from trainer.errors import UserError
 
 

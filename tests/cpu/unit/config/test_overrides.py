@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import re
 import subprocess
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from tests.support.config import KEYS, explained
 from trainer.config import Config, TrainerConfig, compose
 from trainer.config.overrides import parsed, refuse_unread, unread_words
 from trainer.errors import UserError
-from trainer.files.documents import flatten
 
 WRONG = {
     "trainer.sed=1": "trainer.sed: no such key; did you mean trainer.seed, or model.tiny.seed?",
@@ -32,7 +31,7 @@ WRONG = {
     "trainer.seed=1,2": "several values run one job each; add -m for that, or write trainer.seed=[…] for a list",
     "trainer.seed=two": "trainer.seed: Value 'two' of type 'str' could not be converted to Integer; it must be int",
     "trainer.seed=null": "trainer.seed: ",
-    "trainer.deadline=[1]": "trainer.deadline: Cannot convert 'list' to string: '['1']'; it must be str | null",
+    "trainer.deadline=[1]": "trainer.deadline: Cannot convert 'list' to string: '[1]'; it must be str | null",
     "data.train_files=a.jsonl": "it must be list[str]",
     "rollout.n=0": "rollout.n=0: must be at least 1",
     "trainer.policy=x": "trainer.policy: is a section, and takes no value; its keys are trainer.policy.optimizer, ",
@@ -56,6 +55,27 @@ def test_a_wrong_override_gets_one_sentence():
     headline, *sentences = explained("trainer.sed=1", "rolout.n=2", "trainer.seed={").split("\n  ")
     assert headline == "the command cannot be read:"
     assert [sentence.partition(":")[0] for sentence in sentences] == ["trainer.sed", "rolout.n", "trainer.seed={"]
+
+
+def test_words_that_would_be_other_texts_are_refused_with_their_quotes(tmp_path):
+    file = tmp_path / "own.yaml"
+    for word in ("12e4567", "1e5", "007", "1_000", "1.10", "1.", "+1", "true", "False"):
+        for key in ("trainer.run_name", "model.path", "reward.name", "data.mix.a.prompt_key"):
+            assert f"{word} is read as a number or truth value; write it in quotes" in explained(f"{key}={word}"), key
+        assert f"{word} is read as" in explained(f"data.train_files=[a,{word}]")
+        file.write_text(f"trainer:\n  run_name: {word}\n")
+        with pytest.raises(UserError, match=rf"own.yaml:2: trainer.run_name: {re.escape(word)} is read as a number"):
+            compose([], config_file=str(file))
+    for word, name in (
+        ("2026", "2026"),
+        ("-1", "-1"),
+        ("0.5", "0.5"),
+        ("'007'", "007"),
+        ("1e5x", "1e5x"),
+    ):
+        assert compose([f"trainer.run_name={word}"]).trainer.run_name == name
+        file.write_text(f"trainer: {{run_name: {word}}}")
+        assert compose([], config_file=str(file)).trainer.run_name == name
 
 
 def test_flags_may_stand_anywhere():
@@ -139,8 +159,8 @@ OF_SOURCE = "data.mix.a.environment.name=my:World"
             "set environment.name=null",
         ),
         (
-            [ENVIRONMENT, "reward={name: math, weights: [2]}", "reward.remote.deadline_s=3"],
-            "reward.name: environment.name=my:World gives the rewards, so reward.name is not read; ",
+            [ENVIRONMENT, "reward={name: math, weights: [2]}", "reward.timeout_s=3"],
+            "reward: environment.name=my:World gives the rewards, so reward is not read; ",
         ),
         (
             [*MIX, OF_SOURCE, "data.mix.a.reward.name=math"],
@@ -166,24 +186,6 @@ def test_a_reward_that_an_environment_replaces_is_refused(words, sentence):
     with pytest.raises(UserError) as refused:
         refuse_unread(words, compose(words))
     assert str(refused.value).startswith(sentence), str(refused.value)
-
-
-def test_a_file_that_names_an_environment_and_a_reward_is_refused():
-    """In different files, each may serve other runs as well."""
-    cfg = compose([ENVIRONMENT])
-    lines = {"environment.name": "a.yaml:3", "reward": "a.yaml:4", "reward.name": "a.yaml:5"}
-    with pytest.raises(UserError, match="^a.yaml:5: reward.name: environment.name=my:World gives the rewards"):
-        refuse_unread([], cfg, lines)
-    refuse_unread([], compose([]), lines)
-    refuse_unread([], compose(["trainer.task=sft", ENVIRONMENT]), lines)
-    refuse_unread([], cfg, lines | {"environment.name": "b.yaml:3"})
-
-
-def test_the_recorded_config_of_a_run_with_an_environment_is_accepted():
-    cfg = compose([ENVIRONMENT])
-    recorded = flatten(dataclasses.asdict(cfg))
-    assert {"environment.name", "reward.name"} <= recorded.keys()
-    refuse_unread([], cfg, {key: f"config.yaml:{number}" for number, key in enumerate(recorded)})
 
 
 def test_supervised_stages_of_examples_get_the_words_that_they_read():

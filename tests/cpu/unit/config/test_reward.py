@@ -28,7 +28,7 @@ AT_THE_BOUND = [
 
 def test_credentials_in_an_address_are_refused_and_not_shown():
     sentence = refusal_of(["reward.name=remote", "reward.url=http://me:hush@judge/score"])
-    assert sentence == "reward.url: holds credentials, which would be saved; use reward.remote.header_env"
+    assert sentence == "reward.url: holds credentials, which would be saved; use reward.authorization_env"
 
 
 def test_one_reward_and_several_are_a_list_of_names():

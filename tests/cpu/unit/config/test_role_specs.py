@@ -8,9 +8,8 @@ import pytest
 
 from trainer.cluster.resources import rank_groups
 from trainer.config import AlgorithmConfig, Config, OptimizerConfig, RoleSpec
-from trainer.config.role_specs import check_roles, policy_role
 from trainer.config.rules import check_critic, check_names
-from trainer.config.tasks import TASKS, find_task
+from trainer.config.tasks import TASKS, check_roles, find_task, policy_role
 from trainer.errors import UserError
 
 

@@ -33,12 +33,7 @@ def test_open_sections_are_those_with_keys_of_the_users_choice():
 
 def test_valid_keys_are_those_below_a_section():
     assert valid_keys()[:2] == ["trainer", "algorithm"]
-    assert valid_keys("reward.remote") == [
-        "reward.remote.completions_per_request",
-        "reward.remote.deadline_s",
-        "reward.remote.header",
-        "reward.remote.header_env",
-    ]
+    assert valid_keys("logger.sink") == ["logger.sink.name", "logger.sink.kwargs"]
     assert valid_keys("nothing") == []
 
 

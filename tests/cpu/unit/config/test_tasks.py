@@ -61,8 +61,8 @@ def test_what_is_no_task_is_refused(name, problem):
     ids=["own", "accuracy", "sft"],
 )
 def test_the_default_metric_stands_for_the_best_of_the_task(task, compared):
-    assert task.compared_by(ACCURACY, "max") == compared
-    assert task.compared_by("reward/mean", "max") == ("reward/mean", "max")
+    assert task.compared_by(ACCURACY) == compared
+    assert task.compared_by("reward/mean") == ("reward/mean", "max")
 
 
 def test_a_task_whose_module_does_not_exist_yet_is_loaded_when_it_is_asked_for():

@@ -51,7 +51,7 @@ CONTRADICTIONS = [
     (["trainer.load_components=[weights]"], "trainer.load_components.*needs trainer.resume_mode=from_path"),
     (["trainer.ckpt_interval=often"], "trainer.ckpt_interval=often: must be a number of steps, -1 or auto"),
     (["trainer.keep_best=1"], "trainer.keep_best=1: .*set trainer.max_ckpts_to_keep too"),
-    (["trainer.keep_every=4"], "trainer.keep_every=4: .*set trainer.max_ckpts_to_keep too"),
+    (["trainer.keep_best=4"], "trainer.keep_best=4: .*set trainer.max_ckpts_to_keep too"),
     (
         ["trainer.keep_best=1", "trainer.max_ckpts_to_keep=1", "trainer.val_interval=-1"],
         "trainer.keep_best=1: trainer.best_metric=val/accuracy is never measured",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from trainer.config import Config
-from trainer.config.rollout_rules import check_rollout
-from trainer.config.transports import ADAPTER, TRANSPORTS, TransportSpec, find_transport
+from trainer.config.engines import ADAPTER, TRANSPORTS, TransportSpec, find_transport
+from trainer.config.rules import check_rollout
 from trainer.errors import UserError
 from trainer.generation.transport import BUILT_IN, Transport, TransportBase
 

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.config import DataConfig, SFTConfig, TinyConfig
+from trainer.config import DataConfig, SFTConfig
 from trainer.data.datasets import load_prompts
 from trainer.data.ledger import Ledger, SampleIndex, find_curriculum
 from trainer.data.rollout_io import write_rollouts
 from trainer.data.sft_dataset import load_train
 from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.models.tokenizer import load_tokenizer
 from trainer.sources.supervised import SupervisedSource
 
@@ -368,7 +368,7 @@ Settings = dict[str, Any]
 def files(tmp_path_factory) -> dict[str, str]:
     """A model's directory, another chat template, examples and rollouts."""
     root = tmp_path_factory.mktemp("files")
-    build_tiny(TinyConfig(hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1), str(root / "model"))
+    build_tiny(TinyShape(hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1), str(root / "model"))
     (root / "other.jinja").write_text("{% for m in messages %}<|user|>Q: {{ m['content'] }}{% endfor %}<|assistant|>")
     polite = "{% for m in messages %}<|user|>{{ greeting }}{{ m['content'] }}{% endfor %}<|assistant|>"
     (root / "polite.jinja").write_text(polite)

@@ -96,14 +96,26 @@ def test_a_task_with_too_few_examples_is_refused():
 
 def test_tasks_that_cannot_be_made_are_refused_in_one_sentence():
     for task, options, message in (
-        ("chain_sums", {}, "data.task=chain_sums: reasoning-gym .* has no such task; did you mean chain_sum"),
-        ("chain_sum", {"terms": 3}, "data.task=chain_sum takes no terms; .*min_terms"),
+        (
+            "chain_sums",
+            {},
+            "task=chain_sums: reasoning-gym .* has no such task; did you mean chain_sum",
+        ),
+        ("chain_sum", {"terms": 3}, "the task chain_sum takes no terms; .*min_terms"),
         ("chain_sum", {"size": 3}, "takes no size"),
-        ("chain_sum", {"min_terms": 0}, "reasoning-gym refuses them for data.task=chain_sum .AssertionError"),
-        ("composite", {}, "reasoning-gym refuses them for data.task=composite"),
+        (
+            "chain_sum",
+            {"min_terms": 0},
+            "reasoning-gym refuses them for the task chain_sum .AssertionError",
+        ),
+        ("composite", {}, "reasoning-gym refuses them for the task composite"),
         ("composite", {"datasets": [{"name": "no"}]}, "reasoning-gym refuses them .*no"),
         ("n_queens", {}, "the score of reasoning-gym's task n_queens evaluates what the policy has written"),
-        ("composite", {"datasets": [{"name": "countdown"}]}, "data.task=composite: .* task countdown evaluates"),
+        (
+            "composite",
+            {"datasets": [{"name": "countdown"}]},
+            "task=composite: .* task countdown evaluates",
+        ),
     ):
         with pytest.raises(UserError, match=message) as error:
             check_task(task, options)
@@ -112,10 +124,10 @@ def test_tasks_that_cannot_be_made_are_refused_in_one_sentence():
 
 @pytest.mark.processes
 def test_a_task_is_checked_with_the_files():
-    data = DataConfig(synthetic=NAME, task="chain_sums", train_size=4, val_size=4)
+    data = DataConfig(synthetic=NAME, synthetic_args={"task": "chain_sums"}, train_size=4, val_size=4)
     with pytest.raises(UserError, match="did you mean chain_sum"):
         check_files(data)
-    rows = load_rows(DataConfig(synthetic=NAME, task="chain_sum", train_size=4), "train").prompts
+    rows = load_rows(DataConfig(synthetic=NAME, synthetic_args={"task": "chain_sum"}, train_size=4), "train").prompts
     assert all(prompt.row[NAME]["task"] == "chain_sum" for prompt in rows)
 
 

@@ -12,11 +12,10 @@ import pyarrow.feather
 import pytest
 
 from tests.support.runs import OpenRun, configured
-from trainer.config import TinyConfig
 from trainer.data.rollout_io import main, read_rollouts, write_rollouts
 from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.models.tokenizer import load_tokenizer
 
 
@@ -81,7 +80,7 @@ def test_an_episode_that_cannot_be_kept_is_named(tmp_path):
 
 def test_a_reward_that_failed_reaches_no_limit(tmp_path):
     """Left out or counted as 0, it may have been any."""
-    build_tiny(TinyConfig(hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1), str(tmp_path / "model"))
+    build_tiny(TinyShape(hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1), str(tmp_path / "model"))
     tokenizer = load_tokenizer(str(tmp_path / "model"))
     sample = Sample(np.array([1, 65]), np.array([0, 1], np.float32), np.array([0, -0.5], np.float32), (1, 1))
     rewards = [(None, "is nan"), (0.0, "is nan"), (0.0, "")]

@@ -10,20 +10,20 @@ import math
 import numpy as np
 import pytest
 
-from trainer.config import DataConfig, SFTConfig, TinyConfig
+from trainer.config import DataConfig, SFTConfig
 from trainer.data import sft_dataset
 from trainer.data.rollout_io import read_lines, write_rollouts
 from trainer.data.turns import Stops
 from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.models.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory) -> str:
     path = str(tmp_path_factory.mktemp("tiny"))
-    build_tiny(TinyConfig(), path)
+    build_tiny(TinyShape(), path)
     return path
 
 

@@ -11,12 +11,12 @@ import pytest
 from tests.support.forks import fork_server, run_forked
 from tests.support.jobs import environment, wait_until
 from trainer.checkpoint.lock import RunLock
-from trainer.config import TinyConfig, compose
+from trainer.config import compose
 from trainer.errors import UserError, sentences_of
 from trainer.evaluate.job import _check_sources, _Evaluating, run_evaluation
 from trainer.evaluate.results import SetResult
 from trainer.evaluate.subject import Subject
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.run.run_metadata import record_start
 
 pytestmark = pytest.mark.timeout(900)
@@ -27,7 +27,7 @@ ROWS = 12
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
     path = str(tmp_path_factory.mktemp("models") / "tiny")
-    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128), path)
+    build_tiny(TinyShape(hidden_size=64, intermediate_size=128), path)
     return path
 
 

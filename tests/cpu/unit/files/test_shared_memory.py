@@ -16,12 +16,12 @@ from safetensors.torch import load_file
 from tests.support.namespaces import with_mounts
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
-from trainer.config import RolloutConfig, TinyConfig
+from trainer.config import RolloutConfig
 from trainer.errors import UserError
 from trainer.files.shared_memory import SHARED_MEMORY, SharedDirectory, check_free_space, check_owner, clear_abandoned
 from trainer.generation.transformers_engine import TransformersEngine
 from trainer.generation.weight_sync import SharedMemory
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.workers.rank import Rank
 
 HOLD = """
@@ -204,7 +204,7 @@ def share(rank: Rank, model: str) -> tuple[str | None, dict[str, torch.Tensor]]:
 
 def test_all_ranks_write_to_one_private_directory(tmp_path):
     model = str(tmp_path / "model")
-    build_tiny(TinyConfig(), model)
+    build_tiny(TinyShape(), model)
     (where, weights), _ = run_ranks(2, share, model)
     assert where is not None and where.startswith(f"700 {SHARED_MEMORY}/trainer-weights-")
     assert not os.path.exists(where.split()[1])
@@ -214,7 +214,7 @@ def test_all_ranks_write_to_one_private_directory(tmp_path):
 
 def test_weights_are_not_written_through_a_link(tmp_path):
     model, out, victim = (str(tmp_path / name) for name in ("model", "out", "victim"))
-    build_tiny(TinyConfig(), model)
+    build_tiny(TinyShape(), model)
     os.mkdir(out)
     Path(victim).write_text("precious")
     os.symlink(victim, os.path.join(out, "model.safetensors"))

@@ -19,12 +19,13 @@ from tests.support.plain_engine import PlainRank, PlainRanks
 from tests.support.plain_pool import StartPool
 from trainer.cluster.fork_server import ForkServer
 from trainer.cluster.process_cluster import ProcessCluster
-from trainer.config import Config, LoraConfig, RolloutConfig, TinyConfig
+from trainer.config import Config, LoraConfig, RolloutConfig
 from trainer.config.engines import ENGINES, EngineSpec
 from trainer.generation.engine_pool import EnginePool
 from trainer.generation.transformers_engine import TransformersEngine
 from trainer.generation.weight_sync import SharedMemory
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
+from trainer.process import time_limits
 from trainer.process.failure_log import INCIDENTS
 
 
@@ -33,7 +34,7 @@ def model_paths(tmp_path_factory) -> dict[bool, str]:
     """Model directories by whether the output head is tied to the embedding."""
     paths = {tied: str(tmp_path_factory.mktemp("model")) for tied in (True, False)}
     for tied, path in paths.items():
-        build_tiny(TinyConfig(tie_word_embeddings=tied, seed=5), path)
+        build_tiny(TinyShape(tie_word_embeddings=tied, seed=5), path)
         # Random weights predict nearly the same everywhere; larger ones have an opinion to sample from.
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         with torch.no_grad():
@@ -95,8 +96,6 @@ def start(plain_launcher, tmp_path, monkeypatch) -> Iterator[StartPool]:
         def start(
             device: str = "cpu",
             lora: bool = False,
-            rpc_timeout_s: float = 600.0,
-            master_port: int = 0,
             max_restarts: int = 0,
             waits: bool = True,
             num_workers: int = 1,
@@ -105,9 +104,9 @@ def start(plain_launcher, tmp_path, monkeypatch) -> Iterator[StartPool]:
             **rollout,
         ) -> tuple[EnginePool, PlainRanks]:
             cfg = Config(rollout=RolloutConfig(**{"engine": "plain", **rollout}))
-            cfg.trainer.rpc_timeout_s, cfg.trainer.master_port = rpc_timeout_s, master_port
             cfg.trainer.num_workers, cfg.trainer.deterministic = num_workers, deterministic
-            cfg.trainer.max_restarts, cfg.trainer.heartbeat_timeout_s = max_restarts, 3.0 if max_restarts else 300.0
+            cfg.trainer.max_restarts = max_restarts
+            monkeypatch.setattr(time_limits, "HEARTBEAT_S", 3.0 if max_restarts else 300.0)
             if lora:
                 cfg.trainer.policy.lora = dataclasses.replace(LoraConfig(), rank=4)
             cluster = clusters.enter_context(ProcessCluster(cfg, device, plain_launcher))

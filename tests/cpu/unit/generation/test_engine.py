@@ -43,14 +43,14 @@ from tests.support.generation import (
 from tests.support.plain_pool import begin
 from trainer.cluster.process_cluster import ProcessCluster
 from trainer.cluster.worker_groups import CallFutures
-from trainer.config import Config, RolloutConfig, TinyConfig
+from trainer.config import Config, RolloutConfig
 from trainer.errors import UserError
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.engine_pool import EnginePool
 from trainer.generation.transformers_engine import TransformersEngine
 from trainer.generation.weight_sync import Adapter, SharedMemory
 from trainer.learner.train_workers import StoredBatch, TrainWorkers
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.objectives.base import make_objective
 from trainer.parallel.batching import Batch, select
 from trainer.seeding import derive_seed
@@ -272,7 +272,7 @@ def test_vllm_profiles_itself_and_generates_the_same(model_paths, vllm_engine, t
     assert list(profile_dir.iterdir()) == []
 
 
-WIDE = TinyConfig(hidden_size=768, intermediate_size=2304, num_layers=1, num_heads=12, num_kv_heads=6, seed=5)
+WIDE = TinyShape(hidden_size=768, intermediate_size=2304, num_layers=1, num_heads=12, num_kv_heads=6, seed=5)
 """On CPU, a batch of one token rounds in another way, with a model that is not tiny."""
 
 

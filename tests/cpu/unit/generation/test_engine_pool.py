@@ -64,10 +64,11 @@ def test_an_engine_that_is_done_early_takes_from_the_rest(start, monkeypatch, sp
 def test_an_engine_that_never_answers_is_named(start, monkeypatch):
     monkeypatch.setitem(ENGINES, "plain", streaming())
     monkeypatch.setattr(time_limits, "POLL_INTERVAL_S", 0.1)
-    pool, _ = start(num_engines=2, rpc_timeout_s=6.0)
+    monkeypatch.setattr(time_limits, "CALL_S", 6.0)
+    pool, _ = start(num_engines=2)
     pool.start(version=1, is_initial=True)
     requests = [Request([i, 0], i, SAMPLED) for i in range(3)] + [Request([plain_engine.WAITS, 99], 0, SAMPLED)]
-    with pytest.raises(WorkerError, match=r"^engine 1 \(process .*: no result after \d+ s \(trainer.rpc_timeout_s\)"):
+    with pytest.raises(WorkerError, match=r"^engine 1 \(process .*: no result after \d+ s"):
         pool.generate(requests)
 
 
@@ -175,11 +176,10 @@ def test_the_ranks_on_the_gpus_of_engines_send(start, monkeypatch):
     assert pool._transport.transfer.senders == (0,)
 
 
-def test_ranks_and_engines_meet_at_the_port_after_those_of_the_ranks(start):
-    pool, _ = start(weight_sync="broadcast", master_port=5000)
+def test_a_receiver_that_writes_files_knows_how_much_comes(start):
+    pool, _ = start(weight_sync="broadcast")
     pool.start(version=1, is_initial=True)
-    assert pool._transport.transfer.address == "127.0.0.1:5001"
-    assert pool._transport.transfer.total_bytes == 1000, "a receiver that writes files looks for room"
+    assert pool._transport.transfer.total_bytes == 1000
 
 
 def test_engines_of_a_resumed_run_get_its_weights_at_the_start(start):

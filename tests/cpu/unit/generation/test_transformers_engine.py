@@ -11,23 +11,22 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.architectures import ARCHITECTURES, VOCABULARY, random_model
 from tests.support.generation import ROLLOUT, SAMPLED, assert_agrees, make_requests, tokens_of, with_sampling
-from trainer.config import TinyConfig
 from trainer.errors import UserError
 from trainer.generation.transformers_engine import TransformersEngine
 from trainer.generation.weight_sync import SharedMemory
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 
 
 def test_weights_that_lack_a_tensor_are_refused(model_paths, tmp_path):
     engine = TransformersEngine(model_paths[False], dtype="auto", seed=1, rollout=ROLLOUT, device="cpu")
-    save_file({"lm_head.weight": torch.zeros(320, TinyConfig().hidden_size)}, tmp_path / "model.safetensors")
+    save_file({"lm_head.weight": torch.zeros(320, TinyShape().hidden_size)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="no new values for 2. weights, model.embed_tokens.weight among them"):
         engine.sync_weights(SharedMemory(str(tmp_path)), 1)
 
 
 def test_a_model_whose_files_lack_a_weight_is_refused(tmp_path):
     """transformers would give it random values, and only log that."""
-    build_tiny(TinyConfig(num_layers=1, seed=5), str(tmp_path))
+    build_tiny(TinyShape(num_layers=1, seed=5), str(tmp_path))
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})

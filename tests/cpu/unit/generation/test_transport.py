@@ -9,8 +9,7 @@ import pytest
 from tests.support import plain_engine
 from tests.support.plain_pool import answers
 from trainer.config import RolloutConfig
-from trainer.config.engines import ENGINES, EngineSpec
-from trainer.config.transports import TRANSPORTS, TransportSpec, find_transport
+from trainer.config.engines import ENGINES, TRANSPORTS, EngineSpec, TransportSpec, find_transport
 from trainer.errors import UserError
 from trainer.generation.transport import SharedMemoryTransport, choose_transport, name_of
 

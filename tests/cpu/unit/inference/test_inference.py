@@ -31,8 +31,8 @@ from tests.support.inference import ROLLOUT as WORDS
 from tests.support.inference import TOKEN, Server, answering, copied, engine, free_port, job
 from tests.support.jobs import command_of
 from trainer.cluster.process_cluster import ProcessCluster
-from trainer.config import Config, TinyConfig, compose
-from trainer.config.inference import TOKEN as VARIABLE
+from trainer.config import Config, compose
+from trainer.config.rollout import TOKEN as VARIABLE
 from trainer.errors import UserError, WorkerError
 from trainer.files.shared_memory import SharedDirectory
 from trainer.generation import server_engine
@@ -44,7 +44,8 @@ from trainer.inference.gateway import _is_here, is_loopback
 from trainer.inference.lease import InUseError, Lease, RefusedError
 from trainer.inference.server import check, listen
 from trainer.inference.vllm_server import arguments, write_chat_template, write_generation_config
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
+from trainer.process import time_limits
 
 REQUESTS = [*make_requests(12, longest=200), *with_sampling(make_requests(4), GREEDY)]
 
@@ -53,7 +54,7 @@ REQUESTS = [*make_requests(12, longest=200), *with_sampling(make_requests(4), GR
 def model(tmp_path_factory) -> str:
     path = str(tmp_path_factory.mktemp("model"))
     # So wide that vLLM on CPU computes a batch of one token with other kernels.
-    shape = TinyConfig(hidden_size=768, intermediate_size=2304, num_layers=1, num_heads=12, num_kv_heads=6, seed=5)
+    shape = TinyShape(hidden_size=768, intermediate_size=2304, num_layers=1, num_heads=12, num_kv_heads=6, seed=5)
     build_tiny(shape, path)
     tensors = {
         name: tensor * 3 if tensor.dim() > 1 else tensor
@@ -87,8 +88,8 @@ def expected(model, weights) -> list[tuple]:
 @pytest.fixture(scope="module")
 def running_server(model, tmp_path_factory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "log"
-    words = (f"model.path={model}", "rollout.kv_cache_mb=64", "inference.lease_s=5", "inference.hang_timeout_s=20")
-    with Server(log, *words, *WORDS, token=TOKEN) as server:
+    words = (f"model.path={model}", "rollout.kv_cache_mb=64")
+    with Server(log, *words, *WORDS, token=TOKEN, limits="SERVER_LEASE_S=5 SERVER_HANG_S=20") as server:
         yield server.wait()
 
 
@@ -159,7 +160,7 @@ def test_weights_of_another_model_and_files_that_are_none_are_refused_and_the_en
             pass
 
 
-def test_one_job_uses_a_server(server, weights):
+def test_one_job_uses_a_server(server, weights, monkeypatch):
     with engine(server.url, job("a", 1)) as first:
         first.sync_weights(weights, 3)
         with pytest.raises(UserError, match="is in use by run a 1; choose another server, or end that job and wait"):
@@ -172,10 +173,12 @@ def test_one_job_uses_a_server(server, weights):
                 with engine(server.url, job("a", 1)):
                     pass
             with pytest.raises(WorkerError, match="is in use by run a 2, another copy of this run, until that has"):
-                with engine(server.url, copied(job("a", 2)), server_timeout_s=1):
-                    pass
+                with monkeypatch.context() as patch:
+                    patch.setattr(time_limits, "SERVER_ABSENCE_S", 1.0)
+                    with engine(server.url, copied(job("a", 2))):
+                        pass
             second._ended.set()  # as if its process were stopped
-            time.sleep(10)  # inference.lease_s is 5
+            time.sleep(10)  # the lease is 5 seconds
             with engine(server.url, job("b")), pytest.raises(UserError, match="this job has lost it"):
                 second.set_version(1)
     assert server.status()["job"] is None
@@ -309,8 +312,9 @@ def test_what_a_broken_connection_has_lost_is_asked_for_again(server, weights, e
 
 def test_a_server_that_is_absent_or_another_program_is_named(monkeypatch):
     url = f"http://127.0.0.1:{free_port()}"
-    sentence = rf"{url} .*Connection refused.*waited for 1 s \(rollout.server_timeout_s\)"
-    with pytest.raises(WorkerError, match=sentence) as raised, engine(url, server_timeout_s=1):
+    monkeypatch.setattr(time_limits, "SERVER_ABSENCE_S", 1.0)
+    sentence = rf"{url} .*Connection refused.*waited for 1 s"
+    with pytest.raises(WorkerError, match=sentence) as raised, engine(url):
         pass
     assert raised.value.cause == "server_absent"
     token = ["AQAAAA==", "", "stop", [1, 1], []]  # a token without its log-prob
@@ -435,7 +439,7 @@ def test_an_engine_that_dies_or_hangs_is_started_again_without_weights(server, w
     """The API server of vLLM is killed, which leaves no shared memory, and then its worker hangs."""
     segments = _mapped_segments(server.process.pid)
     for kind, at in ((signal.SIGKILL, 1), (signal.SIGSTOP, -1)):
-        with engine(server.url, server_timeout_s=300.0) as one:
+        with engine(server.url) as one:
             one.sync_weights(weights, 3)
             old = server.engine()
             old[at].send_signal(kind)
@@ -443,7 +447,7 @@ def test_an_engine_that_dies_or_hangs_is_started_again_without_weights(server, w
                 one.generate(REQUESTS)
             assert raised.value.cause == "server"
         assert not psutil.wait_procs(old, 120)[1]
-        with engine(server.url, server_timeout_s=300.0) as one:
+        with engine(server.url) as one:
             one.sync_weights(weights, 3)
             assert contents(one.generate(REQUESTS)) == expected
     assert segments and not any(map(os.path.exists, segments))

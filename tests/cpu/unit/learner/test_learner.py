@@ -15,17 +15,17 @@ from transformers import AutoModelForCausalLM
 from tests.support.ranks import local_cluster
 from tests.support.tables import table
 from trainer.algorithms import ADVANTAGES, aggregate, correction_weights
-from trainer.config import Config, TinyConfig
+from trainer.config import Config
 from trainer.episodes import Episode, Sample, TokenScores
 from trainer.learner.learner import Learner
 from trainer.metrics.timing import Timer
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
     path = str(tmp_path_factory.mktemp("model"))
-    size = TinyConfig(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
+    size = TinyShape(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
     build_tiny(size, path)
     return path
 
@@ -55,7 +55,6 @@ def a_step(
     ranks: int = 1,
     equal_rewards: bool = False,
     critic_warmup: int = 0,
-    share_prefixes: bool = True,
     rows_scored: int | None = None,
     kept: list[TokenScores] | None = None,
     update_epochs: int = 1,
@@ -66,8 +65,7 @@ def a_step(
     cfg.rollout.max_logprob_diff = None  # no engine has sampled the batch
     cfg.trainer.train_batch_size, cfg.trainer.mini_batch_size, cfg.rollout.n = 2, mini_batch, 4
     cfg.trainer.policy.optimizer.lr, cfg.trainer.update_epochs = 1e-2, update_epochs
-    cfg.logger.rollouts_interval = 0 if kept is None else 10
-    cfg.trainer.critic.warmup_steps, cfg.trainer.share_prefixes = critic_warmup, share_prefixes
+    cfg.trainer.critic.warmup_steps = critic_warmup
     for name, value in algorithm.items():
         setattr(cfg.algorithm, name, value)
     timer = Timer()
@@ -77,13 +75,13 @@ def a_step(
         made = [replace(episode, reward=1.0) for episode in episodes()] if equal_rewards else episodes()
         scored = _record_scored(learner)
         metrics = learner.update(learner.score(made, 1), 1)
-        assert (learner.token_scores is None) == (kept is None)
+        assert learner.token_scores is not None, "those of the first step are kept"
         if kept is not None:
             kept += learner.token_scores
         speed = learner.speed(len(made), 40, 1e3)
         assert 0 < speed["perf/mfu"] < 1e-4
         # All four completions of a prompt begin with the same four tokens. Each rank computes them once.
-        repeats = 2 * (4 - ranks) * 4 if share_prefixes and not critic_warmup else 0
+        repeats = 2 * (4 - ranks) * 4 if not critic_warmup else 0
         assert learner._shared == pytest.approx(repeats / 52)
     prompt = np.s_[:, :2]
     assert all(not logprobs[prompt].any() and logprobs.any() for logprobs in scored), "prompts were scored"
@@ -229,11 +227,6 @@ def test_two_ranks_learn_what_one_rank_learns(model):
         assert one[name] == pytest.approx(two[name], rel=1e-4, abs=1e-5), name
 
 
-def test_a_shared_prompt_changes_nothing_but_the_work(model):
-    shared, alone = a_step(model, mini_batch=1)[0], a_step(model, mini_batch=1, share_prefixes=False)[0]
-    assert shared == pytest.approx(alone, rel=1e-5, abs=1e-6)
-
-
 def test_an_episode_of_two_samples_is_scored_as_one(model):
     """As if its two halves were one row: the same advantages and metrics of the reward."""
     cfg = Config()
@@ -309,7 +302,7 @@ def test_functions_of_a_user_get_the_models_and_the_groups_that_they_read(model)
     cfg = Config()
     cfg.rollout.max_logprob_diff = None  # no engine has sampled the batch
     cfg.trainer.train_batch_size = cfg.trainer.mini_batch_size = 2
-    cfg.trainer.max_tokens_per_micro_batch, cfg.trainer.share_prefixes = 6, False
+    cfg.trainer.max_tokens_per_micro_batch = 6
     cfg.algorithm = replace(cfg.algorithm, **functions)
     found = []
     for ranks in (1, 2):
@@ -329,7 +322,7 @@ def test_functions_of_a_user_get_the_models_and_the_groups_that_they_read(model)
 
 
 def test_an_adaptive_kl_weight_acts_on_the_next_step_s_rewards(model):
-    settings = {"kl_in": "reward", "kl_coef": 0.5, "kl_controller": "adaptive"}
+    settings = {"kl_in": "reward", "kl_coef": 0.5}
     settings["options"] = {"kl_target": 1e-9, "kl_horizon": 8}
     with learner_of(model, **settings) as learner:
         learner.update(learner.score(episodes(), 1), 1)

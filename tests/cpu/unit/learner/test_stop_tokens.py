@@ -14,11 +14,11 @@ from tests.support.ranks import run_ranks
 from tests.support.roles import roles
 from tests.support.tables import table
 from trainer.algorithms import ADVANTAGES, shape_rewards
-from trainer.config import Config, TinyConfig
+from trainer.config import Config
 from trainer.episodes import Sample
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.transformers_engine import TransformersEngine
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.models.tokenizer import load_tokenizer, stop_token_ids
 from trainer.objectives.batches import build_batch
 from trainer.objectives.experience import add_advantages, describe_rewards, logprob_mismatch, mask_rows
@@ -31,7 +31,7 @@ MAX_TOKENS, N = 6, 4
 def stopping_model(request, tmp_path_factory) -> tuple[str, str]:
     """A model whose every completion is the stop token alone, or one that never samples a stop token."""
     path = str(tmp_path_factory.mktemp("model"))
-    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128, tie_word_embeddings=False, seed=3), path)
+    build_tiny(TinyShape(hidden_size=64, intermediate_size=128, tie_word_embeddings=False, seed=3), path)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     with torch.no_grad():
         model.model.embed_tokens.weight[:, 0] = 10.0  # the same large number in the state of every token

@@ -69,9 +69,9 @@ def test_another_metric_is_compared_as_it_is(mode, step):
 
 
 def test_a_supervised_run_is_compared_by_the_held_out_loss_unless_it_names_a_metric():
-    assert TASKS["sft"].compared_by("val/accuracy", "max") == ("val/loss", "min")
-    assert TASKS["rl"].compared_by("val/accuracy", "max") == ("val/accuracy", "max")
-    assert TASKS["sft"].compared_by("sft/loss", "max") == ("sft/loss", "max")
+    assert TASKS["sft"].compared_by("val/accuracy") == ("val/loss", "min")
+    assert TASKS["rl"].compared_by("val/accuracy") == ("val/accuracy", "max")
+    assert TASKS["sft"].compared_by("-sft/loss") == ("sft/loss", "min")
 
 
 def test_checkpoints_of_a_supervised_run_are_kept_by_the_held_out_loss(tmp_path):

@@ -18,7 +18,7 @@ from trainer.metrics.mlflow import legal_name
 
 RUN = """
 import contextlib, json, os, signal, sqlite3, sys, time
-from trainer.config import LoggerConfig, MlflowConfig
+from trainer.config import LoggerConfig
 from trainer.metrics.tracker import Tracker
 
 def is_sent(step):
@@ -28,7 +28,7 @@ def is_sent(step):
 run_dir, uri, run_id, rewind, first, last, end = *sys.argv[1:4], *map(int, sys.argv[4:7]), sys.argv[7]
 if uri:
     os.environ["MLFLOW_TRACKING_URI"] = uri
-logger = LoggerConfig(mlflow=MlflowConfig(enabled=True), project="mine", name="a name")
+logger = LoggerConfig(services=["mlflow"], project="mine", name="a name")
 config = {"trainer": {"seed": 1}, "reward": {"name": ["gsm8k"]}, "data": {str(i): "x" * 1000 for i in range(150)}}
 tracker = Tracker(run_dir, logger, config, {"mlflow_run_id": run_id} if run_id else None)
 if rewind >= 0:
@@ -167,7 +167,7 @@ def test_a_database_that_fails_is_refused_with_the_key(tmp_path, environment):
     done = run_python(code, str(run_dir), uri, "", "-1", "0", "1", "end", env=environment)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
-    assert "UserError: logger.mlflow.enabled=true: " in last and last.endswith("choose logger.mlflow.enabled=false")
+    assert "UserError: logger.services=[mlflow]: " in last and last.endswith("leave the service out")
 
 
 def test_a_server_that_does_not_answer_is_refused_at_the_first_start_alone(tmp_path, environment):
@@ -181,7 +181,7 @@ def test_a_server_that_does_not_answer_is_refused_at_the_first_start_alone(tmp_p
         resumed = run_python(RUN, str(run_dir), uri, "0" * 32, "1", "2", "3", "end", env=environment)
     assert refused.returncode == 1
     last = refused.stderr.strip().splitlines()[-1]
-    assert "UserError: logger.mlflow.enabled=true: " in last and last.endswith("choose logger.mlflow.enabled=false")
+    assert "UserError: logger.services=[mlflow]: " in last and last.endswith("leave the service out")
     assert resumed.returncode == 0, resumed.stderr
     assert "The run goes on without; its next start sends the steps" in resumed.stderr
     assert json.loads(resumed.stdout)["mlflow_run_id"] == "0" * 32, "the next start continues the run"

@@ -36,12 +36,12 @@ def test_tensorboard_shows_each_step_once_after_a_kill(tmp_path):
         events.Reload()
         return [(e.step, e.tensor_proto.string_val[0]) for e in events.Tensors("samples/validation/text_summary")]
 
-    killed = make_tracker(tmp_path, tensorboard=True)
+    killed = make_tracker(tmp_path, services=["tensorboard"])
     for step in range(1, 6):
         killed.log(step, {"reward/mean": step})
     assert shown() == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5)]  # there although the writer was not closed
 
-    resumed = make_tracker(tmp_path, tensorboard=True)
+    resumed = make_tracker(tmp_path, services=["tensorboard"])
     resumed.rewind(3)
     sample = Transcript("val:7", 0, [], [{"role": "assistant", "content": "<b>two\n# 2\x1b"}], "2", 0.5)
     resumed.log(4, {"reward/mean": 40}, {"validation": [sample, sample]})
@@ -57,7 +57,7 @@ def test_tensorboard_shows_each_step_once_after_a_kill(tmp_path):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the thread of TensorBoard
 def test_a_full_disk_ends_tensorboard_and_not_the_run(tmp_path, caplog):
     with small_disk("64k") as directory:
-        tracker = make_tracker(Path(directory), tensorboard=True)
+        tracker = make_tracker(Path(directory), services=["tensorboard"])
         tracker.log(1, {"reward/mean": 1.0})
         fill(Path(directory))
         text = Transcript("val:7", 0, [], [{"role": "assistant", "content": "x" * 9000}], "2", 0.5)
@@ -77,12 +77,13 @@ def test_a_full_disk_ends_tensorboard_and_not_the_run(tmp_path, caplog):
 WANDB_RUN = """
 import json, os, signal, sys
 import psutil
-from trainer.config import LoggerConfig, WandbConfig
+from trainer.config import LoggerConfig
 from trainer.metrics.samples import Transcript
 from trainer.metrics.tracker import Tracker
 
 run_dir, mode, run_id, rewind, first, last = sys.argv[1], sys.argv[2], sys.argv[3], *map(int, sys.argv[4:7])
-logger = LoggerConfig(wandb=WandbConfig(mode=mode), name="a name")
+os.environ["WANDB_MODE"] = mode
+logger = LoggerConfig(services=["wandb"], name="a name")
 config = {"trainer": {"run_name": "a group"}}
 tracker = Tracker(run_dir, logger, config, {"wandb_run_id": run_id} if run_id else None)
 if rewind >= 0:
@@ -165,7 +166,7 @@ def test_wandb_online_without_an_account_names_the_key(tmp_path, listener):
         env=wandb_environment(tmp_path, listener) | {"WANDB_ERROR_REPORTING": "false"}, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert result.returncode == 1
-    assert "UserError: logger.wandb.mode=online: No API key configured" in result.stderr
+    assert "UserError: logger.services=[wandb]: No API key configured" in result.stderr
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -181,7 +182,7 @@ root = Path(sys.argv[1])
 
 def config(name="run"):
     cfg = toy_config(root / name, total_steps=6, ckpt_interval=2)
-    cfg.logger.mlflow.enabled = cfg.logger.trackio.enabled = True
+    cfg.logger.services = ["mlflow", "trackio"]
     cfg.logger.name = "mine"
     if name == "fork":
         cfg.trainer.resume_mode = "from_path"

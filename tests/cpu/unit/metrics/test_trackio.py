@@ -14,11 +14,11 @@ from trainer.metrics.trackio import Trackio
 
 RUN = """
 import json, os, signal, sys
-from trainer.config import LoggerConfig, TrackioConfig
+from trainer.config import LoggerConfig
 from trainer.metrics.tracker import Tracker
 
 run_dir, run_id, rewind, first, last, end = *sys.argv[1:3], *map(int, sys.argv[3:6]), sys.argv[6]
-logger = LoggerConfig(trackio=TrackioConfig(enabled=True), project="mine", name="a name")
+logger = LoggerConfig(services=["trackio"], project="mine", name="a name")
 config = {"trainer": {"run_name": "a group"}}
 tracker = Tracker(run_dir, logger, config, {"trackio_run_id": run_id} if run_id else None)
 tracker.rewind(rewind)
@@ -80,14 +80,14 @@ def test_a_damaged_database_is_named_with_its_key(tmp_path, environment):
     (tmp_path / "trackio" / "mine.db").write_bytes(b"x" * 8192)
     done = run_python(RUN, str(tmp_path / "run"), "", "-1", "0", "1", "end", env=environment)
     assert done.returncode == 1
-    assert "UserError: logger.trackio.enabled=true: " in done.stderr.strip().splitlines()[-1]
+    assert "UserError: logger.services=[trackio]: " in done.stderr.strip().splitlines()[-1]
 
 
 def test_a_database_elsewhere_is_refused(monkeypatch):
     for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
         with monkeypatch.context() as context:
             context.setenv(name, "http://127.0.0.1:1")
-            with pytest.raises(UserError, match=f"^{name} is set: .* or choose logger.trackio.enabled=false$"):
+            with pytest.raises(UserError, match=f"^{name} is set: .* or leave trackio out of logger.services$"):
                 Trackio(LoggerConfig(), {}, None)
 
 

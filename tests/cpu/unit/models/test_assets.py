@@ -9,13 +9,12 @@ import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
 from tests.support.tables import table
-from trainer.config import TinyConfig
 from trainer.errors import UserError
 from trainer.models.export import changed_json, model_assets, with_dtype
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.models.tokenizer import load_tokenizer
 
-SIZE = TinyConfig(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
+SIZE = TinyShape(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
 DATED = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
 OWN = {
     "generation_config.json": '{"do_sample": false, "temperature": 0.6,   "own": 1}',

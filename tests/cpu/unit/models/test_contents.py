@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from trainer.config.model import TinyConfig
 from trainer.models.files import differences, read_contents
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 
 CONFIG = {
     "rms_norm_eps": 1e-06,
@@ -117,7 +116,7 @@ def test_a_change_that_acts_on_nothing_is_none(model, name, content):
 def test_a_tokenizer_that_transformers_has_saved_again_is_the_same(tmp_path):
     """So is a config in which an older version has called the dtype `torch_dtype`."""
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
-    build_tiny(TinyConfig(), first)
+    build_tiny(TinyShape(), first)
     AutoTokenizer.from_pretrained(first).save_pretrained(second)
     given = {name: read_contents(path, False) for name, path in (("first", first), ("second", second))}
     tokenizer = [{k: v for k, v in one.items() if "config" not in k or "tokenizer" in k} for one in given.values()]

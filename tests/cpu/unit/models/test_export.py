@@ -13,10 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 from trainer.checkpoint.lock import RunLock
-from trainer.config import TinyConfig
 from trainer.errors import UserError
 from trainer.models.export import PolicyExporter, assign_to_files, atomic_directory, model_assets, write_index
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.models.tokenizer import load_tokenizer
 
 
@@ -56,7 +55,7 @@ def test_the_index_keeps_the_order_of_the_tensors(tmp_path):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
     path = str(tmp_path_factory.mktemp("model"))
-    size = TinyConfig(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
+    size = TinyShape(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
     build_tiny(size, path)
     return path
 

@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.support.runs import configured
-from trainer.config import ModelConfig, TinyConfig
+from trainer.config import ModelConfig
 from trainer.errors import UserError
 from trainer.models.checks import check_trained_models
 from trainer.models.export import config_changes
@@ -22,7 +22,7 @@ from trainer.models.files import (
     load_trained_config,
     resolve_model_path,
 )
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 
 
 def test_a_directory_around_a_model_is_refused_with_the_directory_of_the_model(tmp_path):
@@ -56,7 +56,7 @@ def test_a_checkpoint_is_refused_with_the_command_that_exports_it(tmp_path):
     ],
 )
 def test_a_wrong_field_of_a_config_json_is_named(tmp_path, field, value, problem):
-    build_tiny(TinyConfig(), str(tmp_path))
+    build_tiny(TinyShape(), str(tmp_path))
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
     with pytest.raises(UserError, match=rf"^model.path={tmp_path}: {problem}$"):
@@ -65,7 +65,7 @@ def test_a_wrong_field_of_a_config_json_is_named(tmp_path, field, value, problem
 
 def rewrite(path: Path, **fields: object) -> str:
     """Write a model whose config.json has these fields, too."""
-    build_tiny(TinyConfig(hidden_size=16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16), str(path))
+    build_tiny(TinyShape(hidden_size=16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16), str(path))
     file = path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
     return str(path)

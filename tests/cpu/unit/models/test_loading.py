@@ -28,27 +28,16 @@ from transformers import (
 from tests.support.architectures import SHAPE, WITH_BUFFERS, random_model
 from tests.support.ranks import run_ranks
 from tests.support.tables import table
-from trainer.config import (
-    LM,
-    SCORE,
-    Config,
-    FSDPConfig,
-    LoraConfig,
-    ModelConfig,
-    RoleSpec,
-    TinyConfig,
-    critic_role,
-    policy_role,
-)
+from trainer.config import LM, SCORE, Config, FSDPConfig, LoraConfig, ModelConfig, RoleSpec, critic_role, policy_role
 from trainer.errors import UserError
 from trainer.models.loading import _leave_training_mode, empty_causal_lm, load_model
 from trainer.models.logprobs import token_logprobs
 from trainer.models.lora import hugging_face_name
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.parallel.packing import Packing
 from trainer.workers.rank import Rank
 
-SIZE = TinyConfig(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, seed=3)
+SIZE = TinyShape(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, seed=3)
 
 
 @pytest.fixture

@@ -25,9 +25,9 @@ from tests.support.training import (
     update,
 )
 from trainer.checkpoint.sharded import ShardedFiles
-from trainer.config import Config, LoraConfig, TinyConfig
+from trainer.config import Config, LoraConfig
 from trainer.errors import UserError
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.workers.rank import Rank
 
 pytestmark = pytest.mark.early
@@ -37,7 +37,7 @@ MASK = make_batch()["mask"] > 0
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def model_path(request, tmp_path_factory) -> str:
     path = str(tmp_path_factory.mktemp("model"))
-    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128, tie_word_embeddings=request.param, seed=3), path)
+    build_tiny(TinyShape(hidden_size=64, intermediate_size=128, tie_word_embeddings=request.param, seed=3), path)
     return path
 
 

@@ -10,12 +10,12 @@ from transformers import GPT2Config, GptOssConfig, LlamaConfig, Qwen3Config, Qwe
 
 from tests.support.architectures import ARCHITECTURES, SHAPE
 from tests.support.tables import table
-from trainer.config import TASKS, Config, ModelConfig, RoleSpec, TinyConfig, policy_role
+from trainer.config import TASKS, Config, ModelConfig, RoleSpec, policy_role
 from trainer.config.tasks import find_task
 from trainer.errors import UserError
 from trainer.models.checks import check_axes, check_model_axes
 from trainer.models.loading import empty_causal_lm
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 
 LLAMA = ARCHITECTURES["llama"]  # 4 heads, 2 of keys and values
 
@@ -85,8 +85,8 @@ def test_context_parallelism_needs_no_plan():
 
 def test_the_policy_and_a_critic_with_a_path_of_its_own_are_checked(tmp_path):
     policy, critic = str(tmp_path / "policy"), str(tmp_path / "critic")
-    build_tiny(TinyConfig(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=4, num_kv_heads=4), policy)
-    build_tiny(TinyConfig(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=2), critic)
+    build_tiny(TinyShape(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=4, num_kv_heads=4), policy)
+    build_tiny(TinyShape(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=2), critic)
     cfg = config(context=4)
     cfg.algorithm.advantage_estimator = "gae"
     check_axes(cfg, policy)

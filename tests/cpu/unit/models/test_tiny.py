@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.tables import table
-from trainer.config import TinyConfig
-from trainer.models.tiny import CHAT_TEMPLATE, build_tiny
+from trainer.models.tiny import CHAT_TEMPLATE, TinyShape, build_tiny
 from trainer.models.tokenizer import load_tokenizer
 
-SMALL = TinyConfig(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=32)
+SMALL = TinyShape(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=32)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +70,7 @@ def test_weights_depend_only_on_config_and_seed(path, tmp_path):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_transformers_loads_the_built_in_model(tmp_path, tied):
-    config = TinyConfig(**{**vars(SMALL), "tie_word_embeddings": tied, "max_position_embeddings": 128})
+    config = TinyShape(**{**vars(SMALL), "tie_word_embeddings": tied, "max_position_embeddings": 128})
     build_tiny(config, str(tmp_path))
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)

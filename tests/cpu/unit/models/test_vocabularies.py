@@ -13,10 +13,10 @@ from transformers import Qwen3Config
 
 from tests.support.architectures import SHAPE
 from tests.support.runs import configured
-from trainer.config import LM, SCORE, TASKS, RoleSpec, TinyConfig, policy_role
+from trainer.config import LM, SCORE, TASKS, RoleSpec, policy_role
 from trainer.errors import UserError
 from trainer.models.checks import check_tokenizer, check_vocabularies
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.models.tokenizer import load_tokenizer
 from trainer.tasks import build_task
 from trainer.tasks.base import make_trainer, tokenizer_of
@@ -78,7 +78,7 @@ def test_nothing_is_read_for_a_run_of_one_model(tmp_path):
 
 @pytest.mark.parametrize("shorter", [0, 1, 3])
 def test_a_tokenizer_with_tokens_that_have_no_embedding_is_refused(tmp_path, shorter):
-    build_tiny(TinyConfig(hidden_size=16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16), str(tmp_path))
+    build_tiny(TinyShape(hidden_size=16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16), str(tmp_path))
     tokenizer = load_tokenizer(str(tmp_path))
     config = Qwen3Config.from_pretrained(tmp_path)
     assert len(tokenizer) < config.vocab_size, "a padded embedding is fine"
@@ -98,7 +98,7 @@ def test_a_tokenizer_with_tokens_that_have_no_embedding_is_refused(tmp_path, sho
 
 def test_a_token_for_images_needs_no_embedding(tmp_path):
     """Gemma 3 with text alone has one such token more than embeddings."""
-    build_tiny(TinyConfig(hidden_size=16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16), str(tmp_path))
+    build_tiny(TinyShape(hidden_size=16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16), str(tmp_path))
     tokenizer = load_tokenizer(str(tmp_path))
     tokenizer.add_tokens([f"<{n}>" for n in range(Qwen3Config.from_pretrained(tmp_path).vocab_size - len(tokenizer))])
     tokenizer.add_tokens(["<image_soft_token>"], special_tokens=True)

@@ -15,10 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
-from trainer.config import TinyConfig
 from trainer.errors import UserError
 from trainer.models.files import resolve_model_path
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.models.weight_files import check_one_reading, weight_files, weight_shapes
 from trainer.workers.rank import Rank
 
@@ -183,7 +182,7 @@ def test_weights_that_cannot_be_loaded_are_refused_on_every_rank_and_run_no_code
     names = ("hostile", "torn", "another", "shape")
     paths = {name: tmp_path / name for name in names}
     for path in paths.values():
-        build_tiny(TinyConfig(hidden_size=32, intermediate_size=32, num_layers=1), str(path))
+        build_tiny(TinyShape(hidden_size=32, intermediate_size=32, num_layers=1), str(path))
     weights = load_file(paths["shape"] / "model.safetensors")
     for name in ("hostile", "torn", "another"):
         (paths[name] / "model.safetensors").unlink()

@@ -104,7 +104,7 @@ def own_functions(tmp_path, monkeypatch) -> None:
         {"advantage_estimator": "grpo_passk", "options": {"pass_k": 8}},
         {"rollout_correction": "mis", "options": {"rollout_correction_low": 2}},
         {"rollout_correction": "tis", "options": {"rollout_correction_low": 3, "dual_clip": 3}},
-        {"kl_controller": "adaptive", "kl_coef": 0.1, "options": {"kl_horizon": 512, "kl_target": 0.1}},
+        {"kl_coef": 0.1, "options": {"kl_horizon": 512, "kl_target": 0.1}},
     ],
 )
 def test_valid_functions_are_accepted(settings, own_functions):
@@ -156,7 +156,7 @@ def test_valid_functions_are_accepted(settings, own_functions):
         ({"options": {"tau_pos": 1.0}}, "algorithm.options.tau_pos=1.0: no chosen function has .* are .*dual_clip$"),
         ({"policy_loss": "gspo", "options": {"dual_clip": 3.0}}, "algorithm.options.dual_clip=3.0: no chosen function"),
         ({"options": {"clip_high": 0.3}}, "algorithm.options.clip_high=0.3: no chosen function has this option"),
-        ({"options": {"kl_target": 0.1}}, "algorithm.options.kl_target=0.1: no chosen function has this option"),
+        ({"options": {"kl_horizon": 512}}, "algorithm.options.kl_horizon=512: no chosen function has this option"),
         ({"options": {"dual_clip": 1}}, "algorithm.options.dual_clip=1: must be above 1$"),
         ({"options": {"dual_clip": "x"}}, "algorithm.options.dual_clip=x: must be a number$"),
         ({"options": {"rollout_correction_level": "x"}}, "rollout_correction_level=x: choose one of token, arithmetic"),
@@ -173,7 +173,7 @@ def test_valid_functions_are_accepted(settings, own_functions):
             "algorithm.options.pass_k=9: exceeds rollout.n=8",
         ),
         (
-            {"kl_controller": "adaptive", "options": {"kl_horizon": 500}},
+            {"options": {"kl_target": 0.1, "kl_horizon": 500}},
             "algorithm.options.kl_horizon=500: must be at least the 512 completions of one step",
         ),
         (

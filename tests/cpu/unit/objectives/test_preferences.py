@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 from tests.support.preferences import BETA
 from tests.support.ranks import local_cluster, run_ranks
 from tests.support.tables import table
-from trainer.config import Config, TinyConfig
+from trainer.config import Config
 from trainer.episodes import Episode, Sample
 from trainer.learner.learner import Learner
 from trainer.metrics.timing import Timer
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.parallel.batching import Batch
 from trainer.workers.rank import Rank
 
@@ -29,7 +29,7 @@ LENGTHS = [(30, 4), (5, 28), (26, 6), (7, 24), (22, 4)]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
     path = str(tmp_path_factory.mktemp("model"))
-    build_tiny(TinyConfig(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2, head_dim=16, seed=3), path)
+    build_tiny(TinyShape(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2, head_dim=16, seed=3), path)
     return path
 
 

@@ -133,7 +133,7 @@ def with_critic(cfg: Config) -> tuple[Any, ...]:
         {"advantage_estimator": "gae", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"},
         {"advantage_estimator": "remax", "kl_coef": 0.1},
         {"rollout_correction": "tis", "entropy_coef": 0.1},
-        {"old_logprobs": "rollout", "kl_controller": "adaptive", "kl_coef": 0.1},
+        {"old_logprobs": "rollout", "options": {"kl_target": 0.05}, "kl_coef": 0.1},
         {"policy_loss": "tests.support.distillation:distilled"},
     ],
 )

@@ -13,8 +13,9 @@ from tests.support.ranks import run_ranks
 from tests.support.roles import roles
 from tests.support.tables import table
 from tests.support.training import GROUPS, config, make_batch, update
-from trainer.config import FSDPConfig, TinyConfig
-from trainer.models.tiny import build_tiny
+from trainer.config import FSDPConfig
+from trainer.models.tiny import TinyShape, build_tiny
+from trainer.parallel import shard
 from trainer.parallel.ac_and_compile import compiles_blocks
 from trainer.parallel.batching import select
 from trainer.workers.rank import Rank
@@ -23,7 +24,7 @@ from trainer.workers.rank import Rank
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory) -> str:
     path = str(tmp_path_factory.mktemp("model"))
-    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128, num_layers=8, seed=3), path)
+    build_tiny(TinyShape(hidden_size=64, intermediate_size=128, num_layers=8, seed=3), path)
     return path
 
 
@@ -59,6 +60,7 @@ def compile_and_train(rank: Rank, path: str) -> dict[str, Any]:
 
     Another forward pass shows which blocks are gathered ahead.
     """
+    shard.prefetch_depth = lambda *_: 1
     rank.build(roles(rank.cfg, ["policy"]), path)
     before = rank.score("policy", "logprobs", make_batch())[1]
     metrics = update(rank, "policy", make_batch(), 1)
@@ -73,10 +75,10 @@ def compile_and_train(rank: Rank, path: str) -> dict[str, Any]:
 def test_compiled_blocks_agree_and_are_compiled_once(tmp_path):
     """One graph with gradients and one without, for all blocks and all micro-batches. The softmax is compiled, too."""
     path = str(tmp_path)
-    build_tiny(TinyConfig(hidden_size=32, intermediate_size=64, num_layers=2, seed=3), path)
+    build_tiny(TinyShape(hidden_size=32, intermediate_size=64, num_layers=2, seed=3), path)
     cfg = config(max_tokens_per_micro_batch=150, mini_batch_size=GROUPS)
     plain = run_ranks(1, compile_and_train, path, cfg=cfg)[0]
-    cfg.trainer.policy.fsdp = FSDPConfig(compile=True, activation_checkpointing="selective", prefetch=1)
+    cfg.trainer.policy.fsdp = FSDPConfig(compile=True, activation_checkpointing="selective")
     compiled = run_ranks(1, compile_and_train, path, cfg=cfg)[0]
     assert compiled["graphs"] == 2 + 2 + 1 and plain["graphs"] == 0  # blocks; sums with and without entropies; gradient
     assert compiled["names"] == plain["names"]

@@ -9,9 +9,8 @@ from tests.support.ranks import run_ranks
 from tests.support.tables import table
 from tests.support.training import config, train_two_steps
 from trainer.cluster.resources import rank_environment
-from trainer.config import TinyConfig
 from trainer.config.engines import ENGINES
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.workers.rank import Rank
 
 
@@ -23,7 +22,7 @@ def train_and_look(rank: Rank, path: str) -> tuple[dict, bool, bool]:
 
 def test_all_of_a_step_runs_with_deterministic_kernels_and_gives_the_same(tmp_path):
     """Policy, critic and reference, shared prompts, entropies and KL: an operator without such a kernel would raise."""
-    build_tiny(TinyConfig(hidden_size=32, intermediate_size=64, num_layers=2, seed=3), str(tmp_path))
+    build_tiny(TinyShape(hidden_size=32, intermediate_size=64, num_layers=2, seed=3), str(tmp_path))
     results = []
     for deterministic in (True, False):
         cfg = config(mini_batch_size=6, deterministic=deterministic)

@@ -15,16 +15,18 @@ from tests.support.roles import roles
 from tests.support.tables import table
 from tests.support.training import GROUPS, config, make_batch, update
 from trainer.algorithms import Totals
-from trainer.config import FSDPConfig, TinyConfig, policy_role, reference_role
-from trainer.models.tiny import build_tiny
+from trainer.config import FSDPConfig, policy_role, reference_role
+from trainer.models.tiny import TinyShape, build_tiny
+from trainer.parallel import shard
 from trainer.parallel.shard import frees_after_forward, prefetch_depth
 from trainer.workers.rank import Rank
 
 LAYERS = [f"model.layers.{i}" for i in range(4)]
 
 
-def record_a_step(rank: Rank, path: str) -> dict[str, Any]:
+def record_a_step(rank: Rank, path: str, depth: int) -> dict[str, Any]:
     """A step of the policy: what was gathered ahead, and the metrics and weights."""
+    shard.prefetch_depth = lambda *_: depth
     rank.build(roles(rank.cfg, ["policy"]), path)
     metrics: dict[str, float] = {}
     forward, backward = prefetches(lambda: metrics.update(update(rank, "policy", make_batch(), 1)))
@@ -33,12 +35,12 @@ def record_a_step(rank: Rank, path: str) -> dict[str, Any]:
 
 
 def test_prefetching_follows_the_order_of_execution_with_the_same_bits(tmp_path):
-    build_tiny(TinyConfig(hidden_size=32, intermediate_size=64, num_layers=len(LAYERS), seed=3), str(tmp_path))
+    build_tiny(TinyShape(hidden_size=32, intermediate_size=64, num_layers=len(LAYERS), seed=3), str(tmp_path))
     cfg = config(mini_batch_size=GROUPS)
     runs = {}
     for depth, mode in ((0, "none"), (2, "none"), (1, "full")):
-        cfg.trainer.policy.fsdp = FSDPConfig(prefetch=depth, activation_checkpointing=mode)
-        runs[depth] = run_ranks(2, record_a_step, str(tmp_path), cfg=cfg)[0]
+        cfg.trainer.policy.fsdp = FSDPConfig(activation_checkpointing=mode)
+        runs[depth] = run_ranks(2, record_a_step, str(tmp_path), depth, cfg=cfg)[0]
     for depth, run in runs.items():
         assert run["forward"] == in_order(["", *LAYERS], depth)
         assert run["backward"] == in_order(["", *reversed(LAYERS)], max(depth, 1))  # torch looks one block ahead itself
@@ -66,7 +68,7 @@ def is_gathered(module: nn.Module) -> bool:
 
 
 def test_weights_that_stay_are_gathered_once_for_all_micro_batches(tmp_path):
-    build_tiny(TinyConfig(hidden_size=32, intermediate_size=64, num_layers=2, seed=3), str(tmp_path))
+    build_tiny(TinyShape(hidden_size=32, intermediate_size=64, num_layers=2, seed=3), str(tmp_path))
     cfg = config(mini_batch_size=GROUPS, max_tokens_per_micro_batch=100)
     runs = {}
     for frees in (True, False):
@@ -116,7 +118,7 @@ def left_gathered(rank: Rank, path: str) -> dict[str, bool]:
 
 
 def test_no_pass_leaves_weights_gathered(tmp_path):
-    build_tiny(TinyConfig(hidden_size=32, intermediate_size=64, num_layers=2, seed=3), str(tmp_path))
+    build_tiny(TinyShape(hidden_size=32, intermediate_size=64, num_layers=2, seed=3), str(tmp_path))
     cfg = config()
     cfg.trainer.policy.lora.rank = 4
     cfg.trainer.policy.fsdp = FSDPConfig(reshard_after_forward=False)
@@ -124,9 +126,6 @@ def test_no_pass_leaves_weights_gathered(tmp_path):
         assert found == {"policy": False, "reference": False, "cross-entropy": False}
 
 
-@table(
-    "setting, device, shards, expected",
-    [(None, "cuda", 8, 1), (None, "cuda", 1, 0), (None, "cpu", 8, 0), (3, "cpu", 1, 3), (0, "cuda", 8, 0)],
-)
-def test_prefetch_depth(setting, device, shards, expected):
-    assert prefetch_depth(FSDPConfig(prefetch=setting), device, shards) == expected
+@table("device, shards, expected", [("cuda", 8, 1), ("cuda", 1, 0), ("cpu", 8, 0)])
+def test_prefetch_depth(device, shards, expected):
+    assert prefetch_depth(device, shards) == expected

@@ -12,12 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from benchmarks.memory import allocator_peak
-from trainer.config import Config, FSDPConfig, TinyConfig, policy_role
-from trainer.config.axes import AXES
+from trainer.config import Config, FSDPConfig, policy_role
+from trainer.config.trainer import AXES
 from trainer.models import logprobs
 from trainer.models.attention import packing_arguments, set_attention
 from trainer.models.logprobs import Head, Targets, _ChunkedScores
-from trainer.models.tiny import tiny_config
+from trainer.models.tiny import TinyShape, tiny_config
 from trainer.parallel.ac_and_compile import prepare_blocks
 from trainer.parallel.packing import Packing
 from trainer.parallel.shard import transformer_blocks
@@ -32,7 +32,7 @@ SHARED = Row((256,) * 4, (0, 64, 64, 64), 768)
 
 def config(mode: str = "none", **tiny) -> Config:
     cfg = Config()
-    cfg.model.tiny = TinyConfig(**{"hidden_size": 128, "intermediate_size": 384, "num_layers": 6, **tiny})
+    cfg.model.tiny = TinyShape(**{"hidden_size": 128, "intermediate_size": 384, "num_layers": 6, **tiny})
     cfg.trainer.policy.fsdp.activation_checkpointing = mode
     return cfg
 

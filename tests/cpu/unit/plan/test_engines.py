@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from transformers import Qwen3Config
 
-from trainer.config import TinyConfig, compose, policy_role
-from trainer.config.axes import AXES
+from trainer.config import compose, policy_role
+from trainer.config.trainer import AXES
 from trainer.errors import UserError
 from trainer.generation.engine import Request, Sampling
 from trainer.generation.transformers_engine import TransformersEngine
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.plan.activations import TensorMemory
 from trainer.plan.engines import engine_problem, numbers_of_layer, plan_engine
 from trainer.plan.hardware import CONTEXT_BYTES, DEVICES, prefill_tokens
@@ -76,7 +76,7 @@ def test_the_logits_of_many_sequences_take_more_than_a_short_prefill(cfg, node, 
 def test_transformers_on_cpu_takes_what_is_planned(tmp_path, cpu, prompt, response, rows, layers):
     """It has no cache of `rollout.kv_cache_mb`. The prompts take most, or the rows that run together."""
     shape = {"hidden_size": 256, "intermediate_size": 768, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
-    build_tiny(TinyConfig(num_layers=layers, **shape), str(tmp_path))
+    build_tiny(TinyShape(num_layers=layers, **shape), str(tmp_path))
     words = [f"model.path={tmp_path}", "rollout=transformers", "rollout.n=4", f"rollout.max_prompt_tokens={prompt}"]
     words += [f"rollout.max_response_tokens={response}", f"trainer.train_batch_size={rows // 4}"]
     cfg = compose([*words, f"trainer.mini_batch_size={rows // 4}"])

@@ -10,9 +10,9 @@ import tenacity
 from huggingface_hub import constants
 
 from trainer.config import Config, LoraConfig, RoleSpec, critic_role, policy_role
-from trainer.config.axes import AXES
+from trainer.config.trainer import AXES
 from trainer.errors import UserError
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.plan.model_shape import find_config, shape_of, shipped_file
 
 ALONE = dict.fromkeys(AXES, 1)
@@ -145,7 +145,7 @@ def test_a_model_is_found_by_its_usual_names():
 def test_a_directory_comes_before_a_shipped_name(tmp_path):
     path = tmp_path / "qwen3-8b"
     cfg = config(str(path))
-    build_tiny(cfg.model.tiny, str(path))
+    build_tiny(TinyShape.of(cfg.model.tiny), str(path))
     assert find_config(cfg, policy_role(cfg)).hidden_size == cfg.model.tiny.hidden_size
     assert find_config(config(None), policy_role(cfg)).vocab_size == find_config(cfg, policy_role(cfg)).vocab_size
 

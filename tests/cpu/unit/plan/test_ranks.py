@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from benchmarks.memory import allocator_peak
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
-from trainer.config import Config, LoraConfig, TinyConfig, critic_role, policy_role, reference_role
-from trainer.config.axes import AXES, axis_sizes
-from trainer.models.tiny import build_tiny
+from trainer.config import Config, LoraConfig, critic_role, policy_role, reference_role
+from trainer.config.trainer import AXES, axis_sizes
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.parallel.batching import Batch
 from trainer.plan.hardware import DEVICES
 from trainer.plan.ranks import Phase, PlannedRole, host_bytes_of_rank, plan_role, rank_phases
@@ -25,7 +25,7 @@ from trainer.workers.rank import Rank
 
 ALONE = dict.fromkeys(AXES, 1)
 PROMPT, RESPONSE, GROUPS, N = 32, 96, 4, 4
-SHAPE = TinyConfig(hidden_size=256, intermediate_size=768, num_layers=5, num_heads=4, num_kv_heads=2, head_dim=64)
+SHAPE = TinyShape(hidden_size=256, intermediate_size=768, num_layers=5, num_heads=4, num_kv_heads=2, head_dim=64)
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +195,8 @@ def test_scores_of_a_gpu_take_what_an_h100_took():
     cfg = Config()
     cfg.model.path = "Qwen/Qwen3-1.7B"
     cfg.plan.prompt_tokens, cfg.plan.response_tokens = 160, 480
-    cfg.trainer.max_tokens_per_micro_batch, cfg.trainer.share_prefixes = 16384, False
+    cfg.trainer.max_tokens_per_micro_batch = 16384
+    cfg.rollout.n, cfg.trainer.train_batch_size = 1, 512  # no row shares a prompt
     cfg.trainer.policy.fsdp.reshard_after_forward = True
     (planned,), _ = plan_of(cfg)
     taken = planned.state[0] + max(sum(moment.values()) for moment in planned.moments_of_scores())

@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 
 from trainer.config import Config
-from trainer.config.axes import AXES
-from trainer.config.rollout_rules import check_plan
+from trainer.config.rules import check_plan
+from trainer.config.trainer import AXES
 from trainer.errors import UserError
 from trainer.plan.workload import workload_of
 
 ALONE = dict.fromkeys(AXES, 1)
 
 
-def config(n: int = 8, **trainer) -> Config:
+def config(n: int = 8, attention: str = "sdpa", **trainer) -> Config:
     cfg = Config()
+    cfg.model.attn_implementation = attention
     cfg.rollout.n = n
     cfg.plan.prompt_tokens, cfg.plan.response_tokens = 100, 300
     for name, value in trainer.items():
@@ -26,14 +27,14 @@ def test_a_prompt_counts_once_where_rows_share_it():
     shared = workload_of(config(), ALONE)
     assert shared.tokens == 64 * 8 * 400
     assert shared.computed_tokens == 64 * (100 + 8 * 300)
-    assert workload_of(config(share_prefixes=False), ALONE).computed_tokens == shared.tokens
+    assert workload_of(config(attention="eager"), ALONE).computed_tokens == shared.tokens
     assert shared.optimizer_steps == 2 and shared.computed_in_update == shared.computed_tokens / 2
 
 
 @pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize("tokens", [1024, 5000, 16384])
 def test_a_full_micro_batch_has_as_many_tokens_as_it_may(tokens, shares):
-    w = workload_of(config(share_prefixes=shares, max_tokens_per_micro_batch=tokens), ALONE)
+    w = workload_of(config(attention="sdpa" if shares else "eager", max_tokens_per_micro_batch=tokens), ALONE)
     for row in (w.row_of_update(), w.row_of_scores()):
         assert tokens - 101 <= row.tokens <= tokens
         assert 0 < row.targets <= row.tokens and (row.prefix_lengths is not None) == shares

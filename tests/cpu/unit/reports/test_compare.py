@@ -21,10 +21,11 @@ def write_run(path, accuracies, **config):
     path.mkdir()
     rows = [{"step": step, "val/accuracy": value} for step, value in enumerate(accuracies)]
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    trainer = {"best_metric": "val/accuracy", "best_mode": "max", "run_dir": str(path), **config}
+    best_mode = config.pop("best_mode", "max")
+    trainer = {"best_metric": "val/accuracy", "run_dir": str(path), **config}
     (path / "config.yaml").write_text(yaml.safe_dump({"trainer": trainer, "rollout": {"n": 8}}))
     task = {"name": "rl", "total_steps": len(rows), "metrics": {}}
-    task |= {name: trainer[name] for name in ("best_metric", "best_mode")}
+    task |= {"best_metric": trainer["best_metric"], "best_mode": best_mode}
     where = {"command": [], "directory": "/", "config": {"trainer": {"total_steps": len(rows), "ckpt_path": "x"}}}
     (path / "starts.jsonl").write_text(json.dumps({**where, "task": task}) + "\n")
     return str(path)

@@ -7,8 +7,8 @@ import pytest
 from tests.support.judges import Server, by_length, rewards, serving
 from tests.support.rewards import reward_pool
 from trainer.config import RewardConfig
-from trainer.config.reward import RemoteConfig
 from trainer.errors import UserError
+from trainer.rewards import terms
 from trainer.rewards.cache import CACHE_FILE, RewardCache
 from trainer.rewards.preflight import try_rewards
 from trainer.rewards.terms import RewardInput, reward_functions
@@ -24,12 +24,15 @@ def judged(
     cache: RewardCache | None = None,
     step: str = "",
     batch_size: int = 16,
-    deadline_s: float = 20.0,
+    timeout_s: float = 20.0,
     env: str | None = None,
     **more,
 ):
-    remote = RemoteConfig(completions_per_request=batch_size, deadline_s=deadline_s, header_env=env)
-    with reward_pool("remote", kept=cache, url=f"{server.url}/score?v=1", remote=remote, **more) as pool:
+    more |= {"timeout_s": timeout_s, "authorization_env": env, "url": f"{server.url}/score?v=1"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(terms, "COMPLETIONS_PER_REQUEST", batch_size)
+        pool = reward_pool("remote", kept=cache, **more)
+    with pool:
         return pool.score(attempts(*completions), step=step)
 
 
@@ -70,9 +73,9 @@ def test_a_server_is_not_asked_again_before_the_time_that_it_asks_for():
         return by_length(server, document) if len(server.requests) > 1 else (429, {"Retry-After": "30"}, b"busy")
 
     with serving(busy_once) as server:
-        scores = judged(server, "abc", deadline_s=2.5)
+        scores = judged(server, "abc", timeout_s=2.5)
         assert len(server.requests) == 1, "the second request would have been answered"
-    assert scores.failures.first.startswith("no answer within reward.remote.deadline_s=2.5")
+    assert scores.failures.first.startswith("no answer within reward.timeout_s=2.5")
 
 
 LIES = {
@@ -88,7 +91,7 @@ LIES = {
     "huge": ((200, {}, b'{"rewards": [' + b" " * (2 << 20) + b"1, 2]}"), "answered with more than 1 MiB"),
     "refusal": ((404, {}, b"no such\x1b page"), "answered HTTP 404: no such? page"),
     "redirect": ((302, {"Location": "http://127.0.0.1:9/"}, b""), "answered HTTP 302"),
-    "an error, always": ((500, {}, b"oh"), "no answer within reward.remote.deadline_s=3 (the last: answered HTTP 500"),
+    "an error, always": ((500, {}, b"oh"), "no answer within reward.timeout_s=3 (the last: answered HTTP 500"),
 }  # fmt: skip
 
 
@@ -96,7 +99,7 @@ LIES = {
 def test_what_is_no_reward_is_a_failure_with_a_reason(name):
     answer, reason = LIES[name]
     with serving(lambda *_: answer) as server:
-        scores = judged(server, "x", "y", deadline_s=3)
+        scores = judged(server, "x", "y", timeout_s=3)
         tries = len(server.requests)
     assert scores.rewards == [0.0, 0.0] and scores.failures.count == 2
     assert scores.failures.first.startswith(reason)
@@ -109,10 +112,10 @@ def test_a_server_that_hangs_or_is_not_there_is_given_up_at_the_deadline():
         return by_length(server, document)
 
     with serving(hanging) as server:
-        scores = judged(server, "x", deadline_s=0.5)
-    assert scores.failures.first == "no answer within reward.remote.deadline_s=0.5 (the last: nothing yet)"
-    scores = judged(server, "x", deadline_s=3)  # it is closed
-    assert scores.failures.first.startswith("no answer within reward.remote.deadline_s=3 (the last: ConnectError")
+        scores = judged(server, "x", timeout_s=0.5)
+    assert scores.failures.first == "no answer within reward.timeout_s=0.5 (the last: nothing yet)"
+    scores = judged(server, "x", timeout_s=3)  # it is closed
+    assert scores.failures.first.startswith("no answer within reward.timeout_s=3 (the last: ConnectError")
 
 
 def test_one_bad_number_costs_one_completion_and_a_dead_server_ends_the_run():
@@ -121,8 +124,8 @@ def test_one_bad_number_costs_one_completion_and_a_dead_server_ends_the_run():
     with pytest.raises(
         UserError, match=r"^reward.max_error_rate=0.5: 2 of 2 rewards of step 7 \(100.0%\) failed \(the"
     ):
-        judged(server, "x", "y", deadline_s=1, max_error_rate=0.5, step="step 7")
-    config = RewardConfig(name="remote", url=server.url, remote=RemoteConfig(deadline_s=3))
+        judged(server, "x", "y", timeout_s=1, max_error_rate=0.5, step="step 7")
+    config = RewardConfig(name="remote", url=server.url, timeout_s=3)
     with pytest.raises(
         UserError, match="^reward.name=remote: fails for the first 2 rows .*ConnectError.*start the service"
     ):
@@ -139,8 +142,8 @@ def test_credentials_come_from_the_environment_and_are_not_repeated(monkeypatch,
         assert server.headers[0]["Authorization"] == "Bearer secret-123"
     assert scores.failures.first == "answered HTTP 401"
     assert "secret" not in (tmp_path / CACHE_FILE).read_text()
-    config = RewardConfig(name="remote", url=server.url, remote=RemoteConfig(header_env="NO_SUCH_TOKEN"))
-    with pytest.raises(UserError, match="reward.remote.header_env=NO_SUCH_TOKEN: the environment has no such variable"):
+    config = RewardConfig(name="remote", url=server.url, authorization_env="NO_SUCH_TOKEN")
+    with pytest.raises(UserError, match="reward.authorization_env=NO_SUCH_TOKEN: the environment has no such variable"):
         reward_functions(config)
 
 
@@ -184,12 +187,3 @@ def test_failures_that_end_the_run_are_not_cached(tmp_path):
             judged(server, "bad", "good", cache=RewardCache(str(tmp_path)), step="step 1", max_error_rate=0.1)
         judged(server, "bad", "good", cache=RewardCache(str(tmp_path)), step="step 1")
         assert [len(request["completions"]) for request in server.requests] == [2, 1]
-
-
-def test_functions_are_cached_on_request(tmp_path, monkeypatch):
-    calls, name = tmp_path / "calls", "tests.support.named_rewards:counted"
-    monkeypatch.setenv("COUNTED_CALLS", str(calls))
-    for store in (False, False, True, True):
-        with reward_pool(name, kept=RewardCache(str(tmp_path)), cache=store) as pool:
-            assert pool.score(attempts("ab", "fail"), step="step 1").rewards == [2.0, 0.0]
-    assert calls.read_text() == "ab\nfail\n" * 3

@@ -12,13 +12,13 @@ from transformers import AutoModelForSequenceClassification
 
 from tests.support.ranks import local_cluster
 from tests.support.runs import configured
-from trainer.config import Config, DataConfig, TinyConfig
+from trainer.config import Config, DataConfig
 from trainer.episodes import Episode
 from trainer.journal.history import Identity
 from trainer.journal.journal import Journal
 from trainer.learner.learner import Learner
 from trainer.metrics.timing import Timer
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.tasks import Ingredients, build_task
 
 TINY = {"hidden_size": 32, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "head_dim": 16}
@@ -26,7 +26,7 @@ TINY = {"hidden_size": 32, "intermediate_size": 32, "num_layers": 1, "num_heads"
 
 def config(root: Path) -> Config:
     for seed, name in enumerate(("policy", "judge")):
-        build_tiny(TinyConfig(seed=seed, **TINY), str(root / name))
+        build_tiny(TinyShape(seed=seed, **TINY), str(root / name))
     file = root / "judge/model.safetensors"
     head = torch.randn(1, 32, generator=torch.Generator().manual_seed(1))
     save_file({**load_file(file), "score.weight": head}, file, metadata={"format": "pt"})

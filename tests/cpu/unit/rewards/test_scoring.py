@@ -16,10 +16,10 @@ import pytest
 from tests.support.jobs import command_of, wait_until
 from tests.support.rewards import full, reward_pool, score
 from trainer.cluster.supervisor import end_all, is_running
-from trainer.config.reward import RemoteConfig
 from trainer.errors import UserError, WorkerError
 from trainer.process.failure_log import INCIDENTS, read_incidents
 from trainer.process.failures import INFRASTRUCTURE
+from trainer.rewards import terms
 
 CUSTOM = """
 import os, sys, time
@@ -248,7 +248,7 @@ def test_a_reward_that_asks_for_it_gets_the_whole_row(tmp_path, monkeypatch, nam
     assert rewards == expected and failures.count == 0
 
 
-def test_groups_are_wanted_where_completions_are_judged_together():
+def test_groups_are_wanted_where_completions_are_judged_together(monkeypatch):
     """By a function that asks for all completions, or by a server that gets several in a request."""
     for names, size, wants_groups in [
         (["length"], 16, False),
@@ -257,9 +257,6 @@ def test_groups_are_wanted_where_completions_are_judged_together():
         (["length", "remote"], 1, False),
     ]:
         url = {"url": "http://127.0.0.1:9/score"} if "remote" in names else {}
-        pool = reward_pool(
-            [name if name == "remote" else full(name) for name in names],
-            remote=RemoteConfig(completions_per_request=size),
-            **url,
-        )
+        monkeypatch.setattr(terms, "COMPLETIONS_PER_REQUEST", size)
+        pool = reward_pool([name if name == "remote" else full(name) for name in names], **url)
         assert pool.wants_groups is wants_groups

@@ -187,7 +187,7 @@ def test_a_resume_may_change_what_the_rule_of_the_key_says():
 def test_the_rules_decide_as_they_are_meant_to():
     """Some keys of each kind: a slip in a shared section would change many."""
     of = {
-        "harmless": ["trainer.total_steps", "data.train_files", "logger.wandb.mode", "model.tiny.start_accuracy"],
+        "harmless": ["trainer.total_steps", "data.train_files", "logger.services", "model.tiny.start_accuracy"],
         "rounding": ["trainer.num_workers", "trainer.policy.fsdp.compile", "trainer.policy.fsdp.cpu_offload"],
         "validation": ["data.val_files", "rollout.val_n", "reward.success_threshold"],
         "update": ["trainer.critic.warmup_steps", "trainer.critic.optimizer.lr", "sft.optimizer.lr",
@@ -235,9 +235,9 @@ def test_some_rules_follow_from_values():
 
 
 def test_a_weight_that_a_controller_has_steered_cannot_change():
-    adaptive = compose(["algorithm.kl_coef=0.1", "algorithm.kl_controller=adaptive"])
-    for kind, change in (("adaptive", "never"), ("fixed", "update")):
-        saved = SavedRun({"algorithm": {"kl_controller": kind}}, ["policy"])
+    adaptive = compose(["algorithm.kl_coef=0.1", "+algorithm.options.kl_target=0.05"])
+    for options, change in (({"kl_target": 0.1}, "never"), ({}, "update")):
+        saved = SavedRun({"algorithm": {"options": options}}, ["policy"])
         assert compatibility.resume_rules(adaptive, saved)["algorithm.kl_coef"].change == change
 
 

@@ -294,7 +294,7 @@ def test_the_best_checkpoints_are_those_by_the_metric_of_now(tmp_path):
         save_steps(configured(tmp_path, keep, other), step, metrics={"val/reward/mean": value})
     kept = {name for name in os.listdir(tmp_path / "checkpoints") if name.startswith("global_step_")}
     assert kept == {"global_step_3", "global_step_5"}
-    lower = {**other, "trainer.best_mode": "min"}
+    lower = {"trainer.best_metric": "-val/reward/mean"}
     save_steps(configured(tmp_path, keep, lower), 6, metrics={"val/reward/mean": 0.9})
     kept = {name for name in os.listdir(tmp_path / "checkpoints") if name.startswith("global_step_")}
     assert kept == {"global_step_5", "global_step_6"}

@@ -13,6 +13,7 @@ from tests.support.runs import OpenRun, configured
 from trainer.checkpoint.components import json_part
 from trainer.checkpoint.lock import RunLock
 from trainer.errors import UserError
+from trainer.process import time_limits
 from trainer.run.directory import RunDirectory
 
 
@@ -74,15 +75,16 @@ with OpenRun(configured(Path(sys.argv[1]))):
 """
 
 
-def test_a_job_that_beats_once_more_while_it_dies_is_dead_all_the_same(tmp_path):
+def test_a_job_that_beats_once_more_while_it_dies_is_dead_all_the_same(tmp_path, monkeypatch):
     """After this process has begun to wait for the lock before."""
+    monkeypatch.setattr(time_limits, "LOCK_LEASE_S", 1.0)
     owner = {"token": "x", "host": "elsewhere", "machine": "another", "pid": 1, "started": "1", "since": "then"}
     for name in ("run", "shared"):
         (tmp_path / name).mkdir()
         (tmp_path / name / ".lock").write_text(json.dumps(owner))
     last = threading.Timer(0.5, os.utime, [tmp_path / "shared/.lock"])
     last.start()
-    with OpenRun(configured(tmp_path / "run", lock_lease_s=1, ckpt_path=str(tmp_path / "shared"))):
+    with OpenRun(configured(tmp_path / "run", ckpt_path=str(tmp_path / "shared"))):
         assert not last.is_alive() and json.loads((tmp_path / "shared/.lock").read_text()) != owner
 
 

@@ -107,7 +107,7 @@ def test_a_new_secret_is_no_change_and_is_shown_nowhere(tmp_path, caplog, monkey
 
 POLICY_COSINE = {"trainer.policy.optimizer.scheduler": "cosine"}
 SFT_COSINE = {"sft.optimizer.scheduler": "cosine"}
-ADAPTIVE = {"algorithm.kl_controller": "adaptive", "algorithm.kl_coef": 0.1}
+ADAPTIVE = {"algorithm.options": {"kl_target": 0.05}, "algorithm.kl_coef": 0.1}
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_the_weight_of_the_kl_does_not_change_under_an_adaptive_controller(tmp_p
     save_steps(configured(tmp_path / "adaptive", ADAPTIVE), 1)
     with pytest.raises(UserError, match="algorithm.kl_coef=0.3: .*saved with 0.1.*adaptive controller has steered"):
         RunDirectory(configured(tmp_path / "adaptive", ADAPTIVE, change, resume_mode="latest")).open()
-    fixed = {"algorithm.kl_controller": "fixed"}
+    fixed = {"algorithm.options": {}}
     with RunDirectory(configured(tmp_path / "adaptive", ADAPTIVE, change, fixed, resume_mode="latest")).open():
         pass
     fork = {

@@ -44,9 +44,6 @@ def test_a_run_keeps_the_rollouts_of_some_steps_for_people(tmp_path):
     for step in range(1, 22):
         log.add_step(step, EPISODES)
     assert list(kept_files(str(tmp_path))) == [1, 10, 20]
-    log.cfg.logger.rollouts_interval = 0
-    log.add_step(30, EPISODES)
-    assert 30 not in kept_files(str(tmp_path))
 
 
 def test_episodes_without_messages_have_no_transcripts(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf, open_dict
 
 from trainer.config.hydra import conf_dir, register
-from trainer.config.sweep_plugins import register_plugins
+from trainer.config.sweep_jobs import register_plugins
 from trainer.sweeps.callback import SweepCallback
 
 OPTUNA = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3")
@@ -54,13 +53,12 @@ def refusal(config: Any, capsys) -> str:
         (
             [*OPTUNA, "hydra.sweeper.direction=minimize"],
             ["trainer.seed=1,2"],
-            "error: hydra.sweeper.direction=minimize: trainer.best_metric=val/accuracy with trainer.best_mode=max "
-            "requires maximize",
+            "error: hydra.sweeper.direction=minimize: trainer.best_metric=val/accuracy requires maximize",
         ),
         (
             [*OPTUNA, "trainer.task=sft", "trainer.best_metric=val/loss"],
             ["trainer.seed=1,2"],
-            "error: trainer.best_mode=max: the sweep would search for the highest val/loss",
+            "error: trainer.best_metric=val/loss: the sweep would search for the highest value; write -val/loss",
         ),
     ],
 )
@@ -75,17 +73,6 @@ def test_only_swept_keys_name_the_directories_of_jobs(tmp_path):
     SweepCallback().on_multirun_start(config)
     (added,) = config.hydra.overrides.hydra
     assert added == "hydra.job.config.override_dirname.exclude_keys=[trainer.total_steps,trainer.run_dir]"
-
-
-def test_the_files_of_a_launcher_can_be_read_by_its_user_alone(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRAINER_SWEEP_NOTES", "")
-    config = config_of(tmp_path, "hydra/launcher=submitit_local")
-    with open_dict(config):
-        config.hydra.launcher.submitit_folder = f"{tmp_path}/.submitit/%j"
-    SweepCallback().on_multirun_start(config)
-    assert stat.S_IMODE((tmp_path / ".submitit").stat().st_mode) == 0o700
-    (directory,) = (tmp_path / ".submitit").iterdir()
-    assert config.hydra.launcher.submitit_folder == str(directory) and directory.is_dir()
 
 
 def study(directory: Path, *states: str) -> optuna.Study:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import environment, wait_until
-from trainer.config.outcome import JobEnded
-from trainer.config.sweep_jobs import JobResult, check_ends, note_end, prepare_notes
-from trainer.config.sweep_plugins import register_plugins
+from tests.support.jobs import environment
+from trainer.config.sweep_jobs import register_plugins
 from trainer.errors import UserError
 
 JOB = """
@@ -55,19 +51,6 @@ def job(cfg):
 
 run_app(job)
 """
-SLOW = """
-import psutil, time
-from submitit.local import local
-
-def start_controller(start=local.start_controller, **arguments):
-    controller = start(**arguments)
-    while controller.poll() is None and not psutil.Process(controller.pid).children():
-        time.sleep(0.01)
-    return controller
-
-local.start_controller = start_controller
-"""
-"""The start of a script whose sweep always continues later than the process that it has started for a job."""
 SUPERVISED_JOB = """
 import contextlib, json, os
 import trainer.jobs
@@ -119,8 +102,10 @@ def test_a_sweep_whose_failed_jobs_were_all_refused_ends_with_status_2(tmp_path)
 
 
 @pytest.mark.parametrize("mode", ["max", "min"])
-def test_optuna_optimizes_the_best_metric_in_the_direction_of_best_mode(mode, tmp_path):
-    done = sweep(tmp_path, *OPTUNA, f"trainer.best_mode={mode}", "trainer.run_name=found")
+def test_optuna_optimizes_the_best_metric_in_the_direction_of_its_sign(mode, tmp_path):
+    done = sweep(
+        tmp_path, *OPTUNA, f"trainer.best_metric={'' if mode == 'max' else '-'}val/accuracy", "trainer.run_name=found"
+    )
     assert done.returncode == 0, done.stderr
     distances = {abs(lr - 0.3): lr for lr, _ in jobs(tmp_path)}
     assert len(distances) == 8
@@ -157,8 +142,7 @@ def test_optuna_minimizes_the_validation_loss_of_supervised_jobs(tmp_path):
     [
         (
             "trainer.best_metric=val/loss",
-            "error: trainer.best_mode=max: the sweep would search for the highest val/loss; "
-            "set trainer.best_mode=min\n",
+            "error: trainer.best_metric=val/loss: the sweep would search for the highest value; write -val/loss\n",
         ),
     ],
 )
@@ -245,69 +229,12 @@ def test_a_directory_name_is_cut_to_what_a_file_system_takes(tmp_path):
     assert len(paths) == 4 and all(len(path) <= 200 for path in paths)
 
 
-def test_a_signal_to_a_sweep_of_submitit_stops_its_jobs_which_write_logs_and_say_how_they_ended(tmp_path):
-    """Seed 2 is refused; seed 8 waits for a signal."""
-    (tmp_path / "job.py").write_text(SLOW + JOB)
-    command = [sys.executable, "job.py", "-m", "hydra/launcher=submitit_local", "trainer.seed=2,8"]
-    log = tmp_path / "outputs/default/trainer.seed=8/log.txt"
-    pipe = subprocess.PIPE
-
-    def has_ended() -> bool:
-        return any(tmp_path.glob("outputs/default/.ends/*/000000.json"))
-
-    sweep = subprocess.Popen(
-        command, cwd=tmp_path, text=True, env=environment(), stdout=pipe, stderr=pipe, start_new_session=True
-    )
-    try:
-        wait_until(lambda: sweep.poll() is not None or has_ended() and log.exists() and "waiting" in log.read_text())
-        sweep.terminate()
-        output, errors = sweep.communicate(timeout=300)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(sweep.pid, signal.SIGKILL)
-    assert sweep.returncode == 75, output + errors
-    refused, stopped = (f"outputs/default/trainer.seed={seed}" for seed in (2, 8))
-    assert f"{refused}: error: trainer.seed=2: is refused\n" in errors
-    assert f"{stopped}: stopped by SIGTERM" in errors and "stopped by SIGTERM" in log.read_text()
-    last = output.splitlines()[-1]
-    assert last.startswith(f"1 of 2 jobs failed: {refused}; stopped early: {stopped}; the same command")
-    assert "Traceback" not in errors and "Error executing" not in errors
-
-
-def test_the_status_of_a_sweep_in_many_processes_follows_from_the_notes_of_its_jobs(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("TRAINER_SWEEP_NOTES", "")
-    prepare_notes(str(tmp_path))
-    note_end(0, JobResult("good", 0, ""))
-    check_ends([])
-    for number, end, lost, status, text in (
-        (1, JobResult("refused", 2, "error: x"), "", 2, "1 of 2 jobs failed: refused"),
-        (
-            2,
-            JobResult("also", 2, "error: y"),
-            "killed",
-            1,
-            "2 of 3 jobs failed: refused; also; a job has ended without a res",
-        ),
-        (3, JobResult("broken", 1, "error: z"), "", 1, "3 of 4 jobs failed: refused; also; broken"),
-        (
-            4,
-            JobResult("early", 75, "stopped"),
-            "",
-            75,
-            "3 of 5 jobs failed: refused; also; broken; stopped early: early; the",
-        ),
-    ):
-        note_end(number, end)
-        with pytest.raises(JobEnded) as error:
-            check_ends([], lost)
-        assert error.value.outcome.status == status and error.value.outcome.text.startswith(text)
-    assert "refused: error: x\nalso: error: y\nbroken: error: z\nearly: stopped\n" in capsys.readouterr().err
-
-
 def test_a_plugin_that_is_not_installed_is_named_with_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "hydra_plugins.hydra_submitit_launcher", None)
-    with pytest.raises(UserError, match="needs the package hydra-submitit-launcher; install the extra `sweeps`"):
-        register_plugins(["hydra/launcher=submitit_local"])
+    with pytest.raises(UserError, match="hydra/launcher=joblib: jobs of a sweep run one after another"):
+        register_plugins(["hydra/launcher=joblib"])
+    monkeypatch.setitem(sys.modules, "hydra_plugins.hydra_optuna_sweeper", None)
+    with pytest.raises(UserError, match="needs the package hydra-optuna-sweeper; install the extra `sweeps`"):
+        register_plugins(["hydra/sweeper=optuna"])
 
 
 def test_an_optuna_that_pip_has_chosen_by_itself_is_refused_with_the_command_that_replaces_it(tmp_path, monkeypatch):

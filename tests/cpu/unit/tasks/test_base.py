@@ -19,7 +19,7 @@ from trainer.tasks.base import Ingredients, check_ahead, make_trainer
 
 def test_without_weights_of_its_own_a_task_starts_from_model_path_or_random_ones(tmp_path):
     nothing: Any = None
-    cfg = configured(tmp_path / "run", {"model.tiny.hidden_size": 32, "model.tiny.intermediate_size": 32})
+    cfg = configured(tmp_path / "run", {"model.tiny.hidden_size": 32})
     task = Task(cfg, source=lambda given: nothing)
     path = task.initial_weights()
     assert path == str(tmp_path / "run/start") and (Path(path) / "config.json").exists()
@@ -48,7 +48,7 @@ def test_ranks_build_their_models_while_the_driver_reads_the_data(tmp_path):
     What the source has begun is undone: the training does not begin.
     """
     nothing: Any = None
-    cfg = configured(tmp_path / "run", {"model.tiny.hidden_size": 32, "model.tiny.intermediate_size": 32})
+    cfg = configured(tmp_path / "run", {"model.tiny.hidden_size": 32})
     found, undone = [], []
 
     def source(given: Ingredients) -> Any:

@@ -8,16 +8,16 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.runs import configured
-from trainer.config import TASKS, Config, DataConfig, EnvironmentConfig, RewardConfig, TinyConfig
+from trainer.config import TASKS, Config, DataConfig, EnvironmentConfig, RewardConfig
 from trainer.config.data import SourceConfig, ValSetConfig
 from trainer.config.overrides import unread_words
 from trainer.errors import UserError
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.rewards.scorer import RankScorer
 from trainer.tasks.rl import build, config_scorer, sample_episodes
 
 HERE = __name__
-SMALL = TinyConfig(hidden_size=32, intermediate_size=64, num_layers=1)
+SMALL = TinyShape(hidden_size=32, intermediate_size=64, num_layers=1)
 TASK = replace(TASKS["rl"], reward_functions=False)
 
 
@@ -162,7 +162,7 @@ def test_an_agent_is_imported_and_not_tried(cfg):
 def test_a_server_is_asked_only_when_that_is_wanted(cfg):
     """A report of what a command would do does not cost a request."""
     cfg.reward.name, cfg.reward.url = "remote", "http://127.0.0.1:9/score"
-    cfg.reward.remote.deadline_s = 0.2
+    cfg.reward.timeout_s = 0.2
     build(cfg).check_inputs(asks_servers=False)
     with pytest.raises(UserError, match="^reward.name=remote: fails for the first 3 rows"):
         build(cfg).check_inputs(asks_servers=True)

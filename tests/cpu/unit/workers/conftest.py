@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.config import TinyConfig
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory) -> str:
     path = str(tmp_path_factory.mktemp("model"))
-    build_tiny(TinyConfig(hidden_size=32, intermediate_size=64, num_layers=2, seed=3), path)
+    build_tiny(TinyShape(hidden_size=32, intermediate_size=64, num_layers=2, seed=3), path)
     return path

@@ -8,8 +8,7 @@ from tests.support.ranks import run_ranks
 from tests.support.roles import roles
 from tests.support.training import config, make_batch, update
 from trainer.checkpoint.sharded import ShardedFiles
-from trainer.config import TinyConfig
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.workers.rank import Rank
 
 
@@ -35,7 +34,7 @@ def load(rank: Rank, path: str, directory: str) -> np.ndarray:
 
 def test_saves_use_the_reserved_memory_and_hold_the_state_of_their_own_time(tmp_path):
     path, directory = str(tmp_path / "model"), str(tmp_path / "saved")
-    build_tiny(TinyConfig(hidden_size=32, intermediate_size=64, num_layers=2, seed=3), path)
+    build_tiny(TinyShape(hidden_size=32, intermediate_size=64, num_layers=2, seed=3), path)
     logprobs, reserved, after = run_ranks(1, reserve_and_save, path, directory, cfg=config())[0]
     assert after == reserved > 0
     for number in (1, 2):

@@ -12,15 +12,15 @@ from tests.support.architectures import VOCABULARY, WITH_BUFFERS, random_model
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
 from tests.support.training import assembled, config, load_then_step, make_batch, save_then_step, train_two_steps
-from trainer.config import Config, FSDPConfig, TinyConfig
-from trainer.models.tiny import build_tiny
+from trainer.config import Config, FSDPConfig
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.workers.rank import Rank
 
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory) -> str:
     path = str(tmp_path_factory.mktemp("model"))
-    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128, seed=3), path)
+    build_tiny(TinyShape(hidden_size=64, intermediate_size=128, seed=3), path)
     return path
 
 

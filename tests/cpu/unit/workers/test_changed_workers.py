@@ -16,8 +16,8 @@ from tests.support.ranks import run_ranks
 from tests.support.roles import roles
 from tests.support.tables import table
 from trainer.checkpoint.sharded import ShardedFiles
-from trainer.config import Config, TinyConfig, critic_role, policy_role
-from trainer.models.tiny import build_tiny
+from trainer.config import Config, critic_role, policy_role
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.parallel.batching import Batch
 from trainer.workers.base import TrainedWorker, learning_rate
 from trainer.workers.rank import Rank
@@ -52,7 +52,6 @@ CHANGES: dict[str, list[tuple[str, Any, Settings]]] = {
         ("trainer.update_epochs", 2, {}),
         ("trainer.policy.lora.alpha", 64.0, LORA),
         ("trainer.policy.fsdp.param_dtype", "bfloat16", {}),
-        ("trainer.policy.fsdp.reduce_dtype", "bfloat16", {}),
         ("algorithm.policy_loss", "gspo", {}),
         ("algorithm.clip_low", 0.01, {}),
         ("algorithm.clip_high", 0.01, {}),
@@ -98,7 +97,7 @@ def sharp_loss(logprobs, old_logprobs, advantages, mask, *, aggregation, totals,
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory) -> str:
     path = str(tmp_path_factory.mktemp("model"))
-    build_tiny(TinyConfig(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2, head_dim=16, seed=3), path)
+    build_tiny(TinyShape(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2, head_dim=16, seed=3), path)
     return path
 
 

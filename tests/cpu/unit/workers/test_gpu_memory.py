@@ -8,9 +8,9 @@ from tests.support.ranks import run_ranks
 from tests.support.roles import roles
 from tests.support.tables import table
 from tests.support.training import config, make_batch, update
-from trainer.config import Config, FSDPConfig, TinyConfig
+from trainer.config import Config, FSDPConfig
 from trainer.errors import UserError, WorkerError
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.workers.offload import DeviceMemory, engine_problem, rank_problem
 from trainer.workers.rank import Rank
 
@@ -67,7 +67,7 @@ def growth_and_size(rank: Rank, path: str) -> list[int]:
 
 
 def test_the_growth_of_the_optimizer_is_known_before_its_first_step(tmp_path):
-    build_tiny(TinyConfig(hidden_size=32, intermediate_size=64, num_layers=2, seed=3), str(tmp_path))
+    build_tiny(TinyShape(hidden_size=32, intermediate_size=64, num_layers=2, seed=3), str(tmp_path))
     cfg = config(offload="optimizer")
     cfg.trainer.policy.lora.rank = 4
     cfg.trainer.policy.fsdp = FSDPConfig(reshard_after_forward=False)

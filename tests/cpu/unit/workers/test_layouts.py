@@ -33,12 +33,12 @@ from tests.support.training import (
     train_two_steps,
     update,
 )
-from trainer.config import Config, FSDPConfig, TinyConfig, TrainerConfig, compose
-from trainer.config.axes import AXES, Axis, axis_sizes
+from trainer.config import Config, FSDPConfig, TrainerConfig, compose
 from trainer.config.fields import number
 from trainer.config.rules import check_trainer
+from trainer.config.trainer import AXES, Axis, axis_sizes
 from trainer.errors import UserError
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.tasks import build_task
 from trainer.tasks.base import make_trainer
 from trainer.workers.rank import Rank
@@ -176,7 +176,7 @@ def assert_equal_gradients(results: list[dict], expected: dict) -> None:
 def tiny(path: Path, tied: bool) -> str:
     """Four heads of queries, keys and values each; layers whose parts no number of ranks divides evenly."""
     build_tiny(
-        TinyConfig(hidden_size=60, intermediate_size=132, num_kv_heads=4, tie_word_embeddings=tied, seed=3), str(path)
+        TinyShape(hidden_size=60, intermediate_size=132, num_kv_heads=4, tie_word_embeddings=tied, seed=3), str(path)
     )
     return str(path)
 
@@ -279,7 +279,7 @@ def test_ranks_with_the_same_share_of_the_data_draw_the_same_numbers():
 
 @pytest.mark.parametrize("task", ["rl", "sft"])
 def test_a_run_refuses_before_it_starts_ranks(task, tmp_path):
-    build_tiny(TinyConfig(), str(tmp_path))
+    build_tiny(TinyShape(), str(tmp_path))
     no_cluster: Any = None
     with pytest.raises(
         UserError, match="trainer.tensor_parallel_size=4: must divide the number of key and value heads"

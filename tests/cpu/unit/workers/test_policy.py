@@ -13,9 +13,9 @@ from tests.support.ranks import run_ranks
 from tests.support.roles import roles
 from tests.support.training import GROUPS, PER_GROUP, WIDTH, config, make_batch
 from trainer.checkpoint.sharded import ShardedFiles
-from trainer.config import TinyConfig, correction_of
+from trainer.config import correction_of
 from trainer.errors import LogprobMismatchError
-from trainer.models.tiny import build_tiny
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.objectives.experience import correct_advantages
 from trainer.parallel.batching import Batch, mini_batches
 from trainer.workers.rank import Rank
@@ -24,7 +24,7 @@ from trainer.workers.rank import Rank
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory) -> str:
     path = str(tmp_path_factory.mktemp("model"))
-    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128, num_layers=1, seed=3), path)
+    build_tiny(TinyShape(hidden_size=64, intermediate_size=128, num_layers=1, seed=3), path)
     return path
 
 

@@ -37,8 +37,8 @@ from tests.support.training import (
     update,
 )
 from trainer.checkpoint.sharded import ShardedFiles
-from trainer.config import Config, TinyConfig
-from trainer.models.tiny import build_tiny
+from trainer.config import Config
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.workers.rank import Rank
 
 pytestmark = pytest.mark.early
@@ -48,7 +48,7 @@ pytestmark = pytest.mark.early
 def model_path(tmp_path_factory) -> str:
     """A model with tied embeddings. Of models without: `test_layouts.py`."""
     path = str(tmp_path_factory.mktemp("model"))
-    build_tiny(TinyConfig(hidden_size=64, intermediate_size=128, tie_word_embeddings=True, seed=3), path)
+    build_tiny(TinyShape(hidden_size=64, intermediate_size=128, tie_word_embeddings=True, seed=3), path)
     return path
 
 
@@ -61,7 +61,7 @@ def single_rank(model_path):
     "world_size, settings",
     [
         (1, {"max_tokens_per_micro_batch": 40}),
-        (1, {"share_prefixes": False}),
+        (1, {}),
         (1, {"pack": False}),
         (2, {"max_tokens_per_micro_batch": 70}),
         (4, {"max_tokens_per_micro_batch": 50, "dp_replicate": 2}),
@@ -69,7 +69,7 @@ def single_rank(model_path):
     ids=["micro-batches", "prompts computed for each completion", "rows alone", "2 ranks", "2 replicas of 2 ranks"],
 )
 def test_result_does_not_depend_on_ranks_replicas_or_micro_batches(model_path, single_rank, world_size, settings):
-    results = run_ranks(world_size, train_two_steps, model_path, cfg=config(**settings))
+    results = run_ranks(world_size, train_two_steps, model_path, None, bool(settings), cfg=config(**settings))
     for result in results:
         for ours, theirs in zip(result["metrics"], single_rank[0]["metrics"], strict=True):
             assert_close(ours, theirs)
@@ -272,7 +272,7 @@ def mini_batches(rank: Rank, path: str, steps: list[int]) -> dict[tuple[int, int
 
 def test_mini_batches_are_whole_groups_ordered_by_step_and_epoch(tmp_path):
     build_tiny(
-        TinyConfig(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=1, num_kv_heads=1), str(tmp_path)
+        TinyShape(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=1, num_kv_heads=1), str(tmp_path)
     )
     cfg = config(mini_batch_size=2, update_epochs=2, seed=3)
     first, second = run_ranks(2, mini_batches, str(tmp_path), [1, 2], cfg=cfg)

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.support.ranks import run_ranks
-from trainer.config import SCORE, Config, RoleSpec, TinyConfig, policy_role
-from trainer.models.tiny import build_tiny
+from trainer.config import SCORE, Config, RoleSpec, policy_role
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.workers.base import TrainedWorker
 from trainer.workers.rank import Rank
 
@@ -33,7 +33,7 @@ def models(tmp_path_factory) -> tuple[str, str]:
     paths = [str(tmp_path_factory.mktemp(name)) for name in ("policy", "other")]
     for seed, path in enumerate(paths):
         build_tiny(
-            TinyConfig(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2, head_dim=16, seed=seed), path
+            TinyShape(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2, head_dim=16, seed=seed), path
         )
     file = Path(paths[1], "model.safetensors")
     head = torch.randn(1, 32, generator=torch.Generator().manual_seed(1))

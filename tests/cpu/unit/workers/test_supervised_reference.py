@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.ranks import run_ranks
 from trainer.algorithms import Totals
-from trainer.config import Config, TinyConfig
-from trainer.models.tiny import build_tiny
+from trainer.config import Config
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.parallel.batching import Batch
 from trainer.parallel.load_balancing import divide
 from trainer.workers.rank import Rank
@@ -72,7 +72,7 @@ def supervised_step(rank: Rank, path: str, batch: Batch) -> tuple[float, dict[st
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("sampled", [False, True], ids=["cross-entropy", "importance weights"])
 def test_a_supervised_step_equals_plain_pytorch(tmp_path, ranks, sampled):
-    build_tiny(TinyConfig(hidden_size=64, intermediate_size=64, num_layers=2, seed=3), str(tmp_path))
+    build_tiny(TinyShape(hidden_size=64, intermediate_size=64, num_layers=2, seed=3), str(tmp_path))
     cfg, batch = Config(), make_batch(sampled)
     cfg.trainer.task = "sft"
     cfg.sft.optimizer.lr, cfg.sft.optimizer.warmup_steps = 1e-3, 0
