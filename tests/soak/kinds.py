@@ -51,9 +51,9 @@ class Kind:
 
     name: str
     overrides: tuple[str, ...]
+    job: str = "train"
     limits: str = ""
     """Further words of TRAINER_TIME_LIMITS."""
-    job: str = "train"
     storages: frozenset[str] = frozenset({"disk"})
     """Where its checkpoints are: `disk`, `store`, or both."""
     scheme: str = "s3"
