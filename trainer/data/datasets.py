@@ -20,17 +20,13 @@ from trainer.data.chats import PromptCheck, read_chat, read_tools, read_variable
 from trainer.data.generators import generate
 from trainer.data.limits import TextTooLong, encode, max_characters
 from trainer.data.reasoning_tasks import check_task
-from trainer.data.row_files import Rows, lines, parsed
-from trainer.errors import UserError, as_list
+from trainer.data.row_files import lines, parsed
+from trainer.errors import UserError
 from trainer.files.hf_hub import first_line
 from trainer.process import time_limits
 
-_MAX_PROBLEMS = 10
-_CHECKED_ROWS = 10
+_CHECKED_ROWS = 1000
 """Number of rows of each file that are checked before anything starts."""
-_CHECKED_BYTES = 64 << 20
-"""Number of bytes of further JSON lines that are checked as well. This takes about a second. Larger files are not read
-twice."""
 
 Example = dict[str, Any]
 """`prompt` (a string or chat messages), `answer` (a string) and, from files, the complete `row`; of a complete chat the
@@ -154,7 +150,7 @@ def read_examples(data: DataConfig, split: str, as_rows: bool = False) -> list[E
         as_rows: return the rows unchanged. They may have any columns.
 
     Raises:
-        UserError: a file is missing, empty or malformed, or lacks a column. The message lists up to ten problems.
+        UserError: a file is missing, empty or malformed, or lacks a column. The message names the first bad row.
     """
     limit = data.train_size if split == "train" else data.val_size
     if data.synthetic:
@@ -166,12 +162,11 @@ def read_examples(data: DataConfig, split: str, as_rows: bool = False) -> list[E
     key, files = _files_of(data, split)
     if not files:
         raise UserError(f"{key}: names no file")
-    convert, problems = _row if as_rows else _example, _Problems()
+    convert = _row if as_rows else _example
     examples: list[Example] = []
     for file in files:
         rows = itertools.islice(lines(file, key), None if limit < 0 else limit - len(examples))
-        examples += problems.skip_invalid(rows, key, lambda row, where: convert(row, where, data))
-    problems.check()
+        examples += [convert(parsed(line, where, key), where, data) for where, line in rows]
     return examples
 
 
@@ -200,7 +195,7 @@ def _generated(data: DataConfig, size: int, split: str) -> list[Example]:
 
 
 def check_files(data: DataConfig, examples: bool = True, validation: bool = True, as_rows: bool = False) -> None:
-    """Check the local files, large ones partially, so that bad data is refused before anything starts.
+    """Check the first rows of the local files, so that bad data is refused before anything starts.
 
     `read_examples` checks the remaining rows when it reads the data.
 
@@ -210,89 +205,22 @@ def check_files(data: DataConfig, examples: bool = True, validation: bool = True
         as_rows: rows may have any columns.
 
     Raises:
-        UserError: a file is missing, empty or malformed, or lacks a column. The message lists up to ten problems. Or
-            the task of a generator cannot be made.
+        UserError: a file is missing, empty or malformed, or lacks a column; or the task of a generator cannot be made.
     """
     if data.synthetic:
         task, options = data.task_with_options()
         if task is not None:
             check_task(task, options)
         return
-    problems, remaining_bytes = _Problems(), _CHECKED_BYTES
-
-    def first(rows: Rows) -> Rows:
-        nonlocal remaining_bytes
-        for number, (where, line) in enumerate(rows):
-            if number >= _CHECKED_ROWS and (remaining_bytes <= 0 or not isinstance(line, bytes)):
-                return
-            remaining_bytes -= len(line) if isinstance(line, bytes) else 0
-            yield where, line
-
     val_files = data.val_files if validation else []
     for split, files, limit in (("train", data.train_files, data.train_size), ("val", val_files, data.val_size)):
         key, is_example = data.name_of(f"{split}_files"), examples or split == "val"
-
-        def convert(row: Any, where: str, is_example: bool = is_example) -> Any:
-            return _row(row, where, data) if as_rows else _example(row, where, data) if is_example else row
-
         for file in (file for file in files if not file.startswith("hf://")):
-            rows = itertools.islice(first(lines(file, key)), None if limit < 0 else limit)
-            for _ in problems.skip_invalid(rows, key, convert):
-                pass
-    problems.check()
-
-
-class _Problems:
-    """Collects problems of files and rows, so that a user can repair all of them at once."""
-
-    def __init__(self) -> None:
-        self._locations: dict[str, list[str]] = {}  # by message without its location: the first message, all locations
-        self._seen: set[str] = set()
-        self._count = 0
-
-    def skip_invalid(self, rows: Rows, key: str, convert: Callable[[Any, str], Example]) -> Iterator[Example]:
-        """Yield what `convert` returns for each row and its location. Skip the rows that it refuses.
-
-        Raises:
-            UserError: this is the tenth problem.
-        """
-        while True:
-            try:
-                where, line = next(rows)
-            except StopIteration:
-                return
-            except UserError as error:  # a problem of the complete file
-                self._add(error)
-                return
-            try:
-                example = convert(parsed(line, where, key), where)
-            except UserError as error:
-                self._add(error, where)
-            else:
-                yield example
-
-    def _add(self, error: UserError, where: str = "") -> None:
-        message = str(error)
-        if message in self._seen:  # the same file is used for training and validation
-            return
-        self._seen.add(message)
-        self._locations.setdefault(message.replace(where, "") if where else message, [message]).append(where)
-        self._count += 1
-        if self._count == _MAX_PROBLEMS:
-            self.check()
-
-    def check(self) -> None:
-        """Check that there was no problem.
-
-        Raises:
-            UserError: lists all problems. Problems that differ only in their location are listed once.
-        """
-        messages = []
-        for message, _, *further in self._locations.values():
-            messages.append(f"{message}; the same holds for {', '.join(further)}" if further else message)
-        if messages:
-            first = f" (the first {_MAX_PROBLEMS} problems)" if self._count == _MAX_PROBLEMS else ""
-            raise UserError(as_list(f"the data cannot be used{first}:", messages))
+            count = _CHECKED_ROWS if limit < 0 else min(limit, _CHECKED_ROWS)
+            for where, line in itertools.islice(lines(file, key), count):
+                row = parsed(line, where, key)
+                if as_rows or is_example:
+                    (_row if as_rows else _example)(row, where, data)
 
 
 def as_messages(prompt: Any, system_prompt: str | None) -> list[dict[str, str]]:

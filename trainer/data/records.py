@@ -6,8 +6,6 @@ import functools
 import itertools
 import json
 from collections.abc import Collection, Mapping, Sequence
-from json.encoder import encode_basestring_ascii as quote
-from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -93,8 +91,10 @@ def encode(
 
     try:
         columns: dict[str, Any] = {name: [getattr(episode, name) for episode in episodes] for name in _PLAIN}
-        columns |= {name: _texts_column(columns[name]) for name in _TEXTS}
-        columns |= {name: [_as_json(getattr(episode, name)) for episode in episodes] for name in ("rewards", "metrics")}
+        columns |= {name: [_escaped(text) for text in columns[name]] for name in _TEXTS}
+        columns |= {
+            name: [json.dumps(dict(getattr(episode, name))) for episode in episodes] for name in ("rewards", "metrics")
+        }
         columns["messages"] = _messages_column(episodes)
         columns |= {"step": [step] * len(episodes), "key": keys or [None] * len(episodes)}
         columns["samples"] = _samples_column(episodes)
@@ -189,13 +189,6 @@ def decode_scores(data: bytes) -> list[list[TokenScores]] | None:
     return [made[start:end] for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
-def _texts_column(texts: Sequence[str]) -> Sequence[str]:
-    together = "".join(texts)
-    if together.isascii() and _ESCAPE not in together:  # most are, and a look at each takes ten times as long
-        return texts
-    return [_escaped(text) for text in texts]
-
-
 def _escaped(text: str) -> str:
     """Return a text that Arrow can hold. Python's texts can have halves of characters, as JSON data can."""
     try:
@@ -210,28 +203,13 @@ def unescaped(text: str) -> str:
     return json.loads(text.removeprefix(_ESCAPE)) if text.startswith(_ESCAPE) else text
 
 
-def _as_json(value: Mapping[str, Any]) -> str:
-    try:  # rewards are plain numbers, and these take half the time without the library
-        texts = [f"{quote(key)}: {float.__repr__(number)}" for key, number in value.items() if isfinite(number)]
-    except TypeError:  # other keys or values
-        return json.dumps(dict(value))
-    return "{" + ", ".join(texts) + "}" if len(texts) == len(value) else json.dumps(dict(value))
-
-
-def _encode_message(message: Mapping[str, Any]) -> str:
-    try:  # most have texts alone, and these take a third of the time without the library
-        return "{" + ", ".join([f"{quote(key)}: {quote(text)}" for key, text in message.items()]) + "}"
-    except TypeError:  # other keys or values
-        return _encode_any(message)
-
-
 def _messages_column(episodes: Sequence[Episode]) -> list[str]:
     """Return the messages of episodes as JSON. Those of its prompt, which the episodes of a group share, once."""
     texts: dict[int, str] = {}
     for episode in episodes:
         for message in episode.messages:
             if id(message) not in texts:
-                texts[id(message)] = _encode_message(message)
+                texts[id(message)] = _encode_any(message)
     return [f"[{', '.join([texts[id(message)] for message in episode.messages])}]" for episode in episodes]
 
 

@@ -6,43 +6,20 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-_MOST_ANSWERS = 1000
-"""Reference answers that `changed_answer` tries, spread over the data: so many take well below a second."""
-
 
 def reply_text(tokenizer: Any, token_ids: Sequence[int], has_ended: bool) -> str:
-    """Return the text of a reply (see `reply_texts`)."""
-    return reply_texts(tokenizer, [(token_ids, has_ended)])[0]
-
-
-def reply_texts(tokenizer: Any, replies: Sequence[tuple[Sequence[int], bool]]) -> list[str]:
-    """Return the texts of replies, with their special tokens, such as `<answer>` or the marks of a thought.
+    """Return the text of a reply, with its special tokens, such as `<answer>` or the marks of a thought.
 
     The token that has ended a reply is left out, and so are the tokenizer's tokens for end and padding.
 
     Args:
-        replies: token ids, and whether the policy has ended them: then the last token is the end.
+        has_ended: the policy has ended it: then the last token is the end.
     """
-    unseen, added = {tokenizer.eos_token_id, tokenizer.pad_token_id}, _added_tokens(tokenizer)
-    kept = []
-    for token_ids, has_ended in replies:
-        ids = [int(token) for token in token_ids]
-        if has_ended and ids and ids[-1] in added:  # a piece of a word ends a reply only where a text must stop it
-            ids.pop()
-        kept.append([token for token in ids if token not in unseen])
-    return tokenizer.batch_decode(kept, skip_special_tokens=False)
-
-
-def changed_answer(tokenizer: Any, answers: Sequence[str]) -> tuple[int, str] | None:
-    """Return the index of a reference answer that the tokenizer changes, and what becomes of it; None: there is none.
-
-    The policy cannot write such an answer. Blanks around it do not count. Of many answers, some are tried.
-    """
-    for index in range(0, len(answers), max(1, -(-len(answers) // _MOST_ANSWERS))):
-        text = tokenizer.decode(tokenizer.encode(answers[index], add_special_tokens=False), skip_special_tokens=False)
-        if text.strip() != answers[index].strip():
-            return index, text
-    return None
+    ids = [int(token) for token in token_ids]
+    if has_ended and ids and ids[-1] in _added_tokens(tokenizer):  # a piece of a word ends a reply only at a stop text
+        ids.pop()
+    unseen = (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    return tokenizer.decode([token for token in ids if token not in unseen], skip_special_tokens=False)
 
 
 @functools.lru_cache(maxsize=4)

@@ -6,19 +6,19 @@ import argparse
 import glob
 import itertools
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from trainer.data.records import encode, unescaped
+from trainer.data.records import decode_groups, encode, unescaped
 from trainer.data.replies import reply_text
 from trainer.data.row_files import read_rows
-from trainer.episodes import Episode, TokenScores, split_messages
+from trainer.episodes import Episode, Sample, TokenScores, split_messages
 from trainer.errors import UserError
 from trainer.files.atomic_io import write_file
 from trainer.files.documents import parse_json
+from trainer.files.hf_hub import first_line
 from trainer.process.log_setup import ToolParser, run_tool
 
 FOLDER = "rollouts"
@@ -87,13 +87,8 @@ def read_lines(file: str) -> Iterator[dict[str, Any]]:
         yield line
 
 
-def read_rollouts(
-    file: str, tokenizer: Any, min_reward: float | None, vocab_size: int | None = None
-) -> list[dict[str, Any]]:
-    """Return the tokens, masks and log-probs of the rollouts in a file that have at least `min_reward`.
-
-    The file is one of `write_rollouts`, or has lines that `trainer rollouts` has printed. Each sample of a multi-turn
-    episode is one rollout.
+def read_rollouts(file: str, tokenizer: Any, min_reward: float | None, vocab_size: int | None = None) -> list[Sample]:
+    """Return the samples of the rollouts in a file of `write_rollouts` that have at least `min_reward`.
 
     Args:
         vocab_size: vocabulary size of the model that learns from them.
@@ -101,28 +96,30 @@ def read_rollouts(
     Raises:
         UserError: the file has another format, or was written with another tokenizer or model.
     """
-    selected = []
-    for where, row in read_rows(file, "data.train_files"):
-        if file.endswith(".arrow"):
-            row = _as_line(row)
-        samples = _samples(row)
-        if not samples:
-            raise UserError(
-                f"sft.source=rollouts: {where} is not a rollout; logger.save_rollouts=true makes a run write them"
-            )
-        largest = max((token for sample in samples for token in sample["token_ids"]), default=0)
+    selected: list[Sample] = []
+    try:
+        with open(file, "rb") as opened:
+            groups, _ = decode_groups(opened.read())
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"data.train_files={file}: holds no rollouts ({first_line(error)}); with sft.source=rollouts, name files "
+            "step_N.arrow, which logger.save_rollouts=true makes a run write"
+        ) from error
+    for number, episode in enumerate((episode for group in groups.values() for episode in group), start=1):
+        where = f"{file}, row {number}"
+        largest = max((int(token) for sample in episode.samples for token in sample.token_ids), default=0)
         if vocab_size is not None and largest >= vocab_size:
             raise UserError(
                 f"sft.source=rollouts: {where} contains token {largest}, and the vocabulary of model.path has "
                 f"{vocab_size} tokens; it was written with another model"
             )
-        contents = {message["content"] for message in _messages(row) or []}
-        replies = (reply for sample in samples for reply in _replies(sample))
+        contents = {message["content"] for message in split_messages(episode.messages, episode.turns)[1]}
+        replies = (reply for sample in episode.samples for reply in _replies(sample))
         if not all(_texts(tokenizer, reply) & contents for reply in replies):
             raise UserError(f"sft.source=rollouts: {where} was written with another tokenizer than that of model.path")
         # A reward that failed, entirely or in one of its terms, reaches no limit.
-        if min_reward is None or (not row.get("failure") and row["reward"] >= min_reward):
-            selected += samples
+        if min_reward is None or (not episode.failure and episode.reward is not None and episode.reward >= min_reward):
+            selected += episode.samples
     return selected
 
 
@@ -141,47 +138,15 @@ def _as_line(row: Any) -> dict[str, Any]:
     return {**first, "prompt": prompt, "completion": completion, **line}
 
 
-def _samples(row: Any) -> list[dict[str, Any]]:
-    """Return the samples of a line, or an empty list if the line is not a rollout."""
-    if not isinstance(row, dict) or not (_is_number(row.get("reward")) or row.get("failure")):
-        return []
-    samples = row.get("samples")
-    return samples if isinstance(samples, list) and all(map(_is_sample, samples)) and _messages(row) is not None else []
-
-
-def _messages(row: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the messages with the policy's replies, or None if they cannot be read."""
-    completion = row.get("completion")
-    readable = isinstance(completion, list) and all(
-        isinstance(message, dict) and isinstance(message.get("content"), str) for message in completion
-    )
-    return completion if readable else None
-
-
-def _replies(sample: dict[str, Any]) -> list[list[int]]:
+def _replies(sample: Sample) -> list[list[int]]:
     """Return each run of consecutive sampled tokens."""
-    runs = itertools.groupby(zip(sample["token_ids"], sample["mask"], strict=True), key=lambda pair: pair[1] > 0)
+    runs = itertools.groupby(zip(sample.token_ids, sample.mask, strict=True), key=lambda pair: pair[1] > 0)
     return [[token for token, _ in run] for sampled, run in runs if sampled]
 
 
 def _texts(tokenizer: Any, reply: list[int]) -> set[str]:
     """Return the texts that a reply may have, whether the policy has ended it or not."""
     return {reply_text(tokenizer, reply, has_ended) for has_ended in (True, False)}
-
-
-def _is_sample(value: Any) -> bool:
-    if not isinstance(value, dict):
-        return False
-    columns = [value.get(name) for name in ("token_ids", "mask", "logprobs")]
-    return (
-        all(isinstance(column, list) and all(map(_is_number, column)) for column in columns)
-        and len({len(column) for column in columns}) == 1
-        and all(type(token) is int and token >= 0 for token in value["token_ids"])
-    )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def main(argv: list[str] | None = None) -> int:

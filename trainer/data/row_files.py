@@ -59,10 +59,7 @@ def lines(file: str, key: str, keeps_nulls: bool = False) -> Rows:
     if file.startswith("hf://"):
         rows = _hub_rows(file, key)
     elif not file.endswith((".jsonl", ".parquet", ".arrow")):
-        raise UserError(
-            f"{key}={file}: must end in .jsonl, .parquet or .arrow, or be hf://OWNER/NAME?config=C&split=S"
-            f"{_conversion(file)}"
-        )
+        raise UserError(f"{key}={file}: must end in .jsonl, .parquet or .arrow, or be hf://OWNER/NAME?config=C&split=S")
     elif os.path.exists(file) and (problem := file_problem(file)) is not None:
         raise UserError(
             f"{key}={file}: {problem}; the data is read again when the run is resumed, so write it to a file first"
@@ -81,21 +78,6 @@ def lines(file: str, key: str, keeps_nulls: bool = False) -> Rows:
         yield item
     if empty:
         raise UserError(f"{key}={file}: is empty")
-
-
-def _conversion(file: str) -> str:
-    """Return how to convert `file` to JSON lines, as the end of a message. Empty for an unknown file type."""
-    stem, suffix = os.path.splitext(file)
-    if suffix in (".csv", ".tsv"):
-        separator = ", sep='\\t'" if suffix == ".tsv" else ""
-        code = f"read_csv('{file}'{separator}, dtype=str).to_json('{stem}.jsonl', orient='records', lines=True)"
-        return f'; convert it with python -c "import pandas; pandas.{code}"'
-    if suffix == ".json":
-        code = f"[print(json.dumps(row)) for row in json.load(open('{file}'))]"
-        return f'; convert its list of objects with python -c "import json; {code}" > {stem}.jsonl'
-    if re.fullmatch(r"[\w-]+/[\w-]+", file):
-        return f"; a data set of the Hub is hf://{file}?split=train"
-    return ""
 
 
 def _jsonl_rows(file: str, key: str) -> Rows:

@@ -128,13 +128,14 @@ def encode(
     return [_sample(row.token_ids, row.mask, None, sft.max_length) for row in rows]
 
 
-def _encode_rollout(row: dict[str, Any], sft: SFTConfig) -> Sample:
-    return _sample(row["token_ids"], row["mask"], None if sft.max_weight is None else row["logprobs"], sft.max_length)
+def _encode_rollout(sample: Sample, sft: SFTConfig) -> Sample:
+    logprobs = None if sft.max_weight is None else np.asarray(sample.logprobs, np.float64)
+    return _sample(sample.token_ids, sample.mask, logprobs, sft.max_length)
 
 
-def _sample(token_ids: list[int], mask: list[float], logprobs: list[float] | None, max_length: int) -> Sample:
+def _sample(token_ids: Any, mask: Any, logprobs: Any, max_length: int) -> Sample:
     return Sample(
         np.asarray(token_ids[:max_length], np.int32),
         np.asarray(mask[:max_length], np.float32),
-        None if logprobs is None else np.asarray(logprobs[:max_length]),
+        None if logprobs is None else logprobs[:max_length],
     )

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow
@@ -130,45 +128,12 @@ def test_bad_lines_are_named(tmp_path, content, message):
     assert_matches(message.format(file=file), error)
 
 
-def test_several_problems_are_listed_together(tmp_path):
-    good = '{"prompt": "a", "answer": "b"}'
-    lines = [good, good + "}", '{"answer": "b"}', good, *['{"prompt": "a", "answer": null}'] * 2, *[good] * 30, "{"]
-    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    first.write_text("\n".join(lines))
-    second.write_text("[]\n" * 12)
-    data = DataConfig(train_files=[str(first)], val_files=[str(tmp_path / "none.jsonl"), str(second)])
-    sentences = [
-        f"data.train_files: {first}:2 is not JSON (Extra data at column 31)",
-        f"data.prompt_key=prompt: {first}:3 has no such key; it has answer",
-        f"data.answer_key=answer: {first}:5 must have a string or a number, not NoneType; the same holds for {first}:6",
-        f"data.train_files: {first}:37 is not JSON (Expecting property name enclosed in double quotes at column 2)",
-    ]
-    with pytest.raises(UserError) as refused:
-        read_examples(data, "train")
-    assert str(refused.value).split("\n  ") == ["the data cannot be used:", *sentences]
-    with pytest.raises(UserError) as refused:
-        check_files(data)
-    headline, *found = str(refused.value).split("\n  ")
-    assert headline == "the data cannot be used (the first 10 problems):" and found[:4] == sentences
-    assert found[4].startswith(f"data.val_files={tmp_path}/none.jsonl: no such file")
-    same = ", ".join(f"{second}:{i}" for i in (2, 3, 4))
-    assert found[5:] == [
-        f"data.prompt_key=prompt: {second}:1 must be an object with prompt and answer; the same holds for {same}"
-    ]
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_the_rest_of_a_large_file_is_checked_when_it_is_read(tmp_path, kind):
-    length = 2**20 if kind == "jsonl" else 1
-    rows = [{"prompt": "a" * length, "answer": "b"}] * 80 + [{"prompt": "a", "answer": None}] * 2
-    file = tmp_path / f"large.{kind}"
-    if kind == "jsonl":
-        jsonl(file, *rows)
-    else:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
-    check_files(files(str(file)), validation=False)
-    with pytest.raises(UserError, match="large.*81 must have a string or .*; the same holds for .*large.*82$"):
-        read_examples(files(str(file)), "train")
+def test_the_rest_of_a_large_file_is_checked_when_it_is_read(tmp_path):
+    rows = [{"prompt": "a", "answer": "b"}] * 1000 + [{"prompt": "a", "answer": None}] * 2
+    file = jsonl(tmp_path / "large.jsonl", *rows)
+    check_files(files(file), validation=False)
+    with pytest.raises(UserError, match="large.*:1001 must have a string or "):
+        read_examples(files(file), "train")
 
 
 def assert_matches(pattern: str, error) -> None:
@@ -195,7 +160,7 @@ def test_bad_names_are_refused():
         ),
         ("/missing.jsonl", "data.train_files=/missing.jsonl: no such file; correct the path, or set hf://.*"),
         ("missing.csv", "data.train_files=missing.csv: must end in .jsonl, .parquet or .arrow, or be hf://.*"),
-        ("openai/gsm8k", ".* or be hf://.*; a data set of the Hub is hf://openai/gsm8k.split=train"),
+        ("openai/gsm8k", "data.train_files=openai/gsm8k: must end in .* or be hf://.*"),
         ("hf://a/b?name=c", "data.train_files=hf://a/b.name=c: takes config, split and revision, not name"),
         ("hf://a/b?revision=main", "data.train_files=hf://a/b.revision=main: revision must be a commit, of 40 hex.*"),
         ("hf://", "data.train_files=hf://: cannot be loaded from the Hub .*"),
@@ -203,26 +168,6 @@ def test_bad_names_are_refused():
         with pytest.raises(UserError) as error:
             read_examples(files(name), "train")
         assert_matches(message, error)
-
-
-@pytest.mark.parametrize(
-    "name, content",
-    [
-        ("a.csv", 'prompt,answer\n007,1.50\n"é, b",x\n'),
-        ("a.tsv", "prompt\tanswer\n007\t1.50\né, b\tx\n"),
-        ("a.json", '[{"prompt": "007", "answer": "1.50"},\n{"prompt": "é, b", "answer": "x"}]'),
-    ],
-)
-def test_the_refusal_of_another_kind_of_file_says_how_to_convert_it(tmp_path, name, content):
-    (tmp_path / name).write_text(content)
-    with pytest.raises(
-        UserError, match="must end in .jsonl, .parquet or .arrow, .*; convert .* with python -c "
-    ) as refused:
-        read_examples(files(str(tmp_path / name)), "train")
-    command = str(refused.value).partition(" with python ")[2]
-    subprocess.run(f"{sys.executable} {command}", shell=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    found = read_examples(files(str(tmp_path / "a.jsonl")), "train")
-    assert [(row["prompt"], row["answer"]) for row in found] == [("007", "1.50"), ("é, b", "x")]
 
 
 def test_no_file_is_refused():

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import json
-import math
 
 import numpy as np
 import pytest
 
 from trainer.config import DataConfig, SFTConfig
 from trainer.data import sft_dataset
-from trainer.data.rollout_io import read_lines, write_rollouts
+from trainer.data.rollout_io import write_rollouts
 from trainer.data.turns import Stops
 from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
@@ -194,23 +194,12 @@ def test_episodes_of_several_turns_are_read_back_as_they_were_sampled(tokenizer,
     assert all((example.logprobs == -0.5 * example.mask).all() for example in part)
     right = load_train(data, sft(source="rollouts", min_reward=1.0), tokenizer)
     assert len(right) == 1 and right[0].logprobs is None
-    file, lines = tmp_path / "printed.jsonl", list(read_lines(kept))
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    data = DataConfig(train_files=[str(file)])
-    printed = load_train(data, sft(source="rollouts", max_weight=4.0), tokenizer, 320)
-    assert [example.token_ids.tolist() for example in printed] == [example.token_ids.tolist() for example in part]
-    row = lines[0]
-    assert (row["prompt"], row["completion"]) == (chat[:1], chat[1:])
-    for change, problem in (
-        ({"samples": [{**row["samples"][0], "mask": [1]}]}, "is not a rollout"),
-        ({"samples": [{**row["samples"][0], "token_ids": ["x"]}]}, "is not a rollout"),
-        ({"completion": [{"role": "user"}]}, "is not a rollout"),
-        ({"completion": chat[1:3]}, "another tokenizer"),
-        ({"completion": None, "messages": chat[:3]}, "is not a rollout"),
-    ):
-        file.write_text(json.dumps({**row, **change}) + "\n")
-        with pytest.raises(UserError, match=problem):
-            load_train(data, sft(source="rollouts"), tokenizer)
+    write_rollouts(
+        str(tmp_path), 6, [dataclasses.replace(episodes[0], messages=[*chat[:3], {**chat[3], "content": "x"}])]
+    )
+    data = DataConfig(train_files=[str(tmp_path / "rollouts/step_6.arrow")])
+    with pytest.raises(UserError, match="step_6.arrow, row 1 was written with another tokenizer"):
+        load_train(data, sft(source="rollouts"), tokenizer)
 
 
 def test_rollouts_are_read_back_as_they_were_sampled(tokenizer, tmp_path):
@@ -237,26 +226,9 @@ def test_rollouts_are_read_back_as_they_were_sampled(tokenizer, tmp_path):
     assert all(e.weight_versions is None for e in (*both, *right)), "not sampled by the policy that learns them"
     with pytest.raises(UserError, match="sft.min_reward=2: no rollout of training has that much"):
         load_train(data, sft(source="rollouts", min_reward=2), tokenizer)
-    [row, _] = read_lines(file)
-    (one,) = row["samples"]
-    for change, problem in (
-        ({"samples": [{**one, "logprobs": [0.0]}]}, "is not a rollout"),
-        ({"samples": [{**one, "logprobs": [math.nan] * len(one["logprobs"])}]}, "is not a rollout"),
-        ({"reward": math.inf}, "is not a rollout"),
-        ({"completion": "xx"}, "is not a rollout"),
-        ({"completion": [{"role": "assistant", "content": "xx"}]}, "another tokenizer"),
-        ({"completion": ["ba"]}, "is not a rollout"),
-        (
-            {"samples": [{**one, "token_ids": [320, *one["token_ids"][1:]]}]},
-            "contains token 320, and the vocabulary of model.path has 320 tokens; it was written with another model",
-        ),
-    ):
-        (tmp_path / "bad.jsonl").write_text("".join(json.dumps(r) + "\n" for r in (row, {**row, **change})))
-        with pytest.raises(UserError, match=problem):
-            load_train(
-                DataConfig(train_files=[str(tmp_path / "bad.jsonl")]),
-                sft(source="rollouts"),
-                tokenizer,
-                320,
-            )
+    with pytest.raises(UserError, match=r"row 1 contains token \d+, and the vocabulary of model.path has 5 tokens"):
+        load_train(data, sft(source="rollouts"), tokenizer, 5)
+    (tmp_path / "bad.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match="data.train_files=.*bad.jsonl: holds no rollouts"):
+        load_train(DataConfig(train_files=[str(tmp_path / "bad.jsonl")]), sft(source="rollouts"), tokenizer)
     assert len(load_train(DataConfig(train_files=[file, file], train_size=3), sft(source="rollouts"), tokenizer)) == 3
