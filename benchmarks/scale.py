@@ -64,7 +64,7 @@ HEADS = {
         "host of a node",
     ),
     "time": ("run", "step", "rollout", "scores", "update", "sync", "host copies", "tokens/s"),
-    "state": ("run", "checkpoint", "a save", "a kill costs"),
+    "state": ("run", "checkpoint", "a save"),
 }
 
 
@@ -94,7 +94,7 @@ def row_of(table: str, name: str, plan: Plan) -> str:
         cells += [f"{time.total:.0f} s", *shares, f"{time.phases['sync']:.1f} s", f"{time.phases['copies']:.1f} s"]
         cells += [f"{time.tokens_per_s:,.0f}"]
     else:
-        cells += [f"{disk.checkpoint / GB:,.0f} GB", f"{disk.save_s:.0f} s", f"{disk.kill_s / 60:.0f} min"]
+        cells += [f"{disk.checkpoint / GB:,.0f} GB", f"{disk.save_s:.0f} s"]
     return f"| {' | '.join(cells)} |"
 
 

@@ -8,7 +8,7 @@ from trainer.config import Config
 from trainer.config.command_line import run_app
 from trainer.process.log_setup import guard_output, show
 
-_HELP = """usage: trainer plan [GROUP=CHOICE ...] [KEY=VALUE ...] [plan.gpus=CLUSTER] [--json]
+_HELP = """usage: trainer plan [GROUP=CHOICE ...] [KEY=VALUE ...] [plan.gpus=CLUSTER]
 
 Print what a run with these overrides needs, without a GPU and without starting it: memory of each rank and engine by
 phase and kind, host memory, disk, and the time of a step. The first sentence says whether the run fits, and which of a
@@ -17,13 +17,9 @@ few whole layouts is the best if it does not, or if another one is faster.
   plan.gpus       8xH100 (one node of eight), 4x8xH100 (four such nodes), or cpu, this machine
   model.path      a directory with a config.json, an id of the Hub, or a shape that comes with the project:
                   {models}
-  --json          print JSON: sizes in bytes, times in seconds
 
 docs/scale.md explains the numbers; docs/config.md lists the other keys of plan.
 """
-
-_json: list[bool] = []
-"""Whether JSON is printed."""
 
 
 def main() -> int | None:
@@ -34,29 +30,22 @@ def main() -> int | None:
         guard_output()
         print(_HELP.format(models=", ".join(shipped_models())), end="")
         return 0
-    run_app(_plan, "plan", begin=_begin, trains=False)
+    run_app(_plan, "plan", trains=False)
     return None
 
 
-def _begin(words: list[str]) -> list[str]:
-    _json[:] = ["--json" in words]
-    return [word for word in words if word != "--json"]
-
-
 def _plan(cfg: Config) -> None:
-    import json
-
     from trainer.config.hydra import words_given
     from trainer.config.overrides import refuse_unread
     from trainer.plan.hardware import parse_cluster
     from trainer.plan.layouts import best_layout
     from trainer.plan.plan import make_plan
-    from trainer.plan.report import as_json, as_text
+    from trainer.plan.report import as_text
 
     refuse_unread([word for word in words_given() if not word.lstrip("+").startswith("plan.")], cfg)
     cluster = parse_cluster(cfg.plan.gpus)
     plan, best = make_plan(cfg, cluster), best_layout(cfg, cluster)
-    show(json.dumps(as_json(cfg, plan, best), indent=2) if _json[0] else as_text(cfg, plan, best))
+    show(as_text(cfg, plan, best))
 
 
 if __name__ == "__main__":

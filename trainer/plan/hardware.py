@@ -91,8 +91,6 @@ _GPUS = {
     "H200": (139.8, 67, 4800, 450, 50, 51, 2000, 614),
     "B200": (178.3, 75, 8000, 900, 50, 51, 2000, 717),
 }
-_SAME = {"a100-80gb": "a100", "h100-80gb": "h100", "h200-141gb": "h200", "b200-180gb": "b200", "4090": "rtx4090"}
-"""Other names of GPUs."""
 _USUAL_GPUS = 8
 """GPUs of the nodes whose hosts are in the table. Clouds rent a part of such a node with a part of its memory."""
 
@@ -166,9 +164,6 @@ FRAGMENTATION = 0.05
 """Share of the tensors' memory by which torch's allocator exceeds it, on GPUs."""
 STORAGE = 2 * GB
 """Bytes per second that storage takes from each node: an assumption. Object stores reach it, disks may not."""
-START_S = {CPU: 20.0, "cuda": 90.0}
-"""Seconds from the command to the first step, without reading weights: imports, Ray, engines, graphs. CPU: measured
-(16 to 21 s). GPU: an estimate, with vLLM. There the first step compiles: it took 17 to 37 s on an H100."""
 
 
 def prefill_tokens(device: Device) -> int:
@@ -222,19 +217,11 @@ def parse_cluster(text: str) -> Cluster:
         nodes, per_node = 1, nodes
     if not found or nodes < 1 or per_node < 1:
         raise UserError(f"plan.gpus={text}: is no cluster; write NUMBERxGPU (8xH100), NODESxNUMBERxGPU, or cpu")
-    device = _find_device(found[3])
+    device = DEVICES.get(found[3].casefold())
     if device is None:
         raise UserError(f"plan.gpus={text}: the GPU {found[3]} is not known; choose one of {', '.join(_GPUS)}, or cpu")
     share = min(1.0, per_node / _USUAL_GPUS)
     return Cluster(nodes, per_node, replace(device, host_memory=int(share * device.host_memory)))
-
-
-def _find_device(name: str) -> Device | None:
-    """Return the GPU of a name, such as `A100-SXM4-40GB` or `GeForce RTX 4090`; None: there is none."""
-    left_out = ("nvidia", "geforce", "sxm", "sxm4", "sxm5")
-    short = "-".join(word for word in re.split("[ _-]+", name.casefold()) if word not in left_out)
-    short = short.replace("rtx-", "rtx")
-    return DEVICES.get(_SAME.get(short, short))
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from trainer.config.trainer import axis_sizes
 from trainer.errors import UserError, format_size
 from trainer.files.shared_memory import SHARED_MEMORY
 from trainer.plan.engines import PlannedEngine, engine_problem, plan_engine
-from trainer.plan.hardware import CONTEXT_BYTES, DRIVER_BYTES, GB, PROCESS_BYTES, START_S, STORAGE, Cluster
+from trainer.plan.hardware import CONTEXT_BYTES, DRIVER_BYTES, GB, PROCESS_BYTES, STORAGE, Cluster
 from trainer.plan.model_shape import ModelShape, shape_of
 from trainer.plan.ranks import (
     ENGINE_KINDS,
@@ -55,8 +55,6 @@ class PlannedDisk:
     """Steps between saves."""
     save_s: float
     """Seconds in which a checkpoint is copied and written. Training continues meanwhile."""
-    kill_s: float
-    """Seconds that a kill costs on average: the start, half an interval, and the save that was under way."""
 
 
 @dataclass(frozen=True)
@@ -218,12 +216,8 @@ def _disk(cfg: Config, cluster: Cluster, roles: Sequence[PlannedRole], seconds: 
     nodes = max(1, min(cluster.nodes, math.ceil(t.num_workers / cluster.per_node)))
     write = checkpoint / (STORAGE * nodes)
     save = copied / cluster.device.pcie + write
-    by_steps = isinstance(t.ckpt_interval, int) and t.ckpt_interval > 0
-    interval = t.ckpt_interval if by_steps else max(1, math.ceil(2 * save / seconds.total))
-    interval = min(interval, steps)
+    interval = min(t.ckpt_interval, steps) if t.ckpt_interval > 0 else steps
     made = math.ceil(steps / interval)
     kept = made if t.max_ckpts_to_keep < 0 else min(made, t.max_ckpts_to_keep)
     exports = math.ceil(steps / t.hf_save_interval) if t.hf_save_interval > 0 else 0
-    again = seconds.total - (0 if seconds.overlaps else seconds.rollout)  # rollouts are in the journal
-    kill = START_S[cluster.device.kind] + write + interval * again / 2 + save
-    return PlannedDisk(checkpoint, export, kept * checkpoint + exports * export, interval, save, kill)
+    return PlannedDisk(checkpoint, export, kept * checkpoint + exports * export, interval, save)

@@ -1,22 +1,17 @@
-"""A plan as text for people, and as JSON for machines."""
+"""A plan as text."""
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
-import os
 from collections.abc import Iterable
-from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from trainer.config import Config
-from trainer.config.trainer import axis_sizes
-from trainer.models.verdicts import read_verdict, verdict_file
-from trainer.plan.hardware import GB, STORAGE
+from trainer.plan.hardware import GB
 from trainer.plan.layouts import Changes, Layout
 from trainer.plan.plan import Plan
 from trainer.plan.ranks import KINDS
@@ -59,51 +54,18 @@ def as_text(cfg: Config, plan: Plan, best: Layout | None) -> str:
 
 def notes(cfg: Config, plan: Plan) -> list[str]:
     """Return what the plan leaves out or only estimates, for this config."""
-    found = []
-    cluster = plan.cluster
+    found, cluster = [], plan.cluster
     if not cluster.device.is_cpu:
         found.append("times of GPUs come from data sheets, hardly any is measured; memory is that of our own code")
         if cluster.nodes > 1:
             found.append(f"each GPU sends {cluster.device.network / GB:g} GB/s to other nodes; check your network")
         if any(role.model.of_experts for role in plan.roles):
             found.append("passes of models with experts count at 15% of a GPU's peak, as other trainers publish")
-        if plan.fits and (idle := cluster.gpus - plan.gpus) > 0:
-            found.append(f"{idle} GPUs stay idle; trainer.num_workers and rollout.num_engines use more")
     if cfg.task.generates:
         found.append("time of environments, tools, rewards and validation is not known and counts as 0")
         if plan.engine is None and cfg.num_engines:
             found.append(f"rollout.engine={cfg.rollout.engine} generates outside of this cluster: its time counts as 0")
-        if cfg.algorithm.dynamic_sampling:
-            found.append("algorithm.dynamic_sampling samples further prompts, which do not count")
-    if plan.engine is not None:
-        together = min(cfg.rollout.max_num_seqs, plan.workload.rows / cfg.num_engines)
-        if (most := plan.engine.sequences(plan.workload.prompt + plan.workload.response / 2)) < together:
-            found.append(f"the KV cache holds {most:.0f} sequences of {together:.0f} that an engine could run together")
-    found += _checks(cfg, plan)
-    between = plan.disk.interval_steps * plan.time.total
-    if plan.disk.save_s > between and plan.disk.interval_steps < plan.time.steps:
-        found.append(
-            f"a save takes {_duration(plan.disk.save_s)} with storage of {STORAGE / GB:g} GB/s for each node, longer "
-            f"than the {_duration(between)} between saves: training waits for the rest; a larger trainer.ckpt_interval "
-            "makes the waits shorter"
-        )
     return found
-
-
-def _checks(cfg: Config, plan: Plan) -> list[str]:
-    """Return what earlier starts have found of the models of directories (see `trainer.models.model_check`)."""
-    found: dict[str, str] = {}
-    sizes = axis_sizes(cfg.trainer, cfg.trainer.num_workers)
-    for role in cfg.roles if cfg.task.trains else ():
-        path = role.path or cfg.model.path
-        if path is None or path in found or not os.path.isdir(path):
-            continue
-        run = sizes, role, cfg.trainer.pack, cfg.longest_row
-        verdict = read_verdict(verdict_file(cfg.model, path, plan.cluster.device.kind, *run))
-        if verdict is not None:
-            said = verdict.problem or "an earlier start has compared it with its own class, and nothing differs"
-            found[path] = f"{role.key}={path}: {said}"
-    return list(found.values())
 
 
 def _memory(plan: Plan) -> Table:
@@ -141,7 +103,6 @@ def _sizes(plan: Plan) -> Iterable[tuple[str, str]]:
     yield "a checkpoint", f"{_gb(disk.checkpoint)} GB, {save}"
     yield "an export", f"{_gb(disk.export)} GB"
     yield "disk", f"{_gb(disk.total)} GB for all that is kept"
-    yield "a kill costs", f"{_duration(disk.kill_s)} on average"
 
 
 def _table(title: str, rows: Iterable[tuple[str, str]]) -> Table:
@@ -159,33 +120,3 @@ def _duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-def as_json(cfg: Config, plan: Plan, best: Layout | None) -> dict[str, Any]:
-    """Return the plan as plain values. Sizes are bytes, times are seconds."""
-    device, engine = plan.cluster.device, plan.engine
-    return {
-        "verdict": verdict(plan, best),
-        "fits": plan.fits,
-        "problems": list(plan.problems),
-        "best": None if best is None else {"changes": dict(best.changes), "step": best.plan.time.total},
-        "notes": notes(cfg, plan),
-        "cluster": {"nodes": plan.cluster.nodes, "per_node": plan.cluster.per_node, "device": device.name},
-        "gpus": plan.gpus,
-        "parameters": {role.spec.name: role.model.total for role in plan.roles},
-        "memory": [
-            {
-                "process": member.name,
-                "count": member.count,
-                "capacity": member.capacity,
-                "phases": {phase.name: {**phase.sizes, "all": phase.total} for phase in member.phases},
-            }
-            for member in plan.members
-        ],
-        "kv_cache": engine and {"tokens": engine.tokens, "bytes_per_token": engine.bytes_per_token},
-        "host": plan.host,
-        "disk": dataclasses.asdict(plan.disk),
-        "seconds": {**plan.time.phases, "step": plan.time.total},
-        "tokens_per_s": plan.time.tokens_per_s,
-        "hours": plan.hours,
-    }

@@ -105,7 +105,7 @@ def test_a_disk_holds_the_checkpoints_and_exports_that_are_kept(cfg, node):
     cfg.trainer.total_steps, cfg.trainer.ckpt_interval, cfg.trainer.max_ckpts_to_keep = 21, 10, -1
     disk = make_plan(cfg, node, traced=False).disk
     assert disk.checkpoint == 12 * 596_049_920 and disk.total == 3 * disk.checkpoint
-    assert disk.kill_s > 90 and disk.interval_steps == 10
+    assert disk.interval_steps == 10
     cfg.trainer.max_ckpts_to_keep, cfg.trainer.hf_save_interval = 2, 7
     disk = make_plan(cfg, node, traced=False).disk
     assert disk.export == 2 * 596_049_920 and disk.total == 2 * disk.checkpoint + 3 * disk.export
