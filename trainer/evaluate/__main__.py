@@ -16,7 +16,7 @@ from trainer.process.log_setup import guard_output, show
 
 _HELP = """usage: trainer evaluate RUN|CHECKPOINT|MODEL [--best | --step N] [KEY=VALUE ...]
        trainer evaluate model.path=MODEL data=… [GROUP=CHOICE ...] [KEY=VALUE ...]
-       trainer evaluate compare A B [--json]
+       trainer evaluate compare A B
 
 Evaluate without training, and write results and transcripts to trainer.run_dir:
 

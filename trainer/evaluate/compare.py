@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
-import math
 from collections import Counter
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from trainer.errors import UserError
 from trainer.evaluate.results import CONTENT, Results, SetResult, print_table, read_results
@@ -95,9 +92,7 @@ def _described(results: Results) -> str:
 def _read(path: str) -> Results:
     results = read_results(path)
     if results is None:
-        raise UserError(f"{path}: holds no evaluation; trainer evaluate makes one")
-    if not results.finished:
-        raise UserError(f"{path}: is not finished; give its command again")
+        raise UserError(f"{path}: holds no finished evaluation; trainer evaluate makes one")
     return results
 
 
@@ -122,27 +117,14 @@ def _print(a: Results, b: Results, differences: list[Difference], notes: list[st
         show(line)
 
 
-def _json(value: Any) -> Any:
-    """Return values as JSON has them: a bound of an interval that is infinite is null."""
-    if isinstance(value, dict):
-        return {name: _json(inner) for name, inner in value.items()}
-    return None if isinstance(value, float) and math.isinf(value) else value
-
-
 def main(argv: list[str] | None = None) -> int:
     """Compare the evaluations of the command line; returns the exit status."""
     parser = ToolParser(prog="trainer evaluate compare", description="Compare two evaluations.")
     parser.add_argument("a", metavar="A", help="directory of an evaluation (trainer.run_dir)")
     parser.add_argument("b", metavar="B", help="directory of another evaluation of the same rows")
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
     def tool(args: argparse.Namespace) -> None:
         a, b = _read(args.a), _read(args.b)
-        differences, notes = compare(a, b)
-        if not args.json:
-            _print(a, b, differences, notes)
-            return
-        rows = [{**_json(asdict(one)), "verdict": one.verdict} for one in differences]
-        print(json.dumps({"a": a.subject, "b": b.subject, "differences": rows, "notes": notes}, indent=2))
+        _print(a, b, *compare(a, b))
 
     return run_tool(parser, tool, argv)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import glob
 import logging
 import os
@@ -122,27 +121,32 @@ class _Evaluating:
         self._step = subject.step
 
     def run(self) -> Results:
-        """Return the results: those that are there, with those of the sets that were missing."""
-        results = self._open_results()
-        if results.finished:
+        """Return the results: those that are there, or new ones."""
+        results = self._new_results()
+        if (found := self._earlier(results)) is not None:
             LOG.info("evaluated before; nothing is left to do in %s", self.directory)
-            return results
+            return found
         record_start(self.directory, self.cfg)
         _check_sources(self.cfg)
         path, weights = self._weights()
         tokenizer = tokenizer_of(self.cfg, path)
         with stage("reading the data"):
             sets = self._read_sets(tokenizer)
-        missing = {name: prompts for name, prompts in sets.items() if name not in results.sets}
-        results.write(self.directory, self._lock.check)
-        journal = self._journal(results.weights)
+        rollouts, _ = deciding_settings(self.cfg)
+        settings = identity(rollouts, {}, results.weights, interpreters_of(self.cfg))
+        journal = Journal(self.directory, settings, self._lock.check, is_on=self.cfg.rollout.journal)
         with contextlib.ExitStack() as ends:
             ends.callback(journal.close)
             cluster = ends.enter_context(cluster_of(self.cfg, self._device))
             way = TRANSPORTS["shared_memory"] if weights.adapter is None else ADAPTER
             pool = EnginePool(self.cfg, cluster, weights, path, keeps_weights=True, way=way)
             ends.callback(pool.leave)
-            scorers = make_scorers(self.cfg, list(map(_source_of, sets)), self._scorer_of)
+            cache = RewardCache(self.directory, self._lock.check)
+            scorers = make_scorers(
+                self.cfg,
+                list(map(_source_of, sets)),
+                lambda cfg: None if cfg.environment.name is not None else RewardPool(cfg.reward, cache),
+            )
             routes = make_routes(self.cfg, scorers, tokenizer)
             rollouts = Rollouts(self.cfg, pool, stop_token_ids(path, tokenizer), routes, journal)
             ends.enter_context(rollouts)
@@ -151,38 +155,36 @@ class _Evaluating:
             journal.start(max(0, self._step - 1), digest("evaluation", results.weights))
             named = {name: prompts for name, prompts in sets.items() if name != DEFAULT_SET}
             evaluator = RolloutEvaluator(self.cfg, rollouts, sets.get(DEFAULT_SET, []), named)
-            for name, prompts in missing.items():
+            for name, prompts in sets.items():
                 with stage(f"evaluating {name}: {len(prompts)} rows"):
                     self._evaluate(name, prompts, evaluator, results)
+            results.write(self.directory, self._lock.check)
             journal.remove_after(self._step - 1)
             pool.shutdown()
-        results.finished = True
-        results.write(self.directory, self._lock.check)
         for path in glob.glob(os.path.join(glob.escape(self.directory), f"{_MODEL}*")):
             shutil.rmtree(path, ignore_errors=True)
         return results
 
-    def _open_results(self) -> Results:
-        """Return the results that an earlier start has left, or an evaluation without any.
-
-        Raises:
-            UserError: the directory holds another evaluation.
-        """
+    def _new_results(self) -> Results:
         checkpoint = self.subject.checkpoint
         if checkpoint is not None:
             weights = checkpoint.manifest["self"]
         else:
             assert self.cfg.model.path is not None
             with stage(f"fetching the model {self.cfg.model.path}"):
-                resolve_model_path(self.cfg.model.path)
-            weights = fingerprint_weights(self.cfg, resolve_model_path(self.cfg.model.path), begins=True)
+                path = resolve_model_path(self.cfg.model.path)
+            weights = fingerprint_weights(self.cfg, path, begins=True)
         with stage("comparing with an earlier start"):
-            settings = deciding(self.cfg) | _content(self.cfg)
-        results = Results(self.subject.name, self._step, weights, settings)
+            return Results(self.subject.name, self._step, weights, deciding(self.cfg) | _content(self.cfg))
+
+    def _earlier(self, results: Results) -> Results | None:
+        """Return the same evaluation, which an earlier start has finished; None: there is none.
+
+        Raises:
+            UserError: the directory holds another evaluation.
+        """
         found = read_results(self.directory)
-        if found is None or not found.sets:
-            return results
-        if different := found.differences(results):
+        if found is not None and (different := found.differences(results)):
             raise UserError(
                 f"trainer.run_dir={self.directory}: holds another evaluation of {found.subject}, with another "
                 f"{', '.join(different)}; name another directory"
@@ -207,13 +209,10 @@ class _Evaluating:
         name = _MODEL + digest(checkpoint.manifest["self"])[:16]  # an earlier start may have exported another
         path = os.path.abspath(os.path.join(self.directory, name))
         if not os.path.exists(path):
+            base = None if self.cfg.trainer.policy.lora.rank is None else given
             with stage(f"exporting the weights of {checkpoint.path}"):
-                export(files, path, self._dtype, MAX_FILE_BYTES, base=given if self._has_adapters else None)
+                export(files, path, self._dtype, MAX_FILE_BYTES, base=base)
         return path, FixedWeights(path, self.directory)
-
-    @property
-    def _has_adapters(self) -> bool:
-        return self.cfg.trainer.policy.lora.rank is not None
 
     @property
     def _dtype(self) -> str:
@@ -238,21 +237,8 @@ class _Evaluating:
                 LOG.info("%s: %s", name, line)
         return {name: found.prompts for name, found in sets.items()}
 
-    def _journal(self, weights: str) -> Journal:
-        rollouts, _ = deciding_settings(self.cfg)
-        settings = identity(rollouts, {}, weights, interpreters_of(self.cfg))
-        return Journal(self.directory, settings, self._lock.check, is_on=self.cfg.rollout.journal)
-
-    def _scorer_of(self, cfg: Config) -> RewardPool | None:
-        """Return what rewards the episodes of a set. None: its environment does."""
-        return None if cfg.environment.name is not None else RewardPool(cfg.reward, self._reward_cache)
-
-    @functools.cached_property
-    def _reward_cache(self) -> RewardCache:
-        return RewardCache(self.directory, self._lock.check)
-
     def _evaluate(self, name: str, prompts: Sequence[Prompt], evaluator: RolloutEvaluator, results: Results) -> None:
-        """Evaluate a set, and write its episodes and results: a start after a kill does not evaluate it again."""
+        """Evaluate a set, and write its episodes."""
         is_default = name == DEFAULT_SET
         evaluation = evaluator.evaluate_sets(self._step, [] if is_default else [name], with_default=is_default)
         episodes = [*evaluation.greedy, *evaluation.sampled] if is_default else list(evaluation.sets[name])
@@ -265,7 +251,6 @@ class _Evaluating:
             sum(episode.length for episode in episodes),
             with_text_keys(self._values(name, evaluation)),
         )
-        results.write(self.directory, self._lock.check)
 
     def _values(self, name: str, evaluation: Evaluation) -> Mapping[str, Mapping[int, float]]:
         cfg = self.cfg

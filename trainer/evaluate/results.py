@@ -38,7 +38,6 @@ _SHAPE: dict[Any, Shape] = {
     "step": is_count,
     "weights": str,
     "settings": {str: str},
-    "finished": bool,
     "metrics": {str: is_number},
     "sets": {str: _SET},
 }
@@ -66,7 +65,7 @@ class SetResult:
 
 @dataclass
 class Results:
-    """An evaluation, finished or not."""
+    """A finished evaluation."""
 
     subject: str
     step: int
@@ -74,11 +73,10 @@ class Results:
     """Fingerprint of the weights."""
     settings: dict[str, str]
     """Digests of the settings that decide what is measured, by key; of the code that they name, and of the rows."""
-    finished: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
     """The metrics that a run logs of the same evaluation."""
     sets: dict[str, SetResult] = field(default_factory=dict)
-    """By name, those that are complete."""
+    """By name."""
 
     def write(self, directory: str, fence: Callable[[], None]) -> None:
         text = json.dumps({"format": _FORMAT, **asdict(self)})

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.data import COLUMNS
-from trainer.config.hydra import FOLLOWS_NAME, conf_dir, find_groups, store_recorded
+from trainer.config.hydra import conf_dir, find_groups, store_recorded
 from trainer.config.overrides import parsed
-from trainer.config.schema import is_open
 from trainer.errors import UserError
 from trainer.evaluate.task import EVALUATION, PATH
 from trainer.files.uris import is_url, problem_of
@@ -147,7 +145,7 @@ def _words_of_checkpoint(
         if group in given:
             raise UserError(f"{group}={_value(rest, group)}: the config is that of {path}; override keys of it instead")
     _check_rewards(path, config, given)
-    recorded_choice = store_recorded(_read_part(_with_inheriting_sets(config), given))
+    recorded_choice = store_recorded(_read_part(config, given))
     step, recorded = f"global_step_{checkpoint.step}", config.get("trainer", {}).get("run_dir")
     run_dir = f"outputs/{FOLDER}/{_plain(str(recorded or path))}/{step}"
     if not is_url(path):
@@ -170,27 +168,6 @@ def _check_rewards(path: str, config: dict[str, Any], given: set[str]) -> None:
             f"{path}: the rewards of its task {task} are not known to an evaluation; name one with reward.name=NAME or "
             "environment.name=PATH"
         )
-
-
-def _with_inheriting_sets(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a recorded config whose validation sets have only what is not the run's: so they follow its overrides."""
-    data = config.get("data", {})
-    of_run = {column: data[column] for column in COLUMNS if column in data}
-    of_run |= {name: config[name] for name in ("environment", "reward") if name in config}
-    sets = {name: _own_part(own, of_run, f"data.val_sets.{name}") for name, own in data.get("val_sets", {}).items()}
-    return {**config, "data": {**data, "val_sets": sets}}
-
-
-def _own_part(section: dict[str, Any], base: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return the values of a section that differ from those of `base`, or belong to a name that does."""
-    named, own = section.get("name") != base.get("name"), {}
-    for name, value in section.items():
-        inner = f"{key}.{name}"
-        if isinstance(value, dict) and isinstance(base.get(name), dict) and not is_open(inner):
-            own[name] = _own_part(value, base[name], inner)
-        elif name not in base or value != base[name] or named and name in FOLLOWS_NAME:
-            own[name] = value
-    return own
 
 
 def _read_part(config: dict[str, Any], given: set[str]) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def test_a_killed_evaluation_continues_with_what_was_finished(words, tmp_path):
     assert job.poll() is None, (tmp_path / "log").read_text()
     job.kill_group()
     job.wait()
-    assert json.loads((tmp_path / "killed/evaluation.json").read_text())["finished"] is False
+    assert not (tmp_path / "killed/evaluation.json").exists()
     (tmp_path / "go").touch()
     again = run_forked("trainer", killed, tmp_path, env(tmp_path, "killed"), 200)
     assert again.returncode == 0, again.stdout + again.stderr
@@ -85,11 +85,7 @@ def test_a_killed_evaluation_continues_with_what_was_finished(words, tmp_path):
     done = run_forked("trainer", whole, tmp_path, env(tmp_path, "whole"), 200)
     assert done.returncode == 0, done.stdout + done.stderr
     first, second = (json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("killed", "whole"))
-    assert (
-        first == second
-        and first["finished"]
-        and set(first["sets"]["default"]["values"]["accuracy"]) == {str(i) for i in range(ROWS)}
-    )
+    assert first == second and set(first["sets"]["default"]["values"]["accuracy"]) == {str(i) for i in range(ROWS)}
     assert set(first["metrics"]) >= {"val/accuracy", "val/reward/mean", "val/pass@2"}
     assert set(first["metrics"]) >= {"val/more/accuracy", "val/more/avg@4", "val/more/pass@2", "val/more/pass@4"}
     for file in ("rollouts/default.arrow", "rollouts/more.arrow"):
@@ -177,11 +173,12 @@ def test_results_of_other_rows_or_other_code_are_not_taken_for_new_ones(model, t
     words += [f"model.path={model}", f"trainer.run_dir={tmp_path}/done"]
     words += ["data.val_sets.more.reward.name=edited_reward:score"]
     evaluating = _Evaluating(compose(words), Subject("tiny"), "cpu", RunLock(f"{tmp_path}/done", 60, "", ""))
-    results = evaluating._open_results()
+    results = evaluating._new_results()
+    assert evaluating._earlier(results) is None
     results.sets["more"] = SetResult(["row"], 1, 0, 1, {})
     (tmp_path / "done").mkdir(exist_ok=True)
     results.write(f"{tmp_path}/done", lambda: None)
-    assert evaluating._open_results() == results
+    assert evaluating._earlier(evaluating._new_results()) == results
     for file, text, named in (
         ("more.jsonl", '{"prompt": "p", "answer": "b"}\n', "content of more"),
         ("val.jsonl", '{"prompt": "p", "answer": "a"}\n' * 2, "content of default"),
@@ -190,5 +187,5 @@ def test_results_of_other_rows_or_other_code_are_not_taken_for_new_ones(model, t
         before = (tmp_path / file).read_text()
         (tmp_path / file).write_text(text)
         with pytest.raises(UserError, match=f"another evaluation of tiny, with another {named}; name another dir"):
-            evaluating._open_results()
+            evaluating._earlier(evaluating._new_results())
         (tmp_path / file).write_text(before)

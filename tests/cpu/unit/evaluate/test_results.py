@@ -20,7 +20,7 @@ def results(*rewards: list[float], rows: str = "abcdefgh", **fields) -> Results:
 
 
 def test_what_is_written_is_read_again(tmp_path):
-    written = results([1.0, 0.0], [1.0, 1.0], finished=True, metrics={"val/math/accuracy": 0.75})
+    written = results([1.0, 0.0], [1.0, 1.0], metrics={"val/math/accuracy": 0.75})
     written.write(str(tmp_path), lambda: None)
     assert read_results(str(tmp_path)) == written and read_results(str(tmp_path / "none")) is None
 
@@ -34,7 +34,7 @@ def test_a_damaged_file_is_refused_in_one_sentence(tmp_path, text):
 
 def test_other_weights_and_settings_are_named():
     first = results([1.0])
-    assert first.differences(results([0.0], finished=True)) == []
+    assert first.differences(results([0.0])) == []
     assert first.differences(results([1.0], weights="x", settings={"a": "2", "b": "1"})) == ["model", "a", "b"]
 
 
