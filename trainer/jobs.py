@@ -5,32 +5,27 @@ from __future__ import annotations
 import contextlib
 import logging
 
-from trainer.checkpoint.components import Restore
 from trainer.checkpoint.exports import check_export_path, is_exported
-from trainer.checkpoint.manifest import Checkpoint, read_object
-from trainer.checkpoint.start_weights import read_revisions, start_weights_part
 from trainer.cluster.early_start import Early
 from trainer.cluster.fork_server import ForkServer
 from trainer.cluster.ray_head import RayHead
 from trainer.cluster.worker_groups import Cluster
 from trainer.config import Config
 from trainer.config.trainer import PROCESSES
-from trainer.errors import TrialError, UserError, as_list, sentences_of
-from trainer.files.hf_hub import pin
+from trainer.errors import TrialError, sentences_of
 from trainer.files.shared_memory import clear_abandoned
 from trainer.metrics.prometheus import MetricsServer
 from trainer.models.export import export_target
-from trainer.models.files import import_configs, resolve_model_path
+from trainer.models.files import import_configs
 from trainer.process import time_limits
 from trainer.process.signals import SIGNALS
 from trainer.process.startup import importing, stage
 from trainer.process.watchdog import Watchdog
 from trainer.reports.report import final_report
-from trainer.run.compatibility import ConfigRefused
 from trainer.run.directory import RunDirectory
 from trainer.run.run_metadata import record_start
 from trainer.run.stopping import StopRequest
-from trainer.tasks.base import Task, make_trainer, tokenizer_of
+from trainer.tasks.base import Task, make_trainer
 from trainer.trainer import Trainer
 
 LOG = logging.getLogger(__name__)
@@ -53,7 +48,7 @@ def run_task(task: Task, device: str, early: Early = None) -> None:
         run_task(task.warm_start(), device)
         SIGNALS.starting()
     stop = StopRequest(t.deadline)
-    with open_run(task) as directory:
+    with RunDirectory(cfg).open(wait=task.is_made is not None) as directory:
         if task.is_made is not None and task.is_made():
             return  # another job has made it
         record_start(t.run_dir, cfg, directory.continued and directory.continued.step)
@@ -91,59 +86,6 @@ def run_task(task: Task, device: str, early: Early = None) -> None:
 def _best_of(trainer: Trainer) -> str:
     best = "".join(f", best {name} {value:.3f}" for name, value in trainer.state.best.items() if name != "step")
     return f"{best} at step {trainer.state.best['step']}" if best else ""
-
-
-def open_run(task: Task) -> RunDirectory:
-    """Open the directory of the run.
-
-    Raises:
-        UserError: see `RunDirectory.open`. If the config cannot be used with the checkpoint, the message also lists
-            what of the data and the initial weights cannot, and what the task refuses.
-    """
-    try:
-        return RunDirectory(task.cfg).open(wait=task.is_made is not None)
-    except ConfigRefused as refused:
-        sentences = [*refused.sentences]
-        # A change of these keys changes data or weights, too: then its own sentence is enough.
-        before = pin(read_revisions(refused.resume[0]))
-        if not any(key.startswith(("data.", "model.", "trainer.seed", "trainer.task")) for key in refused.keys):
-            with stage("comparing the data with the checkpoint"):
-                sentences += _refused_inputs(task, *refused.resume)
-        try:
-            task.check_inputs(asks_servers=False)
-        except UserError as error:
-            sentences += sentences_of(error)
-        finally:
-            pin(before)
-        sentences = list(dict.fromkeys(sentences))  # data that cannot be read cannot be compared either
-        raise UserError(as_list("the checkpoint cannot be used with this config:", sentences)) from None
-
-
-def _refused_inputs(task: Task, checkpoint: Checkpoint, restore: Restore) -> list[str]:
-    """Return a sentence for each of data and initial weights that cannot be used with the checkpoint."""
-    model = task.start_weights() if task.start_weights is not None else task.cfg.model.path
-    read_data = task.data
-    if model is None:
-        return []
-
-    def check_data() -> None:
-        assert read_data is not None
-        path = resolve_model_path(model)
-        read_data(tokenizer_of(task.cfg, path), path).load_state_dict(read_object(checkpoint, "data.json"))
-
-    def check_weights() -> None:
-        start_weights_part(task.cfg, resolve_model_path(model)).load(checkpoint, restore)
-
-    checks = [check_data] if "data" in restore.kinds and read_data is not None else []
-    if "weights" in restore.kinds and "start_weights" in checkpoint.manifest["parts"]:
-        checks.append(check_weights)
-    refused = []
-    for check in checks:
-        try:
-            check()
-        except UserError as error:
-            refused += sentences_of(error)
-    return refused
 
 
 def cluster_of(cfg: Config, device: str, early: Early = None) -> Cluster:

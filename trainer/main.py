@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from trainer.config import Config
 from trainer.config.command_line import run_app
@@ -12,7 +12,6 @@ from trainer.config.hydra import words_given
 from trainer.config.overrides import refuse_unread
 from trainer.config.trainer import PROCESSES
 from trainer.errors import UserError
-from trainer.files.uris import is_url
 from trainer.metrics.best import find_best
 from trainer.metrics.estimates import attempts_of
 from trainer.metrics.names import is_metric, pass_at, set_of_metric
@@ -21,7 +20,7 @@ from trainer.metrics.timing import StartUp
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.process.signals import SIGNALS
 from trainer.process.startup import importing, stage
-from trainer.run.run_metadata import has_metrics, recorded_early, second_run
+from trainer.run.run_metadata import has_metrics, second_run
 
 _RANK_MODULES = ("trainer.workers.rank", "torch._dynamo")
 """What every rank imports. The first optimizer of a process imports the second one."""
@@ -34,16 +33,13 @@ def prepare(cfg: Config) -> str:
         UserError: the run directory cannot be written, or the machine or a function is not as the config says.
     """
     t = cfg.trainer
-    with _run_dir(t.run_dir) as is_new:
+    with _run_dir(t.run_dir):
         if t.resume_mode in (None, "none") and has_metrics(t.run_dir):
             raise second_run(t.run_dir)
         _check_metrics(cfg)
         if cfg.logger.sink.name is not None:
             find_sink(cfg.logger.sink)
-        # What an object store has of an earlier directory comes first.
-        early = is_new and not is_url(t.ckpt_path)
-        with recorded_early(t.run_dir, cfg) if early else contextlib.nullcontext():
-            return _check_machine(cfg)
+        return _check_machine(cfg)
 
 
 def _check_metrics(cfg: Config) -> None:
@@ -61,30 +57,17 @@ def _problem_of_metric(cfg: Config, metric: str) -> str | None:
     """Return why the run does not measure a metric that its config names; None: it does."""
     k, of_set = cfg.rollout.val_n, set_of_metric(metric)
     if metric.startswith(pass_at("")) and metric != pass_at(k):
-        remedy = f"name {pass_at(k)}" if k > 0 else "set rollout.val_n to a number k, and name val/pass@<k>"
-        return f"is not measured with rollout.val_n={k}; {remedy}"
+        return f"is not measured with rollout.val_n={k}"
     if of_set is not None and cfg.reads("data.val_sets"):
-        return _problem_of_set_metric(cfg, *of_set)
+        name, measure = of_set
+        own = cfg.data.val_sets.get(name)
+        if own is None:
+            return f"there is no validation set {name}; data.val_sets names {', '.join(cfg.data.val_sets) or 'none'}"
+        measures = ["accuracy", f"avg@{own.n}", *(f"pass@{k}" for k in attempts_of(own.n)), "failures"]
+        if measure not in measures or own.interval_in(cfg) < 1:
+            return f"is not measured with data.val_sets.{name}.n={own.n} and interval={own.interval_in(cfg)}"
+        return None
     return None if is_metric(metric, cfg.task.metrics) else "there is no such metric; docs/metrics.md lists them"
-
-
-def _problem_of_set_metric(cfg: Config, name: str, measure: str) -> str | None:
-    """Return why a named validation set does not measure something; None: it does."""
-    sets = cfg.data.val_sets
-    if name not in sets:
-        return f"there is no validation set {name}; {_listed('data.val_sets names', sets)}"
-    n = sets[name].n
-    measures = ["accuracy", f"avg@{n}", *(f"pass@{k}" for k in attempts_of(n)), "failures"]
-    if measure not in measures:
-        return f"is not measured with data.val_sets.{name}.n={n}; {_listed('the set measures', measures)}"
-    if sets[name].interval_in(cfg) < 1:
-        key = "trainer.val_interval" if sets[name].interval is None else f"data.val_sets.{name}.interval"
-        return f"is never measured with {key}=-1"
-    return None
-
-
-def _listed(verb: str, names: Iterable[str]) -> str:
-    return f"{verb} {', '.join(names) or 'none'}"
 
 
 def _check_machine(cfg: Config) -> str:
@@ -115,11 +98,8 @@ def _use_one_thread() -> None:
 
 
 @contextlib.contextmanager
-def _run_dir(run_dir: str) -> Iterator[bool]:
-    """Make the run directory, and remove it again if the block fails and has left it empty.
-
-    Yields whether it is new.
-    """
+def _run_dir(run_dir: str) -> Iterator[None]:
+    """Make the run directory, and remove it again if the block fails and has left it empty."""
     is_new = not os.path.exists(run_dir)
     try:
         os.makedirs(run_dir, exist_ok=True)
@@ -130,7 +110,7 @@ def _run_dir(run_dir: str) -> Iterator[bool]:
     except OSError as error:
         raise UserError(f"trainer.run_dir={run_dir}: cannot be written ({error.strerror}); choose another") from error
     try:
-        yield is_new
+        yield
     except BaseException:
         with contextlib.suppress(OSError):
             if is_new:
@@ -146,28 +126,12 @@ def _check_devices(cfg: Config, device: str) -> None:
 
     count = torch.cuda.device_count()
     if cfg.trainer.num_workers > count:
-        has_driver = os.path.exists("/proc/driver/nvidia/version")
-        raise UserError(too_few_gpus(cfg.trainer.num_workers, count, torch.version.cuda if has_driver else None))
-
-
-def too_few_gpus(ranks: int, gpus: int, cuda: str | None) -> str:
-    """Return the sentence for a job with more ranks than GPUs.
-
-    Args:
-        cuda: the CUDA version of torch; None: torch is built without CUDA, or the machine has no driver.
-    """
-    if gpus == 0 and cuda is None:
-        return (
-            "trainer.device=cuda: torch finds no CUDA device on this machine; set trainer.device=cpu, install the "
-            "packages for GPUs (docs/install.md), or join a cluster with trainer.ray_address"
+        found = f"{count} CUDA devices" if count else "no CUDA device"
+        raise UserError(
+            f"trainer.device=cuda: torch finds {found} on this machine; lower trainer.num_workers="
+            f"{cfg.trainer.num_workers}, set trainer.device=cpu, install the packages and the driver for GPUs "
+            "(docs/install.md), or join a cluster with trainer.ray_address"
         )
-    text = f"trainer.num_workers={ranks}: more ranks than CUDA devices, this machine has {gpus}; "
-    if gpus == 0:
-        return text + (
-            f"it has an NVIDIA driver, so perhaps that is too old for the CUDA {cuda} of torch (nvidia-smi shows what "
-            "it can), or CUDA_VISIBLE_DEVICES hides the GPUs"
-        )
-    return text + "use fewer, trainer.device=cpu, or join a cluster with trainer.ray_address"
 
 
 def train(cfg: Config) -> float | None:

@@ -21,7 +21,7 @@ from trainer.checkpoint.exports import PolicyExports
 from trainer.checkpoint.start_weights import start_weights_part
 from trainer.config import Config
 from trainer.episodes import Episode
-from trainer.errors import DivergedError, LogprobMismatchError, NonFiniteError, UserError
+from trainer.errors import DivergedError, NonFiniteError, UserError
 from trainer.files.redaction import redact
 from trainer.journal.history import first_history, history_at
 from trainer.journal.journal import Journal
@@ -37,11 +37,11 @@ from trainer.objectives.base import Experience
 from trainer.parallel.rng import capture_rng, restore_rng, rng_as_text, rng_from_text, seed_rng
 from trainer.process import time_limits
 from trainer.process.failpoints import failpoint
-from trainer.process.signals import CONTINUES, SIGNALS, NoServerStopped, Stopped
+from trainer.process.signals import CONTINUES, SIGNALS, Stopped
 from trainer.process.startup import stage
 from trainer.run.directory import RunDirectory
 from trainer.run.recovery import Recovery
-from trainer.run.replay_check import ReplayAudit, audit_of
+from trainer.run.replay_check import ReplayAudit
 from trainer.run.save_schedule import SaveSchedule, SaveTracker
 from trainer.run.state import SHAPE_OF_STATE, TrainerState
 from trainer.run.stopping import StopRequest
@@ -134,7 +134,8 @@ class Trainer:
                     return self._train()
                 except Exception as error:
                     SIGNALS.restarting()
-                    self.recovery.accept(self.learner.cluster.examine(error), self.saves.last_good, is_loaded)
+                    self.learner.cluster.drain(error)
+                    self.recovery.accept(error, self.saves.last_good, is_loaded)
                     load = partial(self._restart, resets)
                 except Stopped as reason:
                     self.recovery.stopped(reason)
@@ -158,48 +159,19 @@ class Trainer:
             with stage("evaluating the weights"):
                 self._evaluate_start()
             with SIGNALS.in_training_loop(), self._saves_completed():
-                metrics: dict[str, float] = {}  # of the last step, once this process has trained one
                 while self.state.step < self.cfg.total_steps and not self.is_enough(self.state.step):
                     step = self.state.step + 1
                     self.recovery.begin_step(step)
-                    with self.learner.profiled(step), self.timer("step", step=step), self._saved_before(metrics):
+                    with self.learner.profiled(step), self.timer("step", step=step):
                         episodes = self.source.next(step)
                         experience = self.learner.score(episodes, step)
                         metrics = self._update(experience, step)
                         self.journal.trained(episodes)  # the policy has new weights, which may sample from now on
                         failpoint("trained")
-                        is_published = False
-                        with self._left_out_at_stop():
-                            self.source.publish(step + 1)
-                            is_published = True
-                    metrics = self.finish_step(step, episodes, metrics, is_published)
-                    if self.state.step == step:  # else a mismatch with the log has sent the run back
-                        self.save_if_due(metrics)
+                        self.source.publish(step + 1)
+                    self.save_if_due(self.finish_step(step, episodes, metrics))
                 self.exports.export_if_missing(self.state.step)
                 self._wait_for_saves()
-
-    @contextmanager
-    def _saved_before(self, last_metrics: dict[str, float]) -> Iterator[None]:
-        """Save the state before a step that ends the run, but not with batches ahead, which a checkpoint holds."""
-        rng = capture_rng(with_gpu=False)
-        try:
-            yield
-        except (NoServerStopped, LogprobMismatchError):
-            if last_metrics and self.cfg.rollout.ahead == 0 and self.state.step not in self.checkpoints.store.steps():
-                restore_rng(rng)
-                self._save_last(last_metrics)
-            raise
-
-    @contextmanager
-    def _left_out_at_stop(self) -> Iterator[None]:
-        """End the block if a signal ends its wait for inference servers: the step is saved, and the run stops."""
-        rng = capture_rng(with_gpu=False)
-        try:
-            yield
-        except NoServerStopped:
-            if self.cfg.rollout.ahead > 0:
-                raise
-            restore_rng(rng)
 
     def _update(self, experience: Experience, step: int) -> dict[str, float]:
         # Ranks may have waited until the state of the step before was copied: now, or before engines got their memory.
@@ -212,14 +184,8 @@ class Trainer:
             self.saves.add_blocked(self.saves.begun, blocked)
         return metrics
 
-    def finish_step(
-        self, step: int, episodes: list[Episode], metrics: dict[str, float], is_published: bool
-    ) -> dict[str, float]:
-        """Move the ledger, evaluate, compare a replayed step with the log, log, export.
-
-        If the weights are not published, engines may have older ones: the run stops without a validation.
-        Returns all metrics of the step. `state.step` is below `step` if the run has gone back to an earlier checkpoint.
-        """
+    def finish_step(self, step: int, episodes: list[Episode], metrics: dict[str, float]) -> dict[str, float]:
+        """Move the ledger, evaluate, compare a replayed step with the log, log, export. Return all metrics."""
         state = self.state
         samples = [sample for episode in episodes for sample in episode.samples]
         tokens = sum(len(sample.token_ids) for sample in samples)
@@ -234,12 +200,11 @@ class Trainer:
         metrics |= times | self.learner.speed(len(samples), tokens, times["time/step"])
         metrics |= {f"progress/{name}": getattr(state, name) for name in ("prompts", "samples", "tokens")}
         metrics["progress/epoch"] = self.source.epoch
-        with self._left_out_at_stop():
-            if is_published and self.cfg.validates(step):
-                metrics |= self._evaluate(step)
+        if self.cfg.validates(step):
+            metrics |= self._evaluate(step)
         problem = self.audit.check(step, metrics, self.journal.has_all(step)) if self.audit else None
-        if problem is not None and not self._accept_mismatch(problem):
-            return metrics
+        if problem is not None:
+            self._accept_mismatch(problem)
         self._log(step, metrics)
         failpoint("logged")
         self.saves.collect(self.checkpoints.results())
@@ -269,33 +234,18 @@ class Trainer:
                 reset()
             self.learner.restart(self.model_path)
 
-    def _accept_mismatch(self, problem: str) -> bool:
-        """Apply `trainer.on_resume_mismatch` to a replayed step that differs from the log.
-
-        Returns False after going back to an earlier checkpoint.
+    def _accept_mismatch(self, problem: str) -> None:
+        """Warn of a replayed step that differs from the log, or stop the run (`trainer.on_resume_mismatch`).
 
         Raises:
-            UserError: the run is to stop, or has no checkpoint to go back to.
+            UserError: the run is to stop.
         """
         assert self.directory.resume is not None and self.audit is not None
-        choice, path = self.cfg.trainer.on_resume_mismatch, self.directory.resume.checkpoint.path
-        if choice == "stop":
+        path = self.directory.resume.checkpoint.path
+        if self.cfg.trainer.on_resume_mismatch == "stop":
             raise UserError(f"trainer.on_resume_mismatch=stop: resumed from {path}, but {problem}")
         self.audit.discard()
         LOG.warning("resumed from %s, but %s", path, problem)
-        if choice == "warn":
-            return True
-        with SIGNALS.waiting():
-            self.directory.fall_back()
-            self.load_checkpoint()
-        self.saves.begun = None  # a later step has gone with the history that is given up
-        self.journal.remove_after(self.state.step)
-        self.tracker.rewind(self.state.step)
-        self.transcripts.rewind(self.state.step)
-        self._begin_checks()
-        self.source.publish(version=self.state.step + 1)
-        self._evaluate_start()
-        return False
 
     # ---------------------------------------------------------------------------------------------------
     # What is saved, when, and what is restored
@@ -376,16 +326,11 @@ class Trainer:
             UserError: the data is not that of the checkpoint; the message lists changed initial weights, too.
         """
         resume = self.directory.resume
-        if resume is None or "data" not in resume.restore.kinds:
-            return
-        parts = {part.name: part for part in resume.restore.chosen(self.parts, resume.checkpoint)}
-        try:
-            self.checkpoints.load(resume.checkpoint, [parts["data"]], resume.restore)
-        except UserError:
-            inputs = [parts[name] for name in ("start_weights", "data") if name in parts]
+        if resume is not None:
+            chosen = resume.restore.chosen(self.parts, resume.checkpoint)
+            inputs = [part for part in chosen if part.name in ("start_weights", "data")]
             self.checkpoints.load(resume.checkpoint, inputs, resume.restore)
-            raise
-        self._data_of = resume.checkpoint.path
+            self._data_of = resume.checkpoint.path
 
     def load_checkpoint(self) -> None:
         """Restore the checkpoint that the run directory has found; without one, the run starts from the beginning."""
@@ -407,8 +352,10 @@ class Trainer:
             return
         self.checkpoints.archive(after=checkpoint.step)  # the run went back behind them, and will save them again
         same_layout = resume.same_rounding and checkpoint.manifest.get("ranks") == self.learner.ranks.count
-        t, device = self.cfg.trainer, self.learner.cluster.device
-        self.audit = audit_of(t, device, checkpoint.step, same_layout, resume.altered, self.source.repeats)
+        t = self.cfg.trainer
+        exact = self.learner.cluster.device == "cpu" or t.deterministic
+        same = same_layout, resume.altered, self.source.repeats
+        self.audit = ReplayAudit(t.run_dir, checkpoint.step, exact, *same)
 
     def state_dict(self) -> dict[str, Any]:
         return {

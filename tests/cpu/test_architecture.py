@@ -123,8 +123,8 @@ def test_config_names_no_upper_room():
 
 
 MOST_LINES = {
-    "trainer main jobs __main__ tasks": (1700, 1500),
-    "run process": (3750, 2600),
+    "trainer main jobs __main__ tasks": (1500, 1500),
+    "run process": (3350, 2600),
     "sources generation journal environments agents": (12800, 8500),
     "inference": (1150, 900),
     "rewards": (1500, 900),
@@ -132,13 +132,13 @@ MOST_LINES = {
     "objectives algorithms learner workers parallel": (6000, 5400),
     "models": (4950, 3400),
     "checkpoint": (4100, 3200),
-    "cluster": (2550, 2200),
-    "data": (2750, 1900),
+    "cluster": (2450, 2200),
+    "data": (2600, 1900),
     "metrics reports": (3400, 3200),
     "config": (4100, 3200),
-    "plan": (2450, 1650),
+    "plan": (2350, 1650),
     "view": (900, 900),
-    "evaluate": (1000, 500),
+    "evaluate": (950, 500),
     "api": (600, 350),
     "sweeps": (200, 200),
     "files errors episodes import_utils seeding": (1650, 1200),

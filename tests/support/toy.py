@@ -79,7 +79,7 @@ class ToyLearner:
 
     def __init__(self) -> None:
         self.ranks = ToyRanks()
-        self.cluster = SimpleNamespace(device="cpu", examine=lambda error: error)
+        self.cluster = SimpleNamespace(device="cpu", drain=lambda error: None)
         self.kl = FixedKL(0.0)
 
     def build(self, model_path: str) -> None:

@@ -183,7 +183,7 @@ class CheckpointManager:
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until no save is under way, or for `timeout_s`."""
         if self._saving is not None:
-            with SIGNALS.waiting(), SIGNALS.waiting_for(self._saving.name):
+            with SIGNALS.waiting():
                 self._saving.join(timeout_s)
             if not self._saving.is_alive():
                 self._saving = None
@@ -276,11 +276,8 @@ class CheckpointManager:
     # ---------------------------------------------------------------------------------------------------
     # Finding and loading
 
-    def latest(self, before: int | None = None) -> Checkpoint | None:
+    def latest(self) -> Checkpoint | None:
         """Return the newest valid checkpoint; None if there is none at all. Newer damaged ones are skipped.
-
-        Args:
-            before: consider only steps below this.
 
         Raises:
             UserError: there are checkpoints but none is valid; or the newest has another format, or cannot be read,
@@ -288,8 +285,6 @@ class CheckpointManager:
         """
         problems: list[str] = []
         for step in reversed(self.store.steps()):
-            if before is not None and step >= before:
-                continue
             unreadable: UserError | None = None
             for path in self.store.locations(step):
                 try:

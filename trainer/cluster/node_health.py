@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from trainer.process import time_limits
@@ -47,21 +46,14 @@ class NodeHealth:
     The kernel accepts a connection even while the raylet or the whole machine is busy. So only a node that is cut off,
     frozen or switched off does not answer. A node whose raylet has died refuses the connection.
 
-    If several other nodes stop answering and no other node answers, then this machine is cut off. The other nodes still
-    count as failed, but these failures are not counted in `failures`.
-
     Args:
         limit_s: seconds without a connection after which a node counts as failed.
-        local: address of this machine.
     """
 
-    def __init__(self, limit_s: float, local: str = ""):
+    def __init__(self, limit_s: float):
         self._limit_s = limit_s
-        self._local = local
         self._records: dict[Node, _Record] = {}
         self._failed: dict[Node, str] = {}
-        self._failures: Counter[str] = Counter()
-        self._counted: set[Node] = set()  # nodes that have failed now and whose failure is counted
         self._end = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="node health", daemon=True)
         with SIGNALS.blocked():
@@ -91,10 +83,6 @@ class NodeHealth:
         """Return whether the raylet of a node has exited. Ray may have dropped the node since."""
         return any(node.id == node_id and reason == _EXITED for node, reason in list(self._failed.items()))
 
-    def failures(self, address: str) -> int:
-        """Return how often a node with this address has failed while another node answered."""
-        return self._failures[address]
-
     def close(self) -> None:
         """Stop the thread."""
         self._end.set()
@@ -107,7 +95,6 @@ class NodeHealth:
             for node, record in records.items():
                 self._judge(node, record)
                 record.judged_at = began
-            self._uncount_failures_if_cut_off(records)
             await asyncio.sleep(time_limits.NODE_CHECK_INTERVAL_S)
 
     async def _connect(self, node: Node, record: _Record) -> None:
@@ -123,21 +110,10 @@ class NodeHealth:
             record.answered_at, record.refusals = time.monotonic(), 0
             writer.close()
 
-    def _uncount_failures_if_cut_off(self, records: Mapping[Node, _Record]) -> None:
-        """Remove the failures of all other nodes from the counts if this machine is cut off."""
-        now, remote = time.monotonic(), {node for node in records if node.address != self._local}
-        if len(remote) > 1 and all(now - records[node].answered_at > self._limit_s for node in remote):
-            self._failures.subtract(node.address for node in remote & self._counted)
-            self._counted -= remote
-
     def _judge(self, node: Node, record: _Record) -> None:
         age_s = time.monotonic() - record.answered_at
         if record.refusals < _MAX_REFUSALS and age_s <= self._limit_s:
             self._failed.pop(node, None)
-            self._counted.discard(node)
             return
-        if node not in self._failed:
-            self._failures[node.address] += 1
-            self._counted.add(node)
         has_exited = record.refusals >= _MAX_REFUSALS
         self._failed[node] = _EXITED if has_exited else f"it has not answered for {age_s:.0f} s"

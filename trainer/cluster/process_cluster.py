@@ -25,7 +25,6 @@ from trainer.config import Config
 from trainer.errors import RESTART_HINT, WorkerError
 from trainer.files.shared_memory import PrivateDirectory
 from trainer.process import time_limits
-from trainer.process.failures import GpuHealthCheck, gpu_lines
 from trainer.process.signals import SIGNALS
 
 _HOST_CHANNELS = ("heartbeat", "placements")
@@ -60,7 +59,6 @@ class ProcessCluster:
         self._own_fork_server: ForkServer | None = None
         self._groups: list[tuple[WorkerGroup, list[str]]] = []  # each group with the GPUs that only it uses
         self._timeouts = Timeouts(time_limits.HEARTBEAT_S, time_limits.CALL_S, self._failed_process)
-        self.examine = GpuHealthCheck(lambda seconds: {HOST: gpu_lines(seconds)}, lambda node, cause: None).examine
 
     def __enter__(self) -> ProcessCluster:
         self._gpus = _visible_gpus() if self.device == "cuda" else []
@@ -116,6 +114,9 @@ class ProcessCluster:
         return self._launch(
             self._fork_server, "engine", factory, args, env, lambda i: gpus[i * size : (i + 1) * size], gpus
         )
+
+    def drain(self, error: Exception) -> None:
+        """Do nothing: there is no other node."""
 
     def has_capacity(self, group: WorkerGroup) -> bool:
         """Return True: processes of one machine keep their resources."""

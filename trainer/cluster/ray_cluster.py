@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,11 +18,10 @@ from ray._private.state import available_resources_per_node
 from ray._raylet import GcsClient
 from ray.exceptions import AuthenticationError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trainer.cluster import placement
 from trainer.cluster.actors import launch_actors
-from trainer.cluster.node_health import Node, NodeHealth
+from trainer.cluster.node_health import NodeHealth
 from trainer.cluster.ray_head import CPU_OBJECT_STORE_BYTES, RayHead
 from trainer.cluster.resources import (
     FindGpus,
@@ -38,14 +37,13 @@ from trainer.config import Config
 from trainer.errors import RESTART_HINT, UserError, WorkerError, describe_error, one_line
 from trainer.process import time_limits
 from trainer.process.failure_log import INCIDENTS, Incident
-from trainer.process.failures import INFRASTRUCTURE, GpuHealthCheck, gpu_lines
+from trainer.process.failures import INFRASTRUCTURE, broken_node
 from trainer.process.signals import SIGNALS, Stopped
 from trainer.process.startup import stage
 from trainer.process.watchdog import ends_within
 
 LOG = logging.getLogger(__name__)
 
-_MAX_FAILURES = 2  # a node that has failed this often is not used again
 _DRAINED = "trainer.excluded_nodes contains it"
 RAY_LOGS = "ray_logs"
 """Directory below the run directory with Ray's logs of a job that failed."""
@@ -71,7 +69,6 @@ class RayCluster:
         self._node_health: NodeHealth | None = None  # None: Ray runs on this machine only
         self._drained: dict[str, str] = dict.fromkeys(cfg.trainer.excluded_nodes, _DRAINED)  # addresses, with reasons
         self._timeouts = Timeouts(time_limits.HEARTBEAT_S, time_limits.CALL_S, self._failed_process, self._failed_nodes)
-        self.examine = GpuHealthCheck(self._read_kernel_logs, self._drained.setdefault).examine
 
     def __enter__(self) -> RayCluster:
         address = self.cfg.trainer.ray_address
@@ -87,7 +84,7 @@ class RayCluster:
             self._join(address)
             if self._head is None:
                 self._own_node = ray.get_runtime_context().get_node_id()
-                self._node_health = NodeHealth(time_limits.NODE_ANSWER_S, ray.util.get_node_ip_address())
+                self._node_health = NodeHealth(time_limits.NODE_ANSWER_S)
                 self._node_health.watch(placement.alive_nodes())
             self._check_resources()
         except BaseException as error:
@@ -258,28 +255,15 @@ class RayCluster:
 
         return self._register(self._launch("engine", factory, args, options, env), placed)
 
+    def drain(self, error: Exception) -> None:
+        """Place no process on the node of a broken GPU that has caused a worker's `error`."""
+        if (broken := broken_node(error)) is not None:
+            self._drained.setdefault(*broken)
+
     def has_capacity(self, group: WorkerGroup) -> bool:
         """Return whether at least one worker of `group` is scheduled. After a node failure it may have to wait."""
         placed = next(placed for registered, placed in self._groups if registered is group)
         return not placed or placement.count_pending(placed) < len(placed)
-
-    def _read_kernel_logs(self, seconds: float) -> dict[str, list[str]]:
-        """Return the kernel log lines of each node about its GPUs (see `gpu_lines`). Skip nodes that do not answer."""
-        if self._node_health is None or self.device != "cuda":
-            return {ray.util.get_node_ip_address(): gpu_lines(seconds)}
-        failed, read = self._failed_nodes(), ray.remote(num_cpus=0, max_retries=0)(gpu_lines)
-        tickets = {}
-        with SIGNALS.deferred():
-            for node in placement.alive_nodes():
-                if node.address not in failed:
-                    on_node = NodeAffinitySchedulingStrategy(node.id, soft=False)
-                    tickets[read.options(scheduling_strategy=on_node).remote(seconds)] = node.address
-            done, _ = ray.wait(list(tickets), num_returns=len(tickets), timeout=time_limits.KERNEL_LOGS_S)
-        lines = {}
-        for ticket in done:
-            with SIGNALS.deferred(), contextlib.suppress(RayError):
-                lines[tickets[ticket]] = ray.get(ticket)
-        return lines
 
     def _launch(
         self,
@@ -401,20 +385,14 @@ class RayCluster:
             "trainer.placement_timeout_s if nodes have not started yet"
         )
 
-    def _unsteady_nodes(self, nodes: Iterable[Node]) -> list[Node]:
-        """Return the nodes that have failed so often that they are not used again."""
-        return [node for node in nodes if self._node_health.failures(node.address) >= _MAX_FAILURES]
-
     def _recoverable_nodes(self) -> set[str]:
         """Return the ids of the excluded nodes that are usable again as soon as they answer."""
-        failed = self._node_health.failed().keys()
-        return {node.id for node in failed - set(self._unsteady_nodes(failed)) if node.address not in self._drained}
+        return {node.id for node in self._node_health.failed() if node.address not in self._drained}
 
     def _excluded_nodes(self) -> dict[str, str]:
         """Return the ids of the nodes on which no process is placed, each with the reason.
 
-        A node is excluded if it has failed (Ray itself may not have noticed yet), if it has failed more than once, or
-        if it is drained.
+        A node is excluded while it fails (Ray itself may not have noticed yet), or if it is drained.
         """
         if self._node_health is None:
             return {}
@@ -422,9 +400,8 @@ class RayCluster:
             nodes = placement.alive_nodes()
         self._node_health.watch(nodes)
         failed = self._node_health.check()
-        unsteady = dict.fromkeys(self._unsteady_nodes(nodes), f"failed {_MAX_FAILURES} times")
         drained = {node: self._drained[node.address] for node in nodes if node.address in self._drained}
-        excluded = {**unsteady, **failed, **drained}
+        excluded = {**failed, **drained}
         for node, reason in excluded.items():
             if node.id not in self._reported:
                 self._reported.add(node.id)

@@ -31,7 +31,7 @@ from trainer.cluster.resources import slots_needed
 from trainer.cluster.supervisor import end_all, is_running
 from trainer.config import Config
 from trainer.errors import UserError, WorkerError
-from trainer.files.shared_memory import SHARED_MEMORY, PrivateDirectory
+from trainer.files.shared_memory import PrivateDirectory
 from trainer.process import time_limits
 from trainer.process.signals import SIGNALS
 
@@ -78,7 +78,7 @@ class RayHead:
             UserError: Ray cannot start on this machine.
         """
         slots = max(os.cpu_count() or 1, slots_needed(cfg))
-        return cls(check_tmpdir(CPU_OBJECT_STORE_BYTES), slots, CPU_OBJECT_STORE_BYTES if device == "cpu" else None)
+        return cls(check_tmpdir(), slots, CPU_OBJECT_STORE_BYTES if device == "cpu" else None)
 
     def connect(self) -> str:
         """Wait until Ray runs. Return the address at which the driver connects to it.
@@ -203,15 +203,11 @@ def _silence_ray_errors() -> None:
     worker.listen_error_messages = lambda *_: None
 
 
-def check_tmpdir(object_store: int) -> str:
+def check_tmpdir() -> str:
     """Return the directory for temporary files, after checking that Ray can start there.
 
-    Args:
-        object_store: size of Ray's object store in bytes. If neither shared memory nor this directory has that much
-            free space, Ray starts anyway, and the job would fail when the first large batch is stored.
-
     Raises:
-        UserError: the directory is not writable, its path is too long for a socket, or the free space is too small.
+        UserError: the directory is not writable, or its path is too long for a socket.
     """
     name = next((name for name in ("RAY_TMPDIR", "TMPDIR") if name in os.environ), "TMPDIR")
     directory = os.environ.get(name, "/tmp")
@@ -230,19 +226,4 @@ def check_tmpdir(object_store: int) -> str:
             f"{name}={directory}: Ray writes its sockets and logs there, and the directory is not writable "
             f"({error.strerror}); {remedy}"
         ) from error
-    free = {path: _free_space(path) for path in (SHARED_MEMORY, directory)}
-    if max(free.values()) < object_store:
-        has = " and ".join(f"{path} has {size / 1e6:.1f} MB free" for path, size in free.items())
-        raise UserError(
-            f"{name}={directory}: Ray needs {object_store / 1e6:.1f} MB for its objects, but {has}; make "
-            f"shared memory larger (in a container: docker run --shm-size=1g), or {remedy}"
-        )
     return directory
-
-
-def _free_space(directory: str) -> int:
-    try:
-        space = os.statvfs(directory)
-    except OSError:
-        return 0
-    return space.f_bavail * space.f_frsize

@@ -114,8 +114,8 @@ class Cluster(Protocol):
         """Kill the processes of the group and free their resources."""
         ...
 
-    def examine(self, error: Exception) -> Exception:
-        """Return the GPU failure that explains a worker's `error`, or `error` itself (see `GpuHealthCheck`)."""
+    def drain(self, error: Exception) -> None:
+        """Place no process on the node of a broken GPU that has caused a worker's `error`."""
         ...
 
 

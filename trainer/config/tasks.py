@@ -313,11 +313,6 @@ class TaskSpec:
         has_loss = self.generates or any(name.endswith("/loss") for name in own)
         return tuple(own) if has_loss else ("policy/loss", *own)
 
-    @property
-    def families(self) -> tuple[str, ...]:
-        """The beginnings of the names of its own metrics, such as `sft/`."""
-        return tuple(dict.fromkeys(name.partition("/")[0] + "/" for name in self.metrics))
-
 
 _LOSS = "Loss (supervised)"
 TASKS: dict[str, TaskSpec] = {

@@ -215,9 +215,8 @@ class TrainerConfig(Section):
     and `state` (step, counters, best metric). Empty: all."""
     allow_config_change: list[str] = setting(default_factory=list, resume="harmless")
     """Keys, or sections, that may differ from the config of the checkpoint to resume from."""
-    on_resume_mismatch: str = choice("warn", ("warn", "stop", "fallback"), resume="harmless")
-    """What to do if a replayed step differs from the metrics that the killed run logged: `warn`, `stop`, or `fallback`
-    (resume from the checkpoint before)."""
+    on_resume_mismatch: str = choice("warn", ("warn", "stop"), resume="harmless")
+    """What to do if a replayed step differs from the metrics that the killed run logged: `warn` or `stop`."""
     deadline: str | None = setting(None, resume="harmless")
     """Save and exit before this time, such as `2026-11-21T18:00` (ISO 8601). null: before the end of the Slurm job, if
     there is one."""

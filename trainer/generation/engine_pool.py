@@ -145,7 +145,7 @@ class EnginePool:
         A failure in the block ends all requests.
         """
         with self._paused():
-            self.loop.run(self._dispatcher.pause(), "the engines")
+            self.loop.run(self._dispatcher.pause())
             try:
                 yield
             except BaseException as error:
@@ -363,7 +363,7 @@ class EnginePool:
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Return completions in the order of the requests, on the main thread."""
         with self.awake():
-            return self.loop.run(self.complete_together(requests), "completions")
+            return self.loop.run(self.complete_together(requests))
 
     def sync_weights(self, version: int, running: RunningRequests = "abort") -> None:
         """Give all engines the policy's weights, and call them `version`, on the main thread.

@@ -35,7 +35,7 @@ from trainer.models.weight_files import check_one_reading
 from trainer.process import time_limits
 from trainer.process.failure_log import INCIDENTS, describe
 from trainer.process.failures import Decision, Restarts
-from trainer.process.signals import CONTINUES, SIGNALS, NoServerStopped, Stopped
+from trainer.process.signals import CONTINUES, SIGNALS, Stopped
 
 LOG = logging.getLogger(__name__)
 
@@ -126,13 +126,13 @@ class Engines:
         """Check signals while no engine can go on.
 
         Raises:
-            NoServerStopped: one has arrived, also within a step that is to be finished first: no server may ever come.
+            Stopped: one has arrived, also within a step that is to be finished first: no server may ever come.
         """
         SIGNALS.check()
         if self._urls and SIGNALS.first:
-            raise NoServerStopped(
-                f"stopped by {SIGNALS.first} while no inference server answered (rollout.urls): the step under way is "
-                f"not saved; {CONTINUES}"
+            raise Stopped(
+                f"stopped by {SIGNALS.first} while no inference server answered (rollout.urls): the steps since "
+                f"the last checkpoint are not saved; {CONTINUES}"
             )
 
     def finish_starts(self) -> None:

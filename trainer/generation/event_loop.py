@@ -69,11 +69,10 @@ class EventLoop:
 
         return self.run(call())
 
-    def run(self, coroutine: Coroutine[Any, Any, T], name: str = "", timer: PhaseTimer | None = None) -> T:
+    def run(self, coroutine: Coroutine[Any, Any, T], timer: PhaseTimer | None = None) -> T:
         """Run a coroutine; wait for its result. It is cancelled if a signal ends the wait.
 
         Args:
-            name: what this waits for, in messages.
             timer: times the wait, by phases (see `set_phase`). None: it is not timed.
         """
         assert threading.get_ident() == self._main, "another thread"
@@ -84,12 +83,11 @@ class EventLoop:
         future.add_done_callback(lambda _: self._jobs.put(None))
         self._waits += 1
         try:
-            with SIGNALS.waiting_for(name) if name else contextlib.nullcontext():
-                while not future.done():
-                    phase = self.phase
-                    with timer(phase) if timer is not None and phase else contextlib.nullcontext():
-                        while not future.done() and (timer is None or self.phase == phase):
-                            self._do_job()
+            while not future.done():
+                phase = self.phase
+                with timer(phase) if timer is not None and phase else contextlib.nullcontext():
+                    while not future.done() and (timer is None or self.phase == phase):
+                        self._do_job()
         except BaseException:
             future.cancel()
             raise
@@ -99,7 +97,7 @@ class EventLoop:
 
     def _do_job(self) -> None:
         """Wait a moment for something to do on this thread."""
-        SIGNALS.check_behind(self._thread.ident or 0)
+        SIGNALS.check_behind()
         with contextlib.suppress(queue.Empty):
             job = self._jobs.get(timeout=time_limits.POLL_INTERVAL_S)
             if job is not None:

@@ -216,7 +216,9 @@ def _disk(cfg: Config, cluster: Cluster, roles: Sequence[PlannedRole], seconds: 
     nodes = max(1, min(cluster.nodes, math.ceil(t.num_workers / cluster.per_node)))
     write = checkpoint / (STORAGE * nodes)
     save = copied / cluster.device.pcie + write
-    interval = min(t.ckpt_interval, steps) if t.ckpt_interval > 0 else steps
+    by_steps = isinstance(t.ckpt_interval, int) and t.ckpt_interval > 0
+    interval = t.ckpt_interval if by_steps else max(1, math.ceil(2 * save / seconds.total))
+    interval = min(interval, steps)
     made = math.ceil(steps / interval)
     kept = made if t.max_ckpts_to_keep < 0 else min(made, t.max_ckpts_to_keep)
     exports = math.ceil(steps / t.hf_save_interval) if t.hf_save_interval > 0 else 0

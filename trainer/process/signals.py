@@ -46,10 +46,6 @@ class Stopped(BaseException):
     """
 
 
-class NoServerStopped(Stopped):
-    """A signal has ended a wait for inference servers, which may be gone for good. No state of the run has changed."""
-
-
 class Progress(NamedTuple):
     """How a job gets on."""
 
@@ -69,12 +65,10 @@ class Signals:
         """Number of safe points that the main thread has passed. If it does not change, the main thread may hang."""
         self.is_waiting = False
         """Whether the main thread is in a `waiting` block."""
-        self.waits_for = ""
-        """What the main thread waits for on another thread, for messages (`waiting_for`). Empty: nothing."""
         self.trains = True
         """Whether this process trains a run, which the same command continues."""
-        self._passed: dict[int, int] = {}  # safe points of each other thread, by its identifier
-        self._seen: dict[int, int] = {}  # the same at the last `check_behind`
+        self._passed_behind = 0  # safe points of other threads
+        self._seen_behind = 0  # the same at the last `check_behind`
         self._deferred = 0
         self._watch: int | None = None
         """The process that watches this one (see `_start_watch`)."""
@@ -176,21 +170,6 @@ class Signals:
             self.is_waiting = outer
             self.safe_points += 1
 
-    @contextmanager
-    def waiting_for(self, name: str) -> Iterator[None]:
-        """Say what the main thread waits for in the block. If it hangs there, the message names that.
-
-        Does nothing on threads other than the main thread.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        outer, self.waits_for = self.waits_for, name
-        try:
-            yield
-        finally:
-            self.waits_for = outer
-
     @property
     def moment(self) -> str:
         """What the job does: `starting`, `training`, `restarting` or `ending`."""
@@ -244,8 +223,7 @@ class Signals:
             KeyboardInterrupt: a second signal arrived in the training loop.
         """
         if threading.current_thread() is not threading.main_thread():
-            thread = threading.get_ident()
-            self._passed[thread] = self._passed.get(thread, 0) + 1
+            self._passed_behind += 1
             return
         self.safe_points += is_progress
         waits_for_step = self._steps == "inside" and self.count == 1
@@ -254,17 +232,10 @@ class Signals:
             self.raised = self._exception()
             raise self.raised
 
-    def check_behind(self, thread: int) -> None:
-        """Check while the main thread waits for another one. It gets on only as far as that thread does.
-
-        Args:
-            thread: identifier of the other thread, which calls `check`.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            return self.check()
-        passed = self._passed.get(thread, 0)
-        before, self._seen[thread] = self._seen.get(thread), passed
-        self.check(is_progress=passed != before)
+    def check_behind(self) -> None:
+        """Check while the main thread waits for another one, which calls `check`. It gets on only as far as that."""
+        before, self._seen_behind = self._seen_behind, self._passed_behind
+        self.check(is_progress=self._passed_behind != before)
 
     def stop_behind(self, error: BaseException) -> BaseException | None:
         """Return the exception of a signal if it explains `error`, otherwise None.

@@ -50,9 +50,6 @@ CAPACITY_WAIT_S = 10.0
 """Longest wait for capacity for all processes before the job makes do with less: it starts fewer ranks, or ranks free
 GPU memory for an engine."""
 NODE_CHECK_INTERVAL_S = 1.0  # between two rounds of connections to the nodes
-KERNEL_LOGS_S = 20.0  # longest wait for the kernel logs of the nodes
-KERNEL_LOG_AGE_S = 3600.0
-"""Age of the oldest message of a kernel log that may explain a failure: a hang is detected long after it."""
 
 # Saves and storage
 LOCK_LEASE_S = 60.0  # time without a renewal after which a job on another machine loses its lock on the run directory

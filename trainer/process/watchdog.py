@@ -112,8 +112,7 @@ class Watchdog:
 
     def _end_job(self) -> None:
         step, pause_s = INCIDENTS.step, self._detector.pause_s
-        waits = f", waiting for {SIGNALS.waits_for}," if SIGNALS.waits_for else ""
-        text = f"the driver has made no progress for {pause_s:.0f} s in step {step}{waits}"
+        text = f"the driver has made no progress for {pause_s:.0f} s in step {step}"
         hint = f"the job ends; its stacks are on stderr, the last checkpoint is unchanged, and {CONTINUES}"
         for action in (
             lambda: os.write(2, f"{text}: {hint}\n".encode()),

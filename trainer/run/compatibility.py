@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from trainer.checkpoint.components import Restore, is_allowed
-from trainer.checkpoint.manifest import Checkpoint
+from trainer.checkpoint.components import is_allowed
 from trainer.config import TASKS, Config, correction_of
 from trainer.config.fields import HARMLESS, RESUME, ResumeRule
 from trainer.config.rules import SavedRun
@@ -19,17 +18,6 @@ from trainer.config.schema import MAPPINGS, is_open, plain, with_sections, witho
 from trainer.errors import UserError, as_list
 from trainer.files.documents import flatten
 from trainer.files.redaction import agree, redact
-
-# The metrics that a change alters, by the beginning of their names.
-OF_VALIDATION = ("val/",)
-OF_UPDATE = (
-    "critic/",
-    "policy/",
-    "rollout/",
-    "rollout_is/",
-    *(name for task in TASKS.values() for name in task.families),
-)
-ALL_METRICS = ("",)
 
 
 @dataclass(frozen=True)
@@ -42,23 +30,6 @@ class Change:
 
     def __str__(self) -> str:
         return f"{self.key}: {self.saved} -> {self.now}"
-
-
-class ConfigRefused(UserError):
-    """A checkpoint cannot be used with the config of this start.
-
-    Args:
-        sentences: one for each key that must not change, with its remedy.
-        keys: these keys.
-    """
-
-    resume: tuple[Checkpoint, Restore]
-    """The checkpoint, and what of it would have been restored."""
-
-    def __init__(self, sentences: Sequence[str], keys: Sequence[str]):
-        super().__init__(as_list("the checkpoint cannot be used with this config:", sentences))
-        self.sentences = sentences
-        self.keys = keys
 
 
 def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Change]:
@@ -116,7 +87,7 @@ def check(
         forked: the kinds of state that a fork restores; None: the run continues.
 
     Raises:
-        ConfigRefused: lists all keys that must not change, with the remedies.
+        UserError: lists all keys that must not change, with the remedies.
     """
     effective = [change for change in changes if not rules[change.key].is_free]
     refused: dict[str, str] = {}
@@ -140,19 +111,14 @@ def check(
         keys = ",".join([*allowed, *overridable])
         sentences.append(f"to allow all that can be allowed: trainer.allow_config_change=[{keys}]")
     if refused:
-        raise ConfigRefused(sentences, list(refused))
+        raise UserError(as_list("the checkpoint cannot be used with this config:", sentences))
     return effective
 
 
-def altered_metrics(changes: Sequence[Change], rules: Mapping[str, ResumeRule]) -> tuple[tuple[str, ...], list[str]]:
-    """Return the metrics that the changes alter (`()`, `OF_VALIDATION`, `OF_UPDATE` or `ALL_METRICS`), and the keys."""
-    by_rule = {name: [change.key for change in changes if rules[change.key].change == name] for name in RESUME}
-    of_validation, of_update = by_rule["validation"], by_rule["update"]
-    if by_rule["rollouts"] or by_rule["never"]:
-        return ALL_METRICS, [change.key for change in changes if not rules[change.key].is_free]
-    if of_update:
-        return OF_UPDATE, of_update
-    return (OF_VALIDATION, of_validation) if of_validation else ((), [])
+def altering(changes: Sequence[Change], rules: Mapping[str, ResumeRule]) -> list[str]:
+    """Return the changed keys after which a step has other metrics, even those of validation alone."""
+    same = ("harmless", "rounding")
+    return [change.key for change in changes if rules[change.key].change not in same]
 
 
 def same_rounding(changes: Sequence[Change], rules: Mapping[str, ResumeRule]) -> bool:

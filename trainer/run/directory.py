@@ -225,38 +225,6 @@ class RunDirectory:
                 LOG.info("an earlier start logged steps and committed no checkpoint: training starts again")
         elif (checkpoint := self.continued) is not None:
             check_lines(self.metrics_file, checkpoint.manifest.get("metrics_from"), checkpoint.step)
-            self._warn_of_missing_lines(checkpoint.step)
-
-    def _warn_of_missing_lines(self, resumed: int) -> None:
-        """Warn if lines are missing that a newer checkpoint, which cannot be used, proves."""
-        newest = max(self.checkpoints.store.steps(), default=resumed)
-        logged = {row["step"] for row in self.metrics()}
-        missing = [step for step in range(resumed + 1, newest + 1) if step not in logged]
-        if missing:
-            LOG.warning(
-                "%s has no line for step %d, which was logged before global_step_%d was saved: the steps that are "
-                "trained again cannot all be compared with the log",
-                self.metrics_file,
-                missing[0],
-                newest,
-            )
-
-    def fall_back(self) -> Resume:
-        """Resume from the checkpoint before the resumed one, and return it.
-
-        Raises:
-            UserError: there is no earlier checkpoint, or it cannot be used under this config.
-        """
-        assert self.resume is not None
-        self.checkpoints.wait()  # a save of the abandoned steps must not commit after they have been archived
-        before = find_newest(self.cfg, self.checkpoints, before=self.resume.checkpoint.step)
-        if before is None:
-            raise UserError(
-                f"trainer.on_resume_mismatch=fallback: there is no checkpoint before {self.resume.checkpoint.path}"
-            )
-        self.resume = compare(self.cfg, before, False)  # it may be older than a config change
-        LOG.info("going back to %s, step %d", before.path, before.step)
-        return self.resume
 
     def check(self) -> None:
         """Check that this process still holds the directory.

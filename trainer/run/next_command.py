@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -17,7 +16,6 @@ PYTHON_RUN = "trainer.api.worker_main"
 """The module of the process that `trainer.train` starts."""
 PASSED_FUNCTIONS = "passed_functions"
 """The package of the functions that were passed to `trainer.train` by value."""
-_PASSED = re.compile(rf"{PASSED_FUNCTIONS}\.(\w+?)(?:_\d+)?:(\w+)")
 _RESUME = "trainer.resume_mode"
 _NONE = ("none", "null", "None", "")
 
@@ -43,26 +41,11 @@ def next_command(start: Mapping[str, Any], changes: Mapping[str, str | None]) ->
     arguments = _resuming(command[command.index(PYTHON_RUN) + 1 :] if from_python else command, changes)
     hidden = f" (write what {HIDDEN} hides)" if any(HIDDEN in argument for argument in arguments) else ""
     if from_python:
-        return f"in Python, in {directory}{_call(arguments)}{hidden}"
+        own = [argument for argument in arguments if f"={PASSED_FUNCTIONS}." not in argument.replace("[", "")]
+        return f"in Python, in {directory}: the same call of trainer.train, with the overrides {own!r}{hidden}"
     if command[0] == "trainer" and shutil.which("trainer") is None:
         arguments = [sys.executable, "-m", *arguments]
     return f"cd {directory} && {shlex.join(arguments)}{hidden}"
-
-
-def _call(overrides: Sequence[str]) -> str:
-    """Return the call of `trainer.train`, after the names of the functions that it passes again."""
-    given, names = {}, {}
-    for override in overrides:
-        if passed := _PASSED.search(override):
-            value = override.partition("=")[2]
-            parts = [_PASSED.fullmatch(part) or repr(part) for part in value.strip("[]").split(",")]
-            names |= {part[2]: None for part in parts if not isinstance(part, str)}
-            shown = [part if isinstance(part, str) else part[2] for part in parts]
-            given[passed[1]] = f"[{', '.join(shown)}]" if value.startswith("[") else shown[0]
-    kept = [override for override in overrides if not _PASSED.search(override)]
-    arguments = [f"{kept!r}", *(f"{name}={value}" for name, value in given.items())]
-    functions = f", with the same {' and '.join(names)}" if names else ""
-    return f"{functions}: trainer.train({', '.join(arguments)})"
 
 
 def _resuming(arguments: list[str], changes: Mapping[str, str | None]) -> list[str]:

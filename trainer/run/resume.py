@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
 import os
 import shlex
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from trainer import __version__
@@ -19,7 +16,6 @@ from trainer.checkpoint.components import Restore, read_config
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import LINEAGE, Checkpoint, CorruptCheckpointError, step_in
 from trainer.checkpoint.start_weights import movable_paths
-from trainer.checkpoint.store import open_store
 from trainer.config import LOAD_COMPONENTS, Config
 from trainer.config.rules import SavedRun
 from trainer.errors import UserError
@@ -37,12 +33,6 @@ LINEAGE_FILE = "lineage.json"
 _NOT_SHOWN = ("trainer.resume_", "trainer.load_components", "trainer.allow_")
 _NAMED_AFTER_RUN = ("trainer.run_dir", "trainer.ckpt_path", "trainer.export_path", "logger.name", "logger.group")
 """Keys that follow `trainer.run_name`, unless they are set."""
-_NOT_COMPARED = {
-    compatibility.ALL_METRICS: "replayed steps are not compared with what was logged",
-    compatibility.OF_UPDATE: "of the replayed steps, the first alone is compared with what was logged, and only in "
-    f"what comes before its update (not in {', '.join(compatibility.OF_UPDATE)})",
-    compatibility.OF_VALIDATION: "replayed steps are not compared with what was logged in val/",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +44,8 @@ class Resume:
     """The kinds of state that are restored, and whether the resume is a fork of another run."""
     same_rounding: bool
     """The work is split as before, so replayed steps are equal to the last bit."""
-    altered: tuple[str, ...]
-    """Metrics, by the beginning of their names, that the config alters, so replayed steps cannot be compared in them
-    (see `compatibility.altered_metrics`)."""
+    altered: bool
+    """The config has changed so that replayed steps have other metrics than those that were logged."""
 
 
 def find_resume(cfg: Config, checkpoints: CheckpointManager) -> Resume | None:
@@ -87,17 +76,14 @@ def find_resume(cfg: Config, checkpoints: CheckpointManager) -> Resume | None:
     return resume
 
 
-def find_newest(cfg: Config, checkpoints: CheckpointManager, before: int | None = None) -> Checkpoint | None:
+def find_newest(cfg: Config, checkpoints: CheckpointManager) -> Checkpoint | None:
     """Return the newest valid checkpoint of this run; None if the run has never had one.
-
-    Args:
-        before: consider only steps below this.
 
     Raises:
         UserError: no checkpoint of the run is valid, or all are missing.
     """
-    newest = checkpoints.latest(before)
-    if newest is None and before is None:
+    newest = checkpoints.latest()
+    if newest is None:
         last_commit.check_nothing_committed(cfg.trainer.run_dir, cfg.trainer.ckpt_path)
     return newest
 
@@ -126,9 +112,13 @@ def _find_named(cfg: Config, checkpoints: CheckpointManager, holds_run: bool) ->
     path = absolute(t.resume_path)
     if step_in(path) is None or not (is_url(path) or os.path.isdir(path)):
         problem = "must be a global_step_N directory" if step_in(path) is None else "no such checkpoint"
-        raise UserError(f"trainer.resume_path={t.resume_path}: {problem}{_checkpoints_near(path)}")
+        raise UserError(f"trainer.resume_path={t.resume_path}: {problem}; `trainer checkpoint list RUN` names them")
     if is_same(os.path.dirname(path), t.ckpt_path):
-        return _verify_newest(cfg, checkpoints, path), False
+        raise UserError(
+            f"trainer.resume_path={path}: is a checkpoint of this run; continue it with trainer.resume_mode=latest, "
+            f"after `trainer checkpoint rollback {shlex.quote(os.path.dirname(path))} --to {step_in(path)}` if "
+            "there are newer ones, or fork into another trainer.run_name"
+        )
     forked = read_lineage(t.run_dir)
     if forked and (holds_run or forked["forked_from"] == path):  # else no fork was ever trained here
         if forked["forked_from"] != path:
@@ -144,15 +134,11 @@ def _find_named(cfg: Config, checkpoints: CheckpointManager, holds_run: bool) ->
             f"trainer.run_dir={t.run_dir}: already holds a run that is no fork; choose another trainer.run_name, or "
             "continue it with trainer.resume_mode=latest"
         )
-    others = partial(_other_checkpoints, path)
-    return _verify_named(path, others), True  # no fallback: the user named this checkpoint
+    return _verify_named(path), True  # no fallback: the user named this checkpoint
 
 
-def _verify_named(path: str, otherwise: Callable[[], str]) -> Checkpoint:
+def _verify_named(path: str) -> Checkpoint:
     """Verify the checkpoint that `trainer.resume_path` names.
-
-    Args:
-        otherwise: returns what the user can do without the checkpoint.
 
     Raises:
         CorruptCheckpointError: it is damaged, or cannot be read.
@@ -161,38 +147,8 @@ def _verify_named(path: str, otherwise: Callable[[], str]) -> Checkpoint:
         return manifests.verify(path)
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(
-            f"trainer.resume_path={error}; restore the checkpoint from a copy, or {otherwise()}"
+            f"trainer.resume_path={error}; restore the checkpoint from a copy, or name another one"
         ) from error
-
-
-def _other_checkpoints(path: str) -> str:
-    near = ""
-    with contextlib.suppress(OSError):  # what is beside it may not be readable
-        near = _checkpoints_near(path)
-    return f"name another checkpoint{near}"
-
-
-def _checkpoints_near(path: str) -> str:
-    """Return which checkpoints there are in a run, or beside a checkpoint, as the end of a sentence; "" if none."""
-    for directory in (os.path.join(path, "checkpoints"), path, os.path.dirname(path)):
-        steps = [] if is_url(directory) else [n for n in open_store(directory).steps() if n != step_in(path)]
-        if steps:
-            more = ", …" if len(steps) > 5 else ""
-            return f"; {directory} has {', '.join(f'global_step_{step}' for step in reversed(steps[-5:]))}{more}"
-    return ""
-
-
-def _verify_newest(cfg: Config, checkpoints: CheckpointManager, path: str) -> Checkpoint:
-    otherwise = "take the newest undamaged one with trainer.resume_mode=latest"
-    checkpoint = _verify_named(path, lambda: otherwise)
-    newer = [step for step in checkpoints.store.steps() if step > checkpoint.step]
-    if newer:
-        raise UserError(
-            f"trainer.resume_path={path}: this run has a newer checkpoint, global_step_{newer[-1]}; go back with "
-            f"`trainer checkpoint rollback {shlex.quote(os.path.dirname(path))} --to {checkpoint.step}`, or fork into "
-            "another trainer.run_name"
-        )
-    return checkpoint
 
 
 def compare(cfg: Config, checkpoint: Checkpoint, fork: bool) -> Resume:
@@ -210,11 +166,7 @@ def compare(cfg: Config, checkpoint: Checkpoint, fork: bool) -> Resume:
     movable = () if fork else movable_paths(checkpoint, cfg)
     rules = compatibility.resume_rules(cfg, SavedRun(saved, checkpoint.manifest["roles"]), movable)
     allowed = cfg.trainer.allow_config_change
-    try:
-        compatibility.check(changes, allowed, rules, forked=restored if fork else None)
-    except compatibility.ConfigRefused as refused:
-        refused.resume = (checkpoint, Restore(restored, fork))
-        raise
+    compatibility.check(changes, allowed, rules, forked=restored if fork else None)
     renamed = any(change.key == "trainer.run_name" for change in changes)
     for change in changes:
         if not change.key.startswith(_NOT_SHOWN + (_NAMED_AFTER_RUN if renamed else ())):
@@ -224,11 +176,10 @@ def compare(cfg: Config, checkpoint: Checkpoint, fork: bool) -> Resume:
     for start in then:  # the changes since later starts, which may have logged the steps that are trained again
         logged_with, now = (redact(one, references=False) for one in (start["config"], dataclasses.asdict(cfg)))
         since += compatibility.find_changes(logged_with, now, defaults)
-    altered, by = compatibility.altered_metrics(since, rules)
-    if by and not fork:
-        LOG.info("%s, because %s changed", _NOT_COMPARED[altered], ", ".join(dict.fromkeys(by)))
-    if altered == compatibility.OF_UPDATE:
-        altered = tuple(dict.fromkeys([*altered, *cfg.task.families]))
+    altering = compatibility.altering(since, rules)
+    if altering and not fork:
+        keys = ", ".join(dict.fromkeys(altering))
+        LOG.info("replayed steps are not compared with what was logged, because %s changed", keys)
     added_steps = compatibility.added_steps(changes, cfg, checkpoint.step)
     # Another version of this package may sum in another order.
     versions = {checkpoint.manifest.get("trainer_version"), *(one.get("versions", {}).get("trainer") for one in then)}
@@ -236,7 +187,7 @@ def compare(cfg: Config, checkpoint: Checkpoint, fork: bool) -> Resume:
         checkpoint,
         Restore(restored, fork, added_steps),
         same_rounding=versions == {__version__} and compatibility.same_rounding(since, rules),
-        altered=altered,
+        altered=bool(altering),
     )
 
 

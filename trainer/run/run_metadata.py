@@ -9,7 +9,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import re
 import shlex
 import socket
 import subprocess
@@ -49,28 +48,6 @@ _START: dict[Any, Shape] = {
     },
     "config": {"trainer": {"total_steps": is_count, "ckpt_path": str}},
 }
-_FIELD = re.compile(r"^(Name|Version): *(.*?) *$", re.MULTILINE)
-_early: set[str] = set()
-
-
-@contextlib.contextmanager
-def recorded_early(run_dir: str, cfg: Config) -> Iterator[None]:
-    """Record the first start in a new directory before the block, which may refuse it: then nothing is left.
-
-    The block imports for seconds. Nobody else knows the directory, so the lock can be taken later.
-    """
-    LOG_FILE.open(os.path.join(run_dir, LOG_NAME))
-    record_start(run_dir, cfg)
-    _early.add(run_dir)
-    try:
-        yield
-    except BaseException:
-        _early.discard(run_dir)
-        LOG_FILE.close()
-        for name in (CONFIG_FILE, STARTS_FILE, LOG_NAME):
-            with contextlib.suppress(OSError):
-                os.remove(os.path.join(run_dir, name))
-        raise
 
 
 def has_metrics(run_dir: str) -> bool:
@@ -92,14 +69,9 @@ def second_run(run_dir: str) -> UserError:
 def record_start(run_dir: str, cfg: Config, resumed_step: int | None = None) -> None:
     """Write `config.yaml`, and append a line to `starts.jsonl`. They hold no secrets (see `trainer.files.redaction`).
 
-    Does nothing if `recorded_early` has recorded this start.
-
     Args:
         resumed_step: step of the checkpoint of this run that it continues; None: it begins without one.
     """
-    if run_dir in _early:
-        _early.remove(run_dir)
-        return
     config = redact(dataclasses.asdict(cfg))
     command, task = redact_command(sys.orig_argv), RecordedTask.of(cfg)
     LOG_FILE.write(f"start of {shlex.join(command)}")
@@ -175,17 +147,10 @@ def _starts(run_dir: str) -> Iterator[dict[str, Any]]:
 def versions() -> dict[str, str]:
     """Return the versions of Python and of all packages that are installed."""
     path = [entry for entry in sys.path if not entry.endswith("_vendor")]  # setuptools' own copies of packages
-    packages = dict(_name_and_version(one) for one in importlib.metadata.distributions(path=path))
+    packages = {one.name: one.version for one in importlib.metadata.distributions(path=path)}
     packages.pop("trainer", None)  # an editable install keeps the number that it had when it was made
     ordered = sorted(packages.items(), key=lambda item: item[0].lower())
     return {"python": platform.python_version(), "trainer": __version__, **dict(ordered)}
-
-
-def _name_and_version(package: importlib.metadata.Distribution) -> tuple[str, str]:
-    """Return what `name` and `version` do. Each of them parses the whole file, with its description."""
-    head = (package.read_text("METADATA") or "").partition("\n\n")[0]
-    fields = dict(reversed(_FIELD.findall(head)))
-    return (fields["Name"], fields["Version"]) if len(fields) == 2 else (package.name, package.version)
 
 
 def git_states(directories: list[str]) -> list[dict[str, Any]]:

@@ -264,7 +264,7 @@ class Rollouts:
         def record(some: Sequence[RolloutRequest]) -> GroupRecord:
             return GroupRecord(self.journal, some, history, self.routes[some[0].prompt.source].wants_groups, decides)
 
-        return self.loop.run(self.run(requests, purpose, record), purpose)
+        return self.loop.run(self.run(requests, purpose, record))
 
     def exact_record(self, history: str) -> Callable[[Sequence[RolloutRequest]], GroupRecord]:
         """Return what makes the records of groups that one version of the weights samples."""

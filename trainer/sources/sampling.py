@@ -158,7 +158,7 @@ class SamplingSource:
         """Give the engines the policy's new weights, as soon as no batch is generated with the old ones."""
         newest = self._steps[max(self._steps)] if self._steps else None
         if self._waits_for_generation and self._steps:
-            self._loop.run(self._wait_generated(), "the rollouts of steps ahead", self._timer)
+            self._loop.run(self._wait_generated(), self._timer)
         started = time.monotonic()
         with self._timer("sync"):
             self._engines.sync_weights(version, self.running)
@@ -186,7 +186,7 @@ class SamplingSource:
         for phase in ("rollout", "reward"):
             self._timer.add(phase, 0.0)
         with self._engines.awake():
-            batch = self._loop.run(self._next(step), f"the rollouts of step {step}", self._timer)
+            batch = self._loop.run(self._next(step), self._timer)
         if step in self._held:
             self.rollouts.journal.note_held(step, len({episode.group for episode in batch.episodes}))
         self._trained[step] = batch

@@ -68,12 +68,6 @@ class Ingredients:
         return given
 
 
-class SavedData(Protocol):
-    """Data with a position in it, such as a `Ledger`."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
 class InputCheck(Protocol):
     """Refuses bad input, with `UserError` or `TrialError`."""
 
@@ -106,10 +100,6 @@ class Task:
     check_inputs: InputCheck = _accept
     """Refuses bad input before anything expensive starts, with a `UserError`; a `TrialError` says that rewards or an
     environment fail now. With `asks_servers` it may try what servers give, which costs time and perhaps money."""
-    data: Callable[[Any, str], SavedData] | None = None
-    """(tokenizer, directory of the initial weights) -> the training data, which refuses a position in other data. It is
-    called for a resume that is refused for other reasons, too, to list all reasons together. None: it is not compared
-    then."""
     exports_last: bool = False
     """The run exports its last step, whatever the config says."""
     is_enough: Callable[[Learner, EpisodeSource, int], bool] = _never

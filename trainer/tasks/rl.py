@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from trainer.config import Config
 from trainer.config.fields import config_error
@@ -29,12 +28,12 @@ from trainer.sources.base import EpisodeSource, Evaluator
 from trainer.sources.evaluation import RolloutEvaluator
 from trainer.sources.in_flight import InFlightSource
 from trainer.sources.preflight import check_source, find_refusals, with_keys_of
-from trainer.sources.prompts import prompt_ledger, read_prompts, read_source
+from trainer.sources.prompts import read_prompts, read_source
 from trainer.sources.rollouts import Rollouts
 from trainer.sources.routes import VAL_SETS, make_routes, make_scorers, train_sources
 from trainer.sources.sampling import SamplingSource
 from trainer.tasks import warm_start
-from trainer.tasks.base import Ingredients, SavedData, Task, read_ahead, tokenizer_of
+from trainer.tasks.base import Ingredients, Task, read_ahead, tokenizer_of
 
 _TRIED_ROWS = 3
 """Rows of the data that rewards are tried with, and an environment until it works."""
@@ -52,7 +51,6 @@ def build(cfg: Config, source: Callable[[Ingredients], tuple[EpisodeSource, Eval
         start_weights=lambda: cfg.model.path or warm_start.made_model(cfg),
         warm_start=partial(warm_start.build, cfg),
         check_inputs=partial(_check_inputs, cfg),
-        data=partial(_prompts, cfg),
     )
 
 
@@ -133,10 +131,6 @@ def _check_without_rewards(cfg: Config) -> None:
             f"keeps the prompts whose completions have different rewards, and trainer.task={cfg.trainer.task} gives no "
             "rewards, so it would keep none; set it to false, or give the task a scorer",
         )
-
-
-def _prompts(cfg: Config, tokenizer: Any, path: str) -> SavedData:
-    return prompt_ledger(cfg, read_prompts(cfg, "train", tokenizer).prompts)
 
 
 def _check_inputs(cfg: Config, *, asks_servers: bool) -> None:

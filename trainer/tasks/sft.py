@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from typing import Any
 
@@ -18,8 +17,6 @@ from trainer.sources.routes import train_sources
 from trainer.sources.supervised import SupervisedSource
 from trainer.tasks.base import Ingredients, Task
 
-LOG = logging.getLogger(__name__)
-
 
 def build(cfg: Config) -> Task:
     """Return the task that the config describes."""
@@ -27,27 +24,16 @@ def build(cfg: Config) -> Task:
         cfg,
         source=_source,
         check_inputs=partial(_check_inputs, cfg),
-        data=partial(_examples, cfg),
         exports_last=True,
     )
 
 
 def _source(given: Ingredients) -> tuple[SupervisedSource, LossEvaluator | None]:
     cfg = given.cfg
-    _warn_of_curricula(cfg)
     source = _examples(cfg, given.tokenizer, given.path)
     stops = stop_token_ids(given.path, given.tokenizer)
     val_examples = load_val(cfg.data, cfg.sft, given.tokenizer, stops) if cfg.trainer.val_interval > 0 else []
     return source, LossEvaluator(val_examples, given.learner.loss) if val_examples else None
-
-
-def _warn_of_curricula(cfg: Config) -> None:
-    """Log the curricula in a config file, which are not refused: it may have keys of several tasks."""
-    for source in ["", *(f"mix.{name}" for name in cfg.data.mix)]:
-        data = cfg.of_source(source).data
-        if data.curriculum is not None:
-            key = f"{data.name_of('curriculum')}={data.curriculum}"
-            LOG.warning("%s: is not read: supervised training shuffles its examples", key)
 
 
 def _examples(cfg: Config, tokenizer: Any, path: str) -> SupervisedSource:

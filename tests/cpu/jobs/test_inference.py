@@ -103,8 +103,8 @@ def test_a_job_that_is_stopped_leaves_its_server(servers, tmp_path):
     assert server.status()["job"] is None
 
 
-def test_a_signal_ends_the_wait_for_a_server_that_is_gone_and_the_last_step_is_saved(servers, plain, tmp_path):
-    """The run, which saves at its stop alone, continues with the numbers of one that was not stopped."""
+def test_a_signal_ends_the_wait_for_a_server_that_is_gone(servers, plain, tmp_path):
+    """The run continues with the numbers of one that was not stopped."""
     server, log, reached = servers[0].wait(), tmp_path / "run/log.txt", tmp_path / "reached"
     words = ["rollout=server", f"rollout.urls=[{server.url}]", *SETTINGS, "trainer.ckpt_interval=-1"]
     env = {"TRAINER_FAILPOINT": f"logged,1,{reached}"}
@@ -116,7 +116,6 @@ def test_a_signal_ends_the_wait_for_a_server_that_is_gone_and_the_last_step_is_s
     process.send_signal(signal.SIGTERM)
     assert process.wait(120) == 75, (tmp_path / "output").read_text()
     server.start()
-    assert [path.name for path in (tmp_path / "run/checkpoints").glob("global_step_*")] == ["global_step_1"]
     assert "while no inference server answered" in log.read_text().splitlines()[-1]
     server.wait()
     done = run_served([server], tmp_path, "trainer.resume_mode=latest", "trainer.ckpt_interval=-1")
@@ -141,7 +140,6 @@ def test_a_signal_ends_the_wait_for_a_server_whose_machine_has_vanished(servers,
     told = log.read_text()
     assert f"after SIGTERM the inference server {server.url} has not answered for 4 s" in told
     assert "no sign of life" not in told
-    assert [path.name for path in (tmp_path / "run/checkpoints").glob("global_step_*")] == ["global_step_1"]
 
 
 AHEAD = ["rollout.ahead=1", "trainer.ckpt_interval=2", "trainer.max_restarts=0"]

@@ -92,9 +92,9 @@ def test_a_job_stops_on_request_and_checks_what_it_resumes_from(tmp_path):
     assert f"step {done + 2} was not replayed as it had been logged: " in refused.stderr.splitlines()[-1]
     with open(run / "metrics.jsonl", "a") as file:
         file.write(json.dumps(row) + "\n")
-    back = run_forked_job(*base, "trainer.on_resume_mismatch=fallback", cwd=tmp_path)
+    back = run_forked_job(*base, cwd=tmp_path)
     assert back.returncode == 0, back.stdout + back.stderr
-    assert f"going back to {run}/checkpoints/global_step_{done}" in back.stdout, back.stdout
+    assert "WARNING: resumed from" in back.stdout + back.stderr, back.stdout
     assert [r["step"] for r in metrics(run)] == list(range(1, steps + 1))
 
     # The newest checkpoint rots: the one before it takes its place, and the run ends where it had ended.
@@ -116,7 +116,7 @@ def test_a_job_stops_on_request_and_checks_what_it_resumes_from(tmp_path):
     longer += [f"trainer.allow_config_change=[{schedule}]", "trainer.on_resume_mismatch=stop"]
     extended = run_forked_job(*longer, cwd=tmp_path)
     assert extended.returncode == 0, extended.stdout + extended.stderr
-    assert "of the replayed steps, the first alone is compared with what was logged" in extended.stdout
+    assert "replayed steps are not compared with what was logged" in extended.stdout
     assert f"because {schedule} changed" in extended.stdout and "WARNING" not in extended.stdout
     after = comparable(metrics(run))
     assert len(after) == steps + 1 and after[steps - 1]["policy/lr"] > before[-1]["policy/lr"]

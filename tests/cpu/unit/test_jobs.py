@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.runs import configured, on_files, save_steps
 from trainer.errors import UserError
-from trainer.jobs import open_run, run_task
+from trainer.jobs import run_task
 from trainer.tasks import build_task
 
 
@@ -31,24 +31,6 @@ def test_an_environment_without_a_method_is_refused_before_the_start(tmp_path, m
     cfg = configured(tmp_path, {"environment.name": "half_world:World"})
     with pytest.raises(UserError, match="environment.name=half_world:World: the class has no method `reset`; an env"):
         build_task(cfg).check_inputs(asks_servers=True)
-
-
-@pytest.mark.parametrize("task", ["rl", "sft"])
-def test_inputs_are_refused_together_with_changed_keys(tmp_path, task):
-    save_steps(configured(tmp_path, task=task), 1)
-    (tmp_path / "bad.jsonl").write_text("{\n[]\n")
-    cfg = configured(tmp_path, {"reward.name": "no_such:function"}, resume_mode="latest", seed=5, task=task)
-    cfg.data.train_files, cfg.trainer.val_interval = [str(tmp_path / "bad.jsonl")], -1
-    with pytest.raises(UserError) as refused:
-        open_run(build_task(cfg))
-    headline, *sentences = str(refused.value).split("\n  ")
-    assert headline == "the checkpoint cannot be used with this config:"
-    assert any(sentence.startswith("trainer.seed=5: ") for sentence in sentences)
-    reward = [] if task == "sft" else ["reward.name=no_such:function: cannot"]
-    for sentence, start in zip(
-        sentences[-2 - len(reward) :], [*reward, "data.train_files: ", "data.prompt_key=prompt: "], strict=True
-    ):
-        assert sentence.startswith(start)
 
 
 def test_exports_among_the_checkpoints_of_another_run_are_refused_before_the_start(tmp_path):

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.support.jobs import run_forked_job, run_job
-from trainer.main import too_few_gpus
 
 
 @pytest.mark.parametrize(
@@ -42,19 +38,6 @@ def test_jobs_check_devices_and_what_they_read(job, overrides, sentence, tmp_pat
     assert re.search(sentence, done.stderr.strip().splitlines()[-1]), done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "outputs/default").exists(), "a refused command has left something"
-
-
-def test_a_new_run_is_recorded_before_the_long_imports(tmp_path):
-    """Killed while it imports torch."""
-    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
-    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[3]}"}
-    done = subprocess.run([sys.executable, "-m", "trainer", "train", "trainer.seed=3"], cwd=tmp_path, env=env)
-    assert done.returncode == -signal.SIGKILL
-    run = tmp_path / "outputs/default"
-    assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["seed"] == 3
-    (start,) = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
-    assert start["command"][-1] == "trainer.seed=3" and start["versions"]["torch"] and "git" in start
-    assert "start of " in (run / "log.txt").read_text()
 
 
 def test_a_directory_with_a_run_is_refused_before_the_long_imports(tmp_path):
@@ -98,12 +81,6 @@ def test_what_the_driver_measures_does_not_depend_on_the_cores(tmp_path):
     assert measured[0] == measured[1] == measured[2]
 
 
-def test_a_driver_without_gpus_is_perhaps_too_old():
-    assert "driver, so perhaps that is too old for the CUDA 13.0 of torch" in too_few_gpus(1, 0, "13.0")
-    assert too_few_gpus(1, 0, None).startswith("trainer.device=cuda: torch finds no CUDA device on this machine; set ")
-    assert "this machine has 4; use fewer, " in too_few_gpus(8, 4, "13.0")
-
-
 @pytest.mark.parametrize(
     "overrides, sentence",
     [
@@ -123,20 +100,13 @@ def test_inputs_that_are_missing_are_refused_with_status_2(overrides, sentence, 
 
 
 @pytest.mark.parametrize("job", ["train", "sft"])
-def test_all_bad_rows_are_listed_before_models_or_ranks_start(job, tmp_path, monkeypatch):
+def test_a_bad_row_is_named_before_models_or_ranks_start(job, tmp_path, monkeypatch):
     monkeypatch.setenv("TRAINER_CACHE", str(tmp_path / "cache"))
-    good = '{"prompt": "a", "answer": "b"}\n'
-    (tmp_path / "a.jsonl").write_text(good * 30 + "{\n" + good + "[]\n")
-    done = run_forked_job(
-        "data=files", "data.train_files=[a.jsonl]", "data.val_files=[none.jsonl]", cwd=tmp_path, job=job
-    )
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "answer": "b"}\n' * 30 + "{\n")
+    words = ["data=files", "data.train_files=[a.jsonl]", "trainer.val_interval=-1"]
+    done = run_forked_job(*words, cwd=tmp_path, job=job)
     assert done.returncode == 2, done.stdout + done.stderr
-    for line, start in zip(
-        done.stderr.splitlines()[1:],
-        ("data.train_files: a.jsonl:31 ", "data.prompt_key=prompt: a.jsonl:33 ", "data.val_files=none.jsonl: no such"),
-        strict=True,
-    ):
-        assert line.startswith("  " + start), done.stderr
+    assert "data.train_files: a.jsonl:31 is not JSON" in done.stderr.splitlines()[-1], done.stderr
     assert not list((tmp_path / "cache").glob("tiny-*"))
 
 

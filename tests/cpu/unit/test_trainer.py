@@ -7,7 +7,7 @@ import random
 import shlex
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,11 @@ from trainer.errors import (
     set_failure_source,
 )
 from trainer.metrics.tracker import Tracker
-from trainer.parallel.rng import capture_rng, rng_as_text
 from trainer.process.failure_log import read_incidents
 from trainer.process.failures import INFRASTRUCTURE, JOB
-from trainer.process.signals import NoServerStopped, Stopped
+from trainer.process.signals import Stopped
 from trainer.run.directory import RunDirectory
 from trainer.run.stopping import StopRequest
-from trainer.sources.base import Evaluation
 from trainer.trainer import Trainer
 
 
@@ -155,92 +153,6 @@ def test_the_last_save_is_tried_again_until_it_is_committed(tmp_path, model, cap
     assert [("FAILED" in line, "saved" in line) for line in told] == [(True, False), (True, False), (False, True)]
 
 
-@pytest.mark.parametrize("wait", ["next", "publish"])
-def test_a_signal_that_ends_a_wait_for_servers_costs_no_step_that_is_trained(tmp_path, model, whole, wait):
-    stop, generators = StopRequest(None), []
-    with RunDirectory(toy_config(tmp_path, ckpt_interval=100)).open() as directory:
-        trainer = toy_trainer(directory.cfg, directory, model, stop)
-        call = getattr(trainer.source, wait)
-
-        def wait_in_vain(number):
-            if number == 3:
-                stop.ask("SIGTERM")
-                generators.append(rng_as_text(capture_rng(with_gpu=False)))
-                random.random()  # code of the user
-                raise NoServerStopped("no server")
-            return call(number)
-
-        setattr(trainer.source, wait, wait_in_vain)
-        with pytest.raises(Stopped, match="no server" if wait == "next" else "stopped after step 2 of 5 .SIGTERM"):
-            trainer.fit()
-    assert (tmp_path / "checkpoints/global_step_2/manifest.json").exists()
-    with RunDirectory(toy_config(tmp_path)).open() as directory:
-        trainer = toy_trainer(directory.cfg, directory, model)
-        call = trainer.source.next
-        trainer.source.next = lambda step: (generators.append(rng_as_text(capture_rng(with_gpu=False))), call(step))[1]
-        trainer.fit()
-    assert generators[0] == generators[1] or wait == "publish"
-    assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
-
-
-class Scores:
-    """Gives the third step the best score. The wait for servers in the validation of `waits_in` ends by a signal."""
-
-    def __init__(self, trainer: Trainer, waits_in: int | None = None):
-        self._trainer = trainer
-        self._waits_in = waits_in
-        self.steps: list[int] = []
-
-    def evaluate(self, step: int) -> Evaluation:
-        self.steps.append(step)
-        random.random()  # code of the user
-        if step == self._waits_in:
-            self._trainer.stop.ask("SIGTERM")
-            raise NoServerStopped("no server")
-        return Evaluation({"val/accuracy": 0.9 if step == 3 else 0.1})
-
-
-@pytest.mark.parametrize("step", [3, 5])
-def test_a_signal_that_ends_a_validation_costs_the_validation_alone(tmp_path, model, step):
-    """The step is saved. After the last step, the run is finished."""
-
-    def train(waits_in: int | None = None) -> Trainer:
-        cfg = toy_config(tmp_path, ckpt_interval=100, val_interval=1, val_before_train=False)
-        with RunDirectory(cfg).open() as directory:
-            trainer = toy_trainer(cfg, directory, model)
-            trainer.evaluator = Scores(trainer, waits_in)
-            trainer.fit()
-        return trainer
-
-    with nullcontext() if step == 5 else pytest.raises(Stopped, match=f"^stopped after step {step} of 5 .SIGTERM"):
-        train(waits_in=step)
-    assert [path.name for path in (tmp_path / "checkpoints").glob("global*")] == [f"global_step_{step}"]
-    assert train().evaluator.steps == [*range(step + 1, 6)]
-    rows = metrics(tmp_path)
-    assert [(row["step"], "val/accuracy" in row) for row in rows] == [(one, one != step) for one in range(1, 6)]
-
-
-def test_weights_that_engines_did_not_get_are_not_validated_by_them(tmp_path, model):
-    """A server that comes back a moment later has the weights of the step before."""
-    stop = StopRequest(None)
-    cfg = toy_config(tmp_path, ckpt_interval=100, val_interval=1, val_before_train=False)
-    with RunDirectory(cfg).open() as directory:
-        trainer = toy_trainer(cfg, directory, model, stop)
-        trainer.evaluator, publish = Scores(trainer), trainer.source.publish
-
-        def wait_in_vain(version):
-            if version == 3:
-                stop.ask("SIGTERM")
-                raise NoServerStopped("no server")
-            publish(version)
-
-        trainer.source.publish = wait_in_vain
-        with pytest.raises(Stopped, match="^stopped after step 2 of 5 .SIGTERM"):
-            trainer.fit()
-    assert trainer.evaluator.steps == [1]
-    assert [row.get("val/accuracy") for row in metrics(tmp_path)] == [0.1, None]
-
-
 @pytest.mark.parametrize("reason", [None, "SIGTERM"])
 def test_a_run_whose_last_save_fails_does_not_end_well(tmp_path, model, reason):
     toy_run(toy_config(tmp_path, total_steps=1), model)
@@ -296,7 +208,7 @@ def test_a_fork_takes_the_state_over_and_keeps_its_own_metrics(tmp_path, model, 
     assert trainer.learner.ranks.number != whole[0][0]["policy/loss"], "the weights are those of the parent"
 
 
-@pytest.mark.parametrize("choice", ["warn", "stop", "fallback"])
+@pytest.mark.parametrize("choice", ["warn", "stop"])
 def test_a_replayed_step_that_differs_from_the_log(tmp_path, model, whole, caplog, choice):
     run_until(tmp_path, model, 5)
     shutil.rmtree(tmp_path / "checkpoints/global_step_4")
@@ -314,22 +226,6 @@ def test_a_replayed_step_that_differs_from_the_log(tmp_path, model, whole, caplo
     caplog.set_level("INFO")
     trainer = toy_run(cfg, model)
     assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
-    went_back = any("going back to" in line and "global_step_2" in line for line in caplog.messages)
-    assert went_back == (choice == "fallback")
-
-
-def test_a_run_that_goes_back_saves_again_what_it_had_saved_before(tmp_path, model):
-    kept = {"total_steps": 6, "max_ckpts_to_keep": 10}
-    run_until(tmp_path, model, 6, **kept)
-    for step in (4, 5):
-        shutil.rmtree(tmp_path / f"checkpoints/global_step_{step}")
-    lines = metrics(tmp_path)
-    lines[4]["policy/loss"] += 1.0
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    # From step 3 it saves step 4, differs in step 5, and goes back to step 2.
-    toy_run(toy_config(tmp_path, on_resume_mismatch="fallback", ckpt_interval=2, **kept), model)
-    saved = {path.name for path in (tmp_path / "checkpoints").glob("global_step_*")}
-    assert saved == {f"global_step_{step}" for step in (1, 2, 4, 6)}
 
 
 @contextmanager

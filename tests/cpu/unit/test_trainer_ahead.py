@@ -370,18 +370,6 @@ def test_a_resume_says_which_groups_the_checkpoint_had(tmp_path, model, killed, 
     assert "not used" not in line
 
 
-def test_a_run_that_goes_back_further_ends_as_if_it_had_not(tmp_path, model, whole, killed, caplog):
-    shutil.copytree(killed(2), tmp_path / "run")
-    cfg = settings(tmp_path / "run", 2, on_resume_mismatch="fallback")
-    lines = metrics(tmp_path / "run")
-    lines[5]["policy/loss"] += 1.0
-    (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    caplog.set_level("INFO")
-    trainer = run(cfg, model)
-    assert any("going back to" in line and "global_step_2" in line for line in caplog.messages)
-    assert outcome(tmp_path / "run", trainer) == whole(2)
-
-
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_an_edit_of_the_reward_and_a_model_that_has_moved_leave_the_held_batches(
     tmp_path, model, whole, killed, ahead, monkeypatch

@@ -93,7 +93,7 @@ def test_a_model_directory_may_move_if_its_content_is_the_same(tmp_path, lora):
     moved = str(shutil.copytree(model, tmp_path / "moved"))
     with open_run(tmp_path / "run", moved, lora=lora) as run:
         run.load()
-        assert run.directory.resume.altered == (), "replayed steps are compared as ever"
+        assert not run.directory.resume.altered, "replayed steps are compared as ever"
     with open_run(tmp_path / "run", moved, lora=lora, allow_config_change=["model.path"]) as run:
         run.load()
         assert run.directory.resume.altered != (), "nothing says that the content is the same"

@@ -27,7 +27,7 @@ watch = NodeHealth(limit_s=2.0)
 nodes = [Node(address, address, 4711) for address in sys.argv[1:]]
 watch.watch(nodes)
 for line in sys.stdin:
-    print({node.address: reason for node, reason in watch.failed().items()}, watch.failures(sys.argv[1]), flush=True)
+    print({node.address: reason for node, reason in watch.failed().items()}, flush=True)
 watch.close()
 """
 
@@ -122,24 +122,22 @@ def test_a_node_that_is_cut_off_or_loses_its_raylet_is_lost():
         for node in (first, second):
             listen(node)
         watch = Asked(driver.command(sys.executable, "-c", WATCH, first.address, second.address))
-        assert watch.says() == "{} 0"
+        assert watch.says() == "{}"
         driver.cut()
         wait_until(lambda: watch.says().count("it has not answered for") == 2)
-        assert watch.says().endswith("} 0"), "the driver's own link is cut"
         driver.mend()
-        wait_until(lambda: watch.says() == "{} 0")
+        wait_until(lambda: watch.says() == "{}")
         first.cut()
-        wait_until(lambda: watch.says() != "{} 0")
+        wait_until(lambda: watch.says() != "{}")
         assert watch.says().startswith(f"{{'{first.address}': 'it has not answered for")
-        assert watch.says().endswith("} 1")
         first.mend()
-        wait_until(lambda: watch.says() == "{} 1")
+        wait_until(lambda: watch.says() == "{}")
         for process in second.processes():
             process.kill()
-        wait_until(lambda: watch.says() != "{} 1")
-        assert watch.says() == f"{{'{second.address}': 'its raylet has exited'}} 1"
+        wait_until(lambda: watch.says() != "{}")
+        assert watch.says() == f"{{'{second.address}': 'its raylet has exited'}}"
         first.lose()
-        wait_until(lambda: watch.says().endswith("} 2"))
+        wait_until(lambda: watch.says().count(":") == 2)
         watch.end()
 
 
@@ -149,7 +147,7 @@ def test_nodes_that_are_no_longer_watched_do_not_count_as_failed():
     watch.watch([gone])
     wait_until(lambda: watch.failed() == {gone: "its raylet has exited"})
     watch.watch([])
-    assert watch.failed() == {} and watch.failures("127.0.0.1") == 1
+    assert watch.failed() == {}
     watch.close()
 
 
@@ -181,38 +179,11 @@ def test_single_refused_connections_are_no_failure():
         connect()
         with socket.create_server(("127.0.0.1", port)):
             connect()
-    assert watch.failures(node.address) == 0
+    assert not watch._failed
     for _ in range(3):
         connect()
-    assert watch.failures(node.address) == 1
+    assert set(watch._failed) == {node}
     watch.close()
-
-
-def unreachable(number: int) -> Node:
-    """A node to which no connection can be opened: its address is a multicast address."""
-    return Node(f"node {number}", f"224.0.0.{number}", 4711)
-
-
-def test_if_the_only_other_node_stops_answering_that_node_has_failed():
-    with socket.create_server(("127.0.0.1", 0)) as raylet:
-        own = Node("own", "127.0.0.1", raylet.getsockname()[1])
-        watch = NodeHealth(limit_s=3.0, local="127.0.0.1")
-        watch.watch([own, unreachable(1)])
-        wait_until(lambda: watch.failed())
-        assert set(watch.check()) == {unreachable(1)} and watch.failures("224.0.0.1") == 1
-        watch.close()
-
-
-def test_if_several_other_nodes_stop_answering_this_machine_is_cut_off():
-    """The failures of the other nodes are not counted."""
-    with socket.create_server(("127.0.0.1", 0)) as raylet:
-        own = Node("own", "127.0.0.1", raylet.getsockname()[1])
-        watch = NodeHealth(limit_s=3.0, local="127.0.0.1")
-        watch.watch([own, unreachable(1), unreachable(2)])
-        wait_until(lambda: len(watch.failed()) == 2)
-        assert set(watch.check()) == {unreachable(1), unreachable(2)}
-        assert [watch.failures(f"224.0.0.{number}") for number in (1, 2)] == [0, 0]
-        watch.close()
 
 
 @pytest.mark.timeout(900)

@@ -81,17 +81,14 @@ from trainer.process import time_limits
 from trainer.config import compose
 from trainer.errors import FailureSource, UserError, set_failure_source
 
-time_limits.PLACEMENT_S, time_limits.KERNEL_LOGS_S = 0.5, 100.0
+time_limits.PLACEMENT_S = 0.5
 address, own = sys.argv[1:]
 cfg = compose([f"trainer.ray_address={address}", "trainer.min_world_size=1", "trainer.excluded_nodes=[10.0.0.7]"])
 error = RuntimeError("CUDA error: uncorrectable ECC error encountered")
 set_failure_source(error, FailureSource("rank 0", own))
 with ray_cluster.RayCluster(cfg, "cpu") as cluster:
     print(cluster.count_ranks())
-    cluster.device = "cuda"
-    print(cluster._read_kernel_logs(0.0))
-    cluster.examine(error)
-    cluster.device = "cpu"
+    cluster.drain(error)
     try:
         cluster.count_ranks()
     except UserError as refused:
@@ -209,8 +206,8 @@ def test_drained_nodes_and_nodes_with_a_broken_gpu_get_no_ranks(ray_cluster):
     own = ray.util.get_node_ip_address()
     command = [sys.executable, "-c", DRAINS, ray.get_runtime_context().gcs_address, own]
     joined = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    count, kernel_logs, refused, is_excluded = joined.stdout.splitlines()
-    assert (count, kernel_logs, is_excluded) == ("1", str({own: []}), "True"), joined
+    count, refused, is_excluded = joined.stdout.splitlines()
+    assert (count, is_excluded) == ("1", "True"), joined
     assert "has capacity for 0 ranks" in refused
 
 

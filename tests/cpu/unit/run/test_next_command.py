@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import shlex
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from trainer.api.running import _with_functions
 from trainer.run.next_command import PYTHON_RUN, next_command
 
 PYTHON = ["/usr/bin/python3", "-m"]
@@ -80,29 +78,11 @@ def test_without_the_program_on_the_search_path_python_is_named(monkeypatch):
 def test_a_run_from_python_is_called_again():
     """The process of such a run waits for a pickle on stdin."""
     child = start(*PYTHON, PYTHON_RUN, "algorithm=ppo", "trainer.run_name=it's")
-    call = """trainer.train(['algorithm=ppo', "trainer.run_name=it's", 'trainer.resume_mode=latest'])"""
-    assert next_command(child, {}) == f"in Python, in '/home/me/my project': {call}"
-
-
-@pytest.mark.parametrize(
-    "functions", [{"reward": [score, "gsm8k", shlex.quote], "policy_loss": score}, {"reward": lambda: 0}]
-)
-def test_functions_that_were_passed_from_python_are_passed_again(functions):
-    """As overrides they would name modules in the run directory, which no later start can import."""
-    overrides, pickles = _with_functions(["algorithm=ppo"], functions)
-    assert pickles
-    shown = next_command(start(*PYTHON, "trainer.api.worker_main", *overrides), {})
-    where, _, call = shown.partition(": ")
-    names = {"score": score, "reward": functions["reward"]}
-    calls: list[tuple] = []
-    eval(call, names | {"trainer": SimpleNamespace(train=lambda *args, **given: calls.append((*args, given)))})
-    again, given = calls[0]
-    assert where.endswith((", with the same score", ", with the same reward"))
-    repeated, pickled_again = _with_functions(again, given)
-    assert (
-        sorted(repeated) == sorted([*overrides, "trainer.resume_mode=latest"])
-        and pickled_again.keys() == pickles.keys()
-    )
+    overrides = """['algorithm=ppo', "trainer.run_name=it's", 'trainer.resume_mode=latest']"""
+    call = f"in Python, in '/home/me/my project': the same call of trainer.train, with the overrides {overrides}"
+    assert next_command(child, {}) == call
+    passed = [*child["command"], "reward.name=[passed_functions.reward_0:score,gsm8k]"]
+    assert next_command({**child, "command": passed}, {}) == call, "functions are passed again"
 
 
 def test_a_hidden_secret_is_to_be_written_again():

@@ -26,16 +26,6 @@ def test_a_start_names_its_task_for_those_who_cannot_import_it(tmp_path, monkeyp
     assert json.loads((tmp_path / "starts.jsonl").read_text())["task"]["name"] == "mine:TASK"
 
 
-def test_metrics_of_the_own_task_are_altered_by_a_change_of_the_update(tmp_path):
-    """As those of the package's tasks are."""
-    spec = TaskSpec(lambda cfg: None, metrics={"dpo/margin": Metric("A margin.", "nats", watched=True)})
-    add_task("mine:MARGINS", lambda: spec)
-    settings = {"task": "mine:MARGINS", "resume_mode": "latest", "allow_config_change": ["trainer.policy.optimizer.lr"]}
-    save_steps(configured(tmp_path, task="mine:MARGINS"), 1)
-    with RunDirectory(configured(tmp_path, {"trainer.policy.optimizer.lr": 0.5}, **settings)).open() as directory:
-        assert directory.resume is not None and "dpo/" in directory.resume.altered
-
-
 @pytest.mark.parametrize("before, now", [("rl", "sft"), ("sft", "rl")])
 def test_a_run_continues_with_no_other_task(tmp_path, before, now):
     save_steps(configured(tmp_path, task=before), 1)

@@ -24,7 +24,7 @@ def test_without_weights_of_its_own_a_task_starts_from_model_path_or_random_ones
     path = task.initial_weights()
     assert path == str(tmp_path / "run/start") and (Path(path) / "config.json").exists()
     task.check_inputs(asks_servers=True)
-    assert not task.is_enough(nothing, nothing, 5) and task.data is None and not task.exports_last
+    assert not task.is_enough(nothing, nothing, 5) and not task.exports_last
     cfg.model.path = "a/model"
     assert task.initial_weights() == "a/model"
 

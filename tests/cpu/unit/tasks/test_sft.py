@@ -6,14 +6,13 @@ import shutil
 
 import pytest
 
-from trainer.config import Config, DataConfig, compose
-from trainer.config.data import SourceConfig
+from trainer.config import compose
 from trainer.errors import UserError
 from trainer.models.tokenizer import load_tokenizer
 from trainer.objectives import make_objective
 from trainer.plan.model_shape import find_config
 from trainer.tasks import build_task
-from trainer.tasks.sft import _warn_of_curricula, build
+from trainer.tasks.sft import _examples, build
 
 
 def test_a_step_is_one_optimizer_step_with_the_optimizer_of_sft_alone():
@@ -34,23 +33,13 @@ def test_the_sources_of_a_mix_are_sets_of_examples(model, tmp_path):
     words += ["data.mix.words.synthetic=reverse_text", "data.mix.words.size=4", "trainer.val_interval=-1"]
     cfg = compose(["trainer.task=sft", "data=files", f"model.path={model}", *words])
     build(cfg).check_inputs(asks_servers=True)
-    source = build(cfg).data(load_tokenizer(model), model)
+    source = _examples(cfg, load_tokenizer(model), model)
     rows = source.ledger.peek(8)
     assert [source.ledger.name_of(row) for row in rows].count("sums") == 6
     assert all(source.ledger.row(row).mask.any() for row in rows)
     cfg.data.mix["words"].files, cfg.data.mix["words"].synthetic = [str(tmp_path / "none.jsonl")], None
     with pytest.raises(UserError, match="^data.mix.words.files=.*none.jsonl: no such file"):
         build(cfg).check_inputs(asks_servers=True)
-
-
-def test_curricula_of_a_config_file_are_named_because_nothing_reads_them(caplog):
-    sources = {
-        name: SourceConfig(files=["a.jsonl"], curriculum=order) for name, order in (("a", "my:order"), ("b", None))
-    }
-    cfg = Config(data=DataConfig(mix=sources))
-    cfg.trainer.task = "sft"
-    _warn_of_curricula(cfg)
-    assert caplog.messages == ["data.mix.a.curriculum=my:order: is not read: supervised training shuffles its examples"]
 
 
 def test_a_model_that_cannot_be_trained_is_refused_before_anything_starts(model, tmp_path):
