@@ -111,8 +111,6 @@ def check_trainer(config: Config) -> Rules:
     problem = "needs trainer.resume_mode=from_path: a run continues with all of its state"
     yield t.load_components and not forks, "trainer.load_components", problem
     yield not _is_time(t.deadline), "trainer.deadline", "must be a time such as 2026-11-21T18:00"
-    is_alone = t.hf_save_lora != "merged" and t.policy.lora.rank is None
-    yield is_alone, "trainer.hf_save_lora", "needs trainer.policy.lora.rank"
 
 
 def _is_time(text: str | None) -> bool:

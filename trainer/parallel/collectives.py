@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,6 @@ class AxisGroup:
 
     def all_to_all(self, tensors: Tensor) -> Tensor:
         """Send `tensors[i]` to rank i. Return the received tensors in the order of the ranks."""
-        if torch.compiler.is_compiling():
-            return _all_to_all_op(tensors, self.group.group_name)
         return _AllToAll.apply(tensors, self.group)
 
 
@@ -83,24 +80,6 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return _all_to_all(grads[0], ctx.group), None
-
-
-@torch.library.custom_op("trainer::exchange", mutates_args=())
-def _all_to_all_op(tensors: Tensor, group: str) -> Tensor:
-    """Compute `_AllToAll` as one operator that `torch.compile` does not trace: otherwise it would split the graph."""
-    return _all_to_all(tensors, _resolve_process_group(group))
-
-
-@_all_to_all_op.register_fake
-def _(tensors: Tensor, group: str) -> Tensor:
-    return tensors.new_empty(tensors.shape)
-
-
-def _keep_group(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
-    ctx.group = inputs[1]
-
-
-_all_to_all_op.register_autograd(lambda ctx, grad: (_all_to_all_op(grad, ctx.group), None), setup_context=_keep_group)
 
 
 def _all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -79,7 +79,6 @@ CONTRADICTIONS = [
     ),
     (["model.path=conf/model", "trainer.export_path=conf"], "model.path=conf/model: is trainer.export_path=conf"),
     (["trainer.deadline=0001-01-01"], "trainer.deadline=0001-01-01: must be a time"),
-    (["trainer.hf_save_lora=adapter"], "trainer.hf_save_lora=adapter: needs trainer.policy.lora.rank"),
 ]
 AT_THE_BOUND = [
     ["trainer.num_workers=4", "trainer.min_world_size=4"],

@@ -33,7 +33,7 @@ from tests.support.training import (
     train_two_steps,
     update,
 )
-from trainer.config import Config, FSDPConfig, TrainerConfig, compose
+from trainer.config import Config, FSDPConfig, TrainerConfig
 from trainer.config.fields import number
 from trainer.config.rules import check_trainer
 from trainer.config.trainer import AXES, Axis, axis_sizes
@@ -128,39 +128,6 @@ def test_gradients_do_not_depend_on_the_layout(one_rank, architecture, layout):
     for name in ("logprobs", "values"):
         ours, theirs = (assembled([result[name] for result in of], name) for of in (results, [expected]))
         assert np.abs((ours - theirs) * mask).max() < 1e-5 * max(1, np.abs(theirs * mask).max()), name
-
-
-def compiled_gradients(rank: Rank, path: str) -> dict:
-    """The policy's gradients of one micro-batch, its metrics, and the number of graphs that were compiled.
-
-    Without a C++ compiler, which takes a minute: what it makes of graphs, tests/cpu/unit/parallel shows.
-    """
-    torch.compile = functools.partial(torch.compile, backend="aot_eager")
-    rank.build(roles(rank.cfg, ["policy"]), path)
-    worker, found = rank.roles["policy"], {}
-
-    def recording(*_) -> None:
-        found.update({name: p.grad.full_tensor().clone() for name, p in worker.module.named_parameters()})
-
-    worker.optimizer.register_step_pre_hook(recording)
-    metrics = update(rank, "policy", make_batch(), 1)
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    return {"gradients": found, "metrics": {"policy": metrics}, "graphs": graphs}
-
-
-@pytest.mark.slow
-def test_compiled_blocks_of_two_contexts_give_the_gradients_of_one_rank(tmp_path):
-    """The exchange between the ranks does not split the graph: a block that is recomputed would not be compiled."""
-    compose(
-        ["trainer.num_workers=2", "trainer.context_parallel_size=2", "trainer.policy.fsdp.compile=true"]
-    )  # is accepted
-    path, cfg = tiny(tmp_path, tied=True), of_layout(settings(), max_tokens_per_micro_batch=4096)
-    expected = run_ranks(1, compiled_gradients, path, cfg=cfg)[0]
-    cfg = of_layout(cfg, context_parallel_size=2)
-    cfg.trainer.policy.fsdp = FSDPConfig(compile=True, activation_checkpointing="selective")
-    results = run_ranks(2, compiled_gradients, path, cfg=cfg)
-    assert {result["graphs"] for result in results} == {3} and expected["graphs"] == 0  # the softmax has two
-    assert_equal_gradients(results, expected)
 
 
 def assert_equal_gradients(results: list[dict], expected: dict) -> None:
