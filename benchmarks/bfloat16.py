@@ -12,12 +12,12 @@ import tempfile
 import time
 
 import torch
+from torch.utils.benchmark import Timer
 
 from benchmarks.gpu import make_batch
 from trainer.config import Config, policy_role
 from trainer.models.tiny import TinyShape, build_tiny
 from trainer.parallel.mesh import destroy_process_group
-from trainer.parallel.profiling import measure_peak
 from trainer.workers.rank import Rank
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -51,7 +51,9 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as path:
         build_tiny(SIZE, path)
-        peaks = {name: measure_peak(dtype, "cpu", seconds=2.0) for name, dtype in DTYPES.items()}
+        squares = {name: torch.ones(1024, 1024, dtype=dtype) for name, dtype in DTYPES.items()}
+        timers = {name: Timer("a @ a", globals={"a": square}) for name, square in squares.items()}
+        peaks = {name: 2 * 1024**3 / timer.blocked_autorange(min_run_time=2.0).median for name, timer in timers.items()}
         updates = {name: fastest_update(path, name, repeat) for name in DTYPES}
     print("| | float32 | bfloat16 | ratio |\n|---|---|---|---|")
     ratio = peaks["bfloat16"] / peaks["float32"]

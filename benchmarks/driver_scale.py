@@ -63,9 +63,6 @@ class FakeRank:
     def finish_save(self) -> list[dict[str, Any]]:
         return [{"path": f"policy/__{self.rank}_0.distcp", "bytes": 10**9, "hash": f"{self.rank:032x}"}]
 
-    def prepare_saves(self, roles: list[str]) -> None:
-        pass
-
 
 class FakeEngine:
     """Answers each request with a completion of `tokens` tokens."""

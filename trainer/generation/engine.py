@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
@@ -233,7 +232,7 @@ def build_engine(
     """Return an engine. It runs in the engine's process, so that the driver need not import engines.
 
     Args:
-        profiled: the steps to profile, and the run directory, which also gets snapshots of the memory of a GPU.
+        profiled: the steps to profile, and the run directory.
     """
     for name, value in variables.items():  # here, because Ray shows the environment of an actor to everybody
         os.environ.setdefault(name, value)
@@ -248,14 +247,7 @@ def build_engine(
     if profiles_itself:
         kwargs["profile_dir"] = os.path.abspath(run_dir)
     numbered = {"index": number} if spec.numbered else {}
-    if kwargs["device"] == "cuda" and not spec.served:
-        from trainer.generation.memory_watch import MemoryWatch
-
-        engine = MemoryWatch.build(
-            partial(make_engine, spec, model_path, **kwargs, **numbered), run_dir, number, has_workers
-        )
-    else:
-        engine = make_engine(spec, model_path, **kwargs, **numbered)
+    engine = make_engine(spec, model_path, **kwargs, **numbered)
     if not is_profiled:
         return engine
     from trainer.generation.profiled_engine import profile_engine  # imports torch

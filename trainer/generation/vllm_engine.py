@@ -119,10 +119,6 @@ class VLLMEngine:
             raise start_failure(error, model_path) from error
         self.set_version(0)
 
-    def watch_workers(self, path: str) -> None:
-        """Let the processes of the engine write snapshots of their memory beside `path` if it runs out."""
-        self._llm.collective_rpc("watch_memory", args=(path,))
-
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Return completions in the order of the requests."""
         return generate_in_steps(self, requests)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,13 +29,10 @@ from vllm.model_executor.model_loader.reload.meta import CopyCounter
 from vllm.utils.nccl import unpinned_nccl_env
 
 from trainer.errors import one_line
-from trainer.generation.memory_watch import watch_methods
 from trainer.generation.weight_check import refused_weights, weights_of
 from trainer.generation.weight_sync import Broadcast, Ipc
 
 BACKEND = "trainer"
-_MEMORY_TAKING = ("execute_model", "sample_tokens", "wake_up", "load_shared", "update_weights")
-"""Methods of vLLM's worker, and of its extension, that take memory of the GPU after the start."""
 
 
 class WeightReceiver:
@@ -67,11 +63,6 @@ class WeightReceiver:
             return refused_weights(path, weights_of(model, config.dtype))
         except Exception as error:  # an error that the caller gets says that the engine has failed
             return f"cannot check the weights ({one_line(str(error))})"
-
-    def watch_memory(self, path: str) -> None:
-        """Write a snapshot, to the file of the rank beside `path`, if the GPU's memory runs out in this process."""
-        base, extension = os.path.splitext(path)
-        watch_methods(self, _MEMORY_TAKING, f"{base}_rank_{self.rank}{extension}")
 
     def waking_bytes(self) -> int:
         """Return the bytes of its GPU that this worker takes when what sleeps of it wakes."""

@@ -47,9 +47,8 @@ class Backend:
 
     Args:
         settings: what the engine is built from: `model_path`, `name`, `rollout`, `device`, `seed`, `trust_remote_code`,
-            `chat_template`, `chat_template_kwargs`, `deterministic` (`trainer.deterministic`); `snapshot`, the file for
-            the GPU's memory if it runs out; and `idle_check_s`, seconds between two looks at the processes of an idle
-            engine.
+            `chat_template`, `chat_template_kwargs`, `deterministic` (`trainer.deterministic`); and `idle_check_s`,
+            seconds between two looks at the processes of an idle engine.
         on_start: called when the engine has lost its weights, as a new one starts.
     """
 

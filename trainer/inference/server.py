@@ -78,7 +78,6 @@ def _model(cfg: Config) -> Any:
 
 async def _serve(cfg: Config, token: str | None, listener: socket.socket, path: str, name: str) -> None:
     from trainer.parallel.mesh import pick_device
-    from trainer.parallel.profiling import snapshot_path
 
     rollout, inference = cfg.rollout, cfg.inference
     spec = ENGINES["vllm"]
@@ -94,7 +93,6 @@ async def _serve(cfg: Config, token: str | None, listener: socket.socket, path: 
         "trust_remote_code": cfg.model.trust_remote_code,
         "chat_template": cfg.model.chat_template,
         "chat_template_kwargs": dict(cfg.model.chat_template_kwargs),
-        "snapshot": snapshot_path(cfg.trainer.run_dir, f"server_{listener.getsockname()[1]}"),
         "idle_check_s": time_limits.SERVER_HANG_S / 4,
     }
     description = {

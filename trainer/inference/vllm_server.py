@@ -36,7 +36,7 @@ def serve(_: Any, socket_path: str, settings: dict[str, Any]) -> None:
     for name, value in ENGINES["vllm"].environment_on(settings["device"], settings["deterministic"]).items():
         if name != "VLLM_ENABLE_V1_MULTIPROCESSING":  # the API server wants its engine in another process
             os.environ.setdefault(name, value)
-    JobRoutes.snapshot, JobRoutes.idle_check_s = settings["snapshot"], settings["idle_check_s"]
+    JobRoutes.idle_check_s = settings["idle_check_s"]
     write_generation_config(os.path.dirname(socket_path), settings)
     write_chat_template(os.path.dirname(socket_path), settings)
     sys.argv = ["trainer inference", *arguments(socket_path, settings)]
@@ -101,8 +101,6 @@ def arguments(socket_path: str, settings: dict[str, Any]) -> list[str]:
 class JobRoutes:
     """ASGI middleware that answers the paths below `/trainer/` itself."""
 
-    snapshot: str | None = None
-    """The file beside which the engine's processes are still to be told to write their memory if it runs out."""
     idle_check_s = 0.0
     """Between two looks at the processes of an engine without requests. After each message, a process of vLLM waits
     for the next one for a second with all of a core, which trainers need."""
@@ -127,9 +125,6 @@ class JobRoutes:
         response: Response
         match scope["path"]:
             case "/trainer/alive":
-                if self.snapshot is not None:  # this is the first thing that anybody asks
-                    path, self.snapshot = self.snapshot, None
-                    await engine.collective_rpc("watch_memory", args=(path,))
                 response = JSONResponse(await self._check(engine, now=scope["query_string"] == b"now"))
             case protocol.GENERATE:
                 await self._generate(engine, protocol.decode_requests(await request.body()), scope, receive, send)

@@ -178,8 +178,7 @@ METRICS: dict[str, Metric] = {
     "perf/sync_gb_per_s": Metric("Size of the weights or adapters that engines got, divided by `time/sync`.", "GB/s"),
     "perf/mfu": Metric(
         "FLOPs of the policy, and of all models that compute log-probs, in the step, without attention and the repeats "
-        "of shared tokens, divided by the peak of the ranks: by the data sheet for known GPUs, else the speed of "
-        "matrix products, which each rank measures at its start.",
+        "of shared tokens, divided by the peak of the ranks, by the data sheet of their GPU.",
         "share",
     ),
     "progress/epoch": Metric("Passes over the training prompts or examples, with fractions.", "epochs"),

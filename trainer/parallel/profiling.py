@@ -1,4 +1,4 @@
-"""Profiles of a process by torch, and snapshots of its GPU memory (`trainer.profile`)."""
+"""Profiles of a process by torch (`trainer.profile`)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import logging
 import os
 import pickle
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +18,6 @@ LOG = logging.getLogger(__name__)
 
 DIRECTORY = "profile"
 """Directory below the run directory."""
-OUT_OF_MEMORY = "out_of_memory"
 _MOST_EVENTS = 100_000  # allocations in the history of a profiled step; each takes some KB in the file
 
 
@@ -63,8 +59,6 @@ class TorchProfiler:
             started.start()
         except (OSError, RuntimeError) as error:
             warn_not_written(self._path, error)
-            if self._device == "cuda":
-                record_allocations()
         else:
             self._profile = started
 
@@ -84,7 +78,7 @@ class TorchProfiler:
             if not self._in_background:
                 self.wait()
         if self._device == "cuda":
-            record_allocations()
+            _record(enabled=None)
 
     def wait(self) -> None:
         """Wait until the files are written."""
@@ -109,66 +103,8 @@ def warn_not_written(path: str, error: Exception) -> None:
     LOG.warning("trainer.profile: %s is not written (%s)", path, one_line(str(error)))
 
 
-def record_allocations() -> None:
-    """Let torch keep the stack of each allocation on the GPU that is not freed, for `memory_snapshots`."""
-    _record(enabled="state", context="state")
-
-
 def _record(**options: Any) -> None:
     try:
         torch.cuda.memory._record_memory_history(stacks="python", **options)  # it costs 2 us an allocation
     except RuntimeError as error:  # some allocators cannot, such as cudaMallocAsync
         LOG.info("the allocations of the GPU's memory are not recorded: %s", one_line(str(error)))
-
-
-@contextmanager
-def memory_snapshots(path: str, dump: Callable[[str], None] | None) -> Iterator[None]:
-    """If the GPU's memory runs out in the block, write what is in it to `path`, and name that file in the error.
-
-    https://pytorch.org/memory_viz shows the file. A later one replaces it.
-
-    Args:
-        dump: writes the file. None: the process has no GPU.
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        if dump is None:
-            raise
-        try:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            dump(path)
-        except (OSError, RuntimeError) as problem:
-            LOG.warning("no snapshot of the GPU's memory is written: %s", one_line(str(problem)))
-            raise error from None
-        LOG.warning("a snapshot of the GPU's memory is in %s; https://pytorch.org/memory_viz shows it", path)
-        needed, *rest = str(error).partition(" GPU ")  # the first sentences say how much was asked for
-        raise torch.OutOfMemoryError(f"{needed} See {path}.{''.join(rest)}") from error
-
-
-def snapshot_path(run_dir: str, name: str) -> str:
-    """Return the file for the memory of a process that has run out of it: absolute, for people in another directory."""
-    return os.path.join(os.path.abspath(run_dir), DIRECTORY, OUT_OF_MEMORY, f"{name}.pickle")
-
-
-def measure_peak(dtype: torch.dtype, device: str, seconds: float = 0.2) -> float:
-    """Return the highest FLOP/s of several square matrix products of `dtype` on this process's threads or GPU.
-
-    The matrices are large enough for the products to be limited by arithmetic and not by memory bandwidth.
-    """
-    size = 8192 if device == "cuda" else 1024
-    return 2 * size**3 / min(_time_products(size, dtype, device, seconds))
-
-
-def _time_products(size: int, dtype: torch.dtype, device: str, seconds: float) -> list[float]:
-    """Return the duration of each product, in seconds. Products run until `seconds` have passed."""
-    matrix = torch.ones(size, size, dtype=dtype, device=device)
-    product = matrix @ matrix  # the first product loads the library
-    times, end = [], time.perf_counter() + seconds
-    while not times or time.perf_counter() < end:
-        begin = time.perf_counter()
-        torch.mm(matrix, matrix, out=product)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    return times

@@ -14,7 +14,6 @@ from trainer.checkpoint.start_weights import fingerprint_weights
 from trainer.cluster.worker_groups import Cluster
 from trainer.config import Config
 from trainer.config.fields import config_error
-from trainer.errors import WorkerError
 from trainer.journal.history import identity, interpreters_of
 from trainer.journal.journal import Journal
 from trainer.learner.learner import Learner
@@ -184,7 +183,7 @@ def _trainer_of(
         trainer.load_data()
     journal.prepare()  # from here on, the driver waits for the ranks
     if ingredients.waits:
-        with stage("starting ranks and engines, and reading the model's files"):
+        with stage("starting ranks and engines"):
             for wait in ingredients.waits:
                 wait()
     return trainer
@@ -222,16 +221,3 @@ def open_journal(cfg: Config, path: str, directory: RunDirectory, timer: Timer) 
     directory.on_commit = partial(journal.remove_until, directory.oldest_start)
     directory.on_full_disk = journal.free_space
     return journal
-
-
-def read_ahead(ingredients: Ingredients) -> None:
-    """Let the ranks read the model's files into host memory, while engines start, unless they build it already."""
-    if ingredients.learner.is_building:
-        return
-    reading = ingredients.learner.ranks.read_files(ingredients.path)
-
-    def wait() -> None:
-        with contextlib.suppress(WorkerError):  # if ranks have died, `Trainer.fit` notices, and starts new ones
-            reading.result()
-
-    ingredients.waits.append(wait)

@@ -33,7 +33,7 @@ from trainer.sources.rollouts import Rollouts
 from trainer.sources.routes import VAL_SETS, make_routes, make_scorers, train_sources
 from trainer.sources.sampling import SamplingSource
 from trainer.tasks import warm_start
-from trainer.tasks.base import Ingredients, Task, read_ahead, tokenizer_of
+from trainer.tasks.base import Ingredients, Task, tokenizer_of
 
 _TRIED_ROWS = 3
 """Rows of the data that rewards are tried with, and an environment until it works."""
@@ -89,7 +89,6 @@ def sample_episodes(
             raise config_error(cfg, f"rollout.{key}", f"the ranks cannot give rewards while they train; choose {off}")
     pool = EnginePool(cfg, given.cluster, given.learner.ranks, given.path, keeps_weights=cfg.rollout.works_ahead)
     given.undo.callback(pool.leave)
-    read_ahead(given)
     given.waits.append(pool.wait_ready)
     tokenizer = given.tokenizer
     routes = make_routes(cfg, scorers, tokenizer)
