@@ -104,7 +104,6 @@ def leave_and_save_under_load(rank: Rank, path: str, directory: str) -> None:
         if rank.device == "cuda":
             torch.full((2**26,), float("nan"), device="cuda")  # others use the memory
         rank.score("policy", "logprobs", batch)
-        rank.prepare_saves(["policy"])  # brings the optimizer's states back, on a GPU
         rank.finish_save()
         if rank.device == "cuda":
             assert all(map(torch.equal, states(worker), expected))

@@ -41,9 +41,8 @@ class Learner:
         self.cluster = cluster
         self.objective = make_objective(cfg)
         self.ranks = TrainWorkers(cfg, cluster)
-        self.peak_flops = 0.0
+        self.peak_flops: float | None = None
         self._built: Callable[[], None] | None = None  # waits for what `begin_build` has begun
-        self._saves_prepared = False
         self._forward_passes = 0.0
         self._epochs = 0.0  # of the last step
         self.token_scores: list[TokenScores] | None = None
@@ -65,17 +64,11 @@ class Learner:
         if self.cluster.is_local:
             self._built = self.ranks.begin(model_path)
 
-    @property
-    def is_building(self) -> bool:
-        """Whether `begin_build` has begun something that `build` has not waited for."""
-        return self._built is not None
-
     def build(self, model_path: str) -> None:
         """Form the process groups and load the initial weights of every role."""
         wait, self._built = self._built or self.ranks.begin(model_path), None
         wait()
         self.peak_flops = self.ranks.peak_flops()
-        self._saves_prepared = False
 
     # ---------------------------------------------------------------------------------------------------
     # The steps of the loop
@@ -148,9 +141,6 @@ class Learner:
                 metrics |= zip(objective.metric_names(role, list(update.metrics)), update.metrics.values(), strict=True)
                 if role == "policy":
                     logprobs, entropy, self._shared = update.logprobs, update.entropy, 1 - update.tokens / tokens
-        if not self._saves_prepared and set(roles) == {name for name, spec in objective.roles.items() if spec.trained}:
-            self._saves_prepared = True  # the states of the optimizers exist now
-            self.ranks.prepare_saves()
         metrics |= objective.end_step(batch, metrics, logprobs)
         keeps = self.cfg.logger.keeps_rollouts(step)
         self.token_scores = self._token_scores(experience, logprobs, entropy) if keeps else None
@@ -209,6 +199,8 @@ class Learner:
     def speed(self, samples: int, tokens: int, seconds: float) -> dict[str, float]:
         """Return metrics of the speed of a step with this number of samples and tokens."""
         metrics = {"perf/tokens_per_s": tokens / seconds, "perf/samples_per_s": samples / seconds}
+        if self.peak_flops is None:
+            return metrics
         computed = tokens * (1 - self._shared)
         flops = model_flops(computed, *self.ranks.num_parameters, self._epochs, self._forward_passes)
         return {**metrics, "perf/mfu": flops / seconds / self.peak_flops}

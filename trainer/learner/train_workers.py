@@ -18,7 +18,6 @@ from trainer.config import Config
 from trainer.config.trainer import axis_sizes
 from trainer.metrics.throughput import peak_flops
 from trainer.models.files import resolve_model_path
-from trainer.models.verdicts import Verdict
 from trainer.parallel.batching import Batch
 from trainer.parallel.load_balancing import Limits, divide
 from trainer.process.startup import importing
@@ -95,7 +94,6 @@ class TrainWorkers:
         self.saved_roles = [spec.name for spec in cfg.roles if spec.saved]
         self._groups: dict[str, WorkerGroup] = {}
         self._known_limits: dict[str, tuple[list[int], Limits]] = {}
-        self._peaks: CallFutures | None = None  # FLOP/s, which the ranks of the policy measure
         self.accepted: list[str] = []
         """What models compute otherwise than their own classes, accepted by `model.check=accept`."""
         self.launch()
@@ -128,10 +126,6 @@ class TrainWorkers:
         accepted = {"accepted": self.accepted} if self.accepted else {}
         return {"roles": self.saved_roles, "ranks": self.count, "replicas": t.dp_replicate, "axes": axes, **accepted}
 
-    def read_files(self, model_path: str) -> CallFutures:
-        """Begin to read the model's files into host memory, while engines hold the GPUs."""
-        return self.policy.start("read_files", model_path)
-
     def begin(self, model_path: str) -> Callable[[], None]:
         """Begin to form the process groups and to load the initial weights; what this returns waits for both."""
         hosts = self._hosts()
@@ -139,8 +133,6 @@ class TrainWorkers:
         paths = {name: spec.path and resolve_model_path(spec.path, spec.key) for name, spec in self.roles.items()}
         specs = {name: dataclasses.replace(spec, path=paths[name]) for name, spec in self.roles.items()}
         builds = [group.start("build", [specs[role] for role in roles], model_path) for group, roles in hosts]
-        # Of a CPU there is no data sheet. Its ranks measure before anyone waits for them.
-        self._peaks = self.policy.start("measure_peak") if self.cluster.device == "cpu" else None
 
         def wait() -> None:
             for call in calls:
@@ -211,11 +203,6 @@ class TrainWorkers:
         """Delete what `share_weights` wrote."""
         self.call_one("policy", "close_shared")
 
-    def prepare_saves(self) -> None:
-        """Begin to take the memory that saves need. The states of the optimizers must exist."""
-        for group, roles in self._saved_hosts():
-            group.call("prepare_saves", roles)
-
     def begin_save(self, files: Any) -> Callable[[], list[dict]]:
         """Begin to write the roles that have a state of their own through `files` (a `StateFiles`).
 
@@ -284,14 +271,10 @@ class TrainWorkers:
         for group, _ in self._hosts():
             group.call("stop_profile")
 
-    def peak_flops(self) -> float:
-        """FLOP/s of the policy's ranks together: by the data sheet, or else as measured after the last `begin`."""
-        if self._peaks is None:
-            known = peak_flops(self.policy.call_one(0, "device_name"))
-            if known is not None:
-                return known * self.count
-            self._peaks = self.policy.start("measure_peak")
-        return sum(self._peaks.result())
+    def peak_flops(self) -> float | None:
+        """FLOP/s of the policy's ranks together, by the data sheet of their GPU. None: there is none."""
+        known = peak_flops(self.policy.call_one(0, "device_name"))
+        return None if known is None else known * self.count
 
     @functools.cached_property
     def num_parameters(self) -> tuple[int, int]:
@@ -341,12 +324,12 @@ def _assemble(parts: list[tuple[np.ndarray, np.ndarray]], shape: tuple[int, int]
     return out
 
 
-def _accepted(verdicts: Mapping[str, Verdict]) -> list[str]:
-    """Say what the ranks have found of their models, and return what the config accepts."""
-    for model, verdict in verdicts.items():
-        if verdict.not_compared:
-            LOG.info("%s: not compared with its own class: %s", model, ", ".join(verdict.not_compared))
-    accepted = [f"{model}: {verdict.problem}" for model, verdict in verdicts.items() if verdict.problem]
+def _accepted(found: Mapping[str, tuple[str | None, list[str]]]) -> list[str]:
+    """Say what the ranks have found of their models (see `Rank.build`), and return what the config accepts."""
+    for model, (_, not_compared) in found.items():
+        if not_compared:
+            LOG.info("%s: not compared with its own class: %s", model, ", ".join(not_compared))
+    accepted = [f"{model}: {problem}" for model, (problem, _) in found.items() if problem]
     for sentence in accepted:
         LOG.warning("%s; model.check=accept trains it nevertheless", sentence)
     return accepted

@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer.algorithms import FixedKL, Totals
 from trainer.algorithms.kl import AdaptiveKL
 from trainer.config import LM, Config, RoleSpec
-from trainer.episodes import Episode, Sample
+from trainer.episodes import Episode
 from trainer.import_utils import import_function
 from trainer.parallel.batching import Batch, MicroBatch, mini_batches
 
@@ -90,16 +90,6 @@ class Objective:
         Raises:
             UserError: names what the user must change.
         """
-
-    def examples(self) -> Sequence[Episode]:
-        """Return episodes that the objective is tried on before anything starts (see `trainer.objectives.check`).
-
-        By default they are two groups, of `rollout.n` episodes if the task generates, else pairs, with rewards that
-        differ. An objective that needs others returns its own. Empty: it is not tried.
-        """
-        generates = self.cfg.task.generates
-        size = self.cfg.rollout.n if generates else 2
-        return [_example(group, number, generates) for group in range(2) for number in range(size)]
 
     # ---------------------------------------------------------------------------------------------------
     # On the driver
@@ -182,7 +172,7 @@ class Objective:
         """Return the micro-batch's share of the loss of the mini-batch, a scalar, and its shares of metrics.
 
         The shares of all micro-batches on all ranks are added up, so divide by `totals`. A rank without rows computes
-        one row whose float arrays, `mask` included, are 0; its share must be 0. So weigh everything by the mask.
+        one row whose float arrays, `mask` included, are 0; its share counts as 0.
 
         Args:
             outputs: of the model of `role`, with gradients.
@@ -191,14 +181,6 @@ class Objective:
             numbers: see the method `numbers`.
         """
         raise NotImplementedError
-
-
-def _example(group: int, number: int, is_sampled: bool) -> Episode:
-    """Return an episode of two tokens of a prompt and two or three of a completion."""
-    mask = np.asarray([0, 0, 1, 1, 1][: 4 + number % 2], np.float32)
-    tokens = np.arange(len(mask), dtype=np.int32)
-    sample = Sample(tokens, mask, -mask, (1, 1)) if is_sampled else Sample(tokens, mask)
-    return Episode(f"0:{group}:{number}", f"0:{group}", [sample], reward=float(1 - number % 2))
 
 
 _BUILT_IN = {

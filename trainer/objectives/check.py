@@ -1,4 +1,4 @@
-"""Check what a config chooses to learn with: the signatures of functions, and a trial on a small example."""
+"""Check the functions that a config chooses to learn with: their signatures, and a call on a small example."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.aggregation import Totals
 from trainer.algorithms.correction import LEVELS, correction_weights
 from trainer.algorithms.kl import AdaptiveKL
-from trainer.algorithms.losses import POLICY_LOSSES, Loss
+from trainer.algorithms.losses import POLICY_LOSSES
 from trainer.algorithms.registry import has_ratio, needs_different_completions, resolve
-from trainer.config import LM
 from trainer.config.algorithm import (
     AUTO,
     CORRECTION_OPTIONS,
@@ -44,9 +42,6 @@ from trainer.import_utils import (
     takes_any_option,
     user_code,
 )
-from trainer.objectives.base import Experience, Objective, Outputs
-from trainer.objectives.batches import batch_of
-from trainer.parallel.batching import Batch, MicroBatch, select, take_rows
 
 _NOT_FOR_USERS = {"eps", "totals"}.union(*INPUTS.values())  # the caller passes them, or they are fixed
 _OF_THE_TRAINER = {"loss", "grad_norm", "lr"}
@@ -69,9 +64,10 @@ def check_functions(config: Config) -> None:
     functions = {ESTIMATOR: estimator, LOSS: loss}
     _check_keys(algorithm, functions)
     _check_further_options(config, functions)
-    _check_amounts(config)
-    _check_covariances(loss, algorithm)
-    _check_correction(loss, config)
+    _check_amounts(config, loss)
+    if config.rollout.works_ahead:
+        ahead = config.rollout.ahead
+        check_stale(loss, config, f"rollout.ahead={ahead}" if ahead else "rollout.in_flight_updates=true")
     if needs_different_completions(estimator):
         check_group_size(config, f"algorithm.advantage_estimator={algorithm.advantage_estimator}")
 
@@ -106,9 +102,6 @@ def _check_keys(algorithm: AlgorithmConfig, functions: dict[str, Callable[..., A
             if name in taken or name == "aggregation":  # every loss gets it, if only by **options
                 continue
             instead = f"it takes {', '.join(taken)}" if taken else "it takes no option"
-            for other, path in ((other, getattr(algorithm, other)) for other in functions if other != key):
-                if is_import_path(path) and name in user_options(functions[other]):
-                    instead += f"; for {path} write +algorithm.options.{name}={value}"
             raise UserError(
                 f"algorithm.{name}={value}: algorithm.{key}={getattr(algorithm, key)} does not take it; {instead}"
             )
@@ -165,7 +158,7 @@ def _check_option(name: str, value: Any) -> None:
         raise UserError(f"algorithm.options.{name}={value}: {problem}")
 
 
-def _check_amounts(config: Config) -> None:
+def _check_amounts(config: Config, loss: Callable[..., Any]) -> None:
     """Refuse options that are too large or too small beside keys, or beside each other."""
     algorithm, given = config.algorithm, config.algorithm.options
     if not is_import_path(algorithm.advantage_estimator) and given.get("pass_k", 1) > config.rollout.n:
@@ -175,37 +168,21 @@ def _check_amounts(config: Config) -> None:
     if algorithm.adapts_kl and horizon < completions:
         problem = f"must be at least the {completions} completions of one step"
         raise UserError(f"algorithm.options.kl_horizon={horizon}: {problem}")
-    low, high = (
-        given.get(f"rollout_correction_{name}", default_of(correction_weights, name)) for name in ("low", "high")
-    )
-    if algorithm.rollout_correction == "mis" and low > high:
-        problem = f"exceeds rollout_correction_high={high}, which leaves no token to learn from"
-        raise UserError(f"algorithm.options.rollout_correction_low={low}: {problem}")
+    ranges = {"rollout_correction": correction_weights} if algorithm.rollout_correction == "mis" else {}
+    if {"cov_low", "cov_high"} <= set(options_of(loss)) and not is_import_path(algorithm.policy_loss):
+        ranges["cov"] = loss
+    for prefix, function in ranges.items():
+        names = [f"{prefix}_{end}" for end in ("low", "high")]
+        own = [name if prefix == "cov" else name.rpartition("_")[2] for name in names]
+        low, high = (given.get(name, default_of(function, key)) for name, key in zip(names, own, strict=True))
+        if low > high:
+            problem = f"exceeds {names[1]}={high}, which leaves no token to learn from"
+            raise UserError(f"algorithm.options.{names[0]}={low}: {problem}")
 
 
 def user_options(function: Callable[..., Any]) -> list[str]:
     """Return the names of the options of `function` that a config may set."""
     return [name for name in options_of(function) if name not in _NOT_FOR_USERS]
-
-
-def _check_covariances(function: Callable[..., Any], algorithm: AlgorithmConfig) -> None:
-    """Refuse an empty range of covariances (`clip_cov`)."""
-    names = ("cov_low", "cov_high")
-    if not set(names) <= set(options_of(function)):
-        return
-    defaults = {name: default_of(function, name) for name in names}
-    bounds = defaults | {n: v for n, v in chosen_options(function, algorithm, LOSS).items() if n in names}
-    if bounds["cov_low"] > bounds["cov_high"]:
-        key = "cov_high" if bounds["cov_high"] != defaults["cov_high"] else "cov_low"
-        room = " to ".join(f"{name}={value}" for name, value in bounds.items())
-        raise UserError(f"algorithm.options.{key}={bounds[key]}: leaves no room from {room}")
-
-
-def _check_correction(loss: Callable[..., Any], config: Config) -> None:
-    """Refuse a run whose rollouts come from older weights, if nothing corrects for them."""
-    if config.rollout.works_ahead:
-        ahead = config.rollout.ahead
-        check_stale(loss, config, f"rollout.ahead={ahead}" if ahead else "rollout.in_flight_updates=true")
 
 
 def check_stale(loss: Callable[..., Any], config: Config, owner: str) -> None:
@@ -256,7 +233,7 @@ def _try_loss(function: Callable[..., Any], algorithm: AlgorithmConfig, scores: 
     arrays = dict.fromkeys((*INPUTS[LOSS], *scores), logprobs.detach()) | {"group_ids": torch.tensor([0, 0, 1, 1])}
     inputs = {name: arrays[name] for name in parameter_names(function) if name in arrays}
     options = chosen_options(function, algorithm, LOSS) | given | inputs
-    check_result(function(logprobs, logprobs.detach(), mask - 0.5, mask, **options), "log-probs")
+    _check_result(function(logprobs, logprobs.detach(), mask - 0.5, mask, **options))
 
 
 def _check_parameters(function: Callable[..., Any]) -> None:
@@ -282,101 +259,14 @@ def _kind(result: Any) -> str:
     return f"{type(result).__name__}{shape}"
 
 
-def check_result(result: Any, outputs: str) -> Loss:
-    """Return what a loss has returned, if it is a loss and its metrics.
-
-    Args:
-        outputs: what the loss must depend on, for messages.
-
-    Raises:
-        TypeError: it is not.
-    """
+def _check_result(result: Any) -> None:
+    """Refuse what a loss has returned if it is not a loss and its metrics."""
     if not (isinstance(result, tuple) and len(result) == 2 and getattr(result[0], "shape", None) == ()):
         raise TypeError(f"it must return (loss, metrics), the loss a scalar tensor; it returned {_kind(result)}")
     loss, metrics = result
     if not loss.requires_grad:
-        raise TypeError(f"its loss does not depend on the {outputs}")
+        raise TypeError("its loss does not depend on the log-probs")
     if not (isinstance(metrics, dict) and all(getattr(value, "shape", None) == () for value in metrics.values())):
         raise TypeError("its metrics must be scalar tensors by their names, such as {'share': torch.tensor(0.5)}")
     if taken := _OF_THE_TRAINER & metrics.keys():
         raise TypeError(f"its metric {min(taken)} has the name of one of the trainer's; choose another")
-    return loss, metrics
-
-
-def try_objective(objective: Objective) -> None:
-    """Compute the experience and the losses of `Objective.examples`, if the class is not one of this package.
-
-    The models are replaced: all log-probs and values are -1.
-
-    Raises:
-        UserError: a method of the objective raises an error, or does not return what it must.
-    """
-    kind = type(objective)
-    if kind.__module__.startswith("trainer."):
-        return
-    message = (
-        f"trainer.task={objective.cfg.trainer.task}: the objective {kind.__name__}, tried on the episodes of its "
-        "method `examples`, ended in {}"
-    )
-    with user_code(message, has_place=True):
-        _try(objective)
-
-
-def _try(objective: Objective) -> None:
-    episodes, step = objective.examples(), objective.cfg.total_steps
-    if not episodes:
-        return
-    batch = batch_of(episodes)
-    size = len(batch["lengths"])
-    experience = objective.experience(episodes, _with_scores(objective, batch, step))
-    if not isinstance(experience, Experience):
-        raise TypeError(f"`experience` must return an Experience, not a {type(experience).__name__}")
-    batch, metrics = dict(experience.batch), dict(experience.metrics)
-    for name, array in batch.items():
-        if not isinstance(array, np.ndarray) or array.shape[:1] != (size,):
-            raise TypeError(f"`experience` must return arrays with a row for each sample, and {name} is none")
-    for role in objective.updates(step):
-        found = _try_loss_of(objective, role, batch, step)
-        metrics |= dict.fromkeys(objective.metric_names(role, found), 0.0)
-    objective.end_step(batch, metrics, None)
-
-
-def _with_scores(objective: Objective, batch: Batch, step: int) -> Batch:
-    """Return `batch` with what the roles compute before the update."""
-    found: Batch = {}
-    for score in objective.scores(batch, step):
-        chosen = np.ones(len(batch["lengths"]), bool)
-        if score.rows is not None:
-            chosen = np.isin(np.arange(len(chosen)), score.rows)
-            found[f"has_{score.name}"] = chosen
-        known = batch["mask"] if score.output == "logprobs" else np.ones_like(batch["mask"])
-        found[score.name] = -known * chosen[:, None]
-    return batch | found
-
-
-def _try_loss_of(objective: Objective, role: str, batch: Batch, step: int) -> list[str]:
-    """Compute the loss of the first mini-batch; return the names of its metrics."""
-    mini_batch = select(batch, objective.mini_batches(batch, step)[0])
-    totals, numbers = objective.totals(role, mini_batch), objective.numbers()
-    size = len(mini_batch["lengths"])
-    for rows in (range(size), ()):
-        micro_batch = take_rows(mini_batch, rows, "cpu")
-        outputs = _outputs(objective, role, micro_batch)
-        loss, metrics = check_result(objective.loss(role, outputs, micro_batch, totals, numbers), "outputs")
-        if not rows and loss.item() != 0:
-            raise ValueError(
-                f"its loss is {loss.item():g} for a row whose float arrays, mask included, are 0; it must be 0, "
-                "because a rank without rows computes such a row"
-            )
-        loss.backward()
-    return [*metrics, "loss", "grad_norm", "lr"]
-
-
-def _outputs(objective: Objective, role: str, mb: MicroBatch) -> Outputs:
-    """Return what a model would compute, as `TrainedWorker.outputs` does."""
-    given = torch.full(mb["mask"].shape, -1.0, requires_grad=True)
-    if objective.roles[role].head != LM:
-        return Outputs(values=given)
-    if objective.reads_old_logprobs and "old_logprobs" not in mb:
-        mb.arrays["old_logprobs"] = given.detach()
-    return Outputs(logprobs=given, entropy=None if objective.entropy(mb) is None else given.abs())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -16,9 +15,7 @@ from trainer.errors import is_disk_unwritable, text_of
 from trainer.parallel.mesh import SideGroup
 from trainer.process.failpoints import failpoint
 from trainer.process.tracing import TRACER
-from trainer.workers.host_memory import HostCopy, HostMemory, copy_bytes, storages_of
-
-LOG = logging.getLogger(__name__)
+from trainer.workers.host_memory import HostCopy, HostMemory, storages_of
 
 _SAVES = "saves"  # the row of the timeline
 
@@ -45,7 +42,6 @@ class AsyncSaver:
         self._stream = torch.cuda.Stream() if device == "cuda" else None
         self._memory: dict[str, HostMemory] = {}
         self._thread: threading.Thread | None = None
-        self._reserving: threading.Thread | None = None
         self._staged = threading.Event()
         self._staged.set()
         self._entries: list[dict] = []
@@ -59,16 +55,6 @@ class AsyncSaver:
     def more_memory(self) -> HostMemory:
         """Return host memory for copies of tensors that are not saved."""
         return HostMemory(self._gpu)
-
-    def reserve(self, states: dict[str, dict[str, Any]]) -> None:
-        """Take the host memory of later saves of `states` on a thread, so that the first save need not wait for it.
-
-        Does nothing if it has been called before.
-        """
-        if self._reserving is None:
-            needed = {self.memory(name): copy_bytes(state) for name, state in states.items()}
-            self._reserving = threading.Thread(target=self._reserve, args=(needed,), daemon=True)
-            self._reserving.start()
 
     def begin(self, states: dict[str, dict[str, Any]], extras: dict[str, dict[str, str]], files: StateFiles) -> None:
         """Start a save. The tensors in `states` must not change until `before_change` or `wait_until_staged` returns.
@@ -135,13 +121,6 @@ class AsyncSaver:
         """Return the seconds that this rank has waited for saves since the last call."""
         blocked, self._blocked = self._blocked, 0.0
         return blocked
-
-    def _reserve(self, needed: dict[HostMemory, int]) -> None:
-        try:
-            for memory, size in needed.items():
-                memory.reserve(size)
-        except Exception as error:  # a save will fail in the same way, and say so on all ranks
-            LOG.info("rank %d could not reserve memory for saves: %s", self._group.rank, error)
 
     def _stage(
         self,

@@ -287,6 +287,8 @@ class TrainedWorker(ModelWorker):
             if micro_batch.rows and self.layout.is_first_of_dp_rank:
                 self.tokens_computed += micro_batch.packing.tokens
             loss, metrics = loss_function(micro_batch)
+            if not micro_batch.rows:  # of a row that stands for none
+                loss, metrics = 0 * loss, {name: 0 * value for name, value in metrics.items()}
             self.layout.scale_loss(loss).backward()
             for name, value in {"loss": loss, **metrics}.items():
                 sums[name] = sums.get(name, 0.0) + value.detach().double()

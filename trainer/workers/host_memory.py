@@ -32,11 +32,6 @@ def buffer_bytes(sizes: Iterable[int]) -> int:
     return sum(_aligned(size) for size in sizes)
 
 
-def copy_bytes(state: Any) -> int:
-    """Return the size of a buffer for copies of the tensors in a nested value, in bytes."""
-    return buffer_bytes(storage.nbytes() for storage in storages_of(state).values())
-
-
 def local_part(tensor: Tensor) -> Tensor:
     """Return what this rank has of `tensor`."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -190,11 +185,6 @@ class HostMemory:
     def size(self) -> int:
         """Bytes that the buffers take."""
         return sum(buffer.size for buffer in self._buffers)
-
-    def reserve(self, size: int) -> None:
-        """Take the memory for a copy of `size` bytes now. To pin it takes many times as long as the copy."""
-        with self._lock:
-            self._find(size)
 
     @torch.no_grad()
     def copy(self, storages: Storages) -> HostCopy:

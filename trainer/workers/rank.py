@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -19,21 +18,13 @@ from trainer.files.shared_memory import clear_abandoned
 from trainer.models.files import resolve_model_path
 from trainer.models.loading import load_model
 from trainer.models.model_check import check_model
-from trainer.models.verdicts import Verdict
-from trainer.models.weight_files import weight_files
 from trainer.objectives.base import GROUP, Objective, make_objective
 from trainer.parallel.batching import Batch, RankUpdate, select
 from trainer.parallel.load_balancing import Share, divide
 from trainer.parallel.mesh import Layout, SideGroup, init_process_group, listen
-from trainer.parallel.profiling import (
-    TorchProfiler,
-    measure_peak,
-    memory_snapshots,
-    record_allocations,
-    snapshot_path,
-)
+from trainer.parallel.profiling import TorchProfiler
 from trainer.parallel.rng import seed_rng, use_deterministic_kernels
-from trainer.parallel.shard import param_dtype, reshard
+from trainer.parallel.shard import reshard
 from trainer.process import time_limits
 from trainer.seeding import derive_seed
 from trainer.workers.async_saver import AsyncSaver, StateFiles
@@ -44,7 +35,6 @@ from trainer.workers.policy import FrozenWorker, PolicyWorker
 _TRAINED: dict[str, type[TrainedWorker]] = {LM: PolicyWorker, VALUE: CriticWorker, SCORE: CriticWorker}
 _WITH_OPTIMIZER = ("update", "load")
 """Methods of workers that need the states of the optimizers."""
-_READ_BYTES = 2**24
 
 
 class Rank:
@@ -82,7 +72,6 @@ class Rank:
         """
         if self.device == "cuda":
             torch.cuda.set_device(local_rank)
-            record_allocations()
         init_process_group(self.rank, self.world_size, address, self.device, time_limits.COLLECTIVE_S)
         t = self.cfg.trainer
         self.layout = Layout(self.device, axis_sizes(t, self.world_size))
@@ -90,36 +79,31 @@ class Rank:
         clear_abandoned()  # leftovers of killed runs in this machine's shared memory
         seed_rng(derive_seed(t.seed, "rank", self.layout.dp_rank))
 
-    def build(self, roles: Sequence[RoleSpec], model_path: str) -> dict[str, Verdict]:
+    def build(self, roles: Sequence[RoleSpec], model_path: str) -> dict[str, tuple[str | None, list[str]]]:
         """Load the initial weights of `roles`, and compare each model with its own class.
 
         Args:
             model_path: the initial weights of the policy, and of each role without a path of its own.
 
         Returns:
-            the verdicts, by the key and the path of the model.
+            by the key and the path of each model: what differs (see `Verdict.problem`), and what was not compared.
         """
         assert self.layout is not None and self.saver is not None, "connect first"
         path = resolve_model_path(model_path)
         self.objective = make_objective(self.cfg)
-        verdicts: dict[str, tuple[str, Verdict]] = {}
-        with self._memory_snapshots("_".join(spec.name for spec in roles)):
-            for spec in roles:
-                of_role = resolve_model_path(spec.path, spec.key) if spec.path else path
-                module = self._load(spec, of_role)
-                if of_role not in verdicts:  # other roles with the same weights have the same backbone
-                    args = (
-                        self.cfg.model,
-                        module,
-                        of_role,
-                        self.layout,
-                        spec,
-                        self.cfg.trainer.pack,
-                        self.cfg.longest_row,
-                    )
-                    verdicts[of_role] = spec.key, check_model(*args)
-                self.roles[spec.name] = self._worker(spec, module)
-        return {f"{key}={of_role}": verdict for of_role, (key, verdict) in verdicts.items()}
+        found: dict[str, tuple[str | None, list[str]]] = {}
+        compared: set[str] = set()
+        for spec in roles:
+            of_role = resolve_model_path(spec.path, spec.key) if spec.path else path
+            module = self._load(spec, of_role)
+            if of_role not in compared:  # other roles with the same weights have the same backbone
+                cfg = self.cfg
+                run = self.layout, spec, cfg.trainer.pack, cfg.longest_row
+                verdict = check_model(cfg.model, module, of_role, *run)
+                compared.add(of_role)
+                found[f"{spec.key}={of_role}"] = verdict.problem, verdict.not_compared
+            self.roles[spec.name] = self._worker(spec, module)
+        return found
 
     def _load(self, spec: RoleSpec, path: str) -> nn.Module:
         assert self.layout is not None
@@ -138,13 +122,12 @@ class Rank:
 
     def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call `method` of the worker of `role`."""
-        with self._memory_snapshots(role):
-            needed = {self._holder(role)} | ({"policy"} if method == "sync_from_policy" else set())
-            if method in _WITH_OPTIMIZER:  # they take the most memory
-                self._offload(set(self.roles) - needed)
-            self._onload(needed, optimizer=method in _WITH_OPTIMIZER)
-            self._has_updated |= method == "update"
-            return getattr(self.roles[role], method)(*args, **kwargs)
+        needed = {self._holder(role)} | ({"policy"} if method == "sync_from_policy" else set())
+        if method in _WITH_OPTIMIZER:  # they take the most memory
+            self._offload(set(self.roles) - needed)
+        self._onload(needed, optimizer=method in _WITH_OPTIMIZER)
+        self._has_updated |= method == "update"
+        return getattr(self.roles[role], method)(*args, **kwargs)
 
     def score(self, role: str, output: str, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """Return the `output` of this rank's rows of a batch, without a driver: each rank has the whole batch.
@@ -167,10 +150,6 @@ class Rank:
         index, limits = self.roles[role].limits()
         return divide(batch, mini_batches, limits, self.layout.dp_size, keeps_groups)[index]
 
-    def _memory_snapshots(self, role: str) -> AbstractContextManager[None]:
-        dump = torch.cuda.memory._dump_snapshot if self.device == "cuda" else None
-        return memory_snapshots(snapshot_path(self.cfg.trainer.run_dir, f"{role}_rank_{self.rank}"), dump)
-
     def start_profile(self, directory: str, name: str) -> None:
         """Profile this rank until `stop_profile`. Not a collective.
 
@@ -183,32 +162,21 @@ class Rank:
         """Write the profile to its directory. Not a collective."""
         self._profiler.stop()
 
-    def prepare_saves(self, roles: list[str]) -> None:
-        """Begin to take the host memory that saves of `roles` need. Only GPUs need it pinned, which takes long."""
-        assert self.saver is not None, "connect first"
-        if self.device == "cuda":
-            here = [role for role in roles if not self._is_away(role)]  # the others have theirs
-            with self._memory_snapshots("save"):
-                self._onload(here, optimizer=True)
-                self.saver.reserve({role: self.roles[role].state() for role in here})
-
     def begin_save(self, roles: list[str], files: StateFiles) -> None:
         """Take a snapshot of the state of `roles`, and write it through `files` on a thread."""
         assert self.saver is not None, "connect first"
-        with self._memory_snapshots("save"):
-            self._onload([role for role in roles if not self._is_away(role)], optimizer=True)
-            workers = {role: self.roles[role] for role in roles}
-            self.saver.begin(
-                {role: worker.state() for role, worker in workers.items()},
-                {role: {SHARDING_FILE: worker.sharding()} for role, worker in workers.items()},
-                files,
-            )
+        self._onload([role for role in roles if not self._is_away(role)], optimizer=True)
+        workers = {role: self.roles[role] for role in roles}
+        self.saver.begin(
+            {role: worker.state() for role, worker in workers.items()},
+            {role: {SHARDING_FILE: worker.sharding()} for role, worker in workers.items()},
+            files,
+        )
 
     def finish_save(self) -> list[dict]:
         """Wait for the save to end; returns the files that this rank wrote. Other methods may run meanwhile."""
         assert self.saver is not None, "connect first"
-        with self._memory_snapshots("save"):
-            return self.saver.finish()
+        return self.saver.finish()
 
     def ask(self, value: Any, method: str, *args: Any) -> Any:
         """Call `method` of `value` in this process. Not a collective. Other methods may run meanwhile."""
@@ -218,16 +186,6 @@ class Rank:
         """Return the seconds that optimizer steps have waited for a save since the last call."""
         assert self.saver is not None, "connect first"
         return self.saver.pop_stall_seconds()
-
-    def read_files(self, model_path: str) -> None:
-        """Read this rank's share of the model's files, so that they are in host memory when `build` needs them.
-
-        Not a collective.
-        """
-        for path in weight_files(model_path)[self.rank :: self.world_size]:
-            with open(path, "rb", buffering=0) as file:
-                while file.read(_READ_BYTES):
-                    pass
 
     def release_memory(self, needed: int = 0, colocated: Sequence[int] = ()) -> None:
         """Free GPU memory for engines: move what `trainer.offload` says, and return torch's cached memory.
@@ -242,13 +200,12 @@ class Rank:
             UserError: there will not be so much room beside this rank.
             WorkerError: there is not, but there has been.
         """
-        with self._memory_snapshots("offload"):
-            for worker in self.roles.values():
-                reshard(worker.module)
-            self._offload(self.roles)
-            torch.cuda.empty_cache()
-            if needed and self.rank in colocated:
-                self._check_engine(needed, DeviceMemory(*torch.cuda.mem_get_info()))
+        for worker in self.roles.values():
+            reshard(worker.module)
+        self._offload(self.roles)
+        torch.cuda.empty_cache()
+        if needed and self.rank in colocated:
+            self._check_engine(needed, DeviceMemory(*torch.cuda.mem_get_info()))
 
     def offloaded_bytes(self, roles: Collection[str], optimizer: bool = True) -> int:
         """Return the bytes of these roles that this rank has moved from its GPU to host memory. Not a collective.
@@ -333,11 +290,6 @@ class Rank:
         for role in roles:
             if role in self._offload_buffers:
                 self._offload_buffers[role].onload(optimizer)
-
-    def measure_peak(self) -> float:
-        """Return the FLOP/s that this rank reaches in matrix products of the policy's forward dtype."""
-        dtype = param_dtype(self.cfg.trainer.policy.fsdp.param_dtype, self.device)
-        return measure_peak(dtype, self.device)
 
     def device_name(self) -> str:
         """Return the name of this rank's GPU, or `cpu`. Not a collective."""

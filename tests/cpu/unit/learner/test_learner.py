@@ -79,7 +79,7 @@ def a_step(
         if kept is not None:
             kept += learner.token_scores
         speed = learner.speed(len(made), 40, 1e3)
-        assert 0 < speed["perf/mfu"] < 1e-4
+        assert "perf/mfu" not in speed, "no data sheet of a CPU"
         # All four completions of a prompt begin with the same four tokens. Each rank computes them once.
         repeats = 2 * (4 - ranks) * 4 if not critic_warmup else 0
         assert learner._shared == pytest.approx(repeats / 52)

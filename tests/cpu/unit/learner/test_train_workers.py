@@ -13,7 +13,6 @@ import pytest
 from tests.support.ranks import local_cluster
 from trainer.config import Config
 from trainer.learner.train_workers import TrainWorkers, _accepted
-from trainer.models.verdicts import Verdict
 from trainer.parallel.batching import RankUpdate
 
 
@@ -27,7 +26,7 @@ def test_the_ranks_describe_their_axes():
 
 
 def test_what_a_model_computes_otherwise_is_said_and_kept_for_manifests(caplog):
-    verdicts = {"model.path=/a": Verdict("another window", ["layer 7"]), "judge=/b": Verdict()}
+    verdicts = {"model.path=/a": ("another window", ["layer 7"]), "judge=/b": (None, [])}
     with caplog.at_level("INFO"):
         accepted = _accepted(verdicts)
     assert accepted == ["model.path=/a: another window"]

@@ -182,11 +182,11 @@ def test_valid_functions_are_accepted(settings, own_functions):
         ),
         (
             {"policy_loss": "clip_cov", "options": {"cov_high": 0.5}},
-            "algorithm.options.cov_high=0.5: leaves no room from cov_low=1.0 to cov_high=0.5",
+            "algorithm.options.cov_low=1.0: exceeds cov_high=0.5, which leaves no token",
         ),
         (
             {"policy_loss": "clip_cov", "options": {"cov_low": 6.0}},
-            "options.cov_low=6.0: leaves no room from cov_low=6.0",
+            "options.cov_low=6.0: exceeds cov_high=5.0",
         ),
     ],
 )

@@ -9,8 +9,6 @@ import resource
 import signal
 import threading
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -37,7 +35,6 @@ from tests.support.training import (
     update,
 )
 from trainer.checkpoint.sharded import ShardedFiles
-from trainer.config import Config
 from trainer.models.tiny import TinyShape, build_tiny
 from trainer.workers.rank import Rank
 
@@ -285,21 +282,3 @@ def test_mini_batches_are_whole_groups_ordered_by_step_and_epoch(tmp_path):
     assert resumed == {key: order for key, order in first.items() if key[0] == 2}
     cfg.trainer.seed += 1
     assert run_ranks(1, mini_batches, str(tmp_path), [2], cfg=cfg)[0] != resumed
-
-
-@pytest.mark.parametrize("method", ["prepare_saves", "begin_save", "finish_save", "release_memory"])
-def test_a_rank_that_runs_out_of_memory_outside_of_its_workers_names_the_snapshot(tmp_path, monkeypatch, method):
-    def fail(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).touch())
-    cfg = Config()
-    cfg.trainer.run_dir, cfg.trainer.offload = str(tmp_path), "all"
-    rank: Any = Rank(cfg, 0, 1, "cpu")
-    rank.device, rank.roles["policy"] = "cuda", SimpleNamespace(module=torch.nn.Module())
-    rank.saver = SimpleNamespace(reserve=fail, begin=fail, finish=fail, wait_until_staged=fail)
-    monkeypatch.setattr(rank, "_onload", lambda roles, optimizer: None)
-    arguments = {"prepare_saves": ([],), "begin_save": ([], None)}.get(method, ())
-    with pytest.raises(torch.OutOfMemoryError, match="See .*/profile/out_of_memory/[a-z]*_rank_0.pickle"):
-        getattr(rank, method)(*arguments)
-    assert len([*(tmp_path / "profile/out_of_memory").iterdir()]) == 1
