@@ -175,12 +175,7 @@ def _write(directory: str, source: _Source, groups: Mapping[str, list[str]]) -> 
 
 
 def _in_files(source: _Source, model: nn.Module, dtype: torch.dtype) -> _Source:
-    """Return the tensors of a model's files, from its weights by their names in the module.
-
-    Args:
-        model: an empty one.
-        dtype: of the floating-point tensors.
-    """
+    """Return the tensors of a model's files, with this dtype, from its weights by their names in the (empty) model."""
     units = file_units(model, source.tensors)
     tensors_of = {
         unit: {score_name(name): tensor for name, tensor in file_tensors([unit], source.tensors, dtype).items()}

@@ -144,11 +144,7 @@ def fit_rotations(config: PretrainedConfig, longest: int, setting: str) -> None:
 
 
 def check_position_table(module: nn.Module, longest: int, setting: str) -> None:
-    """Refuse a model with a table of positions that has no row for the last tokens of the longest sequence.
-
-    Raises:
-        UserError: see above.
-    """
+    """Refuse a model whose table of positions has no row for the end of the longest sequence (UserError)."""
     tables = [*module.named_parameters(), *module.named_buffers()]
     for name, table in tables:
         if table.ndim == 2 and any(part in _TABLES for part in name.split(".")):
@@ -268,11 +264,7 @@ def load_trained_config(
 
 
 def check_trained(config: PretrainedConfig, setting: str) -> None:
-    """Refuse a config of quantised weights, and one of a model that reads more than text.
-
-    Args:
-        setting: what the user has set, `KEY=VALUE`.
-    """
+    """Refuse a config of quantised weights, or of a model that reads more than text. `setting`: the user's words."""
     for field in _QUANTISED:
         if values := getattr(config, field, None):
             method = values.get("quant_method") if isinstance(values, dict) else getattr(values, "quant_method", None)
@@ -292,11 +284,7 @@ def check_trained(config: PretrainedConfig, setting: str) -> None:
 
 
 def check_sizes(text: PretrainedConfig, names: Iterable[str], setting: str) -> None:
-    """Refuse the config of a language model if one of these fields is below 1.
-
-    Args:
-        setting: what the user has set, `KEY=VALUE`.
-    """
+    """Refuse the config of a language model if one of these fields is below 1. `setting`: the user's `KEY=VALUE`."""
     for name in names:
         size = getattr(text, name, None)
         if isinstance(size, int) and size < 1:
@@ -325,12 +313,9 @@ _checked: set[tuple[str, int, int]] = set()
 def check_model_files(path: str, key: str) -> None:
     """Check the files of the model directory `path`. Files that this process has checked before are not read again.
 
-    Args:
-        key: names the directory in messages.
-
     Raises:
         UserError: a file is no regular file, is too large for its kind, or has a header that cannot be true; or an
-            index names a file outside of the directory.
+            index names a file outside of the directory. The message calls the directory `key`.
     """
     for name in sorted(os.listdir(path)):
         for pattern, largest in _LARGEST_FILES:
@@ -401,15 +386,9 @@ def _usable_tensors(file: str) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def check_one_reading(path: str, key: str) -> None:
-    """Refuse a directory in which vLLM would read a weight from another file than transformers.
+    """Refuse a directory in which vLLM would read a weight from another file than transformers (UserError).
 
-    vLLM reads the files of the index, and without an index all safetensors files.
-
-    Args:
-        key: names the directory in messages.
-
-    Raises:
-        UserError: see above; or a file cannot be used.
+    vLLM reads the files of the index, and without an index all safetensors files. Messages call the directory `key`.
     """
     try:
         own = weight_shapes(path)

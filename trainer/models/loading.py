@@ -46,10 +46,7 @@ from trainer.parallel.shard import param_dtype, shard_model, transformer_blocks
 
 
 class CriticModel(nn.Module):
-    """Computes state values of sequences.
-
-    The backbone has the same attribute name as in the causal LM (usually `model`), so that its parameters have the same
-    names as in the safetensors files.
+    """Computes state values of sequences. The backbone has the attribute name that it has in the files of the model.
 
     Args:
         is_score: the value of a token is that of the state after it, as the score of a reward model; else before it.
@@ -119,7 +116,6 @@ def empty_causal_lm(
     """Return a causal LM on the meta device, with its adapters, before it is split; and the name of its backbone.
 
     Args:
-        config: of the model.
         sizes: sizes of the layout's axes.
         pack: `trainer.pack`.
     """
@@ -323,12 +319,7 @@ class _Files(FileSystem):
 
 
 def _scatter_from_rank0(module: nn.Module, model: ModelConfig, path: str, key: str, names: dict[str, str]) -> None:
-    """Load the model with transformers on rank 0, and scatter its weights.
-
-    Args:
-        key: names the path in messages.
-        names: the names in the module, by their names in the model's files.
-    """
+    """Load the model with transformers on rank 0, and scatter its weights. `names`: see `_names_in_files`."""
     full: dict[str, Any] = {}
     problem = [None]
     if dist.get_rank() == 0:

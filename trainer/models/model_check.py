@@ -448,9 +448,8 @@ def _layer(name: str) -> int | None:
 def _split_unread(own: PreTrainedModel, names: Sequence[str]) -> tuple[str | None, list[str]]:
     """Say which weights of the files nothing reads.
 
-    Returns:
-        a sentence on one that belongs to a module of the model, such as the bias of a layer or a further layer; None:
-        there is none. Others are of modules that the class does not have, such as layers that predict more tokens.
+    Returns a sentence on one that belongs to a module of the model, such as the bias of a layer or a further layer.
+    Others are of modules that the class does not have, such as layers that predict more tokens.
     """
     modules = dict(own.named_modules())
     outer = {"", own.base_model_prefix}

@@ -168,8 +168,7 @@ def _prepared(template: Any, path: str, variables: Mapping[str, Any], has_fixed_
 
     transformers chooses among several: `tool_use` where there are tools, or else `default`.
 
-    Raises:
-        UserError: none of several ones is the default.
+    A UserError says that none of several ones is the default.
     """
     if isinstance(template, dict):
         if "default" not in template:
