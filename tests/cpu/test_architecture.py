@@ -130,7 +130,7 @@ MOST_LINES = {
     "rewards": (1500, 900),
     "sandbox": (1900, 1200),
     "objectives algorithms learner workers parallel": (5650, 5400),
-    "models": (4400, 3400),
+    "models": (4450, 3400),
     "checkpoint": (4100, 3200),
     "cluster": (2450, 2200),
     "data": (2600, 1900),
