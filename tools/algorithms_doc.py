@@ -33,11 +33,10 @@ gets a critic, `baselines` (estimators) greedy completions, `ref_logprobs` (loss
 `group_ids` sees whole groups."""
 
 LORA = """\
-`trainer.policy.lora`, for the critic too. Engines get the adapters (`rollout.lora_sync`), checkpoints hold nothing else
-of the model, and a run exports merged weights (`trainer checkpoint export --adapter` writes the adapters alone). The
-policy without its adapters is the reference. The frozen weights are held in the precision of the forward pass (bfloat16
-on GPUs), and a job's own merged export has them so; `trainer checkpoint export` merges into the files of
-`model.path`."""
+`trainer.policy.lora`, for the critic too. Engines get the adapters (`rollout.lora_sync`), checkpoints hold nothing
+else of the model, and exports are merged or the adapter alone (`trainer.hf_save_lora`). The policy without its
+adapters is the reference. The frozen weights are held in the precision of the forward pass (bfloat16 on GPUs), and a
+job's own merged export has them so; `trainer checkpoint export` merges into the files of `model.path`."""
 
 
 def section(name: str, key: str, doc: str, options: Iterable[str] = (), function: Callable | None = None) -> list[str]:

@@ -227,7 +227,7 @@ def train(rank: Rank, path: str, export: str) -> dict[str, Any]:
                     shutil.copy(file, directory)
 
         assets = policy_assets(rank.cfg, path, load_tokenizer(path))
-        exporter = PolicyExporter(Written(), assets, lambda: None)  # type: ignore[arg-type]
+        exporter = PolicyExporter(Written(), path, assets, False, lambda: None)  # type: ignore[arg-type]
         exporter.export(export, "float32")
         os.makedirs(saved)
     dist.barrier()

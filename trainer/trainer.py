@@ -99,7 +99,14 @@ class Trainer:
         self._reset_state()
         self.recovery = Recovery(t, stop, cfg.task.optimizer)
         self.assets = policy_assets(cfg, model_path, tokenizer)  # now, so that no save fails because of them
-        self.exports = PolicyExports(cfg, PolicyExporter(learner.ranks, self.assets, directory.check))
+        exporter = PolicyExporter(
+            learner.ranks,
+            model_path,
+            self.assets,
+            adapter_alone=t.policy.lora.rank is not None and t.hf_save_lora == "adapter",
+            fence=directory.check,
+        )
+        self.exports = PolicyExports(cfg, exporter)
         self._data_of: str | None = None  # the checkpoint whose position in the data is loaded
 
     # ---------------------------------------------------------------------------------------------------

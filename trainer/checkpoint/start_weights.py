@@ -16,13 +16,13 @@ from trainer.errors import UserError, as_list
 from trainer.files.atomic_io import digest_bytes, digest_file, digest_weights
 from trainer.files.documents import Shape
 from trainer.files.hf_hub import pinned_data, revision_of
-from trainer.models.files import BACKBONE_FILES, read_content, read_contents, resolve_model_path
+from trainer.models.files import BACKBONE_FILES, Contents, differences, read_content, read_contents, resolve_model_path
 
 LOG = logging.getLogger(__name__)
 
 WEIGHTS_FILE = "start_weights.json"
 FILES_FILE = "start_files.json"
-_FILES: dict[Any, Shape] = {"files": {str: {str: str}}, "revisions": {str: str}}
+_FILES: dict[Any, Shape] = {"files": {str: dict}, "revisions": {str: str}}
 _TEMPLATE = "model.chat_template"
 _SMALL_MODEL_BYTES = 1 << 30
 """Models up to this size are read in about a second."""
@@ -167,7 +167,7 @@ def _saved_files(checkpoint: Checkpoint) -> dict[str, Any]:
     return read_object(checkpoint, FILES_FILE, _FILES, missing_ok=True)
 
 
-def _read(cfg: Config, name: str, path: str) -> dict[str, str]:
+def _read(cfg: Config, name: str, path: str) -> Contents:
     if name != "model.path":
         return read_contents(path, cfg.model.trust_remote_code, BACKBONE_FILES)
     given = read_contents(path, cfg.model.trust_remote_code)
@@ -178,7 +178,7 @@ def _read(cfg: Config, name: str, path: str) -> dict[str, str]:
 
 def _refused_files(
     checkpoint: Checkpoint,
-    given: Mapping[str, Future[dict[str, str]]],
+    given: Mapping[str, Future[Contents]],
     paths: Mapping[str, str],
     allowed: list[str],
     can_fork: bool,
@@ -192,11 +192,11 @@ def _refused_files(
         files = sorted({*before, *now})
         if is_allowed(_TEMPLATE, allowed):
             files = [file for file in files if file != _TEMPLATE]
-        changed = [file for file in files if before.get(file) != now.get(file)]
+        changed = [change for file in files if (change := differences(file, before.get(file), now.get(file)))]
         if changed and not is_allowed(name, allowed):
             fork = "fork the checkpoint (trainer.resume_mode=from_path), " if can_fork else ""
             refused.append(
-                f"{name}={paths[name]}: its files are not those that the run began with ({', '.join(changed)}); "
+                f"{name}={paths[name]}: its files are not those that the run began with ({'; '.join(changed)}); "
                 f"restore them, {fork}or allow others with trainer.allow_config_change=[{name}]"
             )
     return refused

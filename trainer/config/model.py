@@ -43,9 +43,10 @@ class ModelConfig(Section):
     """Directory of the built-in models that were built and warmed up, one directory per configuration, and of the
     verdicts on models (`check`). null: the
     environment variable TRAINER_CACHE, or `~/.cache/trainer`."""
-    attn_implementation: str = choice("sdpa", ("sdpa", "eager"), resume="rollouts")
+    attn_implementation: str = choice("sdpa", ("sdpa", "eager", "flash_attention_2"), resume="rollouts")
     """Attention of the trainer's models. `sdpa`: torch's kernels, each packed sequence by itself; a class without them
-    that cannot pack has its own attention, and one sequence a row. `eager`: plain matrices, and one sequence a row."""
+    that cannot pack has its own attention, and one sequence a row. `flash_attention_2`: the package flash-attn.
+    `eager`: plain matrices, whose size is the square of all tokens of a micro-batch."""
     check: str = choice("refuse", ("refuse", "accept"), resume="harmless")
     """What happens if the comparison before the first step finds that the ranks compute something else than the model's
     own class in transformers: `refuse` the run, or `accept` it. That is said at each start and in each checkpoint's

@@ -27,7 +27,11 @@ EMBEDDING = {"embedding_rowwise"}
 
 
 def check_trained_models(cfg: Config) -> None:
-    """Refuse models of ranks that cannot be used, before anything expensive starts (see `load_trained_config`)."""
+    """Check the models that the config names for the ranks, before anything expensive starts.
+
+    Raises:
+        UserError: one cannot be used (see `load_trained_config`).
+    """
     for role in cfg.roles:
         if (path := role.path or cfg.model.path) is not None:
             path = resolve_model_path(path, role.key)
@@ -36,10 +40,13 @@ def check_trained_models(cfg: Config) -> None:
 
 
 def check_axes(cfg: Config, model_path: str) -> None:
-    """Refuse models that cannot be split over the ranks as the config requires, before they are loaded (UserError).
+    """Check that the models of a run can be split over the ranks as the config requires, before they are loaded.
 
     Args:
         model_path: directory of the initial weights of the policy, and of each role without a path of its own.
+
+    Raises:
+        UserError: a model cannot be split.
     """
     if not any(size > 1 and name in PROBLEMS for name, size in axis_sizes(cfg.trainer).items()):
         return
@@ -50,7 +57,12 @@ def check_axes(cfg: Config, model_path: str) -> None:
 
 
 def check_model_axes(cfg: Config, model: Any, name: str = "the model") -> None:
-    """Check one model by its Hugging Face config (see `check_axes`). Messages call it `name`."""
+    """Check one model (see `check_axes`).
+
+    Args:
+        model: its Hugging Face config.
+        name: what messages call it.
+    """
     sizes = axis_sizes(cfg.trainer)
     for axis, size in sizes.items():
         if size > 1 and axis in PROBLEMS:
@@ -91,16 +103,23 @@ messages call the model."""
 
 
 def refuse_axis(axis: str, size: int, problem: str) -> NoReturn:
-    """Raise a UserError about the size of an axis."""
+    """Raise an error about the size of an axis.
+
+    Raises:
+        UserError: always.
+    """
     raise UserError(f"trainer.{AXES[axis].key}={size}: {problem}")
 
 
 def check_episode_length(cfg: Config, model_path: str) -> None:
-    """Refuse a policy that cannot read the longest episode of the environment (UserError). Of engines, vLLM checks it.
+    """Check that the policy can read the longest episode of the environment. Of the engines, vLLM alone checks it.
 
     Args:
         cfg: of a run on one source alone.
         model_path: directory of the policy.
+
+    Raises:
+        UserError: it cannot.
     """
     if cfg.environment.name is None:
         return
@@ -129,12 +148,15 @@ _MEDIA = re.compile("(image|video|audio|vision|bo[iva]|eo[iva])_.*")
 
 
 def check_vocabularies(cfg: Config, model_path: str) -> None:
-    """Refuse a model with fewer tokens in its vocabulary than the policy, before one is loaded (UserError).
+    """Check that no model of the run has fewer tokens in its vocabulary than the policy, before one is loaded.
 
     Every model reads the tokens that the policy has sampled, and a rank ends at a token without an embedding.
 
     Args:
         model_path: directory of the initial weights of the policy.
+
+    Raises:
+        UserError: one has.
     """
     others = {role.key: (role.name, role.path) for role in cfg.roles if role.path is not None}
     if not others:
@@ -151,9 +173,12 @@ def check_vocabularies(cfg: Config, model_path: str) -> None:
 
 
 def check_tokenizer(cfg: Config, path: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a model without an embedding of a token that its tokenizer writes (UserError).
+    """Check that the model in the directory `path` has an embedding of each token that its tokenizer writes.
 
     A tokenizer may have a token for images or sound without one, as those of Gemma 3 with text alone have.
+
+    Raises:
+        UserError: a token has none.
     """
     rows = _vocab_size(load_config(cfg.model, path))
     if rows is None:

@@ -11,12 +11,13 @@ import json
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from trainer.config import SCORE, VALUE, Config
+from trainer.config import SCORE, VALUE, Config, ModelConfig
 from trainer.config.fields import config_error
 from trainer.errors import UserError
 from trainer.files.atomic_io import sync_path, sync_tree
@@ -24,10 +25,11 @@ from trainer.files.documents import parse_object
 from trainer.files.hf_hub import first_line
 from trainer.models.files import (
     ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
     MODEL_FILES,
     content_files,
     load_config,
-    read_file,
+    untie_own_head,
 )
 from trainer.models.heads import classifier_fields
 from trainer.models.tokenizer import tokenizer_changes
@@ -45,7 +47,8 @@ def policy_assets(cfg: Config, model_path: str, tokenizer: Any) -> dict[str, byt
     Raises:
         UserError: a file cannot be read, or the policy has a head that no export can have.
     """
-    policy, changes = cfg.roles[0], None
+    policy = cfg.roles[0]
+    changes = config_changes(cfg.model, model_path)
     if policy.head == VALUE and cfg.trainer.hf_save_interval > 0:
         raise config_error(
             cfg,
@@ -53,8 +56,12 @@ def policy_assets(cfg: Config, model_path: str, tokenizer: Any) -> dict[str, byt
             "the policy has a head for values, which no class of transformers reads; choose -1, or the head score",
         )
     if policy.head == SCORE:
+        if policy.has_adapters and cfg.trainer.hf_save_lora == "adapter":
+            raise config_error(
+                cfg, "trainer.hf_save_lora", "the policy has a score head, which an adapter's files lack; choose merged"
+            )
         config = load_config(cfg.model, model_path)
-        changes = classifier_fields(config, tokenizer, f"model.path={model_path}", cfg.model.trust_remote_code)
+        changes |= classifier_fields(config, tokenizer, f"model.path={model_path}", cfg.model.trust_remote_code)
     return model_assets(model_path, tokenizer, changes)
 
 
@@ -66,16 +73,16 @@ def model_assets(model_path: str, tokenizer: Any, changes: Mapping[str, Any] | N
 
     Args:
         tokenizer: of the run (see `load_tokenizer`).
-        changes: of config.json.
+        changes: of config.json (see `config_changes`).
 
     Raises:
         UserError: a file cannot be read.
     """
     patterns = (*MODEL_FILES, *getattr(tokenizer, "vocab_files_names", {}).values())
-    files = {name: read_file(os.path.join(model_path, name)) for name in content_files(model_path, False, patterns)}
+    files = {name: _read(model_path, name) for name in content_files(model_path, False, patterns)}
     if any(name.endswith(CONFIG) and b'"auto_map"' in data for name, data in files.items()):
         code = [name for name in content_files(model_path, True, ()) if name not in files]
-        files |= {name: read_file(os.path.join(model_path, name)) for name in code}
+        files |= {name: _read(model_path, name) for name in code}
     files.pop(ADAPTER_CONFIG, None)  # the weights are merged
     try:
         if changes:
@@ -83,6 +90,25 @@ def model_assets(model_path: str, tokenizer: Any, changes: Mapping[str, Any] | N
         return _with_changes(files, tokenizer_changes(tokenizer))
     except ValueError as error:
         raise UserError(f"model.path={model_path}: a JSON file there cannot be read ({first_line(error)})") from error
+
+
+def config_changes(model: ModelConfig, path: str) -> dict[str, Any]:
+    """Return the fields of the policy's config.json that differ from the one in the directory `path`."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    is_tied = config.tie_word_embeddings
+    untie_own_head(config, path)
+    return {} if config.tie_word_embeddings == is_tied else {"tie_word_embeddings": config.tie_word_embeddings}
+
+
+def _read(directory: str, name: str) -> bytes:
+    path = os.path.join(directory, name)
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 def _with_changes(files: dict[str, bytes], changes: Mapping[str, Any]) -> dict[str, bytes]:
@@ -127,6 +153,7 @@ class WritingRanks(Protocol):
     """The ranks that have the policy."""
 
     def call(self, role: str, method: str, *args: Any) -> Any: ...
+    def call_one(self, role: str, method: str, *args: Any) -> Any: ...
 
 
 def export_target(cfg: Config, step: int) -> str:
@@ -139,12 +166,16 @@ class PolicyExporter:
     """Exports the policy of a job.
 
     Args:
+        model_path: directory of the initial weights.
         assets: the files except weights (see `model_assets`).
+        adapter_alone: write only the adapter in peft's format and the tokenizer, and not the merged model.
         fence: raises if this process no longer holds the run directory. Then nothing is published.
     """
 
     ranks: WritingRanks
+    model_path: str
     assets: Mapping[str, bytes]
+    adapter_alone: bool
     fence: Callable[[], None]
 
     def export(self, target: str, dtype: str) -> None:
@@ -157,10 +188,16 @@ class PolicyExporter:
         for leftover in glob.glob(f"{glob.escape(target)}{_WRITING}*"):  # of a killed export
             shutil.rmtree(leftover, ignore_errors=True)
         with atomic_directory(target, self._before_publishing) as writing:
-            # First: a disk without room then fails here, and not in a rank, whose failure ends the ranks.
-            write_files(writing, {name: data for name, data in self.assets.items() if name != CONFIG})
-            written = self.ranks.call("policy", "write_weights", writing, dtype)
-            write_files(writing, {CONFIG: with_dtype(self.assets[CONFIG], written)})
+            if self.adapter_alone:
+                files = {name: data for name, data in self.assets.items() if name not in WEIGHTS_ONLY}
+                files[ADAPTER_CONFIG] = self.ranks.call_one("policy", "adapter_config", self.model_path).encode()
+                files[ADAPTER_WEIGHTS] = self.ranks.call("policy", "adapter_weights")
+            else:
+                # First: a disk without room then fails here, and not in a rank, whose failure ends the ranks.
+                write_files(writing, {name: data for name, data in self.assets.items() if name != CONFIG})
+                written = self.ranks.call("policy", "write_weights", writing, dtype)
+                files = {CONFIG: with_dtype(self.assets[CONFIG], written)}
+            write_files(writing, files)
             failpoint("export:written")
 
     def _before_publishing(self, target: str) -> None:
@@ -178,12 +215,17 @@ def check_replaceable(target: str) -> None:
     place = f"trainer.export_path={os.path.dirname(os.path.dirname(target))}"
     if os.path.lexists(os.path.join(os.path.dirname(target), "manifest.json")):
         raise UserError(f"{place}: {os.path.dirname(target)} is a checkpoint; choose another directory for exports")
-    names = os.listdir(target) if os.path.isdir(target) and not os.path.islink(target) else None
-    if os.path.lexists(target) and (names is None or names and {*MADE_LAST}.isdisjoint(names)):
-        raise UserError(
-            f"{place}: {target} is not an export of a policy, so no export replaces it; move it away, or choose "
-            "another directory for exports"
-        )
+    if (
+        not os.path.lexists(target)
+        or os.path.isdir(target)
+        and not os.path.islink(target)
+        and (not (names := os.listdir(target)) or not {*MADE_LAST}.isdisjoint(names))
+    ):
+        return
+    raise UserError(
+        f"{place}: {target} is not an export of a policy, so no export replaces it; move it away, or choose another "
+        "directory for exports"
+    )
 
 
 @contextmanager
@@ -202,6 +244,7 @@ def atomic_directory(target: str, before_publishing: Callable[[str], None] = lam
     os.mkdir(writing)
     try:
         yield writing
+        _apply_umask(writing)
         sync_tree(writing)
         before_publishing(target)
         os.rename(writing, target)
@@ -220,17 +263,38 @@ def write_files(directory: str, files: Mapping[str, bytes]) -> None:
             file.write(data)
 
 
+def _apply_umask(directory: str) -> None:
+    """Give all files the default mode of this process, because safetensors makes its files readable by one user."""
+    with open(os.path.join(directory, ".mode"), "xb") as file:
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+    os.remove(os.path.join(directory, ".mode"))
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            path = os.path.join(folder, name)
+            if stat.S_IMODE(os.stat(path).st_mode) != mode:
+                os.chmod(path, mode)
+
+
 def assign_to_files(sizes: Mapping[str, int], max_file_bytes: int, stem: str = "model") -> dict[str, list[str]]:
-    """Return the names of the tensors of each file, of at most `max_file_bytes`. A larger tensor has one of its own.
+    """Assign tensors, in order, to files of at most `max_file_bytes`. A larger tensor has a file of its own.
 
     Args:
         sizes: bytes of each tensor, by name.
-    """
-    from huggingface_hub import split_state_dict_into_shards_factory
 
-    options = {"get_storage_size": int, "get_storage_id": lambda _: None, "max_shard_size": max_file_bytes}
-    split = split_state_dict_into_shards_factory(sizes, filename_pattern=f"{stem}{{suffix}}.safetensors", **options)
-    return split.filename_to_tensors
+    Returns:
+        for each file name, the names of its tensors.
+    """
+    groups: list[list[str]] = [[]]
+    used = 0
+    for name, size in sizes.items():
+        if groups[-1] and used + size > max_file_bytes:
+            groups.append([])
+            used = 0
+        groups[-1].append(name)
+        used += size
+    if len(groups) == 1:
+        return {f"{stem}.safetensors": groups[0]}
+    return {f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups)}
 
 
 def write_index(directory: str, weight_map: Mapping[str, str], total_size: int) -> None:

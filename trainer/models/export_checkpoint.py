@@ -6,7 +6,6 @@ No code in the checkpoint is executed, and only files that its manifest contains
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -28,9 +27,10 @@ from trainer.models.export import (
     write_files,
     write_index,
 )
-from trainer.models.files import ADAPTER_CONFIG, check_model_files, weight_shapes
+from trainer.models.files import ADAPTER_CONFIG
 from trainer.models.heads import SCORE_HEAD, VALUE_HEAD, is_classifier, score_name
 from trainer.models.lora import adapted_weight, adapter_parameters, peft_name
+from trainer.models.weight_files import check_model_files, weight_shapes
 from trainer.models.weight_names import empty_model, file_tensors, file_units
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -88,7 +88,7 @@ def export(
         raise UserError(f"{files.path}: contains no policy with its Hugging Face config")
     config = files.json(f"{_ASSETS}config.json", {})
     lora = files.json(f"{_ASSETS}{ADAPTER_CONFIG}", _ADAPTER_FIELDS)
-    if _head(files).tensors and (adapter or not is_classifier(config.get("architectures"))):
+    if _heads(files) and (adapter or not is_classifier(config.get("architectures"))):
         problem = "an adapter's files lack; write the merged weights" if adapter else "no class of transformers reads"
         raise UserError(f"{files.path}: its policy has a head for values or scores, which {problem}")
     if (adapter or base) and not lora:
@@ -98,7 +98,7 @@ def export(
         if dtype not in DTYPES:
             raise UserError(f"--dtype=auto: the config of the model has {dtype!r}; name one of {', '.join(DTYPES)}")
     if adapter:
-        source, stem, max_file_bytes = _saved(files, peft_name), "adapter_model", sys.maxsize
+        source, stem, max_file_bytes = _adapter(files), "adapter_model", sys.maxsize
     elif lora:
         source, stem = _merged(files, lora, base or lora["base_model_name_or_path"]), "model"
     else:
@@ -112,10 +112,7 @@ def export(
     try:
         with atomic_directory(out) as writing:
             write_files(writing, assets)
-            names = _write(writing, source, assign_to_files(sizes, max_file_bytes, stem))
-            for name in names:  # safetensors makes its files readable by one user
-                shutil.copymode(os.path.join(writing, next(iter(assets))), os.path.join(writing, name))
-            return names
+            return _write(writing, source, assign_to_files(sizes, max_file_bytes, stem))
     except OSError as error:
         raise UserError(f"{out}: cannot be written ({error.strerror or error}); name another directory") from error
 
@@ -128,7 +125,7 @@ def read_policy(files: SavedFiles) -> dict[str, Tensor]:
     """
     config = files.json(f"{_ASSETS}config.json", {})
     has_adapters = f"{_ASSETS}{ADAPTER_CONFIG}" in files.entries
-    source = _saved(files, peft_name) if has_adapters else _plain(files, config)
+    source = _adapter(files) if has_adapters else _plain(files, config)
     if not source.tensors:
         raise UserError(f"{files.path}: contains no policy")
     return source.read(list(source.tensors))
@@ -141,7 +138,7 @@ def adapter_files(files: SavedFiles) -> tuple[str, bytes, str]:
     lora = files.json(f"{_ASSETS}{ADAPTER_CONFIG}", _ADAPTER_FIELDS)
     if not lora:
         raise UserError(f"{files.path}: its policy was trained without adapters (trainer.policy.lora)")
-    source = _saved(files, peft_name)
+    source = _adapter(files)
     weights = save(source.read(list(source.tensors)), metadata={"format": "pt"})
     return files.read(f"{_ASSETS}{ADAPTER_CONFIG}").decode(), weights, lora["base_model_name_or_path"]
 
@@ -175,7 +172,12 @@ def _write(directory: str, source: _Source, groups: Mapping[str, list[str]]) -> 
 
 
 def _in_files(source: _Source, model: nn.Module, dtype: torch.dtype) -> _Source:
-    """Return the tensors of a model's files, with this dtype, from its weights by their names in the (empty) model."""
+    """Return the tensors of a model's files, from its weights by their names in the module.
+
+    Args:
+        model: an empty one.
+        dtype: of the floating-point tensors.
+    """
     units = file_units(model, source.tensors)
     tensors_of = {
         unit: {score_name(name): tensor for name, tensor in file_tensors([unit], source.tensors, dtype).items()}
@@ -195,47 +197,58 @@ def _in_files(source: _Source, model: nn.Module, dtype: torch.dtype) -> _Source:
     return _Source({name: tensor for unit in units for name, tensor in tensors_of[unit].items()}, fetch)
 
 
-def _saved(files: SavedFiles, name_of: Callable[[str], str | None]) -> _Source:
-    """Return tensors of the policy in a checkpoint.
-
-    Args:
-        name_of: returns the name of a tensor in the result, from that in the module. None: it is left out.
-    """
-    entries, stored = files.shapes("policy"), {}
-    for name in entries:
-        if name.startswith(_MODEL) and (renamed := name_of(name.removeprefix(_MODEL))) is not None:
-            stored[renamed] = name
-
-    def fetch(names: list[str]) -> dict[str, Tensor]:
-        tensors = files.tensors("policy", [stored[name] for name in names]) if names else {}
-        return {name: tensors[stored[name]] for name in names}
-
-    found = {renamed: entries[name] for renamed, name in stored.items()}
-    empty = {
-        name: torch.empty(tuple(entry.size), dtype=entry.properties.dtype, device="meta")
-        for name, entry in found.items()
+def _heads(files: SavedFiles) -> dict[str, Tensor]:
+    """Return the head of a policy that gives one value, without content (see `_Source`). Empty: a language model."""
+    return {
+        name.removeprefix(_MODEL): torch.empty(tuple(entry.size), device="meta")
+        for name, entry in files.shapes("policy").items()
+        if name.startswith(f"{_MODEL}{VALUE_HEAD}")
     }
-    return _Source(empty, fetch)
-
-
-def _head(files: SavedFiles) -> _Source:
-    """Return the head of a policy that gives one value. Empty: it is a language model."""
-    return _saved(files, lambda name: name if name.startswith(VALUE_HEAD) else None)
 
 
 def _plain(files: SavedFiles, config: dict[str, Any]) -> _Source:
     """Return the weights of a policy without adapters, with their names in the module."""
-    tied = "lm_head.weight" if config.get("tie_word_embeddings") else None
-    return _saved(files, lambda name: None if name == tied else name)
+    weights = {}
+    for name, entry in files.shapes("policy").items():
+        tied = config.get("tie_word_embeddings") and name == f"{_MODEL}lm_head.weight"
+        if name.startswith(_MODEL) and not tied:
+            empty = torch.empty(tuple(entry.size), dtype=entry.properties.dtype, device="meta")
+            weights[name.removeprefix(_MODEL)] = empty
+
+    def fetch(names: list[str]) -> dict[str, Tensor]:
+        tensors = files.tensors("policy", [f"{_MODEL}{name}" for name in names])
+        return {name.removeprefix(_MODEL): tensor for name, tensor in tensors.items()}
+
+    return _Source(weights, fetch)
+
+
+def _adapter(files: SavedFiles) -> _Source:
+    """Return the adapters, with the names that peft's files use."""
+    shapes = {name: entry for name, entry in files.shapes("policy").items() if name.startswith(_MODEL)}
+    by_peft_name = {peft_name(name.removeprefix(_MODEL)): name for name in shapes}
+
+    def fetch(names: list[str]) -> dict[str, Tensor]:
+        tensors = files.tensors("policy", [by_peft_name[name] for name in names])
+        return {name: tensors[by_peft_name[name]] for name in names}
+
+    empty = {peft: torch.empty(tuple(shapes[name].size), device="meta") for peft, name in by_peft_name.items()}
+    return _Source(empty, fetch)
 
 
 def _merged(files: SavedFiles, lora: dict[str, Any], base: str) -> _Source:
     """Return the weights in the directory `base`, with the adapters merged."""
     from safetensors import safe_open
 
-    adapters, head = _saved(files, lambda name: name), _head(files)
-    adapted = {weight for weight in map(adapted_weight, adapters.tensors) if weight is not None}
-    file_of, weights = _base_weights(base, adapted)
+    if os.path.isdir(base):
+        check_model_files(base, "--base")
+    file_of, weights = _base_weights(base)
+    parameters = [name.removeprefix(_MODEL) for name in files.shapes("policy") if name.startswith(_MODEL)]
+    adapted = {weight for weight in map(adapted_weight, parameters) if weight is not None}
+    if not adapted <= set(file_of):
+        raise UserError(
+            f"{base}: has no {sorted(adapted - set(file_of))[0]}, which has an adapter; its files use other names for "
+            "the weights, so write only the adapter with --adapter"
+        )
     saved_digest = files.json("start_weights.json", {str: str}).get("model.path")
     if saved_digest not in (None, digest_weights(base)):
         raise UserError(
@@ -243,36 +256,42 @@ def _merged(files: SavedFiles, lora: dict[str, Any], base: str) -> _Source:
             "--base, or write only the adapter with --adapter"
         )
     scale = lora["lora_alpha"] / lora["r"]
-    if head.tensors:  # trained whole, in place of that of the base
-        weights = {name: weight for name, weight in weights.items() if not name.startswith(("lm_head.", SCORE_HEAD))}
-        weights |= head.tensors
+    heads = _heads(files)  # trained whole, in place of that of the base
+    if heads:
+        of_base = {name: weight for name, weight in weights.items() if not name.startswith(("lm_head.", SCORE_HEAD))}
+        weights = of_base | heads
 
     def fetch(names: list[str]) -> dict[str, Tensor]:
-        pairs = {name: adapter_parameters(name) for name in names if name in adapted}
-        found = adapters.read([parameter for pair in pairs.values() for parameter in pair])
-        merged = head.read([name for name in names if name in head.tensors])
+        pairs = {name: [f"{_MODEL}{p}" for p in adapter_parameters(name)] for name in names if name in adapted}
+        adapters = (
+            files.tensors("policy", [parameter for pair in pairs.values() for parameter in pair]) if pairs else {}
+        )
+        merged = {}
         for name in names:
-            if name not in merged:
-                with safe_open(file_of[name], framework="pt") as opened:
-                    merged[name] = opened.get_tensor(name)
+            if name in heads:
+                merged |= {name: files.tensors("policy", [f"{_MODEL}{name}"])[f"{_MODEL}{name}"]}
+                continue
+            with safe_open(file_of[name], framework="pt") as weights:
+                merged[name] = weights.get_tensor(name)
             if name in pairs:
-                a, b = (found[parameter] for parameter in pairs[name])
+                a, b = (adapters[parameter] for parameter in pairs[name])
                 merged[name] = merged[name].float() + scale * (b @ a)
         return merged
 
     return _Source(weights, fetch)
 
 
-def _base_weights(base: str, adapted: Collection[str]) -> tuple[dict[str, str], dict[str, Tensor]]:
+def _base_weights(base: str) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Return the file of each weight in the directory `base`, and its shape and dtype (see `_Source`)."""
-    if os.path.isdir(base):
-        check_model_files(base, "--base")
     try:
         found = weight_shapes(base)
     except ValueError as error:
         raise UserError(f"{base}: {error}; name the weights with --base") from error
-    if missing := sorted(set(adapted) - set(found)):
-        problem = f"has no {missing[0]}, which has an adapter" if found else "contains no safetensors to merge into"
-        raise UserError(f"{base}: {problem}; name the adapted weights with --base, or write the adapter with --adapter")
+    if not found:
+        raise UserError(
+            f"{base}: contains no safetensors, and the adapters need the weights that were there; name their "
+            "directory with --base, or write only the adapter with --adapter"
+        )
     file_of = {name: file for name, (file, _) in sorted(found.items())}
-    return file_of, {name: torch.empty(found[name][1], device="meta") for name in file_of}
+    weights = {name: torch.empty(found[name][1], device="meta") for name in file_of}
+    return file_of, weights

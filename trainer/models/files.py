@@ -1,26 +1,31 @@
-"""Find or download model directories, and check what is in them before a library reads it. Cheap to import."""
+"""Find or download model directories, and read and compare their files except weights. Cheap to import."""
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import glob
 import json
 import os
-import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import ModelConfig
 from trainer.config.tasks import POLICY_KEY
-from trainer.errors import UserError, format_size, one_line
-from trainer.files.atomic_io import digest_bytes, file_problem, open_regular
-from trainer.files.documents import parse_json, parse_object
+from trainer.errors import UserError
+from trainer.files.atomic_io import digest_bytes
+from trainer.files.documents import parse_json
 from trainer.files.hf_hub import first_line, pinned, why_missing, with_retries
+from trainer.models.weight_files import check_model_files, quantised_tensor, weight_shapes
 from trainer.process.startup import importing
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
+
+Contents = dict[str, Any]
+"""By file name: the values of a JSON object by key, or a digest of another file's content."""
 
 MODEL_FILES = (
     "config.json",
@@ -45,7 +50,7 @@ BACKBONE_FILES = ("config.json",)
 _CODE = "**/*.py"
 _BACKUPS = ("~", ".bak", ".orig", ".old")
 """Endings of the copies that editors and users leave. Nothing reads them."""
-_HARMLESS = {
+_HARMLESS = (
     "transformers_version",
     "_name_or_path",
     "name_or_path",
@@ -54,14 +59,20 @@ _HARMLESS = {
     "special_tokens_map_file",
     "is_local",
     "local_files_only",
-}
+)
 """Keys that say who wrote a file, and where. They act on nothing."""
+_RENAMED = {"torch_dtype": "dtype"}
+"""Keys that newer versions of transformers write under another name."""
+_SHORT = 200
+"""A value whose JSON has at most this many characters is kept as it is, so that a message can show it."""
+_MEDIUM = 1 << 16
+"""An object whose JSON has at most this many characters is kept key by key."""
+_SHOWN = 4
+_DIGEST = "xxh3-128 "
 
 
-def read_contents(directory: str, with_code: bool, patterns: tuple[str, ...] = MODEL_FILES) -> dict[str, str]:
-    """Return a digest of what each file of a model directory says, by its name.
-
-    The layout of JSON, the order of its keys, and keys that act on nothing have no part in it.
+def read_contents(directory: str, with_code: bool, patterns: tuple[str, ...] = MODEL_FILES) -> Contents:
+    """Return what the files of a model directory say. The layout of JSON and the order of its keys have no part in it.
 
     Args:
         with_code: the run executes Python files of the directory (`model.trust_remote_code`).
@@ -81,32 +92,76 @@ def content_files(directory: str, with_code: bool, patterns: tuple[str, ...]) ->
     return sorted(name for name in is_read if not name.endswith(_BACKUPS))
 
 
-def read_content(path: str) -> str:
-    """Return a digest of what one file says (see `read_contents`)."""
-    data = read_file(path)
-    if path.endswith(".json"):
-        with contextlib.suppress(ValueError):
-            data = json.dumps(_without_harmless(parse_json(data)), sort_keys=True).encode()
-    return digest_bytes(data)
-
-
-def _without_harmless(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return {key: _without_harmless(one) for key, one in value.items() if key not in _HARMLESS}
-
-
-def read_file(path: str) -> bytes:
-    """Return the content of a file.
+def read_content(path: str) -> Any:
+    """Return what one file says (see `Contents`).
 
     Raises:
         UserError: it cannot be read.
     """
     try:
         with open(path, "rb") as file:
-            return file.read()
+            data = file.read()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    if path.endswith(".json"):
+        try:
+            content = parse_json(data)
+        except ValueError:
+            return _digest(data)
+        return {key: _short(value) for key, value in _leaves(content)} if isinstance(content, dict) else _short(content)
+    return _digest(data)
+
+
+def differences(name: str, saved: Any, now: Any) -> str:
+    """Return in what two contents of the file `name` differ; empty if they are the same. None: there is no file."""
+    if saved == now:
+        return ""
+    if saved is None or now is None:
+        return f"{name} is {'new' if saved is None else 'missing'}"
+    if not (isinstance(saved, Mapping) and isinstance(now, Mapping)):
+        return f"{name} has another content"
+    keys = sorted(key for key in {*saved, *now} if not (key in saved and key in now and _same(saved[key], now[key])))
+    if not keys:
+        return ""
+    shown = [_change(key, saved, now) for key in keys[:_SHOWN]]
+    more = [f"{len(keys) - _SHOWN} more"] if len(keys) > _SHOWN else []
+    return f"{name}: {', '.join(shown + more)}"
+
+
+def _same(saved: Any, now: Any) -> bool:
+    return saved == now or json.dumps(saved) == json.dumps(now)  # NaN is not equal to itself
+
+
+def _change(key: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    shown = json.dumps(key)[1:-1]
+    if key not in saved or key not in now:
+        return f"{shown} is {'new' if key not in saved else 'missing'}"
+    before, after = json.dumps(saved[key]), json.dumps(now[key])
+    if _DIGEST in before + after:
+        return f"{shown} has another value"
+    return f"{shown} was {before}, is {after}"
+
+
+def _leaves(content: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Return the values of an object by their keys, those of objects in it by `outer.inner`."""
+    found: list[tuple[str, Any]] = []
+    for key, value in content.items():
+        if key in _HARMLESS:
+            continue
+        if isinstance(value, dict) and value and len(json.dumps(value)) <= _MEDIUM:
+            found += _leaves(value, f"{prefix}{key}.")
+        else:
+            found.append((prefix + _RENAMED.get(key, key), value))
+    return found
+
+
+def _short(value: Any) -> Any:
+    text = json.dumps(value, sort_keys=True)
+    return value if len(text) <= _SHORT else _digest(text.encode())
+
+
+def _digest(data: bytes) -> str:
+    return _DIGEST + digest_bytes(data)
 
 
 _TABLES = ("wpe", "embed_positions", "position_embeddings", "position_embedding")
@@ -144,7 +199,11 @@ def fit_rotations(config: PretrainedConfig, longest: int, setting: str) -> None:
 
 
 def check_position_table(module: nn.Module, longest: int, setting: str) -> None:
-    """Refuse a model whose table of positions has no row for the end of the longest sequence (UserError)."""
+    """Refuse a model with a table of positions that has no row for the last tokens of the longest sequence.
+
+    Raises:
+        UserError: see above.
+    """
     tables = [*module.named_parameters(), *module.named_buffers()]
     for name, table in tables:
         if table.ndim == 2 and any(part in _TABLES for part in name.split(".")):
@@ -176,7 +235,15 @@ _QUANTISED = ("quantization_config", "compression_config")
 _MEDIA = ("vision", "image", "video", "audio", "speech", "vq")
 """Words in the names of the parts of a config.json that describe how a model reads more than text."""
 
+_WITH_TORCHVISION = ("qwen3_5",)
+"""Beginnings of the types of models whose classes in vLLM stand in modules that also read images."""
+
 _UNQUANTISED = "save the model with weights of 16 bits, as docs/models.md shows, and name that directory"
+
+_HEAD, _EMBEDDING = "lm_head.weight", ("embed", "wte")
+"""End of the name of an output head, and parts of those of the embeddings that families tie to it."""
+_ROWS = 1 << 14
+"""Rows of a vocabulary that are compared at a time."""
 
 
 def resolve_model_path(path: str, key: str = POLICY_KEY) -> str:
@@ -193,10 +260,14 @@ def resolve_model_path(path: str, key: str = POLICY_KEY) -> str:
     """
     if os.path.isdir(path):
         if not os.path.exists(os.path.join(path, "config.json")):
-            is_checkpoint = os.path.exists(os.path.join(path, "manifest.json"))
-            instead = f"; it is a checkpoint: trainer checkpoint export {path} DIRECTORY converts it"
-            problem = f"the directory has no config.json, so it contains no Hugging Face model{instead * is_checkpoint}"
-            raise UserError(f"{key}={path}: {problem}")
+            below = (os.path.join(glob.escape(path), *depth, "config.json") for depth in (["*"], ["*", "*"]))
+            inside = [file for pattern in below for file in sorted(glob.glob(pattern))]
+            instead = f"; {os.path.dirname(inside[-1])} has one" if inside else ""
+            if os.path.exists(os.path.join(path, "manifest.json")):
+                instead = f"; it is a checkpoint: trainer checkpoint export {shlex.quote(path)} DIRECTORY converts it"
+            raise UserError(
+                f"{key}={path}: the directory has no config.json, so it contains no Hugging Face model{instead}"
+            )
         check_model_files(path, key)
         return os.path.abspath(path)  # ranks on an existing cluster have a different working directory
     from huggingface_hub import snapshot_download
@@ -237,7 +308,46 @@ def load_config(model: ModelConfig, path: str, key: str = POLICY_KEY) -> Pretrai
     except Exception as error:  # a corrupt config.json can raise any exception
         raise UserError(f"{key}={path}: its config.json cannot be used ({first_line(error)})") from error
     check_sizes(text, _SIZES, f"{key}={path}")
+    untie_own_head(config, path)
     return config
+
+
+def untie_own_head(config: PretrainedConfig, path: str) -> None:
+    """Let `config` say that head and embedding are not tied, if those in the files in `path` differ.
+
+    transformers and vLLM use such a head, whatever the config says.
+    """
+    text = config.get_text_config()
+    if not (getattr(config, "tie_word_embeddings", False) or getattr(text, "tie_word_embeddings", False)):
+        return
+    try:
+        found = weight_shapes(path)
+    except ValueError:  # whoever loads the weights says so
+        return
+    heads = [name for name in found if name.endswith(_HEAD)]
+    for head in heads:
+        file, shape = found[head]
+        same = [name for name in found if found[name][1] == shape and any(word in name for word in _EMBEDDING)]
+        if any(_differ((file, head), (found[name][0], name), os.stat(file).st_mtime_ns) for name in same):
+            config.tie_word_embeddings = text.tie_word_embeddings = False
+
+
+@functools.cache
+def _differ(one: tuple[str, str], other: tuple[str, str], written: int) -> bool:
+    """Return whether two tensors, each named by its file and its name there, have different values.
+
+    Args:
+        written: when the first file was written, so that a new file is read again.
+    """
+    import torch
+    from safetensors import safe_open
+
+    with safe_open(one[0], framework="pt") as first, safe_open(other[0], framework="pt") as second:
+        a, b = first.get_slice(one[1]), second.get_slice(other[1])
+        return not all(
+            torch.equal(a[row : row + _ROWS].float(), b[row : row + _ROWS].float())
+            for row in range(0, a.get_shape()[0], _ROWS)
+        )
 
 
 def load_trained_config(
@@ -263,8 +373,26 @@ def load_trained_config(
     return config
 
 
+def check_torchvision(model: ModelConfig, path: str) -> None:
+    """Refuse a model whose class in vLLM imports torchvision where that is not installed, before an engine starts.
+
+    Raises:
+        UserError: see above.
+    """
+    kind = load_config(model, path).model_type
+    if kind.startswith(_WITH_TORCHVISION) and find_spec("torchvision") is None:
+        raise UserError(
+            f"rollout.engine=vllm: vLLM's class of {POLICY_KEY}={path} ({kind}) imports torchvision, which the CPU set "
+            "leaves out; install the torchvision that fits this torch, or choose rollout=transformers"
+        )
+
+
 def check_trained(config: PretrainedConfig, setting: str) -> None:
-    """Refuse a config of quantised weights, or of a model that reads more than text. `setting`: the user's words."""
+    """Refuse a config of quantised weights, and one of a model that reads more than text.
+
+    Args:
+        setting: what the user has set, `KEY=VALUE`.
+    """
     for field in _QUANTISED:
         if values := getattr(config, field, None):
             method = values.get("quant_method") if isinstance(values, dict) else getattr(values, "quant_method", None)
@@ -284,197 +412,12 @@ def check_trained(config: PretrainedConfig, setting: str) -> None:
 
 
 def check_sizes(text: PretrainedConfig, names: Iterable[str], setting: str) -> None:
-    """Refuse the config of a language model if one of these fields is below 1. `setting`: the user's `KEY=VALUE`."""
+    """Refuse the config of a language model if one of these fields is below 1.
+
+    Args:
+        setting: what the user has set, `KEY=VALUE`.
+    """
     for name in names:
         size = getattr(text, name, None)
         if isinstance(size, int) and size < 1:
             raise UserError(f"{setting}: {name} of its config.json must be at least 1, and is {size}")
-
-
-# ---------------------------------------------------------------------------------------------------
-# Type, size and header of the files
-
-_MIB = 1 << 20
-_LARGEST_FILES = (
-    (re.compile(r".*\.index\.json"), 64 * _MIB),
-    (re.compile(r"(tokenizer|vocab|merges|added_tokens|special_tokens_map|tokenizer_config)\.(json|txt)"), 512 * _MIB),
-    (re.compile(r"(.*_)?config\.json|chat_template\.json|.*\.(jinja|py)"), 32 * _MIB),
-    (re.compile(r".*\.(json|txt|model|tiktoken|spm|safetensors|bin)"), None),
-)
-"""Files that the libraries read, or could read, with the largest size of each in bytes. The first pattern that fits
-counts."""
-_QUANTISED_TYPES = ("F8", "F6", "F4")
-_SINGLE_FILE, _INDEX_IN_USE = "model.safetensors", "model.safetensors.index.json"
-_START_OF_POINTER = b"version https://git-lfs.github.com/"
-
-_checked: set[tuple[str, int, int]] = set()
-
-
-def check_model_files(path: str, key: str) -> None:
-    """Check the files of the model directory `path`. Files that this process has checked before are not read again.
-
-    Raises:
-        UserError: a file is no regular file, is too large for its kind, or has a header that cannot be true; or an
-            index names a file outside of the directory. The message calls the directory `key`.
-    """
-    for name in sorted(os.listdir(path)):
-        for pattern, largest in _LARGEST_FILES:
-            if pattern.fullmatch(name):
-                _check_once(path, name, largest, key)
-                break
-
-
-def tensors_in(file: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return type and shape of the tensors in a safetensors file, by name. The library checks the header.
-
-    Raises:
-        OSError: the file cannot be read, or is no regular file.
-        ValueError: its header cannot be true.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    with open_regular(file):
-        pass
-    try:
-        with safe_open(file, framework="numpy") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            return {name: (tensor.get_dtype(), tuple(tensor.get_shape())) for name, tensor in slices.items()}
-    except SafetensorError as error:
-        raise ValueError(first_line(error)) from error
-
-
-def weight_files(path: str) -> list[str]:
-    """Return the safetensors files that hold the weights of the directory `path`, as transformers chooses them.
-
-    One file of the usual name goes before an index, even if the index names others. Empty: there is neither.
-
-    Raises:
-        OSError: the index cannot be read.
-        ValueError: it is no index, or names a file outside of its directory.
-    """
-    single, index = os.path.join(path, _SINGLE_FILE), os.path.join(path, _INDEX_IN_USE)
-    if os.path.isfile(single):
-        return [single]
-    return _files_of_index(index) if os.path.isfile(index) else []
-
-
-def weight_shapes(path: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the file and the shape of each tensor in the `weight_files` of the directory `path`, by name.
-
-    Raises:
-        ValueError: a file cannot be used, or a tensor is in two files.
-    """
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
-    try:
-        files = weight_files(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"its {_INDEX_IN_USE} cannot be used ({one_line(str(error))})") from error
-    for file in files:
-        for name, (_, shape) in _usable_tensors(file).items():
-            if name in found:
-                names = [os.path.basename(one) for one in (found[name][0], file)]
-                raise ValueError(f"its {names[0]} and {names[1]} both hold {one_line(name)}; remove one of them")
-            found[name] = file, shape
-    return found
-
-
-def _usable_tensors(file: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-    try:
-        return tensors_in(file)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"its {os.path.basename(file)} cannot be used ({one_line(str(error))})") from error
-
-
-def check_one_reading(path: str, key: str) -> None:
-    """Refuse a directory in which vLLM would read a weight from another file than transformers (UserError).
-
-    vLLM reads the files of the index, and without an index all safetensors files. Messages call the directory `key`.
-    """
-    try:
-        own = weight_shapes(path)
-        index = os.path.join(path, _INDEX_IN_USE)
-        others = _files_of_index(index) if os.path.isfile(index) else _safetensors(path)
-        for file in sorted(set(others) - {file for file, _ in own.values()}):
-            if twice := own.keys() & _usable_tensors(file).keys():
-                name = min(twice)
-                raise ValueError(
-                    f"transformers reads {one_line(name)} from {os.path.basename(own[name][0])}, and vLLM from "
-                    f"{os.path.basename(file)}; remove the file that is not of this model"
-                )
-    except (OSError, ValueError) as error:
-        raise UserError(f"{key}={path}: {error}") from error
-
-
-def _safetensors(path: str) -> list[str]:
-    return sorted(glob.glob(os.path.join(glob.escape(path), "*.safetensors")))
-
-
-def _files_of_index(index: str) -> list[str]:
-    return [os.path.join(os.path.dirname(index), file) for file in sorted(set(files_in_index(index).values()))]
-
-
-def quantised_tensor(path: str) -> str | None:
-    """Return the name and the type of a quantised weight in the safetensors files of the directory `path`, if any.
-
-    A library that does not know of the quantisation would read the numbers without their scales. Integers are weights
-    only under the name of one: masks and tables of tokens are integers too. Files that cannot be read are left out.
-    """
-    with contextlib.suppress(OSError, ValueError):
-        for file in weight_files(path):
-            for name, (kind, _) in tensors_in(file).items():
-                if kind.startswith(_QUANTISED_TYPES) or (kind in ("I8", "U8") and name.endswith("weight")):
-                    return f"{one_line(name)} has the type {kind}"
-    return None
-
-
-def files_in_index(index: str) -> dict[str, str]:
-    """Return the file of each tensor that an index names.
-
-    Raises:
-        OSError: the index cannot be read, or is no regular file.
-        ValueError: it is no index, or names a file outside of its directory.
-    """
-    with open_regular(index) as opened:
-        files: dict[str, str] = parse_object(opened.read(), {"weight_map": {str: str}})["weight_map"]
-    for file in set(files.values()):
-        if os.path.isabs(file) or ".." in file.split("/") or not file.isprintable():
-            raise ValueError(f"it names the file {one_line(repr(file))}, which is not in its directory")
-    return files
-
-
-def _check_once(path: str, name: str, largest: int | None, key: str) -> None:
-    file = os.path.join(path, name)
-    try:
-        if (problem := file_problem(file)) is not None:
-            raise ValueError(f"it {problem}")
-        status = os.stat(file)
-        stamp = (os.path.realpath(file), status.st_size, status.st_mtime_ns)
-        if stamp in _checked:
-            return
-        if largest is not None and status.st_size > largest:
-            raise ValueError(
-                f"it has {format_size(status.st_size)}, and such a file has at most {format_size(largest)}"
-            )
-        _check_content(file, name)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{key}={path}: its {name} cannot be used ({one_line(str(error))})") from error
-    _checked.add(stamp)
-
-
-def _check_content(file: str, name: str) -> None:
-    with open_regular(file) as opened:
-        if opened.read(len(_START_OF_POINTER)) == _START_OF_POINTER:
-            raise ValueError("it is a pointer of Git LFS, not the file itself; run `git lfs pull` in that directory")
-    if name == "config.json":
-        with open_regular(file) as opened:
-            parse_object(opened.read())
-    elif name.endswith(".index.json"):
-        shards = {os.path.join(os.path.dirname(file), shard) for shard in files_in_index(file).values()}
-        # Downloads often leave out weights in a second format, but not their index.
-        if name != _INDEX_IN_USE and not any(map(os.path.lexists, shards)):
-            return
-        for shard in sorted(shards):
-            if (problem := file_problem(shard)) is not None:
-                raise ValueError(f"it names {os.path.relpath(shard, os.path.dirname(file))}, which {problem}")
-    elif name.endswith(".safetensors"):
-        tensors_in(file)

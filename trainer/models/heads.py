@@ -36,7 +36,11 @@ def check_head(config: PretrainedConfig, spec: RoleSpec, path: str, trust_remote
 
 
 def refuse_classifier(architectures: Any, named: str) -> None:
-    """Refuse a reward model where a language model is needed (UserError)."""
+    """Refuse a reward model where a language model is needed.
+
+    Raises:
+        UserError: it is one.
+    """
     if is_classifier(architectures):
         raise UserError(
             f"{named}: {architectures[0]} is a reward model, which scores texts and writes none; name a language "

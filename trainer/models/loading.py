@@ -33,11 +33,12 @@ from trainer.errors import UserError, describe_error, one_line
 from trainer.files.hf_hub import first_line
 from trainer.models.attention import PACKED, is_stateful, packing_arguments, set_attention
 from trainer.models.checks import refuse_axis
-from trainer.models.files import check_position_table, fit_rotations, load_trained_config, weight_shapes
+from trainer.models.files import check_position_table, fit_rotations, load_trained_config
 from trainer.models.heads import SCORE_HEAD, VALUE_HEAD, check_head, is_classifier, score_name
 from trainer.models.logprobs import compile_head, set_head
 from trainer.models.lora import add_adapters, hugging_face_name, initialise_adapters
 from trainer.models.tensor_parallel import apply_tp
+from trainer.models.weight_files import weight_shapes
 from trainer.models.weight_names import float32_weights, keep_file_format
 from trainer.parallel.ac_and_compile import compiles_blocks, prepare_blocks
 from trainer.parallel.mesh import Layout
@@ -46,7 +47,10 @@ from trainer.parallel.shard import param_dtype, shard_model, transformer_blocks
 
 
 class CriticModel(nn.Module):
-    """Computes state values of sequences. The backbone has the attribute name that it has in the files of the model.
+    """Computes state values of sequences.
+
+    The backbone has the same attribute name as in the causal LM (usually `model`), so that its parameters have the same
+    names as in the safetensors files.
 
     Args:
         is_score: the value of a token is that of the state after it, as the score of a reward model; else before it.
@@ -92,8 +96,10 @@ def load_model(
     """Load the model of a role from the local directory `path`, split over the axes of `layout`. A collective.
 
     Without the head of a language model, it has the same backbone with a value head. A score head is that of the files
-    (`score.weight`, as transformers saves a sequence classifier with one label); a trained one starts at 0 if they have
-    none. Parameters are float32, and frozen ones have the forward dtype, because no optimizer updates them.
+    (`score.weight`, as transformers saves a sequence classifier with one label). That of a trained model starts at 0 if
+    they have none, as a head for values does.
+
+    Parameters are float32. Frozen ones are stored in the forward dtype, because no optimizer updates them.
 
     Args:
         spec: the model's role: its head, whether it is trained, its adapters, and its sharding.
@@ -116,6 +122,7 @@ def empty_causal_lm(
     """Return a causal LM on the meta device, with its adapters, before it is split; and the name of its backbone.
 
     Args:
+        config: of the model.
         sizes: sizes of the layout's axes.
         pack: `trainer.pack`.
     """
@@ -175,7 +182,11 @@ def _keep_constants(lm: nn.Module) -> None:
 
 
 def _build(model: ModelConfig, config: PretrainedConfig, key: str) -> PreTrainedModel:
-    """Return the class of `config` on the meta device; without torch's kernels (`sdpa`), with its own attention."""
+    """Return the class of `config` on the meta device.
+
+    A class without torch's kernels (`sdpa`) is built with its own attention: then it either attends by
+    `packed_attention`, or has one sequence a row.
+    """
 
     def build(implementation: str) -> PreTrainedModel:
         with init_empty_weights(include_buffers=False):
@@ -189,18 +200,22 @@ def _build(model: ModelConfig, config: PretrainedConfig, key: str) -> PreTrained
     try:
         try:
             return build(model.attn_implementation)
-        except ValueError:  # the class has no such attention
+        except ValueError:
+            if model.attn_implementation != "sdpa":
+                raise
             return build("eager")
-    except (ValueError, ImportError) as error:  # its code needs a package that is not installed
+    except (ValueError, ImportError) as error:  # the class has no such attention, or its package is not installed
         raise UserError(
-            f"{key}: models of the type {config.model_type} cannot be built ({first_line(error)})"
+            f"{key}: models of the type {config.model_type} cannot be built with "
+            f"model.attn_implementation={model.attn_implementation} ({first_line(error).partition('. ')[0]})"
         ) from error
 
 
 def without_noise(config: PretrainedConfig) -> PretrainedConfig:
-    """Return `config` with every rate of dropout at 0, because log-probs of the same weights must be equal.
+    """Return `config` with every rate of dropout at 0: `resid_pdrop`, `residual_dropout` and others.
 
-    Classes read these rates into modules, numbers and calls of `F.dropout`, so no later look at a model finds all.
+    Old and new log-probs of the same weights must be equal. Classes read these rates into modules, numbers and calls of
+    `F.dropout`, so that no later look at a model finds all of them.
     """
     config = copy.deepcopy(config)
     for name, value in list(vars(config).items()):
@@ -214,7 +229,8 @@ def without_noise(config: PretrainedConfig) -> PretrainedConfig:
 def _leave_training_mode(lm: PreTrainedModel) -> None:
     """Set `eval()` where training mode means noise alone, such as random experts. Gradients do not depend on it.
 
-    Classes with a state along the sequence choose their kernels by the mode. So may the code of a model directory.
+    Classes with a state along the sequence choose the kernels that compute gradients by the mode, and have no noise but
+    dropout. Code of a model directory may compute without gradients in `eval()`.
     """
     is_foreign = type(lm).__module__.partition(".")[0] != "transformers"
     lm.train(is_stateful(lm) or is_foreign)
@@ -319,12 +335,18 @@ class _Files(FileSystem):
 
 
 def _scatter_from_rank0(module: nn.Module, model: ModelConfig, path: str, key: str, names: dict[str, str]) -> None:
-    """Load the model with transformers on rank 0, and scatter its weights. `names`: see `_names_in_files`."""
+    """Load the model with transformers on rank 0, and scatter its weights.
+
+    Args:
+        key: names the path in messages.
+        names: the names in the module, by their names in the model's files.
+    """
     full: dict[str, Any] = {}
     problem = [None]
     if dist.get_rank() == 0:
         try:
             tensors = load_pretrained(path, torch.float32, model.trust_remote_code, names).state_dict()
+            _check_tied(module, tensors, path)
             full = {names[name]: tensor for name, tensor in tensors.items() if name in names}
         except UserError as error:
             problem = [f"{key}={error}"]
@@ -368,6 +390,18 @@ def load_pretrained(
         others = f"; they have {one_line(unknown[0])}, which is no weight of {type(lm).__name__}" if unknown else ""
         raise UserError(f"{path}: its files lack the weight {missing[0]}{more}{others}")
     return lm
+
+
+def _check_tied(module: nn.Module, tensors: Mapping[str, Tensor], path: str) -> None:
+    """Refuse weights that `module` ties, and that transformers has not tied because their values differ."""
+    first: dict[int, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(parameter), name)
+        if name in tensors and tensors[name].data_ptr() != tensors[other].data_ptr():
+            raise UserError(
+                f"{path}: its files have a {name} that differs from {other}, although its config.json ties the two; "
+                "set tie_word_embeddings to false there"
+            )
 
 
 def _check_shapes(named: str, state: Mapping[str, Tensor], shapes: dict[str, tuple[int, ...]]) -> None:

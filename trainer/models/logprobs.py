@@ -1,8 +1,9 @@
 """Log-probs and entropies of tokens from hidden states, without a tensor of all logits.
 
-The logits of a micro-batch, `(N, V)` in float32, would be by far the largest tensor of a step. Here, they exist for a
-few hundred tokens at a time, in the forward pass and again in the backward pass, only for tokens whose log-probs are
-needed; on CPU for a block of the vocabulary at a time, which fits into the cache.
+The logits of a micro-batch, `(N, V)` in float32, are by far the largest tensor of a step: 5 GB for 8,192 tokens and a
+vocabulary of 152k, and a plain backward pass holds five tensors of this size. Here, logits exist only for a few hundred
+tokens at a time, in the forward pass and again in the backward pass, and only for tokens whose log-probs are needed. On
+CPU they exist only for a block of the vocabulary at a time, which fits into the cache.
 
 `set_head` replaces the model's `forward`, so that the head runs inside it: FSDP gathers the weights of the head once.
 """
@@ -139,7 +140,11 @@ def set_head(lm: PreTrainedModel) -> bool:
 
     It has the arguments token ids `(1, N)`, `Targets`, and a dict of further arguments of the model. It returns the
     log-probs `(n,)` of the targets and the entropies `(n,)` of their distributions (or None), in nats, at least
-    float32. A model whose head is more than one linear layer, a factor and a soft cap computes all its logits.
+    float32.
+
+    A model whose head is more than one linear layer, a factor and a soft cap computes all its logits.
+
+    If the weight of the output layer is a DTensor, each rank of its mesh has the rows of a slice of the vocabulary.
 
     Returns:
         whether logits are computed in chunks of tokens.

@@ -164,7 +164,12 @@ def adapter_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def adapter_config(config: LoraConfig, target_modules: list[str], base_model: str) -> str:
-    """Return the content of peft's `adapter_config.json`. `target_modules`: names of the layers with adapters."""
+    """Return the content of peft's `adapter_config.json`.
+
+    Args:
+        target_modules: names of the layers that have adapters.
+        base_model: directory or Hub id of the adapted weights.
+    """
     peft_config = _peft_config(config, target_modules)
     peft_config.base_model_name_or_path, peft_config.task_type = base_model, "CAUSAL_LM"
     peft_config.inference_mode = True

@@ -12,13 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import json
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,15 +28,15 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-import trainer
 from trainer.config import ModelConfig, RoleSpec
 from trainer.errors import UserError, describe_error, one_line
-from trainer.files.atomic_io import digest_bytes, digest_file, write_file
-from trainer.models.attention import PACKED, block_windows, can_pack
-from trainer.models.files import cache_directory, load_trained_config, weight_shapes
+from trainer.models.attention import PACKED, can_pack
+from trainer.models.files import load_trained_config
 from trainer.models.loading import CriticModel, empty_causal_lm
 from trainer.models.logprobs import token_logprobs
 from trainer.models.lora import full_tensor, hugging_face_name
+from trainer.models.verdicts import Verdict, keep_verdict, read_verdict, verdict_file
+from trainer.models.weight_files import weight_files, weight_shapes
 from trainer.models.weight_names import file_units
 from trainer.parallel.mesh import Layout
 from trainer.parallel.packing import Packing
@@ -62,25 +59,18 @@ _OTHER_LAYERS = "the model, because its config.json counts layers in another way
 
 
 @dataclass
-class Verdict:
-    """What the comparison of a model with its own class has found."""
-
-    problem: str | None = None
-    """What differs, and the key that trains the model rightly. None: nothing."""
-    not_compared: list[str] = field(default_factory=list)
-    difference: float = 0.0
-    """The largest one between the rows and the model's own class: of log-probs in nats, else of hidden states."""
-    limit: float = 0.0
-
-
-@dataclass
 class Rows:
-    """What a model computes for all tokens of the two rows, float32."""
+    """What a model computes for the two rows."""
 
-    hidden: Tensor | None
-    """`(tokens, H)`: the last hidden states. None: the class has no backbone that returns them."""
-    logprobs: Tensor | None
-    """`(tokens - 2,)`: of each token but the first ones. None for a model with a value head."""
+    hidden: list[Tensor]
+    """`(T, H)` float32: the last hidden states."""
+    logprobs: list[Tensor]
+    """`(T - 1,)` float32: of each token but the first. Empty for a model with a value head."""
+
+    @property
+    def values(self) -> Tensor:
+        """The log-probs; without them, the hidden states `(tokens, H)`."""
+        return torch.cat(self.logprobs) if self.logprobs else torch.cat(self.hidden)
 
 
 def check_model(
@@ -100,15 +90,15 @@ def check_model(
     Raises:
         UserError: they differ, and `model.check` is `refuse`.
     """
-    file = _verdict_file(model, path, layout.device, layout.sizes, spec, pack, longest)
-    verdict = _everywhere(lambda: _kept_verdict(file))
+    file = verdict_file(model, path, layout.device, layout.sizes, spec, pack, longest)
+    verdict = _everywhere(lambda: read_verdict(file))
     if verdict is None:
+        started = time.monotonic()
         with torch.random.fork_rng(devices=[]):
             verdict = _compare(model, module, path, layout, spec, pack, longest)
+        verdict.seconds = time.monotonic() - started
         if layout.is_main_rank:
-            with contextlib.suppress(OSError):  # else the next start compares again
-                os.makedirs(os.path.dirname(file), exist_ok=True)
-                write_file(file, json.dumps(asdict(verdict), indent=1))
+            keep_verdict(file, verdict)
     if verdict.problem and model.check == "refuse":
         raise UserError(f"{spec.key}={path}: {verdict.problem}; model.check=accept trains it nevertheless")
     return verdict
@@ -119,44 +109,6 @@ def _everywhere(function: Callable[[], Any]) -> Any:
     found = [function() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)
     return found[0]
-
-
-def _kept_verdict(file: str) -> Verdict | None:
-    try:
-        with open(file, "rb") as stream:
-            return Verdict(**json.loads(stream.read()))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def _verdict_file(
-    model: ModelConfig,
-    path: str,
-    device: str,
-    sizes: Mapping[str, int],
-    spec: RoleSpec,
-    pack: bool,
-    longest: int | None,
-) -> str:
-    """Return the name of the file of a verdict: a digest of what the verdict depends on."""
-    with os.scandir(path) as entries:
-        parts = sorted((e.name, e.stat().st_size, e.stat().st_mtime_ns) for e in entries if e.is_file())
-    parts += [
-        *(model.attn_implementation, model.trust_remote_code, pack, longest, device, spec.head),
-        *(spec.sharding.param_dtype, spec.has_adapters),
-        *(sorted((name, size > 1) for name, size in sizes.items())),
-        *(version("torch"), version("transformers"), _code()),
-    ]
-    return os.path.join(cache_directory(model), "model_checks", f"{digest_bytes(repr(parts).encode())}.json")
-
-
-@functools.cache
-def _code() -> str:
-    """Return a digest of the code that computes what models do."""
-    root = os.path.dirname(trainer.__file__)
-    directories = [os.path.join(root, package) for package in ("models", "parallel")]
-    names = [os.path.join(one, name) for one in directories for name in sorted(os.listdir(one)) if name.endswith(".py")]
-    return digest_bytes(" ".join(map(digest_file, names)).encode())
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -174,7 +126,7 @@ def _compare(
 ) -> Verdict:
     config = load_trained_config(model, path, spec.key, longest)
     is_whole = sum(parameter.numel() for parameter in module.parameters()) <= _WHOLE
-    ids, not_compared = _ids_of(config, is_whole, longest)
+    ids, not_compared = _ids_of(module, config, is_whole, longest)
     ours = _passes(module, ids, layout) if is_whole else None
     complete = {name: full_tensor(tensor.detach()) for name, tensor in module.named_parameters()} if is_whole else {}
 
@@ -202,10 +154,12 @@ def _compare(
         return _everywhere(judge)
 
 
-def _ids_of(config: PretrainedConfig, is_whole: bool, longest: int | None) -> tuple[list[Tensor], list[str]]:
+def _ids_of(
+    module: nn.Module, config: PretrainedConfig, is_whole: bool, longest: int | None
+) -> tuple[list[Tensor], list[str]]:
     """Return the ids `(T,)` of the rows, and which windows are longer."""
     text = config.get_text_config()
-    windows = {window for window in block_windows(config) if window}
+    windows = {window for block in transformer_blocks(module) if (window := _window(block, text))}
     short = [window for window in windows if window <= _WINDOW] or ([] if is_whole or not windows else [_SHORT_WINDOW])
     most = min(one for one in (getattr(text, "max_position_embeddings", None), longest, 2 * _WINDOW) if one)
     lengths = [min(most, _LENGTHS[0]), min(most, max(_LENGTHS[1], *(window + 16 for window in short), 0))]
@@ -215,38 +169,47 @@ def _ids_of(config: PretrainedConfig, is_whole: bool, longest: int | None) -> tu
     return ids, [f"windows of {window} tokens" for window in too_long]
 
 
+def _window(block: nn.Module, text: Any) -> int | None:
+    own = {getattr(module, "visible_window", None) for module in block.modules()} - {None}
+    return max(own) if own else getattr(text, "sliding_window", None)
+
+
 def _passes(module: nn.Module, ids: Sequence[Tensor], layout: Layout | None, device: str = "cpu") -> list[Rows]:
     """Return what `module` computes for the rows: packed if it packs them, else alone; again with gradients; alone."""
     cp, device = (layout.cp, layout.device) if layout else (None, device)
-    alone = [[row] for row in ids]
-    together = [list(ids)] if can_pack(module) else alone
+    together = [list(ids)] if can_pack(module) else [[row] for row in ids]
+
+    def compute(rows_of: list[list[Tensor]]) -> Rows:
+        found = Rows([], [])
+        for rows in rows_of:
+            _add_pass(found, module, rows, Packing([len(row) for row in rows], device, cp))
+        return found
+
     with torch.compiler.set_stance("force_eager"):
         passes = []
-        for rows_of, has_gradients in ((together, False), (together, True), (alone, False)):
+        for rows_of, has_gradients in ((together, False), (together, True), ([[row] for row in ids], False)):
             with torch.set_grad_enabled(has_gradients):
-                packings = [Packing([len(row) for row in rows], device, cp) for rows in rows_of]
-                found = [_pass(module, rows, packing) for rows, packing in zip(rows_of, packings, strict=True)]
-                passes.append(Rows(*(None if one[0] is None else torch.cat(one) for one in zip(*found, strict=True))))
+                passes.append(compute(rows_of))
     if isinstance(module, FSDPModule):
         module.reset_iter_state()  # also because no backward pass follows the one with gradients
     return passes
 
 
-def _pass(module: nn.Module, rows: list[Tensor], packing: Packing) -> tuple[Tensor | None, Tensor | None]:
-    """Return the hidden states and the log-probs of one row of sequences (see `Rows`)."""
+def _add_pass(found: Rows, module: nn.Module, rows: list[Tensor], packing: Packing) -> None:
     states: list[Tensor] = []
     hook = _record_hidden(module.get_submodule(module._prefix) if isinstance(module, CriticModel) else module, states)
-    ids, logprobs = torch.cat(rows)[None].to(packing.device), None
+    ids = torch.cat(rows)[None].to(packing.device)
+    lengths = [len(row) for row in rows]
     try:
         if isinstance(module, CriticModel):
             module(ids, packing)
         else:
-            padded = token_logprobs(module, ids, packing).detach().float().cpu()
-            logprobs = torch.cat([row[1 : len(ids)] for row, ids in zip(padded, rows, strict=True)])
+            logprobs = token_logprobs(module, ids, packing).detach().float().cpu()
+            found.logprobs += [row[1:length] for row, length in zip(logprobs, lengths, strict=True)]
     finally:
         hook.remove()
-    hidden = packing.gather(states[0][0].detach().T.contiguous()).T.float().cpu() if states else None
-    return hidden, logprobs
+    if states:  # some classes call a part of their backbone
+        found.hidden += packing.gather(states[0][0].detach().T.contiguous()).T.float().cpu().split(lengths)
 
 
 def _record_hidden(model: nn.Module, states: list[Tensor]) -> Any:
@@ -261,15 +224,17 @@ def _record_hidden(model: nn.Module, states: list[Tensor]) -> Any:
 
 def _own_rows(lm: PreTrainedModel, ids: Sequence[Tensor]) -> Rows:
     """Return what `lm`, a plain model of transformers, computes for each row alone."""
-    logprobs, states = [], []
+    found, states = Rows([], []), []
     hook = _record_hidden(lm, states)
     with torch.no_grad():
         for row in ids:
             row = row.to(lm.device)[None]
             logp = lm(input_ids=row, attention_mask=torch.ones_like(row), use_cache=False).logits[0].float()
-            logprobs.append(logp.log_softmax(-1)[:-1].gather(-1, row[0, 1:, None])[:, 0].cpu())
+            logp = logp.log_softmax(-1)[:-1].gather(-1, row[0, 1:, None])[:, 0]
+            found.logprobs.append(logp.cpu())
     hook.remove()
-    return Rows(torch.cat([state[0].float().cpu() for state in states]) if states else None, torch.cat(logprobs))
+    found.hidden = [state[0].float().cpu() for state in states]
+    return found
 
 
 def _judge(
@@ -281,55 +246,72 @@ def _judge(
     dtype: torch.dtype,
 ) -> None:
     """Say in `verdict` what of `passes` differs from what `lm` computes, by the first cause that explains it."""
-    own = rounded = _own_rows(lm, ids)
+    own = _own_rows(lm, ids)
+    rounded = own
     if dtype != torch.float32:
         for parameter in lm.parameters():
             parameter.data = parameter.data.to(dtype)
         rounded = _own_rows(lm, ids)
     together, again, alone = passes
-    compared = "hidden" if together.logprobs is None else "logprobs"
     has_experts = any("expert" in name for name, _ in lm.named_parameters()) and dtype != torch.float32
+    if not together.logprobs:
+        own.logprobs = rounded.logprobs = []
 
-    def largest(rows: Rows, others: Rows, name: str) -> float:
-        """Return the largest difference of a token. In half precision, a few tokens may have other experts."""
-        difference = getattr(rows, name) - getattr(others, name)
-        of_tokens = difference.abs().reshape(len(difference), -1).amax(1).sort(descending=True).values
-        return float(of_tokens[int(_FEW * len(of_tokens)) if has_experts else 0])
-
-    def limit(name: str) -> float:
-        scale = getattr(own, name)
+    def differences(rows: Rows, others: Rows, of: Callable[[Rows], Tensor]) -> tuple[float, float, int]:
+        """Return the largest difference, its limit, and the number of tokens with other experts."""
+        scale = of(own)
         floor = 2e-6 * float(scale.abs().max()) + 1e-4 * float(scale.std())
-        return max(floor, _TIMES * largest(rounded, own, name))
+        limit = max(floor, _TIMES * _largest(of(rounded) - scale, has_experts)[0])
+        difference, left_out = _largest(of(rows) - of(others), has_experts, limit)
+        return difference, limit, left_out
 
-    def differs(rows: Rows, others: Rows, name: str = compared) -> bool:
-        return not largest(rows, others, name) <= limit(name)  # NaN differs
+    def differs(rows: Rows, others: Rows, of: Callable[[Rows], Tensor] = lambda rows: rows.values) -> bool:
+        difference, limit, _ = differences(rows, others, of)
+        return not difference <= limit  # NaN differs
 
-    verdict.difference, verdict.limit = largest(together, own, compared), limit(compared)
-    unit = "log-probs by up to {:.2g} nats" if compared == "logprobs" else "hidden states by up to {:.2g}"
+    verdict.difference, verdict.limit, verdict.other_experts = differences(together, own, lambda rows: rows.values)
+    unit = "log-probs by up to {:.2g} nats" if own.logprobs else "hidden states by up to {:.2g}"
     size = f"{unit.format(verdict.difference)}, where rounding explains {verdict.limit:.2g}"
+    is_packed = can_pack(module)
     pack = "set trainer.pack=false"
     key = pack if module.config._attn_implementation == PACKED else "set model.attn_implementation=eager"
-    if differs(together, again):
-        sees = [differs(rows, alone) for rows in (together, again)]
-        if can_pack(module) and sees != [True, True]:
-            when = "no gradients are computed" if sees[0] else "gradients are computed"
-            verdict.problem = f"the sequences of a packed row see each other where {when} ({size}); {pack}"
-        else:
-            verdict.problem = (
-                "two passes of the same weights differ: its code draws random numbers, as dropout does, while it "
-                "computes; set the rate to 0 in its config.json"
-            )
+    knows_hidden = bool(own.hidden and alone.hidden)
+    if (
+        is_packed
+        and differs(together, again)
+        and (sees := [differs(rows, alone) for rows in (together, again)]) != [True, True]
+    ):
+        when = "no gradients are computed" if sees[0] else "gradients are computed"
+        verdict.problem = f"the sequences of a packed row see each other where {when} ({size}); {pack}"
+    elif differs(together, again):
+        verdict.problem = (
+            "two passes of the same weights differ: its code draws random numbers, as dropout does, while it computes; "
+            "set the rate to 0 in its config.json"
+        )
+    elif differs(alone, own) and knows_hidden and not differs(alone, own, lambda rows: torch.cat(rows.hidden)):
+        verdict.problem = f"its output layer (head) computes something else than its own class ({size})"
     elif differs(alone, own):
-        knows_hidden = own.hidden is not None and alone.hidden is not None
-        if knows_hidden and not differs(alone, own, "hidden"):
-            verdict.problem = (
-                f"its output layer (head) computes something else than its own class ({size}); if its files hold a "
-                "head that is not the embedding, set tie_word_embeddings to false in its config.json"
-            )
-        else:
-            verdict.problem = f"its forward pass is another one than in its own class ({size}); {key}"
-    elif can_pack(module) and differs(together, own):
+        text = module.config.get_text_config()
+        windows = [window for block in transformer_blocks(module) if (window := _window(block, text))]
+        of = [min([*windows, len(row)]) for row in ids]
+        has_longer_rows = knows_hidden and bool(windows) and min(windows) < max(map(len, ids))
+        inside = lambda rows: torch.cat([hidden[:n] for hidden, n in zip(rows.hidden, of, strict=True)])  # noqa: E731
+        is_window = has_longer_rows and not differs(alone, own, inside)
+        cause = f"a window of {min(windows)} tokens" if is_window else "its forward pass"
+        verdict.problem = f"{cause} is another one than in its own class ({size}); {key}"
+    elif is_packed and differs(together, own):
         verdict.problem = f"the sequences of a packed row see each other, unlike in its own class ({size}); {pack}"
+
+
+def _largest(difference: Tensor, has_experts: bool, limit: float = 0.0) -> tuple[float, int]:
+    """Return the largest difference of a token. In half precision, a few tokens may have other experts.
+
+    Returns:
+        the largest, and the number of tokens that were left out.
+    """
+    of_tokens = difference.abs().reshape(len(difference), -1).amax(1).sort(descending=True).values
+    few = int(_FEW * len(of_tokens)) if has_experts else 0
+    return float(of_tokens[few]), int((of_tokens[:few] > limit).sum())
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -372,15 +354,15 @@ def _part(
     Returns:
         None if one layer is too large, or transformers does not build so few.
     """
-    text, blocks, windows = config.get_text_config(), transformer_blocks(module), block_windows(config)
+    text, blocks = config.get_text_config(), transformer_blocks(module)
     types = getattr(text, "layer_types", None) or [""] * len(blocks)
-    if not len(types) == len(blocks) == len(windows):
+    if len(types) != len(blocks):
         return None, [], [_OTHER_LAYERS]
     kinds: dict[Any, int] = {}
     sizes = []
     for number, block in enumerate(blocks):
         shapes = tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
-        kinds.setdefault((shapes, types[number], windows[number]), number)
+        kinds.setdefault((shapes, types[number], _window(block, text)), number)
         sizes.append(sum(p.numel() for p in block.parameters()))
     count = max(kinds.values()) + 1
     while count and sum(sizes[:count]) > _LARGEST:
@@ -431,11 +413,14 @@ def _first_tensors(path: str, count: int, vocabulary: int) -> dict[str, Tensor]:
     from safetensors import safe_open
 
     tensors = {}
-    for name, (file, shape) in weight_shapes(path).items():
-        if (_layer(name) or 0) < count:
-            with safe_open(file, "pt") as opened:
-                rows = min(_TOKENS, vocabulary) if shape[:1] == (vocabulary,) else None
-                tensors[name] = opened.get_slice(name)[:rows] if rows else opened.get_tensor(name)
+    for file in weight_files(path):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                if (_layer(name) or 0) >= count:
+                    continue
+                tensor = opened.get_slice(name)
+                rows = tensor.get_shape()[:1]
+                tensors[name] = tensor[: min(_TOKENS, vocabulary)] if rows == [vocabulary] else opened.get_tensor(name)
     return tensors
 
 
@@ -448,8 +433,9 @@ def _layer(name: str) -> int | None:
 def _split_unread(own: PreTrainedModel, names: Sequence[str]) -> tuple[str | None, list[str]]:
     """Say which weights of the files nothing reads.
 
-    Returns a sentence on one that belongs to a module of the model, such as the bias of a layer or a further layer.
-    Others are of modules that the class does not have, such as layers that predict more tokens.
+    Returns:
+        a sentence on one that belongs to a module of the model, such as the bias of a layer or a further layer; None:
+        there is none. Others are of modules that the class does not have, such as layers that predict more tokens.
     """
     modules = dict(own.named_modules())
     outer = {"", own.base_model_prefix}
@@ -508,7 +494,16 @@ def _lost_in_export(own: PreTrainedModel) -> str | None:
     exported: dict[str, Tensor] = {}
     for unit in file_units(own, weights):
         exported |= unit.to_files({name: weights[name] for name in unit.names})
-    config, options = copy.deepcopy(own.config), {"dtype": torch.float32, "attn_implementation": "eager"}
-    again = type(own).from_pretrained(None, config=config, state_dict=exported, **options).state_dict()
+    again = (
+        type(own)
+        .from_pretrained(
+            None,
+            config=copy.deepcopy(own.config),
+            state_dict=exported,
+            dtype=torch.float32,
+            attn_implementation="eager",
+        )
+        .state_dict()
+    )
     lost = [name for name, tensor in weights.items() if name not in again or not torch.equal(again[name], tensor)]
     return f"its weight {lost[0]} does not come back from an export" if lost else None

@@ -23,10 +23,11 @@ from trainer.parallel.collectives import AxisGroup
 
 
 def apply_tp(module: nn.Module, backbone: str, mesh: DeviceMesh) -> None:
-    """Split the parameters of `module`, which may be on the meta device, over the axis `tp` (`mesh`), in place.
+    """Split the parameters of `module`, which may be on the meta device, over the axis `tp`, in place.
 
     Args:
         backbone: name of the submodule of `module` to which the plan applies.
+        mesh: the axis `tp`.
     """
     base = module.get_submodule(backbone)
     plan = base.config.get_text_config().base_model_tp_plan

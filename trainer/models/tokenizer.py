@@ -168,7 +168,8 @@ def _prepared(template: Any, path: str, variables: Mapping[str, Any], has_fixed_
 
     transformers chooses among several: `tool_use` where there are tools, or else `default`.
 
-    A UserError says that none of several ones is the default.
+    Raises:
+        UserError: none of several ones is the default.
     """
     if isinstance(template, dict):
         if "default" not in template:

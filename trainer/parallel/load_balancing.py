@@ -70,6 +70,16 @@ class Rows:
         keys = int(self.lengths[rows].sum())
         return max(int(self._measure(rows, 0.0)), -(-keys // _MOST_KEYS))
 
+    def num_tokens_of(self, pieces: Sequence[np.ndarray]) -> np.ndarray:
+        """Return `num_tokens` of each of these pieces of groups, faster than one by one."""
+        rows = np.concatenate(pieces)
+        starts = np.cumsum([0, *map(len, pieces[:-1])])
+        keys = np.add.reduceat(self.lengths[rows], starts)
+        tokens = keys
+        if self.groups is not None and self.shared is not None:
+            tokens = keys - (np.add.reduceat(self.shared[rows], starts) - self.shared[rows[starts]])
+        return np.maximum(tokens, -(-keys // _MOST_KEYS))
+
     def neighbours(self, rows: Sequence[int]) -> list[int]:
         """Return the rows in an order in which those that share tokens follow one another."""
         if self.groups is None or self.shared is None:
@@ -135,15 +145,15 @@ def _divide(group: np.ndarray, slices: int) -> list[np.ndarray]:
 def _plan(rows: Rows, groups: list[np.ndarray], num_ranks: int, max_tokens: int) -> Plan:
     """Return a plan that keeps each group together, unless it is too large for a micro-batch and may be divided."""
     pieces: list[np.ndarray] = []
-    for group in groups:
-        if rows.keeps_groups or (tokens := rows.num_tokens(group)) <= max_tokens:
+    for group, tokens in zip(groups, rows.num_tokens_of(groups).tolist(), strict=True):
+        if rows.keeps_groups or tokens <= max_tokens:
             pieces.append(group)
             continue
         slices = -(-tokens // max_tokens)
         while slices < len(group) and any(rows.num_tokens(piece) > max_tokens for piece in _divide(group, slices)):
             slices += 1
         pieces += _divide(group, slices)
-    sizes = np.asarray([rows.num_tokens(piece) for piece in pieces])
+    sizes = rows.num_tokens_of(pieces)
     costs = np.asarray([rows.cost(piece) for piece in pieces])
     order = np.lexsort(([piece[0] for piece in pieces], -sizes))
     least = max(-(-int(np.minimum(sizes, max_tokens).sum()) // max_tokens), int((sizes > max_tokens / 2).sum()))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.evaluations import evaluate, validation_of
@@ -273,6 +274,7 @@ def test_supervised_training_is_a_run_with_checkpoints_and_learns_from_the_rollo
         "trainer.val_interval=-1",
         "sft.steps=3",
         "trainer.policy.lora.rank=4",
+        "trainer.hf_save_lora=adapter",
         job="sft",
         cwd=tmp_path,
     )
@@ -280,12 +282,10 @@ def test_supervised_training_is_a_run_with_checkpoints_and_learns_from_the_rollo
     rows = metrics(tmp_path / "outputs/offline")
     # The weights that sampled them see them first: ratios are 1, and move away from there.
     assert rows[0]["sft/kl"] < 1e-8 < rows[2]["sft/kl"] and rows[0]["sft/clip_frac"] == 0
-    initial, exported = (
-        AutoModelForCausalLM.from_pretrained(path).state_dict()
-        for path in (model, tmp_path / "outputs/offline/exports/global_step_3/policy")
-    )
-    name = "model.layers.0.self_attn.q_proj.weight"
-    assert exported.keys() == initial.keys() and not torch.equal(exported[name], initial[name])
+    adapter = tmp_path / "outputs/offline/exports/global_step_3/policy"
+    assert (adapter / "tokenizer.json").exists() and not (adapter / "config.json").exists()
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), adapter)
+    assert any(parameter.any() for name, parameter in adapted.named_parameters() if "lora_B" in name)
 
     burst = run_forked_job(
         f"model.path={model}",

@@ -66,8 +66,9 @@ def test_a_resume_refuses_changed_files_of_the_model(tmp_path, lora):
     template.write_text("two")
     fork = "" if lora else r"fork the checkpoint \(trainer.resume_mode=from_path\), "
     sentence = (
-        r"model.path=.*/model: its files are not those that the run began with \(chat_template.jinja, config.json, "
-        rf"model.chat_template\); restore them, {fork}or allow others with trainer.allow_config_change=\[model.path\]"
+        r"model.path=.*/model: its files are not those that the run began with \(chat_template.jinja has another "
+        r"content; config.json: rms_norm_eps was 1e-06, is 1e-05; model.chat_template has another content\); restore "
+        rf"them, {fork}or allow others with trainer.allow_config_change=\[model.path\]"
     )
     with open_run(tmp_path / "run", model, lora=lora, template=str(template)) as run:
         with pytest.raises(UserError, match=sentence):
@@ -107,7 +108,7 @@ def test_a_model_directory_may_move_if_its_content_is_the_same(tmp_path, lora):
     (tmp_path / "moved/model.safetensors").write_bytes(weights)
     write_model(tmp_path / "moved", eps=1e-5)
     with open_run(tmp_path / "run", moved, lora=lora) as run:
-        with pytest.raises(UserError, match="model.path=.*/moved: its files are not those .*config.json"):
+        with pytest.raises(UserError, match="model.path=.*/moved: its files are not those .*rms_norm_eps was 1e-06"):
             run.load()
     path = str(tmp_path / "run/checkpoints/global_step_1")
     with pytest.raises(UserError, match=r"allow it with trainer.allow_config_change=\[model.path\]"):
@@ -161,7 +162,7 @@ def test_a_fork_of_a_full_run_may_begin_with_other_files_and_a_fork_with_adapter
             if not lora:
                 run.load()
                 continue
-            with pytest.raises(UserError, match="config.json.; restore them, or allow"):
+            with pytest.raises(UserError, match="rms_norm_eps was 1e-06, is 1e-05.; restore them, or allow"):
                 run.load()
 
 

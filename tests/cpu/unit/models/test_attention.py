@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import FalconConfig, Llama4TextConfig, LlamaConfig, RecurrentGemmaConfig
+from transformers import FalconConfig, Llama4TextConfig, LlamaConfig, OPTConfig, RecurrentGemmaConfig
 
 from tests.support.architectures import ALL, ARCHITECTURES, VOCABULARY, WINDOW, random_model
 from tests.support.tables import table
@@ -138,8 +138,13 @@ def test_recomputed_activations_use_the_boundaries_of_their_micro_batch(name):
         assert torch.equal(gradient, gradients(recomputing)[name]), name
 
 
-def test_a_sequence_does_not_attend_to_its_neighbours():
-    model = packable("gemma2")
+@table("implementation", ["packed", "eager"])
+def test_a_sequence_does_not_attend_to_its_neighbours(implementation):
+    if implementation == "packed":
+        model = packable("gemma2")
+    else:
+        model = random_model(ARCHITECTURES["gemma2"], "eager")
+        set_head(model)
     ids, packing = packed_ids(), Packing(LENGTHS, "cpu")
     before = token_logprobs(model, ids, packing)
     start = LENGTHS[0]
@@ -190,6 +195,21 @@ def test_other_models_get_one_sequence_at_a_time(name):
     set_attention(model)
     assert not can_pack(model) and model.config._attn_implementation == "sdpa"
     assert packing_arguments(model.config, Packing([4], "cpu")) == {}
+
+
+@table("name, packs", [("sinks", False), ("a window in the mask alone", True), ("gemma3", True), ("opt", False)])
+def test_eager_rows_are_packed_if_the_masks_of_the_class_keep_sequences_apart(name, packs):
+    """Some classes build their masks without the positions, by which transformers separates sequences."""
+    opt = OPTConfig(vocab_size=VOCABULARY, hidden_size=32, ffn_dim=32, num_hidden_layers=2, num_attention_heads=2)
+    model = random_model(opt if name == "opt" else ALL[name], "eager")
+    set_attention(model, "eager")
+    set_head(model)
+    assert can_pack(model) == packs and model.config._attn_implementation == "eager"
+    ids, packing = packed_ids(), Packing(LENGTHS, "cpu")
+    changed = ids.clone()
+    changed[0, : LENGTHS[0]] += 1
+    others = [token_logprobs(model.eval(), row, packing)[1:] for row in (ids, changed)]
+    assert torch.equal(*others) == packs, "the masks are as the model tells"
 
 
 def test_without_packing_a_model_keeps_its_own_attention():

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tests.support.tables import table
-from trainer.models.attention import Scoring, attend_buckets, attention_op
+from trainer.models.attention_kernels import attend_buckets, attention_op
 from trainer.parallel.packing import Packing
 
 LENGTHS = [3, 11, 2, 7, 7, 1, 14]
@@ -31,7 +31,7 @@ def test_the_operator_has_the_same_values_and_gradients(window, softcap, shared)
         out = attend(*leaves, row, 0.3, window, softcap)
         return [out, *torch.autograd.grad(out, leaves, gradient)]
 
-    expected = compute(lambda *args: attend_buckets(*args[:4], Scoring(*args[4:])), packing)
+    expected = compute(attend_buckets, packing)
     for ours, theirs in zip(compute(attention_op, packing.sizes), expected, strict=True):
         assert torch.equal(ours, theirs)
 
@@ -56,5 +56,5 @@ def test_other_lengths_need_no_other_graph():
         packing = Packing(lengths, "cpu")
         inputs = make_inputs(packing.tokens)
         found = compiled(*inputs, packing.sizes)
-        assert torch.equal(found, attend_buckets(*inputs, packing, Scoring()))
+        assert torch.equal(found, attend_buckets(*inputs, packing, None, None, None))
     assert len(graphs) == 1

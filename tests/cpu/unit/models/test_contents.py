@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from trainer.models.files import read_contents
+from trainer.models.files import differences, read_contents
 from trainer.models.tiny import TinyShape, build_tiny
 
 CONFIG = {
@@ -28,14 +28,14 @@ def write(directory: Path, name: str, content: Any) -> None:
 
 
 def changes(directory: Path, name: str, content: Any, with_code: bool = False) -> list[str]:
-    """Return the files that differ after `content` was written to the file `name`; None: it was removed."""
-    before = read_contents(str(directory), with_code)
+    """Return in what the directory differs after `content` was written to the file `name`; None: it was removed."""
+    before = json.loads(json.dumps(read_contents(str(directory), with_code)))
     if content is None:
         (directory / name).unlink()
     else:
         write(directory, name, content)
     now = read_contents(str(directory), with_code)
-    return [file for file in sorted({*before, *now}) if before.get(file) != now.get(file)]
+    return [text for file in sorted({*before, *now}) if (text := differences(file, before.get(file), now.get(file)))]
 
 
 @pytest.fixture
@@ -53,27 +53,45 @@ def model(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name, content",
+    "name, content, sentence",
     [
-        ("config.json", CONFIG | {"rms_norm_eps": 1e-05}),
-        ("config.json", CONFIG | {"rope_parameters": {"rope_theta": 500000.0, "type": "default"}}),
-        ("config.json", CONFIG | {"bos\x1b[2J": 1}),
-        ("config.json", "[1]"),
-        ("config.json", "not JSON"),
-        ("generation_config.json", {}),
-        ("generation_config.json", None),
-        ("preprocessor_config.json", {"size": 256}),
-        ("chat_template.jinja", "{{ other }}"),
-        ("additional_chat_templates/tools.jinja", ""),
-        ("tokenizer.json", {"model": {"vocab": {}}, "added_tokens": []}),
-        ("tokenizer_config.json", {"chat_template": "y" * 500, "model_max_length": 8}),
-        ("vocab.txt", "b\na\n"),
-        ("merges.txt", "a b\n"),
-        ("code/modeling.py", "a = 2\n"),
+        ("config.json", CONFIG | {"rms_norm_eps": 1e-05}, "config.json: rms_norm_eps was 1e-06, is 1e-05"),
+        (
+            "config.json",
+            CONFIG | {"rope_parameters": {"rope_theta": 500000.0, "type": "default"}},
+            "config.json: rope_parameters.rope_theta was 10000.0, is 500000.0",
+        ),
+        ("config.json", CONFIG | {"bos\x1b[2J": 1}, "config.json: bos\\u001b[2J is new"),
+        ("config.json", "[1]", "config.json has another content"),
+        ("config.json", "not JSON", "config.json has another content"),
+        ("generation_config.json", {}, "generation_config.json: eos_token_id is missing"),
+        ("generation_config.json", None, "generation_config.json is missing"),
+        ("preprocessor_config.json", {"size": 256}, "preprocessor_config.json: size was 224, is 256"),
+        ("chat_template.jinja", "{{ other }}", "chat_template.jinja has another content"),
+        ("additional_chat_templates/tools.jinja", "", "additional_chat_templates/tools.jinja has another content"),
+        ("tokenizer.json", {"model": {"vocab": {}}, "added_tokens": []}, "tokenizer.json: model has another value"),
+        (
+            "tokenizer_config.json",
+            {"chat_template": "y" * 500, "model_max_length": 8},
+            "tokenizer_config.json: chat_template has another value",
+        ),
+        ("vocab.txt", "b\na\n", "vocab.txt has another content"),
+        ("merges.txt", "a b\n", "merges.txt is new"),
+        ("code/modeling.py", "a = 2\n", "code/modeling.py has another content"),
+        (
+            "config.json",
+            {f"key_{i}": i for i in range(3)},
+            "config.json: eos_token_id is missing, key_0 is new, key_1 is new, key_2 is new, 5 more",
+        ),
     ],
 )
-def test_a_change_is_named(model, name, content):
-    assert changes(model, name, content, with_code=name.endswith(".py")) == [name]
+def test_a_change_is_named(model, name, content, sentence):
+    (change,) = changes(model, name, content, with_code=name.endswith(".py"))
+    if "tokenizer.json: model" in sentence:
+        sentence = "tokenizer.json: model has another value"
+        assert change.startswith("tokenizer.json: model")
+    else:
+        assert change == sentence
 
 
 @pytest.mark.parametrize(
@@ -96,9 +114,13 @@ def test_a_change_that_acts_on_nothing_is_none(model, name, content):
 
 
 def test_a_tokenizer_that_transformers_has_saved_again_is_the_same(tmp_path):
+    """So is a config in which an older version has called the dtype `torch_dtype`."""
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     build_tiny(TinyShape(), first)
     AutoTokenizer.from_pretrained(first).save_pretrained(second)
     given = {name: read_contents(path, False) for name, path in (("first", first), ("second", second))}
     tokenizer = [{k: v for k, v in one.items() if "config" not in k or "tokenizer" in k} for one in given.values()]
     assert tokenizer[0] == tokenizer[1] and "tokenizer_config.json" in tokenizer[0]
+    write(tmp_path, "new/config.json", {"dtype": "bfloat16", "text_config": {"dtype": "float32"}})
+    write(tmp_path, "old/config.json", {"torch_dtype": "bfloat16", "text_config": {"torch_dtype": "float32"}})
+    assert read_contents(str(tmp_path / "new"), False) == read_contents(str(tmp_path / "old"), False)

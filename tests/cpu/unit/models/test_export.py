@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from trainer.checkpoint.lock import RunLock
 from trainer.errors import UserError
@@ -35,9 +39,9 @@ def test_a_directory_whose_block_fails_is_deleted(tmp_path, error):
 def test_tensors_are_assigned_to_files_in_order():
     sizes = {"a": 3, "b": 4, "c": 20, "d": 1, "e": 9}
     assert assign_to_files(sizes, 10) == {
-        "model-00001-of-00003.safetensors": ["c"],
-        "model-00002-of-00003.safetensors": ["a", "b", "d"],
-        "model-00003-of-00003.safetensors": ["e"],
+        "model-00001-of-00003.safetensors": ["a", "b"],
+        "model-00002-of-00003.safetensors": ["c"],
+        "model-00003-of-00003.safetensors": ["d", "e"],
     }
     assert assign_to_files(sizes, 100, "adapter_model") == {"adapter_model.safetensors": list(sizes)}
 
@@ -70,7 +74,7 @@ class TrainWorkers:
 
 
 def exporter(ranks: TrainWorkers, fence=lambda: None) -> PolicyExporter:
-    return PolicyExporter(ranks, model_assets(ranks.model, load_tokenizer(ranks.model)), fence)
+    return PolicyExporter(ranks, ranks.model, model_assets(ranks.model, load_tokenizer(ranks.model)), False, fence)
 
 
 def test_an_export_replaces_an_older_one_and_removes_orphans(model, tmp_path):
@@ -146,3 +150,17 @@ def test_an_export_makes_its_files_durable_before_it_is_published(model, tmp_pat
     monkeypatch.setattr(os, "rename", record_rename)
     exporter(TrainWorkers(model)).export(str(tmp_path / "policy"), "float32")
     assert "model.safetensors" in done[: done.index("rename")] and done[-1] == tmp_path.name
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_the_umask_decides_who_reads_an_export(mask, mode, tmp_path):
+    before = os.umask(mask)
+    try:
+        with atomic_directory(str(tmp_path / "out")) as writing:
+            save_file({"w": torch.zeros(2)}, os.path.join(writing, "model.safetensors"))
+            Path(writing, "config.json").write_text("{}")
+            os.chmod(os.path.join(writing, "config.json"), 0o400)
+    finally:
+        os.umask(before)
+    modes = {name: stat.S_IMODE(os.stat(tmp_path / "out" / name).st_mode) for name in os.listdir(tmp_path / "out")}
+    assert modes == {"model.safetensors": mode, "config.json": mode}

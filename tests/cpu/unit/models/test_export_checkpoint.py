@@ -95,16 +95,6 @@ def test_a_policy_is_written_in_the_wanted_type_without_its_tied_head(dtype, exp
     assert set(os.listdir(out)) == {"config.json", "model.safetensors", "tokenizer.json"}, "and nothing of the run"
 
 
-@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
-def test_the_umask_decides_who_reads_an_export(mask, mode, tmp_path):
-    before = os.umask(mask)
-    try:
-        export(Files(WEIGHTS), str(tmp_path / "out"), "float32", 50)
-    finally:
-        os.umask(before)
-    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()} == {mode}
-
-
 def test_a_head_of_its_own_is_written(tmp_path):
     files = Files(WEIGHTS, config={**CONFIG, "tie_word_embeddings": False})
     export(files, str(tmp_path / "out"), "float32", MOST)
@@ -143,8 +133,8 @@ def test_merged_weights_are_those_of_the_base_plus_the_scaled_product(base, tmp_
     ("change", "problem"),
     [
         ("other weights", "its weights are not those that the adapters were trained on"),
-        ("other names", f"has no {Q_PROJ}.weight, which has an adapter; name the adapted weights with --base"),
-        ("no weights", "contains no safetensors to merge into"),
+        ("other names", f"has no {Q_PROJ}.weight, which has an adapter; its files use other names"),
+        ("no weights", "contains no safetensors, and the adapters need the weights that were there"),
         ("damaged", "cannot be read ("),
     ],
 )

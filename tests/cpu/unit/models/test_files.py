@@ -14,13 +14,25 @@ from tests.support.runs import configured
 from trainer.config import ModelConfig
 from trainer.errors import UserError
 from trainer.models.checks import check_trained_models
+from trainer.models.export import config_changes
 from trainer.models.files import (
+    check_torchvision,
     check_trained,
     load_config,
     load_trained_config,
     resolve_model_path,
 )
 from trainer.models.tiny import TinyShape, build_tiny
+
+
+def test_a_directory_around_a_model_is_refused_with_the_directory_of_the_model(tmp_path):
+    model = tmp_path / "exports/global_step_6/policy"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    assert resolve_model_path(str(model)) == str(model)
+    for wrong in (model.parent, model.parent.parent):
+        with pytest.raises(UserError, match=f"^model.path={wrong}: .* no Hugging Face model; {model} has one$"):
+            resolve_model_path(str(wrong))
 
 
 def test_a_checkpoint_is_refused_with_the_command_that_exports_it(tmp_path):
@@ -116,6 +128,28 @@ def test_each_model_that_ranks_load_is_checked_under_its_key(tmp_path):
     cfg.model.path = None
     with pytest.raises(UserError, match=f"^trainer.critic.path={quantised}: its weights"):
         check_trained_models(cfg)
+
+
+@pytest.mark.parametrize(("change", "tied"), [(1.0, False), (0.0, True), (None, True)], ids=["own", "same", "none"])
+def test_a_head_that_differs_from_the_embedding_is_not_tied_to_it(tmp_path, change, tied):
+    """In what is loaded, and in what is exported."""
+    path = rewrite(tmp_path / "model")
+    weights = load_file(f"{path}/model.safetensors")
+    if change is not None:
+        head = weights["model.embed_tokens.weight"].clone()
+        head[-1] += change
+        save_file({**weights, "lm_head.weight": head}, f"{path}/model.safetensors", metadata={"format": "pt"})
+    assert load_config(ModelConfig(), path).tie_word_embeddings is tied
+    assert config_changes(ModelConfig(), path) == ({} if tied else {"tie_word_embeddings": False})
+
+
+def test_a_model_that_vllm_cannot_import_without_torchvision_is_refused_by_name(tmp_path, monkeypatch):
+    transformers.Qwen3_5TextConfig().save_pretrained(tmp_path)
+    monkeypatch.setattr("trainer.models.files.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=rf"^rollout.engine=vllm: vLLM's class of model.path={tmp_path} \(qwen3_5_text"):
+        check_torchvision(ModelConfig(), str(tmp_path))
+    monkeypatch.setattr("trainer.models.files.find_spec", lambda name: "a module")
+    check_torchvision(ModelConfig(), str(tmp_path))
 
 
 def test_a_part_for_media_that_is_null_is_none():

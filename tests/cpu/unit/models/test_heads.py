@@ -135,6 +135,10 @@ def test_an_export_that_cannot_have_the_head_is_refused_before_the_first_step(tm
     monkeypatch.setattr(Config, "roles", property(lambda config: (policy(VALUE, config),)))
     with pytest.raises(UserError, match=r"trainer\.hf_save_interval.*the policy has a head for values"):
         policy_assets(cfg, str(tmp_path), Tokenizer())
+    cfg.trainer.hf_save_lora, cfg.trainer.policy.lora.rank = "adapter", 4
     monkeypatch.setattr(Config, "roles", property(lambda config: (policy(SCORE, config),)))
+    with pytest.raises(UserError, match=r"trainer\.hf_save_lora.*an adapter's files lack"):
+        policy_assets(cfg, str(tmp_path), Tokenizer())
+    cfg.trainer.hf_save_lora = "merged"
     config = json.loads(policy_assets(cfg, str(tmp_path), Tokenizer())["config.json"])
     assert config["architectures"] == ["Qwen3ForSequenceClassification"] and config["pad_token_id"] == 0

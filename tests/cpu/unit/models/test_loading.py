@@ -224,6 +224,10 @@ def write_shards(path: Path, weights: Weights, more: Weights | None = None) -> N
     (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
 
+def make_own_head(path: Path, weights: Weights) -> None:
+    write(path, {**weights, "lm_head.weight": weights["model.embed_tokens.weight"] + 1})
+
+
 def make_same_head(path: Path, weights: Weights) -> None:
     write(path, {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()})
 
@@ -266,7 +270,13 @@ def make_tensor_in_two_shards(path: Path, weights: Weights) -> None:
     write_shards(path, weights, {first: weights[first] + 1})
 
 
+def make_own_head_in_another_format(path: Path, weights: Weights) -> None:
+    (path / "model.safetensors").unlink()
+    torch.save({**weights, "lm_head.weight": weights["model.embed_tokens.weight"] + 1}, path / "pytorch_model.bin")
+
+
 LOADED = [
+    make_own_head,
     make_same_head,
     make_head_alone,
     make_names_of_the_backbone,
@@ -280,6 +290,8 @@ REFUSED = {
     make_no_head: "its files lack the weight lm_head.weight",
     make_tensor_in_two_shards: "its model-00001-of-00002.safetensors and model-00002-of-00002.safetensors both "
     "hold model.embed_tokens.weight; remove one of them",
+    make_own_head_in_another_format: "its files have a lm_head.weight that differs from model.embed_tokens.weight, "
+    "although its config.json ties the two; set tie_word_embeddings to false there",
 }
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, SeedOssConfig
 
-from tests.support.architectures import ALL, CONVERTED, SHAPE, VOCABULARY, random_model
+from tests.support.architectures import ALL, CONVERTED, SHAPE, VOCABULARY, WINDOW, random_model
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
 from tests.support.tables import table
@@ -27,8 +27,8 @@ from trainer.errors import LogprobMismatchError, UserError
 from trainer.models import attention, loading, model_check
 from trainer.models.loading import load_model
 from trainer.models.logprobs import Head
-from trainer.models.model_check import Verdict, check_model
-from trainer.models.tiny import TinyShape, build_tiny
+from trainer.models.model_check import check_model
+from trainer.models.verdicts import Verdict
 from trainer.parallel.packing import Packing
 from trainer.workers.rank import Rank
 
@@ -54,10 +54,17 @@ def models(tmp_path_factory) -> str:
 
 
 def without_windows(*args: Any) -> Any:
-    return ATTEND_ROW(*args[:-1], args[-1]._replace(window=None))
+    *before, _, softcap, has_sinks = args
+    return ATTEND_ROW(*before, None, softcap, has_sinks)
 
 
-ATTEND_ROW = attention._attend_row
+ATTEND_ROW, SET_ATTENTION = attention._attend_row, loading.set_attention
+
+
+def pack_anyway(lm: nn.Module, *args: Any) -> None:
+    SET_ATTENTION(lm, *args)
+    for module in lm.modules():
+        module.packs_rows = True
 
 
 def change_a_buffer(module: nn.Module) -> None:
@@ -73,15 +80,11 @@ def fail(*_: Any) -> None:
     raise RuntimeError("no such kernel")
 
 
-def see_each_other(query: torch.Tensor, *args: Any) -> Any:
+def see_each_other_without_gradients(query: torch.Tensor, *args: Any) -> Any:
     packing = args[2]
-    if len(packing.lengths) > 1:
+    if not torch.is_grad_enabled() and len(packing.lengths) > 1:
         args = (*args[:2], Packing([packing.tokens], packing.device), *args[3:])
     return ATTEND_ROW(query, *args)
-
-
-def see_each_other_without_gradients(*args: Any) -> Any:
-    return ATTEND_ROW(*args) if torch.is_grad_enabled() else see_each_other(*args)
 
 
 def units_but_one(*args: Any) -> list:
@@ -96,11 +99,11 @@ NOISE = [
 FAULTS: dict[str, tuple[str, str, list[Any], Callable[[nn.Module], None] | None, str]] = {
     "swallowed window": (
         *("gemma3", "sdpa", [patch.object(attention, "_attend_row", without_windows)], None),
-        "its forward pass is another one than in its own class (log-probs by up to",
+        f"a window of {WINDOW} tokens is another one than in its own class (log-probs by up to",
     ),
     "dropout in a function": ("noise", "sdpa", NOISE, None, "two passes of the same weights differ"),
     "rows that see each other": (
-        *("sinks", "sdpa", [patch.object(attention, "_attend_row", see_each_other)], None),
+        *("sinks", "eager", [patch.object(loading, "set_attention", pack_anyway)], None),
         "the sequences of a packed row see each other",
     ),
     "lost buffer": (
@@ -175,7 +178,7 @@ def test_each_fault_is_refused_by_what_differs(models, tmp_path):
 STOPPED = {
     "a buffer of the initial model": ("deepseek", "sdpa", [], change_a_buffer),
     "dropout": ("noise", "sdpa", NOISE, None),
-    "rows that see each other": ("sinks", "sdpa", [patch.object(attention, "_attend_row", see_each_other)], None),
+    "rows that see each other": ("sinks", "eager", [patch.object(loading, "set_attention", pack_anyway)], None),
     "a weight of an old file": ("gemma3", "sdpa", [], randomise_a_weight),
     "experts of the engine": ("window", "sdpa", [], None),
 }
@@ -293,29 +296,6 @@ def test_weights_that_nothing_reads_are_refused_in_a_module_and_listed_beside_it
         else:
             assert said.problem is None
             assert said.not_compared == [f"what nothing reads in the files ({weight})"]
-
-
-def test_a_head_that_differs_from_the_embedding_that_config_json_ties_is_refused(tmp_path):
-    for name, change in (("own", 1.0), ("same", 0.0)):
-        build_tiny(TinyShape(num_layers=2, tie_word_embeddings=True), str(tmp_path / name))
-        weights = load_file(tmp_path / name / "model.safetensors")
-        head = weights["model.embed_tokens.weight"].clone()
-        head[::2] += change
-        save_file({**weights, "lm_head.weight": head}, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
-    (found,) = run_ranks(1, check_parts, str(tmp_path), str(tmp_path / "cache"), cfg=Config())
-    for (name, _), said in found.items():
-        problem = str(getattr(said, "problem", said))
-        assert ("(head)" in problem and "set tie_word_embeddings to false" in problem) == (name == "own"), problem
-
-
-def check_parts(rank: Rank, models: str, cache: str) -> dict[tuple[str, bool], Any]:
-    found = {}
-    for name in ("own", "same"):
-        for part in (False, True):
-            with patch.multiple(model_check, _WHOLE=0 if part else 10**9):
-                path, cache_dir = os.path.join(models, name), os.path.join(cache, str(part))
-                found[name, part] = checked(rank, path, cache_dir=cache_dir)
-    return found
 
 
 def change_the_last_rank(rank: Rank, models: str, cache: str) -> Any:

@@ -128,10 +128,13 @@ def write_config(path: Path, heads: int) -> str:
     return str(path)
 
 
-def test_a_model_without_kernels_of_torch_has_packed_rows_or_its_own_attention():
+def test_an_attention_that_a_model_lacks_is_refused_unless_it_is_the_default():
+    """gpt_oss has eager attention alone, and packed rows. Transformers writes several sentences; the first is shown."""
     config = GptOssConfig(num_hidden_layers=1, hidden_size=64, num_local_experts=2, vocab_size=99)
     sizes, role = {"cp": 1, "tp": 1}, policy_role(Config())
     lm, _ = empty_causal_lm(ModelConfig(), config, sizes, role)
     assert lm.config._attn_implementation == "packed"
     alone, _ = empty_causal_lm(ModelConfig(), config, sizes, role, pack=False)
     assert alone.config._attn_implementation == "eager"
+    with pytest.raises(UserError, match="^model.path: models of the type gpt_oss cannot be built with model.attn_impl"):
+        empty_causal_lm(ModelConfig(attn_implementation="flash_attention_2"), config, sizes, role)

@@ -8,8 +8,8 @@ import os
 import pytest
 
 from trainer.config import Config, FSDPConfig, ModelConfig, critic_role, policy_role
-from trainer.models import model_check
-from trainer.models.model_check import _verdict_file
+from trainer.models import verdicts
+from trainer.models.verdicts import Verdict, keep_verdict, read_verdict, verdict_file
 
 SIZES = {"dp_shard": 2, "tp": 1}
 
@@ -23,7 +23,16 @@ def directory(tmp_path):
 
 def file_of(directory, **changes) -> str:
     values = {"model": ModelConfig(cache_dir="/cache"), "path": str(directory), "device": "cpu", "sizes": SIZES}
-    return _verdict_file(**values | {"spec": policy_role(Config()), "pack": True, "longest": 64} | changes)
+    return verdict_file(**values | {"spec": policy_role(Config()), "pack": True, "longest": 64} | changes)
+
+
+def test_a_verdict_is_read_as_it_was_kept(tmp_path):
+    file = str(tmp_path / "model_checks" / "one.json")
+    assert read_verdict(file) is None
+    keep_verdict(file, Verdict("another window", ["layer 7"], 0.5, 0.1, 2, 1.5))
+    assert read_verdict(file) == Verdict("another window", ["layer 7"], 0.5, 0.1, 2, 1.5)
+    os.truncate(file, 3)
+    assert read_verdict(file) is None
 
 
 def test_what_a_verdict_depends_on_names_its_file(directory, monkeypatch):
@@ -47,5 +56,5 @@ def test_what_a_verdict_depends_on_names_its_file(directory, monkeypatch):
         os.utime(directory / name, ns=(1, 1))
         assert file_of(directory) not in {first, *others}
         others.add(file_of(directory))
-    monkeypatch.setattr(model_check, "_code", lambda: "another version")
+    monkeypatch.setattr(verdicts, "_code", lambda: "another version")
     assert file_of(directory) not in others

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import socket
 import struct
 from pathlib import Path
@@ -15,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
 from trainer.errors import UserError
-from trainer.models.files import check_one_reading, resolve_model_path, weight_files, weight_shapes
+from trainer.models.files import resolve_model_path
 from trainer.models.tiny import TinyShape, build_tiny
+from trainer.models.weight_files import check_one_reading, weight_files, weight_shapes
 from trainer.workers.rank import Rank
 
 FLOATS = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
@@ -148,6 +150,14 @@ def test_files_that_no_library_reads_may_have_any_content(model):
     with open(model / "trainer_state.json", "wb") as file:
         file.truncate(1 << 30)
     assert resolve_model_path(str(model)) == str(model)
+
+
+def test_a_bin_file_is_of_torch(model):
+    (model / "pytorch_model.bin").write_bytes(pickle.dumps({}, protocol=0))
+    with pytest.raises(UserError, match="its pytorch_model.bin cannot be used .it is no file of torch"):
+        resolve_model_path(str(model))
+    torch.save({}, model / "pytorch_model.bin")
+    resolve_model_path(str(model))
 
 
 class Hostile:
