@@ -54,9 +54,10 @@ class RolloutConfig(Section):
     """Precision of the engine: `auto` (bfloat16 on CUDA, float32 on CPU), `bfloat16` or `float32`."""
     max_logprob_diff: str | None = setting("auto", resume="harmless")
     """Largest mean difference, in nats per token, between the log-probs of engines and ranks for tokens of the newest
-    weights. Above it, the run stops before it trains on them. `auto`: 0.001 if both compute in float32 on CPU, 0.01
-    on GPUs, 0.1 with bfloat16, 0.3 with a quantised engine; none where `top_p`, `top_k` or temperature 0 change the
-    engine's log-probs. null: no limit."""
+    weights. Above it, the run stops before it trains on them; so it does if the difference is 100 times that of all
+    steps before and more than a hundredth of the limit. `auto`: 0.001 if both compute in float32 on CPU, 0.01 on GPUs,
+    0.1 with bfloat16, 0.3 with a quantised engine; none where `top_p`, `top_k` or temperature 0 change the engine's
+    log-probs. null: no limit."""
     max_num_seqs: int = number(256, at_least=1, resume="rounding")
     """Largest number of sequences that an engine runs at the same time."""
     kv_cache_mb: int = number(128, at_least=1, resume="rounding")

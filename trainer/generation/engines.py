@@ -30,7 +30,8 @@ from trainer.generation.engine import build_engine
 from trainer.generation.lifecycle import GpuMemory, Lifecycle, State
 from trainer.generation.server_protocol import Job
 from trainer.generation.transport import wait_for_all
-from trainer.models.files import check_one_reading
+from trainer.models.files import check_torchvision
+from trainer.models.weight_files import check_one_reading
 from trainer.process import time_limits
 from trainer.process.failure_log import INCIDENTS, describe
 from trainer.process.failures import Decision, Restarts
@@ -380,6 +381,7 @@ def engine_builder(cfg: Config, model_path: str, device: str, job: Job | None) -
     spec = cfg.engine
     if spec.reads_index_first:
         check_one_reading(model_path, POLICY_KEY)
+        check_torchvision(cfg.model, model_path)
     return functools.partial(
         build_engine,
         dataclasses.replace(spec, transports=()),  # the functions of a user's transport may not be pickled

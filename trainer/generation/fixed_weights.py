@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.errors import UserError
 from trainer.files.shared_memory import PrivateDirectory
-from trainer.models.files import weight_files
+from trainer.models.weight_files import weight_files
 
 if TYPE_CHECKING:
     from trainer.cluster.worker_groups import CallFutures, WorkerGroup

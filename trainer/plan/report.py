@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Iterable
 
 from rich import box
@@ -11,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer.config import Config
+from trainer.config.trainer import axis_sizes
+from trainer.models.verdicts import read_verdict, verdict_file
 from trainer.plan.hardware import GB
 from trainer.plan.layouts import Changes, Layout
 from trainer.plan.plan import Plan
@@ -65,7 +68,23 @@ def notes(cfg: Config, plan: Plan) -> list[str]:
         found.append("time of environments, tools, rewards and validation is not known and counts as 0")
         if plan.engine is None and cfg.num_engines:
             found.append(f"rollout.engine={cfg.rollout.engine} generates outside of this cluster: its time counts as 0")
-    return found
+    return found + _checks(cfg, plan)
+
+
+def _checks(cfg: Config, plan: Plan) -> list[str]:
+    """Return what earlier starts have found of the models of directories (see `trainer.models.model_check`)."""
+    found: dict[str, str] = {}
+    sizes = axis_sizes(cfg.trainer, cfg.trainer.num_workers)
+    for role in cfg.roles if cfg.task.trains else ():
+        path = role.path or cfg.model.path
+        if path is None or path in found or not os.path.isdir(path):
+            continue
+        run = sizes, role, cfg.trainer.pack, cfg.longest_row
+        verdict = read_verdict(verdict_file(cfg.model, path, plan.cluster.device.kind, *run))
+        if verdict is not None:
+            said = verdict.problem or "an earlier start has compared it with its own class, and nothing differs"
+            found[path] = f"{role.key}={path}: {said}"
+    return list(found.values())
 
 
 def _memory(plan: Plan) -> Table:

@@ -36,6 +36,9 @@ _COLD = 2.0**-20
 
 _DIFFERENCE, _COMPARED = "logprob_difference", "compared_tokens"
 """Sums over a mini-batch: of the differences to the engine's log-probs, and of the tokens that have them."""
+_JUMP, _ROUNDING = 100.0, 0.01
+"""A mean difference is refused below the limit, too, if it is so many times the largest one before. What is below this
+share of the limit is never refused."""
 
 
 class WeightSender(Protocol):
@@ -66,6 +69,7 @@ class PolicyWorker(TrainedWorker):
         dtype = "float32" if dtypes == {torch.float32} else "bfloat16"
         compares = cfg.task.generates and objective.temperature == cfg.rollout.temperature
         self._logprob_limit = cfg.rollout.logprob_limit(dtype, device) if compares else None
+        self._largest_difference: float | None = None  # of the means of earlier steps; None: there is none
 
     def logprobs(self, share: Share) -> tuple[np.ndarray, np.ndarray]:
         """Return the log-probs of this rank's rows of a batch (see `ModelWorker.map_rows`)."""
@@ -134,24 +138,42 @@ class PolicyWorker(TrainedWorker):
         """Compare the log-probs of engines and ranks in the first optimizer step, whose weights sampled the tokens.
 
         Raises:
-            LogprobMismatchError: they differ by more than `rollout.max_logprob_diff`; the weights have not changed.
+            LogprobMismatchError: they differ by more than `rollout.max_logprob_diff`, or by far more than in all steps
+                before; the weights have not changed.
         """
         self._is_first = False
         difference, tokens, limit = sums.pop(_DIFFERENCE, 0.0), sums.pop(_COMPARED, 0.0), self._logprob_limit
         if limit is None or tokens == 0:
             return
-        mean = difference / tokens
-        if mean <= limit:
+        mean, earlier = difference / tokens, self._largest_difference
+        allowed = limit if earlier is None else min(limit, max(_JUMP * earlier, _ROUNDING * limit))
+        if mean <= allowed:
+            self._largest_difference = max(mean, earlier or 0.0)
             return
         self.optimizer.zero_grad()
+        before = "" if earlier is None or mean > limit else f" after at most {earlier:.2g} in earlier steps"
         raise LogprobMismatchError(
             f"rollout.max_logprob_diff: the log-probs of engines and ranks for the same weights differ by {mean:.2g} "
-            f"nats per token in step {self._step}, and at most {limit:.2g} is rounding, so one of them "
+            f"nats per token in step {self._step}{before}, and at most {allowed:.2g} is rounding, so one of them "
             "computes another model and the step was not trained on; likely causes are rows that see each other in "
             "packed batches (try trainer.pack=false), weights or buffers that were not loaded or not synced (experts "
             "after a sync), dropout, or attention that the engine computes in another way (try the other one of "
             "rollout=transformers and rollout=vllm); a larger value, or null for no limit, lets the run continue"
         )
+
+    def _state(self, kinds: set[str], with_rng: bool) -> dict[str, Any]:
+        state = super()._state(kinds, with_rng)
+        if "weights" in kinds:
+            numbers = (self._largest_difference, self._logprob_limit)
+            state[_DIFFERENCE] = torch.tensor([-1.0 if n is None else n for n in numbers], dtype=torch.float64)
+        return state
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        super()._restore(state)
+        if _DIFFERENCE in state:
+            largest, limit = state[_DIFFERENCE].tolist()
+            is_known = largest >= 0 and limit == self._logprob_limit  # else another engine or dtype computes now
+            self._largest_difference = largest if is_known else None
 
     @torch.no_grad()
     def cross_entropy(self, share: Share, totals: Totals) -> float:

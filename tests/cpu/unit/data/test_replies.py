@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import normalizers
 
 from tests.cpu.unit.agents.test_call_tree import request_of
 from tests.support.episodes import Policy, run
 from tests.support.generation import SAMPLED
 from trainer.agents.call_tree import CallTree
-from trainer.config import Config
+from trainer.config import Config, DataConfig
 from trainer.data.datasets import Prompt
-from trainer.data.replies import reply_text
+from trainer.data.replies import changed_answer, reply_text
 from trainer.data.rollout_io import read_rollouts, write_rollouts
 from trainer.environments.conversation import Conversation
 from trainer.environments.episode_runner import RolloutRequest, SingleTurnRunner
 from trainer.generation.engine import Completion
 from trainer.models.tokenizer import load_tokenizer
+from trainer.sources.prompts import read_prompts
 
 REPLY = "[THINK]x[/THINK]<answer>1</answer>"
 MARKS = ["[THINK]", "[/THINK]", "<answer>", "</answer>", "<|turn_end|>", "<|channel|>"]
@@ -110,3 +114,30 @@ def test_recorded_rollouts_are_read_with_their_special_tokens(model, tmp_path):
     write_rollouts(str(tmp_path), 1, [replace(episode, reward=1.0)])
     (sample,) = read_rollouts(str(tmp_path / "rollouts/step_1.arrow"), tokenizer, None)
     assert np.array_equal(sample.token_ids, episode.samples[0].token_ids)
+
+
+def test_an_answer_that_the_tokenizer_changes_is_found(model):
+    tokenizer = load_tokenizer(model)
+    assert changed_answer(tokenizer, ["12", " ab ", "", "A b"]) is None
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    assert changed_answer(tokenizer, ["12", "A b"]) == (1, "a b")
+    assert changed_answer(tokenizer, []) is None
+    some = SimpleNamespace(encode=lambda text, **_: [text], decode=lambda ids, **_: ids[0].lower())
+    assert changed_answer(some, ["a"] * 9_999 + ["B"]) is None, "of many, some are tried"
+    assert changed_answer(some, ["B"] * 10_000) == (0, "b")
+
+
+@pytest.mark.parametrize("environment", [None, "m:E"])
+def test_an_answer_that_the_tokenizer_changes_is_named_before_the_start(model, tmp_path, caplog, environment):
+    tokenizer = load_tokenizer(model)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "x", "answer": 12}\n{"prompt": "x", "answer": "Paris"}\n')
+    cfg = Config(data=DataConfig(train_files=[str(file)], prompt_key="prompt", answer_key="answer"))
+    cfg.environment.name = environment
+    with caplog.at_level(logging.WARNING):
+        read_prompts(cfg, "train", tokenizer)
+    assert (
+        "data.answer_key=answer: the tokenizer changes the reference answer of row 2 of the train data" in caplog.text
+    )
+    assert "'Paris', into 'paris'" in caplog.text

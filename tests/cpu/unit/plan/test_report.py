@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from benchmarks.scale import CASES, HEADS, plan_of, row_of
 from tests.support.forks import run_forked
 from tests.support.jobs import environment
 from tests.support.pages import ROOT
+from trainer.config.trainer import axis_sizes
+from trainer.models.verdicts import Verdict, keep_verdict, verdict_file
 from trainer.plan.hardware import COMPILED_KEEPS, Cluster
 from trainer.plan.layouts import Layout
 from trainer.plan.plan import make_plan
@@ -55,6 +58,22 @@ def test_notes_name_what_counts_as_nothing_or_was_not_measured(cfg, node, save_c
     assert "each GPU sends 50 GB/s to other nodes" in found and "models with experts count at 15%" in found
     cfg.rollout.engine, cfg.rollout.urls, cfg.rollout.colocate = "server", ["http://host:8000"] * 8, False
     assert "rollout.engine=server generates outside of this cluster" in text()
+
+
+def test_a_verdict_on_the_model_that_is_kept_is_named(cfg, node, tmp_path):
+    plan = make_plan(cfg, node, traced=False)
+    cfg.model.path, cfg.model.cache_dir = str(tmp_path / "model"), str(tmp_path / "cache")
+    os.mkdir(cfg.model.path)
+    (tmp_path / "model" / "config.json").write_text("{}")
+    assert not any(cfg.model.path in note for note in notes(cfg, plan))
+    sizes = axis_sizes(cfg.trainer, cfg.trainer.num_workers)
+    file = verdict_file(cfg.model, cfg.model.path, node.device.kind, sizes, cfg.roles[0], True, cfg.longest_row)
+    for kept, said in (
+        (Verdict(), "an earlier start has compared it"),
+        (Verdict("its window differs"), "its window"),
+    ):
+        keep_verdict(file, kept)
+        assert [note for note in notes(cfg, plan) if note.startswith(f"model.path={cfg.model.path}: {said}")]
 
 
 # The page

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
 from tests.support.training import GROUPS, PER_GROUP, WIDTH, config, make_batch
+from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import correction_of
 from trainer.errors import LogprobMismatchError
 from trainer.models.tiny import TinyShape, build_tiny
@@ -137,6 +139,32 @@ def test_a_step_whose_tokens_another_model_has_sampled_is_not_trained_on(model_p
         assert list(found) == ["another model", "another model, without old log-probs", "a lower limit"]
         assert all(sentence.startswith("untouched: rollout.max_logprob_diff: ") for sentence in found.values())
         assert "differ by 0.01 nats per token in step 4, and at most 0.001 is" in found["another model"]
+
+
+def jump(rank: Rank, path: str, directory: str) -> list[str]:
+    """What is said of three steps: of rounding, of far more than it after a resume, and of that in a first step."""
+    batch, files, found = make_batch(), ShardedFiles(directory), []
+    rank.build(roles(rank.cfg, ["policy"]), path)
+    for step, difference in enumerate((2e-6, 5e-4, 5e-4), start=1):
+        own = assemble(*rank.score("policy", "logprobs", batch))
+        try:
+            rank.update("policy", {**batch, "rollout_logprobs": own + np.float32(difference) * batch["mask"]}, step)
+        except LogprobMismatchError as error:
+            found.append(str(error))
+        if step == 1:
+            rank.begin_save(["policy"], files)
+            rank.finish_save()
+        rank.build(roles(rank.cfg, ["policy"]), path)
+        if step == 1:
+            rank.call("policy", "load", files)
+    return found
+
+
+def test_a_jump_below_the_limit_stops_the_run_too(model_path, tmp_path):
+    cfg = config(mini_batch_size=GROUPS)
+    cfg.rollout.max_logprob_diff = "auto"
+    ((sentence,),) = run_ranks(1, jump, model_path, str(tmp_path), cfg=cfg)
+    assert re.search(r"differ by 0.0005 nats per token in step 2 after at most (2|1.9)e-06 in earlier steps", sentence)
 
 
 def reference_dtypes(rank: Rank, path: str) -> dict:
