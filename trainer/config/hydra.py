@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from trainer.config.fields import value_of, walk_keys
-from trainer.config.overrides import GROUP, altered_text, checked, parsed
+from trainer.config.overrides import GROUP, checked, parsed
 from trainer.config.rollout import RolloutConfig
 from trainer.config.rules import validate
 from trainer.config.schema import (
@@ -35,6 +35,7 @@ from trainer.config.schema import (
     valid_keys,
 )
 from trainer.config.tasks import find_task
+from trainer.config.texts import construct_yaml, unquoted
 from trainer.errors import UserError, did_you_mean, one_line
 from trainer.files.redaction import HIDDEN, hidden_keys, name_secrets, redact, redact_command
 
@@ -300,7 +301,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
         if root is not None and not isinstance(root, yaml.MappingNode):
             raise UserError(f"{path}: must be a mapping of sections to keys and values, such as `trainer: {{seed: 1}}`")
         _LINES.update(_lines(root, path) if root is not None else ())
-        return yaml.load(text, Loader=get_yaml_loader()) or {}
+        return construct_yaml(text) or {}
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or 'it is no text'})") from error
     except yaml.YAMLError as error:
@@ -316,8 +317,6 @@ def _lines(node: Any, path: str, prefix: str = "") -> Iterator[tuple[str, str]]:
         yield name, line
         if value.id == "mapping":
             yield from _lines(value, path, f"{name}.")
-        elif value.id == "scalar" and value.style is None and (problem := altered_text(name, value.value)):
-            raise UserError(f"{line}: {name}: {problem}")
 
 
 # --- Errors ---
@@ -439,7 +438,7 @@ def _sweep_suffix() -> str:
         return ""
     fixed = set(job.config.override_dirname.exclude_keys)
     overrides = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
-    swept = [o for o in overrides if o.partition("=")[0].lstrip("+~") not in fixed]
+    swept = [unquoted(o) for o in overrides if o.partition("=")[0].lstrip("+~") not in fixed]
     name = ",".join(redact_command(swept)).replace("/", "_")
     if len(name.encode()) > _LONGEST_SUFFIX:
         digest = hashlib.sha256(name.encode()).hexdigest()[:16]

@@ -17,10 +17,10 @@ from trainer.config.schema import (
     is_open,
     no_such_key,
     section_named,
-    type_of,
     without_source,
 )
 from trainer.config.tasks import OPTIONS
+from trainer.config.texts import quoted
 from trainer.errors import UserError, as_list, did_you_mean, one_line
 from trainer.process.log_setup import ToolParser
 
@@ -69,7 +69,7 @@ def checked(overrides: Sequence[str], groups: Mapping[str, Sequence[str]], sweep
         elif key in groups or is_name(key) and not is_open(key):
             word = bare
         problems += [problem] if (problem := _problem(word, key, groups, sweeps)) else []
-        plain.append(word)
+        plain.append(quoted(word))
     if problems:
         raise UserError(as_list("the command cannot be read:", problems))
     return plain
@@ -94,24 +94,7 @@ def _problem(word: str, key: str, groups: Mapping[str, Sequence[str]], sweeps: b
         return f"{shown}: cannot be read ({reason}); write KEY=VALUE or GROUP=CHOICE, a text in quotes: KEY='\"TEXT\"'"
     if override.is_sweep_override() and not sweeps:
         return f"{shown}: several values run one job each; add -m for that, or write {key}=[…] for a list"
-    texts = word.partition("=")[2].strip().removeprefix("[").removesuffix("]").split(",")
-    problem = next((problem for text in texts if (problem := altered_text(key, text.strip()))), None)
-    return f"{shown}: {problem}" if problem else None
-
-
-_TYPED = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(e[-+]?\d+)?|true|false", re.IGNORECASE)
-"""Words of which Hydra and YAML may make a number or a truth value."""
-
-
-def altered_text(key: str, text: str) -> str | None:
-    """Return why a plain word is refused for a key of texts: `007` and `1e5` would become other texts; None: it is not.
-
-    A number that is written as Python writes it stays the same.
-    """
-    if type_of(key) not in ("str", "str | None", "list[str]", "Any") or not _TYPED.fullmatch(text):
-        return None
-    is_same = text == "0" or re.fullmatch(r"-?[1-9]\d*(\.\d*[1-9]|\.0)?|-?0\.\d*[1-9]", text)
-    return None if is_same else f"{text} is read as a number or truth value; write it in quotes: '\"{text}\"'"
+    return None
 
 
 def unread_words(words: Sequence[str], config: Config) -> list[str]:
