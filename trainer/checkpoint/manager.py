@@ -63,8 +63,6 @@ class Retention:
     """The checkpoints to keep besides the newest: see `trainer.max_ckpts_to_keep` and `keep_best`."""
 
     newest: int = -1
-    every: int = -1
-    """Also those whose step is a multiple of this."""
     best: int = 0
     best_mode: str = "max"
     best_metric: str = ""
@@ -80,8 +78,6 @@ class Retention:
             return []
         steps = sorted(scores)
         keep = set(protected) | set(steps[-max(1, self.newest) :])
-        if self.every > 0:
-            keep |= {step for step in steps if step % self.every == 0}
         if self.best > 0:
             sign = 1 if self.best_mode == "max" else -1
             measured = [step for step in steps if scores[step] is not None]

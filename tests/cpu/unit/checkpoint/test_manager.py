@@ -309,16 +309,6 @@ def test_retention_keeps_the_best_and_the_resumed_checkpoint(tmp_path):
     assert again.store.steps() == [2, 3, 5], "3 is what the run was resumed from"
 
 
-def test_retention_uses_the_other_metric_until_a_checkpoint_has_the_best_metric(tmp_path):
-    checkpoints = manager(tmp_path, Retention(newest=1, best=1, best_metric="accuracy", instead="reward"))
-    for step, score in ((1, 0.1), (2, 0.5), (3, 0.3), (4, 0.2)):
-        save(checkpoints, step, score=score, score_metric="reward")
-    assert checkpoints.store.steps() == [2, 4]
-    for step, score in ((5, 0.4), (6, 0.3)):
-        save(checkpoints, step, score=score, score_metric="accuracy")
-    assert checkpoints.store.steps() == [5, 6]
-
-
 def test_a_checkpoint_loses_its_name_before_its_files_are_deleted(tmp_path, monkeypatch):
     root = tmp_path / "checkpoints"
     checkpoints = manager(root, Retention(newest=1))
@@ -447,29 +437,27 @@ def test_a_newest_checkpoint_that_may_not_be_read_is_not_skipped(part, verb):
 @given(
     steps=st.sets(st.integers(1, 60), min_size=1, max_size=20),
     newest=st.integers(-1, 5),
-    every=st.sampled_from([-1, 1, 7, 10]),
     best=st.integers(0, 4),
     mode=st.sampled_from(["max", "min"]),
     data=st.data(),
 )
-def test_retention_keeps_the_steps_of_its_rules(steps, newest, every, best, mode, data):
+def test_retention_keeps_the_steps_of_its_rules(steps, newest, best, mode, data):
     scores = {step: data.draw(st.none() | st.integers(0, 5)) for step in steps}
     protected = data.draw(st.sets(st.sampled_from(sorted(steps)), max_size=2))
-    gone = Retention(newest, every, best, mode).disposable(scores, protected)
+    gone = Retention(newest, best, mode).disposable(scores, protected)
     kept = sorted(steps - set(gone))
     assert max(steps) in kept and protected <= set(kept)
     if newest < 0:
         assert gone == []
     else:
         assert set(sorted(steps)[-max(1, newest) :]) <= set(kept)
-    assert not [step for step in gone if every > 0 and step % every == 0]
     measured = {step: score for step, score in scores.items() if score is not None}
     if best and measured and newest >= 0:
         extreme = (max if mode == "max" else min)(measured.values())
         assert extreme in [measured.get(step) for step in kept]
         ranked = sorted(measured.values(), reverse=mode == "max")[:best]
         assert sorted((measured[s] for s in kept if s in measured), reverse=mode == "max")[: len(ranked)] == ranked
-    needed = len(protected) + max(1, newest) + best + sum(step % every == 0 for step in steps if every > 0)
+    needed = len(protected) + max(1, newest) + best
     assert newest < 0 or len(kept) <= needed
 
 

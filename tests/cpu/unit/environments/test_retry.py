@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.environments.retry import RetryEnv
+from tests.support.retry import RetryEnv
 
 
 def play(environment: RetryEnv, row: dict, *replies: str) -> list:

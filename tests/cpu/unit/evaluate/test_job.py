@@ -143,7 +143,7 @@ def test_environments_are_checked_where_they_run_with_their_options():
     with pytest.raises(UserError, match="environment.python=no/python: is no interpreter"):
         _check_sources(elsewhere)
     wrong = "+data.val_sets.more.environment.kwargs.tires=3"
-    retry = "data.val_sets.more.environment.name=trainer.environments.retry:RetryEnv"
+    retry = "data.val_sets.more.environment.name=tests.support.retry:RetryEnv"
     with pytest.raises(UserError, match="unexpected keyword argument 'tires'"):
         _check_sources(compose([*words, "data.val_sets.more.files=[m.jsonl]", retry, wrong]))
 

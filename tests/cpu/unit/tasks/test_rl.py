@@ -99,7 +99,7 @@ def test_each_source_of_a_mix_is_checked_and_its_keys_are_named(cfg, tmp_path):
 def test_an_episode_that_the_model_cannot_read_is_refused(cfg, tmp_path):
     cfg.model.path = str(tmp_path / "model")
     build_tiny(replace(SMALL, max_position_embeddings=256), cfg.model.path)
-    environment = EnvironmentConfig(name="trainer.environments.retry:RetryEnv", max_tokens=257)
+    environment = EnvironmentConfig(name="tests.support.retry:RetryEnv", max_tokens=257)
     cfg.data = DataConfig(mix={"again": SourceConfig(synthetic="arithmetic", size=4, environment=environment)})
     cfg.trainer.val_interval = -1
     with pytest.raises(
@@ -169,7 +169,7 @@ def test_a_server_is_asked_only_when_that_is_wanted(cfg):
 
 
 def test_rewards_are_not_tried_where_an_environment_gives_them(cfg):
-    cfg.environment.name, cfg.reward.name = "trainer.environments.retry:RetryEnv", f"{HERE}:fails"
+    cfg.environment.name, cfg.reward.name = "tests.support.retry:RetryEnv", f"{HERE}:fails"
     build(cfg).check_inputs(asks_servers=True)
 
 
@@ -193,7 +193,7 @@ def test_without_any_rewards_prompts_cannot_be_chosen_by_them(cfg, name):
     with pytest.raises(UserError, match=f"^algorithm.{name}=True: keeps .* trainer.task={HERE}:TASK gives no rewards"):
         sample_episodes(given)
     assert is_built_on(given, make_scorer=lambda given: "a scorer")
-    cfg.environment.name = "trainer.environments.retry:RetryEnv"
+    cfg.environment.name = "tests.support.retry:RetryEnv"
     assert is_built_on(given)
     cfg.environment.name, cfg.algorithm.overlong_buffer = None, 2
     if name == "filter_zero_variance":
