@@ -223,6 +223,8 @@ class TrainerConfig(Section):
     there is one."""
     hf_save_interval: int = number(-1, at_least=1, off=-1, resume="harmless")
     """Steps between exports in Hugging Face format. -1: no exports."""
+    hf_save_lora: str = choice("merged", ("merged", "adapter"), resume="harmless")
+    """What an export of a policy with adapters contains: `merged` weights, or the `adapter` alone, as peft reads it."""
     export_path: str = setting("${trainer.run_dir}/exports", resume="harmless")
     """Directory of the exports, or a prefix in an object store; each is written to `global_step_N/policy` in it."""
     policy: PolicyConfig = subsection(PolicyConfig)
