@@ -227,6 +227,7 @@ def measure(name: str, args: argparse.Namespace, directory: str, peak: float) ->
     cfg = Config()
     cfg.model.path = path
     cfg.trainer.mini_batch_size = 10_000  # one optimizer step an update
+    cfg.rollout.max_logprob_diff = None  # the log-probs of the batch are invented
     cfg.trainer.policy.fsdp.param_dtype = "bfloat16"
     cfg.trainer.policy.fsdp.activation_checkpointing = args.recompute
     rank = Rank(cfg, 0, 1, args.device)

@@ -38,6 +38,7 @@ def make_config(path: str, tokens: int, recompute: str) -> Config:
     """Return the config of a step of two micro-batches of about `tokens` tokens in each of two optimizer steps."""
     cfg = Config()
     cfg.model.path = path
+    cfg.rollout.max_logprob_diff = None  # the log-probs of the batch are invented
     cfg.plan.prompt_tokens, cfg.plan.response_tokens = PROMPT, RESPONSE
     cfg.rollout.n = N
     cfg.rollout.max_prompt_tokens, cfg.rollout.max_response_tokens = PROMPT, RESPONSE
