@@ -6,9 +6,9 @@ import functools
 
 import pytest
 
+from tests.support.retry import RetryEnv
 from trainer.environments import Endpoint
 from trainer.environments.base import find_environment
-from trainer.environments.retry import RetryEnv
 from trainer.errors import UserError
 from trainer.import_utils import is_agent
 

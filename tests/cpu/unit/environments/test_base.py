@@ -7,8 +7,8 @@ import inspect
 
 import pytest
 
+from tests.support.retry import RetryEnv
 from trainer.environments.base import Environment, StepResult
-from trainer.environments.retry import RetryEnv
 from trainer.environments.tools import ToolEnvironment
 
 METHODS = [name for name, _ in inspect.getmembers(Environment, inspect.isfunction) if not name.startswith("_")]

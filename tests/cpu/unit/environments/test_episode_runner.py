@@ -212,7 +212,7 @@ def test_every_environment_is_closed_however_its_episode_has_ended(runner, token
 
 def test_the_built_in_environment_asks_again_and_rewards_the_best_answer(tokenizer):
     rows = {"prompt": "abc", "answer": "cba"}, {"prompt": "ab", "answer": "bx"}
-    with runner_of(tokenizer, name="trainer.environments.retry:RetryEnv", kwargs={"tries": 2}) as runner:
+    with runner_of(tokenizer, name="tests.support.retry:RetryEnv", kwargs={"tries": 2}) as runner:
         right, wrong = run(runner, Policy(tokenizer, "bx", "cba"), requests_of(*rows[:1], rows[1]))
         assert (right.status, right.turns, right.reward) == ("stop", 2, 1.0)
         assert (wrong.status, wrong.turns, wrong.reward) == ("stop", 1, 1.0)

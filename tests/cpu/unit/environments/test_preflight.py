@@ -84,7 +84,7 @@ def test_options_have_any_length_and_stand_in_no_command_line(python):
 
 
 def test_our_own_environments_run_in_another_interpreter(python):
-    check_environment(config(python, "trainer.environments.retry:RetryEnv", tries=3))
+    check_environment(config(python, "tests.support.retry:RetryEnv", tries=3))
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["in another interpreter", "in ours"])
@@ -97,9 +97,9 @@ def test_what_cannot_run_is_refused_in_one_sentence(python, inside):
 
     if not inside:
         assert "No module named 'clashing'" in refused()
-        assert "unexpected keyword argument 'tires'" in refused("trainer.environments.retry:RetryEnv", tires=3)
+        assert "unexpected keyword argument 'tires'" in refused("tests.support.retry:RetryEnv", tires=3)
         assert "; it takes tries, again, prompt_key, answer_key, set by +environment.kwargs.NAME=VALUE" in refused(
-            "trainer.environments.retry:RetryEnv", tires=3
+            "tests.support.retry:RetryEnv", tires=3
         )
         return
     assert "environment.kwargs: own_environment:Own: ValueError: size=0 is too small" in refused(size=0)
