@@ -36,9 +36,11 @@ def vllm_launcher() -> ForkServer:
         return ForkServer(_MODULES)
 
 
-def start_vllm(cluster: ProcessCluster, path: str, rollout: RolloutConfig = ROLLOUT, **options: Any) -> RemoteEngine:
+def start_vllm(
+    cluster: ProcessCluster, path: str, rollout: RolloutConfig = ROLLOUT, seed: int = 1, **options: Any
+) -> RemoteEngine:
     """Begin to start an engine with the model at `path`."""
-    factory = functools.partial(VLLMEngine, path, dtype="auto", seed=1, rollout=rollout, device="cpu", **options)
+    factory = functools.partial(VLLMEngine, path, dtype="auto", seed=seed, rollout=rollout, device="cpu", **options)
     return RemoteEngine(cluster.launch_engines(factory, [()], ENVIRONMENT))
 
 
