@@ -27,7 +27,6 @@ from trainer.checkpoint.manager import Retention
 from trainer.checkpoint.manifest import FORMAT_VERSION, CheckpointFiles, FileEntry, verify
 from trainer.errors import UserError
 from trainer.files.atomic_io import digest_bytes
-from trainer.process.signals import SIGNALS
 
 
 def test_a_load_restores_the_saved_state(tmp_path):
@@ -67,20 +66,6 @@ def test_a_save_takes_the_state_of_its_call_and_one_save_is_under_way_at_a_time(
     assert [outcome.step for outcome in checkpoints.results()] == [1, 2]
     counters = [json.loads((tmp_path / f"global_step_{n}/counters.json").read_text()) for n in (1, 2)]
     assert counters == [{"n": 1}, {"n": 2}]
-
-
-def test_who_waits_for_a_save_says_so(tmp_path):
-    """The watchdog names it if that takes too long."""
-    checkpoints, named = manager(tmp_path), []
-
-    def finish() -> list[FileEntry]:
-        wait_until(lambda: SIGNALS.waits_for)
-        named.append(SIGNALS.waits_for)
-        return []
-
-    checkpoints.save(7, [*parts_of({"n": 1, "bytes": b""}), Component("slow", lambda staging: finish)], {})
-    checkpoints.wait()
-    assert named == ["the save of step 7"] and SIGNALS.waits_for == ""
 
 
 def test_a_failed_save_keeps_the_previous_checkpoint_and_leaves_no_files(tmp_path):
@@ -267,14 +252,6 @@ def test_retention_deletes_nothing_while_a_score_cannot_be_read(tmp_path, caplog
     assert checkpoints.store.steps() == [1, 2] and "global_step_1: 9.9 of this program" in caplog.text
 
 
-def test_latest_before_a_step_leaves_out_that_step(tmp_path):
-    checkpoints = manager(tmp_path)
-    for step in (1, 2, 3):
-        save(checkpoints, step)
-    assert checkpoints.latest(before=3).step == 2
-    assert checkpoints.latest(before=1) is None
-
-
 def test_leftovers_are_removed_and_set_aside_checkpoints_are_kept_until_replaced(tmp_path, caplog):
     caplog.set_level("INFO")
     checkpoints = manager(tmp_path)
@@ -406,30 +383,22 @@ def other_user() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(
-    ("part", "verb"),
-    [
-        ("global_step_2/manifest.json", "read"),
-        ("global_step_2", "enter"),
-        ("global_step_2/counters.json", "read"),
-        ("global_step_2/weights", "enter"),
-    ],
+    "part", ["global_step_2/manifest.json", "global_step_2", "global_step_2/counters.json", "global_step_2/weights"]
 )
-def test_a_newest_checkpoint_that_may_not_be_read_is_not_skipped(part, verb):
+def test_a_newest_checkpoint_that_may_not_be_read_is_not_skipped(part):
     with other_user() as folder:
         checkpoints = manager(folder)
         for step in (1, 2):
             save(checkpoints, step)
         mode = (folder / part).stat().st_mode & 0o777
         (folder / part).chmod(0)
-        user = os.geteuid()
         sentence = (
-            rf"^trainer.resume_mode=latest: {folder}/global_step_2: .* cannot be read \(Permission denied: user {user} "
-            rf"may not {verb} {folder}/{part}, which belongs to user {user} and has the mode 0000\); the checkpoint "
-            "may be whole, so the run does not continue from an older one: make it readable, or move it away$"
+            rf"^trainer.resume_mode=latest: {folder}/global_step_2: .* cannot be read \(Permission denied\); the "
+            "checkpoint may be whole, so the run does not continue from an older one: make it readable, or move it "
+            "away$"
         )
         with pytest.raises(UserError, match=sentence):
             checkpoints.latest()
-        assert checkpoints.latest(before=2).step == 1
         (folder / part).chmod(mode)
         assert checkpoints.latest().step == 2
 
