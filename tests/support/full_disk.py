@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,7 @@ def free(disk: Path) -> None:
 def filling_clip(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **options: Any) -> Loss:
     """The clipped surrogate.
 
-    `TEST_DISK=N,M,PATH`: the disk is full from the N-th to the M-th call in a rank. `TEST_DEATH=PATH`: then the rank
-    dies, once, at the call before the M-th.
+    `TEST_DISK=N,M,PATH`: the disk is full from the N-th to the M-th call in a rank.
     """
     if dist.is_initialized() and (spec := os.environ.get("TEST_DISK")):
         first, last, path = spec.split(",", 2)
@@ -42,7 +40,4 @@ def filling_clip(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mas
             fill(Path(path))
         elif call == int(last):
             free(Path(path))
-        if (killed := os.environ.get("TEST_DEATH")) and call == int(last) - 1 and not os.path.exists(killed):
-            Path(killed).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
     return clip(logprobs, old_logprobs, advantages, mask, **options)

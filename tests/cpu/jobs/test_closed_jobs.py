@@ -182,16 +182,6 @@ def test_a_request_to_stop_is_heard_while_a_rank_stands_still(tmp_path, marker):
     assert left_running(marker) == []
 
 
-def test_a_killed_rank_ends_a_job_without_restarts_and_leaves_nothing(tmp_path, marker):
-    job = start_forked_job(*BASE, "trainer.num_workers=2", "trainer.max_restarts=0", cwd=tmp_path)
-    output = reach(job, "step 2/500")
-    rank, *_ = members(job.pid)
-    rank.kill()
-    status, output = end(job, output, timeout=300)
-    assert status == 1 and "died" in output, output
-    assert left_running(marker) == []
-
-
 def handles_signals(job: subprocess.Popen) -> bool:
     caught = next(line for line in Path(f"/proc/{job.pid}/status").read_text().splitlines() if "SigCgt" in line)
     return bool(int(caught.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1)

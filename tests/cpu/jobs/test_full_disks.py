@@ -107,25 +107,6 @@ def test_a_disk_that_is_full_for_some_steps_costs_the_checkpoints_of_these_steps
     assert [line for line in logged(run) if line in printed] == printed, "the log lacks lines"
 
 
-def test_a_rank_that_dies_while_the_disk_is_full_costs_the_steps_since_the_last_checkpoint(
-    job, uninterrupted, disk, tmp_path, monkeypatch
-):
-    """The start of new ranks finds no space, and the run ends. The same command continues it."""
-    run = disk / "run"
-    command = [*job, "trainer.ckpt_interval=6", f"trainer.run_dir={run}", "rollout.journal=false"]
-    with monkeypatch.context() as patch:
-        patch.setenv("TEST_DISK", f"8,11,{disk}")
-        patch.setenv("TEST_DEATH", f"{tmp_path}/dead")
-        done = run_forked_job(*command, cwd=tmp_path)
-    assert (tmp_path / "dead").exists() and "rank 0 died" in done.stdout
-    (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert done.returncode == 1 and sentence.startswith(f"error: {run}/metrics.replay.jsonl: {FULL}; free space on the")
-    free(disk)
-    done = run_forked_job(*command, cwd=tmp_path)
-    assert done.returncode == 0 and f"resumed from {run}/checkpoints/global_step_6" in done.stdout, done.stderr
-    assert comparable(metrics(run)) == uninterrupted[: STEPS + 1]
-
-
 def test_a_disk_that_stays_full_ends_the_run_and_the_same_command_continues_it(
     job, uninterrupted, disk, tmp_path, monkeypatch
 ):

@@ -25,10 +25,9 @@ def test_a_home_without_room_for_the_embedded_model(tmp_path, read_only):
     assert "model.cache_dir" in sentence and "TRAINER_CACHE" in sentence
 
 
-@pytest.mark.parametrize("mode", [[], ["-m", "trainer.seed=1,2"]], ids=["one run", "a sweep"])
-def test_a_working_directory_that_cannot_be_written(tmp_path, read_only, mode):
-    sentence = refused(without_privilege([*JOB[:4], *mode, *JOB[4:]]), read_only)
-    assert ("hydra.sweep.dir" if mode else "trainer.run_dir") in sentence
+def test_a_working_directory_of_a_sweep_that_cannot_be_written(read_only):
+    sentence = refused(without_privilege([*JOB[:4], "-m", "trainer.seed=1,2", *JOB[4:]]), read_only)
+    assert "hydra.sweep.dir" in sentence
 
 
 def test_a_run_directory_that_cannot_be_written(tmp_path, read_only):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.buckets import make_bucket, s3_server, use_s3
 from tests.support.gcs import gcs_server, use_gcs
 from tests.support.jobs import comparable, members, metrics
 from tests.support.killed_jobs import STEPS, run_until
@@ -124,19 +122,6 @@ def test_a_job_whose_driver_hangs_ends_and_continues_with_the_same_command(overr
 # Lost disks
 
 
-@contextlib.contextmanager
-def empty_bucket(kind: str, patch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Start a server of object storage; yields the URL of an empty bucket."""
-    if kind == "s3":
-        with s3_server() as url:
-            use_s3(patch, url)
-            yield make_bucket("bucket")
-    else:
-        with gcs_server() as url:
-            use_gcs(patch, url)
-            yield "gs://bucket"
-
-
 def kill_at(place: str, log: Path, *overrides: str, logged: str = "", no_further: str = "") -> None:
     """Run a job, and kill all its processes when it waits at the failpoint `name,n` and has logged a text.
 
@@ -154,27 +139,13 @@ def kill_at(place: str, log: Path, *overrides: str, logged: str = "", no_further
     reached.unlink()
 
 
-@pytest.mark.parametrize("kind", ["s3", "gs"])
-def test_a_job_killed_in_a_save_to_an_object_store_continues_on_another_machine(
-    overrides, uninterrupted, kind, tmp_path, monkeypatch
-):
-    log = tmp_path / "log"
-    with empty_bucket(kind, monkeypatch) as bucket:
-        stored = (*overrides, f"trainer.ckpt_path={bucket}/run")
-        kill_at("save:manifest_written,2", log, *stored, f"trainer.run_dir={tmp_path}/first")
-        shutil.rmtree(tmp_path / "first")
-        assert run_until(log, *stored, f"trainer.run_dir={tmp_path}/second")
-        assert open_store(f"{bucket}/run").orphans() == {}
-    assert f"resumed from {bucket}/run/global_step_2, " in log.read_text()
-    assert outcome(tmp_path / "second") == uninterrupted
-
-
 def test_a_job_with_two_tiers_survives_a_kill_and_the_loss_of_its_disk(overrides, uninterrupted, tmp_path, monkeypatch):
     """Killed before its first upload is complete, it continues from the disk, which is in memory; killed again in the
     next upload, and without its disk, it continues from the object store."""
     log, first = tmp_path / "log", tmp_path / "first"
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory, empty_bucket("gs", monkeypatch) as bucket:
-        disk = Path(memory) / "disk"
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory, gcs_server() as url:
+        use_gcs(monkeypatch, url)
+        bucket, disk = "gs://bucket", Path(memory) / "disk"
         above = open_store(f"{bucket}/run")
         tiers = (*overrides, f"trainer.ckpt_path={bucket}/run", f"trainer.ckpt_cache_dir={disk}")
         kill_at("upload:copied,1", log, *tiers, f"trainer.run_dir={first}", no_further="logged,5")
