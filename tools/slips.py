@@ -71,6 +71,60 @@ SLIPS = {
         "ratio > high",
         "unit/algorithms/test_correction.py",
     ),
+    "group_std": Slip(
+        "algorithms/advantages.py",
+        "(self.size.to(centered) - 1).clamp(min=1)).sqrt()",
+        "self.size.to(centered)).sqrt()",
+        "unit/algorithms/test_advantages.py",
+    ),
+    "rloo": Slip(
+        "algorithms/advantages.py",
+        "* size / (size - 1).clamp(min=1), mask)",
+        "* size / size, mask)",
+        "unit/algorithms/test_advantages.py",
+    ),
+    "whitening": Slip(
+        "algorithms/advantages.py",
+        "torch.rsqrt(active.var() + eps)",
+        "torch.rsqrt(active.var(unbiased=False) + eps)",
+        "unit/algorithms/test_advantages.py",
+    ),
+    "equal_groups": Slip(
+        "algorithms/advantages.py",
+        "return (low != high)[index]",
+        "return (low <= high)[index]",
+        "unit/algorithms/test_reward_shaping.py",
+    ),
+    "gspo": Slip(
+        "algorithms/losses.py",
+        "ratio = clamp_log_ratio(mean).exp() * (logprobs - logprobs.detach()).exp()",
+        "ratio = clamp_log_ratio(log_r).exp()",
+        "unit/algorithms/test_losses.py",
+    ),
+    "cispo": Slip(
+        "algorithms/losses.py",
+        "weight = ratio.clamp(1 - clip_low, 1 + clip_high)",
+        "weight = ratio.clamp(1 - clip_low, 1 + clip_low)",
+        "unit/algorithms/test_losses.py",
+    ),
+    "value_clip": Slip(
+        "algorithms/losses.py",
+        "loss = 0.5 * aggregate(torch.maximum(plain_error, clipped_error)",
+        "loss = 0.5 * aggregate(torch.minimum(plain_error, clipped_error)",
+        "unit/algorithms/test_losses.py",
+    ),
+    "adaptive_kl": Slip(
+        "algorithms/kl.py",
+        "min(max(kl / self.target - 1, -0.2), 0.2)",
+        "min(max(1 - kl / self.target, -0.2), 0.2)",
+        "unit/algorithms/test_kl.py",
+    ),
+    "truncated_importance": Slip(
+        "algorithms/correction.py",
+        "ratio.clamp(max=high), ratio > high",
+        "ratio.clamp(min=low), ratio > high",
+        "unit/algorithms/test_correction.py",
+    ),
     # Order and randomness
     "seed_of_completion": Slip(
         "seeding.py",
@@ -83,6 +137,30 @@ SLIPS = {
         "weights[name] * drawn - counts[name] * total",
         "weights[name] * drawn",
         "unit/data/test_mix_ledger.py",
+    ),
+    "epoch_order": Slip(
+        "data/ledger.py",
+        'permutation(count, self._seed, "epoch", epoch)',
+        'permutation(count, self._seed, "epoch", 0)',
+        "unit/data/test_ledger.py",
+    ),
+    "row_twice": Slip(
+        "data/ledger.py",
+        "left_out = self._trained_ahead.union(in_flight)",
+        "left_out = set(in_flight)",
+        "unit/data/test_ledger.py",
+    ),
+    "other_data": Slip(
+        "data/ledger.py",
+        "if saved != own:",
+        'if saved != own and name != "fingerprint":',
+        "unit/data/test_ledger.py",
+    ),
+    "staleness": Slip(
+        "sources/flight.py",
+        "self._most = (max_staleness + 1) * batch",
+        "self._most = (max_staleness + 2) * batch",
+        "unit/sources/test_flight.py",
     ),
     # Rows for the model
     "positions": Slip(
@@ -97,6 +175,30 @@ SLIPS = {
         "np.where(inside, self._token_indices[:, 1:], self.tokens)",
         "unit/parallel/test_packing.py",
     ),
+    "temperature": Slip(
+        "models/logprobs.py",
+        "(index_select(logits, targets.indices).float() / targets.temperature)",
+        "index_select(logits, targets.indices).float()",
+        "unit/models/test_logprobs.py",
+    ),
+    "attention_cost": Slip(
+        "parallel/load_balancing.py",
+        "return tokens + quadratic * tokens**2",
+        "return tokens",
+        "unit/parallel/test_load_balancing.py",
+    ),
+    "prompt_learnt": Slip(
+        "data/turns.py",
+        "[0.0] * len(before) + [1.0] * len(said)",
+        "[1.0] * len(before) + [1.0] * len(said)",
+        "unit/data/test_turns.py",
+    ),
+    "end_token": Slip(
+        "data/turns.py",
+        "if not self._stops.last(reply):",
+        "if reply is None:",
+        "unit/data/test_turns.py",
+    ),
     # Updates
     "foreign_rows": Slip(
         "episodes.py",
@@ -107,8 +209,8 @@ SLIPS = {
     # Text and rewards
     "special_tokens": Slip(
         "data/replies.py",
-        "tokenizer.batch_decode(kept, skip_special_tokens=False)",
-        "tokenizer.batch_decode(kept, skip_special_tokens=True)",
+        "if token not in unseen], skip_special_tokens=False)",
+        "if token not in unseen], skip_special_tokens=True)",
         "unit/data/test_replies.py",
     ),
     "reward_nan": Slip(
@@ -124,12 +226,72 @@ SLIPS = {
         "time.time() > self._deadline",
         "unit/run/test_stopping.py",
     ),
+    "wrong_hash": Slip(
+        "checkpoint/manifest.py",
+        "if digest != entry.hash:",
+        "if digest is None:",
+        "unit/checkpoint/test_manifest.py",
+    ),
+    "path_outside": Slip(
+        "checkpoint/manifest.py",
+        "if not checkpoint.files.contains(entry.path):",
+        "if not entry.path:",
+        "unit/checkpoint/test_untrusted.py",
+    ),
+    "other_manifest": Slip(
+        "checkpoint/manifest.py",
+        'if manifest.get("self") != digest_of(',
+        'if not manifest.get("self") and digest_of(',
+        "unit/checkpoint/test_manifest.py",
+    ),
+    "permission": Slip(
+        "checkpoint/manifest.py",
+        "if not is_unrelated_to_content(error):",
+        "if error is not None:",
+        "unit/checkpoint/test_manager.py",
+    ),
+    "kept_newest": Slip(
+        "checkpoint/manager.py",
+        "keep = set(protected) | set(steps[-max(1, self.newest) :])",
+        "keep = set(steps[-max(1, self.newest) :])",
+        "unit/checkpoint/test_manager.py",
+    ),
+    "changed_key": Slip(
+        "run/compatibility.py",
+        'if rule.change == "never":',
+        'if rule.change == "ever":',
+        "unit/run/test_compatibility.py",
+    ),
+    "restart_limit": Slip(
+        "process/failures.py",
+        "if len(self._times) >= self._limit:",
+        "if len(self._times) > self._limit:",
+        "unit/process/test_failures.py",
+    ),
+    "same_fault": Slip(
+        "process/failures.py",
+        "if failure_class == JOB and (step, cause) in self._faults:",
+        "if failure_class == JOB and (step, failure_class) in self._faults:",
+        "unit/process/test_failures.py",
+    ),
     # What people read
     "pass_at_k": Slip(
         "metrics/estimates.py",
         "1.0 - math.comb(n - successes, k) / math.comb(n, k)",
         "1.0 - (1 - successes / n) ** k",
         "unit/metrics/test_estimates.py",
+    ),
+    "divergence": Slip(
+        "metrics/health.py",
+        "if len(above) >= PATIENCE:",
+        "if len(above) > PATIENCE:",
+        "unit/metrics/test_health.py",
+    ),
+    "secret": Slip(
+        "files/redaction.py",
+        "if is_secret(name) and not isinstance(value, bool):",
+        'if name == "password" and not isinstance(value, bool):',
+        "unit/files/test_redaction.py",
     ),
     "key_bounds": Slip(
         "config/fields.py",

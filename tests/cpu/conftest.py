@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.support import process_marks
 from tests.support.buckets import s3_server
@@ -23,6 +24,10 @@ os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - with Ray's 15, others 
 
 
 sys.addaudithook(process_marks.refuse_processes)
+
+# A machine that is busy is no fault of the code.
+settings.register_profile("any_machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any_machine")
 
 _LIBRARIES = ("AITER_", "KMP_", "LD_LIBRARY_PATH", "NCCL_", "PYTORCH_", "RAY_", "TILELANG_", "TORCH", "TRITON_")
 _SET_FOR_THE_PROCESS = (*_LIBRARIES, "VLLM_", "_TORCHINDUCTOR_", "HF_HUB_", "HYDRA_", "TQDM_", "PYTEST_CURRENT_TEST")
