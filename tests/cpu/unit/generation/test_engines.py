@@ -36,7 +36,8 @@ def test_requests_of_a_lost_engine_go_to_the_others(start, monkeypatch, incident
     again = pool.generate(requests)
     assert tokens_of(again) == tokens_of(first) == [[i, 0, i, 0] for i in range(12)]
     assert len({one.logprobs[0] for one in again}) <= 2
-    pool._engines.load()
+    with pool._at_rest():
+        pool._engines.load()
     ranks.call("policy", "train")
     pool.sync_weights(2)
     last = pool.generate(requests)
@@ -126,7 +127,8 @@ def test_an_engine_that_dies_as_it_starts_is_started_again(start, monkeypatch, i
 def test_an_engine_that_dies_between_its_loading_and_the_start_is_started_again(start, monkeypatch, incidents):
     monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
     pool, _ = start(num_engines=2, max_restarts=1, max_num_seqs=64)
-    pool._engines.load()
+    with pool._at_rest():
+        pool._engines.load()
     pool._engines.group.end(0)
     pool.start(version=1, is_initial=True)
     assert answers(pool) == [[0, 7, 0], [1, 7, 0]]
@@ -192,7 +194,8 @@ def test_a_new_engine_that_still_loads_does_not_hold_up_a_sync(start, monkeypatc
     pool.sync_weights(2)
     assert answers(pool) == [[0, 7, 1], [1, 7, 1]]
     (incidents / "go on").touch()
-    pool._engines.load()
+    with pool._at_rest():
+        pool._engines.load()
     pool.sync_weights(2)
     assert len({one.logprobs[0] for one in pool.generate([Request([i], 7, SAMPLED) for i in range(8)])}) == 2
 
