@@ -82,7 +82,7 @@ def test_wrong_arguments_get_one_sentence_with_the_command_whose_help_lists_them
 
 
 def test_a_command_whose_reader_has_closed_the_pipe_ends_quietly():
-    for words in ([], ["checkpoint", "--help"], ["train", "--cfg", "job"]):
+    for words in (["checkpoint", "--help"], ["train", "--cfg", "job"]):
         reading, writing = os.pipe()
         os.close(reading)
         done = trainer(*words, stdout=writing)
