@@ -91,9 +91,19 @@ def command_and_arguments(words: list[str]) -> tuple[str, list[str]]:
     return words[1], words[2:]
 
 
+CHECKED: set[tuple[str, ...]] = set()
+"""The commands that have been checked."""
+
+
 def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compose the overrides of a job, each value of a sweep on its own. Parse the arguments of other commands."""
+    """Compose the overrides of a job, with each value of a sweep. Parse the arguments of other commands.
+
+    A command that stands in several documents is checked once.
+    """
     command, arguments = command_and_arguments(words)
+    if (command, *arguments) in CHECKED:
+        return
+    CHECKED.add((command, *arguments))
     if command == "evaluate":
         return check_evaluation(arguments, monkeypatch)
     if command not in (*JOBS, "plan"):
@@ -115,12 +125,12 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         return compose_flags(flags)
 
     trains = command not in ("inference", "plan")
-    check_job(fixed, compose_words, trains)
-    for override in overrides:
-        if override.is_sweep_override():
-            assert sweeps, f"{override.input_line} sweeps without -m"
-            for value in values_of(override):
-                check_job([*fixed, f"{override.key_or_group}={value}"], compose_words, trains)
+    swept = [override for override in overrides if override.is_sweep_override()]
+    assert sweeps or not swept, f"{swept[0].input_line} sweeps without -m"
+    values = [values_of(override) for override in swept]
+    for place in range(max(map(len, values), default=1)):
+        chosen = [f"{o.key_or_group}={own[min(place, len(own) - 1)]}" for o, own in zip(swept, values, strict=True)]
+        check_job([*fixed, *chosen], compose_words, trains)
 
 
 def check_job(words: list[str], compose_words: Callable[[list[str]], Config], trains: bool) -> None:
