@@ -103,14 +103,12 @@ def test_a_killed_evaluation_continues_with_what_was_finished(words, tmp_path):
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        (["data.val_files=[none.jsonl]"], "data.val_files=none.jsonl: no such file in "),
         (["reward.name=no_such:f"], "reward.name=no_such:f: cannot be imported"),
         (["rollout.max_prompt_tokens=1"], "rollout.max_prompt_tokens=1: all 12 val prompts are longer"),
         (
             ["data.val_files=[]", "data.val_sets.more.files=[none.jsonl]"],
             "data.val_sets.more.files=none.jsonl: no such",
         ),
-        (["data.val_sets.more.n=4", "data.val_sets.more.temperature=0"], "data.val_sets.more.n=4: greedy completions"),
         (["algorithm.kl_coef=1"], "algorithm.kl_coef: trainer.task="),
     ],
 )
