@@ -71,8 +71,7 @@ def run_until(root: Path, model: Path, step: int, **settings) -> None:
             trainer.fit()
 
 
-@pytest.mark.parametrize("interval", [1, 2, 3])
-@pytest.mark.parametrize("step", [2, 4, 5])
+@pytest.mark.parametrize(("interval", "step"), [(1, 5), (2, 4), (3, 2)])
 def test_a_run_that_died_ends_as_if_it_had_not(tmp_path, model, whole, step, interval):
     run_until(tmp_path, model, step, ckpt_interval=interval)
     trainer = toy_run(toy_config(tmp_path, ckpt_interval=interval), model)
@@ -251,7 +250,7 @@ def lost(cause: str = "killed", member: str = "policy rank 1") -> WorkerError:
     return error
 
 
-@pytest.mark.parametrize("interval", [1, 2, 3, 100])
+@pytest.mark.parametrize("interval", [2, 100])
 def test_a_run_whose_ranks_die_ends_as_if_they_had_not(tmp_path, model, whole, caplog, interval):
     """Twice at one step, and at another: without a commit, the run starts again from its initial weights."""
     caplog.set_level("INFO")
@@ -398,7 +397,7 @@ def test_a_number_that_is_not_finite_ends_the_run_and_keeps_what_was_saved(tmp_p
     assert len(failures[3]) == (restarts == 0)
 
 
-@pytest.mark.parametrize("interval", [1, 2, 100])
+@pytest.mark.parametrize("interval", [2, 100])
 def test_a_restart_takes_back_the_weight_of_the_kl_and_what_user_code_drew(tmp_path, model, interval):
     """From the last commit, and without one from the beginning."""
 

@@ -205,8 +205,9 @@ def test_it_is_known_how_long_engines_generate_and_wait(tmp_path, model):
     assert all(row["time/wait_weights"] > 0.15 for row in rows[1:-1]), rows
 
 
-@pytest.mark.parametrize("journal", [True, False])
-@pytest.mark.parametrize(("ahead", "steps"), [(1, [1, 4, 5]), (1, [2, 7]), (2, [3, 3, 6]), (2, [5])])
+@pytest.mark.parametrize(
+    ("ahead", "steps", "journal"), [(1, [1, 4, 5], True), (1, [2, 7], False), (2, [3, 3, 6], True), (2, [5], False)]
+)
 def test_a_run_that_died_ends_as_if_it_had_not(tmp_path, model, whole, steps, ahead, journal):
     cfg = settings(tmp_path / "run", ahead)
     cfg.rollout.journal = journal
@@ -416,17 +417,14 @@ def comparable_steps(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: row[name] for name in row if "staleness" not in name} for row in rows]
 
 
-@pytest.mark.parametrize("before", [0, 1, 2])
-@pytest.mark.parametrize("after", [0, 1, 2])
+@pytest.mark.parametrize(("before", "after"), [(0, 2), (1, 2), (2, 0), (2, 1)])
 def test_a_changed_key_acts_from_the_first_step_on_that_the_checkpoint_does_not_hold(
     tmp_path, model, whole, killed, before, after
 ):
     shutil.copytree(killed(before), tmp_path / "run")
     cfg = settings(tmp_path / "run", after, allow_config_change=["rollout.ahead"])
-    rows, number = outcome(tmp_path / "run", run(cfg, model))
+    rows, _ = outcome(tmp_path / "run", run(cfg, model))
     assert comparable_steps(rows[:6]) == comparable_steps(whole(before)[0][:6]), "step 5 is the same with any key"
     held = {step: max(1, step - before) for step in range(1, 4 + before + 1)}
     fresh = {step: max(5, step - after) for step in range(4 + before + 1, STEPS + 1)}
     assert versions(tmp_path / "run") == held | fresh
-    if before == after:
-        assert (rows, number) == whole(after)

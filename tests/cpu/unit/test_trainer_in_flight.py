@@ -110,7 +110,7 @@ def test_time_in_which_several_groups_are_under_way_counts_once(spans):
     assert covered(spans) == len(moments)
 
 
-@pytest.mark.parametrize("step", range(1, STEPS + 1))
+@pytest.mark.parametrize("step", [1, 4, STEPS])
 def test_a_run_that_died_trains_every_prompt_once(tmp_path, model, caplog, step):
     """The journal brings back what was finished: the steps after the checkpoint train on the same episodes again."""
     root = tmp_path / "run"
