@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -62,7 +61,7 @@ SCHEDULES = {"rounds": ROUNDS, "stream": STREAM, "agents": AGENTS}
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_job_with_environments_ends_as_if_never_killed(model, tmp_path, schedule):
-    """Killed in a save, between saves and at random moments; half of its environments end their processes, too.
+    """Killed behind a save and in one; half of its environments end their processes, too.
 
     Batches mix two environments and single turns, but not with agents. With rounds, environments run programs. With a
     stream, they take times that differ from start to start, some in threads. Agents do so, too, and branch and compact
@@ -72,9 +71,7 @@ def test_a_job_with_environments_ends_as_if_never_killed(model, tmp_path, schedu
             "rollout.max_prompt_tokens=64", "logger.save_rollouts=true", "rollout.val_n=2")  # fmt: skip
     lines = [json.dumps({"prompt": f"p{i}", "answer": "x"}) for i in range(4)]
     (tmp_path / "validation.jsonl").write_text("\n".join(lines))
-    started = time.monotonic()
     assert run_until(tmp_path / "whole.log", f"trainer.run_dir={tmp_path}/whole", *base)
-    seconds = time.monotonic() - started
     rows = metrics(tmp_path / "whole")
     of = "" if schedule == "agents" else "data/own/"
     assert max(row.get(f"{of}episode/turns/mean", 0) for row in rows) > 1.5
@@ -88,8 +85,8 @@ def test_a_job_with_environments_ends_as_if_never_killed(model, tmp_path, schedu
 
     (tmp_path / "crashes").mkdir()
     job = (f"trainer.run_dir={tmp_path}/killed", *base, f"+environment.kwargs.crashes={tmp_path}/crashes")
-    kills = run_killed(tmp_path / "killed.log", *job, seed="environments", seconds=seconds)
-    assert kills >= 2 and len(list((tmp_path / "crashes").iterdir())) > 2
+    run_killed(tmp_path / "killed.log", *job)
+    assert len(list((tmp_path / "crashes").iterdir())) > 2
     assert comparable(metrics(tmp_path / "killed")) == comparable(rows)
     for name in (
         f"exports/global_step_{STEPS}/policy/model.safetensors",

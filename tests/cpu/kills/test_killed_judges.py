@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,7 @@ class Judge:
 
 
 def test_a_job_with_a_remote_reward_ends_as_if_never_killed(tmp_path):
-    """Killed in every way. Then other data, other keys and another model are refused, each in one message."""
+    """Killed behind a save and in one. Then other data, keys and another model are refused, each in one message."""
     size = TinyShape(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
     build_tiny(size, str(tmp_path / "model"))
     judge = Judge()
@@ -59,9 +58,7 @@ def test_a_job_with_a_remote_reward_ends_as_if_never_killed(tmp_path):
                 "reward.weights=[1,0.5]", f"reward.url={server.url}/score", "algorithm.kl_coef=0.01",
                 "reward.max_error_rate=1")  # fmt: skip
         judge.run_dir = tmp_path / "whole"
-        started = time.monotonic()
         assert run_until(tmp_path / "whole.log", f"trainer.run_dir={judge.run_dir}", *base)
-        seconds = time.monotonic() - started
         rows = metrics(judge.run_dir)
         assert sum(row.get("reward/failures", 0) for row in rows) > 0, "the judge has judged all"
         assert rows[-1]["reward/taste/mean"] != rows[-2]["reward/taste/mean"]
@@ -71,8 +68,7 @@ def test_a_job_with_a_remote_reward_ends_as_if_never_killed(tmp_path):
 
         judge.run_dir, judge.asked = tmp_path / "killed", []
         job = (f"trainer.run_dir={judge.run_dir}", *base)
-        kills = run_killed(tmp_path / "killed.log", *job, seed="judges", seconds=seconds)
-    assert kills >= 2
+        run_killed(tmp_path / "killed.log", *job)
     assert judge.asked_again == []
     assert comparable(metrics(judge.run_dir)) == comparable(rows)
     for name in (f"exports/global_step_{STEPS}/policy/model.safetensors", f"validation/step_{STEPS}.jsonl"):

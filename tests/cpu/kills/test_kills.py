@@ -7,7 +7,7 @@ final weights must be those of an uninterrupted run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,29 +58,10 @@ EVERYTHING = (*AHEAD, *TURNS, "algorithm=ppo", "algorithm.kl_coef=0.01")
 """PPO: policy, critic and reference on two ranks, with rollouts ahead and episodes of several turns."""
 
 
-@dataclass
-class Uninterrupted:
-    outcome: tuple[list[dict], bytes]
-    run_dir: Path
-
-
-@pytest.fixture(scope="module")
-def job_of(model) -> Callable[[Path], Job]:
-    """Make a job of `EVERYTHING` that uploads its checkpoints from a disk of its own to a bucket of its own."""
-
-    def make(directory: Path) -> Job:
-        bucket = make_bucket(directory.parent.name.replace("_", "-")[-40:].strip("-") + "-job")
-        uploads = (f"trainer.ckpt_path={bucket}/run", f"trainer.ckpt_cache_dir={directory}/disk")
-        return Job(directory, (f"model.path={model}", *EVERYTHING, *uploads))
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(job_of, store, tmp_path_factory) -> Uninterrupted:
-    job = job_of(tmp_path_factory.mktemp("uninterrupted") / "job")
-    assert job.run()
-    return Uninterrupted(job.outcome(), job.directory / "run")
+def with_uploads(directory: Path, model: str) -> Job:
+    """A job of `EVERYTHING` that uploads its checkpoints from a disk of its own to a bucket of its own."""
+    uploads = (f"trainer.ckpt_path={make_bucket(directory.name)}/run", f"trainer.ckpt_cache_dir={directory}/disk")
+    return Job(directory, (f"model.path={model}", *EVERYTHING, *uploads))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -115,29 +96,19 @@ PHASES = [
 ]
 
 
-def test_a_job_killed_in_every_phase_ends_like_an_uninterrupted_one(job_of, uninterrupted, tmp_path):
-    job = job_of(tmp_path / "job")
+def test_a_job_killed_in_every_phase_ends_like_an_uninterrupted_one(model, tmp_path):
+    uninterrupted, job = with_uploads(tmp_path / "uninterrupted", model), with_uploads(tmp_path / "job", model)
+    assert uninterrupted.run()
     for number, (place, nth) in enumerate(PHASES):
         reached = tmp_path / f"reached {number}"
         env = {"TRAINER_FAILPOINT": f"{place},{nth},{reached}"}
         assert not job.run(env=env, kill_when=lambda _, reached=reached: reached.exists()), place
     assert job.run()
-    assert job.outcome() == uninterrupted.outcome
+    assert job.outcome() == uninterrupted.outcome()
     left = [
         path.name for path in (tmp_path / "job/disk").iterdir() if path.name.startswith((".writing-", ".deleting-"))
     ]
     assert left == []
-
-
-def test_a_fork_of_a_job_with_rollouts_ahead_ends_like_its_parent(job_of, uninterrupted, tmp_path):
-    """Its first step trains on what the checkpoint holds: the weights that sampled that are gone."""
-    parent = uninterrupted.run_dir.parent / "disk/global_step_4"
-    job = job_of(tmp_path / "fork")
-    assert job.run(overrides=("trainer.resume_mode=from_path", f"trainer.resume_path={parent}"))
-    fork = comparable(metrics(job.directory / "run"))
-    assert [row["step"] for row in fork] == [5, 6] and fork == uninterrupted.outcome[0][5:]
-    exported = job.directory / f"run/exports/global_step_{STEPS}/policy/model.safetensors"
-    assert exported.read_bytes() == uninterrupted.outcome[1]
 
 
 IN_FLIGHT = [("in_flight:finished", 5), ("in_flight:taken", 1), ("in_flight:published", 1)]
