@@ -231,7 +231,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(STEPS, st.booleans(), st.booleans())
 def test_each_sampled_token_is_trained_once_whatever_an_agent_does_with_its_history(tokenizer, steps, at_once, changes):
     """It continues, branches, compacts, edits, asks again, is cut off. The template keeps or changes the history."""

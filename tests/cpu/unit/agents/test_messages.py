@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.agents.errors import ApiError
@@ -88,6 +88,7 @@ def test_a_call_that_cannot_be_read_stays_text():
 ARGUMENTS = st.dictionaries(st.text(max_size=5), st.none() | st.booleans() | st.integers() | st.text(max_size=5))
 
 
+@settings(max_examples=25)
 @given(
     st.text(max_size=30), st.lists(st.tuples(st.text(max_size=8), ARGUMENTS), max_size=3), st.sampled_from([1, None])
 )

@@ -76,7 +76,7 @@ def bits(value: Any) -> Any:
     return type(value), value
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=15)
 @given(groups=st.dictionaries(st.text("abc", min_size=1), st.lists(episodes, min_size=1, max_size=3), max_size=3))
 def test_episodes_come_back_bit_for_bit(groups):
     data = encode_groups(7, groups, {"history": "h"})
@@ -88,7 +88,7 @@ def test_episodes_come_back_bit_for_bit(groups):
 
 
 @given(st.lists(episodes, max_size=4), st.data())
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_scores_come_back_bit_for_bit(some, data):
     def array(length: int) -> np.ndarray | None:
         numbers = st.lists(st.floats(width=32), min_size=length, max_size=length)
@@ -117,7 +117,7 @@ def sample_file() -> bytes:
     return encode(3, episodes)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=15)
 @given(length=st.integers(0, 10_000))
 def test_a_file_that_is_cut_short_is_refused(length):
     data = sample_file()

@@ -63,7 +63,7 @@ def known(request) -> tuple[Any, TemplateTools]:
     return native(*NATIVE[request.param])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     system=TEXTS | st.none(),
     first=TEXTS,
@@ -81,13 +81,13 @@ def test_a_prompt_has_the_tokens_that_the_template_gives(known, system, first, t
     assert prompt.token_ids == tokenizer.encode(text, add_special_tokens=False)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(turns=st.lists(rounds(), min_size=1, max_size=4))
 def test_what_was_sampled_stays_and_is_followed_by_what_the_template_writes(known, turns):
     same.check_rounds(*known, turns)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(turns=st.lists(same.rounds().filter(lambda one: "tool_calls" in one[0]), min_size=1, max_size=3), text=TEXTS)
 @pytest.mark.parametrize("name", ["qwen3_5_think", "qwen3_5_nothink"])
 def test_calls_of_qwen35_are_read_and_answered_until_the_user_speaks(name, turns, text):
@@ -109,7 +109,7 @@ def ask(tokenizer: Any, reader: TemplateTools, tools: Any = TOOLS) -> Conversati
     return Conversation(tokenizer, with_tools([USER_ASKS], tools), reader=reader)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(system=TEXTS.filter(str.strip) | st.none(), first=TEXTS)
 def test_the_template_of_qwen25_adds_its_own_system_message(system, first):
     """As it does for tools that are given to it. The text of Hermes would take its place."""
@@ -122,7 +122,7 @@ def test_the_template_of_qwen25_adds_its_own_system_message(system, first):
     assert text.startswith(f"<|im_start|>system\n{system or QWEN25_SYSTEM}\n\n# Tools")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(answers=st.lists(TEXTS, min_size=1, max_size=3), values=st.lists(TEXTS, min_size=3, max_size=3))
 def test_calls_of_gpt_oss_are_read_and_answered_in_its_channels(answers, values):
     """Its calls end in another token than its answers, and it writes the name of the tool before a result."""
@@ -194,7 +194,7 @@ def test_a_call_of_hermes_that_cannot_be_read_stays_in_the_text(call):
     }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(turns=st.lists(same.rounds(), min_size=1, max_size=3))
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3"])
 def test_conversations_without_tools_stay_as_they_were(name, turns):
@@ -361,7 +361,7 @@ def test_sampled_tokens_stay_without_tools_too():
         assert first.mask.sum() == len(reply.token_ids) and not any(sample.mask.any() for sample in more)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     system=TEXTS.filter(str.strip) | st.none(),
     first=TEXTS,

@@ -24,7 +24,7 @@ LINES = [json.dumps({"step": n, "text": "x" * 7 * n, "list": [n]}).encode() for 
 WHOLE = b"".join(line + b"\n" for line in LINES)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(cut=st.integers(0, len(WHOLE)), tail=st.sampled_from([b"", b"\0" * 9, b'{"step": 1', b"y" * 300_000]))
 def test_a_torn_line_is_cut_before_the_next_append(tmp_path_factory, cut, tail):
     path = tmp_path_factory.mktemp("file") / "lines.jsonl"

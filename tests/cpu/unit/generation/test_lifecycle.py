@@ -78,7 +78,7 @@ class Engines(RuleBasedStateMachine):
 
 
 TestEngines = Engines.TestCase
-TestEngines.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestEngines.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
 
 
 def test_an_engine_without_weights_of_the_policy_has_no_version():

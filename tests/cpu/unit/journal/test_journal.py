@@ -443,7 +443,7 @@ class RandomRun:
 
 
 @given(st.lists(st.sampled_from([*EVENTS, "train", "train"]), min_size=4, max_size=20))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 def test_whatever_happens_a_step_trains_on_what_it_had_or_on_what_is_new(tmp_path_factory, events):
     root = tmp_path_factory.mktemp("run")
     run = RandomRun(root, root / "store")

@@ -209,7 +209,7 @@ configs = st.none() | st.dictionaries(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(rows=st.lists(st.dictionaries(names, values, max_size=25), max_size=45), config=configs)
 def test_advice_never_raises(rows, config):
     assert all(isinstance(advice, Advice) and str(advice) for advice in advise(rows, config))

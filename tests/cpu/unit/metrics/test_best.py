@@ -43,7 +43,7 @@ def test_start_weights_are_the_best_only_while_nothing_else_is_measured():
 VALUES = st.sampled_from([0.0, 0.25, 0.5, 0.75])
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.lists(st.one_of(st.just({}), st.builds(line, VALUES, VALUES)), min_size=1, max_size=5))
 def test_a_run_its_result_and_a_comparison_name_the_same_best_step(tmp_path_factory, rows):
     own = best_of(rows)

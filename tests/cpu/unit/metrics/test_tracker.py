@@ -61,7 +61,7 @@ def test_a_new_run_in_an_old_directory_starts_from_nothing(tmp_path):
 numbers = st.floats() | st.integers(-(2**60), 2**60)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     rows=st.lists(st.dictionaries(st.sampled_from(sorted(names.METRICS)), numbers), min_size=1, max_size=8),
     kept_bytes=st.floats(0, 1),
