@@ -28,8 +28,9 @@ _MODULES = (
 
 @functools.cache
 def launcher() -> ForkServer:
-    """Start processes that have imported what ranks need. It ends with this process."""
-    return ForkServer(_MODULES)
+    """Start processes that have imported what ranks need, and that are warm on CPUs. It ends with this process."""
+    is_forkable = not torch.cuda.is_available()  # not after a backward pass on a machine with GPUs
+    return ForkServer((*_MODULES, "tests.support.warm_rank") if is_forkable else _MODULES)
 
 
 def run_ranks(

@@ -145,10 +145,6 @@ def stream_and_write(rank: Rank, path: str, out: str) -> dict[str, torch.Tensor]
     return {name: tensor.clone() for name, tensor in rank.roles["policy"].stream_weights("bfloat16")}
 
 
-def config_with_replicas(cfg: Config, replicas: int) -> Config:
-    return dataclasses.replace(cfg, trainer=dataclasses.replace(cfg.trainer, dp_replicate=replicas))
-
-
 def first_step(rank: Rank, path: str) -> dict:
     rank.build(roles(rank.cfg, ["policy"]), path)
     return update(rank, "policy", make_batch(), 1)

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
-from tests.support.tables import table
 from tests.support.training import update
 from trainer.config import AlgorithmConfig, Config, OptimizerConfig
 from trainer.parallel.batching import Batch, select
@@ -310,39 +309,63 @@ CASES = {
 }
 
 
-@table("name, ranks", [*((name, 2) for name in CASES), ("sequences", 1)])
-def test_policy_update_equals_plain_pytorch(model_path, experience, name, ranks):
-    batch = dict(experience)
-    if name == "no reference":
-        del batch["ref_logprobs"]
-    algorithm = dataclasses.replace(CASES[name], **BOUNDS)
-    expected = plain_policy_steps(model_path, batch, algorithm)
-    results = run_ranks(ranks, policy_steps, model_path, batch, cfg=config(algorithm))
-    assert_same(results, expected, model_path)
+def steps_of_cases(rank: Rank, path: str, cases: list[tuple[str, Config, Batch]]) -> list[tuple]:
+    """What the policy or the critic does in each case, one after the other."""
+    found = []
+    for role, cfg, batch in cases:
+        rank.cfg = cfg
+        found.append((policy_steps if role == "policy" else critic_steps)(rank, path, batch))
+    return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_critic_update_equals_plain_pytorch(model_path, experience, ranks):
-    expected = plain_critic_steps(model_path, experience, clip=0.3)
-    results = run_ranks(ranks, critic_steps, model_path, experience, cfg=config(CRITIC))
-    assert_same(results, expected, model_path)
+def test_updates_equal_plain_pytorch(model_path, experience):
+    """Each aggregation of the policy, with and without a reference, and the critic, on two ranks."""
+    cases, expected = [], []
+    for name, case in CASES.items():
+        algorithm = dataclasses.replace(case, **BOUNDS)
+        batch = dict(experience)
+        if name == "no reference":
+            del batch["ref_logprobs"]
+        cases.append(("policy", config(algorithm), batch))
+        expected.append(plain_policy_steps(model_path, batch, algorithm))
+    cases.append(("critic", config(CRITIC), experience))
+    expected.append(plain_critic_steps(model_path, experience, clip=0.3))
+    results = run_ranks(2, steps_of_cases, model_path, cases, cfg=config(CRITIC))
+    for number, name in enumerate((*CASES, "critic")):
+        try:
+            assert_same([result[number] for result in results], expected[number], model_path)
+        except AssertionError as error:
+            error.add_note(f"in the case {name}")
+            raise
 
 
-@pytest.mark.parametrize("rows", [[0, 1, 3], [0, 1, 2, 3, 5]], ids=["3 rows", "5 rows"])
-def test_ranks_without_rows_contribute_nothing(model_path, experience, rows):
+def steps_and_scores(rank: Rank, path: str, batches: list[Batch], cases: list[tuple]) -> tuple[list, list]:
+    found = steps_of_cases(rank, path, cases)
+    return found, [scores(rank, path, batch) for batch in batches]
+
+
+def test_ranks_without_rows_contribute_nothing(model_path, experience):
     """Four ranks, one row a micro-batch: some micro-batches are empty, the last one of a rank among them."""
-    batch = select(experience, rows)
+    batches = [select(experience, rows) for rows in ([0, 1, 3], [0, 1, 2, 3, 5])]
     algorithm = dataclasses.replace(CASES["sequences"], **BOUNDS)
-    results = run_ranks(4, policy_steps, model_path, batch, cfg=config(algorithm, max_tokens=1))
-    assert_same(results, plain_policy_steps(model_path, batch, algorithm), model_path)
-    results = run_ranks(4, critic_steps, model_path, batch, cfg=config(CRITIC, max_tokens=1))
-    assert_same(results, plain_critic_steps(model_path, batch, clip=0.3), model_path)
+    critic = config(CRITIC, max_tokens=1)
+    cases, expected = [], []
+    for batch in batches:
+        cases += [("policy", config(algorithm, max_tokens=1), batch), ("critic", critic, batch)]
+        expected += [
+            plain_policy_steps(model_path, batch, algorithm),
+            plain_critic_steps(model_path, batch, clip=0.3),
+        ]
+    results = run_ranks(4, steps_and_scores, model_path, batches, cases, cfg=critic)
+    for number, of_plain in enumerate(expected):
+        assert_same([steps[number] for steps, _ in results], of_plain, model_path)
 
-    single = run_ranks(1, scores, model_path, batch, cfg=config(CRITIC))
-    several = run_ranks(4, scores, model_path, batch, cfg=config(CRITIC, max_tokens=1))
-    for i, name in enumerate(("log-probs", "values")):
-        expected, found = (assemble([result[i] for result in results], batch) for results in (single, several))
-        np.testing.assert_allclose(found, expected, atol=1e-5, err_msg=name)
+    ((_, alone),) = run_ranks(1, steps_and_scores, model_path, batches, [], cfg=config(CRITIC))
+    for number, batch in enumerate(batches):
+        for i, name in enumerate(("log-probs", "values")):
+            single = assemble([alone[number][i]], batch)
+            several = assemble([of_rank[number][i] for _, of_rank in results], batch)
+            np.testing.assert_allclose(several, single, atol=1e-5, err_msg=name)
 
 
 def assemble(parts: list[tuple[np.ndarray, np.ndarray]], batch: Batch) -> np.ndarray:
