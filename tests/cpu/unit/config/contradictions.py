@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 
-from tests.support.config import refusal_of
-from trainer.config import compose
+from tests.support.config import config_of, refusal_of
 
 
 def test_contradictions_are_refused_in_one_sentence(contradiction):
@@ -18,4 +17,4 @@ def test_contradictions_are_refused_in_one_sentence(contradiction):
 
 
 def test_what_is_at_a_bound_is_accepted(at_the_bound):
-    compose(at_the_bound)
+    config_of(at_the_bound)

@@ -8,6 +8,7 @@ from tests.cpu.unit.config.contradictions import (  # noqa: F401
     test_contradictions_are_refused_in_one_sentence,
     test_what_is_at_a_bound_is_accepted,
 )
+from tests.support.config import config_of
 from trainer.algorithms import ADVANTAGES, POLICY_LOSSES
 from trainer.config import ESTIMATOR, LOSS, AlgorithmConfig, Config, compose, named_options
 from trainer.config.algorithm import (
@@ -69,7 +70,7 @@ AT_THE_BOUND = [
     ids=str,
 )
 def test_rollouts_of_older_weights_are_corrected_unless_that_is_off(overrides, kind):
-    assert correction_of(compose(overrides)) == kind
+    assert correction_of(config_of(overrides)) == kind
 
 
 def test_a_correction_can_be_off_in_a_file(tmp_path):

@@ -11,13 +11,14 @@ import sys
 import pytest
 import yaml
 
+from tests.support.config import config_of
 from tests.support.jobs import environment
 from tests.support.namespaces import small_disk
 from trainer.config import compose
 from trainer.config.command_line import run_app, run_words
 from trainer.config.outcome import outcome_of
 from trainer.errors import NonRetryableError, UserError, WorkerError
-from trainer.main import prepare, train
+from trainer.main import _check_metrics, prepare, train
 from trainer.process.signals import Stopped
 
 TORCHLESS = """
@@ -52,10 +53,6 @@ REFUSED = {
     "trainer.total_steps=9 trainer.profile=[2,10]": "trainer.profile=.*: the run ends with step 9, before step 10; ",
     "trainer.run_dir=/dev/null/run": "trainer.run_dir=/dev/null/run: cannot be written",
     "trainer.best_metric=accuracy": "trainer.best_metric=accuracy: there is no such",
-    "trainer.best_metric=val/pass@k": "val/pass@k: is not measured with rollout.val_n=0$",
-    "trainer.best_metric=val/pass@8 rollout.val_n=4": "val/pass@8: is not measured with rollout.val_n=4$",
-    "trainer.best_metric=val/math/accuracy": "there is no validation set math; data.val_sets names none$",
-    "trainer.best_metric=val/math/pass@4 data.val_sets.math.files=[a.jsonl]": "pass@4: is not measured with data.val_",
 }
 
 
@@ -64,6 +61,20 @@ def test_what_no_run_can_do_is_refused_before_anything_is_written(tmp_path, monk
     for words, sentence in REFUSED.items():
         assert re.search(sentence, refusal(*words.split())), words
         assert os.listdir(tmp_path) in ([], ["outputs"]) and not list(tmp_path.glob("outputs/*")), words
+
+
+UNMEASURED = {
+    "trainer.best_metric=val/pass@k": "val/pass@k: is not measured with rollout.val_n=0$",
+    "trainer.best_metric=val/pass@8 rollout.val_n=4": "val/pass@8: is not measured with rollout.val_n=4$",
+    "trainer.best_metric=val/math/accuracy": "there is no validation set math; data.val_sets names none$",
+    "trainer.best_metric=val/math/pass@4 data.val_sets.math.files=[a.jsonl]": "pass@4: is not measured with data.val_",
+}
+
+
+def test_metrics_that_a_run_does_not_measure_are_refused():
+    for words, sentence in UNMEASURED.items():
+        with pytest.raises(UserError, match=sentence):
+            _check_metrics(config_of(words.split()))
 
 
 def test_wrong_words_end_a_process_with_one_sentence_and_status_2(tmp_path):

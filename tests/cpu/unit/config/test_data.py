@@ -10,6 +10,7 @@ from tests.cpu.unit.config.contradictions import (  # noqa: F401
     test_contradictions_are_refused_in_one_sentence,
     test_what_is_at_a_bound_is_accepted,
 )
+from tests.support.config import config_of
 from trainer.config import compose
 from trainer.config.data import GENERATORS
 from trainer.config.fields import resume_rules
@@ -72,7 +73,7 @@ AT_THE_BOUND = [
 
 
 def test_a_source_has_the_runs_values_where_it_sets_none():
-    mix = compose(
+    mix = config_of(
         [
             "data.mix.math.files=[a.jsonl]",
             "data.mix.math.prompt_key=question",
@@ -98,7 +99,7 @@ def test_a_source_has_the_runs_values_where_it_sets_none():
 
 def test_a_validation_set_is_drawn_as_the_run_unless_it_says_otherwise():
     words = ["rollout.temperature=0.6", "data.val_sets.b.files=[b.jsonl]", "data.val_sets.b.n=4"]
-    config = compose([*SET, *words, "trainer.val_interval=5", "data.val_sets.b.interval=7"])
+    config = config_of([*SET, *words, "trainer.val_interval=5", "data.val_sets.b.interval=7"])
     a, b = (config.data.val_sets[name] for name in ("math", "b"))
     assert [one.temperature_in(config) for one in (a, b)] == [0.0, 0.6]
     assert [one.interval_in(config) for one in (a, b)] == [5, 7]
@@ -110,26 +111,26 @@ def test_a_validation_set_is_drawn_as_the_run_unless_it_says_otherwise():
 
 def test_a_validation_set_may_have_an_environment_beside_penalties_of_long_completions():
     words = ["data.val_sets.math.environment.name=a:B", "algorithm.overlong_buffer=2", "rollout.max_response_tokens=8"]
-    assert compose([*SET, *words]).data.val_sets["math"].environment.name == "a:B"
+    assert config_of([*SET, *words]).data.val_sets["math"].environment.name == "a:B"
 
 
 def test_a_set_without_the_environment_of_the_run_needs_not_its_interpreter():
     words = ["environment.name=a:B", "environment.python=/usr/bin/python3", "data.val_sets.math.environment.name=null"]
-    assert compose([*SET, *words]).data.val_sets["math"].environment.python is None
+    assert config_of([*SET, *words]).data.val_sets["math"].environment.python is None
 
 
 def test_validation_sets_alone_are_validation():
     files = ["data=files", "data.train_files=[a.jsonl]", *SET]
-    assert compose(files).validates(10) and not compose([*files, "trainer.val_interval=-1"]).validates(10)
-    config = compose([*files, "trainer.val_interval=-1", "data.val_sets.math.interval=4"])
+    assert config_of(files).validates(10) and not config_of([*files, "trainer.val_interval=-1"]).validates(10)
+    config = config_of([*files, "trainer.val_interval=-1", "data.val_sets.math.interval=4"])
     assert config.validates(4) and config.validates_start and not config.validates(5)
     words = ["trainer.task=sft", "trainer.val_interval=-1", "data.val_sets.math.interval=4"]
-    assert not compose([*files, *words]).validates(4)
+    assert not config_of([*files, *words]).validates(4)
 
 
 def test_a_source_may_do_without_the_environment_of_the_run():
     words = ["environment.name=tools:Tools", "data.mix.math.environment.name=null"]
-    config = compose([*MIX, *words])
+    config = config_of([*MIX, *words])
     assert config.data.mix["math"].environment.name is None and config.environment.name == "tools:Tools"
     assert config.of_source("mix.math").on_failure == config.reward.on_failure
 
@@ -155,7 +156,7 @@ def test_a_wrong_key_of_a_mix_in_a_file_is_named_with_its_line(tmp_path):
 
 def test_the_token_of_a_sources_judge_is_a_secret(monkeypatch):
     monkeypatch.setenv("JUDGE_OF_MATH", "Bearer 9x7-of-math")
-    compose([*MIX, "data.mix.math.reward.authorization_env=JUDGE_OF_MATH"])
+    config_of([*MIX, "data.mix.math.reward.authorization_env=JUDGE_OF_MATH"])
     assert "9x7" not in redact_text("it said: Bearer 9x7-of-math")
 
 
@@ -168,7 +169,7 @@ def test_the_mix_of_the_docs_is_accepted(tmp_path):
 
 
 def test_messages_about_the_data_of_a_source_name_its_keys():
-    data = compose([*MIX, "data.mix.math.prompt_key=question"]).of_source("mix.math").data
+    data = config_of([*MIX, "data.mix.math.prompt_key=question"]).of_source("mix.math").data
     assert (data.train_files, data.name_of("train_files")) == (["a.jsonl"], "data.mix.math.files")
     assert data.name_of("prompt_key") == "data.mix.math.prompt_key"
 

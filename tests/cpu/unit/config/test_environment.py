@@ -6,7 +6,7 @@ from tests.cpu.unit.config.contradictions import (  # noqa: F401
     test_contradictions_are_refused_in_one_sentence,
     test_what_is_at_a_bound_is_accepted,
 )
-from trainer.config import compose
+from tests.support.config import config_of
 
 CONTRADICTIONS = [
     (["environment.python=python3"], "environment.python=python3: is the interpreter of environment.name"),
@@ -37,7 +37,7 @@ AT_THE_BOUND = [
 
 
 def test_without_an_environment_its_keys_contradict_nothing():
-    compose(["algorithm.overlong_buffer=4", "environment.max_turns=3"])
+    config_of(["algorithm.overlong_buffer=4", "environment.max_turns=3"])
 
 
 def test_engines_are_sized_for_the_longest_episode():
@@ -46,12 +46,12 @@ def test_engines_are_sized_for_the_longest_episode():
     episodes = [*plain, "environment.name=guess:Guess", "environment.max_tokens=1000"]
     short = [*episodes[:3], "environment.max_tokens=70"]
     for overrides, length, completion in ((plain, 96, 32), (episodes, 1000, 32), (short, 70, 32)):
-        cfg = compose(overrides)
+        cfg = config_of(overrides)
         rollout = cfg.rollout_of_engines
         assert cfg.longest_sequence == length == rollout.max_prompt_tokens + rollout.max_response_tokens
         assert rollout.max_response_tokens == completion and cfg.rollout.max_prompt_tokens == 64
-    assert compose([*episodes, "environment.max_seconds=60"]).has_time_limits
-    assert not compose([*plain, "environment.max_seconds=60"]).has_time_limits
+    assert config_of([*episodes, "environment.max_seconds=60"]).has_time_limits
+    assert not config_of([*plain, "environment.max_seconds=60"]).has_time_limits
 
 
 def test_one_source_decides_for_the_engines_of_all():
@@ -62,5 +62,5 @@ def test_one_source_decides_for_the_engines_of_all():
         "rollout.max_prompt_tokens=64",
     ]
     own = [f"data.mix.one.environment.{setting}" for setting in ("name=a:A", "max_tokens=3000")]
-    cfg = compose([*mix, *own])
+    cfg = config_of([*mix, *own])
     assert cfg.longest_sequence == 3000

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.support.config import KEYS, refusal_of, refusal_of_value
-from trainer.config import OPEN_SECTIONS, Config, compose
+from tests.support.config import KEYS, config_of, refusal_of, refusal_of_value
+from trainer.config import OPEN_SECTIONS, Config
 from trainer.config.fields import (
     LARGEST_INTEGER,
     Constraint,
@@ -28,7 +28,7 @@ from trainer.config.fields import (
 )
 from trainer.errors import UserError
 
-BASE = compose([])
+BASE = config_of([])
 RULES = {key: rule for key, _, rule in walk_keys(Config())}
 
 
@@ -53,7 +53,7 @@ def test_numbers_that_no_library_takes_are_refused():
             assert re.match("must be at (most|least)", problem(key, value) or ""), key
         assert RULES[key].at_least is not None, f"{key}: somebody will try 0 and -1"
     assert RULES["algorithm.options"].problem({"x": [math.nan]}) == "must be a finite number"
-    assert compose([f"trainer.total_steps={LARGEST_INTEGER}"])
+    assert config_of([f"trainer.total_steps={LARGEST_INTEGER}"])
 
 
 def test_empty_and_unusable_texts_are_refused():
@@ -113,7 +113,7 @@ BOUNDS = {
 def test_bounds_are_those_that_runs_need():
     for override, sentence in BOUNDS.items():
         assert re.search(sentence, refusal_of([override])), override
-    assert compose([f"trainer.seed={2**32 - 1}"])
+    assert config_of([f"trainer.seed={2**32 - 1}"])
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import hydra
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from tests.support.config import refusal_of
+from tests.support.config import config_of, refusal_of
 from trainer.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES, resolve
 from trainer.config import (
     ESTIMATOR,
@@ -21,7 +22,6 @@ from trainer.config import (
     Config,
     aggregation_of,
     chosen_options,
-    compose,
     conf_dir,
     register,
     to_config,
@@ -73,6 +73,7 @@ def own_functions(tmp_path, monkeypatch) -> None:
     sys.modules.pop("own_functions", None)
 
 
+@functools.cache
 def composed(*overrides: str) -> DictConfig:
     """The config before it is resolved, so that one composition serves many choices."""
     register()
@@ -97,10 +98,13 @@ def options_reaching(function: Any, algorithm: AlgorithmConfig, key: str) -> dic
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_function_has_its_documented_options_under_every_preset(preset):
-    config = composed(f"algorithm={preset}")
+    config = copy.deepcopy(composed(f"algorithm={preset}"))
+    check_functions(to_config(config))
     for i in range(max(map(len, CHOICES.values()))):
         chosen = {key: names[i % len(names)] for key, names in CHOICES.items()}
-        cfg = changed(config, **chosen)
+        for key, name in chosen.items():
+            OmegaConf.update(config, f"algorithm.{key}", name)
+        cfg = to_config(config)
         check_functions(cfg)
         for key, name in chosen.items():
             function = resolve(REGISTRIES[key], name, f"algorithm.{key}")
@@ -108,27 +112,31 @@ def test_every_function_has_its_documented_options_under_every_preset(preset):
             expected = own | RECIPES.get(preset, {}).get(name, {})
             assert options_reaching(function, cfg.algorithm, key) == expected, (preset, chosen)
     for key in RECIPES.get(preset, {}):
-        assert key in {getattr(to_config(config).algorithm, key) for key in REGISTRIES}, "a recipe that never holds"
+        of_preset = to_config(composed(f"algorithm={preset}")).algorithm
+        assert key in {getattr(of_preset, key) for key in REGISTRIES}, "a recipe that never holds"
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_kl_aggregation_and_correction_can_be_chosen_under_every_preset(preset):
     config = composed(f"algorithm={preset}")
-    for aggregation in AGGREGATIONS:
-        assert changed(config, aggregation=aggregation).algorithm.aggregation == aggregation
-    for correction in CORRECTIONS:
-        assert changed(config, rollout_correction=correction).algorithm.rollout_correction == correction
-    for kind in KL_ESTIMATORS:
-        in_reward = to_config(config).algorithm.kl_in == "reward"
+    in_reward = to_config(config).algorithm.kl_in == "reward"
+    for i, kind in enumerate(KL_ESTIMATORS):
         if in_reward and kind.endswith("+"):
             with pytest.raises(UserError, match="choose k1, k2, k3 or abs"):
                 changed(config, kl_estimator=kind)
-        assert changed(config, kl_estimator=kind, kl_in="loss").algorithm.kl_estimator == kind
+        chosen = {
+            "kl_estimator": kind,
+            "kl_in": "loss",
+            "aggregation": list(AGGREGATIONS)[i % len(AGGREGATIONS)],
+            "rollout_correction": list(CORRECTIONS)[i % len(CORRECTIONS)],
+        }
+        algorithm = changed(config, **chosen).algorithm
+        assert {name: getattr(algorithm, name) for name in chosen} == chosen
     assert changed(config, kl_in="loss").algorithm.kl_estimator == "k3", "k1 has no gradient in a loss"
 
 
 def test_the_preset_grpo_is_that_of_its_paper():
-    algorithm = compose([]).algorithm
+    algorithm = config_of([]).algorithm
     of_loss = options_reaching(POLICY_LOSSES["clip"], algorithm, LOSS)
     assert (of_loss["clip_low"], of_loss["clip_high"], of_loss["aggregation"]) == (0.2, 0.2, "seq_mean_token_mean")
     assert (algorithm.kl_in, algorithm.kl_estimator) == ("loss", "k3")
@@ -136,12 +144,12 @@ def test_the_preset_grpo_is_that_of_its_paper():
 
 
 def test_what_the_user_writes_counts_for_any_function():
-    gspo = compose(["algorithm.policy_loss=gspo", "algorithm.clip_high=0.5", "algorithm.aggregation=token_mean"])
+    gspo = config_of(["algorithm.policy_loss=gspo", "algorithm.clip_high=0.5", "algorithm.aggregation=token_mean"])
     assert (gspo.algorithm.clip_high, gspo.algorithm.aggregation) == (0.5, "token_mean")
-    own = compose(["algorithm=dapo", "algorithm.policy_loss=own_functions:loss", "algorithm.clip_high=0.5"]).algorithm
+    own = config_of(["algorithm=dapo", "algorithm.policy_loss=own_functions:loss", "algorithm.clip_high=0.5"]).algorithm
     loss = resolve(POLICY_LOSSES, own.policy_loss, "algorithm.policy_loss")
     assert options_reaching(loss, own, LOSS)["clip_high"] == 0.5
-    dapo = compose(["algorithm=dapo", "algorithm.clip_high=null"]).algorithm
+    dapo = config_of(["algorithm=dapo", "algorithm.clip_high=null"]).algorithm
     assert options_reaching(POLICY_LOSSES["clip"], dapo, LOSS)["clip_high"] == 0.2, "null: the function's default"
 
 
@@ -149,19 +157,19 @@ def test_a_file_of_the_user_counts_too(tmp_path):
     (tmp_path / "experiment").mkdir()
     text = "# @package _global_\nalgorithm: {policy_loss: gspo, clip_high: 0.5}\n"
     (tmp_path / "experiment/mine.yaml").write_text(text)
-    algorithm = compose([f"hydra.searchpath=[file://{tmp_path}]", "experiment=mine"]).algorithm
+    algorithm = config_of([f"hydra.searchpath=[file://{tmp_path}]", "experiment=mine"]).algorithm
     assert (algorithm.clip_low, algorithm.clip_high) == (None, 0.5)
 
 
 def test_a_loss_without_a_default_of_its_own_gets_token_mean():
-    config = compose(["algorithm.policy_loss=own_functions:bare_loss"])
+    config = config_of(["algorithm.policy_loss=own_functions:bare_loss"])
     check_functions(config)
     loss = resolve(POLICY_LOSSES, config.algorithm.policy_loss, "algorithm.policy_loss")
     assert aggregation_of(loss, config.algorithm) == "token_mean"
 
 
 def test_another_estimator_than_ppo_s_needs_no_critic():
-    config = compose(["algorithm=ppo", "algorithm.advantage_estimator=grpo"])
+    config = config_of(["algorithm=ppo", "algorithm.advantage_estimator=grpo"])
     assert [role.name for role in config.roles] == ["policy", "reference"] and config.algorithm.kl_in == "loss"
     check_functions(config)
 

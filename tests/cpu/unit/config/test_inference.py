@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.config import compose
+from tests.support.config import config_of
 from trainer.errors import UserError
 
 ONE = "http://127.0.0.1:8000"
@@ -15,9 +15,9 @@ def served(*words: str) -> list[str]:
 
 
 def test_there_is_one_engine_for_each_server():
-    assert compose(served(f"rollout.urls=[{ONE},'http://[::1]:8001']")).num_engines == 2
-    assert compose(served(f"rollout.urls=[{ONE}]", "rollout.num_engines=1")).num_engines == 1
-    assert compose([]).num_engines == 1 and compose(["rollout=server"]).rollout.urls == [ONE]
+    assert config_of(served(f"rollout.urls=[{ONE},'http://[::1]:8001']")).num_engines == 2
+    assert config_of(served(f"rollout.urls=[{ONE}]", "rollout.num_engines=1")).num_engines == 1
+    assert config_of([]).num_engines == 1 and config_of(["rollout=server"]).rollout.urls == [ONE]
 
 
 @pytest.mark.parametrize(
@@ -37,4 +37,4 @@ def test_there_is_one_engine_for_each_server():
 )
 def test_what_cannot_work_is_refused(words, sentence):
     with pytest.raises(UserError, match=sentence):
-        compose(words)
+        config_of(words)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.cpu.unit.config.contradictions import test_contradictions_are_refused_in_one_sentence  # noqa: F401
-from trainer.config import compose
+from tests.support.config import config_of
 
 CONTRADICTIONS = [
     (["model.tiny.hidden_size=100"], "model.tiny.hidden_size=100: must be a multiple of 32"),
@@ -18,4 +18,4 @@ CONTRADICTIONS = [
 
 def test_lengths_are_compared_with_the_built_in_model_alone():
     """The limit of a model at `model.path` is known when it is read."""
-    compose(["model.path=some/model", "sft.max_length=5000", "rollout.max_response_tokens=4090"])
+    config_of(["model.path=some/model", "sft.max_length=5000", "rollout.max_response_tokens=4090"])

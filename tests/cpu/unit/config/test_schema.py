@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.config import config_of
 from trainer.config import (
     OPEN_SECTIONS,
     Config,
     TrainerConfig,
-    compose,
     valid_keys,
 )
 
-BASE = compose([])
+BASE = config_of([])
 
 
 def test_open_sections_are_those_with_keys_of_the_users_choice():
@@ -48,7 +48,7 @@ def test_valid_keys_are_those_below_a_section():
     ],
 )
 def test_who_gets_adapters_and_who_is_the_reference(overrides, adapter, base):
-    config = compose(overrides)
+    config = config_of(overrides)
     assert (config.syncs_adapter, any(role.is_policy_base for role in config.roles)) == (adapter, base)
 
 

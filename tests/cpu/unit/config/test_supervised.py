@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.cpu.unit.config.contradictions import test_contradictions_are_refused_in_one_sentence  # noqa: F401
-from trainer.config import compose
+from tests.support.config import config_of
 
 CONTRADICTIONS = [
     (["sft.source=rollouts"], "sft.source=rollouts: needs data.train_files"),
@@ -14,4 +14,4 @@ CONTRADICTIONS = [
 
 def test_rollouts_may_be_filtered_and_weighed():
     files = ["data=files", "data.train_files=[a,b]", "data.val_files=[c]"]
-    compose([*files, "sft.source=rollouts", "sft.min_reward=1", "sft.max_weight=2"])
+    config_of([*files, "sft.source=rollouts", "sft.min_reward=1", "sft.max_weight=2"])

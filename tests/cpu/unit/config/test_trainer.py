@@ -12,11 +12,11 @@ from tests.cpu.unit.config.contradictions import (  # noqa: F401
     test_contradictions_are_refused_in_one_sentence,
     test_what_is_at_a_bound_is_accepted,
 )
-from tests.support.config import refusal_of_value
-from trainer.config import compose, validate
+from tests.support.config import config_of, refusal_of_value
+from trainer.config import validate
 from trainer.errors import UserError
 
-BASE = compose([])
+BASE = config_of([])
 
 CONTRADICTIONS = [
     (["trainer.mini_batch_size=7"], "trainer.train_batch_size=64.*trainer.mini_batch_size=7"),
@@ -135,7 +135,7 @@ def test_allowed_changes_must_name_keys_or_sections(names, problem):
 
 def test_keys_sections_and_open_sections_may_be_allowed():
     names = ["trainer", "rollout.n", "trainer.policy.optimizer", "algorithm.options", "model.path"]
-    assert compose([f"trainer.allow_config_change=[{','.join(names)}]"]).trainer.allow_config_change == names
+    assert config_of([f"trainer.allow_config_change=[{','.join(names)}]"]).trainer.allow_config_change == names
 
 
 @pytest.mark.parametrize(("axes", "size"), [((1, 1, 1), 1), ((2, 3, 1), 6), ((2, 3, 4), 24)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from tests.cpu.unit.config.contradictions import test_contradictions_are_refused_in_one_sentence  # noqa: F401
-from trainer.config import compose
+from tests.support.config import config_of
 
 CONTRADICTIONS = [
     (["trainer.policy.optimizer.betas=[0.9,5]"], "trainer.policy.optimizer.betas=.*: must be two numbers"),
@@ -16,7 +16,7 @@ CONTRADICTIONS = [
 
 
 def test_a_critic_that_warms_up_leaves_the_policy_fewer_optimizer_steps():
-    cfg = compose(["algorithm=ppo", "trainer.mini_batch_size=32", "trainer.critic.warmup_steps=3"])
+    cfg = config_of(["algorithm=ppo", "trainer.mini_batch_size=32", "trainer.critic.warmup_steps=3"])
     cfg.trainer.update_epochs = 2
     policy, critic, *_ = cfg.roles
     assert [critic.optimizer_steps(steps) for steps in (2, 5)] == [2 * 4, 5 * 4]
@@ -26,9 +26,9 @@ def test_a_critic_that_warms_up_leaves_the_policy_fewer_optimizer_steps():
 def test_the_critic_the_reference_and_supervised_training_follow_the_policy():
     words = ["trainer.policy.optimizer.weight_decay=0.1", "trainer.policy.optimizer.scheduler=cosine"]
     words += ["trainer.policy.fsdp.param_dtype=bfloat16"]
-    policy, critic, reference = compose(["algorithm=ppo", *words]).roles
+    policy, critic, reference = config_of(["algorithm=ppo", *words]).roles
     assert critic.optimizer == dataclasses.replace(policy.optimizer, lr=5 * policy.optimizer.lr)
     assert critic.sharding == reference.sharding == policy.sharding and critic.lora == policy.lora
-    (policy,) = compose(["trainer.task=sft", "sft.optimizer.lr=0.5", *words]).roles
+    (policy,) = config_of(["trainer.task=sft", "sft.optimizer.lr=0.5", *words]).roles
     assert (policy.optimizer.lr, policy.optimizer.warmup_steps, policy.optimizer.scheduler) == (0.5, 10, "constant")
     assert (policy.optimizer.weight_decay, policy.optimizer.schedule_steps) == (0.1, None)
