@@ -205,3 +205,23 @@ def _run(command: Sequence[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PATH": path})
     if done.returncode:
         raise OSError(f"{shlex.join(command)}: {done.stderr.strip()}")
+
+
+class Asked:
+    """A process on a node that watches other nodes."""
+
+    def __init__(self, command: list[str]):
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def says(self) -> str:
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return self.reads()
+
+    def reads(self) -> str:
+        """Return the next line that is not Ray's."""
+        return next(line.strip() for line in self._process.stdout if "(raylet)" not in line and line[0] != "\t")
+
+    def end(self) -> None:
+        self._process.communicate()
+        assert self._process.returncode == 0
