@@ -15,7 +15,7 @@ from trainer.models.tiny import TinyShape, build_tiny
 from trainer.process import time_limits
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def real_checkpoints(tmp_path_factory):
     """Two checkpoints with DCP shards, of states 1 and 2."""
     root = tmp_path_factory.mktemp("real")
@@ -23,14 +23,14 @@ def real_checkpoints(tmp_path_factory):
     return root
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def model(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("model")
     build_tiny(TinyShape(hidden_size=64, intermediate_size=128, seed=3), str(path))
     return path
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def saved_run(tmp_path_factory, model) -> Path:
     root = tmp_path_factory.mktemp("saved")
     run_ranks(1, save_run, str(root), str(model))

@@ -19,8 +19,9 @@ from trainer.checkpoint.components import (
     is_allowed,
     json_part,
     models_part,
+    read_config,
 )
-from trainer.checkpoint.manifest import Checkpoint, verify
+from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, verify
 from trainer.checkpoint.start_weights import start_weights_part
 from trainer.config import LOAD_COMPONENTS, Config, ModelConfig
 from trainer.errors import UserError
@@ -119,9 +120,12 @@ ODD_YAML = [
 
 def test_a_config_that_is_no_mapping_of_sections_is_refused(run_dir, capsys):
     checkpoint = run_dir / "checkpoints/global_step_2"
-    for text in ODD_YAML:
+    for number, text in enumerate(ODD_YAML):
         replace(checkpoint, "config.yaml", text.encode())
-        assert "global_step_2: config.yaml is damaged" in str(resume(run_dir)), text[:20]
+        with pytest.raises(CorruptCheckpointError, match="global_step_2: config.yaml is damaged"):
+            read_config(verify(str(checkpoint)))
+        if number % 7 == 0:
+            assert "global_step_2: config.yaml is damaged" in str(resume(run_dir)), text[:20]
 
 
 def test_the_config_of_a_run_is_read_as_it_was_written():

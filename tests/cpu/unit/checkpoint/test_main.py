@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,6 @@ from trainer.checkpoint import last_commit
 from trainer.checkpoint.__main__ import main
 from trainer.checkpoint.inspection import read_named
 from trainer.checkpoint.manager import CheckpointManager
-
-ROOT = Path(__file__).parents[4]
 
 
 @pytest.mark.parametrize("root", ["", "checkpoints"])
@@ -160,29 +158,44 @@ def test_what_holds_no_checkpoints_is_refused_with_one_sentence(path, said, tmp_
         assert line.startswith("error: ") and said in line, command
 
 
-def test_what_another_user_may_not_read_is_said_in_one_sentence(tmp_path):
+def as_nobody(folder: str, *arguments: str) -> tuple[int, str]:
+    """Run the command in a fork of this process that belongs to another user; return its status and its output."""
+    printed = Path(folder, "printed")
+    printed.write_text("")
+    printed.chmod(0o666)
+    child = os.fork()
+    if child == 0:
+        status = 99
+        try:
+            os.setgroups([])
+            os.setresgid(65534, 65534, 65534)
+            os.setresuid(65534, 65534, 65534)
+            sys.stdout = sys.stderr = printed.open("w")
+            status = main(list(arguments))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), printed.read_text()
+
+
+def test_what_another_user_may_not_read_is_said_in_one_sentence():
     """Root may read everything, so another user asks."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to become another user")
     with tempfile.TemporaryDirectory() as folder:  # other users cannot enter `tmp_path`
         os.chmod(folder, 0o755)
         scored(Path(folder, "run/checkpoints"), {1: None, 2: None})
+        assert main(["export", f"{folder}/run", f"{folder}/out"]) != 0  # that user may be unable to import modules
         Path(folder, "run/checkpoints/global_step_2").chmod(0)
-        as_nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", sys.executable, "-m"]
-
-        def asked(*arguments: str) -> subprocess.CompletedProcess:
-            command = [*as_nobody, "trainer.checkpoint", *arguments]
-            return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-
-        rows = json.loads(asked("ls", f"{folder}/run", "--json").stdout)["checkpoints"]
+        rows = json.loads(as_nobody(folder, "ls", f"{folder}/run", "--json")[1])["checkpoints"]
         assert rows[0]["problem"] is None
-        done = asked("verify", f"{folder}/run")
-        assert done.returncode == 1 and "every byte is as it was saved" in done.stdout
-        assert "global_step_2: NOT READ: " in done.stdout and "; it may be undamaged" in done.stdout
         assert "manifest.json cannot be read (Permission denied)" in rows[1]["problem"]
-        done = asked("rollback", f"{folder}/run", "--to", "1")
-        assert done.returncode == 2 and done.stderr.count("\n") == 1
-        assert "Permission denied; give the command as its owner, or ask for access" in done.stderr
-        done = asked("export", f"{folder}/run", f"{folder}/out")
-        assert done.returncode == 2 and done.stderr.count("\n") == 1
-        assert "(Permission denied); give the command as its owner, or ask for access" in done.stderr
+        status, said = as_nobody(folder, "verify", f"{folder}/run")
+        assert status == 1 and "every byte is as it was saved" in said
+        assert "global_step_2: NOT READ: " in said and "; it may be undamaged" in said
+        for command in (["rollback", f"{folder}/run", "--to", "1"], ["export", f"{folder}/run", f"{folder}/out"]):
+            status, said = as_nobody(folder, *command)
+            assert status == 2 and said.count("\n") == 1, said
+            assert "Permission denied" in said and "; give the command as its owner, or ask for access" in said

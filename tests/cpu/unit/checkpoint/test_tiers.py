@@ -230,19 +230,6 @@ def test_pieces_that_no_checkpoint_names_are_deleted_in_both_tiers(root, tmp_pat
         assert [set(tier.pieces()) for tier in (disk, above)] == named and named[0] == named[1] != set()
 
 
-def test_a_run_with_two_tiers_continues_on_another_machine(root, tmp_path, model):
-    whole = toy_run(toy_config(tmp_path / "whole"), model)
-    first = tmp_path / "first"
-    toy_run(toy_config(first, ckpt_path=root, ckpt_cache_dir=str(first / "disk")), model, stop_after=3)
-    lines = (first / "metrics.jsonl").read_bytes()
-    shutil.rmtree(first)
-    second = tmp_path / "second"
-    continued = toy_run(toy_config(second, ckpt_path=root, ckpt_cache_dir=str(second / "disk")), model)
-    assert continued.learner.ranks.number == whole.learner.ranks.number
-    assert (second / "metrics.jsonl").read_bytes().startswith(lines)
-    assert 5 in open_store(root).steps()
-
-
 def wait_until_above(root: str, steps: list[int]) -> None:
     waiting = threading.Event()
     while open_store(root).steps() != steps:

@@ -149,7 +149,7 @@ def test_an_object_store_holds_the_older_or_the_newer_state(bucket_behind_proxy,
     monkeypatch.setattr("trainer.checkpoint.buckets.MAX_ATTEMPTS", 2)
     outcomes: deque[str] = deque()
     faults.plan = lambda method, path: outcomes.popleft() if outcomes else PASS
-    try_operations(lambda: f"{bucket_behind_proxy}/{secrets.token_hex(4)}", outcomes, examples=8)
+    try_operations(lambda: f"{bucket_behind_proxy}/{secrets.token_hex(4)}", outcomes, examples=4)
 
 
 @contextlib.contextmanager
@@ -209,4 +209,4 @@ def test_a_job_does_not_clean_up_what_it_is_uploading(bucket_behind_proxy):
 def test_a_local_store_holds_the_older_or_the_newer_state(tmp_path: Path, monkeypatch):
     outcomes: deque[str] = deque()
     with failing_disk(outcomes, monkeypatch):
-        try_operations(lambda: str(tmp_path / secrets.token_hex(4)), outcomes, examples=40)
+        try_operations(lambda: str(tmp_path / secrets.token_hex(4)), outcomes, examples=20)
