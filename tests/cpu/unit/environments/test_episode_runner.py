@@ -135,8 +135,8 @@ class NeverLong:
 
 
 def test_text_that_is_far_too_long_is_not_tokenised(tokenizer):
-    """30 MB of text would take 5 GB, in a call that no signal interrupts."""
-    long, name = "x" * 30_000_000, "tests.support.environments:Wrong"
+    """It would take much memory, in a call that no signal interrupts."""
+    long, name = "x" * 3_000_000, "tests.support.environments:Wrong"
     with runner_of(NeverLong(tokenizer), name=name) as runner:
         row = {"reset": [{"role": "user", "content": "x"}], "step": {"messages": [{"role": "tool", "content": long}]}}
         (one,) = run(runner, Policy(tokenizer, "a"), requests_of(row))
@@ -177,11 +177,11 @@ def test_episodes_do_not_depend_on_how_long_environments_take(tokenizer):
     """Environments that answer after random times, which differ from start to start, also in threads."""
     rows = [{"prompt": f"p{i}"} for i in range(20)]
     found = []
-    for kind in ("Dawdling", "Dawdling", "Threaded"):
+    for kind in ("Dawdling", "Threaded"):
         with runner_of(tokenizer, 200, name=f"tests.support.environments:{kind}", max_turns=5) as runner:
             policy = Policy(tokenizer, lambda seed: str(seed % 1000))
             found.append([content(episode) for episode in run(runner, policy, requests_of(*rows, n=2))])
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
     assert len({turns for _, _, _, turns, *_ in found[0]}) > 2
 
 
@@ -254,7 +254,7 @@ def test_one_rule_says_which_numbers_are_rewards_of_functions_judges_and_environ
 
 
 def test_rewards_beyond_the_range_and_odd_names_fail(tokenizer):
-    for steps, reason in [
+    cases = [
         ([{"reward": 1e12}, {"reward": 1e12}], "gave rewards that add up to 2e+12, beyond 1e+12"),
         ([{"reward": -1e12, "rewards": {"a": -1e12}}], "gave rewards that add up to -2e+12, beyond 1e+12"),
         ([{"rewards": {"a b": 1}}], "rewards: returned a term called 'a b'; names are letters, digits, _, . and -"),
@@ -266,8 +266,8 @@ def test_rewards_beyond_the_range_and_odd_names_fail(tokenizer):
         ([{"metrics": {"turns": 1}}], "metrics: turns is counted for every environment; choose another name"),
         ([{"rewards": {f"n{i}": 1 for i in range(65)}}], "rewards are 65; a step has at most 64"),
         ([{"metrics": [1]}], "metrics are a list, not a dict"),
-    ]:
-        (one,) = valued(tokenizer, steps)
+    ]
+    for (_, reason), one in zip(cases, valued(tokenizer, *(steps for steps, _ in cases)), strict=True):
         assert one.status == "failed" and reason in one.failure and one.reward == 0.0
 
 

@@ -67,7 +67,7 @@ def config(python: str | None, name: str = "own_environment:Own", **kwargs: int 
 
 def test_an_environment_runs_in_another_interpreter(python):
     """With its packages, and without torch, numpy and all that is installed for the trainer."""
-    check_environment(config(python, size=2))
+    check_environment(config(python, size=2, note="x" * 200_000))  # options stand in no command line
     session = Session({}, 1)
     with EnvironmentPool(config(python), 1000) as pool:
         pool.step_all([session])
@@ -77,10 +77,6 @@ def test_an_environment_runs_in_another_interpreter(python):
         assert session.steps[-1].reward == 4.0 and session.steps[-1].done
         session.ended = True
         pool.step_all([session])
-
-
-def test_options_have_any_length_and_stand_in_no_command_line(python):
-    check_environment(config(python, note="x" * 200_000))
 
 
 def test_our_own_environments_run_in_another_interpreter(python):
@@ -97,13 +93,11 @@ def test_what_cannot_run_is_refused_in_one_sentence(python, inside):
 
     if not inside:
         assert "No module named 'clashing'" in refused()
-        assert "unexpected keyword argument 'tires'" in refused("tests.support.retry:RetryEnv", tires=3)
-        assert "; it takes tries, again, prompt_key, answer_key, set by +environment.kwargs.NAME=VALUE" in refused(
-            "tests.support.retry:RetryEnv", tires=3
-        )
+        said = refused("tests.support.retry:RetryEnv", tires=3)
+        assert "unexpected keyword argument 'tires'" in said
+        assert "; it takes tries, again, prompt_key, answer_key, set by +environment.kwargs.NAME=VALUE" in said
         return
     assert "environment.kwargs: own_environment:Own: ValueError: size=0 is too small" in refused(size=0)
-    assert "unexpected keyword argument 'sizes'" in refused(sizes=0)
     assert "has no class Owns; did you mean Own" in refused("own_environment:Owns")
     assert "No module named 'numpy'" in refused("trainer.environments.textarena:TextArena")
 
@@ -180,7 +174,7 @@ def tried(
 
 
 def test_an_environment_that_works_is_made_reset_stepped_and_closed_once(calls):
-    for answer, reply in (("four", "four"), (4, "no answer"), ("", "no answer")):
+    for answer, reply in (("four", "four"), (4, "no answer")):
         assert tried(calls, {"prompt": "?", "answer": answer}) == "__init__ reset step close"
         assert Path(f"{calls}.replies").read_text().split("|")[-2] == reply
 
@@ -200,7 +194,6 @@ def test_an_environment_that_fails_is_refused_after_one_call(calls):
             r"reset raised KeyError: 'price' in counted.py:\d+",
             "__init__ reset close",
         ),
-        ({}, {}, r"reset raised KeyError: 'prompt' in counted.py:\d+", "__init__ reset close"),
         (
             {"empty": True},
             {},
@@ -213,12 +206,6 @@ def test_an_environment_that_fails_is_refused_after_one_call(calls):
             {"prompt": "?"},
             r"step returned a wrong value \(in counted.py:\d+\): it must be a "
             r"trainer.environments.StepResult\(messages, reward, done\), not list",
-            "__init__ reset step close",
-        ),
-        (
-            {"step": {"done": True, "reward": "one"}},
-            {"prompt": "?"},
-            r"step returned a wrong value \(in counted.py:\d+\): reward is a str, which is not a number",
             "__init__ reset step close",
         ),
     ]:

@@ -202,12 +202,12 @@ GOOD = [{"role": "user", "content": "x"}]
 
 
 def test_long_answers_are_cut_before_they_reach_the_driver():
-    """An answer of 30 MB would take gigabytes there. No token of what is cut fits a prompt."""
+    """An answer of many megabytes would take gigabytes there. No token of what is cut fits a prompt."""
     with pool_of("Wrong", most_characters=10, timeout_s=60) as pool:
-        messages = [{"role": "user", "content": text, "x": 1} for text in ("é" * 6, "y" * 30_000_000, "z", "")]
+        messages = [{"role": "user", "content": text, "x": 1} for text in ("é" * 6, "y" * 3_000_000, "z", "")]
         (session,) = play(pool, {"reset": messages, "step": {"messages": GOOD, "done": True}}, turns=1)
     assert not session.failure and list(session.steps[0].messages[0]) == ["role", "content", "x"]
-    cut = ["é" * 6, "yyyy… (29,999,996 more characters)", "… (1 more characters)", ""]
+    cut = ["é" * 6, "yyyy… (2,999,996 more characters)", "… (1 more characters)", ""]
     assert texts(session)[:4] == cut and texts(session)[4:] == [GOOD[0]["content"]]
 
 

@@ -19,15 +19,19 @@ from trainer.process.failures import can_recover
 from trainer.process.signals import SIGNALS
 
 
-@pytest.mark.parametrize("kind", ["kill", "stop", "memory"])
 @pytest.mark.parametrize(
-    "spec", [streaming("FaultyStreamingEngine"), streaming("FaultyEngine")], ids=["stream", "batch"]
+    ("engine", "kind"),
+    [
+        ("FaultyStreamingEngine", "kill"),
+        ("FaultyStreamingEngine", "stop"),
+        ("FaultyStreamingEngine", "memory"),
+        ("FaultyEngine", "kill"),
+    ],
 )
-def test_requests_of_a_lost_engine_go_to_the_others(start, monkeypatch, incidents, spec, kind):
+def test_requests_of_a_lost_engine_go_to_the_others(start, monkeypatch, incidents, engine, kind):
     """The next sync brings the new engine the weights, and it serves again."""
-    monkeypatch.setitem(
-        ENGINES, "plain", dataclasses.replace(spec, unit="request" if "Streaming" in spec.path else "batch")
-    )
+    unit = "request" if "Streaming" in engine else "batch"
+    monkeypatch.setitem(ENGINES, "plain", dataclasses.replace(streaming(engine), unit=unit))
     pool, ranks = start(num_engines=2, max_restarts=3, max_num_seqs=64)
     pool.start(version=1, is_initial=True)
     requests = [Request([i, 0], i, SAMPLED) for i in range(12)]
