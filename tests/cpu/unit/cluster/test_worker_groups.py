@@ -69,10 +69,10 @@ def test_results_are_in_the_order_of_the_workers(cluster, shared_group):
     for (received,), _ in shared_group.call("echo", cluster.put(batch)):
         np.testing.assert_array_equal(received["ids"], batch["ids"])
         assert received["name"] == "batch"
-    engines = cluster.launch_engines(Host, [("a", i) for i in range(3)], {"WORD": "engine"})
-    assert engines.call("built_with") == [("a", 0), ("a", 1), ("a", 2)]
-    assert engines.call("environment", "WORD") == ["engine"] * 3
-    assert len(set(engines.call("pid"))) == 3
+    engines = cluster.launch_engines(Host, [("a", i) for i in range(2)], {"WORD": "engine"})
+    assert engines.call("built_with") == [("a", 0), ("a", 1)]
+    assert engines.call("environment", "WORD") == ["engine"] * 2
+    assert len(set(engines.call("pid"))) == 2
     cluster.release(engines)
 
 
@@ -148,18 +148,22 @@ def test_two_threads_can_wait_for_one_worker(shared_group, monkeypatch):
     assert waiting.result() == [True, True]
 
 
-def test_out_of_memory_is_reported_in_one_line(group, capfd):
-    for end in ("wants_a_tensor", "wants_bytes", "fills_the_gpu", "is_killed"):
+def test_out_of_memory_is_reported_in_one_line(cluster, capfd):
+    """Workers of both kinds tell torch's errors from others in one way, and importing torch takes long."""
+    of_torch = ["wants_a_tensor", "fills_the_gpu"] if isinstance(cluster, ProcessCluster) else []
+    group = cluster.launch_ranks("rank", Host, {}, 1)
+    for end in (*of_torch, "wants_bytes", "is_killed"):
         with pytest.raises(WorkerError) as raised:
             group.call(end)
         text = str(raised.value)
         assert text.startswith("rank ") and "\n" not in text, text
         assert "memory" in text and "the same command" in text
         assert capfd.readouterr() == ("", ""), "nothing else is printed"
+    cluster.release(group)
 
 
 def test_a_rank_that_cannot_load_is_named_with_its_reason(cluster):
-    group = cluster.launch_ranks("bad rank", FailsToLoad, {})
+    group = cluster.launch_ranks("bad rank", FailsToLoad, {}, 1)
     with pytest.raises((ValueError, WorkerError), match="cannot load") as raised:
         group.call("rank")
     assert "bad rank" in str(raised.value) + str(getattr(raised.value, "__notes__", ""))
