@@ -47,7 +47,7 @@ from trainer.inference.vllm_server import arguments, write_chat_template, write_
 from trainer.models.tiny import TinyShape, build_tiny
 from trainer.process import time_limits
 
-REQUESTS = [*make_requests(12, longest=200), *with_sampling(make_requests(4), GREEDY)]
+REQUESTS = [*make_requests(6, longest=200), *with_sampling(make_requests(2), GREEDY)]
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_completions_are_those_of_an_engine_of_the_job_to_the_last_bit(server, m
         one.sync_weights(weights, 3)
         assert contents(one.generate(REQUESTS)) == expected
         assert contents(one.generate(REQUESTS[::-1]))[::-1] == expected
-        assert contents([one.generate([request])[0] for request in REQUESTS[:4]]) == expected[:4]
+        assert contents([one.generate([request])[0] for request in REQUESTS[:2]]) == expected[:2]
         one.sync_weights(SharedMemory(model), 4)
         other = one.generate(REQUESTS)
         assert {c.weight_versions for c in other} == {(4, 4)} and contents(other) != expected
@@ -178,7 +178,7 @@ def test_one_job_uses_a_server(server, weights, monkeypatch):
                     with engine(server.url, copied(job("a", 2))):
                         pass
             second._ended.set()  # as if its process were stopped
-            time.sleep(10)  # the lease is 5 seconds
+            time.sleep(6)  # the lease is 5 seconds
             with engine(server.url, job("b")), pytest.raises(UserError, match="this job has lost it"):
                 second.set_version(1)
     assert server.status()["job"] is None
@@ -268,7 +268,7 @@ def test_people_use_the_openai_api_beside_the_job(server):
 
 
 def test_requests_that_are_kept_continue_with_the_new_weights(server, weights, model):
-    slow = make_requests(8)
+    slow = make_requests(4)
     with engine(server.url) as one, ThreadPoolExecutor(1) as thread:
         one.sync_weights(weights, 1)
         slow = [dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, max_tokens=290)) for r in slow]
@@ -280,7 +280,7 @@ def test_requests_that_are_kept_continue_with_the_new_weights(server, weights, m
         worker.resume()
         sync.result(300)
         completions: dict = {}
-        while len(completions) < 8:
+        while len(completions) < 4:
             completions |= one.step({})
         versions = set()
         for completion in completions.values():
@@ -435,21 +435,20 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_one_sentence(tmp_pat
         assert "error: " in (tmp_path / "log").read_text().splitlines()[-1]
 
 
-def test_an_engine_that_dies_or_hangs_is_started_again_without_weights(server, weights, expected):
-    """The API server of vLLM is killed, which leaves no shared memory, and then its worker hangs."""
+def test_an_engine_that_hangs_is_started_again_without_weights(server, weights, expected):
+    """Its worker hangs. The engine is killed, which leaves no shared memory."""
     segments = _mapped_segments(server.process.pid)
-    for kind, at in ((signal.SIGKILL, 1), (signal.SIGSTOP, -1)):
-        with engine(server.url) as one:
-            one.sync_weights(weights, 3)
-            old = server.engine()
-            old[at].send_signal(kind)
-            with pytest.raises(WorkerError) as raised:
-                one.generate(REQUESTS)
-            assert raised.value.cause == "server"
-        assert not psutil.wait_procs(old, 120)[1]
-        with engine(server.url) as one:
-            one.sync_weights(weights, 3)
-            assert contents(one.generate(REQUESTS)) == expected
+    with engine(server.url) as one:
+        one.sync_weights(weights, 3)
+        old = server.engine()
+        old[-1].send_signal(signal.SIGSTOP)
+        with pytest.raises(WorkerError) as raised:
+            one.generate(REQUESTS)
+        assert raised.value.cause == "server"
+    assert not psutil.wait_procs(old, 120)[1]
+    with engine(server.url) as one:
+        one.sync_weights(weights, 3)
+        assert contents(one.generate(REQUESTS)) == expected
     assert segments and not any(map(os.path.exists, segments))
 
 
