@@ -1,4 +1,4 @@
-"""The commands of the recipes for KubeRay and SkyPilot: their machine is lost, and a new one continues the run."""
+"""The commands of the recipes of deploy/: their machine is lost, and a new one continues the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from tests.support.buckets import make_bucket, use_s3
 from tests.support.forks import fork_server
 from tests.support.jobs import comparable, environment, metrics, run_forked_job, wait_until
-from tests.support.recipes import KUBERAY, SKYPILOT, read_yaml
+from tests.support.recipes import KUBERAY, SKYPILOT, compose_words, read_yaml
 from trainer.models.tiny import TinyShape, build_tiny
 
 STEPS = 3
@@ -60,6 +60,12 @@ def uninterrupted(tiny, tmp_path_factory) -> list[dict[str, Any]]:
     return comparable(metrics(directory / "run"))
 
 
+def runs(words: list[str]) -> tuple[str, dict[str, str]]:
+    """The command of the trainer of Compose, whose bucket is `runs`, and no variables. It has an engine of its own."""
+    given = compose_words("trainer", OVERRIDES=shlex.join([*words, "rollout.engine=transformers", "rollout.urls=[]"]))
+    return shlex.join(["trainer", *given]), {}
+
+
 def kuberay(words: list[str]) -> tuple[str, dict[str, str]]:
     """The entry point of the RayJob with more words, and no variables."""
     entrypoint = read_yaml(KUBERAY)["spec"]["entrypoint"].replace("BUCKET", "kuberay")
@@ -95,9 +101,9 @@ def start(script: str, directory: Path, variables: Mapping[str, str]) -> subproc
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("recipe", [kuberay, skypilot])
+@pytest.mark.parametrize(("recipe", "folder"), [(runs, "one"), (kuberay, "runs/one"), (skypilot, "runs/one")])
 def test_the_command_of_a_recipe_continues_the_run_on_a_new_machine(
-    recipe, tiny, uninterrupted, programs, tmp_path, monkeypatch, s3_url
+    recipe, folder, tiny, uninterrupted, programs, tmp_path, monkeypatch, s3_url
 ):
     """The machine dies when step 2 is saved. All that the next one has is the command and the bucket."""
     use_s3(monkeypatch, s3_url)
@@ -112,5 +118,5 @@ def test_the_command_of_a_recipe_continues_the_run_on_a_new_machine(
     second = start(script, tmp_path / "second", variables)
     output, _ = second.communicate()
     assert second.returncode == 0, output
-    assert f"resumed from {bucket}/runs/one/global_step_2" in output, output
+    assert f"resumed from {bucket}/{folder}/global_step_2" in output, output
     assert comparable(metrics(tmp_path / "second/outputs/one")) == uninterrupted
