@@ -70,10 +70,9 @@ def test_tensors_are_split_over_files_in_order():
     assert list(plan_layout(TENSORS).entries) == list(TENSORS)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_shards_of_ranks_are_written_at_their_places(tmp_path, ranks):
-    names = run_ranks(ranks, write, str(tmp_path / "out"))
-    assert names == [["model.safetensors"]] * ranks
+def test_shards_of_ranks_are_written_at_their_places(tmp_path):
+    names = run_ranks(2, write, str(tmp_path / "out"))
+    assert names == [["model.safetensors"]] * 2
     found, plain = load_file(tmp_path / "out/model.safetensors"), Module()
     assert set(found) == {"rows", "columns", "bias", "steps"}
     for name in ("rows", "columns", "bias"):

@@ -32,8 +32,7 @@ def test_sums_of_slices_are_those_of_the_whole(compiled, monkeypatch):
 
 
 @pytest.mark.processes
-@table("dtype", [torch.float32, torch.bfloat16])
-@table("first", [0, 30])
+@table("first, dtype", [(0, torch.float32), (30, torch.bfloat16)])
 def test_a_compiled_gradient_is_that_of_the_operators(first, dtype, monkeypatch):
     """Also of a slice of the vocabulary in which some targets are not."""
     monkeypatch.setattr(torch._inductor.config, "compile_threads", 1, raising=False)
