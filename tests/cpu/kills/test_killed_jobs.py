@@ -189,7 +189,7 @@ def test_a_job_killed_on_a_cluster_that_outlives_it_ends_as_if_never_killed(tmp_
 
 
 @pytest.mark.timeout(900)
-def test_supervised_training_killed_twice_ends_as_if_never_killed(tmp_path):
+def test_supervised_training_that_is_killed_ends_as_if_never_killed(tmp_path):
     """Two files of whole chats, several times over."""
     files = []
     for name, count in (("a", 7), ("b", 20)):
@@ -207,13 +207,12 @@ def test_supervised_training_killed_twice_ends_as_if_never_killed(tmp_path):
     whole = run_forked_job(*base, "trainer.run_name=whole", job="sft", cwd=tmp_path)
     assert whole.returncode == 0, whole.stdout + whole.stderr
     job = [*base, "trainer.run_name=killed"]
-    for attempt, place in enumerate(["save:manifest_written,2", "save:staged,2"]):
-        reached, log = tmp_path / f"reached{attempt}", tmp_path / f"log{attempt}"
-        env = {"TRAINER_FAILPOINT": f"{place},{reached}"}
-        process = start_forked_job(*job, job="sft", cwd=tmp_path, env=env, log=log)
-        wait_until(lambda reached=reached, process=process: reached.exists() or process.poll() is not None)
-        process.kill_group()
-        assert process.wait() == -signal.SIGKILL, log.read_text()
+    reached, log = tmp_path / "reached", tmp_path / "log"
+    env = {"TRAINER_FAILPOINT": f"save:staged,2,{reached}"}
+    process = start_forked_job(*job, job="sft", cwd=tmp_path, env=env, log=log)
+    wait_until(lambda: reached.exists() or process.poll() is not None)
+    process.kill_group()
+    assert process.wait() == -signal.SIGKILL, log.read_text()
     last = run_forked_job(*job, job="sft", cwd=tmp_path)
     assert last.returncode == 0, last.stdout + last.stderr
     runs = [tmp_path / "outputs" / name for name in ("whole", "killed")]
@@ -221,7 +220,7 @@ def test_supervised_training_killed_twice_ends_as_if_never_killed(tmp_path):
     assert rows[0] == rows[1] and rows[0][-1]["progress/epoch"] > 1.5
     ours, theirs = ((run / "exports/global_step_8/policy/model.safetensors").read_bytes() for run in runs)
     assert ours == theirs
-    assert "resume verified" in last.stdout + (tmp_path / "log1").read_text()
+    assert "resume verified" in last.stdout
     # A finished run may be killed while it waits for an upload, with torn lines: they are cut.
     appended = {name: (runs[1] / name).read_bytes() for name in ("metrics.jsonl", "starts.jsonl", "log.txt")}
     for name in appended:

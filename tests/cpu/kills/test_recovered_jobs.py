@@ -1,21 +1,17 @@
-"""Jobs that lose processes or disks and continue: the result is that of an uninterrupted job."""
+"""Jobs that lose processes and continue: the result is that of an uninterrupted job."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.gcs import gcs_server, use_gcs
 from tests.support.jobs import comparable, members, metrics
 from tests.support.killed_jobs import STEPS, run_until
-from trainer.checkpoint.store import open_store
 from trainer.models.tiny import TinyShape, build_tiny
 from trainer.process.failure_log import read_incidents
 
@@ -116,49 +112,3 @@ def test_a_job_whose_driver_hangs_ends_and_continues_with_the_same_command(overr
     first, second = read_incidents(str(run))
     assert (first.cause, first.kind, first.step) == ("hanging driver", "infrastructure", 5)
     assert second.action == "started again with the same command"
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Lost disks
-
-
-def kill_at(place: str, log: Path, *overrides: str, logged: str = "", no_further: str = "") -> None:
-    """Run a job, and kill all its processes when it waits at the failpoint `name,n` and has logged a text.
-
-    Args:
-        no_further: a failpoint at which another thread waits if it is there before.
-    """
-    reached = log.parent / "reached"
-    points = [f"{place},{reached}"] + ([f"{no_further},{reached}_further"] if no_further else [])
-    env = {"TRAINER_FAILPOINT": ";".join(points)}
-
-    def is_there(_: float) -> bool:
-        return reached.exists() and logged in log.read_text()
-
-    assert not run_until(log, *overrides, env=env, kill_when=is_there), log.read_text()
-    reached.unlink()
-
-
-def test_a_job_with_two_tiers_survives_a_kill_and_the_loss_of_its_disk(overrides, uninterrupted, tmp_path, monkeypatch):
-    """Killed before its first upload is complete, it continues from the disk, which is in memory; killed again in the
-    next upload, and without its disk, it continues from the object store."""
-    log, first = tmp_path / "log", tmp_path / "first"
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory, gcs_server() as url:
-        use_gcs(monkeypatch, url)
-        bucket, disk = "gs://bucket", Path(memory) / "disk"
-        above = open_store(f"{bucket}/run")
-        tiers = (*overrides, f"trainer.ckpt_path={bucket}/run", f"trainer.ckpt_cache_dir={disk}")
-        kill_at("upload:copied,1", log, *tiers, f"trainer.run_dir={first}", no_further="logged,5")
-        assert above.steps() == []
-        on_disk = max(open_store(str(disk)).steps())
-        resumed = f"resumed from {disk}/global_step_{on_disk}, "
-        kill_at("upload:copied,2", log, *tiers, f"trainer.run_dir={first}", logged=resumed)
-        (uploaded,) = above.steps()  # the newest checkpoint when the first upload of this start began
-        assert uploaded in (2, 4)
-        shutil.rmtree(first)
-        shutil.rmtree(disk)
-        assert run_until(log, *tiers, f"trainer.run_dir={tmp_path}/second")
-        assert max(above.steps()) == STEPS and above.orphans() == {}
-    text = log.read_text()
-    assert f"resumed from {bucket}/run/global_step_{uploaded}, " in text
-    assert outcome(tmp_path / "second") == uninterrupted
