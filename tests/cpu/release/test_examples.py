@@ -80,9 +80,8 @@ def test_a_smoke_run_of_an_example_has_different_rewards_and_a_separate_director
         assert learnt[-1]["step"] == supervised_steps
 
 
-@pytest.mark.parametrize("command", ON_GPUS, ids=lambda command: command.split()[-2])
-def test_without_a_gpu_a_preset_for_gpus_is_refused(command, tmp_path):
-    arguments = [sys.executable, "-m", *command.split()]
+def test_without_a_gpu_a_preset_for_gpus_is_refused(tmp_path):
+    arguments = [sys.executable, "-m", *ON_GPUS[0].split()]
     done = subprocess.run(arguments, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 2, done.stdout + done.stderr
     assert re.fullmatch(r"error: .*torch finds no CUDA device on this machine; .*\n", done.stderr)

@@ -154,7 +154,7 @@ def tiny_words(tmp_path_factory) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", [1, 2])  # 0 is one rank, as in the other parts
 def test_what_needs_gpus_trains_without_them_when_it_is_small(lesson, tiny_words, number):
     words = commands_for_gpus()[1][number]
     ranks, engines = (min(count, 2) for count in layout(compose(words)))
