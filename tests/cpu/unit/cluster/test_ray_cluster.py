@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -21,17 +23,19 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 JOINS = """
-import dataclasses, sys
+import dataclasses, os, sys
 from trainer.cluster.ray_cluster import RayCluster
 from trainer.config import Config
 from trainer.errors import UserError
 cfg = Config()
 cfg = dataclasses.replace(cfg, trainer=dataclasses.replace(cfg.trainer, ray_address=sys.argv[1]))
-try:
-    with RayCluster(cfg, "cpu"):
-        print("joined")
-except UserError as error:
-    print(error)
+for token in ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}):
+    os.environ.update(token)
+    try:
+        with RayCluster(cfg, "cpu"):
+            print("joined")
+    except UserError as error:
+        print(error)
 """
 
 
@@ -40,10 +44,10 @@ def test_a_cluster_that_wants_a_token_is_named_without_it(ray_cluster, tmp_path)
     env |= {"HOME": str(tmp_path), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
     address = ray.get_runtime_context().gcs_address
     command = [sys.executable, "-c", JOINS, address]
-    for given in ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}):
-        joined = subprocess.run(command, capture_output=True, text=True, env=env | given, timeout=300)
-        assert joined.stdout.startswith(f"trainer.ray_address={address}: the cluster requires a token"), joined
-        assert joined.stdout.count("\n") == 1
+    joined = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
+    lines = joined.stdout.splitlines()
+    assert len(lines) == 2, joined
+    assert all(line.startswith(f"trainer.ray_address={address}: the cluster requires a token") for line in lines)
 
 
 WAITS_FOR_NODES = """
@@ -61,16 +65,6 @@ for timeout_s in (None, 0.5):
     except UserError as error:
         print(error)
 """
-
-
-def test_a_cluster_that_is_too_small_may_get_more_nodes(ray_cluster):
-    """Only with `placement_timeout_s`. Otherwise the job is refused before it creates placement groups."""
-    address = ray.get_runtime_context().gcs_address
-    done = subprocess.run([sys.executable, "-c", WAITS_FOR_NODES, address], capture_output=True, text=True, timeout=300)
-    at_once, later = done.stdout.splitlines()
-    assert "trainer.num_workers=1000: ranks and engines need 1001 CPUs" in at_once
-    assert f"trainer.ray_address={address}: the cluster has no capacity for 1000 processes with 1 CPU each" in later
-    assert "within 0.5 s" in later and later.endswith("raise trainer.placement_timeout_s if nodes have not started yet")
 
 
 DRAINS = """
@@ -129,16 +123,6 @@ with RayCluster(cfg, "cpu") as cluster:
 """
 
 
-def test_the_first_start_waits_for_late_nodes(ray_cluster):
-    """A placement group has a CPU of the cluster. It stands for a node that joins while the first start waits."""
-    command = [sys.executable, "-c", LATE, ray.get_runtime_context().gcs_address, "10000"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    few = "the cluster has capacity for 1 of 2 ranks: "
-    lines = [line for line in done.stdout.splitlines() if line.isdigit() or few in line and "up to 0.5 s" not in line]
-    waiting = f"{few}waiting for more, up to 10000 s (trainer.placement_timeout_s)"
-    assert lines == [waiting, "2", f"{few}starting 1", "1"], done
-
-
 ASKS = """
 import sys, threading, time
 import ray
@@ -179,11 +163,61 @@ with RayCluster(cfg, "cpu") as cluster:
 """
 
 
-def test_an_autoscaler_sees_what_a_start_that_waits_for_nodes_lacks(ray_cluster):
+DRIVER = """
+import json, sys
+scripts, *arguments = json.loads(sys.argv[1]), *sys.argv[2:]
+from trainer.process import time_limits
+limits = {name: value for name, value in vars(time_limits).items() if name.isupper()}
+for name, (script, more) in scripts.items():
+    vars(time_limits).update(limits)
+    sys.argv[1:] = [*arguments, *more]
+    print("==", name, flush=True)
+    exec(script, {"__name__": name})
+"""
+
+
+@pytest.fixture(scope="module")
+def printed(ray_cluster) -> dict[str, list[str]]:
+    """What drivers print that join the cluster one after another, in one process."""
+    scripts = {
+        "waits": (WAITS_FOR_NODES, []),
+        "drains": (DRAINS, [ray.util.get_node_ip_address()]),
+        "asks": (ASKS, []),
+        "late": (LATE, ["10000"]),
+    }
+    command = [sys.executable, "-c", DRIVER, json.dumps(scripts), ray.get_runtime_context().gcs_address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done
+    parts = re.split(r"^== (\w+)\n", done.stdout, flags=re.MULTILINE)[1:]
+    return {name: text.splitlines() for name, text in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def test_a_cluster_that_is_too_small_may_get_more_nodes(printed):
+    """Only with `placement_timeout_s`. Otherwise the job is refused before it creates placement groups."""
+    address = ray.get_runtime_context().gcs_address
+    at_once, later = printed["waits"]
+    assert "trainer.num_workers=1000: ranks and engines need 1001 CPUs" in at_once
+    assert f"trainer.ray_address={address}: the cluster has no capacity for 1000 processes with 1 CPU each" in later
+    assert "within 0.5 s" in later and later.endswith("raise trainer.placement_timeout_s if nodes have not started yet")
+
+
+def test_the_first_start_waits_for_late_nodes(printed):
+    """A placement group has a CPU of the cluster. It stands for a node that joins while the first start waits."""
+    few = "the cluster has capacity for 1 of 2 ranks: "
+    lines = [line for line in printed["late"] if line.isdigit() or few in line and "up to 0.5 s" not in line]
+    waiting = f"{few}waiting for more, up to 10000 s (trainer.placement_timeout_s)"
+    assert lines == [waiting, "2", f"{few}starting 1", "1"], printed
+
+
+def test_an_autoscaler_sees_what_a_start_that_waits_for_nodes_lacks(printed):
     """Nothing is asked for any more once the ranks can start. A group stands for a node, as above."""
-    command = [sys.executable, "-c", ASKS, ray.get_runtime_context().gcs_address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.stdout.splitlines() == [str([[{"CPU": 1.0}] * 3]), "2", "free"], done
+    assert printed["asks"] == [str([[{"CPU": 1.0}] * 3]), "2", "free"]
+
+
+def test_drained_nodes_and_nodes_with_a_broken_gpu_get_no_ranks(printed):
+    count, refused, is_excluded = printed["drains"]
+    assert (count, is_excluded) == ("1", "True")
+    assert "has capacity for 0 ranks" in refused
 
 
 def test_each_of_several_nodes_is_excluded(ray_cluster):
@@ -200,15 +234,6 @@ def test_placement_groups_that_are_removed_early_free_their_resources(ray_cluste
         time.sleep(i % 8 / 1000)
         remove([group])
     wait_until(lambda: ray.available_resources().get("CPU") == before)
-
-
-def test_drained_nodes_and_nodes_with_a_broken_gpu_get_no_ranks(ray_cluster):
-    own = ray.util.get_node_ip_address()
-    command = [sys.executable, "-c", DRAINS, ray.get_runtime_context().gcs_address, own]
-    joined = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    count, refused, is_excluded = joined.stdout.splitlines()
-    assert (count, is_excluded) == ("1", "True"), joined
-    assert "has capacity for 0 ranks" in refused
 
 
 LOSES_THE_GCS = """
@@ -228,45 +253,23 @@ with RayCluster(Config(), "cpu") as cluster:
 """
 
 
+def run_as_child_of_process_1(script: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a process namespace, as an image with an init program does; without namespaces, just run it."""
+    user = [] if os.geteuid() == 0 else ["--map-root-user"]
+    unshare = ["unshare", *user, "--pid", "--fork", "--kill-child", "--mount-proc"]
+    words = [sys.executable, "-u", "-c", script]
+    if subprocess.run([*unshare, "true"], capture_output=True).returncode == 0:
+        words = [*unshare, "sh", "-c", '"$@"; exit $?', "sh", *words]
+    return subprocess.run(words, capture_output=True, text=True, timeout=300)
+
+
 def test_the_death_of_ray_ends_a_call_and_no_placement_group_is_created_after_it(marker):
     """Ray would wait for a minute, and then end this process."""
-    done = subprocess.run([sys.executable, "-c", LOSES_THE_GCS], capture_output=True, text=True, timeout=180)
+    done = run_as_child_of_process_1(LOSES_THE_GCS)
     # Ray itself may write about its loss to stderr.
     assert "Traceback" not in done.stderr and len(done.stdout.splitlines()) == 2, done
     assert all(line.startswith("Ray's gcs_server died, and the job with it") for line in done.stdout.splitlines()), done
     assert left_running(marker) == []
-
-
-CHILD_OF_PROCESS_1_LOSES_RAY = """
-import os
-from trainer.cluster.ray_cluster import RayCluster
-from trainer.config import Config
-from trainer.errors import WorkerError
-try:
-    with RayCluster(Config(), "cpu") as cluster:
-        cluster._head._daemons["gcs_server"].kill()
-        while cluster._failed_process() is None:
-            pass
-        cluster.launch_ranks("rank", object, {})
-except WorkerError as error:
-    os.write(1, str(error).encode())
-    os._exit(3)
-"""
-
-
-def run_in_container(script: str) -> subprocess.CompletedProcess[str]:
-    """Run Python as the child of process 1 of a process namespace, as an image with an init program does."""
-    user = [] if os.geteuid() == 0 else ["--map-root-user"]
-    unshare = ["unshare", *user, "--pid", "--fork", "--kill-child", "--mount-proc"]
-    if subprocess.run([*unshare, "true"], capture_output=True).returncode:
-        pytest.skip("this machine has no process namespaces")
-    words = [*unshare, "sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-u", "-c", script]
-    return subprocess.run(words, capture_output=True, text=True, timeout=300)
-
-
-def test_a_child_of_process_1_that_loses_ray_leaves_a_message(marker):
-    done = run_in_container(CHILD_OF_PROCESS_1_LOSES_RAY)
-    assert done.returncode == 3 and done.stdout.startswith("Ray's gcs_server died, and the job with it"), done
 
 
 IS_KILLED = """

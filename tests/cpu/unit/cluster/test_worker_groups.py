@@ -43,14 +43,6 @@ def shared_group(cluster) -> Iterator[WorkerGroup]:
     cluster.release(group)
 
 
-@pytest.fixture
-def group(cluster) -> Iterator[WorkerGroup]:
-    """Two ranks that only this test uses."""
-    group = cluster.launch_ranks("rank", Host, {})
-    yield group
-    cluster.release(group)
-
-
 def test_results_are_in_the_order_of_the_workers(cluster, shared_group):
     assert len(shared_group) == 2
     assert shared_group.call("rank") == [0, 1]
@@ -106,14 +98,14 @@ def test_a_worker_can_start_its_next_call_while_others_run(shared_group):
 def test_engines_start_on_the_gpus_of_ranks_that_still_import(cluster, monkeypatch, tmp_path):
     env = {"OPENED": str(tmp_path / "opened")}
     with ExitStack() as stack:
-        ranks = cluster.launch_ranks("rank", LoadsAfterEngine, env)
+        ranks = cluster.launch_ranks("rank", LoadsAfterEngine, env, 1)
         stack.callback(cluster.release, ranks)
         placements = ranks.placements()
         monkeypatch.setattr(cluster, "device", "cuda")
-        engines = cluster.launch_engines(OpensRanks, [()] * 2, env, lambda engine: placements[engine : engine + 1])
+        engines = cluster.launch_engines(OpensRanks, [()], env, lambda engine: placements)
         stack.callback(cluster.release, engines)
-        assert ranks.call("rank") == [0, 1]
-        assert engines.call("environment", "CUDA_VISIBLE_DEVICES") == ["", ""]
+        assert ranks.call("rank") == [0]
+        assert engines.call("environment", "CUDA_VISIBLE_DEVICES") == [""]
 
 
 def test_an_exception_of_a_worker_is_raised_unchanged(shared_group):
@@ -128,14 +120,6 @@ def test_an_exception_of_a_worker_is_raised_unchanged(shared_group):
         shared_group.call("fail_after_peer")
 
 
-def test_a_death_is_raised_and_not_its_effect_on_other_ranks(group):
-    with pytest.raises(WorkerError, match="^rank 1 died: its process was killed or crashed"):
-        group.call("raise_or_die")
-    with pytest.raises(WorkerError, match="^rank 1 died"):
-        group.call("rank")
-    assert group.call_one(0, "rank") == 0
-
-
 def test_two_threads_can_wait_for_one_worker(shared_group, monkeypatch):
     """The saving thread and the training loop do this."""
     monkeypatch.setattr(time_limits, "POLL_INTERVAL_S", 0.0)
@@ -148,17 +132,52 @@ def test_two_threads_can_wait_for_one_worker(shared_group, monkeypatch):
     assert waiting.result() == [True, True]
 
 
-def test_out_of_memory_is_reported_in_one_line(cluster, capfd):
-    """Workers of both kinds tell torch's errors from others in one way, and importing torch takes long."""
+def test_failures_of_workers_are_named_and_workers_are_replaced(cluster, capfd):
+    """Two ranks die, hang and lack memory, one after another."""
+    group = cluster.launch_ranks("rank", Host, {})
+    pids = group.call("pid")
+    with pytest.raises(WorkerError, match="^rank 1 died: its process was killed or crashed") as died:
+        group.call("raise_or_die")  # and not what rank 0 has raised for it
+    with pytest.raises(WorkerError, match="^rank 1 died"):
+        group.call("rank")
+    assert group.call_one(0, "rank") == 0
+
+    # While calls are fast, the driver does not check heartbeats.
+    given, group.timeouts = group.timeouts, dataclasses.replace(group.timeouts, heartbeat_s=5.0)
+    os.kill(pids[0], signal.SIGSTOP)
+    with pytest.raises(WorkerError, match=rf"rank 0 .process {pids[0]} on .* has not answered for"):
+        group.call_one(0, "pid")
+
+    group.timeouts = given
+    for rank in (0, 1):
+        group.end(rank)
+        assert not psutil.pid_exists(pids[rank]) or not is_running(psutil.Process(pids[rank]))
+        group.replace(rank)
+    assert not set(group.call("pid")) & set(pids) and group.call("rank") == [0, 1]
+
+    # All kinds of workers tell torch's errors from others in one way.
     of_torch = ["wants_a_tensor", "fills_the_gpu"] if isinstance(cluster, ProcessCluster) else []
-    group = cluster.launch_ranks("rank", Host, {}, 1)
-    for end in (*of_torch, "wants_bytes", "is_killed"):
-        with pytest.raises(WorkerError) as raised:
-            group.call(end)
-        text = str(raised.value)
+    capfd.readouterr()
+    said = [str(died.value)]
+    for end in (*of_torch, "wants_bytes"):
+        with pytest.raises(WorkerError) as lacks:
+            group.call_one(0, end)
+        said.append(str(lacks.value))
+    assert capfd.readouterr() == ("", ""), "nothing else is printed"
+    for text in said:
         assert text.startswith("rank ") and "\n" not in text, text
         assert "memory" in text and "the same command" in text
-        assert capfd.readouterr() == ("", ""), "nothing else is printed"
+
+    calls = CallFutures(group)
+    calls.begin(0, "waits_a_little")
+    calls.begin(1, "is_killed")
+    outcomes = {}
+    while calls.is_running:
+        outcomes |= {worker: (result, error) for worker, result, error in calls.poll()}
+    assert outcomes[0] == ("waited", None)
+    result, error = outcomes[1]
+    assert result is None and error.cause == "killed" and failure_source_of(error).name == "rank 1"
+    assert failure_source_of(error).role == "rank"
     cluster.release(group)
 
 
@@ -172,9 +191,10 @@ def test_a_rank_that_cannot_load_is_named_with_its_reason(cluster):
 
 def test_a_rank_that_is_stopped_while_it_starts_is_named(cluster, monkeypatch):
     """Ranks answer while they load."""
-    group = cluster.launch_ranks("rank", SlowToLoad, {})
+    group = cluster.launch_ranks("rank", SlowToLoad, {}, 1)
     wait_until(lambda: all(worker.heartbeat_age_s() >= 0 and worker.process_id for worker in group.workers))
-    late = next(worker for worker in group.workers if worker.is_starting)
+    (late,) = group.workers
+    assert late.is_starting
     stopped = psutil.Process(late.process_id[0])
     stopped.suspend()
     monkeypatch.setattr(time_limits, "IMPORTS_S", 0.0)
@@ -190,42 +210,6 @@ def test_a_rank_that_is_not_scheduled_yet_misses_no_heartbeats(ray_cluster):
     time.sleep(1)
     assert group.workers[0].heartbeat_age_s() < 1
     group.kill()
-
-
-def test_a_rank_that_hangs_after_fast_calls_is_named(group):
-    """While calls are fast, the driver does not check heartbeats."""
-    group.timeouts = dataclasses.replace(group.timeouts, heartbeat_s=5.0)
-    pid = group.call("pid")[0]
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        with pytest.raises(WorkerError, match=rf"rank 0 .process {pid} on .* has not answered for"):
-            group.call("pid")
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
-def test_a_worker_that_died_or_is_stopped_is_replaced(group):
-    pids = group.call("pid")
-    os.kill(pids[1], signal.SIGSTOP)
-    group.end(1)
-    assert not psutil.pid_exists(pids[1]) or not is_running(psutil.Process(pids[1]))
-    group.replace(1)
-    again = group.call("pid")
-    assert again[0] == pids[0] and again[1] not in pids
-    assert group.call("rank") == [0, 1]
-
-
-def test_poll_returns_the_failure_of_one_worker_and_the_results_of_others(group):
-    calls = CallFutures(group)
-    calls.begin(0, "waits_a_little")
-    calls.begin(1, "is_killed")
-    outcomes = {}
-    while calls.is_running:
-        outcomes |= {worker: (result, error) for worker, result, error in calls.poll()}
-    assert outcomes[0] == ("waited", None)
-    result, error = outcomes[1]
-    assert result is None and error.cause == "killed" and failure_source_of(error).name == "rank 1"
-    assert failure_source_of(error).role == "rank"
 
 
 def test_imports_of_a_starting_process_may_keep_it_from_answering():
