@@ -96,21 +96,16 @@ def test_damage_in_the_store_is_noticed(root):
     assert checkpoints.latest().step == 1
 
 
-def test_a_run_continues_on_a_machine_with_an_empty_disk(root, tmp_path, model):
-    whole = toy_run(toy_config(tmp_path / "whole"), model)
-    first = tmp_path / "first"
-    toy_run(toy_config(first, ckpt_path=root), model, stop_after=3)
-    lines = (first / "metrics.jsonl").read_bytes()
-    shutil.rmtree(first)
-    continued = toy_run(toy_config(tmp_path / "second", ckpt_path=root), model)
-    assert continued.learner.ranks.number == whole.learner.ranks.number
-    assert (tmp_path / "second" / "metrics.jsonl").read_bytes().startswith(lines), "byte for byte"
-    rows = [json.loads(line) for line in (tmp_path / "second" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, model) -> float:
+    """The number of a run on a disk at its end."""
+    return toy_run(toy_config(tmp_path_factory.mktemp("whole"), total_steps=5), model).learner.ranks.number
 
 
-def test_pieces_that_no_checkpoint_names_are_deleted_at_the_next_start(s3_root, tmp_path, model):
-    """As a killed save leaves them. The run still continues on a machine with an empty disk."""
+def test_pieces_that_no_checkpoint_names_are_deleted_and_a_run_continues_on_an_empty_disk(
+    s3_root, tmp_path, model, whole
+):
+    """A killed save leaves such pieces."""
     cfg = toy_config(tmp_path / "first", ckpt_path=s3_root)
     toy_run(cfg, model, stop_after=3)
     store, orphan = open_store(s3_root), digest_bytes(b"lost")
@@ -124,9 +119,12 @@ def test_pieces_that_no_checkpoint_names_are_deleted_at_the_next_start(s3_root, 
     with RunDirectory(cfg).open():
         assert set(store.pieces()) == named
     lines = (tmp_path / "first" / "metrics.jsonl").read_bytes()
-    second = tmp_path / "second"
-    with RunDirectory(toy_config(second, ckpt_path=s3_root)).open():
-        assert (second / "metrics.jsonl").read_bytes() == lines
+    shutil.rmtree(tmp_path / "first")
+    continued = toy_run(toy_config(tmp_path / "second", ckpt_path=s3_root), model)
+    assert continued.learner.ranks.number == whole
+    found = (tmp_path / "second/metrics.jsonl").read_bytes()
+    assert found.startswith(lines), "byte for byte"
+    assert [json.loads(line)["step"] for line in found.splitlines()] == [1, 2, 3, 4, 5]
 
 
 def test_ranks_write_and_read_their_own_parts_with_any_sharding(s3_root, s3_url, monkeypatch):
@@ -140,8 +138,9 @@ def test_ranks_write_and_read_their_own_parts_with_any_sharding(s3_root, s3_url,
     checkpoint = manifests.verify(save(checkpoints, 1, [Component("models", write)]))
     shards = [entry.path for entry in checkpoint.entries if entry.path.endswith(".distcp")]
     assert shards == ["policy/__0_0.distcp", "policy/__1_0.distcp"]
-    (one,) = run_ranks(1, read_sharded, checkpoint.files.path, environment)
-    assert one == (list(range(1000)), 0.5)
+    state = {"w": torch.zeros(1000), "lr": 0.0}
+    ShardedFiles(checkpoint.files.path).read("policy", state)
+    assert (state["w"].tolist(), state["lr"]) == (list(range(1000)), 0.5)
 
 
 def write_sharded(rank, directory: str, environment: dict[str, str]) -> list[dict]:
@@ -151,23 +150,15 @@ def write_sharded(rank, directory: str, environment: dict[str, str]) -> list[dic
     return ShardedFiles(directory).write("policy", state, {"extra.json": "{}"}, dist.group.WORLD)
 
 
-def read_sharded(rank, directory: str, environment: dict[str, str]) -> tuple[list[float], float]:
-    os.environ.update(environment)
-    state = {"w": torch.zeros(1000), "lr": 0.0}
-    ShardedFiles(directory).read("policy", state, dist.group.WORLD)
-    return state["w"].tolist(), state["lr"]
-
-
-def test_a_run_in_another_kind_of_store_needs_one_class_and_one_entry(monkeypatch, tmp_path, model):
+def test_a_run_in_another_kind_of_store_needs_one_class_and_one_entry(monkeypatch, tmp_path, model, whole):
     """Commits, the lock, retention, carried files, two tiers and exports know nothing of the kind."""
     use_another_store(monkeypatch, tmp_path / "packages")
     assert compose(["trainer.ckpt_path=mem://bucket/run"]).trainer.ckpt_path == "mem://bucket/run"
-    whole = toy_run(toy_config(tmp_path / "whole"), model)
     root, disk = "mem://bucket/run", tmp_path / "disk"
     settings = {"ckpt_path": root, "max_ckpts_to_keep": 2, "export_path": "mem://bucket/exports"}
     toy_run(toy_config(tmp_path / "first", **settings), model, stop_after=2)
     toy_run(toy_config(tmp_path / "second", **settings, ckpt_cache_dir=str(disk)), model, stop_after=4)
     shutil.rmtree(disk)
     continued = toy_run(toy_config(tmp_path / "third", **settings), model)
-    assert continued.learner.ranks.number == whole.learner.ranks.number
+    assert continued.learner.ranks.number == whole
     assert open_store(root).steps()[-1] == 5 and open_store(root).orphans() == {}

@@ -88,31 +88,37 @@ def test_the_etag_of_a_file_changes_when_it_is_touched(tmp_path):
     assert storage.get_with_etag("a")[1] != before
 
 
-@pytest.mark.parametrize("size", [0, 5, 17 << 20, 32 << 20])
-def test_a_large_object_is_written_in_parts(storage: Storage, size):
-    block = secrets.token_bytes(min(size, 1 << 20) or 1)
-    with storage.open_writer("folder/large") as stream:
-        for _ in range(size // len(block)):
-            stream.write(block)
-    assert storage.size("folder/large") == size
-    if size > len(block):
-        assert storage.get_range("folder/large", len(block) - 1, len(block) + 1) == block[-1:] + block[:1]
+@pytest.fixture
+def small_parts(monkeypatch) -> None:
+    """The smallest parts that S3 accepts."""
+    monkeypatch.setattr("trainer.checkpoint.buckets._PART_BYTES", 5 << 20)
 
 
-def test_a_writer_that_fails_leaves_no_object(bucket_behind_proxy):
+def test_a_large_object_is_written_in_parts(storage: Storage, small_parts):
+    for size in (0, 5, 6 << 20, 10 << 20):
+        block, key = secrets.token_bytes(min(size, 1 << 20) or 1), f"folder/{size}"
+        with storage.open_writer(key) as stream:
+            for _ in range(size // len(block)):
+                stream.write(block)
+        assert storage.size(key) == size
+        if size > len(block):
+            assert storage.get_range(key, len(block) - 1, len(block) + 1) == block[-1:] + block[:1]
+
+
+def test_a_writer_that_fails_leaves_no_object(bucket_behind_proxy, small_parts):
     storage = open_storage(bucket_behind_proxy)
     with pytest.raises(StoreError, match="KeyError"), storage.open_writer("large") as stream:
-        stream.write(bytes(20 << 20))
+        stream.write(bytes(6 << 20))
         raise KeyError
     assert storage.names() == [] and uploads(bucket_behind_proxy) == []
 
 
 @pytest.mark.parametrize("fault", [LOST, CUT])
-def test_a_large_object_is_complete_although_answers_are_lost(bucket_behind_proxy, faults, fault):
+def test_a_large_object_is_complete_although_answers_are_lost(bucket_behind_proxy, faults, fault, small_parts):
     """Also the answer to the last request, after which S3 no longer knows the upload."""
     number = itertools.count(1)
     faults.plan = lambda method, path: fault if method in ("PUT", "POST") and next(number) % 2 else PASS
-    storage, data = open_storage(bucket_behind_proxy), secrets.token_bytes(33 << 20)
+    storage, data = open_storage(bucket_behind_proxy), secrets.token_bytes(11 << 20)
     with storage.open_writer("large") as stream:
         stream.write(data)
     assert storage.get("large") == data
